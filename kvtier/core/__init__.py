@@ -1,0 +1,1 @@
+"""Decisions without I/O: catalogues, plans, ledger, records. Imports neither torch nor vLLM."""

@@ -1,0 +1,159 @@
+"""The block record: a 4 KiB header in front of every payload, the same on every medium.
+
+docs/FORMAT.md states the layout. The header proves whose bytes follow; the payload is proved by
+one xxh3 checksum a part, so that each rank writes and verifies its own part alone.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import xxhash
+
+from kvtier.errors import FormatError
+from kvtier.types import KEY_BYTES_MAX, PARTS_MAX, BlockKey, Outcome
+
+MAGIC = b"KVTBLK\r\n"
+VERSION = 1
+HEADER_BYTES = 4096
+ALIGN = 4096
+CODEC_RAW = 0
+
+# magic, version, codec, key length, parts, payload bytes, stored bytes, namespace, key
+_FIXED = struct.Struct(f"<8sHBBIQQ16s{KEY_BYTES_MAX}s")
+_SUM = struct.Struct("<Q")
+_FIXED_SUM_AT = _FIXED.size
+_PARTS_AT = 128
+assert _FIXED_SUM_AT + _SUM.size <= _PARTS_AT
+assert _PARTS_AT + PARTS_MAX * _SUM.size <= HEADER_BYTES
+
+Buffer = memoryview
+
+
+class Header:
+    """The decoded fixed part of a record header."""
+
+    __slots__ = ("codec", "key", "namespace", "parts", "payload_bytes", "stored_bytes")
+
+    def __init__(
+        self,
+        key: BlockKey,
+        namespace: bytes,
+        payload_bytes: int,
+        parts: int = 1,
+        codec: int = CODEC_RAW,
+        stored_bytes: int | None = None,
+    ) -> None:
+        self.key = key
+        self.namespace = namespace
+        self.payload_bytes = payload_bytes
+        self.parts = parts
+        self.codec = codec
+        self.stored_bytes = payload_bytes if stored_bytes is None else stored_bytes
+
+    def write(self, record: Buffer) -> None:
+        """Write the fixed part; the parts' checksums are written by `seal_part`."""
+        fixed = _FIXED.pack(
+            MAGIC,
+            VERSION,
+            self.codec,
+            len(self.key),
+            self.parts,
+            self.payload_bytes,
+            self.stored_bytes,
+            self.namespace,
+            self.key,
+        )
+        record[: _FIXED.size] = fixed
+        _SUM.pack_into(record, _FIXED_SUM_AT, xxhash.xxh3_64_intdigest(fixed))
+
+    @staticmethod
+    def read(record: Buffer) -> Header:
+        """Decode and check a header; raises FormatError on anything that kvtier did not write."""
+        if len(record) < HEADER_BYTES:
+            raise FormatError(f"a record header has {HEADER_BYTES} bytes, not {len(record)}")
+        fixed = record[: _FIXED.size]
+        magic, version, codec, key_len, parts, payload, stored, namespace, key = _FIXED.unpack(
+            fixed
+        )
+        if magic != MAGIC:
+            raise FormatError("not a kvtier block record")
+        if version != VERSION:
+            raise FormatError(f"record version {version}; this kvtier reads version {VERSION}")
+        if _SUM.unpack_from(record, _FIXED_SUM_AT)[0] != xxhash.xxh3_64_intdigest(fixed):
+            raise FormatError("the record header fails its checksum")
+        if not 0 < key_len <= KEY_BYTES_MAX or not 0 < parts <= PARTS_MAX or payload % parts:
+            raise FormatError("the record header is inconsistent")
+        return Header(BlockKey(key[:key_len]), namespace, payload, parts, codec, stored)
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to what direct I/O can move."""
+    return -(-size // ALIGN) * ALIGN
+
+
+def record_bytes(payload_bytes: int) -> int:
+    """The room a record with this payload takes in a slot."""
+    return HEADER_BYTES + padded(payload_bytes)
+
+
+def part_sum(part: Buffer) -> int:
+    """The checksum of one part of a payload."""
+    return xxhash.xxh3_64_intdigest(part)
+
+
+def seal_part(record: Buffer, index: int, part: Buffer) -> None:
+    """Write the checksum of part `index`; `part` is its payload, wherever it lies."""
+    _SUM.pack_into(record, _PARTS_AT + index * _SUM.size, part_sum(part))
+
+
+def seal(record: Buffer, header: Header) -> None:
+    """Write a whole header over a raw payload that already lies in `record`."""
+    header.write(record)
+    size = header.payload_bytes // header.parts
+    for index in range(header.parts):
+        start = HEADER_BYTES + index * size
+        seal_part(record, index, record[start : start + size])
+
+
+def sums(record: Buffer, parts: int) -> bytes:
+    """The checksums of all parts as they stand in the header, to carry to another record."""
+    return bytes(record[_PARTS_AT : _PARTS_AT + parts * _SUM.size])
+
+
+def put_sums(record: Buffer, part_sums: bytes) -> None:
+    """Write checksums taken by `sums` from the record that these bytes come from."""
+    record[_PARTS_AT : _PARTS_AT + len(part_sums)] = part_sums
+
+
+def check_header(record: Buffer, key: BlockKey, namespace: bytes, payload_max: int) -> Outcome:
+    """Whether the header proves `key` of `namespace`, with a payload that fits."""
+    try:
+        header = Header.read(record)
+    except FormatError:
+        return Outcome.CORRUPT
+    if header.key != key or header.namespace != namespace or header.payload_bytes > payload_max:
+        return Outcome.CORRUPT
+    return Outcome.OK
+
+
+def check_part(record: Buffer, index: int, part: Buffer) -> bool:
+    """Whether `part` has the checksum the header states for it."""
+    stated: int = _SUM.unpack_from(record, _PARTS_AT + index * _SUM.size)[0]
+    return stated == part_sum(part)
+
+
+def verify(record: Buffer, key: BlockKey, namespace: bytes) -> Outcome:
+    """Header and payload of a raw record, proved in full: the check behind every load."""
+    outcome = check_header(record, key, namespace, len(record) - HEADER_BYTES)
+    if not outcome.ok:
+        return outcome
+    header = Header.read(record)
+    if header.codec != CODEC_RAW:
+        return Outcome.CORRUPT
+    size = header.payload_bytes // header.parts
+    for index in range(header.parts):
+        start = HEADER_BYTES + index * size
+        if not check_part(record, index, record[start : start + size]):
+            return Outcome.CORRUPT
+    return Outcome.OK

@@ -1,0 +1,135 @@
+"""What a medium must answer to be a tier, and what moves its bytes.
+
+Two classes, because they live in different places. A `Tier` is a catalogue: it runs on an engine's
+scheduler thread, answers from memory and never blocks. A `Handler` moves bytes: it runs in the
+mover's threads (in another process when serving), may block, and never decides anything.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from kvtier.core.record import Buffer
+from kvtier.types import (
+    BlockKey,
+    LoadStoreSpec,
+    Outcome,
+    Presence,
+    Reservation,
+    TierEvent,
+    TierStats,
+)
+
+
+class Tier(ABC):
+    """Catalogue of one medium: what it holds, what it can take, what must go.
+
+    Guarantees that the contract suite (`kvtier.testing`) checks:
+
+    - nothing here blocks, and nothing raises but for a caller's own mistake (`NotResident`);
+    - a key is a HIT only between its commit and its removal; a reserved key is PENDING;
+    - a block that is being loaded (pinned) is never evicted nor overwritten;
+    - reserve (`prepare_store`), commit and abort (`complete_store`) are the only ways in; after an
+      abort there is no trace; capacity holds at every moment.
+    """
+
+    medium: str
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
+        """What is known of each key; from memory, and no promise until `prepare_load`."""
+
+    @abstractmethod
+    def prepare_load(self, keys: Sequence[BlockKey]) -> LoadStoreSpec:
+        """Pin resident keys and say where they are; raises NotResident and pins none otherwise."""
+
+    @abstractmethod
+    def complete_load(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> None:
+        """Unpin what `prepare_load` pinned. Keys that failed are no longer offered; the corrupt
+        ones are quarantined, and all of them counted by outcome."""
+
+    @abstractmethod
+    def prepare_store(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:
+        """Reserve room for the keys that are new here, evicting if allowed; in their order.
+
+        A subset means that the rest is resident, on its way, or has no room. Never waits.
+        """
+
+    @abstractmethod
+    def complete_store(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> None:
+        """Commit reserved keys, all bytes of which have landed; abort those in `failed`."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[BlockKey], start: int = 0) -> None:
+        """A request used these keys: `keys[i]` is block `start + i` of its prefix."""
+
+    @abstractmethod
+    def victims(self, count: int) -> list[BlockKey]:
+        """The next keys that eviction would take, coldest first: what to demote ahead of time."""
+
+    @abstractmethod
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        """Drop these keys if they are resident and not pinned (pinned ones: when unpinned)."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop everything of this namespace that is not pinned or reserved."""
+
+    @abstractmethod
+    def take_events(self) -> list[TierEvent]:
+        """What became visible or vanished since the last call, oldest first."""
+
+    @abstractmethod
+    def stats(self) -> TierStats:
+        """Counters and gauges at this moment."""
+
+    def tick(self) -> None:  # noqa: B027 - most media have no housekeeping
+        """Short housekeeping, called between steps; never blocks."""
+
+    def close(self) -> None:  # noqa: B027 - memory needs no closing
+        """Release what this process holds; committed blocks stay where they are."""
+
+
+class Handler(ABC):
+    """Moves records between one medium and host memory; reports, never decides.
+
+    `load` and `store` are called from many threads at once, with batches of at most `batch_blocks`
+    blocks. They return one outcome a block and raise nothing but programming errors. A load need
+    not verify: the mover proves every record that it loads. Records in host memory are aligned to
+    4 KiB and long enough for the largest payload of the namespace.
+    """
+
+    concurrency: int = 4
+    batch_blocks: int = 8
+
+    @abstractmethod
+    def load(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        """Fill each buffer with the record of its key."""
+
+    @abstractmethod
+    def store(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
+    ) -> list[Outcome]:
+        """Write each record where the spec says; complete before it is reported OK."""
+
+    def close(self) -> None:  # noqa: B027 - not every medium has something to release
+        """Release files and connections."""
+
+
+class HostHandler(Handler):
+    """A medium that IS host memory: others read into it and write from it without a copy."""
+
+    @abstractmethod
+    def views(self, spec: LoadStoreSpec) -> list[Buffer]:
+        """The records of a spec, in place."""
+
+    @abstractmethod
+    def landed(self, spec: LoadStoreSpec, index: int, outcome: Outcome) -> None:
+        """Block `index` has arrived, verified, or never will: whoever waits for it may go on."""

@@ -1,0 +1,199 @@
+"""The words the whole house speaks: keys, namespaces, outcomes, specs, plans' results."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from typing import ClassVar, NewType, Self
+
+import msgspec
+
+BlockKey = NewType("BlockKey", bytes)
+"""Names one chunk: its hash followed by the four-byte index of its cache group."""
+
+KEY_BYTES_MAX = 40
+GROUP_BYTES = 4
+
+
+def block_key(block_hash: bytes, group: int = 0) -> BlockKey:
+    """Join a block hash and a group index into the key that every tier uses."""
+    key = block_hash + group.to_bytes(GROUP_BYTES, "big")
+    if not GROUP_BYTES < len(key) <= KEY_BYTES_MAX:
+        raise ValueError(f"a block hash has 1 to {KEY_BYTES_MAX - GROUP_BYTES} bytes")
+    return BlockKey(key)
+
+
+def group_of(key: BlockKey) -> int:
+    """The cache group a key belongs to."""
+    return int.from_bytes(key[-GROUP_BYTES:], "big")
+
+
+PARTS_MAX = 256
+
+
+class Namespace(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that makes bytes interchangeable: equal digests mean equal meaning of bytes.
+
+    `facts` are named strings (model, weights, dtype, layout, hash algorithm, ...). The geometry
+    is part of the identity too: the payload of a block of cache group `g` has `group_bytes[g]`
+    bytes (the last entry counts for every group beyond it) and is written in `parts` equal parts,
+    one by each rank.
+    """
+
+    facts: dict[str, str]
+    group_bytes: tuple[int, ...]
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.group_bytes or min(self.group_bytes) <= 0:
+            raise ValueError("group_bytes must name at least one positive payload size")
+        if not 1 <= self.parts <= PARTS_MAX:
+            raise ValueError(f"parts must be between 1 and {PARTS_MAX}")
+        if any(size % self.parts for size in self.group_bytes):
+            raise ValueError("every payload size must be a multiple of parts")
+
+    @property
+    def payload_bytes(self) -> int:
+        """The largest payload: what a slot must have room for."""
+        return max(self.group_bytes)
+
+    def payload_of(self, key: BlockKey) -> int:
+        """The payload size of this key's group."""
+        sizes = self.group_bytes
+        return sizes[min(group_of(key), len(sizes) - 1)]
+
+    @property
+    def digest(self) -> bytes:
+        """Sixteen bytes that stand for this namespace on every medium."""
+        return hashlib.sha256(self.to_json()).digest()[:16]
+
+    @property
+    def id(self) -> str:
+        """The digest in hexadecimal: a folder name."""
+        return self.digest.hex()
+
+    def to_json(self) -> bytes:
+        """Canonical, readable JSON: the form that lies beside the data."""
+        body = {
+            "facts": dict(sorted(self.facts.items())),
+            "group_bytes": self.group_bytes,
+            "parts": self.parts,
+        }
+        return msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n"
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Self:
+        """Read what `to_json` wrote; raises `msgspec.ValidationError` on anything else."""
+        return msgspec.json.decode(text, type=cls)
+
+    def differences(self, other: Namespace) -> list[Difference]:
+        """Field by field, what keeps this namespace and another one apart."""
+        mine, theirs = self._flat(), other._flat()
+        return [
+            Difference(name, mine.get(name), theirs.get(name))
+            for name in sorted(mine.keys() | theirs.keys())
+            if mine.get(name) != theirs.get(name)
+        ]
+
+    def _flat(self) -> dict[str, str]:
+        sizes = ",".join(str(size) for size in self.group_bytes)
+        return {**self.facts, "group_bytes": sizes, "parts": str(self.parts)}
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """One fact in which two namespaces differ; None where one of them does not state it."""
+
+    fact: str
+    mine: str | None
+    theirs: str | None
+
+    def __str__(self) -> str:
+        return f"{self.fact}: {self.mine or '(not set)'} here, {self.theirs or '(not set)'} there"
+
+
+class Presence(enum.Enum):
+    """What a tier knows of a key, answered from memory."""
+
+    MISS = "miss"
+    HIT = "hit"
+    PENDING = "pending"
+    """On its way in: it will be a hit or a miss soon."""
+
+
+class Outcome(enum.Enum):
+    """How the transfer of one block ended."""
+
+    OK = "ok"
+    GONE = "gone"
+    """The medium no longer holds this key (evicted or deleted meanwhile): an ordinary miss."""
+    CORRUPT = "corrupt"
+    """Header or checksum do not prove these bytes to be the key's: quarantine."""
+    IO_ERROR = "io_error"
+    NO_SPACE = "no_space"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    DROPPED = "dropped"
+    """Never started: the queue was full or the mover went away."""
+
+    @property
+    def ok(self) -> bool:
+        return self is Outcome.OK
+
+
+class LoadStoreSpec(msgspec.Struct, tag=True):
+    """Where blocks are on one medium, in the words of that medium.
+
+    Columns, not rows: one spec describes many blocks, and `len` counts them. Crosses processes as
+    msgpack, never as pickle.
+    """
+
+    medium: ClassVar[str] = ""
+
+    def __len__(self) -> int:
+        raise TypeError("each medium's spec counts its own blocks")
+
+    def select(self, start: int, stop: int) -> Self:
+        """The blocks `start:stop` of this spec."""
+        raise TypeError("each medium's spec slices its own columns")
+
+
+class EventKind(enum.Enum):
+    """What happened to a block in a tier."""
+
+    STORED = "stored"
+    REMOVED = "removed"
+
+
+class TierEvent(msgspec.Struct, frozen=True):
+    """Blocks that became visible in a medium, or stopped being so."""
+
+    kind: EventKind
+    medium: str
+    keys: tuple[BlockKey, ...]
+
+
+class Reservation(msgspec.Struct):
+    """What a tier will take of the keys offered to it, in their order, and where they go."""
+
+    keys: list[BlockKey]
+    spec: LoadStoreSpec
+    evicted: list[BlockKey]
+
+
+class TierStats(msgspec.Struct):
+    """Counters and gauges of one tier; counters only grow."""
+
+    medium: str
+    blocks: int = 0
+    bytes_used: int = 0
+    bytes_capacity: int = 0
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    evicted: int = 0
+    dropped: int = 0
+    corrupt: int = 0
+    gone: int = 0
+    io_errors: int = 0
+    pinned: int = 0
+    in_flight: int = 0
