@@ -189,3 +189,25 @@ class TierSettings(
     def kind(self) -> str:
         """The backend's name, as it stands in the file."""
         return str(self.__struct_config__.tag)
+
+
+_VALUES: tuple[type[ByteSize] | type[Capacity] | type[Duration], ...] = (
+    ByteSize,
+    Capacity,
+    Duration,
+)
+
+
+def dec_hook(kind: type[object], value: object) -> object:
+    """Tell msgspec how to read the value types of this file."""
+    for value_type in _VALUES:
+        if kind is value_type:
+            return value_type.parse(value)
+    raise TypeError(f"no decoder for {kind.__name__}")
+
+
+def enc_hook(value: object) -> object:
+    """Tell msgspec how to write them: as a person would."""
+    if isinstance(value, _VALUES):
+        return str(value)
+    raise TypeError(f"no encoder for {type(value).__name__}")

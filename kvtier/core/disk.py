@@ -1,0 +1,66 @@
+"""The one seam through which tiers touch a file system, so that faults can enter there.
+
+`Disk` is the real thing. `kvtier.testing.faults.FaultyDisk` derives from it and injects short
+transfers, errors, latency, torn writes, flipped bits and death.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtier.core.record import Buffer
+
+
+class Disk:
+    """Plain system calls. Raises OSError as the system does; retries nothing."""
+
+    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
+        """Open for reading and writing, closed on exec, 0600 when created."""
+        flags = os.O_RDWR | os.O_CLOEXEC
+        if create:
+            flags |= os.O_CREAT | os.O_EXCL
+        if direct:
+            flags |= os.O_DIRECT
+        return os.open(path, flags, 0o600)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+        os.close(fd)
+
+    def readv(self, fd: int, into: Sequence[Buffer], offset: int) -> int:
+        """Read into buffers at an offset; may return fewer bytes, 0 at the end of the file."""
+        return os.preadv(fd, into, offset)
+
+    def writev(self, fd: int, data: Sequence[Buffer], offset: int) -> int:
+        """Write buffers at an offset; may write fewer bytes."""
+        return os.pwritev(fd, data, offset)
+
+    def allocate(self, fd: int, size: int) -> None:
+        """Give a file its whole length and its room now, so that later writes cannot lack it."""
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            os.ftruncate(fd, size)
+
+    def sync(self, fd: int) -> None:
+        """Wait until the file's data would survive a loss of power."""
+        os.fdatasync(fd)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; one that is gone already is no error."""
+        path.unlink(missing_ok=True)
+
+    def free_bytes(self, path: Path) -> int:
+        """Room that an ordinary user may still take on the file system of `path`."""
+        info = os.statvfs(path)
+        return info.f_bavail * info.f_frsize
+
+    def total_bytes(self, path: Path) -> int:
+        """Size of the file system of `path`."""
+        info = os.statvfs(path)
+        return info.f_blocks * info.f_frsize
