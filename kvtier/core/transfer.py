@@ -1,0 +1,100 @@
+"""What a mover promises, on threads or as a process of its own."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import msgspec
+
+from kvtier.types import BlockKey, LoadStoreSpec, Outcome
+
+
+class TransferKind(enum.Enum):
+    """Why blocks move: loads go before stores, and stores are dropped under pressure."""
+
+    LOAD = "load"
+    STORE = "store"
+
+
+class Transfer(msgspec.Struct, kw_only=True):
+    """Blocks to move from one tier of the stack to another; a piece of a plan, on its way.
+
+    `source` and `target` are positions in the stack's list of tiers. `deadline` is a point of
+    `time.monotonic()`, which all processes of a machine share.
+    """
+
+    id: int
+    kind: TransferKind
+    source: int
+    target: int
+    keys: Sequence[BlockKey]
+    source_spec: LoadStoreSpec
+    target_spec: LoadStoreSpec
+    deadline: float
+
+
+class TransferResult(msgspec.Struct, kw_only=True):
+    """How a transfer ended, one outcome a key in the transfer's order."""
+
+    id: int
+    outcomes: list[Outcome]
+    bytes_moved: int
+    seconds: float
+    """From submission to the end, the wait in the queue included."""
+    busy_seconds: float
+    """The part of it in which bytes moved."""
+
+
+class MoverStats(msgspec.Struct):
+    """Counters (which only grow) and gauges of a mover."""
+
+    queued_blocks: int = 0
+    active_blocks: int = 0
+    loads: int = 0
+    stores: int = 0
+    bytes_loaded: int = 0
+    bytes_stored: int = 0
+    dropped_stores: int = 0
+    failed_blocks: int = 0
+    timeouts: int = 0
+    restarts: int = 0
+
+
+class Mover(ABC):
+    """Carries transfers out with bounded queues, priorities and deadlines.
+
+    - `submit` never blocks. It answers False, and counts, when a store finds the queue full; a load
+      is refused only when even the loads alone fill it, or when the mover is closed or down.
+    - Every accepted transfer gets exactly one result, and when the result is there nothing touches
+      the target any more: until then its slots must not be used for anything else.
+    - Every loaded record is verified in full before it is reported OK, and the target is told
+      block by block as they land (`HostHandler.landed`), not only at the end.
+    - A transfer past its deadline ends with TIMEOUT for the blocks not moved yet.
+    - `cancel` ends what has not started with CANCELLED and lets the rest finish.
+    """
+
+    @abstractmethod
+    def submit(self, transfer: Transfer) -> bool:
+        """Queue a transfer; False if it was refused, in which case there will be no result."""
+
+    @abstractmethod
+    def poll(self) -> list[TransferResult]:
+        """Transfers that ended since the last call; never blocks."""
+
+    @abstractmethod
+    def wait(self, seconds: float) -> bool:
+        """Sleep until a result may be there, at most so long; for callers that may block."""
+
+    @abstractmethod
+    def cancel(self, ids: Sequence[int]) -> None:
+        """Stop caring about these transfers."""
+
+    @abstractmethod
+    def stats(self) -> MoverStats:
+        """Counters and gauges at this moment."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what runs (its results are CANCELLED or as they ended) and release everything."""
