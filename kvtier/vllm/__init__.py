@@ -1,0 +1,1 @@
+"""kvtier inside vLLM. Importing this package imports neither vLLM nor torch."""
