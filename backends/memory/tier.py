@@ -1,0 +1,173 @@
+"""The reference model: what a tier does, in the plainest words that work."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
+
+from kvtier.backends.memory.store import MemorySpec, MemoryStore
+from kvtier.core.tier import Tier
+from kvtier.errors import NotResident
+from kvtier.types import (
+    BlockKey,
+    EventKind,
+    LoadStoreSpec,
+    Outcome,
+    Presence,
+    Reservation,
+    TierEvent,
+    TierStats,
+)
+
+
+class MemoryTier(Tier):
+    """Catalogue of a `MemoryStore`, with least-recently-used eviction.
+
+    A key is in at most one of three places: `_reserved` (on its way in), `_resident` (a hit), or
+    `_doomed` (dropped while pinned: offered to nobody, and its slot stays until the last unpin).
+    """
+
+    medium = "memory"
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.store = store
+        self._free = list(range(store.slots))
+        self._reserved: dict[BlockKey, int] = {}
+        self._resident: OrderedDict[BlockKey, int] = OrderedDict()  # coldest first
+        self._doomed: dict[BlockKey, int] = {}
+        self._pins: Counter[BlockKey] = Counter()
+        self._events: list[TierEvent] = []
+        self._stats = TierStats(self.medium, bytes_capacity=store.slots * store.slot_bytes)
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
+        found = [self._presence(key) for key in keys]
+        self._stats.hits += found.count(Presence.HIT)
+        self._stats.misses += found.count(Presence.MISS)
+        return found
+
+    def _presence(self, key: BlockKey) -> Presence:
+        if key in self._resident:
+            return Presence.HIT
+        return Presence.PENDING if key in self._reserved else Presence.MISS
+
+    def prepare_load(self, keys: Sequence[BlockKey]) -> LoadStoreSpec:
+        missing = sum(key not in self._resident for key in keys)
+        if missing:
+            raise NotResident(f"{missing} of {len(keys)} keys are not resident: look up first")
+        self._pins.update(keys)
+        return MemorySpec([self._resident[key] for key in keys])
+
+    def complete_load(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> None:
+        for key, outcome in (failed or {}).items():
+            self._count(outcome)
+            if key in self._resident:
+                self._drop([key])
+        for key in keys:
+            self._unpin(key)
+
+    def _count(self, outcome: Outcome) -> None:
+        if outcome is Outcome.CORRUPT:
+            self._stats.corrupt += 1
+        elif outcome is Outcome.GONE:
+            self._stats.gone += 1
+        else:
+            self._stats.io_errors += 1
+
+    def _unpin(self, key: BlockKey) -> None:
+        self._pins[key] -= 1
+        if self._pins[key] > 0:
+            return
+        del self._pins[key]
+        if key in self._doomed:
+            self._release(self._doomed.pop(key))
+
+    def prepare_store(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:
+        taken: list[BlockKey] = []
+        evicted: list[BlockKey] = []
+        offered = set(keys)
+        for key in keys:
+            if key in self._resident or key in self._reserved or key in self._doomed:
+                continue
+            if not self._free and evict:
+                # Blocks of the same request are no victims: they would take each other's place.
+                evicted += self._evict_one(offered)
+            if not self._free:
+                self._stats.dropped += 1
+                continue
+            slot = self._free.pop()
+            self.store.assign(slot, key)
+            self._reserved[key] = slot
+            taken.append(key)
+        return Reservation(taken, MemorySpec([self._reserved[key] for key in taken]), evicted)
+
+    def _evict_one(self, spared: Collection[BlockKey]) -> list[BlockKey]:
+        for key in self._resident:
+            if key not in self._pins and key not in spared:
+                self._drop([key])
+                self._stats.evicted += 1
+                return [key]
+        return []
+
+    def complete_store(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> None:
+        committed = []
+        # Backwards, so that the head of a prefix is the last of it to grow cold.
+        for key in reversed(keys):
+            slot = self._reserved.pop(key, None)
+            if slot is None:
+                continue
+            if failed and key in failed:
+                self._release(slot)
+                self._stats.dropped += 1
+                continue
+            self._resident[key] = slot
+            committed.append(key)
+        self._stats.stored += len(committed)
+        self._announce(EventKind.STORED, committed[::-1])
+
+    def touch(self, keys: Sequence[BlockKey], start: int = 0) -> None:
+        for key in reversed(keys):
+            if key in self._resident:
+                self._resident.move_to_end(key)
+
+    def victims(self, count: int) -> list[BlockKey]:
+        return [key for key in self._resident if key not in self._pins][:count]
+
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        self._drop([key for key in dict.fromkeys(keys) if key in self._resident])
+
+    def clear(self) -> None:
+        self._drop([key for key in self._resident if key not in self._pins])
+
+    def _drop(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            slot = self._resident.pop(key)
+            if key in self._pins:
+                self._doomed[key] = slot
+            else:
+                self._release(slot)
+        self._announce(EventKind.REMOVED, keys)
+
+    def _release(self, slot: int) -> None:
+        self.store.release(slot)
+        self._free.append(slot)
+
+    def _announce(self, kind: EventKind, keys: Sequence[BlockKey]) -> None:
+        if keys:
+            self._events.append(TierEvent(kind, self.medium, tuple(keys)))
+
+    def take_events(self) -> list[TierEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def stats(self) -> TierStats:
+        used = self.store.slots - len(self._free)
+        self._stats.blocks = len(self._resident)
+        self._stats.bytes_used = used * self.store.slot_bytes
+        self._stats.pinned = len(self._pins)
+        self._stats.in_flight = len(self._reserved)
+        return copy(self._stats)
