@@ -1,0 +1,134 @@
+"""Listing and deleting by boto3's client, sent over our own connections.
+
+boto3 knows how to build and parse these requests; a `before-send` hook takes them out of its hands
+before they reach its own sockets, which have no total deadline.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kvtier.backends.object.answers import explain_answer
+from kvtier.backends.object.errors import StoreError, WrongEndpoint
+from kvtier.backends.object.signing import UNSIGNED, Signer, vendor
+
+Send = Callable[[str, str, dict[str, str], bytes, float], tuple[int, dict[str, str], bytes]]
+"""Method, url, headers, body and deadline of a signed request; status, headers and body back."""
+
+_DELETE_BATCH = 1000
+
+
+class BulkClient:
+    """boto3's client for one bucket. Thread-safe; rebuilt when the credentials are renewed."""
+
+    def __init__(
+        self, signer: Signer, endpoint: str | None, style: str, bucket: str, send: Send
+    ) -> None:
+        self._signer = signer
+        self._endpoint = endpoint
+        self._style = style
+        self._bucket = bucket
+        self._send = send
+        self._call = threading.local()
+        self._errors = vendor("botocore.exceptions")
+        self._awsrequest = vendor("botocore.awsrequest")
+        self._session: Any = None
+        self._made: Any = None
+
+    @property
+    def endpoint(self) -> str:
+        """The endpoint that boto3 found: from the settings, environment, profile or region."""
+        return str(self._client().meta.endpoint_url)
+
+    def pages(self, prefix: str, after: str, deadline: Callable[[], float]) -> Iterator[Any]:
+        """One list of object descriptions a page; every page has a deadline of its own."""
+        more: dict[str, str] = {"StartAfter": after} if after else {}
+        while True:
+            page = self._ask("list_objects_v2", deadline(), Prefix=prefix, **more)
+            yield page.get("Contents", [])
+            token = page.get("NextContinuationToken")
+            if not page.get("IsTruncated") or not token:
+                return
+            more = {"ContinuationToken": token}
+
+    def delete(
+        self, keys: Sequence[str], deadline: Callable[[], float]
+    ) -> Mapping[str, StoreError]:
+        """Delete by the thousand; the keys that the store would not delete, and why."""
+        failed: dict[str, StoreError] = {}
+        for start in range(0, len(keys), _DELETE_BATCH):
+            batch = [{"Key": key} for key in keys[start : start + _DELETE_BATCH]]
+            answer = self._ask(
+                "delete_objects", deadline(), Delete={"Objects": batch, "Quiet": True}
+            )
+            for entry in answer.get("Errors", []):
+                code = str(entry.get("Code", ""))
+                failed[entry["Key"]] = explain_answer(403, code, {}, f"bucket {self._bucket}")
+        return failed
+
+    def _ask(self, operation: str, deadline: float, **arguments: Any) -> Any:
+        client = self._client()
+        self._call.deadline = deadline
+        try:
+            return getattr(client, operation)(Bucket=self._bucket, **arguments)
+        except self._errors.ClientError as error:
+            said = error.response
+            meta = said.get("ResponseMetadata", {})
+            raise explain_answer(
+                int(meta.get("HTTPStatusCode", 0)),
+                str(said.get("Error", {}).get("Code", "")),
+                meta.get("HTTPHeaders", {}),
+                f"bucket {self._bucket}",
+            ) from None
+        except self._errors.BotoCoreError as error:
+            raise WrongEndpoint(
+                f"bucket {self._bucket}: {operation} was not answered as an S3 store would "
+                f"({type(error).__name__}): check the endpoint"
+            ) from None
+
+    def _client(self) -> Any:
+        if self._session is not self._signer.session:
+            session = self._signer.session
+            config = vendor("botocore.config").Config(
+                retries={"mode": "standard", "total_max_attempts": 1},
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                s3={"addressing_style": self._style, **UNSIGNED},
+            )
+            made = (
+                vendor("boto3.session")
+                .Session(botocore_session=session)
+                .client(
+                    "s3",
+                    region_name=self._signer.region,
+                    endpoint_url=self._endpoint,
+                    config=config,
+                )
+            )
+            made.meta.events.register("before-send.s3", self._before_send)
+            self._made, self._session = made, session
+        return self._made
+
+    def _before_send(self, request: Any, **_: Any) -> Any:
+        """What botocore would do with its own connections, done with ours."""
+        headers = {name: _text(value) for name, value in request.headers.items()}
+        status, answered, body = self._send(
+            request.method, request.url, headers, request.body or b"", self._call.deadline
+        )
+        return self._awsrequest.AWSResponse(request.url, status, answered, _Body(body))
+
+
+class _Body:
+    """The raw body that botocore expects of a connection."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def stream(self, *_: object, **__: object) -> Iterator[bytes]:
+        yield self._content
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode("latin-1") if isinstance(value, bytes) else value

@@ -1,0 +1,305 @@
+"""A folder as an object store: the embedded default, and any file system that several hosts share.
+
+An object is one file. It is written under a temporary name in its own folder and published by
+rename, or by hard link where the name must be absent; a crash leaves a temporary file that
+`sweep` removes. Temporary names start with a dot, which no object name does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from kvtier.backends.object.errors import (
+    AccessDenied,
+    InvalidName,
+    NoSuchBucket,
+    StoreError,
+    StoreFull,
+    TimedOut,
+    Unavailable,
+)
+from kvtier.backends.object.store import (
+    Buffer,
+    GetOutcome,
+    ObjectInfo,
+    PutOutcome,
+    Store,
+    check_name,
+    check_prefix,
+    is_name,
+    wrong_length,
+)
+
+_TMP = ".tmp-"
+_IOV_MAX = 512
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class FileStore(Store):
+    """Objects as files below `root`, which is made if its parent exists.
+
+    `sync` forces bytes and names to the medium before a put returns; without it a power cut may
+    cost recent objects (a short or empty file is caught by the reader's checks).
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, sync: bool = False) -> None:
+        self.root = Path(root)
+        self.sync = sync
+        with _mapped(str(self.root)):
+            self.root.mkdir(mode=0o700, exist_ok=True)
+            if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
+                raise AccessDenied(f"no right to read and write the folder {self.root}")
+
+    def __repr__(self) -> str:
+        return f"FileStore({str(self.root)!r})"
+
+    def put(
+        self,
+        name: str,
+        buffers: Sequence[Buffer],
+        *,
+        if_absent: bool = False,
+        deadline: float | None = None,
+    ) -> PutOutcome:
+        target = self._path(name)
+        _check_deadline(deadline, name)
+        with _mapped(name):
+            if if_absent and target.exists():
+                return PutOutcome.ALREADY_THERE
+            temporary = self._write_temporary(target, buffers)
+            try:
+                outcome = self._publish(temporary, target, if_absent)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+            if self.sync:
+                _sync_folder(target.parent)
+            return outcome
+
+    def _write_temporary(self, target: Path, buffers: Sequence[Buffer]) -> Path:
+        temporary = target.with_name(f"{_TMP}{os.getpid()}-{secrets.token_hex(8)}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        for _ in range(8):  # a folder that `delete` found empty may vanish between the two calls
+            self._make_folder(target.parent)
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(temporary, flags, 0o600)
+                break
+        else:
+            raise FileNotFoundError(errno.ENOENT, "the folder keeps vanishing", str(target.parent))
+        try:
+            _write_all(fd, buffers)
+            if self.sync:
+                os.fdatasync(fd)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        return temporary
+
+    def _publish(self, temporary: Path, target: Path, if_absent: bool) -> PutOutcome:
+        if not if_absent:
+            temporary.replace(target)
+            return PutOutcome.STORED
+        try:
+            os.link(temporary, target)
+        except FileExistsError:
+            return PutOutcome.ALREADY_THERE
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            temporary.replace(target)  # this file system cannot refuse: the last writer wins
+            return PutOutcome.STORED
+        finally:
+            temporary.unlink(missing_ok=True)
+        return PutOutcome.STORED
+
+    def _make_folder(self, folder: Path) -> None:
+        if folder == self.root or folder.is_dir():
+            return
+        self._make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if self.sync:
+            _sync_folder(folder.parent)
+
+    def get(
+        self,
+        name: str,
+        into: Sequence[Buffer],
+        *,
+        offset: int | None = None,
+        deadline: float | None = None,
+    ) -> GetOutcome:
+        path = self._path(name)
+        _check_deadline(deadline, name)
+        with _mapped(name):
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except (FileNotFoundError, NotADirectoryError):
+                return GetOutcome.MISSING
+            try:
+                found = os.fstat(fd)
+                wanted = sum(view.nbytes for view in into)
+                if not stat.S_ISREG(found.st_mode):
+                    return GetOutcome.MISSING
+                size = found.st_size - (offset or 0)
+                if size < wanted or (offset is None and size != wanted):
+                    raise wrong_length(name, size, wanted)
+                if _read_all(fd, into, offset or 0) != wanted:
+                    raise wrong_length(name, size, wanted)
+            finally:
+                os.close(fd)
+        return GetOutcome.FOUND
+
+    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
+        path = self._path(name)
+        _check_deadline(deadline, name)
+        with _mapped(name):
+            try:
+                found = path.lstat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return _info(name, found) if stat.S_ISREG(found.st_mode) else None
+
+    def list(
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+    ) -> Iterator[ObjectInfo]:
+        folder = check_prefix(prefix).rpartition("/")[0]
+        with _mapped(str(self.root)):
+            if not self.root.is_dir():
+                raise NoSuchBucket(f"the folder {self.root} is not there")
+        yield from self._walk(folder + "/" if folder else "", prefix, after, deadline)
+
+    def _walk(
+        self, folder: str, prefix: str, after: str, deadline: float | None
+    ) -> Iterator[ObjectInfo]:
+        """Depth first, a folder sorted as its name and a slash: the order of the full names."""
+        _check_deadline(deadline, folder)
+        with _mapped(folder):
+            try:
+                with os.scandir(self.root / folder) as entries:
+                    found = sorted(
+                        (
+                            entry.name + "/" if entry.is_dir(follow_symlinks=False) else entry.name,
+                            entry,
+                        )
+                        for entry in entries
+                        if is_name(entry.name)
+                    )
+            except (FileNotFoundError, NotADirectoryError):
+                return
+        for name, entry in ((folder + name, entry) for name, entry in found):
+            if name.endswith("/"):
+                relevant = name.startswith(prefix) or prefix.startswith(name)
+                if relevant and (name > after or after.startswith(name)):
+                    yield from self._walk(name, prefix, after, deadline)
+            elif name.startswith(prefix) and name > after and is_name(name):
+                with _mapped(name), contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        yield _info(name, status)
+
+    def delete(
+        self, names: Sequence[str], *, deadline: float | None = None
+    ) -> Mapping[str, StoreError]:
+        failed: dict[str, StoreError] = {}
+        for name in names:
+            path = self._path(name)
+            try:
+                _check_deadline(deadline, name)
+                with _mapped(name), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    path.unlink()
+                    self._prune(path.parent)
+            except StoreError as error:
+                failed[name] = error
+        return failed
+
+    def _prune(self, folder: Path) -> None:
+        with contextlib.suppress(OSError):  # not empty, or already gone: both are fine
+            while folder != self.root:
+                folder.rmdir()
+                folder = folder.parent
+
+    def sweep(self, older_than_s: float) -> int:
+        """Remove temporary files that a crash left behind; returns how many."""
+        removed = 0
+        for folder, _, files in os.walk(self.root):
+            for name in files:
+                path = Path(folder) / name
+                with contextlib.suppress(FileNotFoundError):
+                    if name.startswith(_TMP) and time.time() - path.lstat().st_mtime > older_than_s:
+                        path.unlink()
+                        removed += 1
+        return removed
+
+    def _path(self, name: str) -> Path:
+        return self.root / check_name(name)
+
+
+def _info(name: str, found: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(name, found.st_size, found.st_mtime)
+
+
+def _write_all(fd: int, buffers: Sequence[Buffer]) -> None:
+    rest = [view.cast("B") for view in buffers if view.nbytes]
+    while rest:
+        written = os.writev(fd, rest[:_IOV_MAX])
+        rest = _advance(rest, written)
+
+
+def _read_all(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+    rest = [view.cast("B") for view in buffers if view.nbytes]
+    start = offset
+    while rest and (count := os.preadv(fd, rest[:_IOV_MAX], offset)):
+        offset += count
+        rest = _advance(rest, count)
+    return offset - start
+
+
+def _advance(rest: Sequence[Buffer], count: int) -> list[Buffer]:
+    """What is left of these buffers behind their first `count` bytes."""
+    for index, view in enumerate(rest):
+        if count < len(view):
+            return [view[count:], *rest[index + 1 :]]
+        count -= len(view)
+    return []
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _check_deadline(deadline: float | None, what: str) -> None:
+    if deadline is not None and time.monotonic() >= deadline:
+        raise TimedOut(f"no time left for {what}")
+
+
+@contextlib.contextmanager
+def _mapped(what: str) -> Iterator[None]:
+    """Turn what the operating system says into the errors every store speaks."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{what}: {error.strerror}"
+        match error.errno:
+            case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+                raise StoreFull(f"{reason}: free some room or lower the budget") from error
+            case errno.EACCES | errno.EPERM | errno.EROFS:
+                raise AccessDenied(f"{reason}: give this user the right to write there") from error
+            case errno.ENOENT | errno.ENOTDIR:
+                raise NoSuchBucket(f"{reason}: create the folder or correct the url") from error
+            case errno.EISDIR | errno.ELOOP | errno.ENAMETOOLONG:
+                raise InvalidName(f"{reason}: the place is taken by something else") from error
+            case _:
+                raise Unavailable(reason) from error

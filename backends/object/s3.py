@@ -1,0 +1,270 @@
+"""Any S3-compatible bucket as an object store.
+
+Objects travel over our own connections, straight from and into the caller's memory. Listing and
+deleting are built and parsed by boto3's client and sent over the same connections, so that the
+same deadlines, certificates and errors hold for all of them.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import re
+import ssl
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from kvtier.backends.object.answers import error_code, explain_answer
+from kvtier.backends.object.bulk import BulkClient
+from kvtier.backends.object.errors import (
+    ConditionalPutUnsupported,
+    ExpiredToken,
+    ObjectTooLarge,
+    StoreError,
+    TLSRefused,
+    WrongEndpoint,
+    WrongRegion,
+)
+from kvtier.backends.object.signing import Signer, request_head
+from kvtier.backends.object.store import (
+    Buffer,
+    GetOutcome,
+    ObjectInfo,
+    PutOutcome,
+    Store,
+    check_name,
+    check_prefix,
+    is_name,
+    wrong_length,
+)
+from kvtier.backends.object.transport import Pool, Response
+from kvtier.backends.object.wire import Address, Timeouts
+
+PUT_BYTES_MAX = 5 << 30
+_ERROR_BODY_BYTES_MAX = 64 << 10
+_PAGE_BYTES_MAX = 8 << 20
+_DNS_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+
+
+class S3Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a bucket is and how to reach it. Credentials never stand here: see `signing`."""
+
+    bucket: str
+    prefix: str = ""
+    endpoint: str | None = None
+    region: str | None = None
+    addressing: Literal["auto", "path", "virtual"] = "auto"
+    ca_bundle: str | None = None
+    profile: str | None = None
+    conditional_put: bool = True
+    connections: int = 64
+    timeouts: Timeouts = Timeouts()
+
+
+class S3Store(Store):
+    """A prefix of a bucket. Opening it makes no request: `probe` says whether it can be used."""
+
+    def __init__(self, settings: S3Settings) -> None:
+        self._settings = settings
+        prefix = settings.prefix.strip("/")
+        self._prefix = prefix + "/" if prefix else ""
+        self._conditional = settings.conditional_put
+        style = _addressing(settings)
+        self._signer = Signer(settings.region, settings.profile)
+        self._bulk = BulkClient(
+            self._signer, settings.endpoint, style, settings.bucket, self._send_built
+        )
+        self._address, base = _address(self._bulk.endpoint, settings.bucket, style)
+        self._base = base + quote(self._prefix, safe="/-_.~")
+        default_port = self._address.port == (443 if self._address.tls else 80)
+        self._host = self._address.host + ("" if default_port else f":{self._address.port}")
+        self._origin = f"{'https' if self._address.tls else 'http'}://{self._host}"
+        self._where = f"bucket {settings.bucket} at {self._address}"
+        self._pool = Pool(
+            self._address,
+            settings.timeouts,
+            tls=_tls(settings.ca_bundle) if self._address.tls else None,
+            keep_max=settings.connections,
+        )
+
+    def __repr__(self) -> str:
+        return f"S3Store({self._settings.bucket!r}, prefix={self._prefix!r}, at={self._address})"
+
+    def put(
+        self,
+        name: str,
+        buffers: Sequence[Buffer],
+        *,
+        if_absent: bool = False,
+        deadline: float | None = None,
+    ) -> PutOutcome:
+        size = sum(view.nbytes for view in buffers)
+        if size > PUT_BYTES_MAX:
+            raise ObjectTooLarge(f"{name} has {size} bytes; an S3 object takes {PUT_BYTES_MAX}")
+        end = self._end(deadline)
+        if if_absent and self._conditional:
+            try:
+                return self._put(name, buffers, size, {"if-none-match": "*"}, end)
+            except ConditionalPutUnsupported:
+                self._conditional = False  # content-addressed names make overwriting harmless
+        return self._put(name, buffers, size, {}, end)
+
+    def _put(
+        self, name: str, buffers: Sequence[Buffer], size: int, extra: dict[str, str], end: float
+    ) -> PutOutcome:
+        head = self._request("PUT", name, extra, size)
+        with self._pool.exchange("PUT", head, buffers, end) as answer:
+            if answer.status in (200, 201, 204):
+                answer.read(_ERROR_BODY_BYTES_MAX)
+                return PutOutcome.STORED
+            if extra and answer.status == 412:
+                answer.read(_ERROR_BODY_BYTES_MAX)
+                return PutOutcome.ALREADY_THERE
+            if extra and answer.status == 501:
+                answer.read(_ERROR_BODY_BYTES_MAX)
+                raise ConditionalPutUnsupported(f"{self._where} does not know If-None-Match")
+            raise self._refusal(answer)
+
+    def get(
+        self,
+        name: str,
+        into: Sequence[Buffer],
+        *,
+        offset: int | None = None,
+        deadline: float | None = None,
+    ) -> GetOutcome:
+        wanted = sum(view.nbytes for view in into)
+        extra = {}
+        if offset is not None:
+            if wanted == 0:
+                return (
+                    GetOutcome.FOUND if self.head(name, deadline=deadline) else GetOutcome.MISSING
+                )
+            extra["range"] = f"bytes={offset}-{offset + wanted - 1}"
+        head = self._request("GET", name, extra, 0)
+        with self._pool.exchange("GET", head, (), self._end(deadline)) as answer:
+            if answer.status == (200 if offset is None else 206):
+                if answer.length != wanted:
+                    raise wrong_length(name, answer.length or 0, wanted)
+                answer.read_into(into)
+                return GetOutcome.FOUND
+            if answer.status == 200:
+                raise WrongEndpoint(f"{self._where} does not know range requests")
+            return self._missing_or_raise(answer)
+
+    def _missing_or_raise(self, answer: Response) -> GetOutcome:
+        body = answer.read(_ERROR_BODY_BYTES_MAX)
+        if answer.status == 404 and error_code(body) in ("NoSuchKey", "NotFound"):
+            return GetOutcome.MISSING
+        raise self._explained(answer, body)
+
+    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
+        head = self._request("HEAD", name, {}, 0)
+        with self._pool.exchange("HEAD", head, (), self._end(deadline)) as answer:
+            if answer.status == 404:
+                return None
+            if answer.status != 200 or answer.length is None:
+                raise self._refusal(answer)
+            return ObjectInfo(name, answer.length, _when(answer.headers.get("last-modified", "")))
+
+    def list(
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+    ) -> Iterator[ObjectInfo]:
+        start = self._prefix + check_prefix(prefix)
+        behind = self._prefix + after if after else ""
+        for page in self._bulk.pages(start, behind, lambda: self._end(deadline)):
+            for entry in page:
+                name = str(entry["Key"]).removeprefix(self._prefix)
+                if name > after and is_name(name):
+                    modified = entry["LastModified"].timestamp()
+                    yield ObjectInfo(name, int(entry["Size"]), modified)
+
+    def delete(
+        self, names: Sequence[str], *, deadline: float | None = None
+    ) -> Mapping[str, StoreError]:
+        keys = [self._prefix + check_name(name) for name in names]
+        failed = self._bulk.delete(keys, lambda: self._end(deadline))
+        return {key.removeprefix(self._prefix): error for key, error in failed.items()}
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _request(self, method: str, name: str, extra: dict[str, str], body_bytes: int) -> bytes:
+        target = self._base + check_name(name)
+        headers = self._signer.sign(method, self._origin + target, {"host": self._host, **extra})
+        return request_head(method, target, headers, body_bytes)
+
+    def _send_built(
+        self, method: str, url: str, headers: dict[str, str], body: bytes, deadline: float
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Send a request that boto3 has built and signed."""
+        parts = urlsplit(url)
+        if parts.netloc != self._host:
+            raise WrongRegion(f"{self._where} sends us elsewhere: correct the region or endpoint")
+        target = parts.path + ("?" + parts.query if parts.query else "")
+        length = headers.pop("Content-Length", None)
+        head = request_head(method, target, {"host": self._host, **headers}, len(body))
+        if length is not None and int(length) != len(body):
+            raise WrongEndpoint("a request was built with a body of unknown length")
+        with self._pool.exchange(method, head, [memoryview(body)], deadline) as answer:
+            return answer.status, answer.headers, answer.read(_PAGE_BYTES_MAX)
+
+    def _refusal(self, answer: Response) -> StoreError:
+        return self._explained(answer, answer.read(_ERROR_BODY_BYTES_MAX))
+
+    def _explained(self, answer: Response, body: bytes) -> StoreError:
+        error = explain_answer(answer.status, error_code(body), answer.headers, self._where)
+        if isinstance(error, ExpiredToken):
+            self._signer.renew()
+        return error
+
+    def _end(self, deadline: float | None) -> float:
+        latest = time.monotonic() + self._settings.timeouts.total_s
+        return latest if deadline is None else deadline
+
+
+def _addressing(settings: S3Settings) -> str:
+    """How the bucket is named in a request, after a look at the settings."""
+    if not _BUCKET.fullmatch(settings.bucket):
+        raise WrongEndpoint(f"{settings.bucket[:80]!r} is not a bucket name: correct the url")
+    if settings.endpoint is not None:
+        parts = urlsplit(settings.endpoint)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+            raise WrongEndpoint(
+                "an endpoint looks like https://host:port, without a user or password in it"
+            )
+    if settings.addressing != "auto":
+        return settings.addressing
+    own = settings.endpoint is None and _DNS_BUCKET.fullmatch(settings.bucket)
+    return "virtual" if own else "path"
+
+
+def _address(endpoint: str, bucket: str, style: str) -> tuple[Address, str]:
+    """Where to connect, and what every request target begins with."""
+    parts = urlsplit(endpoint)
+    tls = parts.scheme == "https"
+    port = parts.port or (443 if tls else 80)
+    base = parts.path.rstrip("/") + "/"
+    host = parts.hostname or ""
+    if style == "virtual":
+        return Address(f"{bucket}.{host}", port, tls), base
+    return Address(host, port, tls), f"{base}{bucket}/"
+
+
+def _tls(ca_bundle: str | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca_bundle)
+    except (OSError, ssl.SSLError) as error:
+        raise TLSRefused(f"the ca_bundle {ca_bundle} cannot be read: {error}") from error
+
+
+def _when(stated: str) -> float:
+    """Seconds since the epoch of an HTTP date, 0 if the server gives none that can be read."""
+    try:
+        return email.utils.parsedate_to_datetime(stated).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return 0.0

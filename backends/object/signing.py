@@ -1,0 +1,108 @@
+"""Credentials from botocore's default chain, and requests signed by botocore's own signer.
+
+The chain is the one every AWS tool uses: environment, profile, web identity, role, instance. What
+can expire is refreshed by botocore while running; a token that the store calls expired makes the
+chain start anew, so that rotated files and variables are picked up without a restart.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from kvtier.backends.object.errors import NoCredentials
+from kvtier.errors import ExtraMissing
+
+_RENEW_PAUSE_S = 10.0
+UNSIGNED = {"payload_signing_enabled": False}
+"""Bodies are not hashed a second time: every record carries its own checksum."""
+
+
+def vendor(module: str) -> Any:
+    """A module of the `s3` extra, imported when it is needed and not before."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ExtraMissing("an s3:// store", "s3") from error
+
+
+class _Unsigned(msgspec.Struct):
+    """What botocore's signer looks at in a request, and nothing else."""
+
+    method: str
+    url: str
+    headers: dict[str, str]
+    context: dict[str, Any]
+    params: None = None
+    body: None = None
+
+
+class Signer:
+    """Signs requests of one region with whatever credentials are valid now. Thread-safe."""
+
+    def __init__(self, region: str | None, profile: str | None = None) -> None:
+        self._profile = profile
+        self._auth = vendor("botocore.auth")
+        self._exceptions = vendor("botocore.exceptions")
+        self._context = {"client_config": vendor("botocore.config").Config(s3=UNSIGNED)}
+        self._lock = threading.Lock()
+        self._renewed_at = time.monotonic()
+        self.session, self._credentials = self._resolve()
+        self.region = region or self.session.get_config_variable("region") or "us-east-1"
+        # at DEBUG botocore logs canonical requests, which contain session tokens
+        logging.getLogger("botocore.auth").setLevel(logging.INFO)
+
+    def __repr__(self) -> str:
+        return f"Signer(region={self.region!r})"
+
+    def sign(self, method: str, url: str, headers: dict[str, str]) -> dict[str, str]:
+        """`headers` with the signature added; the body stays unsigned."""
+        try:
+            frozen = self._credentials.get_frozen_credentials()
+        except self._exceptions.BotoCoreError as error:
+            raise self._unobtainable(error) from None
+        request = _Unsigned(method, url, headers, dict(self._context))
+        self._auth.S3SigV4Auth(frozen, "s3", self.region).add_auth(request)
+        return request.headers
+
+    def renew(self) -> bool:
+        """Ask the chain again, at most every few seconds; whether it was asked."""
+        with self._lock:
+            if time.monotonic() - self._renewed_at < _RENEW_PAUSE_S:
+                return False
+            self._renewed_at = time.monotonic()
+            self.session, self._credentials = self._resolve()
+            return True
+
+    def _resolve(self) -> tuple[Any, Any]:
+        try:
+            session = vendor("botocore.session").Session(profile=self._profile)
+            found = session.get_credentials()
+        except self._exceptions.BotoCoreError as error:
+            raise self._unobtainable(error) from None
+        if found is None:
+            raise NoCredentials(
+                "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+                "name a profile, or give this machine a role"
+            )
+        return session, found
+
+    def _unobtainable(self, error: Exception) -> NoCredentials:
+        # the kind alone: the text may quote what a credential helper printed
+        return NoCredentials(
+            f"credentials cannot be obtained ({type(error).__name__}): check the profile, the "
+            "role and the AWS_ variables"
+        )
+
+
+def request_head(method: str, target: str, headers: dict[str, str], body_bytes: int) -> bytes:
+    """The first part of an HTTP/1.1 request."""
+    fields = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    if method == "PUT" or body_bytes:
+        fields += f"content-length: {body_bytes}\r\n"
+    return f"{method} {target} HTTP/1.1\r\n{fields}\r\n".encode("latin-1")

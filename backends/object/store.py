@@ -1,0 +1,150 @@
+"""One small interface over every object store, and the guarantees that it gives.
+
+A name is a path of plain segments, the same on every store, so that a prefix can be copied from
+one kind of store to another. Every call may block and may be made from any number of threads.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from kvtier.backends.object.errors import InvalidName, LengthMismatch, ObjectTooLarge, StoreError
+
+Buffer = memoryview
+
+_SEGMENT = r"[A-Za-z0-9_=-][A-Za-z0-9._=-]{0,199}"
+_NAME = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT}){{0,15}}")
+_PREFIX = re.compile(rf"(?:{_SEGMENT}/){{0,16}}(?:{_SEGMENT})?")
+NAME_CHARS_MAX = 700
+
+
+class PutOutcome(enum.Enum):
+    STORED = "stored"
+    ALREADY_THERE = "already_there"
+    """Someone else's object has this name; ours was not written."""
+
+
+class GetOutcome(enum.Enum):
+    FOUND = "found"
+    MISSING = "missing"
+
+
+class ObjectInfo(msgspec.Struct, frozen=True, gc=False):
+    """What a store says about one object; `modified_s` is by the store's own clock."""
+
+    name: str
+    size: int
+    modified_s: float
+
+
+class Store(ABC):
+    """A flat space of whole, immutable objects.
+
+    Guarantees, checked by the contract suite against every implementation:
+
+    - an object is visible under its name only when all of its bytes are there; a reader sees one
+      whole version or none;
+    - a call ends by `deadline` (seconds of `time.monotonic`; the store's own total limit where it
+      is None), or it raises `TimedOut`. Only a blocking file system can hold a `FileStore` longer;
+    - it raises nothing but `StoreError`, and no message contains a credential;
+    - nothing outside the prefix or folder is ever written, read or deleted;
+    - bytes are NOT proved: a store may hand back anything of the right length. The caller checks.
+    """
+
+    @abstractmethod
+    def put(
+        self,
+        name: str,
+        buffers: Sequence[Buffer],
+        *,
+        if_absent: bool = False,
+        deadline: float | None = None,
+    ) -> PutOutcome:
+        """Write one object that consists of these buffers, one after the other.
+
+        With `if_absent`, at most one writer of a name is told STORED on a store that can refuse;
+        on one that cannot, the last writer wins and each is told STORED. Buffers are read in
+        place, and may be sent again by a retry until the call returns.
+        """
+
+    @abstractmethod
+    def get(
+        self,
+        name: str,
+        into: Sequence[Buffer],
+        *,
+        offset: int | None = None,
+        deadline: float | None = None,
+    ) -> GetOutcome:
+        """Fill these buffers, one after the other, with the object's bytes, without a copy.
+
+        Without `offset` the object must be exactly as long as the buffers, with one it must have
+        that many bytes from there on; else `LengthMismatch`. After any other outcome than FOUND
+        the buffers hold rubbish.
+        """
+
+    @abstractmethod
+    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
+        """Size and age of one object, None if there is none. For single names only: see list."""
+
+    @abstractmethod
+    def list(
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+    ) -> Iterator[ObjectInfo]:
+        """Objects whose name starts with `prefix` and sorts behind `after`, in order of names.
+
+        Fetched page by page; objects written or deleted meanwhile may or may not appear. Whatever
+        lies there under a name that no store of ours would write is passed over.
+        """
+
+    @abstractmethod
+    def delete(
+        self, names: Sequence[str], *, deadline: float | None = None
+    ) -> Mapping[str, StoreError]:
+        """Delete these objects; returns those that could not be. One that is gone is a success."""
+
+    def close(self) -> None:  # noqa: B027 - not every store holds something
+        """Release connections. The objects stay."""
+
+
+def check_name(name: str) -> str:
+    """`name`, or InvalidName: the same rule on every store, so that none can be tricked."""
+    if len(name) > NAME_CHARS_MAX or not _NAME.fullmatch(name):
+        raise InvalidName(f"not an object name of kvtier: {name[:80]!r}")
+    return name
+
+
+def check_prefix(prefix: str) -> str:
+    """`prefix`, or InvalidName: a path whose last segment may be unfinished."""
+    if len(prefix) > NAME_CHARS_MAX or not _PREFIX.fullmatch(prefix):
+        raise InvalidName(f"not a prefix of object names of kvtier: {prefix[:80]!r}")
+    return prefix
+
+
+def is_name(name: str) -> bool:
+    """Whether kvtier could have written an object of this name."""
+    return len(name) <= NAME_CHARS_MAX and _NAME.fullmatch(name) is not None
+
+
+def read_object(
+    store: Store, name: str, bytes_max: int, *, deadline: float | None = None
+) -> bytearray | None:
+    """The whole of a small object whose size is not known, None if it is not there."""
+    info = store.head(name, deadline=deadline)
+    if info is None:
+        return None
+    if info.size > bytes_max:
+        raise ObjectTooLarge(f"{name} has {info.size} bytes, more than the {bytes_max} allowed")
+    data = bytearray(info.size)
+    outcome = store.get(name, [memoryview(data)], deadline=deadline)
+    return data if outcome is GetOutcome.FOUND else None
+
+
+def wrong_length(name: str, found: int, wanted: int) -> LengthMismatch:
+    """The error for an object that is not as long as the reader was told."""
+    return LengthMismatch(f"{name} has {found} bytes where {wanted} were expected")

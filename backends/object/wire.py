@@ -1,0 +1,180 @@
+"""Sockets with a bounded wait, plain and TLS, and what their errors mean.
+
+On plain sockets the kernel does the waiting (SO_RCVTIMEO with MSG_WAITALL), so that a whole body
+costs one system call and one release of Python's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import struct
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvtier.backends.object.errors import TimedOut, TLSRefused, Unavailable, WrongEndpoint
+from kvtier.backends.object.store import Buffer
+
+_WAIT_MIN_S = 0.001
+_IOV_MAX = 512
+_TIMEVAL = struct.Struct("@ll")
+
+
+class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long to wait: to connect, for the next byte, and for one call as a whole."""
+
+    connect_s: float = 1.0
+    idle_s: float = 2.0
+    total_s: float = 10.0
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+    tls: bool
+
+    def __str__(self) -> str:
+        return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}"
+
+
+class Wire(ABC):
+    """A connected socket. Raises OSError; waiting longer than `wait_s` is TimeoutError."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    @abstractmethod
+    def send(self, buffers: Sequence[Buffer], wait_s: float) -> int:
+        """Send some bytes, at least one."""
+
+    @abstractmethod
+    def receive(self, view: Buffer, wait_s: float, *, everything: bool) -> int:
+        """Read some bytes, at least one, 0 at the end; if `everything`, as many as come in time."""
+
+    def quiet(self) -> bool:
+        """Whether there is nothing to read, not even the end."""
+        return not self._poll.poll(0)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.close()
+
+
+class PlainWire(Wire):
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        sock.settimeout(None)
+        self._waits = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
+
+    def send(self, buffers: Sequence[Buffer], wait_s: float) -> int:
+        self._wait(socket.SO_SNDTIMEO, wait_s)
+        try:
+            return self._sock.sendmsg(buffers[:_IOV_MAX])
+        except BlockingIOError as error:
+            raise TimeoutError from error
+
+    def receive(self, view: Buffer, wait_s: float, *, everything: bool) -> int:
+        self._wait(socket.SO_RCVTIMEO, wait_s)
+        try:
+            return self._sock.recv_into(view, 0, socket.MSG_WAITALL if everything else 0)
+        except BlockingIOError as error:
+            raise TimeoutError from error
+
+    def _wait(self, option: int, wait_s: float) -> None:
+        if self._waits[option] != wait_s:
+            self._waits[option] = wait_s
+            whole, part = divmod(max(wait_s, _WAIT_MIN_S), 1.0)
+            self._sock.setsockopt(
+                socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(part * 1e6))
+            )
+
+
+class TLSWire(Wire):
+    def send(self, buffers: Sequence[Buffer], wait_s: float) -> int:
+        self._sock.settimeout(max(wait_s, _WAIT_MIN_S))
+        return self._sock.send(buffers[0])
+
+    def receive(self, view: Buffer, wait_s: float, *, everything: bool) -> int:
+        self._sock.settimeout(max(wait_s, _WAIT_MIN_S))
+        return self._sock.recv_into(view)
+
+    def quiet(self) -> bool:
+        assert isinstance(self._sock, ssl.SSLSocket)
+        return self._sock.pending() == 0 and super().quiet()
+
+
+def connect(
+    address: Address, timeouts: Timeouts, tls: ssl.SSLContext | None, deadline: float
+) -> Wire:
+    """A new connection, trying every address that the name stands for."""
+    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    for index, (family, kind, protocol, _, where) in enumerate(found):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(_left(deadline, timeouts.connect_s, address))
+            sock.connect(where)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if not address.tls:
+                return PlainWire(sock)
+            assert tls is not None
+            sock.settimeout(_left(deadline, timeouts.idle_s, address))
+            return TLSWire(_handshake(sock, tls, address))
+        except BaseException as error:
+            sock.close()
+            if not isinstance(error, OSError) or index == len(found) - 1:
+                raise
+    raise WrongEndpoint(f"{address} has no address: check the endpoint")
+
+
+def _handshake(sock: socket.socket, tls: ssl.SSLContext, address: Address) -> ssl.SSLSocket:
+    try:
+        return tls.wrap_socket(sock, server_hostname=address.host)
+    except ssl.SSLCertVerificationError as error:
+        raise TLSRefused(
+            f"the certificate of {address} is not trusted ({error.verify_message}): "
+            "name its authority as ca_bundle"
+        ) from error
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+        raise  # the server went away: weather, not configuration
+    except ssl.SSLError as error:
+        raise TLSRefused(
+            f"{address} refuses TLS ({error.reason}): is the endpoint http:// rather than https://?"
+        ) from error
+
+
+def _left(deadline: float, limit_s: float, address: Address) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimedOut(f"{address} was not reached in time")
+    return min(left, limit_s)
+
+
+@contextlib.contextmanager
+def explain(address: Address) -> Iterator[None]:
+    """Turn what sockets raise into the errors every store speaks."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise TimedOut(f"{address} does not answer") from error
+    except socket.gaierror as error:
+        raise WrongEndpoint(
+            f"the name {address.host} cannot be resolved ({error.strerror}): check the endpoint"
+        ) from error
+    except ssl.SSLError as error:
+        if "ALERT" in (error.reason or ""):
+            raise TLSRefused(f"{address} refuses TLS: {error.reason}") from error
+        raise Unavailable(f"the TLS connection to {address} broke: {error.reason}") from error
+    except ConnectionRefusedError as error:
+        raise Unavailable(
+            f"nothing listens at {address}: is the endpoint up, and right?"
+        ) from error
+    except OSError as error:
+        raise Unavailable(f"the connection to {address} broke: {error.strerror}") from error
