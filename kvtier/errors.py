@@ -4,19 +4,44 @@ An error says what is wrong and what to do about it. Nothing in this tree is eve
 engine's scheduler: a tier answers with a named outcome (`kvtier.types.Outcome`) instead.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class KVTierError(Exception):
     """Base of all errors that kvtier raises on purpose."""
 
 
 class ConfigError(KVTierError):
-    """The configuration is wrong: `place` names where, the message what and what would be right."""
+    """The configuration is wrong: `place` names where, the message what and what would be right.
 
-    def __init__(self, place: str, problem: str, remedy: str = "") -> None:
+    `line` is where that is in a file, like "stack.yaml:7:5", if it is in one.
+    """
+
+    def __init__(self, place: str, problem: str, remedy: str = "", line: str = "") -> None:
         self.place = place
         self.problem = problem
         self.remedy = remedy
-        super().__init__(f"{place}: {problem}" + (f" - {remedy}" if remedy else ""))
+        self.line = line
+        where = f"{line}: {place}" if line else place
+        super().__init__(f"{where}: {problem}" + (f" - {remedy}" if remedy else ""))
+
+
+class ConfigErrors(ConfigError):
+    """Everything that is wrong with a configuration, in the order of the file, at least one."""
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        first = errors[0]
+        super().__init__(first.place, first.problem, first.remedy, first.line)
+        self.errors = tuple(errors)
+
+    def __str__(self) -> str:
+        return "\n".join(str(error) for error in self.errors)
+
+
+class BackendError(KVTierError):
+    """A kind of tier is not installed, or what its entry point names is not a backend."""
 
 
 class NamespaceMismatch(KVTierError):

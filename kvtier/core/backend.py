@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from kvtier.core.settings import TierSettings
 from kvtier.core.tier import Handler, Tier
+from kvtier.errors import BackendError
 from kvtier.types import LoadStoreSpec, Namespace
 
 GROUP = "kvtier.backends"
@@ -32,6 +33,8 @@ class Backend(ABC, Generic[S]):
     kind: str
     settings: type[S]
     spec: type[LoadStoreSpec]
+    host: bool = False
+    """Its medium is host memory (its handler is a `HostHandler`): it can be the first tier."""
 
     @abstractmethod
     def check(self, settings: S, record_bytes: int | None) -> None:
@@ -52,10 +55,46 @@ class Backend(ABC, Generic[S]):
 
 
 @cache
-def backends() -> dict[str, Backend[Any]]:
-    """All installed backends by kind, ours and others'."""
-    found: dict[str, Backend[Any]] = {}
+def _points() -> dict[str, set[EntryPoint]]:
+    points: dict[str, set[EntryPoint]] = {}
     for point in entry_points(group=GROUP):
-        backend = point.load()
-        found[backend.kind] = backend
-    return dict(sorted(found.items()))
+        points.setdefault(point.name, set()).add(point)
+    return dict(sorted(points.items()))
+
+
+def kinds() -> list[str]:
+    """The kinds of tier that are installed, ours and others', in order of their names."""
+    return list(_points())
+
+
+@cache
+def backend(kind: str) -> Backend[Any]:
+    """Import the backend of this kind; raises BackendError if there is none or it is broken.
+
+    Only the kinds that a stack names are imported, so that a broken one hurts nobody else.
+    """
+    points = _points().get(kind, set())
+    if not points:
+        raise BackendError(f"no tier kind {kind!r} is installed; there are: {', '.join(kinds())}")
+    if len(points) > 1:
+        places = " and ".join(sorted(point.value for point in points))
+        raise BackendError(f"tier kind {kind!r} is installed twice: {places}; uninstall one")
+    (point,) = points
+    try:
+        found = point.load()
+    except (ImportError, AttributeError) as error:
+        raise BackendError(
+            f"tier kind {kind!r} ({point.value}) cannot be imported: {error}; "
+            "reinstall the package that brings it"
+        ) from error
+    if not isinstance(found, Backend) or found.kind != kind:
+        raise BackendError(
+            f"the entry point {kind!r} in {GROUP} must name a Backend of that kind, "
+            f"but {point.value} is {found!r}"
+        )
+    return found
+
+
+def backends() -> dict[str, Backend[Any]]:
+    """All installed backends by kind."""
+    return {kind: backend(kind) for kind in kinds()}

@@ -1,0 +1,243 @@
+"""The value types that stand in a YAML file, read and written as a person would."""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+_BINARY = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_BYTES = _BINARY | {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_QUANTITY = re.compile(r"([+-]?\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)")
+_MEANT = {"k": "KiB", "m": "MiB", "g": "GiB", "t": "TiB", "sec": "s", "hours": "h", "days": "d"}
+
+
+class Value(ABC):
+    """One value of a file: `parse` reads what `str` writes, and `schema` tells editors its form."""
+
+    __slots__ = ()
+    schema: ClassVar[dict[str, Any]]
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, value: object) -> Self:
+        """Read a value of a file; raises ValueError: what is wrong, ";", and what is right."""
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and str(other) == str(self)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
+def _quantity(value: object, units: dict[str, float] | dict[str, int], what: str) -> Decimal:
+    """Read a number and its unit, scaled to the unit whose factor is 1."""
+    match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"{_shown(value)} is not {what}; {_form(what, units)}")
+    number, unit = Decimal(match.group(1)), match.group(2)
+    if number < 0:
+        raise ValueError(f"{_shown(value)} is negative; {what} is 0 or more")
+    if unit not in units:
+        meant = _MEANT.get(unit.lower(), unit)
+        near = [known for known in units if known.lower() == meant.lower()]
+        hint = f'did you mean "{match.group(1)}{near[0]}"? ' if near else ""
+        problem = f"{unit!r} is not a unit of {what}" if unit else f"{_shown(value)} has no unit"
+        raise ValueError(f"{problem}; {hint}{_form(what, units)}")
+    return number * Decimal(repr(units[unit]))
+
+
+def _form(what: str, units: dict[str, float] | dict[str, int]) -> str:
+    example = '"64GiB"' if units is _BYTES else '"250ms"'
+    return f"write {what} as a number and one of {', '.join(units)}, like {example}"
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, str | int | float):
+        return repr(value)[:80]
+    return "a list" if isinstance(value, list | tuple) else "a mapping"
+
+
+class ByteSize(Value):
+    """A number of bytes, written like "64GiB" or 1048576."""
+
+    __slots__ = ("bytes",)
+    schema = {
+        "description": 'A number of bytes, like "64GiB" or 1048576.',
+        "anyOf": [
+            {"type": "integer", "minimum": 0},
+            {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGT]i?B|B)\s*$|\$\{"},
+        ],
+        "examples": ["64GiB", "512MiB"],
+    }
+
+    def __init__(self, size: int) -> None:
+        self.bytes = size
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        if isinstance(value, int) and not isinstance(value, bool):
+            if value < 0:
+                raise ValueError(f"{value} is negative; a size is 0 or more")
+            return cls(value)
+        if isinstance(value, str) and value.strip().isdecimal():
+            value = value.strip() + "B"
+        return cls(int(_quantity(value, _BYTES, "a size")))
+
+    def __str__(self) -> str:
+        for unit, scale in reversed(_BINARY.items()):
+            if self.bytes and self.bytes % scale == 0:
+                return f"{self.bytes // scale}{unit}"
+        return "0B"
+
+
+class Capacity(Value):
+    """A byte budget: a size, or a share of the medium, written like "80%"."""
+
+    __slots__ = ("share", "size")
+    schema = {
+        "description": 'A number of bytes like "64GiB", or a share of the medium like "80%".',
+        "anyOf": [
+            {"type": "integer", "minimum": 0},
+            {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGT]i?B|B|%)\s*$|\$\{"},
+        ],
+        "examples": ["64GiB", "80%"],
+    }
+
+    def __init__(self, size: ByteSize | None = None, share: float | None = None) -> None:
+        self.size = size
+        self.share = share
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        if not (isinstance(value, str) and value.strip().endswith("%")):
+            return cls(ByteSize.parse(value))
+        match = _QUANTITY.fullmatch(value.strip()[:-1].strip())
+        if match is None or match.group(2):
+            raise ValueError(
+                f'{_shown(value)} is not a share; write a number and a percent sign, like "80%"'
+            )
+        share = float(match.group(1)) / 100
+        if not 0 < share <= 1:
+            raise ValueError(f"{_shown(value)} is not a share of a medium; write 1% to 100%")
+        return cls(share=share)
+
+    def resolve(self, medium_bytes: int) -> int:
+        """Bytes, on a medium with `medium_bytes` in all."""
+        if self.share is not None:
+            return int(medium_bytes * self.share)
+        assert self.size is not None
+        return self.size.bytes
+
+    def __str__(self) -> str:
+        return str(self.size) if self.share is None else f"{self.share * 100:.12g}%"
+
+
+class Duration(Value):
+    """A length of time, written like "250ms", "2s" or 1.5 (seconds)."""
+
+    __slots__ = ("seconds",)
+    schema = {
+        "description": 'A length of time, like "250ms", "2s" or 1.5 (seconds).',
+        "anyOf": [
+            {"type": "number", "minimum": 0},
+            {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*(us|ms|s|min|h|d)\s*$|\$\{"},
+        ],
+        "examples": ["250ms", "10s"],
+    }
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            if value < 0:
+                raise ValueError(f"{value} is negative; a duration is 0 or more")
+            if not math.isfinite(value):
+                raise ValueError(f"{value} has no end; {_form('a duration', _SECONDS)}")
+            return cls(float(value))
+        return cls(float(_quantity(value, _SECONDS, "a duration")))
+
+    def __str__(self) -> str:
+        for unit, scale in reversed(_SECONDS.items()):
+            count = round(self.seconds / scale)
+            if count >= 1 and float(Decimal(count) * Decimal(repr(scale))) == self.seconds:
+                return f"{count}{unit}"
+        return f"{Decimal(repr(self.seconds)):f}s"
+
+
+class Secret(Value):
+    """A password, key or token: never shown, not in messages, tables or `repr`."""
+
+    __slots__ = ("_text",)
+    schema = {
+        "description": 'A secret; keep it out of the file, like "${SECRET_KEY}".',
+        "type": "string",
+    }
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        if not isinstance(value, str) or not value:
+            raise ValueError('a secret is text; write it in quotes, or better "${NAME}"')
+        return cls(value)
+
+    def reveal(self) -> str:
+        """The secret itself, for whoever must send or sign with it."""
+        return self._text
+
+    def __str__(self) -> str:
+        return "(secret)"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and other._text == self._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
+def dec_hook(kind: type[Any], value: object) -> object:
+    """Tell msgspec how to read the value types of this file, and paths."""
+    if issubclass(kind, Value):
+        return kind.parse(value)
+    if kind is Path:
+        if not isinstance(value, str) or not value or "\0" in value:
+            raise ValueError(f"{_shown(value)} is not a path; write a folder or file in quotes")
+        return Path(value).expanduser()
+    raise TypeError(f"no decoder for {kind.__name__}")
+
+
+def enc_hook(value: object) -> object:
+    """Tell msgspec how to write them so that `dec_hook` reads them again, secrets included."""
+    return value.reveal() if isinstance(value, Secret) else show_hook(value)
+
+
+def show_hook(value: object) -> object:
+    """Tell msgspec how to write them for people: secrets stay secret."""
+    if isinstance(value, Value | Path):
+        return str(value)
+    raise TypeError(f"no encoder for {type(value).__name__}")
+
+
+def schema_hook(kind: type[Any]) -> dict[str, Any]:
+    """Tell msgspec what they look like in a file."""
+    if issubclass(kind, Value):
+        return dict(kind.schema)
+    if kind is Path:
+        return {"type": "string", "minLength": 1}
+    raise TypeError(f"no schema for {kind.__name__}")
