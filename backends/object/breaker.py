@@ -1,0 +1,169 @@
+"""A circuit breaker around any store: an unwell store is left alone, and recovers by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from kvtier.backends.object.errors import CircuitOpen, StoreError
+from kvtier.backends.object.store import Buffer, GetOutcome, ObjectInfo, PutOutcome, Store
+
+_log = logging.getLogger(__name__)
+
+
+class BreakerPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """After how many failures in a row to stop, and how long to wait before each trial."""
+
+    failures: int = 5
+    open_s: float = 1.0
+    open_max_s: float = 30.0
+
+
+class Circuit(enum.Enum):
+    CLOSED = "closed"
+    """The store is used."""
+    OPEN = "open"
+    """The store is left alone."""
+    HALF_OPEN = "half_open"
+    """One call is trying whether the store has recovered; all others are refused."""
+
+
+class BreakerStore(Store):
+    """Refuses calls with CircuitOpen, at once, while the store behind it is unwell.
+
+    After a number of failures in a row the circuit opens. When its time is over, one call is let
+    through: success closes it, failure opens it again for twice as long, up to a limit, with some
+    jitter so that a fleet does not return in step. Logged once when it opens and once when it
+    closes. Answers that say nothing of the store's health (a missing object, a wrong length) count
+    as success.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        policy: BreakerPolicy,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        dice: random.Random | None = None,
+    ) -> None:
+        self._inner = inner
+        self._policy = policy
+        self._clock = clock
+        self._dice = dice or random.Random()
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._open_s = policy.open_s
+        self._retry_at = 0.0
+        self._cause = ""
+        self.circuit = Circuit.CLOSED
+        self.opened = 0
+
+    def __repr__(self) -> str:
+        return f"BreakerStore({self._inner!r}, {self.circuit.value})"
+
+    def put(
+        self,
+        name: str,
+        buffers: Sequence[Buffer],
+        *,
+        if_absent: bool = False,
+        deadline: float | None = None,
+    ) -> PutOutcome:
+        with self._guarded():
+            return self._inner.put(name, buffers, if_absent=if_absent, deadline=deadline)
+
+    def get(
+        self,
+        name: str,
+        into: Sequence[Buffer],
+        *,
+        offset: int | None = None,
+        deadline: float | None = None,
+    ) -> GetOutcome:
+        with self._guarded():
+            return self._inner.get(name, into, offset=offset, deadline=deadline)
+
+    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
+        with self._guarded():
+            return self._inner.head(name, deadline=deadline)
+
+    def list(
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+    ) -> Iterator[ObjectInfo]:
+        with self._guarded():
+            yield from self._inner.list(prefix, after=after, deadline=deadline)
+
+    def delete(
+        self, names: Sequence[str], *, deadline: float | None = None
+    ) -> Mapping[str, StoreError]:
+        with self._guarded():
+            return self._inner.delete(names, deadline=deadline)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        trial = self._admit()
+        try:
+            yield
+        except StoreError as error:
+            if error.unwell:
+                self._failed(error, trial)
+            else:
+                self._worked()
+            raise
+        except BaseException:
+            self._undecided(trial)
+            raise
+        else:
+            self._worked()
+
+    def _admit(self) -> bool:
+        """Whether this call is the trial; raises CircuitOpen if it may not pass."""
+        if self.circuit is Circuit.CLOSED:
+            return False
+        with self._lock:
+            if self.circuit is Circuit.CLOSED:
+                return False
+            if self.circuit is Circuit.OPEN and self._clock() >= self._retry_at:
+                self.circuit = Circuit.HALF_OPEN
+                return True
+        raise CircuitOpen(f"left alone for a while, because: {self._cause}")
+
+    def _failed(self, error: StoreError, trial: bool) -> None:
+        with self._lock:
+            self._failures += 1
+            self._cause = str(error)
+            if trial:
+                self._open_s = min(self._open_s * 2, self._policy.open_max_s)
+            elif self.circuit is not Circuit.CLOSED or self._failures < self._policy.failures:
+                return
+            self._retry_at = self._clock() + self._open_s * self._dice.uniform(0.75, 1.0)
+            self.circuit = Circuit.OPEN
+            self.opened += not trial
+        if not trial:
+            _log.warning("object store unwell, serving goes on without it: %s", error)
+
+    def _worked(self) -> None:
+        if self._failures == 0 and self.circuit is Circuit.CLOSED:
+            return
+        with self._lock:
+            recovered = self.circuit is not Circuit.CLOSED
+            self.circuit = Circuit.CLOSED
+            self._failures = 0
+            self._open_s = self._policy.open_s
+        if recovered:
+            _log.info("object store recovered")
+
+    def _undecided(self, trial: bool) -> None:
+        if trial:
+            with self._lock:
+                self.circuit = Circuit.OPEN
