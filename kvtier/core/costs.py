@@ -1,0 +1,325 @@
+"""What a load would cost and what it would save, from what links and engine did lately.
+
+Pure bookkeeping: no I/O, no threads, a clock that is given. docs/COSTS.md tells the reasoning.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvtier.core.rates import Drain, Line
+
+DEVICE = "device"
+"""The link that every loaded byte crosses: host memory to the engine's own."""
+
+
+class Run(NamedTuple):
+    """Consecutive blocks of a prefix that would be loaded over one link.
+
+    `link` is the medium of the tier that holds them; blocks that lie in host memory already name
+    `DEVICE`, because that is all they have to cross.
+    """
+
+    link: str
+    blocks: int
+    bytes: int
+
+
+class Prior(msgspec.Struct, frozen=True):
+    """What is assumed of a link until it has been used: better rather too good than too bad."""
+
+    latency: float = 0.001
+    bandwidth: float = 2e9
+
+
+DEVICE_PRIOR = Prior(latency=20e-6, bandwidth=8e9)
+
+
+class CostSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How bold the model is; the defaults suit every medium that was measured."""
+
+    regain: float = 0.8
+    """A link that was refused is taken again when it costs at most this share of recomputing."""
+    probe_seconds: float = 5.0
+    """The shortest time between two probes of a refused link."""
+    probe_seconds_max: float = 300.0
+    """The longest: the floor of probes by which a link that recovered is found out."""
+    probe_share: float = 0.02
+    """At most this share of time is spent on probes that are expected to lose."""
+    probe_size: float = 0.25
+    """A probe takes this share of the time that recomputing would, but at least one block."""
+
+
+class LinkCosts(msgspec.Struct):
+    """What is known of a link, and what was decided about it; blocks, but for `probes`."""
+
+    latency: float
+    bandwidth: float
+    refusing: bool
+    samples: int = 0
+    taken: int = 0
+    refused: int = 0
+    probes: int = 0
+    probed: int = 0
+
+
+class _InFlight(NamedTuple):
+    bytes: int
+    since: float
+    expected: float
+
+
+class _Link:
+    """One link: its line (seconds by bytes), what is under way on it, and what was decided."""
+
+    _OVERDUE = 2.0
+    _GRACE = 0.1
+    """Results are collected between engine steps, so a load may look older than it is."""
+    _ABANDONED = 300.0
+    """No load lives so long: whoever started it will not report its end."""
+
+    def __init__(self, prior: Prior) -> None:
+        self.line = Line(ridge_base=0.01)
+        for size in (1 << 12, 1 << 26):
+            self.line.suppose(size, prior.latency + size / prior.bandwidth)
+        self.in_flight: dict[int, _InFlight] = {}
+        self.queued = 0
+        self.drain = Drain()
+        self.refusing = False
+        self.next_probe = 0.0
+        self.taken = self.refused = self.probes = self.probed = 0
+
+    def terms(self, now: float) -> tuple[float, float]:
+        """Seconds before the first byte of a new load, and seconds a byte."""
+        line = self.line
+        if not self.in_flight:
+            return line.base, line.slope
+        wait = self.queued * min(1 / (self.drain.rate or 1e-9), line.slope)
+        factor = self._overdue(now)
+        return (line.base + wait) * factor, line.slope * factor
+
+    def _overdue(self, now: float) -> float:
+        """How many times slower than expected the oldest load is for certain, if it is late."""
+        token, oldest = next(iter(self.in_flight.items()))
+        age = now - oldest.since
+        if age > self._ABANDONED:
+            del self.in_flight[token]
+            self.queued -= oldest.bytes
+            return 1.0
+        if age <= oldest.expected * self._OVERDUE + self._GRACE:
+            return 1.0
+        return age / oldest.expected
+
+    def start(self, token: int, size: int, now: float) -> None:
+        fixed, each = self.terms(now)
+        self.in_flight[token] = _InFlight(size, now, max(fixed + each * size, 1e-6))
+        self.queued += size
+
+    def end(self, token: int) -> int:
+        """Forget a load in flight; its size, 0 if it is not known."""
+        flight = self.in_flight.pop(token, None)
+        if flight is None:
+            return 0
+        self.queued -= flight.bytes
+        return flight.bytes
+
+    def observe(self, size: int, seconds: float, now: float, probe_seconds: float) -> None:
+        surprise = seconds < 0.5 * self.line.at(size)
+        self.line.observe(size, max(seconds, 1e-9))
+        self.drain.observe(size, seconds, now)
+        # A good surprise on a refused link is worth asking about again at once.
+        self.next_probe = now if surprise else max(self.next_probe, now + probe_seconds)
+
+
+class CostModel:
+    """Predicts load and recompute, and decides how much of a hit is worth loading.
+
+    For one thread (the engine's scheduler). `admit` takes a few microseconds.
+    """
+
+    def __init__(
+        self,
+        settings: CostSettings | None = None,
+        priors: Mapping[str, Prior] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings or CostSettings()
+        self._priors = {DEVICE: DEVICE_PRIOR, **(priors or {})}
+        self._clock = clock
+        self._links: dict[str, _Link] = {}
+        self._link(DEVICE)
+        self._prefill = Line(ridge_slope=0.01)
+        self._prefill_span = 0.0
+
+    def started(self, link: str, token: int, size: int) -> None:
+        """A load of `size` bytes was queued; `token` is the caller's name for it, used once."""
+        self._link(link).start(token, size, self._clock())
+
+    def ended(self, link: str, token: int, moved: int, seconds: float) -> None:
+        """It ended; `moved` bytes arrived, and bytes moved for `seconds` (the queue not counted).
+
+        A load that failed early teaches nothing about speed; one that failed late (a deadline)
+        teaches that all of it would have taken at least so long.
+        """
+        state = self._link(link)
+        asked = state.end(token)
+        if moved >= asked:
+            self.observe_load(link, moved, seconds)
+        elif seconds > state.line.at(asked):
+            self.observe_load(link, asked, seconds)
+
+    def observe_load(self, link: str, size: int, seconds: float) -> None:
+        """`size` bytes crossed a link in `seconds`; for links whose loads are not announced."""
+        if size > 0:
+            state = self._link(link)
+            state.observe(size, seconds, self._clock(), self._settings.probe_seconds)
+
+    def observe_prefill(self, tokens: int, seconds: float, context: int = 0) -> None:
+        """The engine computed `tokens` in `seconds`, with `context` tokens before them."""
+        if tokens <= 0 or seconds <= 0:
+            return
+        # Short steps are mostly overhead and decodes: they would make recomputing look dear.
+        self._prefill_span = max(self._prefill_span * 0.98, tokens)
+        if tokens >= max(self._prefill_span / 4, 64) or not self._prefill.samples:
+            self._prefill.observe(context + tokens / 2, seconds / tokens, weight=tokens)
+
+    def recompute_seconds(self, start: int, stop: int) -> float | None:
+        """How long the engine would take to compute tokens `start:stop`; None while unknown."""
+        if not self._prefill.samples:
+            return None
+        return self._recompute(start, stop)
+
+    def load_seconds(self, link: str, size: int) -> float:
+        """How long a load over one link would take if it were queued now."""
+        fixed, each = self._link(link).terms(self._clock())
+        return fixed + each * size
+
+    def admit(self, runs: Sequence[Run], tokens_per_block: int, start: int = 0) -> int:
+        """How many leading blocks of a hit to load: as many as make the request fastest.
+
+        `runs` are the hit's blocks in prefix order, the first of them at token `start`. Every run
+        must be part of a load that starts if its blocks are counted in the answer.
+        """
+        blocks = sum(run.blocks for run in runs)
+        if not blocks or not self._prefill.samples:
+            self._count(runs, blocks)
+            return blocks
+        now = self._clock()
+        count = self._fastest(runs, tokens_per_block, start, blocks, now)
+        self._count(runs, count)
+        if count < blocks:
+            end = start + blocks * tokens_per_block
+            count += self._probe(runs, count, self._recompute(start, end), now)
+        return count
+
+    def stats(self) -> dict[str, LinkCosts]:
+        """Each link's rates and decisions so far."""
+        return {
+            name: LinkCosts(
+                latency=link.line.base,
+                bandwidth=1 / link.line.slope if link.line.slope > 0 else 0.0,
+                refusing=link.refusing,
+                samples=link.line.samples,
+                taken=link.taken,
+                refused=link.refused,
+                probes=link.probes,
+                probed=link.probed,
+            )
+            for name, link in self._links.items()
+        }
+
+    def _link(self, name: str) -> _Link:
+        link = self._links.get(name)
+        if link is None:
+            link = self._links[name] = _Link(self._priors.get(name) or Prior())
+        return link
+
+    def _recompute(self, start: int, stop: int) -> float:
+        return (stop - start) * self._prefill.at((start + stop) / 2)
+
+    def _terms(self, name: str, now: float) -> tuple[float, float]:
+        """A link's terms, worse than they are while it has to win back what it lost."""
+        link = self._link(name)
+        fixed, each = link.terms(now)
+        if link.refusing:
+            return fixed / self._settings.regain, each / self._settings.regain
+        return fixed, each
+
+    def _fastest(
+        self, runs: Sequence[Run], per_block: int, start: int, end: int, now: float
+    ) -> int:
+        """The number of leading blocks for which load, then recompute of the rest, ends first.
+
+        Links work side by side, and everything crosses the device link meanwhile, so a load takes
+        as long as its slowest stream. That is linear but for kinks: only they need to be tried.
+        """
+        stop = start + end * per_block
+        best, best_count = self._recompute(start, stop), 0
+        device_fixed, device_each = self._terms(DEVICE, now)
+        streams: dict[str, tuple[float, float]] = {}  # link -> (seconds so far, seconds a byte)
+        device, done = device_fixed, 0
+        for link, blocks, size in runs:
+            if not blocks:
+                continue
+            own, each = streams.get(link) or self._terms(link, now)
+            if link == DEVICE:
+                own, each = device, device_each
+            own_block, device_block = each * size / blocks, device_each * size / blocks
+            others = max((time for name, (time, _) in streams.items() if name != link), default=0.0)
+            for count in (blocks, *_kinks(own, own_block, others, device, device_block, blocks)):
+                load = max(others, own + own_block * count, device + device_block * count)
+                total = load + self._recompute(start + (done + count) * per_block, stop)
+                if total < best:
+                    best, best_count = total, done + count
+            done += blocks
+            device += device_each * size
+            streams[link] = own + each * size, each
+        return best_count
+
+    def _count(self, runs: Sequence[Run], count: int) -> None:
+        """Book the decision; the link that ended the prefix is refusing from now on."""
+        for run in runs:
+            link = self._link(run.link)
+            taken = min(run.blocks, max(count, 0))
+            link.taken += taken
+            link.refused += run.blocks - taken
+            if taken == run.blocks:
+                link.refusing = self._link(DEVICE).refusing = False
+            elif count == 0:
+                link.refusing = True
+            count -= run.blocks
+
+    def _probe(self, runs: Sequence[Run], count: int, recompute: float, now: float) -> int:
+        """How many blocks to load beyond the fastest prefix, only to learn; mostly 0."""
+        for run in runs:
+            if count < run.blocks:
+                break
+            count -= run.blocks
+        link, rules = self._link(run.link), self._settings
+        if now < link.next_probe:
+            return 0
+        fixed, each = link.terms(now)
+        block = max(each * run.bytes / run.blocks, 1e-12)
+        fitting = int((recompute * rules.probe_size - fixed) / block)
+        blocks = max(1, min(run.blocks - count, fitting))
+        pause = (fixed + block * blocks) / rules.probe_share
+        link.next_probe = now + min(max(pause, rules.probe_seconds), rules.probe_seconds_max)
+        link.probes += 1
+        link.probed += blocks
+        return blocks
+
+
+def _kinks(
+    own: float, own_block: float, others: float, device: float, device_block: float, blocks: int
+) -> list[int]:
+    """Block counts at which this run's own stream starts to be the slowest."""
+    counts = []
+    if own_block > 0:
+        counts.append((others - own) / own_block)
+    if own_block > device_block:
+        counts.append((device - own) / (own_block - device_block))
+    return [int(count) for count in counts if 1 <= count < blocks]
