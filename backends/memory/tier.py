@@ -36,6 +36,7 @@ class MemoryTier(Tier):
         self._reserved: dict[BlockKey, int] = {}
         self._resident: OrderedDict[BlockKey, int] = OrderedDict()  # coldest first
         self._doomed: dict[BlockKey, int] = {}
+        self._unwanted: set[BlockKey] = set()  # reserved before a clear: to be aborted
         self._pins: Counter[BlockKey] = Counter()
         self._events: list[TierEvent] = []
         self._stats = TierStats(self.medium, bytes_capacity=store.slots * store.slot_bytes)
@@ -120,7 +121,8 @@ class MemoryTier(Tier):
             slot = self._reserved.pop(key, None)
             if slot is None:
                 continue
-            if failed and key in failed:
+            if key in self._unwanted or (failed and key in failed):
+                self._unwanted.discard(key)
                 self._release(slot)
                 self._stats.dropped += 1
                 continue
@@ -141,7 +143,8 @@ class MemoryTier(Tier):
         self._drop([key for key in dict.fromkeys(keys) if key in self._resident])
 
     def clear(self) -> None:
-        self._drop([key for key in self._resident if key not in self._pins])
+        self._unwanted.update(self._reserved)
+        self._drop(list(self._resident))
 
     def _drop(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:

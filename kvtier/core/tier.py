@@ -78,7 +78,8 @@ class Tier(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Drop everything of this namespace that is not pinned or reserved."""
+        """Invalidate everything of this namespace: what is resident is offered no longer (pinned
+        slots are free when unpinned), and what is reserved now will never become visible."""
 
     @abstractmethod
     def take_events(self) -> list[TierEvent]:
@@ -90,6 +91,14 @@ class Tier(ABC):
 
     def tick(self) -> None:  # noqa: B027 - most media have no housekeeping
         """Short housekeeping, called between steps; never blocks."""
+
+    def refresh(self) -> None:  # noqa: B027 - not every medium is shared
+        """Learn now what other processes have committed or dropped. May block: never called on a
+        scheduler thread, which learns the same a moment later by itself."""
+
+    def flush(self) -> None:  # noqa: B027 - not every medium outlives its process
+        """Wait until what was dropped so far stays dropped even if this process dies. May block:
+        never called on a scheduler thread. (What is committed survives at once.)"""
 
     def close(self) -> None:  # noqa: B027 - memory needs no closing
         """Release what this process holds; committed blocks stay where they are."""
