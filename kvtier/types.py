@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Sequence
 from typing import ClassVar, NewType, Self
 
 import msgspec
@@ -155,6 +156,11 @@ class LoadStoreSpec(msgspec.Struct, tag=True):
     def select(self, start: int, stop: int) -> Self:
         """The blocks `start:stop` of this spec."""
         raise TypeError("each medium's spec slices its own columns")
+
+    @classmethod
+    def join(cls, pieces: Sequence[Self]) -> Self:
+        """One spec of the blocks of all these pieces, in their order."""
+        raise TypeError("each medium's spec joins its own columns")
 
 
 class EventKind(enum.Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 from kvtier.core.record import Buffer, record_bytes
@@ -21,6 +22,10 @@ class MemorySpec(LoadStoreSpec, tag="memory"):
 
     def select(self, start: int, stop: int) -> Self:
         return type(self)(self.slots[start:stop])
+
+    @classmethod
+    def join(cls, pieces: Sequence[Self]) -> Self:
+        return cls([slot for piece in pieces for slot in piece.slots])
 
 
 class MemoryStore:
