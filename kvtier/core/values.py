@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 _BINARY = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _BYTES = _BINARY | {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_QUANTITY = re.compile(r"([+-]?\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)")
+_QUANTITY = re.compile(r"([+-]?\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)", re.ASCII)
 _MEANT = {"k": "KiB", "m": "MiB", "g": "GiB", "t": "TiB", "sec": "s", "hours": "h", "days": "d"}
 
 
@@ -51,9 +51,9 @@ def _quantity(value: object, units: dict[str, float] | dict[str, int], what: str
     if unit not in units:
         meant = _MEANT.get(unit.lower(), unit)
         near = [known for known in units if known.lower() == meant.lower()]
-        hint = f'did you mean "{match.group(1)}{near[0]}"? ' if near else ""
         problem = f"{unit!r} is not a unit of {what}" if unit else f"{_shown(value)} has no unit"
-        raise ValueError(f"{problem}; {hint}{_form(what, units)}")
+        hint = f'did you mean "{match.group(1)}{near[0]}"?' if near else _form(what, units)
+        raise ValueError(f"{problem}; {hint}")
     return number * Decimal(repr(units[unit]))
 
 
@@ -93,7 +93,7 @@ class ByteSize(Value):
                 raise ValueError(f"{value} is negative; a size is 0 or more")
             return cls(value)
         if isinstance(value, str) and value.strip().isdecimal():
-            value = value.strip() + "B"
+            value += "B"
         return cls(int(_quantity(value, _BYTES, "a size")))
 
     def __str__(self) -> str:

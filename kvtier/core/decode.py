@@ -1,0 +1,117 @@
+"""Plain values into settings, field by field, so that every mistake is found in one go."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, TypeVar, get_args
+
+import msgspec
+
+from kvtier.core.document import Document
+from kvtier.core.values import dec_hook
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_FAILURE = re.compile(r"(?P<text>.*?)(?: - at `\$(?P<path>[^`]*)`)?", re.DOTALL)
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+    "null": "nothing",
+}
+
+
+def decode(kind: type[T], value: object, place: str, document: Document) -> T | None:
+    """Read one struct; None, and the problems reported, if something is wrong with it."""
+    if not isinstance(value, Mapping):
+        document.report(place, f"is {_shape(value)}", f"write a mapping with {_names(kind)}")
+        return None
+    config = kind.__struct_config__
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    tag = config.tag_field
+    before = len(document.problems)
+    found: dict[str, Any] = {}
+    for key, part in value.items():
+        if key in fields:
+            found[fields[key].name] = _field(fields[key].type, part, f"{place}.{key}", document)
+        elif key != tag:
+            unknown_key(document, place, key, [*([tag] if tag else []), *fields])
+    for name, field in fields.items():
+        if field.required and name not in value:
+            document.report(place, f'lacks "{name}"', f"add it: {name}: {_example(field.type)}")
+    if len(document.problems) > before:
+        return None
+    try:
+        return kind(**found)
+    except ValueError as error:  # what a struct's own __post_init__ finds
+        problem, _, remedy = str(error).partition("; ")
+        document.report(place, problem, remedy)
+        return None
+
+
+def unknown_key(document: Document, place: str, key: str, known: list[str]) -> None:
+    """Report a key that nothing reads."""
+    near = get_close_matches(key, known, n=1)
+    hint = f'did you mean "{near[0]}"?' if near else f"known are {', '.join(known)}"
+    inner = f"{place}.{key}" if key.isidentifier() else f"{place}[{key!r}]"
+    document.report(inner, f'unknown key "{key}"', hint)
+
+
+def _field(kind: Any, value: object, place: str, document: Document) -> object:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return decode(kind, value, place, document)
+    try:
+        # A text from the environment may stand for a number: the environment knows only texts.
+        strict = not document.interpolated(place)
+        return msgspec.convert(value, kind, strict=strict, dec_hook=dec_hook)
+    except msgspec.ValidationError as error:
+        match = _FAILURE.fullmatch(str(error))
+        assert match is not None
+        text, path = match.group("text"), match.group("path") or ""
+        problem, separator, remedy = text.partition("; ")
+        if not separator:
+            problem, remedy = _in_words(problem, value if not path else None), _remedy(kind, value)
+        document.report(place + path, problem, remedy)
+        return None
+
+
+def _in_words(problem: str, value: object) -> str:
+    """msgspec's words for a mistake, in the words of someone who writes YAML."""
+    if problem.startswith("Invalid enum value"):
+        return f"{str(value)!r} is not one of the words known here"
+    problem = re.sub(
+        r"`([^`]*)`",
+        lambda match: " or ".join(_WORDS.get(word, word) for word in match.group(1).split(" | ")),
+        problem,
+    )
+    return problem[:1].lower() + problem[1:]
+
+
+def _remedy(kind: Any, value: object) -> str:
+    bare = get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
+    if isinstance(bare, type) and issubclass(bare, enum.Enum):
+        words = [str(member.value) for member in bare]
+        near = get_close_matches(str(value), words, n=1)
+        return f'did you mean "{near[0]}"?' if near else f"write one of {', '.join(words)}"
+    return f"write {_WORDS[bare.__name__]}" if bare in (int, float, str, bool) else ""
+
+
+def _example(kind: Any) -> str:
+    schema = getattr(kind, "schema", {})
+    return str(schema.get("examples", ["..."])[0])
+
+
+def _names(kind: type[msgspec.Struct]) -> str:
+    return ", ".join(field.encode_name for field in msgspec.structs.fields(kind)) or "settings"
+
+
+def _shape(value: object) -> str:
+    if value is None:
+        return "empty"
+    return "a list" if isinstance(value, list) else "a single value"
