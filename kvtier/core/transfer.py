@@ -48,15 +48,16 @@ class TransferResult(msgspec.Struct, kw_only=True):
 
 
 class MoverStats(msgspec.Struct):
-    """Counters (which only grow) and gauges of a mover."""
+    """Counters of a mover, which only grow and count transfers unless they say otherwise."""
 
-    queued_blocks: int = 0
-    active_blocks: int = 0
+    in_flight_blocks: int = 0
+    """The only gauge: blocks of accepted transfers that have not ended."""
     loads: int = 0
     stores: int = 0
     bytes_loaded: int = 0
     bytes_stored: int = 0
     dropped_stores: int = 0
+    refused_loads: int = 0
     failed_blocks: int = 0
     timeouts: int = 0
     restarts: int = 0
@@ -65,14 +66,16 @@ class MoverStats(msgspec.Struct):
 class Mover(ABC):
     """Carries transfers out with bounded queues, priorities and deadlines.
 
-    - `submit` never blocks. It answers False, and counts, when a store finds the queue full; a load
-      is refused only when even the loads alone fill it, or when the mover is closed or down.
+    - `submit` never blocks. It answers False, and counts, when a tier would have more than its
+      `queue_blocks` in flight; loads are counted against loads alone, so that stores never crowd
+      them out. A mover that is closed or down refuses everything.
     - Every accepted transfer gets exactly one result, and when the result is there nothing touches
       the target any more: until then its slots must not be used for anything else.
     - Every loaded record is verified in full before it is reported OK, and the target is told
       block by block as they land (`HostHandler.landed`), not only at the end.
     - A transfer past its deadline ends with TIMEOUT for the blocks not moved yet.
     - `cancel` ends what has not started with CANCELLED and lets the rest finish.
+    - A mover owns its handlers and closes them; results can still be polled after `close`.
     """
 
     @abstractmethod

@@ -1,0 +1,94 @@
+"""How one batch moves: straight into host memory, straight out of it, or through staging."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from kvtier.core.record import Buffer, verify
+from kvtier.core.tier import Handler, HostHandler
+from kvtier.move.lanes import Batch
+from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
+
+
+class Carrier:
+    """Moves batches with the stack's handlers and writes the outcome of every block."""
+
+    def __init__(self, handlers: Sequence[Handler], namespace: Namespace) -> None:
+        self._handlers = handlers
+        self._digest = namespace.digest
+
+    def carry(self, batch: Batch) -> None:
+        """Move a batch, or the half of a staged one that is due."""
+        transfer = batch.job.transfer
+        target = self._handlers[transfer.target]
+        source = self._handlers[transfer.source]
+        if isinstance(target, HostHandler):
+            self._load(batch, source, target)
+        elif isinstance(source, HostHandler):
+            spec = transfer.source_spec.select(batch.start, batch.stop)
+            self._store(batch, 0, batch.stop - batch.start, target, source.views(spec))
+        elif not batch.arrived:
+            self._fetch(batch, source)
+        else:
+            self._deliver(batch, target)
+
+    def announce(self, batch: Batch) -> None:
+        """Tell a host target about blocks that will never land."""
+        transfer = batch.job.transfer
+        target = self._handlers[transfer.target]
+        if not isinstance(target, HostHandler):
+            return
+        for index in range(batch.start, batch.stop):
+            outcome = batch.job.outcomes[index]
+            if not outcome.ok:
+                target.landed(transfer.target_spec, index, outcome)
+
+    def _load(self, batch: Batch, source: Handler, target: HostHandler) -> None:
+        job, start = batch.job, batch.start
+        spec = job.transfer.target_spec
+        keys = job.transfer.keys[start : batch.stop]
+        records = target.views(spec.select(start, batch.stop))
+        for index, outcome in enumerate(self._read(batch, source, keys, records), start):
+            if outcome is Outcome.OK:
+                outcome = verify(records[index - start], keys[index - start], self._digest)
+            job.outcomes[index] = outcome
+            target.landed(spec, index, outcome)
+
+    def _fetch(self, batch: Batch, source: Handler) -> None:
+        job, start = batch.job, batch.start
+        keys = job.transfer.keys[start : batch.stop]
+        for index, outcome in enumerate(self._read(batch, source, keys, batch.buffers), start):
+            if outcome is Outcome.OK:
+                outcome = verify(batch.buffers[index - start], keys[index - start], self._digest)
+            job.outcomes[index] = outcome
+
+    def _deliver(self, batch: Batch, target: Handler) -> None:
+        if batch.job.transfer.deadline <= time.monotonic():
+            batch.spoil(Outcome.TIMEOUT)
+            return
+        runs = batch.moved()
+        batch.spoil(Outcome.IO_ERROR)  # until the target says otherwise, should it raise
+        for start, stop in runs:
+            self._store(batch, start, stop, target, batch.buffers[start:stop])
+
+    def _read(
+        self, batch: Batch, source: Handler, keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        spec = batch.job.transfer.source_spec.select(batch.start, batch.stop)
+        return _complete(source.load(spec, keys, into), spec)
+
+    def _store(
+        self, batch: Batch, start: int, stop: int, target: Handler, records: Sequence[Buffer]
+    ) -> None:
+        job = batch.job
+        first, end = batch.start + start, batch.start + stop
+        spec = job.transfer.target_spec.select(first, end)
+        keys = job.transfer.keys[first:end]
+        job.outcomes[first:end] = _complete(target.store(spec, keys, records), spec)
+
+
+def _complete(outcomes: list[Outcome], spec: LoadStoreSpec) -> list[Outcome]:
+    if len(outcomes) != len(spec):
+        raise ValueError(f"a handler gave {len(outcomes)} outcomes for {len(spec)} blocks")
+    return outcomes
