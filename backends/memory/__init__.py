@@ -36,6 +36,7 @@ class MemoryBackend(Backend[MemorySettings]):
     kind = "memory"
     settings = MemorySettings
     spec = MemorySpec
+    host = True
 
     def __init__(self) -> None:
         # Weak, because a store lives exactly as long as the tier or a handler that uses it.

@@ -1,0 +1,8 @@
+"""Suites that any backend can subclass to prove itself: docs/TESTING.md says how."""
+
+import sys
+
+SUITES = ("contract", "contract_medium", "fault_suite", "stateful", "subject")
+
+if pytest := sys.modules.get("pytest"):
+    pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in SUITES))

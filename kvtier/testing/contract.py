@@ -1,0 +1,316 @@
+"""What every tier promises, sentence by sentence: subclass `TierContract` with your subject.
+
+class TestMine(TierContract):
+    subject = MySubject()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import NotResident
+from kvtier.testing.contract_medium import MediumContract
+from kvtier.testing.records import make_keys
+from kvtier.testing.subject import Rig, Subject, failures
+from kvtier.types import EventKind, Outcome, Presence, block_key
+
+BLOCKS = 8
+
+
+class CatalogueContract:
+    """The `Tier` half: what is known, reserved, committed, pinned and dropped."""
+
+    subject: Subject
+
+    @pytest.fixture
+    def rig(self, tmp_path: Path) -> Iterator[Rig]:
+        rig = Rig(self.subject, tmp_path, blocks=BLOCKS)
+        yield rig
+        rig.close()
+
+    # lookup, reserve, commit, abort
+
+    def test_an_empty_tier_knows_nothing(self, rig: Rig) -> None:
+        assert rig.tier.lookup(make_keys(3)) == [Presence.MISS] * 3
+        assert rig.tier.victims(5) == []
+        assert rig.tier.take_events() == []
+        stats = rig.tier.stats()
+        assert (stats.blocks, stats.bytes_used, stats.pinned, stats.in_flight) == (0, 0, 0, 0)
+
+    def test_empty_lists_are_no_mistake(self, rig: Rig) -> None:
+        assert rig.tier.lookup([]) == []
+        assert len(rig.tier.prepare_load([])) == 0
+        assert rig.reserve([]).keys == []
+        rig.tier.complete_load([])
+        rig.tier.complete_store([])
+        rig.tier.touch([])
+        rig.tier.forget([])
+        assert rig.tier.victims(0) == []
+        assert rig.handler.load(rig.tier.prepare_load([]), [], []) == []
+        assert rig.handler.store(rig.reserve([]).spec, [], []) == []
+
+    def test_only_a_commit_makes_a_hit(self, rig: Rig) -> None:
+        keys = make_keys(3)
+        reservation = rig.reserve(keys)
+        assert reservation.keys == keys
+        assert rig.tier.lookup(keys) == [Presence.PENDING] * 3
+        rig.write(reservation)
+        assert rig.tier.lookup(keys) == [Presence.PENDING] * 3
+        rig.tier.complete_store(keys)
+        assert rig.tier.lookup(keys) == [Presence.HIT] * 3
+        assert rig.get(keys) == keys
+
+    def test_a_reserved_key_cannot_be_loaded_or_evicted_or_forgotten(self, rig: Rig) -> None:
+        keys = make_keys(BLOCKS)
+        reservation = rig.reserve(keys)
+        with pytest.raises(NotResident):
+            rig.tier.prepare_load(keys[:1])
+        assert rig.tier.victims(BLOCKS) == []
+        rig.tier.forget(keys)
+        assert rig.reserve(make_keys(3, start=100)).keys == []
+        assert rig.tier.lookup(keys) == [Presence.PENDING] * BLOCKS
+        rig.write(reservation)
+        rig.tier.complete_store(keys)
+        assert rig.get(keys) == keys
+
+    def test_an_abort_leaves_no_trace(self, rig: Rig) -> None:
+        keys = make_keys(BLOCKS)
+        rig.write(rig.reserve(keys))
+        rig.tier.complete_store(keys, failures(keys, Outcome.IO_ERROR))
+        assert rig.tier.lookup(keys) == [Presence.MISS] * BLOCKS
+        assert rig.tier.take_events() == []
+        assert rig.tier.victims(BLOCKS) == []
+        assert rig.tier.stats().bytes_used == 0
+        others = make_keys(BLOCKS, start=50)
+        assert rig.put(others, evict=False) == others
+
+    def test_some_of_a_reservation_can_fail(self, rig: Rig) -> None:
+        keys = make_keys(6)
+        rig.write(rig.reserve(keys))
+        rig.tier.complete_store(keys, failures(keys[1::2], Outcome.TIMEOUT))
+        assert rig.resident(keys) == keys[0::2]
+        assert rig.put(keys) == keys[1::2]
+        assert rig.get(keys) == keys
+
+    def test_a_reservation_can_be_completed_piece_by_piece(self, rig: Rig) -> None:
+        keys = make_keys(4)
+        rig.write(rig.reserve(keys))
+        rig.tier.complete_store(keys[2:])
+        assert rig.tier.lookup(keys) == [Presence.PENDING] * 2 + [Presence.HIT] * 2
+        rig.tier.complete_store(keys[:2])
+        assert rig.get(keys) == keys
+
+    def test_a_reservation_keeps_the_order_and_skips_what_is_here(self, rig: Rig) -> None:
+        keys = make_keys(7)
+        rig.put([keys[3]])
+        pending = rig.reserve([keys[1]])
+        assert rig.reserve(keys[::-1]).keys == [keys[6], keys[5], keys[4], keys[2], keys[0]]
+        rig.tier.complete_store(pending.keys, failures(pending.keys, Outcome.CANCELLED))
+
+    def test_a_key_offered_twice_is_taken_once(self, rig: Rig) -> None:
+        first, second = make_keys(2)
+        reservation = rig.reserve([first, second, first, first])
+        assert reservation.keys == [first, second]
+        rig.write(reservation)
+        rig.tier.complete_store(reservation.keys)
+        assert rig.get([first, second]) == [first, second]
+
+    def test_completing_what_was_never_reserved_shows_nothing(self, rig: Rig) -> None:
+        keys = make_keys(2)
+        rig.tier.complete_store(keys)
+        rig.tier.complete_store(keys, failures(keys, Outcome.DROPPED))
+        assert rig.tier.lookup(keys) == [Presence.MISS] * 2
+        assert rig.tier.take_events() == []
+
+    # room and eviction
+
+    def test_a_full_tier_takes_nothing_without_eviction(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(BLOCKS))
+        assert len(keys) == BLOCKS
+        assert rig.reserve(make_keys(2, start=100), evict=False).keys == []
+        assert rig.resident(keys) == keys
+
+    def test_eviction_makes_room_and_says_what_it_took(self, rig: Rig) -> None:
+        old, new = make_keys(BLOCKS), make_keys(3, start=100)
+        rig.put(old)
+        rig.tier.take_events()
+        victims = rig.tier.victims(3)
+        reservation = rig.reserve(new)
+        assert reservation.keys == new
+        assert sorted(reservation.evicted) == sorted(victims)
+        assert rig.tier.lookup(reservation.evicted) == [Presence.MISS] * 3
+        rig.write(reservation)
+        rig.tier.complete_store(new)
+        left = [key for key in old if key not in reservation.evicted]
+        assert rig.get(left + new) == left + new
+        removed = [e for e in rig.tier.take_events() if e.kind is EventKind.REMOVED]
+        assert sorted(key for e in removed for key in e.keys) == sorted(reservation.evicted)
+
+    def test_more_than_the_capacity_is_taken_in_part(self, rig: Rig) -> None:
+        keys = make_keys(3 * BLOCKS)
+        reservation = rig.reserve(keys)
+        assert len(reservation.keys) == BLOCKS
+        assert [key for key in keys if key in reservation.keys] == reservation.keys
+        assert rig.tier.stats().bytes_used <= rig.capacity
+
+    def test_victims_are_resident_distinct_and_bounded(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(6))
+        rig.tier.prepare_load(keys[:2])
+        victims = rig.tier.victims(100)
+        assert sorted(victims) == sorted(keys[2:])
+        assert rig.tier.victims(3) == victims[:3]
+        assert rig.resident(keys) == keys
+        rig.tier.complete_load(keys[:2])
+
+    def test_touch_changes_no_catalogue(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(3))
+        rig.tier.take_events()
+        rig.tier.touch([*make_keys(3, start=9), *keys], start=4)
+        rig.tier.touch([keys[0], keys[0]])
+        assert rig.resident(make_keys(20)) == keys
+        assert rig.tier.take_events() == []
+
+    # pins
+
+    def test_unknown_keys_cannot_be_loaded_and_pin_nothing(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(BLOCKS))
+        with pytest.raises(NotResident):
+            rig.tier.prepare_load([*keys, *make_keys(1, start=99)])
+        assert rig.tier.stats().pinned == 0
+        new = make_keys(BLOCKS, start=100)
+        assert rig.put(new) == new
+
+    def test_what_is_pinned_is_never_evicted(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(BLOCKS))
+        pinned = keys[:3]
+        spec = rig.tier.prepare_load(pinned)
+        for start in range(100, 200, 10):
+            taken = rig.put(make_keys(10, start=start))
+            assert len(taken) == BLOCKS - len(pinned)
+        assert rig.resident(pinned) == pinned
+        assert not set(rig.tier.victims(100)) & set(pinned)
+        assert all(outcome.ok for outcome in rig.read(pinned, spec).values())
+        rig.tier.complete_load(pinned)
+        new = make_keys(BLOCKS, start=500)
+        assert rig.put(new) == new
+
+    def test_pins_are_counted(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(BLOCKS))
+        rig.tier.prepare_load(keys)
+        rig.tier.prepare_load([keys[0], keys[0]])
+        rig.tier.complete_load(keys)
+        assert sorted(rig.tier.victims(100)) == sorted(keys[1:])
+        rig.tier.complete_load([keys[0]])
+        assert keys[0] not in rig.tier.victims(100)
+        rig.tier.complete_load([keys[0]])
+        assert keys[0] in rig.tier.victims(100)
+
+    def test_a_failed_load_is_offered_no_more(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(5))
+        rig.tier.prepare_load(keys)
+        bad = {
+            keys[0]: Outcome.CORRUPT,
+            keys[1]: Outcome.GONE,
+            keys[2]: Outcome.IO_ERROR,
+        }
+        rig.tier.complete_load(keys, bad)
+        assert rig.tier.lookup(keys) == [Presence.MISS] * 3 + [Presence.HIT] * 2
+        stats = rig.tier.stats()
+        assert (stats.corrupt, stats.gone, stats.io_errors) == (1, 1, 1)
+        assert rig.put(keys) == keys[:3]
+        assert rig.get(keys) == keys
+
+    def test_a_failed_load_ends_an_offer_while_another_one_reads(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(BLOCKS))
+        spec = rig.tier.prepare_load(keys[:1])
+        rig.tier.prepare_load(keys[:1])
+        rig.tier.complete_load(keys[:1], {keys[0]: Outcome.CORRUPT})
+        assert rig.tier.lookup(keys[:1]) == [Presence.MISS]
+        rig.put(make_keys(BLOCKS, start=100))
+        assert rig.read(keys[:1], spec) == {keys[0]: Outcome.OK}
+        rig.tier.complete_load(keys[:1])
+        new = make_keys(BLOCKS, start=200)
+        assert rig.put(new) == new
+
+    # forget and clear
+
+    def test_forget_drops_what_is_resident(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(5))
+        rig.tier.forget([*keys[:2], keys[0], *make_keys(2, start=77)])
+        assert rig.resident(keys) == keys[2:]
+        assert rig.put(keys[:2], evict=False) == keys[:2]
+
+    def test_forget_waits_for_pins(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(BLOCKS))
+        spec = rig.tier.prepare_load(keys[:2])
+        rig.tier.forget(keys[:1])
+        rig.put(make_keys(BLOCKS, start=100))
+        assert set(rig.read(keys[:2], spec).values()) == {Outcome.OK}
+        rig.tier.complete_load(keys[:2])
+        assert rig.tier.lookup(keys[:2]) == [Presence.MISS, Presence.HIT]
+
+    def test_clear_drops_what_is_resident_and_frees_pinned_room_later(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(BLOCKS))
+        spec = rig.tier.prepare_load(keys[:2])
+        rig.tier.clear()
+        assert rig.resident(keys) == []
+        assert rig.tier.victims(100) == []
+        new = make_keys(BLOCKS, start=100)
+        assert len(rig.put(new)) == BLOCKS - 2
+        assert set(rig.read(keys[:2], spec).values()) == {Outcome.OK}
+        rig.tier.complete_load(keys[:2])
+        assert len(rig.put(new, evict=False)) == 2
+        assert rig.get(new) == new
+
+    def test_clear_aborts_what_is_on_its_way(self, rig: Rig) -> None:
+        keys = make_keys(3)
+        reserved = rig.reserve(keys)
+        rig.tier.clear()
+        rig.write(reserved)
+        rig.tier.complete_store(keys)
+        assert rig.tier.lookup(keys) == [Presence.MISS] * 3
+        assert rig.tier.take_events() == []
+        assert rig.tier.stats().bytes_used == 0
+        assert rig.put(keys) == keys
+        assert rig.get(keys) == keys
+
+    # events, stats, keys
+
+    def test_events_name_the_medium_and_come_once(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(3))
+        stored = rig.tier.take_events()
+        assert {(e.kind, e.medium) for e in stored} == {(EventKind.STORED, rig.tier.medium)}
+        assert sorted(key for e in stored for key in e.keys) == sorted(keys)
+        assert rig.tier.take_events() == []
+        rig.tier.forget(keys[:1])
+        removed = rig.tier.take_events()
+        assert [(e.kind, e.keys) for e in removed] == [(EventKind.REMOVED, (keys[0],))]
+
+    def test_stats_count(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(4))
+        rig.tier.lookup([*keys, *make_keys(2, start=60)])
+        rig.tier.prepare_load(keys[:3])
+        reserved = rig.reserve(make_keys(1, start=90))
+        stats = rig.tier.stats()
+        assert stats.medium == rig.tier.medium
+        assert (stats.blocks, stats.stored, stats.hits, stats.misses) == (4, 4, 4, 2)
+        assert (stats.pinned, stats.in_flight) == (3, 1)
+        assert 0 < stats.bytes_used <= stats.bytes_capacity <= rig.capacity
+        rig.tier.complete_load(keys[:3])
+        rig.tier.complete_store(reserved.keys, failures(reserved.keys, Outcome.DROPPED))
+
+    @pytest.mark.parametrize("size", [1, 4, 20, 32, 36])
+    def test_keys_of_every_length(self, rig: Rig, size: int) -> None:
+        hashes = [b"\x00" * size, b"\xff" * size, b"\x00" * (size - 1) + b"\x01", b"\x80" * size]
+        keys = [block_key(one, group) for one in hashes for group in (0, 1)]
+        assert rig.put(keys) == keys
+        assert rig.get(keys) == keys
+        rig.tier.tick()
+        assert rig.resident(keys) == keys
+
+
+class TierContract(CatalogueContract, MediumContract):
+    """All that a backend must do, and what its subject says that it does beyond."""

@@ -1,0 +1,9 @@
+"""The reference model keeps the contract that it is the reference of."""
+
+from subjects import MEMORY
+
+from kvtier.testing.contract import TierContract
+
+
+class TestMemory(TierContract):
+    subject = MEMORY
