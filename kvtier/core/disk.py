@@ -51,6 +51,10 @@ class Disk:
         """Wait until the file's data would survive a loss of power."""
         os.fdatasync(fd)
 
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file its final name at one instant, in place of what has that name."""
+        source.replace(target)
+
     def unlink(self, path: Path) -> None:
         """Remove a file; one that is gone already is no error."""
         path.unlink(missing_ok=True)
