@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -14,6 +14,7 @@ from kvtier.core.document import Document
 from kvtier.core.values import dec_hook
 
 T = TypeVar("T", bound=msgspec.Struct)
+Reader = Callable[[object, str], object]
 
 _FAILURE = re.compile(r"(?P<text>.*?)(?: - at `\$(?P<path>[^`]*)`)?", re.DOTALL)
 _WORDS = {
@@ -27,8 +28,18 @@ _WORDS = {
 }
 
 
-def decode(kind: type[T], value: object, place: str, document: Document) -> T | None:
-    """Read one struct; None, and the problems reported, if something is wrong with it."""
+def decode(
+    kind: type[T],
+    value: object,
+    place: str,
+    document: Document,
+    readers: Mapping[str, Reader] | None = None,
+) -> T | None:
+    """Read one struct; None, and the problems reported, if something is wrong with it.
+
+    `readers` read the fields that need more than their type: given value and place, they answer
+    the field's value and report problems themselves.
+    """
     if not isinstance(value, Mapping):
         document.report(place, f"is {_shape(value)}", f"write a mapping with {_names(kind)}")
         return None
@@ -39,7 +50,11 @@ def decode(kind: type[T], value: object, place: str, document: Document) -> T | 
     found: dict[str, Any] = {}
     for key, part in value.items():
         if key in fields:
-            found[fields[key].name] = _field(fields[key].type, part, f"{place}.{key}", document)
+            inner = f"{place}.{key}"
+            reader = (readers or {}).get(key)
+            found[fields[key].name] = (
+                reader(part, inner) if reader else _field(fields[key].type, part, inner, document)
+            )
         elif key != tag:
             unknown_key(document, place, key, [*([tag] if tag else []), *fields])
     for name, field in fields.items():
@@ -103,6 +118,8 @@ def _remedy(kind: Any, value: object) -> str:
 
 
 def _example(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return str(get_args(kind)[0])
     schema = getattr(kind, "schema", {})
     return str(schema.get("examples", ["..."])[0])
 

@@ -1,0 +1,198 @@
+"""A stack's configuration: one YAML file, or nested dicts, decoded once into types.
+
+`load` answers a `StackConfig` that works on this machine, as far as that can be known without
+opening it, or raises `ConfigErrors` with everything that is wrong, each with its place.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from kvtier.core.backend import Backend, backend, kinds
+from kvtier.core.decode import decode
+from kvtier.core.document import Document
+from kvtier.core.settings import Count, TierSettings, WritePolicy
+from kvtier.core.values import show_hook
+from kvtier.errors import BackendError, ConfigError, ConfigErrors
+
+VERSION = 1
+TIERS_MAX = 8
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class MoverMode(enum.Enum):
+    """Where bytes are moved."""
+
+    AUTO = "auto"
+    """In a process when an engine serves, on threads in the command line and in tests."""
+    PROCESS = "process"
+    """In a process of its own, so that nothing there can hold up or take down the engine."""
+    THREADS = "threads"
+    """On threads of this process."""
+
+
+class MoverSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How bytes are moved between the tiers."""
+
+    mode: MoverMode = MoverMode.AUTO
+    """Where bytes are moved."""
+
+
+class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one file says: the tiers of a stack, fastest first, and what they share."""
+
+    version: Literal[1]
+    """The version of this format."""
+    name: Name = "default"
+    """Names this engine among those of one machine: each has CPU memory of its own."""
+    chunk_tokens: Count = 256
+    """How many tokens one stored block covers: a multiple of the engine's own block size."""
+    mover: MoverSettings = MoverSettings()
+    """How bytes are moved between the tiers."""
+    tiers: tuple[TierSettings, ...]
+    """The tiers in the order in which they are asked; the first is host memory."""
+
+
+Source = Mapping[str, object] | Path | str
+
+
+def load(source: Source, *, record_bytes: int | None = None) -> StackConfig:
+    """Read and check a stack, from the path of a YAML file or from nested dicts.
+
+    With `record_bytes`, the size of one stored block, capacities are checked against it too.
+    Raises ConfigErrors with all that is wrong.
+    """
+    return _read(_document(source), record_bytes)
+
+
+def effective(source: Source) -> dict[str, Any]:
+    """What `load` reads from a source, defaults filled in, as plain values for people.
+
+    Values that come from the environment stand there by the names of their variables.
+    """
+    document = _document(source)
+    config = _read(document, None)
+    values = msgspec.to_builtins(config, enc_hook=show_hook)
+    shown = document.as_written("$", values)
+    assert isinstance(shown, dict)
+    return shown
+
+
+def _document(source: Source) -> Document:
+    if isinstance(source, Mapping):
+        document = Document.from_dict(source)
+    else:
+        document = Document.from_file(Path(source))
+    document.check()
+    return document
+
+
+def _read(document: Document, record_bytes: int | None) -> StackConfig:
+    readers = {
+        "version": lambda value, place: _version(value, place, document),
+        "tiers": lambda value, place: _tiers(value, place, document),
+    }
+    config = decode(StackConfig, document.value, "$", document, readers)
+    document.check()
+    assert config is not None
+    _check(config.tiers, record_bytes, document)
+    document.check()
+    return config
+
+
+def _version(value: object, place: str, document: Document) -> object:
+    if value != VERSION or isinstance(value, bool):
+        newer = isinstance(value, int) and value > VERSION
+        remedy = "update kvtier to read it" if newer else f"write version: {VERSION}"
+        document.report(place, f"this kvtier reads version {VERSION}, not {value!r}", remedy)
+    return value
+
+
+def _tiers(value: object, place: str, document: Document) -> object:
+    if not isinstance(value, list) or not 0 < len(value) <= TIERS_MAX:
+        document.report(
+            place,
+            f"a stack has 1 to {TIERS_MAX} tiers",
+            "write a list: one mapping a tier, fastest first",
+        )
+        return None
+    return tuple(
+        _tier(item, f"{place}[{index}]", document, host=index == 0)
+        for index, item in enumerate(value)
+    )
+
+
+def _tier(value: object, place: str, document: Document, *, host: bool) -> TierSettings | None:
+    if not isinstance(value, Mapping):
+        document.report(place, "a tier is a mapping", "write kind, capacity and so on under it")
+        return None
+    if "kind" not in value:
+        document.report(place, 'lacks "kind"', f"add it: one of {', '.join(kinds())}")
+        return None
+    found = _backend(value["kind"], f"{place}.kind", document)
+    if found is None:
+        return None
+    if host and not found.host:
+        hosts = [kind for kind in kinds() if _is_host(kind)]
+        document.report(
+            f"{place}.kind",
+            f"the first tier must be host memory, and {found.kind} is not",
+            f"put a tier of kind {' or '.join(hosts)} before it",
+        )
+    settings: TierSettings | None = decode(found.settings, value, place, document)
+    if host and settings is not None and settings.write is WritePolicy.ON_EVICT:
+        document.report(
+            f"{place}.write", "no tier stands above the first one", "write through, or never"
+        )
+    return settings
+
+
+def _backend(kind: object, place: str, document: Document) -> Backend[Any] | None:
+    if not isinstance(kind, str) or kind not in kinds():
+        near = get_close_matches(str(kind), kinds(), n=1)
+        hint = f'did you mean "{near[0]}"? ' if near else ""
+        document.report(
+            place, f"there is no tier kind {kind!r}", f"{hint}installed are {', '.join(kinds())}"
+        )
+        return None
+    try:
+        return backend(kind)
+    except BackendError as error:
+        problem, _, remedy = str(error).rpartition("; ")
+        document.report(place, problem, remedy)
+        return None
+
+
+def _is_host(kind: str) -> bool:
+    try:
+        return backend(kind).host
+    except BackendError:
+        return False
+
+
+def _check(tiers: Sequence[TierSettings], record_bytes: int | None, document: Document) -> None:
+    """What no type can say: tiers against this machine, and against each other."""
+    owners: dict[str, str] = {}
+    for index, settings in enumerate(tiers):
+        place = f"$.tiers[{index}]"
+        found = backend(settings.kind)
+        try:
+            found.check(settings, record_bytes)
+        except ConfigError as error:
+            each = error.errors if isinstance(error, ConfigErrors) else (error,)
+            for part in each:
+                document.report(place + part.place, part.problem, part.remedy)
+        identity = found.identity(settings)
+        if identity is not None and owners.setdefault(identity, place) != place:
+            document.report(
+                place + (".path" if hasattr(settings, "path") else ""),
+                f"{owners[identity]} uses {identity} too",
+                "give each tier a place of its own",
+            )
