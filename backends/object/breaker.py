@@ -62,8 +62,13 @@ class BreakerStore(Store):
         self._open_s = policy.open_s
         self._retry_at = 0.0
         self._cause = ""
-        self.circuit = Circuit.CLOSED
+        self._circuit = Circuit.CLOSED
         self.opened = 0
+
+    @property
+    def circuit(self) -> Circuit:
+        """The state at this moment: other threads change it."""
+        return self._circuit
 
     def __repr__(self) -> str:
         return f"BreakerStore({self._inner!r}, {self.circuit.value})"
@@ -128,13 +133,11 @@ class BreakerStore(Store):
 
     def _admit(self) -> bool:
         """Whether this call is the trial; raises CircuitOpen if it may not pass."""
-        if self.circuit is Circuit.CLOSED:
-            return False
         with self._lock:
-            if self.circuit is Circuit.CLOSED:
+            if self._circuit is Circuit.CLOSED:
                 return False
-            if self.circuit is Circuit.OPEN and self._clock() >= self._retry_at:
-                self.circuit = Circuit.HALF_OPEN
+            if self._circuit is Circuit.OPEN and self._clock() >= self._retry_at:
+                self._circuit = Circuit.HALF_OPEN
                 return True
         raise CircuitOpen(f"left alone for a while, because: {self._cause}")
 
@@ -147,7 +150,7 @@ class BreakerStore(Store):
             elif self.circuit is not Circuit.CLOSED or self._failures < self._policy.failures:
                 return
             self._retry_at = self._clock() + self._open_s * self._dice.uniform(0.75, 1.0)
-            self.circuit = Circuit.OPEN
+            self._circuit = Circuit.OPEN
             self.opened += not trial
         if not trial:
             _log.warning("object store unwell, serving goes on without it: %s", error)
@@ -157,7 +160,7 @@ class BreakerStore(Store):
             return
         with self._lock:
             recovered = self.circuit is not Circuit.CLOSED
-            self.circuit = Circuit.CLOSED
+            self._circuit = Circuit.CLOSED
             self._failures = 0
             self._open_s = self._policy.open_s
         if recovered:
@@ -166,4 +169,4 @@ class BreakerStore(Store):
     def _undecided(self, trial: bool) -> None:
         if trial:
             with self._lock:
-                self.circuit = Circuit.OPEN
+                self._circuit = Circuit.OPEN

@@ -147,13 +147,14 @@ class S3Store(Store):
             extra["range"] = f"bytes={offset}-{offset + wanted - 1}"
         head = self._request("GET", name, extra, 0)
         with self._pool.exchange("GET", head, (), self._end(deadline)) as answer:
-            if answer.status == (200 if offset is None else 206):
+            if answer.status in (200, 206):
+                ranged = "content-range" in answer.headers  # some servers send it with a 200
+                if ranged != (offset is not None):
+                    raise WrongEndpoint(f"{self._where} does not know range requests")
                 if answer.length != wanted:
                     raise wrong_length(name, answer.length or 0, wanted)
                 answer.read_into(into)
                 return GetOutcome.FOUND
-            if answer.status == 200:
-                raise WrongEndpoint(f"{self._where} does not know range requests")
             return self._missing_or_raise(answer)
 
     def _missing_or_raise(self, answer: Response) -> GetOutcome:

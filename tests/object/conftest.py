@@ -1,0 +1,49 @@
+"""Fixtures: credentials for loopback servers, and the servers themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import object_servers
+import pytest
+from object_servers import ServerProcess
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing of the machine's own AWS set-up reaches a test."""
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", object_servers.ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", object_servers.SECRET_KEY)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
+
+
+@pytest.fixture(scope="session")
+def moto_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with object_servers.moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture
+def moto_server(moto_process: ServerProcess) -> ServerProcess:
+    """The mock, with a bucket named "bucket"; what one test leaves there the next may find."""
+    object_servers.make_bucket(moto_process)
+    return moto_process
+
+
+@pytest.fixture(scope="session")
+def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with object_servers.rclone(tmp_path_factory.mktemp("rclone")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_rclone(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server of this test's own, to stop and to kill."""
+    with object_servers.rclone(tmp_path) as server:
+        yield server

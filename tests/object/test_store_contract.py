@@ -1,0 +1,64 @@
+"""The store contract against a folder, a mock that can refuse and a real server that cannot."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from object_servers import ServerProcess
+from store_contract import StoreContract
+
+from kvtier.backends.object.files import FileStore
+from kvtier.backends.object.open import StoreSettings, open_store
+from kvtier.backends.object.s3 import S3Settings, S3Store
+from kvtier.backends.object.store import Store
+
+_numbers = itertools.count()
+
+
+class TestFileStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return FileStore(tmp_path / "store")
+
+
+class TestFileStoreSynced(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return FileStore(tmp_path / "store", sync=True)
+
+
+@pytest.mark.s3
+class TestMoto(StoreContract):
+    @pytest.fixture
+    def store(self, moto_server: ServerProcess) -> Iterator[Store]:
+        prefix = f"some where/{next(_numbers)}"
+        store = S3Store(S3Settings(bucket="bucket", prefix=prefix, endpoint=moto_server.endpoint))
+        yield store
+        store.close()
+
+
+@pytest.mark.s3
+class TestRclone(StoreContract):
+    can_refuse = False
+
+    @pytest.fixture
+    def store(self, rclone_server: ServerProcess) -> Iterator[Store]:
+        prefix = f"p{next(_numbers)}"
+        store = S3Store(S3Settings(bucket="bucket", prefix=prefix, endpoint=rclone_server.endpoint))
+        yield store
+        store.close()
+
+
+@pytest.mark.s3
+class TestGuardedMoto(StoreContract):
+    """Retries and the breaker around it keep the contract too."""
+
+    @pytest.fixture
+    def store(self, moto_server: ServerProcess) -> Iterator[Store]:
+        url = f"s3://bucket/guarded/{next(_numbers)}"
+        store = open_store(StoreSettings(url=url, endpoint=moto_server.endpoint))
+        yield store
+        store.close()
