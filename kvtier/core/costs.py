@@ -51,7 +51,7 @@ class CostSettings(msgspec.Struct, frozen=True, kw_only=True):
     probe_share: float = 0.02
     """At most this share of time is spent on probes that are expected to lose."""
     probe_size: float = 0.25
-    """A probe takes this share of the time that recomputing would, but at least one block."""
+    """A probe may take this share of recomputing, and more only where it would not tell enough."""
 
 
 class LinkCosts(msgspec.Struct):
@@ -159,18 +159,16 @@ class CostModel:
         """A load of `size` bytes was queued; `token` is the caller's name for it, used once."""
         self._link(link).start(token, size, self._clock())
 
-    def ended(self, link: str, token: int, moved: int, seconds: float) -> None:
-        """It ended; `moved` bytes arrived, and bytes moved for `seconds` (the queue not counted).
+    def ended(self, link: str, token: int, complete: bool, seconds: float) -> None:
+        """It ended, after bytes had moved for `seconds` (the wait in the queue not counted).
 
         A load that failed early teaches nothing about speed; one that failed late (a deadline)
-        teaches that all of it would have taken at least so long.
+        teaches that it would have taken at least so long.
         """
         state = self._link(link)
-        asked = state.end(token)
-        if moved >= asked:
-            self.observe_load(link, moved, seconds)
-        elif seconds > state.line.at(asked):
-            self.observe_load(link, asked, seconds)
+        size = state.end(token)
+        if complete or seconds > state.line.at(size):
+            self.observe_load(link, size, seconds)
 
     def observe_load(self, link: str, size: int, seconds: float) -> None:
         """`size` bytes crossed a link in `seconds`; for links whose loads are not announced."""
@@ -212,8 +210,7 @@ class CostModel:
         count = self._fastest(runs, tokens_per_block, start, blocks, now)
         self._count(runs, count)
         if count < blocks:
-            end = start + blocks * tokens_per_block
-            count += self._probe(runs, count, self._recompute(start, end), now)
+            count += self._probe(runs, count, tokens_per_block, start, now)
         return count
 
     def stats(self) -> dict[str, LinkCosts]:
@@ -293,8 +290,12 @@ class CostModel:
                 link.refusing = True
             count -= run.blocks
 
-    def _probe(self, runs: Sequence[Run], count: int, recompute: float, now: float) -> int:
+    def _probe(
+        self, runs: Sequence[Run], count: int, per_block: int, start: int, now: float
+    ) -> int:
         """How many blocks to load beyond the fastest prefix, only to learn; mostly 0."""
+        end = start + sum(run.blocks for run in runs) * per_block
+        at = start + count * per_block
         for run in runs:
             if count < run.blocks:
                 break
@@ -304,10 +305,13 @@ class CostModel:
             return 0
         fixed, each = link.terms(now)
         block = max(each * run.bytes / run.blocks, 1e-12)
-        fitting = int((recompute * rules.probe_size - fixed) / block)
-        blocks = max(1, min(run.blocks - count, fitting))
-        pause = (fixed + block * blocks) / rules.probe_share
-        link.next_probe = now + min(max(pause, rules.probe_seconds), rules.probe_seconds_max)
+        fitting = int((self._recompute(start, end) * rules.probe_size - fixed) / block)
+        # Large enough to tell a change of bandwidth from one of latency.
+        telling = int(2 * fixed / block) + 1
+        blocks = min(run.blocks - count, max(fitting, telling))
+        loss = fixed + block * blocks - self._recompute(at, at + blocks * per_block)
+        pause = min(max(loss / rules.probe_share, rules.probe_seconds), rules.probe_seconds_max)
+        link.next_probe = now + pause
         link.probes += 1
         link.probed += blocks
         return blocks

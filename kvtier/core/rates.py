@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import math
+
 
 class Line:
     """y = base + slope * x, from samples that fade; an outlier alone does not move it.
 
-    A decayed least-squares fit, in relative terms, gives the shape. The median of the last three
-    samples against that shape gives the scale: one wild sample changes nothing, a second one like
-    it is believed in full. Ridge terms decide what samples of one size leave open.
+    A decayed least-squares fit in relative terms. A sample far from the line counts as if it were
+    less far, and is set aside: if the next one is far off on the same side, the world has changed,
+    and both count for more than all that was before. Ridge terms decide what samples of one size
+    leave open.
     """
 
-    _DECAY = 0.9
-    _WILD = 4.0
-    _RECENT = 3
+    _KEEP = 0.9
+    _KEEP_ON_CHANGE = 0.05
+    _WILD = 2.0
 
     def __init__(self, *, ridge_base: float = 0.0, ridge_slope: float = 0.0) -> None:
         self._ridge_base = 1 + ridge_base
         self._ridge_slope = 1 + ridge_slope
         self._w = self._x = self._y = self._xx = self._xy = 0.0
-        self._recent: list[tuple[float, float]] = []
+        self._aside: tuple[float, float, float] | None = None
+        self._aside_above = False
         self.base = 0.0
         self.slope = 0.0
         self.samples = 0
@@ -30,42 +34,61 @@ class Line:
 
     def suppose(self, x: float, y: float) -> None:
         """Shape the line before the first sample."""
-        self._add(x, y, 1 / (y * y))
-        self.base, self.slope = self._solve()
+        self._add(x, y, 1.0, y)
+        self._solve()
 
     def observe(self, x: float, y: float, weight: float = 1.0) -> None:
         """Learn from one sample; both are above zero."""
-        expected = self.at(x) or y
-        tame = min(max(y, expected / self._WILD), expected * self._WILD)
-        self._add(x, tame, weight / (tame * expected))
         self.samples += 1
-        self._recent = [*self._recent[1 - self._RECENT :], (x, y)]
-        base, slope = self._solve()
-        ratios = sorted(sample / max(base + slope * at, 1e-12) for at, sample in self._recent)
-        scale = ratios[len(ratios) // 2]
-        self.base, self.slope = base * scale, slope * scale
+        expected = self.at(x) or y
+        aside, above = self._aside, y > expected
+        self._aside = None
+        if expected / self._WILD <= y <= expected * self._WILD:
+            self._add(x, y, weight, expected)
+        elif self.samples == 1:
+            self._rescale(y / expected)
+            self._add(x, y, weight, y)
+        elif aside is None or self._aside_above != above:
+            self._aside, self._aside_above = (x, y, weight), above
+            tame = expected * (self._WILD if above else 1 / self._WILD)
+            self._add(x, tame, weight, expected)
+        else:
+            scale = math.sqrt(y / expected * aside[1] / self.at(aside[0]))
+            self._rescale(scale)
+            self._add(*aside, aside[1])
+            self._add(x, y, weight, y)
+        self._solve()
 
-    def _add(self, x: float, y: float, weight: float) -> None:
-        keep = self._DECAY
+    def _rescale(self, scale: float) -> None:
+        """Keep the shape of what was learned, but little of its weight, at a new scale."""
+        shrink = self._KEEP_ON_CHANGE / scale
+        self._w *= shrink / scale
+        self._x *= shrink / scale
+        self._y *= shrink
+        self._xx *= shrink / scale
+        self._xy *= shrink
+
+    def _add(self, x: float, y: float, weight: float, expected: float) -> None:
+        keep, weight = self._KEEP, weight / (expected * expected)
         self._w = self._w * keep + weight
         self._x = self._x * keep + weight * x
         self._y = self._y * keep + weight * y
         self._xx = self._xx * keep + weight * x * x
         self._xy = self._xy * keep + weight * x * y
 
-    def _solve(self) -> tuple[float, float]:
+    def _solve(self) -> None:
         """Base and slope, neither below zero."""
         w, xx = self._w * self._ridge_base, self._xx * self._ridge_slope
         determinant = w * xx - self._x * self._x
+        self.base, self.slope = self._y / self._w, 0.0
         if determinant <= 0:
-            return self._y / self._w, 0.0
+            return
         base = (self._y * xx - self._x * self._xy) / determinant
         slope = (w * self._xy - self._x * self._y) / determinant
         if base < 0:
-            return 0.0, self._xy / self._xx
-        if slope < 0:
-            return self._y / self._w, 0.0
-        return base, slope
+            self.base, self.slope = 0.0, self._xy / self._xx
+        elif slope >= 0:
+            self.base, self.slope = base, slope
 
 
 class Drain:
