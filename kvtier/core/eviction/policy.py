@@ -1,0 +1,99 @@
+"""What an eviction policy is told and what it must answer.
+
+A policy orders the slots of one tier, which are numbered from 0. It never sees payloads and never
+keeps a key object: what it must recognise after a block has gone, it keeps as a fingerprint in
+arrays, so that a tier of a million blocks stays small. It has no clock: time comes with the calls.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Container, Sequence
+from typing import ClassVar
+
+UNKNOWN = -1
+"""In place of a slot: not known, or none."""
+
+fingerprint = zlib.crc32
+"""32 bits that stand for a key: the same in every process, and quick (20 ns)."""
+
+
+class EvictionPolicy(ABC):
+    """Which blocks must go. One per tier, called from one thread, never blocks.
+
+    A slot is resident from the `use` that first names it until `evict` or `remove` gives it back.
+    Guarantees that the property tests check for every policy by name:
+
+    - `evict` returns resident slots only, none twice, none that is in `pinned`, and exactly
+      min(count, resident and not pinned) of them;
+    - `victims` changes nothing that a caller can see: an `evict` that follows takes the same slots;
+    - state is bounded by the number of slots (ghosts of evicted blocks included);
+    - the same calls give the same answers, in every process.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, slots: int = 0) -> None:
+        self.slots = 0
+        self.resize(slots)
+
+    @abstractmethod
+    def resize(self, slots: int) -> None:
+        """Slots 0 to slots - 1 may be named from now on. Grows only: a smaller number is ignored."""
+
+    @abstractmethod
+    def use(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        now: float,
+        after: int = UNKNOWN,
+        ahead: int = 0,
+    ) -> None:
+        """A request uses these blocks now; those that are not resident become so.
+
+        They are consecutive blocks of one prefix, its head first, no slot twice. `after` is the
+        slot of the block before `slots[0]`, UNKNOWN for the first block of a prefix (or where the
+        caller does not know). `ahead` is how many further blocks of the request are missing here.
+
+        So a request is told in two calls: `use(hits, ..., ahead=misses)` when it is looked up, and
+        `use(stored, ..., after=hits[-1])` when its new blocks have landed. Both may leave out what
+        they do not know: the policy then decides with less. `now` is in seconds on any clock that
+        does not run backwards (a step back counts as no time passed).
+        """
+
+    @abstractmethod
+    def victims(self, count: int, pinned: Container[int] = ()) -> list[int]:
+        """The slots that `evict` would take, first one first; they stay resident."""
+
+    @abstractmethod
+    def remove(self, slots: Sequence[int]) -> None:
+        """These slots hold nothing any more; slots that are not resident are ignored."""
+
+    def evict(self, count: int, pinned: Container[int] = ()) -> list[int]:
+        """Give up to `count` slots back, none of them pinned: fewer only if too many are pinned."""
+        slots = self.victims(count, pinned)
+        self.remove(slots)
+        return slots
+
+    @abstractmethod
+    def load(self, slots: Sequence[int], last_used: Sequence[float] | None = None) -> None:
+        """Take in the blocks that a restart found, in bulk: new slots, the longest unused first.
+
+        `last_used` is on the clock of `use`, ascending; without it the order is all that is known.
+        Blocks used at the same time count as one request's, its deepest block first.
+        """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many slots are resident."""
+
+    @abstractmethod
+    def __contains__(self, slot: object) -> bool:
+        """Whether this slot is resident."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Memory that this policy holds."""
