@@ -1,0 +1,58 @@
+"""A tier for kvtier that keeps one file a block: `kind: folder` in a stack's YAML file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvtier.core.backend import Backend, TierContext
+from kvtier.core.disk import Disk
+from kvtier.core.settings import TierSettings
+from kvtier.errors import ConfigError
+from kvtier_folder.handler import FolderHandler
+from kvtier_folder.medium import FolderSpec
+from kvtier_folder.tier import FolderTier
+
+
+class FolderSettings(TierSettings, frozen=True, kw_only=True, tag="folder"):
+    """`path` is a folder that belongs to this tier alone."""
+
+    path: str
+
+
+class FolderBackend(Backend[FolderSettings]):
+    """The door: everything that kvtier knows of this package goes through here."""
+
+    kind = "folder"
+    settings = FolderSettings
+    spec = FolderSpec
+
+    def __init__(self, disk: Disk | None = None) -> None:
+        self._disk = disk or Disk()
+
+    def check(self, settings: FolderSettings, record_bytes: int | None) -> None:
+        parent = Path(settings.path).parent
+        if not os.access(parent, os.W_OK):
+            raise ConfigError(".path", f"{parent} cannot be written", "create it, or name another")
+        if self._capacity(settings) < (record_bytes or 1):
+            raise ConfigError(
+                ".capacity",
+                f"{settings.capacity} holds not one block",
+                f"write at least {record_bytes or 1} bytes",
+            )
+
+    def open_tier(self, settings: FolderSettings, context: TierContext) -> FolderTier:
+        folder = Path(settings.path)
+        return FolderTier(folder, self._capacity(settings), context.namespace, self._disk)
+
+    def open_handler(self, settings: FolderSettings, context: TierContext) -> FolderHandler:
+        return FolderHandler(Path(settings.path), context.namespace, self._disk)
+
+    def identity(self, settings: FolderSettings) -> str | None:
+        return f"folder:{Path(settings.path).resolve()}"
+
+    def _capacity(self, settings: FolderSettings) -> int:
+        return settings.capacity.resolve(self._disk.total_bytes(Path(settings.path).parent))
+
+
+BACKEND = FolderBackend()
