@@ -27,6 +27,9 @@ class Subject(ABC):
     overhead_bytes = 0
     """What the medium may take in its folder beyond the capacity: tables, locks, descriptions."""
 
+    quarantine_blocks = 0
+    """The room of how many blocks may stay out of use after damage was found there."""
+
     @abstractmethod
     def backend(self, disk: Disk) -> Backend[Any]:
         """The backend, touching its medium through `disk` if it has files."""

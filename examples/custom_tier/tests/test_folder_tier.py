@@ -9,6 +9,7 @@ from kvtier_folder import FolderBackend, FolderSettings
 from kvtier.core.disk import Disk
 from kvtier.core.settings import ByteSize, Capacity
 from kvtier.testing.contract import TierContract
+from kvtier.testing.fault_suite import TierFaults
 from kvtier.testing.subject import Subject
 
 
@@ -28,4 +29,8 @@ class FolderSubject(Subject):
 
 
 class TestFolderContract(TierContract):
+    subject = FolderSubject()
+
+
+class TestFolderFaults(TierFaults):
     subject = FolderSubject()
