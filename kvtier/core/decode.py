@@ -114,7 +114,12 @@ def _remedy(kind: Any, value: object) -> str:
         words = [str(member.value) for member in bare]
         near = get_close_matches(str(value), words, n=1)
         return f'did you mean "{near[0]}"?' if near else f"write one of {', '.join(words)}"
-    return f"write {_WORDS[bare.__name__]}" if bare in (int, float, str, bool) else ""
+    if bare not in (int, float, str, bool):
+        return ""
+    limits = [meta for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
+    least = [f", {meta.ge} or more" for meta in limits if meta.ge is not None]
+    most = [f", at most {meta.le}" for meta in limits if meta.le is not None]
+    return f"write {_WORDS[bare.__name__]}{''.join(least + most)}"
 
 
 def _example(kind: Any) -> str:

@@ -1,0 +1,115 @@
+"""`kvtier config`: check, show and start stack files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli import console
+from kvtier.cli.starter import starter
+from kvtier.config import effective, load
+from kvtier.core.backend import kinds
+from kvtier.core.values import ByteSize
+from kvtier.errors import ConfigError, ConfigErrors, KVTierError
+from kvtier.schema import built_in_kinds, json_schema, reference
+
+app = console.new_app("Check, show and start stack files.")
+
+_File = Annotated[
+    Path, typer.Argument(envvar="KVTIER_CONFIG", metavar="FILE", help="The stack: a YAML file.")
+]
+_BuiltIn = Annotated[
+    bool, typer.Option("--built-in", help="Only the tier kinds that come with kvtier.")
+]
+
+
+@app.command(epilog="Example: kvtier config check configs/laptop.yaml --block-size 1MiB")
+def check(
+    file: _File,
+    block_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Check capacities against one block of this size."),
+    ] = None,
+    json: console.JsonOption = False,
+) -> None:
+    """Say everything that is wrong with a stack, with its place in the file; exit code 2 if so."""
+    record_bytes = None if block_size is None else _size(block_size)
+    errors: tuple[ConfigError, ...] = ()
+    try:
+        config = load(file, record_bytes=record_bytes)
+    except ConfigErrors as found:
+        if not json:
+            raise
+        errors = found.errors
+    if json:
+        console.print_json({"ok": not errors, "errors": [_row(each) for each in errors]})
+    else:
+        chain = " -> ".join(settings.kind for settings in config.tiers)
+        console.say(f"{file}: all is well ({chain})")
+    if errors:
+        raise typer.Exit(console.EXIT_USAGE)
+
+
+@app.command(epilog="Example: kvtier config show configs/laptop.yaml")
+def show(file: _File, json: console.JsonOption = False) -> None:
+    """Print what a stack comes to, defaults included; values of the environment by their names."""
+    values = effective(file)
+    if json:
+        console.print_json(values)
+    else:
+        import yaml
+
+        console.say(yaml.safe_dump(values, sort_keys=False, allow_unicode=True).rstrip())
+
+
+@app.command(epilog="Example: kvtier config schema > schema.json")
+def schema(built_in: _BuiltIn = False) -> None:
+    """Print the JSON Schema of stack files, with all tier kinds that are installed."""
+    console.print_json(json_schema(built_in_kinds() if built_in else kinds()))
+
+
+@app.command(name="reference", epilog="Example: kvtier config reference > CONFIGURATION.md")
+def print_reference(built_in: _BuiltIn = False) -> None:
+    """Print the reference of all settings, in Markdown."""
+    console.say(reference(built_in_kinds() if built_in else kinds()).rstrip())
+
+
+@app.command(epilog="Example: kvtier config init stack.yaml --folder /mnt/nvme/kvtier")
+def init(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="Where to write it; else it is printed.")
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="Where the NVMe tier keeps its blocks.")] = Path(
+        "~/.cache/kvtier"
+    ),
+) -> None:
+    """Write a commented stack file for this machine, and make the folder that it names."""
+    text = starter(folder)
+    if file is None:
+        console.say(text.rstrip())
+        return
+    try:
+        with file.open("x", encoding="utf-8") as target:
+            target.write(text)
+    except FileExistsError:
+        raise KVTierError(f"{file} exists; name another file, or remove it first") from None
+    folder.expanduser().mkdir(mode=0o700, parents=True, exist_ok=True)
+    console.say(f"{file} is written; look through it, then: kvtier config check {file}")
+
+
+def _size(text: str) -> int:
+    try:
+        return ByteSize.parse(text).bytes
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--block-size") from None
+
+
+def _row(error: ConfigError) -> dict[str, str]:
+    return {
+        "place": error.place,
+        "line": error.line,
+        "problem": error.problem,
+        "remedy": error.remedy,
+    }

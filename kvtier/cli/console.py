@@ -1,0 +1,131 @@
+"""What all commands share: how they speak to people and to programs, and how they end.
+
+Exit codes: 0 all is well, 1 something was found or failed, 2 the call or the configuration is
+wrong, 130 interrupted, 141 the reader of the output went away.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvtier.errors import ConfigError, ConfigErrors, KVTierError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_CLOSED_PIPE = 141
+
+ConfigOption = Annotated[
+    Path,
+    typer.Option(
+        "--config", "-c", envvar="KVTIER_CONFIG", metavar="FILE", help="The stack: a YAML file."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+def new_app(help_text: str) -> typer.Typer:
+    """The Typer of one command; with a single function in it, it is the command itself."""
+    return typer.Typer(
+        help=help_text,
+        no_args_is_help=False,
+        add_completion=False,
+        rich_markup_mode=None,
+        context_settings=HELP,
+    )
+
+
+def stdout() -> Console:
+    """The console of standard output: as wide as the terminal, colours only on one."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def say(text: str = "") -> None:
+    """One line to the person who called."""
+    print(text)
+
+
+def warn(text: str) -> None:
+    """One line to standard error."""
+    print(f"kvtier: {text}", file=sys.stderr)
+
+
+def print_json(value: object) -> None:
+    """One JSON document to the program that called."""
+    import msgspec
+
+    from kvtier.core.values import show_hook
+
+    text = msgspec.json.format(msgspec.json.encode(value, enc_hook=show_hook), indent=2)
+    print(text.decode())
+
+
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[str] = ()
+) -> None:
+    """A table; `numbers` names the columns that are aligned to the right."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in columns:
+        table.add_column(
+            name, justify="right" if name in numbers else "left", overflow="fold", no_wrap=False
+        )
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    stdout().print(table)
+
+
+def print_values(values: Mapping[str, object]) -> None:
+    """Names and values under each other."""
+    width = max(map(len, values), default=0)
+    for name, value in values.items():
+        say(f"{name:<{width}}  {value}")
+
+
+def explain(error: KVTierError | OSError) -> int:
+    """Say what went wrong in one sentence a mistake, and answer the exit code."""
+    if isinstance(error, ConfigErrors):
+        for each in error.errors:
+            warn(str(each))
+    elif isinstance(error, OSError):
+        name = f"{error.filename}: " if error.filename else ""
+        warn(f"{name}{error.strerror or error}")
+    else:
+        warn(str(error))
+    return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE
+
+
+def leave_pipe() -> int:
+    """The reader of the output went away: stop quietly, and answer the exit code."""
+    # What is still buffered has no reader either: let the interpreter flush it to nowhere.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_CLOSED_PIPE
+
+
+def report_crash(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """`sys.excepthook` of the command line: a mistake in kvtier itself, without a traceback."""
+    if os.environ.get("KVTIER_TRACEBACK"):
+        sys.__excepthook__(kind, error, trace)
+    else:
+        warn(
+            f"a mistake in kvtier: {kind.__name__}: {error}; "
+            "please report it with what KVTIER_TRACEBACK=1 prints"
+        )

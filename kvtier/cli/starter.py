@@ -1,0 +1,82 @@
+"""A commented stack file for this machine: how much memory and disk it suggests, and why."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvtier.core.values import ByteSize
+
+_SHARED_MEMORY = Path("/dev/shm")
+_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+
+def starter(folder: Path) -> str:
+    """The text of a stack file with a CPU tier and an NVMe tier in this folder."""
+    folder = folder.expanduser().absolute()
+    memory, free = _memory_bytes(), _free_bytes(_nearest(folder))
+    shared = _free_bytes(_SHARED_MEMORY)
+    return _TEMPLATE.format(
+        memory=_round(memory),
+        shared=_round(shared),
+        free=_round(free),
+        cpu=_round(min(memory // 4, shared * 4 // 5)),
+        nvme=_round(free * 4 // 5),
+        folder=str(folder).replace("\\", "\\\\").replace('"', '\\"').replace("${", "$${"),
+    )
+
+
+def _memory_bytes() -> int:
+    """What this process may use: the machine's memory, or less in a container."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = _MEMORY_LIMIT.read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
+def _free_bytes(path: Path) -> int:
+    info = os.statvfs(path)
+    return info.f_bavail * info.f_frsize
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    return next(each for each in (folder, *folder.parents) if each.exists())
+
+
+def _round(size: int) -> ByteSize:
+    """Down to whole GiB, or MiB if it is less than a few of them."""
+    unit = _GIB if size >= 4 * _GIB else _MIB
+    return ByteSize(max(size // unit, 1) * unit)
+
+
+_TEMPLATE = """\
+# yaml-language-server: $schema=./schema.json
+# The line above lets editors complete and check: kvtier config schema > schema.json
+# All settings, with what they mean: kvtier config reference
+
+version: 1
+
+# Names this engine. Give each engine of one machine a name of its own, here or by the environment.
+name: "${{KVTIER_NAME:-default}}"
+
+# How many tokens one stored block covers: a multiple of the engine's own block size.
+chunk_tokens: 256
+
+# Tiers are asked in this order. Each takes what the one before it lets go or passes on.
+tiers:
+  # Shared memory. This machine has {memory} of memory, and {shared} are free in /dev/shm.
+  - kind: cpu
+    capacity: {cpu}
+
+  # A folder on a local disk, {free} of which are free. Several engines may share it.
+  - kind: nvme
+    path: "{folder}"
+    capacity: {nvme}
+    # write: on_evict          # only what the tier above lets go, which spares the disk
+    # admission: second_touch  # only what was used a second time, which spares it more
+"""
