@@ -10,6 +10,7 @@ from kvtier.core.disk import Disk
 from kvtier.core.settings import ByteSize, Capacity
 from kvtier.testing.contract import TierContract
 from kvtier.testing.fault_suite import TierFaults
+from kvtier.testing.stateful import tier_machine
 from kvtier.testing.subject import Subject
 
 
@@ -34,3 +35,6 @@ class TestFolderContract(TierContract):
 
 class TestFolderFaults(TierFaults):
     subject = FolderSubject()
+
+
+TestFolderBesideTheModel = tier_machine(FolderSubject()).TestCase

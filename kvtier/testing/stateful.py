@@ -1,0 +1,184 @@
+"""Any tier, step by step beside the memory tier: whatever one says, the other must say too.
+
+    TestMine = tier_machine(MySubject()).TestCase
+
+What a tier evicts is its own affair: the model is told to forget the same blocks, provided that
+they could be evicted at all.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtier.backends.memory import MemoryStore, MemoryTier
+from kvtier.core.record import record_bytes
+from kvtier.errors import NotResident
+from kvtier.testing.contract_medium import follow
+from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import Rig, Subject, failures
+from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Presence, Reservation
+
+BLOCKS = 5
+UNIVERSE = make_keys(12)
+SETTINGS = settings(
+    max_examples=100,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+some_keys = st.lists(st.sampled_from(UNIVERSE), max_size=8)
+load_failures = st.sampled_from([None, Outcome.CORRUPT, Outcome.GONE, Outcome.IO_ERROR])
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Store, load, drop and restart in every order; derive with a `subject`."""
+
+    subject: Subject
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="kvtier-machine-")
+        self.rig = Rig(self.subject, Path(self.folder.name), blocks=BLOCKS)
+        self.tier = self.rig.tier
+        slot = record_bytes(NAMESPACE.payload_bytes)
+        self.model = MemoryTier(MemoryStore(NAMESPACE, self.rig.slots() * slot))
+        self.visible: set[BlockKey] = set()
+        self.storing: list[Reservation] = []
+        self.loading: list[tuple[list[BlockKey], LoadStoreSpec]] = []
+
+    # in
+
+    @rule(keys=some_keys, evict=st.booleans(), hold=st.booleans())
+    def reserve(self, keys: list[BlockKey], evict: bool, hold: bool) -> None:
+        evictable = set(self.model.victims(BLOCKS))
+        reservation = self.rig.reserve(keys, evict=evict)
+        assert set(reservation.evicted) <= evictable
+        self.model.forget(reservation.evicted)
+        assert reservation.keys == self.model.prepare_store(keys, evict=False).keys
+        self.storing.append(reservation)
+        if not hold:
+            self.commit(-1, set())
+
+    @precondition(lambda self: self.storing)
+    @rule(which=st.integers(0, 7), bad=st.sets(st.sampled_from(UNIVERSE), max_size=2))
+    def commit(self, which: int, bad: set[BlockKey]) -> None:
+        reservation = self.storing.pop(which % len(self.storing))
+        keys = reservation.keys
+        assert self.rig.write(reservation) == {}
+        failed = failures([key for key in keys if key in bad], Outcome.IO_ERROR)
+        self.tier.complete_store(keys, failed)
+        self.model.complete_store(keys, failed)
+
+    @rule(which=st.integers(0, 7), keys=some_keys)
+    def complete_what_is_not_reserved(self, which: int, keys: list[BlockKey]) -> None:
+        pending = {key for one in self.storing for key in one.keys}
+        strangers = [key for key in keys if key not in pending]
+        self.tier.complete_store(strangers)
+
+    # out
+
+    @rule(keys=some_keys, hold=st.booleans())
+    def load(self, keys: list[BlockKey], hold: bool) -> None:
+        try:
+            self.model.prepare_load(keys)
+        except NotResident:
+            with pytest.raises(NotResident):
+                self.tier.prepare_load(keys)
+            return
+        spec = self.tier.prepare_load(keys)
+        assert len(spec) == len(keys)
+        self.loading.append((keys, spec))
+        if not hold:
+            self.finish_load(-1, None)
+
+    @precondition(lambda self: self.loading)
+    @rule(which=st.integers(0, 7), outcome=load_failures)
+    def finish_load(self, which: int, outcome: Outcome | None) -> None:
+        keys, spec = self.loading.pop(which % len(self.loading))
+        assert set(self.rig.read(keys, spec).values()) <= {Outcome.OK}
+        if outcome is Outcome.CORRUPT and self.subject.quarantine_blocks:
+            outcome = Outcome.IO_ERROR  # the model would not know that room is out of use
+        failed = failures(keys[:1], outcome) if outcome else None
+        self.tier.complete_load(keys, failed)
+        self.model.complete_load(keys, failed)
+
+    @rule(keys=some_keys)
+    def forget(self, keys: list[BlockKey]) -> None:
+        self.tier.forget(keys)
+        self.model.forget(keys)
+
+    @rule()
+    def clear(self) -> None:
+        self.tier.clear()
+        self.model.clear()
+
+    @rule(keys=some_keys, start=st.integers(0, 1000))
+    def touch(self, keys: list[BlockKey], start: int) -> None:
+        self.tier.touch(keys, start)
+        self.tier.tick()
+
+    # time
+
+    @precondition(lambda self: self.subject.persistent)
+    @rule()
+    def restart(self) -> None:
+        """What was reserved or pinned is so no longer; what was committed is there."""
+        while self.loading:
+            self.finish_load(-1, None)
+        self.rig.reopen()
+        self.tier = self.rig.tier
+        for reservation in self.storing:
+            self.model.complete_store(
+                reservation.keys, failures(reservation.keys, Outcome.CANCELLED)
+            )
+        self.storing.clear()
+        self.tier.take_events()
+        self.visible = set(self.rig.resident(UNIVERSE))
+
+    @precondition(lambda self: self.subject.shared)
+    @rule()
+    def another_engine_looks(self) -> None:
+        self.tier.flush()
+        peer = self.rig.peer()
+        assert peer.get(UNIVERSE) == self.model_hits()
+        peer.close()
+
+    def model_hits(self) -> list[BlockKey]:
+        found = self.model.lookup(UNIVERSE)
+        return [key for key, now in zip(UNIVERSE, found, strict=True) if now is Presence.HIT]
+
+    @invariant()
+    def both_say_the_same(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        assert self.tier.lookup(UNIVERSE) == self.model.lookup(UNIVERSE)
+        assert sorted(self.tier.victims(BLOCKS)) == sorted(self.model.victims(BLOCKS))
+        follow(self.rig, self.visible)
+        assert self.visible == set(self.model_hits())
+        mine, other = self.tier.stats(), self.model.stats()
+        assert (mine.blocks, mine.pinned, mine.in_flight) == (
+            other.blocks,
+            other.pinned,
+            other.in_flight,
+        )
+        assert mine.bytes_used <= mine.bytes_capacity
+
+    def teardown(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.close()
+            self.folder.cleanup()
+
+
+def tier_machine(subject: Subject) -> type[TierMachine]:
+    """A machine for one subject; its `TestCase` is what pytest runs."""
+    machine: type[TierMachine] = type("Machine", (TierMachine,), {"subject": subject})
+    machine.TestCase.settings = SETTINGS
+    return machine
