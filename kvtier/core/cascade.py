@@ -1,0 +1,148 @@
+"""What runs behind the engine: blocks written down the chain, ahead of eviction or as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.core.flight import Purpose, Settled
+from kvtier.core.health import Health
+from kvtier.core.ledger import Ledger
+from kvtier.core.links import Link, LinkStats
+from kvtier.core.plan import HOST, plan_demotion, plan_links
+from kvtier.core.settings import TierSettings, WritePolicy
+from kvtier.core.tier import Tier
+from kvtier.core.transfer import Mover, TransferResult
+from kvtier.types import BlockKey, Presence
+
+STEP_BLOCKS = 64
+"""The most blocks that one step starts to write into one tier."""
+AHEAD_BLOCKS_MAX = 256
+
+
+class Cascade:
+    """Carries blocks from tier to tier, a bounded number at each step of the engine."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        settings: Sequence[TierSettings],
+        slots: Sequence[int],
+        ledger: Ledger,
+        mover: Mover,
+        health: Health,
+    ) -> None:
+        self._tiers = tiers
+        self._settings = settings
+        self._slots = slots
+        self._ledger = ledger
+        self._mover = mover
+        self._health = health
+        plans = plan_links(settings)
+        # What is under way is pinned above: all links together leave half of host memory free.
+        window = max(1, slots[HOST] // (2 * max(1, len(plans))))
+        self._links = [
+            Link(plan, tiers[plan.target].medium, settings[plan.target].queue_blocks, window)
+            for plan in plans
+        ]
+        self._into = {link.target: link for link in self._links}
+        ledger.watched = {link.source for link in self._links if link.write is WritePolicy.ON_EVICT}
+
+    def committed(self, tier: int, keys: Sequence[BlockKey], origin: int | None = None) -> None:
+        """A tier has these now; with an `origin`, from there, and what is below has them too."""
+        for link in self._links:
+            if link.source == tier and (origin is None or link.target < origin):
+                link.committed(keys)
+
+    def used(self, keys: Sequence[BlockKey]) -> None:
+        """A request has loaded these."""
+        for link in self._links:
+            link.used(keys)
+
+    def forget(self, keys: Sequence[BlockKey] | None = None) -> None:
+        """Do not write these, or any, that wait."""
+        for link in self._links:
+            link.forget(keys)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a step would start something."""
+        return any(link.backlog for link in self._links)
+
+    def step(self, now: float) -> None:
+        """Start what there is room for."""
+        self._count_lost()
+        for link in self._links:
+            if self._health.down(link.target, now):
+                link.drop("down", len(link.take(link.backlog)))
+                continue
+            self._write(link, now)
+            if link.write is WritePolicy.ON_EVICT and link.pressed:
+                self._demote(link, now)
+
+    def settled(self, move: Settled, result: TransferResult, now: float) -> None:
+        """Book the end of a move of ours."""
+        transfer = move.move.transfer
+        link = self._into[transfer.target]
+        link.stats.in_flight -= len(transfer.keys)
+        link.stats.written += len(move.committed)
+        link.stats.bytes_written += result.bytes_moved
+        if move.move.purpose is Purpose.DEMOTION:
+            link.stats.demoted += len(move.committed)
+        link.failed(move.failed.values())
+        self._health.observe(transfer.target, result.outcomes, now)
+        self.committed(transfer.target, move.committed)
+
+    def stats(self) -> list[LinkStats]:
+        """Counters and gauges of every link."""
+        for link in self._links:
+            link.stats.waiting = link.backlog
+        return [link.stats for link in self._links]
+
+    def _write(self, link: Link, now: float) -> None:
+        keys = link.take(min(link.room, STEP_BLOCKS))
+        # From host memory the mover writes without a copy; the tier above is the second choice.
+        for source in dict.fromkeys((HOST, link.source)):
+            if keys:
+                keys = self._carry(Purpose.CASCADE, link, source, keys, now)
+        link.drop("gone", len(keys))
+
+    def _demote(self, link: Link, now: float) -> None:
+        """Write down what eviction will take next, so that it takes nothing that is only there."""
+        source = self._tiers[link.source]
+        stats = source.stats()
+        slots = self._slots[link.source]
+        ahead = max(1, min(AHEAD_BLOCKS_MAX, slots // 8))
+        short = ahead - (slots - stats.blocks - stats.in_flight)
+        if short <= 0:
+            link.pressed = False
+            return
+        victims = link.admitted(source.victims(short))
+        below = self._tiers[link.target].lookup(victims)
+        keys, all_of_them = plan_demotion(victims, below, min(link.room, STEP_BLOCKS))
+        link.pressed = not all_of_them
+        if keys:
+            self._carry(Purpose.DEMOTION, link, link.source, keys, now)
+
+    def _carry(
+        self, purpose: Purpose, link: Link, source: int, keys: Sequence[BlockKey], now: float
+    ) -> list[BlockKey]:
+        """Start to move what the source has and the target has not; what the source lacks."""
+        deadline = now + self._settings[link.target].store_deadline.seconds
+        transfer, absent = self._ledger.carry(purpose, source, link.target, keys, deadline)
+        if transfer is not None:
+            if self._mover.submit(transfer):
+                link.stats.in_flight += len(transfer.keys)
+            else:
+                self._ledger.refuse(transfer)
+                link.drop("refused", len(transfer.keys))
+        return absent
+
+    def _count_lost(self) -> None:
+        """Count what was evicted before there was time to write it down."""
+        evicted, self._ledger.evicted = self._ledger.evicted, []
+        for tier, keys in evicted:
+            for link in self._links:
+                link.pressed |= link.source == tier
+                if link.source == tier and link.write is WritePolicy.ON_EVICT:
+                    below = self._tiers[link.target].lookup(link.admitted(keys))
+                    link.stats.lost += below.count(Presence.MISS)

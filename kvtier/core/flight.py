@@ -1,0 +1,88 @@
+"""What is in flight: moves between tiers, and the tickets of requests that wait for them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import msgspec
+
+from kvtier.core.transfer import Transfer
+from kvtier.types import BlockKey, LoadStoreSpec, Outcome
+
+
+class Purpose(enum.Enum):
+    """Why blocks move between two tiers."""
+
+    PROMOTION = "promotion"
+    CASCADE = "cascade"
+    DEMOTION = "demotion"
+
+
+class Ticket:
+    """What one request may read from host memory, and how far it has got there.
+
+    `spec` says where all of `keys` are or will be; `missing` could not be taken in. Blocks in
+    `pending` are on their way. `failed` will never arrive: recompute them.
+    """
+
+    __slots__ = (
+        "deadline",
+        "failed",
+        "keys",
+        "missing",
+        "moves",
+        "pending",
+        "pieces",
+        "pinned",
+        "request",
+        "spec",
+    )
+    spec: LoadStoreSpec
+
+    def __init__(self, request: str, deadline: float) -> None:
+        self.request = request
+        self.deadline = deadline
+        self.keys: Sequence[BlockKey] = []
+        self.missing: list[BlockKey] = []
+        self.pending: set[BlockKey] = set()
+        self.failed: dict[BlockKey, Outcome] = {}
+        self.pinned: Sequence[BlockKey] = []
+        self.moves: list[Move] = []
+        self.pieces: list[tuple[Sequence[BlockKey], LoadStoreSpec]] = []
+
+    @property
+    def landed(self) -> bool:
+        """Whether nothing is on its way any more, be it good or bad."""
+        return not self.pending
+
+    def __repr__(self) -> str:
+        return (
+            f"Ticket({self.request!r}, {len(self.keys)} keys, {len(self.missing)} missing, "
+            f"{len(self.pending)} pending, {len(self.failed)} failed)"
+        )
+
+
+class Move:
+    """A transfer from its reservation to its result."""
+
+    __slots__ = ("joinable", "keys", "purpose", "spoiled", "target_spec", "transfer", "waiters")
+
+    def __init__(self, purpose: Purpose, transfer: Transfer) -> None:
+        self.purpose = purpose
+        self.transfer = transfer
+        self.keys = transfer.keys
+        self.joinable = purpose is Purpose.PROMOTION
+        self.waiters: list[Ticket] = []
+        self.spoiled: dict[BlockKey, Outcome] = {}
+        """Will be aborted whatever the mover says: dropped or found bad meanwhile."""
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """What became of a move: committed keys, and the others by outcome."""
+
+    move: Move
+    committed: list[BlockKey]
+    failed: dict[BlockKey, Outcome]
+    landed: list[Ticket]
+    """Tickets that waited for nothing but this."""

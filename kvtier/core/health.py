@@ -1,0 +1,61 @@
+"""Which tiers and which keys not to ask for a while, because they failed just now."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from kvtier.types import BlockKey, Outcome
+
+_TIER_FAILS = (Outcome.IO_ERROR, Outcome.TIMEOUT)
+KEYS_KEPT = 1 << 16
+DOUBLINGS = 5
+
+
+class Health:
+    """A failed key rests, and so does a tier that fails again and again, for longer each time.
+
+    Without it an engine whose load failed would look up, hit, and fail on the same key for ever,
+    and pay a deadline for every request while a disk hangs.
+    """
+
+    def __init__(self, tiers: int, rest_seconds: float, strikes: int = 3) -> None:
+        self._rest = rest_seconds
+        self._strikes = strikes
+        self._failing = [0] * tiers
+        self._down_until = [0.0] * tiers
+        self._resting: list[dict[BlockKey, float]] = [{} for _ in range(tiers)]
+
+    def down(self, tier: int, now: float) -> bool:
+        """Whether a tier is not asked now. After its rest it is, and one success clears it."""
+        return now < self._down_until[tier]
+
+    def resting(self, tier: int) -> Collection[BlockKey]:
+        """Keys that this tier is not asked for."""
+        return self._resting[tier].keys()
+
+    def rest(self, tier: int, keys: Iterable[BlockKey], now: float) -> None:
+        """Do not ask this tier for these keys for a while; the oldest give way."""
+        resting = self._resting[tier]
+        until = now + self._rest
+        for key in keys:
+            resting.pop(key, None)
+            resting[key] = until
+        for key in list(resting)[: max(0, len(resting) - KEYS_KEPT)]:
+            del resting[key]
+
+    def observe(self, tier: int, outcomes: Sequence[Outcome], now: float) -> None:
+        """A transfer ended: one good block clears the tier, none at all is a strike."""
+        if any(outcome.ok for outcome in outcomes):
+            self._failing[tier] = 0
+            self._down_until[tier] = 0.0
+        elif any(outcome in _TIER_FAILS for outcome in outcomes):
+            self._failing[tier] += 1
+            beyond = self._failing[tier] - self._strikes
+            if beyond >= 0:
+                self._down_until[tier] = now + self._rest * 2.0 ** min(beyond, DOUBLINGS)
+
+    def tick(self, now: float) -> None:
+        """Ask again for what has rested long enough: it rests in the order in which it failed."""
+        for resting in self._resting:
+            while resting and next(iter(resting.values())) <= now:
+                del resting[next(iter(resting))]

@@ -1,0 +1,355 @@
+"""Everything in flight has one owner: reserve, commit and abort are the only ways in and out.
+
+The ledger alone pins and reserves in the tiers, so that what it holds is what is held. Two things
+are never released on a clock, because somebody may still be touching the bytes: the target of a
+transfer (until the mover's result is there) and the pins of a load (until its reader says that it
+has ended). Deadlines end the waiting instead: a load that is late fails, and nobody joins it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import count
+
+from kvtier.core.flight import Move, Purpose, Settled, Ticket
+from kvtier.core.plan import HOST, gather
+from kvtier.core.tier import Tier
+from kvtier.core.transfer import Transfer, TransferKind, TransferResult
+from kvtier.errors import NotResident
+from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Presence, Reservation
+
+_BLAMES_SOURCE = (Outcome.GONE, Outcome.CORRUPT)
+"""Only these say that the source does not hold what it offered."""
+
+
+class Ledger:
+    """Owns pins and reservations in all tiers of a chain. For one thread, like the chain."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._tiers = tiers
+        self._ids = count(1)
+        self._moves: dict[int, Move] = {}
+        self._tickets: dict[Ticket, None] = {}
+        self._stores: dict[BlockKey, bool] = {}
+        self.joinable: dict[BlockKey, Move] = {}
+        """Promotions that another request may join."""
+        self.stranded: set[BlockKey] = set()
+        """Slots of promotions that nobody may join: given up, but the mover still has them."""
+        self.watched: Collection[int] = ()
+        self.evicted: list[tuple[int, list[BlockKey]]] = []
+        """What made room in the watched tiers, until somebody takes it from here."""
+
+    # what is in flight
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing at all is in flight."""
+        return not (self._moves or self._tickets or self._stores)
+
+    @property
+    def moving(self) -> bool:
+        """Whether the mover owes a result."""
+        return bool(self._moves)
+
+    def promoting(self, id: int) -> bool:
+        """Whether a transfer is one that requests wait for."""
+        move = self._moves.get(id)
+        return move is not None and move.purpose is Purpose.PROMOTION
+
+    def tickets(self, request: str) -> list[Ticket]:
+        """The open tickets of a request."""
+        return [ticket for ticket in self._tickets if ticket.request == request]
+
+    def overdue(self, now: float) -> int:
+        """Transfers whose result should have been there: their slots wait for it."""
+        return sum(move.transfer.deadline <= now for move in self._moves.values())
+
+    # loads: open, fill, seal, release
+
+    def open_ticket(self, request: str, deadline: float) -> Ticket:
+        """Begin a load; whoever opens it seals it, and releases it in the end."""
+        ticket = Ticket(request, deadline)
+        self._tickets[ticket] = None
+        return ticket
+
+    def pin(self, ticket: Ticket, keys: Sequence[BlockKey]) -> bool:
+        """Pin what is in host memory; False, and none is, if one of them is not there."""
+        try:
+            spec = self._tiers[HOST].prepare_load(keys)
+        except NotResident:
+            return False
+        ticket.pieces.append((keys, spec))
+        ticket.pinned = keys
+        return True
+
+    def join(self, ticket: Ticket, keys: Iterable[BlockKey]) -> None:
+        """Wait for promotions that are under way."""
+        for key in keys:
+            move = self.joinable[key]
+            if move not in ticket.moves:
+                self._wait(ticket, move)
+            ticket.pending.add(key)
+
+    def promote(
+        self, ticket: Ticket, source: int, keys: Sequence[BlockKey], deadline: float
+    ) -> Transfer | None:
+        """Reserve host slots for blocks of a lower tier and pin them there; None if none fits."""
+        move, _ = self._begin(Purpose.PROMOTION, source, HOST, keys, deadline)
+        if move is None:
+            return None
+        self.joinable.update(dict.fromkeys(move.keys, move))
+        self._wait(ticket, move)
+        ticket.pending.update(move.keys)
+        return move.transfer
+
+    def _wait(self, ticket: Ticket, move: Move) -> None:
+        move.waiters.append(ticket)
+        ticket.moves.append(move)
+        ticket.pieces.append((move.keys, move.transfer.target_spec))
+
+    def seal(self, ticket: Ticket, asked: Sequence[BlockKey]) -> None:
+        """Say where everything is that was taken, in the order asked for."""
+        held = len(ticket.pinned) + len(ticket.pending)
+        if held == len(asked):
+            ticket.keys = asked
+        else:
+            taken = ticket.pending.union(ticket.pinned)
+            ticket.keys = [key for key in asked if key in taken]
+            ticket.missing = [key for key in asked if key not in taken]
+        pieces = ticket.pieces or [([], self._tiers[HOST].prepare_load([]))]
+        ticket.spec = gather(pieces, ticket.keys)
+        ticket.pieces = []
+
+    def release(
+        self,
+        ticket: Ticket,
+        keys: Sequence[BlockKey] | None = None,
+        failed: Mapping[BlockKey, Outcome] | None = None,
+    ) -> list[int]:
+        """Nobody reads these blocks for this ticket any more (None: it has ended altogether).
+
+        Answers with the transfers that nobody waits for any more.
+        """
+        pinned, pending = ticket.pinned, ticket.pending
+        if keys is not None:
+            gone = set(keys)
+            pinned = [key for key in ticket.pinned if key in gone]
+            pending = ticket.pending & gone
+        if pinned:
+            ours = set(pinned) if failed else ()
+            blamed = {key: why for key, why in (failed or {}).items() if key in ours}
+            self._tiers[HOST].complete_load(pinned, blamed or None)
+        if failed and pending:
+            self._spoil(ticket, {key: failed[key] for key in pending.intersection(failed)})
+        if keys is None:
+            ticket.pinned = []
+        else:
+            ticket.pinned = [key for key in ticket.pinned if key not in gone]
+        ticket.pending = ticket.pending - pending
+        idle = [] if ticket.pending else self._leave(ticket)
+        if not (ticket.pinned or ticket.pending):
+            self._tickets.pop(ticket, None)
+        return idle
+
+    def _spoil(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
+        for move in ticket.moves:
+            bad = failed.keys() & set(move.keys)
+            if bad:
+                move.spoiled.update((key, failed[key]) for key in bad)
+                self.strand([move.transfer.id])
+
+    def _leave(self, ticket: Ticket) -> list[int]:
+        for move in ticket.moves:
+            move.waiters.remove(ticket)
+        idle = [move.transfer.id for move in ticket.moves if not move.waiters]
+        ticket.moves = []
+        return idle
+
+    def strand(self, ids: Iterable[int]) -> list[int]:
+        """Let nobody join these transfers any more; answers with those still under way."""
+        known = [id for id in ids if id in self._moves]
+        for id in known:
+            move = self._moves[id]
+            if move.joinable:
+                move.joinable = False
+                self.stranded.update(move.keys)
+                for key in move.keys:
+                    self.joinable.pop(key, None)
+        return known
+
+    # transfers between tiers: carry, refuse, settle
+
+    def carry(
+        self, purpose: Purpose, source: int, target: int, keys: Sequence[BlockKey], deadline: float
+    ) -> tuple[Transfer | None, list[BlockKey]]:
+        """Pin blocks at the source and reserve in the target what is new there.
+
+        Answers with the transfer, None if there is nothing to move, and what the source lacks.
+        """
+        move, absent = self._begin(purpose, source, target, keys, deadline)
+        return move.transfer if move else None, absent
+
+    def _begin(
+        self, purpose: Purpose, source: int, target: int, keys: Sequence[BlockKey], deadline: float
+    ) -> tuple[Move | None, list[BlockKey]]:
+        # Pinned first: making room in the target may evict, and must not do so for nothing.
+        pinned, spec = self._pin_what_is_there(source, keys)
+        here = set(pinned) if len(pinned) < len(keys) else ()
+        absent = [key for key in keys if key not in here] if len(pinned) < len(keys) else []
+        if not pinned:
+            return None, absent
+        taken = self._take(target, pinned)
+        if len(taken.keys) < len(pinned):
+            kept = set(taken.keys)
+            self._tiers[source].complete_load([key for key in pinned if key not in kept])
+            if not taken.keys:
+                return None, absent
+            spec = gather([(pinned, spec)], taken.keys)
+        kind = TransferKind.LOAD if purpose is Purpose.PROMOTION else TransferKind.STORE
+        transfer = Transfer(
+            id=next(self._ids),
+            kind=kind,
+            source=source,
+            target=target,
+            keys=taken.keys,
+            source_spec=spec,
+            target_spec=taken.spec,
+            deadline=deadline,
+        )
+        move = self._moves[transfer.id] = Move(purpose, transfer)
+        return move, absent
+
+    def _take(self, tier: int, keys: Sequence[BlockKey], evict: bool = True) -> Reservation:
+        taken = self._tiers[tier].prepare_store(keys, evict=evict)
+        if taken.evicted and tier in self.watched:
+            self.evicted.append((tier, taken.evicted))
+        return taken
+
+    def _pin_what_is_there(
+        self, tier: int, keys: Sequence[BlockKey]
+    ) -> tuple[Sequence[BlockKey], LoadStoreSpec]:
+        """Pin keys, without those that another process took away since they were looked up."""
+        medium = self._tiers[tier]
+        try:
+            return keys, medium.prepare_load(keys)
+        except NotResident:
+            here = medium.lookup(keys)
+        hits = [key for key, now in zip(keys, here, strict=True) if now is Presence.HIT]
+        try:
+            return hits, medium.prepare_load(hits)
+        except NotResident:
+            return [], medium.prepare_load([])
+
+    def refuse(self, transfer: Transfer) -> None:
+        """The mover did not take it: as if it had never been."""
+        result = TransferResult(
+            id=transfer.id,
+            outcomes=[Outcome.DROPPED] * len(transfer.keys),
+            bytes_moved=0,
+            seconds=0.0,
+            busy_seconds=0.0,
+        )
+        for ticket in self._moves[transfer.id].waiters:
+            ticket.pending.difference_update(transfer.keys)
+            ticket.moves = [move for move in ticket.moves if move.transfer is not transfer]
+            ticket.pieces = [piece for piece in ticket.pieces if piece[0] is not transfer.keys]
+        self._moves[transfer.id].waiters = []
+        self.settle(result)
+
+    def settle(self, result: TransferResult) -> Settled | None:
+        """Commit what arrived, abort what did not; None for a transfer that is not ours."""
+        move = self._moves.pop(result.id, None)
+        if move is None:
+            return None
+        keys, outcomes = move.keys, result.outcomes
+        failed: dict[BlockKey, Outcome] = {}
+        if outcomes.count(Outcome.OK) != len(keys):
+            reported = [*outcomes, *[Outcome.DROPPED] * (len(keys) - len(outcomes))]
+            failed = {k: o for k, o in zip(keys, reported, strict=False) if not o.ok}
+        blamed = {key: why for key, why in failed.items() if why in _BLAMES_SOURCE}
+        failed = {**move.spoiled, **failed}
+        self._tiers[move.transfer.source].complete_load(keys, blamed or None)
+        self._tiers[move.transfer.target].complete_store(keys, failed or None)
+        for key in keys if move.purpose is Purpose.PROMOTION else ():
+            self.joinable.pop(key, None)
+            self.stranded.discard(key)
+        committed = [key for key in keys if key not in failed] if failed else list(keys)
+        landed = [ticket for ticket in move.waiters if self._land(ticket, move, failed)]
+        return Settled(move, committed, failed, landed)
+
+    def _land(self, ticket: Ticket, move: Move, failed: Mapping[BlockKey, Outcome]) -> bool:
+        """Pin for a ticket what has become resident; whether it waits for nothing now."""
+        mine = [key for key in move.keys if key in ticket.pending]
+        ticket.pending.difference_update(mine)
+        ticket.moves.remove(move)
+        arrived = [key for key in mine if key not in failed] if failed else mine
+        pinned, _ = self._pin_what_is_there(HOST, arrived)
+        if pinned:
+            ticket.pinned = [*ticket.pinned, *pinned]
+        if len(pinned) < len(mine):
+            here = set(pinned)
+            ticket.failed.update((k, failed.get(k, Outcome.GONE)) for k in mine if k not in here)
+        return not ticket.pending
+
+    # stores of the engine: reserve, commit
+
+    def reserve(self, keys: Sequence[BlockKey], evict: bool) -> Reservation:
+        """Reserve host slots that the engine will fill."""
+        taken = self._take(HOST, keys, evict)
+        self._stores.update(dict.fromkeys(taken.keys, True))
+        return taken
+
+    def commit(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> list[BlockKey]:
+        """The engine has filled them, but for `failed`; answers with what is resident now."""
+        known = [key for key in keys if key in self._stores]
+        lost = dict(failed) if failed else {}
+        for key in known:
+            if not self._stores.pop(key):
+                lost[key] = Outcome.CANCELLED
+        self._tiers[HOST].complete_store(known, lost or None)
+        return [key for key in known if key not in lost] if lost else known
+
+    # time and loss
+
+    def expire(self, now: float) -> tuple[list[Ticket], list[int]]:
+        """End the waiting of what is late: tickets that failed, transfers to stop caring about."""
+        moves = self._moves.values()
+        late = {m.transfer.id: None for m in moves if m.joinable and m.transfer.deadline <= now}
+        slow = set(late)
+        ended: list[Ticket] = []
+        for ticket in self._tickets:
+            if ticket.deadline <= now and ticket.pending:
+                # Others may wait on, but nobody new shall join what has just taken too long.
+                late.update(dict.fromkeys(move.transfer.id for move in ticket.moves))
+            elif not any(move.transfer.id in slow for move in ticket.moves):
+                continue
+            ticket.failed.update(dict.fromkeys(ticket.pending, Outcome.TIMEOUT))
+            ticket.pending = set()
+            self._leave(ticket)
+            ended.append(ticket)
+        return ended, self.strand(late)
+
+    def void(self, keys: Iterable[BlockKey]) -> None:
+        """What of these keys is moving between tiers shall not become visible."""
+        chosen = set(keys)
+        for move in self._moves.values():
+            move.spoiled.update(dict.fromkeys(chosen.intersection(move.keys), Outcome.CANCELLED))
+        self.strand([id for id, move in self._moves.items() if move.spoiled])
+
+    def void_all(self) -> list[int]:
+        """Nothing that is on its way in shall become visible, be it moving or being stored.
+
+        Answers with the transfers that are for nothing now.
+        """
+        for move in self._moves.values():
+            move.spoiled = dict.fromkeys(move.keys, Outcome.CANCELLED)
+        self._stores = dict.fromkeys(self._stores, False)
+        return self.strand(list(self._moves))
+
+    def pinned(self, tier: int) -> list[BlockKey]:
+        """What this ledger has pinned in a tier."""
+        held = [t.pinned for t in self._tickets] if tier == HOST else []
+        held += [m.keys for m in self._moves.values() if m.transfer.source == tier]
+        return list(dict.fromkeys(key for keys in held for key in keys))

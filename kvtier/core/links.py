@@ -1,0 +1,150 @@
+"""The way down: what is offered to a tier, what is admitted, and how much of it is under way."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from kvtier.core.plan import LinkPlan
+from kvtier.core.settings import Admission, WritePolicy
+from kvtier.types import BlockKey, Outcome
+
+FINGERPRINT_BYTES = 12
+TOUCHES_KEPT = 1 << 16
+
+
+class LinkStats(msgspec.Struct):
+    """Counters and gauges of the way into one tier, in blocks."""
+
+    target: str
+    offered: int = 0
+    admitted: int = 0
+    written: int = 0
+    bytes_written: int = 0
+    demoted: int = 0
+    """The part of `written` that eviction was about to take."""
+    lost: int = 0
+    """Evicted above before they could be demoted."""
+    waiting: int = 0
+    in_flight: int = 0
+    drops: dict[str, int] = {}
+    """Not written, by reason: "full" (too many waiting), "gone" (evicted first), "down" (the tier
+    is failing), "refused" (by the mover)."""
+    failures: dict[str, int] = {}
+    """Blocks whose transfer failed, by outcome."""
+
+
+class Touches:
+    """A bounded memory of which blocks have been used, and which twice.
+
+    It keeps the last bytes of the hash and the group: a collision admits one block too early, no
+    more. The oldest use is forgotten first.
+    """
+
+    def __init__(self, kept: int = TOUCHES_KEPT) -> None:
+        self._kept = kept
+        self._seen: dict[bytes, bool] = {}
+
+    def note(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Remember one more use of each key; answers with those that were used before."""
+        seen = self._seen
+        again = []
+        for key in keys:
+            mark = key[-FINGERPRINT_BYTES:]
+            if seen.pop(mark, None) is not None:
+                again.append(key)
+                seen[mark] = True
+            else:
+                seen[mark] = False
+        for mark in list(seen)[: max(0, len(seen) - self._kept)]:
+            del seen[mark]
+        return again
+
+    def twice(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Those of the keys that are known to have been used twice."""
+        return [key for key in keys if self._seen.get(key[-FINGERPRINT_BYTES:])]
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+
+class Link:
+    """The way into one tier. Bounded: what waits, and what is under way and so holds pins above."""
+
+    def __init__(self, plan: LinkPlan, target: str, queue_blocks: int, window: int) -> None:
+        self.source = plan.source
+        self.target = plan.target
+        self.write = plan.write
+        self.touches = Touches() if plan.admission is Admission.SECOND_TOUCH else None
+        self.stats = LinkStats(target)
+        self.pressed = False
+        """Whether the tier above took something in since it was last looked at."""
+        self._waiting: deque[BlockKey] = deque()
+        self._queued: set[BlockKey] = set()
+        self._queue_blocks = queue_blocks
+        self._window = max(1, min(window, queue_blocks))
+
+    @property
+    def room(self) -> int:
+        """How many more blocks may be under way."""
+        return max(0, self._window - self.stats.in_flight)
+
+    @property
+    def backlog(self) -> int:
+        """How many blocks wait."""
+        return len(self._waiting)
+
+    def committed(self, keys: Sequence[BlockKey]) -> None:
+        """The tier above has these now."""
+        self.pressed = True
+        admitted = keys if self.touches is None else self.touches.note(keys)
+        if self.write is WritePolicy.THROUGH:
+            self._offer(len(keys), admitted)
+
+    def used(self, keys: Sequence[BlockKey]) -> None:
+        """A request has loaded these, from wherever they were."""
+        if self.touches is None:
+            return
+        again = self.touches.note(keys)
+        if self.write is WritePolicy.THROUGH and again:
+            self._offer(len(again), again)
+
+    def admitted(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Those that this link would take."""
+        return keys if self.touches is None else self.touches.twice(keys)
+
+    def _offer(self, offered: int, admitted: Sequence[BlockKey]) -> None:
+        fresh = [key for key in admitted if key not in self._queued]
+        room = max(0, self._queue_blocks - len(self._waiting))
+        taken = fresh[:room]
+        self.stats.offered += offered
+        self.stats.admitted += len(taken)
+        self.drop("full", len(fresh) - len(taken))
+        self._waiting.extend(taken)
+        self._queued.update(taken)
+
+    def take(self, count: int) -> list[BlockKey]:
+        """The next keys to write."""
+        keys = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+        self._queued.difference_update(keys)
+        return keys
+
+    def forget(self, keys: Iterable[BlockKey] | None = None) -> None:
+        """Do not write these (None: any) that wait."""
+        gone = self._queued & set(keys) if keys is not None else set(self._queued)
+        if gone:
+            self._waiting = deque(key for key in self._waiting if key not in gone)
+            self._queued -= gone
+
+    def drop(self, reason: str, count: int) -> None:
+        """Count blocks that are not written."""
+        if count:
+            self.stats.drops[reason] = self.stats.drops.get(reason, 0) + count
+
+    def failed(self, outcomes: Iterable[Outcome]) -> None:
+        """Count blocks whose writing failed."""
+        for outcome in outcomes:
+            name = outcome.value
+            self.stats.failures[name] = self.stats.failures.get(name, 0) + 1

@@ -1,0 +1,154 @@
+"""What moves where: pure functions over columns, no I/O and no state.
+
+A request's keys are one column; what is known of them are others, position by position. There is
+never an object for one block: a prompt has hundreds of them and the engine waits meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import groupby
+
+import msgspec
+
+from kvtier.core.costs import DEVICE, Run
+from kvtier.core.settings import Admission, TierSettings, WritePolicy
+from kvtier.types import BlockKey, LoadStoreSpec, Presence
+
+HOST = 0
+"""The tier that loads end in and stores begin in: host memory."""
+
+NOWHERE = -1
+COMING = -2
+"""Being written by someone: neither a hit nor a miss yet."""
+JOINING = -3
+"""On its way into host memory by a load of ours, which another request may join."""
+
+
+class LinkPlan(msgspec.Struct, frozen=True):
+    """By what rule blocks of one tier get to the next one that takes any."""
+
+    source: int
+    target: int
+    write: WritePolicy
+    admission: Admission
+
+
+def plan_links(settings: Sequence[TierSettings]) -> list[LinkPlan]:
+    """Each tier that is written to, fed by the nearest tier above that is not only read."""
+    links = []
+    source = HOST
+    for target in range(HOST + 1, len(settings)):
+        rule = settings[target]
+        if rule.write is not WritePolicy.NEVER:
+            links.append(LinkPlan(source, target, rule.write, rule.admission))
+            source = target
+    return links
+
+
+def plan_host(
+    keys: Sequence[BlockKey],
+    answers: Sequence[Presence],
+    ours: Collection[BlockKey],
+    lost: Collection[BlockKey],
+) -> list[int]:
+    """The origin of each key as far as host memory knows it.
+
+    `ours` are on their way in and may be joined; `lost` are on their way in but given up: their
+    slots are not free before the mover has let go of them, and until then nobody gets them.
+    """
+    hit, miss = Presence.HIT, Presence.MISS
+    if not (ours or lost):
+        return [HOST if a is hit else NOWHERE if a is miss else COMING for a in answers]
+    pending = [JOINING if k in ours else NOWHERE if k in lost else COMING for k in keys]
+    return [
+        HOST if a is hit else NOWHERE if a is miss else p
+        for a, p in zip(answers, pending, strict=True)
+    ]
+
+
+def plan_lower(
+    origins: list[int], asked: Sequence[int], tier: int, answers: Sequence[Presence]
+) -> tuple[list[int], list[int]]:
+    """Add what a lower tier answered for the positions `asked`: all origins, still unplaced."""
+    hit, coming = Presence.HIT, Presence.PENDING
+    if len(asked) == len(origins) and all(a is hit for a in answers):
+        return [tier] * len(origins), []
+    placed = origins.copy()
+    for at, answer in zip(asked, answers, strict=True):
+        if answer is hit:
+            placed[at] = tier
+        elif answer is coming:
+            placed[at] = COMING
+    return placed, [at for at, answer in zip(asked, answers, strict=True) if answer is not hit]
+
+
+def plan_room(
+    keys: Sequence[BlockKey], origins: list[int], promised: Collection[BlockKey], room: int
+) -> list[int]:
+    """Take back what host memory has no room for: a hit is a promise.
+
+    Every hit needs a slot that nobody else can have: a resident block will be pinned in its own,
+    a lower one reserves one. Those promised before have theirs.
+    """
+    if len(keys) <= room:
+        return origins
+    kept = []
+    for key, origin in zip(keys, origins, strict=True):
+        if origin >= HOST and key not in promised:
+            if room > 0:
+                room -= 1
+            elif origin > HOST:
+                origin = NOWHERE
+        kept.append(origin)
+    return kept
+
+
+def plan_runs(origins: Sequence[int], media: Sequence[str], sizes: Sequence[int]) -> list[Run]:
+    """The unbroken head of a prefix, as the cost model wants it: run by run, link by link."""
+    runs = []
+    start = 0
+    for origin, group in groupby(origins):
+        stop = start + len(list(group))
+        if origin in (NOWHERE, COMING):
+            break
+        # What is in host memory, or nearly there, only has to cross to the device.
+        link = media[origin] if origin > HOST else DEVICE
+        runs.append(Run(link, stop - start, sum(sizes[start:stop])))
+        start = stop
+    return runs
+
+
+def plan_demotion(
+    victims: Sequence[BlockKey], below: Sequence[Presence], room: int
+) -> tuple[list[BlockKey], bool]:
+    """Which of the next victims to write down now, coldest first, and whether that is all.
+
+    What the tier below has, or will have, is lost to nobody when it is evicted.
+    """
+    miss = Presence.MISS
+    alone = [key for key, answer in zip(victims, below, strict=True) if answer is miss]
+    return alone[:room], len(alone) <= room
+
+
+def gather(
+    pieces: Sequence[tuple[Sequence[BlockKey], LoadStoreSpec]], keys: Sequence[BlockKey]
+) -> LoadStoreSpec:
+    """One spec for `keys`, each of which is in one of the pieces, in as few slices as possible."""
+    if len(pieces) == 1 and pieces[0][0] == keys:
+        return pieces[0][1]
+    place = {
+        key: (number, at) for number, (held, _) in enumerate(pieces) for at, key in enumerate(held)
+    }
+    slices: list[LoadStoreSpec] = []
+    run_number = run_start = run_stop = -1
+    for key in keys:
+        number, at = place[key]
+        if number == run_number and at == run_stop:
+            run_stop += 1
+            continue
+        if run_number >= 0:
+            slices.append(pieces[run_number][1].select(run_start, run_stop))
+        run_number, run_start, run_stop = number, at, at + 1
+    slices.append(pieces[max(run_number, 0)][1].select(max(run_start, 0), max(run_stop, 0)))
+    return slices[0] if len(slices) == 1 else type(pieces[0][1]).join(slices)

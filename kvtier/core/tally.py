@@ -1,0 +1,109 @@
+"""What a chain counts of its loads, and what it tells of itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from kvtier.core.flight import Purpose, Settled, Ticket
+from kvtier.core.links import LinkStats
+from kvtier.core.transfer import MoverStats, TransferResult
+from kvtier.types import Outcome, TierStats
+
+SAMPLES_KEPT = 4096
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One transfer that ended, for a histogram."""
+
+    purpose: Purpose
+    source: str
+    target: str
+    blocks: int
+    bytes: int
+    seconds: float
+
+
+class ChainStats(msgspec.Struct):
+    """What a chain knows of itself; lists have one entry a tier, in their order."""
+
+    tiers: list[TierStats]
+    links: list[LinkStats]
+    mover: MoverStats
+    hits: list[int]
+    """Blocks that loads found in each tier."""
+    hit_bytes: list[int]
+    failures: list[dict[str, int]]
+    """Blocks that could not be loaded from each tier, by outcome."""
+    untaken: int
+    """Blocks of loads that were gone, or had no room, between lookup and load."""
+    expired: int
+    """Loads that passed their deadline."""
+    overdue: int
+    """Transfers whose deadline has passed and whose result is not there yet; a gauge."""
+
+
+class Tally:
+    """Counters of a chain's loads, by tier, and samples of all its transfers."""
+
+    def __init__(self, media: Sequence[str]) -> None:
+        self._media = media
+        self._samples: deque[Sample] = deque(maxlen=SAMPLES_KEPT)
+        self.hits = [0] * len(media)
+        self.hit_bytes = [0] * len(media)
+        self.failures: list[dict[str, int]] = [{} for _ in media]
+        self.untaken = 0
+        self.expired = 0
+
+    def found(self, tier: int, sizes: Sequence[int]) -> None:
+        """A load takes blocks of these sizes from a tier."""
+        self.hits[tier] += len(sizes)
+        self.hit_bytes[tier] += sum(sizes)
+
+    def opened(self, ticket: Ticket) -> None:
+        """A load has begun, maybe with less than it asked for."""
+        self.untaken += len(ticket.missing)
+
+    def failed(self, tier: int, outcomes: Iterable[Outcome]) -> None:
+        """Blocks could not be loaded from a tier."""
+        failures = self.failures[tier]
+        for outcome in outcomes:
+            failures[outcome.value] = failures.get(outcome.value, 0) + 1
+
+    def ended(self, settled: Settled, result: TransferResult) -> None:
+        """A transfer has ended, be it good or bad."""
+        transfer = settled.move.transfer
+        self._samples.append(
+            Sample(
+                settled.move.purpose,
+                self._media[transfer.source],
+                self._media[transfer.target],
+                len(transfer.keys),
+                result.bytes_moved,
+                result.seconds,
+            )
+        )
+
+    def take_samples(self) -> list[Sample]:
+        """Transfers that ended since the last call; the most recent if they were many."""
+        samples = list(self._samples)
+        self._samples.clear()
+        return samples
+
+    def stats(
+        self, tiers: list[TierStats], links: list[LinkStats], mover: MoverStats, overdue: int
+    ) -> ChainStats:
+        """The counters as they stand, beside what others count."""
+        return ChainStats(
+            tiers=tiers,
+            links=links,
+            mover=mover,
+            hits=list(self.hits),
+            hit_bytes=list(self.hit_bytes),
+            failures=[dict(failures) for failures in self.failures],
+            untaken=self.untaken,
+            expired=self.expired,
+            overdue=overdue,
+        )
