@@ -89,8 +89,8 @@ def backend(kind: str) -> Backend[Any]:
         ) from error
     if not isinstance(found, Backend) or found.kind != kind:
         raise BackendError(
-            f"the entry point {kind!r} in {GROUP} must name a Backend of that kind, "
-            f"but {point.value} is {found!r}"
+            f"the entry point {kind!r} ({point.value}) does not name a Backend of that kind; "
+            "correct the package that brings it"
         )
     return found
 

@@ -1,0 +1,135 @@
+"""Imports point one way, and files and functions stay small (ARCHITECTURE.md)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 70
+
+# Each layer, and the layers whose modules it may import beside its own.
+LAYERS = {
+    "base": set(),
+    "core": {"base"},
+    "backends": {"base", "core"},
+    "move": {"base", "core"},
+    "observe": {"base", "core"},
+    "config": {"base", "core"},
+    "device": {"base", "core"},
+    "stack": {"base", "core", "move", "observe", "config"},
+    "testing": {"base", "core", "backends", "move", "observe", "config", "stack"},
+    "vllm": {"base", "core", "move", "observe", "config", "stack", "backends", "device"},
+    "cli": {"base", "core", "move", "observe", "config", "stack", "vllm", "backends", "testing"},
+}
+SINGLE_FILES = {
+    "": "base",
+    "types": "base",
+    "errors": "base",
+    "config": "config",
+    "schema": "config",
+    "stack": "stack",
+}
+HEAVY = {"torch", "triton", "vllm", "boto3", "botocore", "kvikio", "transformers"}
+MAY_IMPORT_HEAVY = {
+    "vllm": {"torch", "vllm", "transformers"},
+    "backends": {"boto3", "botocore", "kvikio"},
+    "device": {"torch", "triton", "kvikio"},
+}
+
+
+def product_files() -> list[Path]:
+    roots = [ROOT / "kvtier", ROOT / "backends"]
+    files = (path for root in roots for path in root.rglob("*.py"))
+    return sorted(path for path in files if "kvtier/backends" not in str(path))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[0] == "backends":
+        parts = ("kvtier", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(module: str) -> str:
+    _, _, rest = module.partition(".")
+    first = rest.partition(".")[0]
+    return SINGLE_FILES.get(first, first)
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every module imported anywhere in a file, within functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute, so that they can be read alone"
+            assert node.module is not None
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@pytest.mark.parametrize("path", product_files(), ids=module_of)
+def test_imports_point_one_way(path: Path) -> None:
+    module = module_of(path)
+    layer = layer_of(module)
+    assert layer in LAYERS, f"{module} is in no layer: name it in ARCHITECTURE.md and here"
+    for line, name in imports(tree_of(path)):
+        top = name.partition(".")[0]
+        if top == "backends":
+            pytest.fail(f"{path}:{line} imports {name}: its name is kvtier.backends")
+        if top in HEAVY:
+            allowed = MAY_IMPORT_HEAVY.get(layer, set())
+            assert top in allowed, f"{path}:{line}: {layer} must not import {top}"
+        if top == "kvtier":
+            target = layer_of(name)
+            if name.count(".") == 1 and target not in LAYERS:
+                target = "base"  # `from kvtier import __version__`
+            assert target == layer or target in LAYERS[layer], (
+                f"{path}:{line}: {layer} must not import {target} ({name})"
+            )
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "backends").glob("*/**/*.py")), ids=module_of)
+def test_backends_do_not_know_each_other(path: Path) -> None:
+    own = module_of(path).split(".")[2]
+    for line, name in imports(tree_of(path)):
+        if name.startswith("kvtier.backends."):
+            assert name.split(".")[2] == own, f"{path}:{line}: {own} must not import {name}"
+
+
+@pytest.mark.parametrize("path", product_files(), ids=module_of)
+def test_files_and_functions_are_small(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= FILE_LINES_MAX, f"{path} has {lines} lines, more than {FILE_LINES_MAX}"
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            length = node.end_lineno - node.lineno + 1
+            assert length <= FUNCTION_LINES_MAX, (
+                f"{path}:{node.lineno}: {node.name} has {length} lines, "
+                f"more than {FUNCTION_LINES_MAX}"
+            )
+
+
+@pytest.mark.parametrize("path", product_files(), ids=module_of)
+def test_every_file_says_what_it_is_for(path: Path) -> None:
+    tree = tree_of(path)
+    if tree.body:
+        assert ast.get_docstring(tree), f"{path} does not begin with a sentence about itself"
+
+
+def test_heavy_parts_of_vllm_are_known_to_one_file() -> None:
+    """Private names of vLLM (an underscore) are imported by compat.py alone."""
+    for path in (ROOT / "kvtier" / "vllm").glob("*.py"):
+        for line, name in imports(tree_of(path)):
+            if name.startswith("vllm.") and path.name != "compat.py":
+                private = [part for part in name.split(".") if part.startswith("_")]
+                assert not private, f"{path}:{line}: {name} belongs into compat.py"
