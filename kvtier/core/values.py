@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from abc import ABC, abstractmethod
 from decimal import Decimal
@@ -12,7 +11,9 @@ from typing import Any, ClassVar, Self
 _BINARY = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _BYTES = _BINARY | {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_QUANTITY = re.compile(r"([+-]?\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)", re.ASCII)
+_QUANTITY = re.compile(r"([+-]?\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)", re.ASCII)
+_BYTES_MAX = (1 << 63) - 1
+_SECONDS_MAX = 100 * 365 * 86400.0
 _MEANT = {"k": "KiB", "m": "MiB", "g": "GiB", "t": "TiB", "sec": "s", "hours": "h", "days": "d"}
 
 
@@ -88,13 +89,13 @@ class ByteSize(Value):
 
     @classmethod
     def parse(cls, value: object) -> Self:
-        if isinstance(value, int) and not isinstance(value, bool):
-            if value < 0:
-                raise ValueError(f"{value} is negative; a size is 0 or more")
-            return cls(value)
-        if isinstance(value, str) and value.strip().isdecimal():
-            value += "B"
-        return cls(int(_quantity(value, _BYTES, "a size")))
+        plain = isinstance(value, int) and not isinstance(value, bool)
+        if plain or (isinstance(value, str) and value.strip().isdecimal()):
+            value = f"{value}B"
+        size = int(_quantity(value, _BYTES, "a size"))
+        if size > _BYTES_MAX:
+            raise ValueError(f"{_shown(value)} is too large; a size is less than 2**63 bytes")
+        return cls(size)
 
     def __str__(self) -> str:
         for unit, scale in reversed(_BINARY.items()):
@@ -164,12 +165,14 @@ class Duration(Value):
     @classmethod
     def parse(cls, value: object) -> Self:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            if value < 0:
+            seconds = value
+            if seconds < 0:
                 raise ValueError(f"{value} is negative; a duration is 0 or more")
-            if not math.isfinite(value):
-                raise ValueError(f"{value} has no end; {_form('a duration', _SECONDS)}")
-            return cls(float(value))
-        return cls(float(_quantity(value, _SECONDS, "a duration")))
+        else:
+            seconds = float(_quantity(value, _SECONDS, "a duration"))
+        if not seconds <= _SECONDS_MAX:
+            raise ValueError(f"{_shown(value)} is too long; a duration is less than 100 years")
+        return cls(round(float(seconds), 9))
 
     def __str__(self) -> str:
         for unit, scale in reversed(_SECONDS.items()):

@@ -1,0 +1,151 @@
+"""Sizes, shares, durations and secrets: what is written is read again, and nothing else passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvtier.core.settings import (
+    ByteSize,
+    Capacity,
+    Duration,
+    Secret,
+    Value,
+    dec_hook,
+    enc_hook,
+    show_hook,
+)
+
+SIZES = st.integers(0, 1 << 60)
+SECONDS = st.floats(0, 3e9).map(lambda seconds: round(seconds, 9))
+
+
+@given(SIZES)
+def test_a_size_is_read_as_it_is_written(size: int) -> None:
+    assert ByteSize.parse(str(ByteSize(size))) == ByteSize(size)
+    assert ByteSize.parse(size) == ByteSize.parse(str(size)) == ByteSize(size)
+
+
+@given(SECONDS)
+@example(1e-6)
+@example(1.5e-6)
+@example(0.3)
+@example(86400.0 * 7)
+def test_a_duration_is_read_as_it_is_written(seconds: float) -> None:
+    assert Duration.parse(str(Duration(seconds))).seconds == seconds
+    assert Duration.parse(seconds).seconds == seconds
+
+
+@given(st.integers(1, 10_000))
+def test_a_share_is_read_as_it_is_written(hundredths: int) -> None:
+    capacity = Capacity.parse(f"{hundredths / 100:g}%")
+    assert capacity.resolve(1_000_000) in (hundredths * 100, hundredths * 100 - 1)
+    assert Capacity.parse(str(capacity)) == capacity
+
+
+@given(st.text() | st.floats() | st.none() | st.booleans() | st.lists(st.integers()))
+def test_anything_is_a_value_or_a_mistake_that_says_what_is_right(value: object) -> None:
+    for kind in (ByteSize, Capacity, Duration):
+        try:
+            found = kind.parse(value)
+        except ValueError as error:
+            problem, separator, remedy = str(error).partition("; ")
+            assert problem
+            assert separator
+            assert remedy
+        else:
+            assert kind.parse(str(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1.5GiB", 3 << 29), ("64 GiB", 64 << 30), ("2TB", 2 * 10**12), ("7", 7), ("0B", 0)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert ByteSize.parse(text).bytes == size
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0B"), (1000, "1000B"), (1024, "1KiB"), (3 << 29, "1536MiB"), (1 << 40, "1TiB")],
+)
+def test_sizes_are_shown_in_their_largest_whole_unit(size: int, text: str) -> None:
+    assert str(ByteSize(size)) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("64gb", 'did you mean "64GB"?'),
+        ("64g", 'did you mean "64GiB"?'),
+        ("64gib", 'did you mean "64GiB"?'),
+        ("1e9", "KiB"),
+        ("GiB", "KiB"),
+        ("", "KiB"),
+        ("٣GiB", "KiB"),
+        ("9" * 19, "2**63"),
+        ("9" * 99, "KiB"),
+    ],
+)
+def test_what_is_no_size(value: str, hint: str) -> None:
+    with pytest.raises(ValueError, match="; ") as caught:
+        ByteSize.parse(value)
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["5", "5 Hours", "1month", "inf", -1, float("inf"), float("nan"), 10**40, "9" * 20 + "d"],
+)
+def test_what_is_no_duration(value: object) -> None:
+    with pytest.raises(ValueError, match="; "):
+        Duration.parse(value)
+
+
+@pytest.mark.parametrize("value", ["0%", "100.1%", "-5%", "nan%", "%", "5GiB%"])
+def test_what_is_no_share(value: str) -> None:
+    with pytest.raises(ValueError, match="; "):
+        Capacity.parse(value)
+
+
+def test_a_secret_is_shown_nowhere() -> None:
+    secret = Secret.parse("hunter2")
+    assert secret.reveal() == "hunter2"
+    assert secret == Secret("hunter2") != Secret("hunter3")
+    assert "hunter2" not in f"{secret} {secret!r} {show_hook(secret)}"
+    assert hash(secret) == hash(Secret("hunter2"))
+
+
+class Everything(msgspec.Struct):
+    """One of each."""
+
+    size: ByteSize
+    capacity: Capacity
+    duration: Duration
+    secret: Secret
+    path: Path
+
+
+def test_settings_cross_to_another_process_and_back() -> None:
+    before = Everything(
+        ByteSize(5), Capacity(share=0.5), Duration(0.25), Secret("hunter2"), Path("/x")
+    )
+    data = msgspec.msgpack.encode(before, enc_hook=enc_hook)
+    assert msgspec.msgpack.decode(data, type=Everything, dec_hook=dec_hook) == before
+
+
+def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert dec_hook(Path, "~/kv") == Path("/home/me/kv")
+    for bad in ("", 5, "a\0b"):
+        with pytest.raises(ValueError, match="; "):
+            dec_hook(Path, bad)
+
+
+def test_values_of_different_kinds_differ() -> None:
+    values: list[Value] = [ByteSize(1), Capacity(ByteSize(1)), Duration(1), Secret("1B")]
+    assert len(set(values)) == 4
