@@ -31,8 +31,17 @@ class Books:
         return (transfer.source, transfer.target)
 
     def admit(self, transfer: Transfer) -> bool:
-        """Take a transfer in, unless a tier would have more in flight than its bound."""
+        """Take a transfer in, unless a tier would have more in flight than its bound.
+
+        Raises ValueError on one that makes no sense: that is the caller's own mistake.
+        """
         blocks = len(transfer.keys)
+        if not len(transfer.source_spec) == len(transfer.target_spec) == blocks:
+            raise ValueError(f"transfer {transfer.id} needs one place at both ends for every key")
+        if transfer.source == transfer.target or not (
+            0 <= transfer.source < len(self._host) and 0 <= transfer.target < len(self._host)
+        ):
+            raise ValueError(f"transfer {transfer.id} must go from one tier to another")
         lanes = self.lanes(transfer)
         if self._bounds is not None and any(
             self._waiting(transfer.kind, lane) + blocks > self._bounds[lane] for lane in lanes

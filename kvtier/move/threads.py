@@ -47,6 +47,7 @@ class ThreadMover(Mover):
         self._ended = threading.Condition(self._lock)
         self._jobs: dict[int, Job] = {}
         self._deadlines: list[tuple[float, int]] = []
+        self._sleepers: list[float] = []
         self._results: list[TransferResult] = []
         self._closed = False
         self._lanes = [
@@ -92,8 +93,12 @@ class ThreadMover(Mover):
 
     def wait(self, seconds: float) -> bool:
         with self._lock:
-            if not self._results:
-                self._ended.wait(min(seconds, self._next_deadline() - time.monotonic()))
+            if not self._results and (self._jobs or not self._closed):
+                now = time.monotonic()
+                until = min(now + seconds, self._next_deadline())
+                self._sleepers.append(until)
+                self._ended.wait(until - now)
+                self._sleepers.remove(until)
             return bool(self._results) or self._next_deadline() <= time.monotonic()
 
     def cancel(self, ids: Sequence[int]) -> None:
@@ -121,6 +126,8 @@ class ThreadMover(Mover):
         until = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        with self._lock:
+            self._ended.notify_all()
         if any(thread.is_alive() for thread in self._threads):
             log.error("a handler does not return; its threads and files are left behind")
             return
@@ -244,6 +251,8 @@ class ThreadMover(Mover):
 
     def _remember_deadline(self, transfer: Transfer) -> None:
         heapq.heappush(self._deadlines, (transfer.deadline, transfer.id))
+        if transfer.deadline < max(self._sleepers, default=0.0):
+            self._ended.notify_all()
         if len(self._deadlines) > 2 * len(self._jobs) + 64:  # mostly of transfers that ended
             jobs = self._jobs.values()
             self._deadlines = [(job.transfer.deadline, job.transfer.id) for job in jobs]

@@ -87,9 +87,10 @@ class Medium:
         self.path = path
         self.record_bytes = record
         if create:
-            path.write_bytes(bytes(SLOTS_MAX * record))
-            self._beside("board").write_bytes(bytes(SLOTS_MAX * _ROWS))
-            self._beside("gate").write_bytes(b"")
+            for file, size in ((path, record), (self._beside("board"), _ROWS)):
+                file.touch(mode=0o600)
+                os.truncate(file, SLOTS_MAX * size)
+            self._beside("gate").touch(mode=0o600)
             os.mkfifo(self._beside("calls"), 0o600)
         self.records = _map(path)
         self._board = _map(self._beside("board"))

@@ -1,0 +1,56 @@
+"""The mover on threads keeps the contract of every mover, and some promises of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from kvtier.core.backend import TierContext
+from kvtier.core.transfer import Mover
+from kvtier.move.threads import ThreadMover
+from kvtier.testing.media import FILE, HOST, FileSettings, MediumSettings
+from kvtier.testing.mover import MoverContract, MoverRig
+from kvtier.types import Outcome
+
+
+def open_threads(tiers: Sequence[MediumSettings], context: TierContext) -> ThreadMover:
+    handlers = [
+        (FILE if isinstance(tier, FileSettings) else HOST).open_handler(tier, context)
+        for tier in tiers
+    ]
+    return ThreadMover(
+        handlers,
+        context.namespace,
+        queue_blocks=[tier.queue_blocks for tier in tiers],
+        staging_bytes=1 << 16,
+    )
+
+
+class TestThreadMover(MoverContract):
+    def open_mover(self, tiers: Sequence[MediumSettings], context: TierContext) -> Mover:
+        return open_threads(tiers, context)
+
+    def test_close_leaves_no_thread(self, rig: MoverRig) -> None:
+        def ours() -> list[str]:
+            return [t.name for t in threading.enumerate() if t.name.startswith("kvtier-move-")]
+
+        assert len(ours()) == 1 + 2 + 1
+        rig.results(rig.load(range(4)))
+        rig.mover.close()
+        assert ours() == []
+
+    def test_close_cancels_the_second_half_of_a_relay(self, rig: MoverRig) -> None:
+        rig.fill(1, range(16))
+        rig.media[2].hold(range(64))
+        relay = rig.relay(range(16))
+        started = rig.media[2].next_call()[1]
+        closing = threading.Thread(target=rig.mover.close)
+        closing.start()
+        while not rig.mover._closed:  # type: ignore[attr-defined]
+            pass
+        rig.media[2].release()
+        closing.join()
+        (result,) = rig.mover.poll()
+        assert result.id == relay
+        assert [result.outcomes[slot] for slot in started] == [Outcome.OK] * len(started)
+        assert set(result.outcomes) == {Outcome.OK, Outcome.CANCELLED}
