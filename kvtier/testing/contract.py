@@ -207,6 +207,9 @@ class CatalogueContract:
         assert keys[0] not in rig.tier.victims(100)
         rig.tier.complete_load([keys[0]])
         assert keys[0] in rig.tier.victims(100)
+        rig.tier.prepare_load([keys[0], keys[0]])
+        rig.tier.complete_load([keys[0], keys[0]])
+        assert keys[0] in rig.tier.victims(100)
 
     def test_a_failed_load_is_offered_no_more(self, rig: Rig) -> None:
         keys = rig.put(make_keys(5))

@@ -212,9 +212,24 @@ class MediumContract:
         assert rig.resident(make_keys(100)) == keys[:3]
         assert rig.get(keys) == keys[:3]
         assert rig.tier.stats().blocks == 3
-        new = make_keys(BLOCKS - 3, start=200)
+        assert rig.occupied_bytes() <= rig.capacity + self.subject.overhead_bytes
+        new = make_keys(BLOCKS - 3, start=49)  # among them what was reserved then
         assert rig.put(new, evict=False) == new
         assert rig.put(make_keys(1, start=300), evict=False) == []
+        assert rig.get(keys + new) == keys[:3] + new
+
+    def test_a_smaller_capacity_holds_after_a_restart(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(BLOCKS))
+        rig.close()
+        smaller = Rig(self.subject, rig.folder, blocks=3)
+        for _ in range(10):
+            assert smaller.get(keys) == smaller.resident(keys)
+            assert smaller.tier.stats().bytes_used <= smaller.capacity
+            assert smaller.occupied_bytes() <= smaller.capacity + self.subject.overhead_bytes
+            assert len(smaller.put(make_keys(5, start=100))) <= 3
+            smaller.tier.tick()
+        smaller.close()
+        rig.open()
 
     def test_another_namespace_sees_nothing(self, rig: Rig) -> None:
         keys = rig.put(make_keys(3))

@@ -5,7 +5,9 @@ Right bytes or a miss, at every moment; nothing raises; and full service when th
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,29 @@ from kvtier.types import Outcome
 BLOCKS = 6
 SURVIVABLE = tuple(fault for fault in Fault if fault is not Fault.DEATH)
 SEEDS = range(5)
+
+
+def remove(path: Path) -> None:
+    """Somebody cleans up."""
+    path.unlink()
+
+
+def empty(path: Path) -> None:
+    """A file system forgot the data of a file that was not synced."""
+    os.truncate(path, 0)
+
+
+def cut(path: Path) -> None:
+    """... or the second half of it."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def overwrite(path: Path) -> None:
+    """Something else entirely lies there."""
+    path.write_bytes(b"\xa5" * path.stat().st_size)
+
+
+DAMAGES = (remove, empty, cut, overwrite)
 
 
 class TierFaults:
@@ -112,6 +137,32 @@ class TierFaults:
         disk.plan = never
         assert rig.get(old) == old
         self.check_full_service(rig)
+        rig.close()
+
+    def test_short_transfers_are_no_failure(self, tmp_path: Path) -> None:
+        disk = FaultyDisk()
+        rig = self.rig(tmp_path, disk)
+        keys = make_keys(BLOCKS)
+        disk.plan = lambda call: Fault.SHORT_WRITE
+        assert rig.put(keys) == keys
+        disk.plan = lambda call: Fault.SHORT_READ
+        assert rig.get(keys) == keys
+        rig.close()
+
+    @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+    def test_damage_done_by_others_is_a_miss(
+        self, tmp_path: Path, damage: Callable[[Path], None]
+    ) -> None:
+        disk = FaultyDisk()
+        rig = self.rig(tmp_path, disk)
+        keys = rig.put(make_keys(BLOCKS))
+        for path in self.subject.block_files(tmp_path):
+            damage(path)
+        assert rig.get(keys) == rig.resident(keys)
+        for path in self.subject.block_files(tmp_path):
+            damage(path)
+        rig.reopen()
+        assert rig.get(keys) == rig.resident(keys)
         rig.close()
 
     def test_a_slow_transfer_sees_no_other_block(self, tmp_path: Path) -> None:

@@ -85,19 +85,24 @@ class TierMachine(RuleBasedStateMachine):
 
     # out
 
-    @rule(keys=some_keys, hold=st.booleans())
-    def load(self, keys: list[BlockKey], hold: bool) -> None:
-        try:
-            self.model.prepare_load(keys)
-        except NotResident:
-            with pytest.raises(NotResident):
-                self.tier.prepare_load(keys)
-            return
+    @precondition(lambda self: self.model_hits())
+    @rule(picks=st.lists(st.integers(0, BLOCKS), max_size=4), hold=st.booleans())
+    def load(self, picks: list[int], hold: bool) -> None:
+        hits = self.model_hits()
+        keys = [hits[pick % len(hits)] for pick in picks]
         spec = self.tier.prepare_load(keys)
+        self.model.prepare_load(keys)
         assert len(spec) == len(keys)
         self.loading.append((keys, spec))
         if not hold:
             self.finish_load(-1, None)
+
+    @rule(keys=some_keys)
+    def load_what_is_not_there(self, keys: list[BlockKey]) -> None:
+        if set(keys) <= set(self.model_hits()):
+            return
+        with pytest.raises(NotResident):
+            self.tier.prepare_load(keys)
 
     @precondition(lambda self: self.loading)
     @rule(which=st.integers(0, 7), outcome=load_failures)

@@ -39,6 +39,11 @@ class Subject(ABC):
         """Settings of a tier with room for records of `capacity` bytes in all, and with all its
         files in `folder`."""
 
+    def block_files(self, folder: Path) -> list[Path]:
+        """The files that hold blocks, if they may change behind the tier's back without killing
+        it (a file that is mapped may not): the fault suite damages them."""
+        return []
+
 
 class Rig:
     """A tier and its handler, opened on one folder, and the whole ways in and out of them."""

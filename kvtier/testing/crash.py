@@ -1,0 +1,246 @@
+"""Kills writers at random moments, hundreds of times, on one medium that lives through it all.
+
+    python -m kvtier.testing.crash my_tests:SUBJECT --kills 300 --seed 1
+
+After each death another process opens the medium and proves: every block that it offers has its
+right bytes; every block whose commit was reported is there, unless its eviction was; nothing that
+was aborted, or forgotten for good, came back; the capacity holds; and the room that the dead had
+reserved is free again.
+
+A writer dies by SIGKILL: at a call of the disk (in the middle of a write, too), at any step of the
+bytecode of the tier, or at a random instant of the clock. The first two are the same for the same
+seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import random
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from kvtier.testing.crash_life import BLOCKS, Finding, Moment, Writer, look
+from kvtier.testing.subject import Rig, Subject
+from kvtier.types import BlockKey
+
+KINDS = ("call", "step", "time")
+
+
+class Broken(AssertionError):
+    """A promise did not survive a crash."""
+
+
+class Books:
+    """What a medium must, may and must not hold, by what its writers have reported."""
+
+    def __init__(self) -> None:
+        self.due: set[BlockKey] = set()
+        """Committed, and not known to be gone: must be found."""
+        self.possible: set[BlockKey] = set()
+        """Committed once, or about to be when the writer died."""
+        self.banned: set[BlockKey] = set()
+        """Aborted, or forgotten for good."""
+        self.slack = 0
+        """How many due blocks an unfinished reservation may have evicted unreported."""
+        self.committed = 0
+        self.evicted = 0
+
+    def read(self, lines: Iterable[str]) -> None:
+        """Take in all that one writer said before it died."""
+        self.slack = 0
+        offered: set[BlockKey] = set()
+        for line in lines:
+            what, _, text = line.partition(" ")
+            if what == "N":
+                continue
+            keys = {BlockKey(bytes.fromhex(word)) for word in text.split()}
+            if what == "T":
+                self.slack = len(keys)
+                self.possible |= keys
+                offered = keys
+            elif what == "E":
+                self.slack = 0
+                self.due -= keys
+                self.evicted += len(keys)
+            elif what == "A":
+                self.banned |= keys
+            elif what == "C":
+                self.due |= keys
+                self.committed += len(keys)
+                self.possible -= offered - keys
+            elif what == "F":
+                self.due -= keys
+            elif what == "G":
+                self.banned |= keys
+
+    def check(self, finding: Finding, subject: Subject) -> None:
+        """Raise Broken with the promises that the finding breaks; then go on from what is left."""
+        found = {BlockKey(key) for key in finding.resident}
+        lost = len(self.due - found)
+        back = len(found & self.banned)
+        alien = len(found - self.possible)
+        limit = finding.bytes_capacity + subject.overhead_bytes
+        usable = finding.room + len(found)
+        promises = [
+            (finding.error == "", f"the checker fails: {finding.error}"),
+            (finding.served == len(found), f"{len(found) - finding.served} offers are not right"),
+            (lost <= self.slack, f"{lost} committed blocks are lost"),
+            (back == 0, f"{back} dropped blocks came back"),
+            (alien == 0, f"{alien} blocks were never committed"),
+            (finding.bytes_used <= finding.bytes_capacity, "more is used than there is"),
+            (finding.occupied_bytes <= limit, f"the files take {finding.occupied_bytes} bytes"),
+            (finding.in_flight == 0, f"{finding.in_flight} reservations outlived their owner"),
+            (usable >= finding.slots - subject.quarantine_blocks, f"only {usable} slots are left"),
+        ]
+        broken = [problem for kept, problem in promises if not kept]
+        if broken:
+            raise Broken("; ".join(broken))
+        self.due &= found
+
+
+class Campaign:
+    """One medium and its many deaths."""
+
+    def __init__(self, subject: Subject, folder: Path, seed: int) -> None:
+        self.subject = subject
+        self.folder = folder
+        self.dice = random.Random(seed)
+        self.seed = seed
+        self.books = Books()
+        self.deaths: Counter[str] = Counter()
+        self.proved = 0
+        self._calls = self._steps = 1
+        self._seconds = 1.0
+
+    def run(self, kills: int) -> None:
+        """Measure a whole life once, then cut `kills` lives short."""
+        begin = time.monotonic()
+        self._kill(0, Moment("call", -1))
+        self._seconds = time.monotonic() - begin
+        self._kill(1, Moment("step", -1))
+        for number in range(2, kills + 2):
+            self._kill(number, self._moment(KINDS[number % len(KINDS)]))
+
+    def _moment(self, kind: str) -> Moment:
+        if kind == "time":
+            return Moment(kind, self.dice.uniform(0, self._seconds))
+        return Moment(kind, self.dice.randrange(self._calls if kind == "call" else self._steps))
+
+    def _kill(self, number: int, moment: Moment) -> None:
+        """One life, one death, one look."""
+        seed = self.seed * 1_000_003 + number
+        said = _in_fork(
+            lambda pipe: Writer(self.subject, self.folder, pipe, seed).live(moment),
+            kill_after=moment.at if moment.kind == "time" else None,
+        )
+        self.deaths[moment.kind] += 1
+        for line in said:
+            if line.startswith("N"):
+                _, calls, steps = line.split()
+                self._calls, self._steps = (
+                    max(self._calls, int(calls)),
+                    max(self._steps, int(steps)),
+                )
+            elif line.startswith("X"):
+                raise Broken(f"life {number} ({moment}) raised: {line[2:]}")
+        self.books.read(said)
+        try:
+            self.books.check(self._look(), self.subject)
+        except Broken as broken:
+            raise Broken(f"after death {number} ({moment}): {broken}") from None
+        self.proved += len(self.books.due)
+
+    def _look(self) -> Finding:
+        """What a fresh process finds; it shuts down in order, or just vanishes."""
+        keys = sorted(self.books.possible | self.books.banned)
+        orderly = self.dice.random() < 0.5
+
+        def check(pipe: int) -> None:
+            rig = Rig(self.subject, self.folder, blocks=BLOCKS)
+            finding = look(rig, keys)
+            os.write(pipe, msgspec.json.encode(finding) + b"\n")
+            if orderly:
+                rig.close()
+
+        said = _in_fork(check)
+        if not said or said[0].startswith("X"):
+            raise Broken(f"the checker fails: {said}")
+        return msgspec.json.decode(said[0], type=Finding)
+
+
+def _in_fork(work: Callable[[int], None], kill_after: float | None = None) -> list[str]:
+    """Run in a child of its own, killed after so many seconds if told; what it wrote, by line."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(read_end)
+            work(write_end)
+        except BaseException:  # noqa: BLE001 - a child must never return into its parent's stack
+            text = " | ".join(traceback.format_exc().splitlines())
+            os.write(write_end, f"X {text}\n".encode())
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    said = b""
+    deadline = None if kill_after is None else time.monotonic() + kill_after
+    while True:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select([read_end], [], [], left)
+        if not ready:
+            os.kill(child, signal.SIGKILL)
+            deadline = None
+            continue
+        chunk = os.read(read_end, 1 << 16)
+        if not chunk:
+            break
+        said += chunk
+    os.close(read_end)
+    os.waitpid(child, 0)
+    return said.decode().splitlines()
+
+
+def load_subject(name: str) -> Subject:
+    """The subject at "package.module:ATTRIBUTE"."""
+    module, _, attribute = name.partition(":")
+    subject = getattr(importlib.import_module(module), attribute)
+    if not isinstance(subject, Subject):
+        raise TypeError(f"{name} is {type(subject).__name__}, not a Subject")
+    return subject
+
+
+def main() -> int:
+    """Run a campaign from the command line; 1 if a promise broke."""
+    parser = argparse.ArgumentParser(description="Kill writers, and prove what they leave behind.")
+    parser.add_argument("subject", help="a kvtier.testing.subject.Subject, as module:ATTRIBUTE")
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kvtier-crash-") as folder:
+        campaign = Campaign(load_subject(options.subject), Path(folder), options.seed)
+        try:
+            campaign.run(options.kills)
+        except Broken as broken:
+            print(f"BROKEN (seed {options.seed}): {broken}")
+            return 1
+    deaths = ", ".join(f"{count} by {kind}" for kind, count in sorted(campaign.deaths.items()))
+    print(
+        f"{campaign.deaths.total()} deaths ({deaths}); {campaign.books.committed} commits, "
+        f"{campaign.books.evicted} evictions; {campaign.proved} blocks found and proved"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
