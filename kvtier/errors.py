@@ -52,6 +52,10 @@ class FormatError(KVTierError):
     """Bytes on a medium are not what kvtier writes, or were written by a newer version."""
 
 
+class NewerFormat(FormatError):
+    """Written by a newer kvtier: to be left alone, not to be mended."""
+
+
 class MediumError(KVTierError):
     """A medium cannot be opened or used: a missing folder, no rights, no room."""
 

@@ -1,0 +1,133 @@
+"""The CPU tier: a named region of shared memory that workers map and that outlives the process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+from kvtier.backends.cpu.handler import CpuHandler
+from kvtier.backends.cpu.region import (
+    SUFFIX,
+    OwnedRegion,
+    Region,
+    RegionInUse,
+    leftovers,
+    plan_region,
+    remove,
+)
+from kvtier.backends.cpu.tier import CpuSpec, CpuTier
+from kvtier.core.backend import Backend, TierContext
+from kvtier.core.disk import Disk
+from kvtier.core.eviction import create_policy, policy_names
+from kvtier.core.record import record_bytes
+from kvtier.core.settings import Duration, Persistence, TierSettings
+from kvtier.errors import ConfigError, MediumError
+
+__all__ = [
+    "BACKEND",
+    "CpuBackend",
+    "CpuHandler",
+    "CpuSettings",
+    "CpuSpec",
+    "CpuTier",
+    "Region",
+    "RegionInUse",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class CpuSettings(TierSettings, frozen=True, kw_only=True, tag="cpu"):
+    """Blocks in shared memory: the tier that engines copy from and to."""
+
+    path: str = "/dev/shm"
+    """A folder on tmpfs (or hugetlbfs) in which the region lies."""
+    name: str = "kv"
+    """Names the region: a restarted engine finds its blocks under the same name."""
+    persistence: Persistence = Persistence.KEEP
+    """Whether the region outlives the process."""
+    keep_for: Duration = Duration(7 * 86400.0)
+    """A region that nobody attached to for so long is removed by the next engine that starts."""
+    huge_pages: bool = False
+    """Ask for huge pages; where the system gives none, say why and go on without."""
+
+
+class CpuBackend(Backend[CpuSettings]):
+    """Makes or finds the region (tier), or maps it (handler)."""
+
+    kind = "cpu"
+    settings = CpuSettings
+    spec = CpuSpec
+    host = True
+
+    def check(self, settings: CpuSettings, record_bytes: int | None) -> None:
+        if settings.eviction not in policy_names():
+            raise ConfigError(
+                ".eviction",
+                f"there is no eviction policy {settings.eviction!r}",
+                f"write one of {', '.join(policy_names())}",
+            )
+        if not settings.name or "/" in settings.name or len(settings.name) > 100:
+            raise ConfigError(
+                ".name", f"{settings.name!r} cannot name a region", "write a short word without /"
+            )
+        folder = Path(settings.path)
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(
+                ".path",
+                f"{settings.path} is not a folder where you may write",
+                "name a folder on tmpfs, like /dev/shm",
+            )
+        size = _capacity(settings)
+        if record_bytes is not None:
+            try:
+                plan_region(size, record_bytes, bytes(16), discard=False)
+            except MediumError as error:
+                raise ConfigError(".capacity", str(error)) from error
+        if size > Disk().total_bytes(folder):
+            raise ConfigError(
+                ".capacity",
+                f"{settings.capacity} is more than the whole of {settings.path}",
+                f"write at most {Disk().total_bytes(folder)} bytes, or enlarge that tmpfs",
+            )
+
+    def open_tier(
+        self, settings: CpuSettings, context: TierContext, disk: Disk | None = None
+    ) -> CpuTier:
+        folder = Path(settings.path)
+        path = region_path(settings, context)
+        for left in leftovers(folder, settings.keep_for.seconds, time.time()):
+            if left != path:
+                logger.info("removing CPU region %s: nobody uses it any more", left)
+                remove(left)
+        discard = settings.persistence is Persistence.DISCARD
+        wanted = plan_region(
+            _capacity(settings),
+            record_bytes(context.namespace.payload_bytes),
+            context.namespace.digest,
+            discard=discard,
+        )
+        owned = OwnedRegion(path, wanted, disk or Disk())
+        if settings.huge_pages and (reason := owned.region.advise_huge_pages()):
+            logger.warning("the CPU region %s has no huge pages: %s", path, reason)
+        return CpuTier(owned, create_policy(settings.eviction), discard=discard)
+
+    def open_handler(self, settings: CpuSettings, context: TierContext) -> CpuHandler:
+        return CpuHandler(Region.attach(region_path(settings, context)))
+
+    def identity(self, settings: CpuSettings) -> str | None:
+        return f"cpu:{Path(settings.path).resolve()}/{settings.name}"
+
+
+def region_path(settings: CpuSettings, context: TierContext) -> Path:
+    """Where the region of an engine lies."""
+    return Path(settings.path) / f"kvtier-{os.getuid()}-{settings.name}-{context.engine}{SUFFIX}"
+
+
+def _capacity(settings: CpuSettings) -> int:
+    return settings.capacity.resolve(Disk().total_bytes(Path(settings.path)))
+
+
+BACKEND = CpuBackend()

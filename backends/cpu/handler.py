@@ -1,0 +1,63 @@
+"""The data side of the region: records in place, for the mover and for an engine's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.backends.cpu.region import Region
+from kvtier.backends.cpu.tier import CpuSpec
+from kvtier.core.record import Buffer
+from kvtier.core.slab import layout
+from kvtier.core.tier import HostHandler
+from kvtier.types import BlockKey, LoadStoreSpec, Outcome
+
+
+class CpuHandler(HostHandler):
+    """Maps the region that the engine's tier owns."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+
+    def views(self, spec: LoadStoreSpec) -> list[Buffer]:
+        data, size = self.region.data, self.region.header.slot_bytes
+        return [data[slot * size : (slot + 1) * size] for slot in _slots(spec)]
+
+    def landed(self, spec: LoadStoreSpec, index: int, outcome: Outcome) -> None:
+        slot = _slots(spec)[index]
+        if self.region.state(slot) == layout.RESERVED:
+            state = layout.ARRIVED if outcome.ok else layout.FAILED
+            self.region.table[layout.entry_at(slot)] = state
+
+    def load(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        outcomes = []
+        for slot, key, buffer in zip(_slots(spec), keys, into, strict=True):
+            before = self.region.entry(slot)
+            record = self.region.record(slot)
+            buffer[: len(record)] = record
+            mine = before[0] == layout.VALID and layout.entry_key(self.region.table, slot) == key
+            kept = self.region.entry(slot) == before
+            outcomes.append(Outcome.OK if mine and kept else Outcome.GONE)
+        return outcomes
+
+    def store(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
+    ) -> list[Outcome]:
+        outcomes = []
+        for slot, key, record in zip(_slots(spec), keys, records, strict=True):
+            if layout.entry_key(self.region.table, slot) != key:
+                outcomes.append(Outcome.GONE)
+                continue
+            self.region.record(slot)[: len(record)] = record
+            outcomes.append(Outcome.OK)
+        return outcomes
+
+    def close(self) -> None:
+        self.region.close()
+
+
+def _slots(spec: LoadStoreSpec) -> list[int]:
+    if not isinstance(spec, CpuSpec):
+        raise TypeError(f"a CPU tier cannot reach {type(spec).__name__}")
+    return spec.slots

@@ -1,0 +1,301 @@
+"""A named region of shared memory that outlives the processes that map it.
+
+One file on tmpfs: header page, table, slots. Its owner (an engine's scheduler) holds an exclusive
+lock on the `.owner` file beside it; everyone who maps it holds a shared lock on the region itself.
+So a new owner can tell whether the workers of a dead one are really gone, and anyone can tell
+whether a region is in use at all. The kernel drops both locks with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvtier.core.disk import Disk
+from kvtier.core.record import ALIGN, Buffer, padded
+from kvtier.core.slab.layout import (
+    ENTRY_BYTES,
+    FLAG_DISCARD,
+    SLOTS_MAX,
+    TABLE_AT,
+    SlabHeader,
+    entry_at,
+)
+from kvtier.errors import FormatError, MediumError
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".region"
+_HUGE = 2 << 20
+_DYING_S = 5.0
+"""How long a new owner waits for processes of a killed engine to disappear."""
+
+
+class RegionInUse(MediumError):
+    """Another live engine owns this region."""
+
+
+class Region:
+    """A mapped region. `table` and `slots` are views of shared memory, valid until `close`."""
+
+    def __init__(self, path: Path, fd: int, header: SlabHeader) -> None:
+        self.path = path
+        self.header = header
+        self._fd = fd
+        size = header.data_at + header.slots * header.slot_bytes
+        self._map = mmap.mmap(fd, size)
+        self._view = memoryview(self._map)
+        self.table = self._view[: header.table_bytes]
+        self.data = self._view[header.data_at :]
+
+    @classmethod
+    def attach(cls, path: Path) -> Region:
+        """Map a region that an owner has made; raises MediumError or FormatError."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise MediumError(
+                f"cannot open the CPU region {path} ({error.strerror}): its engine makes it first"
+            ) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return cls(path, fd, read_header(fd))
+        except BlockingIOError:
+            os.close(fd)
+            raise MediumError(f"the CPU region {path} is being taken over: try again") from None
+        except (FormatError, OSError, ValueError):
+            os.close(fd)
+            raise
+
+    def record(self, slot: int) -> Buffer:
+        """A slot's record, in place."""
+        at = slot * self.header.slot_bytes
+        return self.data[at : at + self.header.slot_bytes]
+
+    def state(self, slot: int) -> int:
+        """The state byte of a slot's entry."""
+        return self.table[TABLE_AT + slot * ENTRY_BYTES]
+
+    def entry(self, slot: int) -> bytes:
+        """A slot's entry as it stands: who copies a record compares it before and after."""
+        at = entry_at(slot)
+        return bytes(self.table[at : at + ENTRY_BYTES])
+
+    def advise_huge_pages(self) -> str | None:
+        """Ask for huge pages; the reason if the system will not give them."""
+        try:
+            mode = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            return f"the kernel refuses them ({error.strerror})"
+        if "[never]" in mode or "[deny]" in mode:
+            return "set /sys/kernel/mm/transparent_hugepage/shmem_enabled to advise"
+        return None
+
+    def close(self) -> None:
+        """Unmap; whoever still holds a view of a record keeps the mapping alive until it drops."""
+        for view in (self.table, self.data, self._view):
+            view.release()
+        with contextlib.suppress(BufferError):
+            self._map.close()
+        # By word, because a mapping that lives on holds a duplicate of the descriptor.
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        os.close(self._fd)
+
+
+def read_header(fd: int) -> SlabHeader:
+    """The checked header of a region whose file is as long as it says."""
+    header = SlabHeader.unpack(os.pread(fd, TABLE_AT, 0))
+    size = header.data_at + header.slots * header.slot_bytes
+    if header.data_at < header.table_bytes or header.data_at % ALIGN:
+        raise FormatError("the region's header is inconsistent")
+    if os.fstat(fd).st_size < size:
+        raise FormatError(f"the region is cut short: {os.fstat(fd).st_size} bytes of {size}")
+    return header
+
+
+def plan_region(capacity: int, slot_bytes: int, namespace: bytes, *, discard: bool) -> SlabHeader:
+    """The largest region within `capacity`, table included; raises MediumError if none fits."""
+    slots = min((capacity - TABLE_AT - ALIGN) // (slot_bytes + ENTRY_BYTES), SLOTS_MAX)
+    if slots < 1:
+        raise MediumError(
+            f"a CPU tier of {capacity} bytes holds not one block of {slot_bytes}: raise capacity "
+            f"to at least {TABLE_AT + ALIGN + slot_bytes + ENTRY_BYTES} bytes"
+        )
+    return SlabHeader(
+        slots=slots,
+        slot_bytes=slot_bytes,
+        data_at=padded(TABLE_AT + slots * ENTRY_BYTES),
+        slab_id=0,
+        namespace=namespace,
+        flags=FLAG_DISCARD if discard else 0,
+    )
+
+
+class OwnedRegion:
+    """A region with the owner's lock held: found as it was left, or made anew."""
+
+    def __init__(self, path: Path, wanted: SlabHeader, disk: Disk) -> None:
+        self.path = path
+        self._disk = disk
+        self._lock = _lock_owner(path)
+        try:
+            self.region = self._open(wanted)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _open(self, wanted: SlabHeader) -> Region:
+        if self.path.exists():
+            reason = self._unusable(wanted)
+            if reason is None:
+                return Region.attach(self.path)
+            logger.warning("CPU region %s is made anew: %s", self.path, reason)
+            self.path.unlink(missing_ok=True)
+        return self._create(wanted)
+
+    def _unusable(self, wanted: SlabHeader) -> str | None:
+        """Why the region that is there cannot be taken over; None if it can."""
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            return f"it cannot be opened ({error.strerror})"
+        try:
+            if not _wait_exclusive(fd):
+                return "processes of an earlier engine still write to it"
+            found = read_header(fd)
+        except (FormatError, OSError) as error:
+            return str(error)
+        finally:
+            os.close(fd)
+        if found.namespace != wanted.namespace:
+            return "it belongs to another namespace (model, layout or version)"
+        if (found.slots, found.slot_bytes) != (wanted.slots, wanted.slot_bytes):
+            return "its capacity has changed"
+        return None
+
+    def _create(self, header: SlabHeader) -> Region:
+        size = header.data_at + header.slots * header.slot_bytes
+        making = self.path.with_suffix(".making")
+        self._disk.unlink(making)
+        try:
+            fd = self._disk.open(making, create=True)
+            try:
+                self._disk.allocate(fd, size)
+                os.pwrite(fd, header.pack(), 0)
+            finally:
+                self._disk.close(fd)
+            making.rename(self.path)
+        except OSError as error:
+            self._disk.unlink(making)
+            free = self._disk.free_bytes(self.path.parent)
+            raise MediumError(
+                f"cannot make a CPU region of {size} bytes in {self.path.parent} "
+                f"({error.strerror}; {free} bytes are free there): lower the cpu tier's capacity, "
+                "or give shared memory more room (in containers: --shm-size)"
+            ) from error
+        return Region.attach(self.path)
+
+    def close(self, *, remove: bool) -> None:
+        """Give the region up; its blocks stay for the next owner unless it is removed."""
+        if remove:
+            self.path.unlink(missing_ok=True)
+        else:
+            with contextlib.suppress(OSError):
+                os.utime(self.path)
+        self.region.close()
+        if remove:
+            _owner_path(self.path).unlink(missing_ok=True)
+        os.close(self._lock)
+
+
+def _owner_path(path: Path) -> Path:
+    return path.with_suffix(".owner")
+
+
+def _lock_owner(path: Path) -> int:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(_owner_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise MediumError(
+            f"cannot make a CPU region in {path.parent} ({error.strerror}): "
+            "set the cpu tier's path to a folder on tmpfs where you may write"
+        ) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise RegionInUse(
+            f"the CPU region {path} is in use by another engine: give each engine its own name"
+        ) from None
+    return fd
+
+
+def _wait_exclusive(fd: int, sleep: Callable[[float], None] = time.sleep) -> bool:
+    """Whether nobody maps the region any more, after waiting a little for the dying."""
+    for _ in range(int(_DYING_S / 0.05)):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            sleep(0.05)
+    return False
+
+
+def in_use(path: Path) -> bool:
+    """Whether any live process owns or maps the region."""
+    for candidate in (path, _owner_path(path)):
+        try:
+            fd = os.open(candidate, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+    return False
+
+
+def regions(folder: Path) -> Iterator[Path]:
+    """All of this user's regions in a folder."""
+    for path in sorted(folder.glob(f"kvtier-*{SUFFIX}")):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid == os.getuid():
+                yield path
+
+
+def leftovers(folder: Path, keep_s: float, now: float) -> list[Path]:
+    """Regions that nobody will attach to again: unused, and either meant to be discarded, damaged,
+    or not attached for `keep_s` seconds."""
+    found = []
+    for path in regions(folder):
+        try:
+            if in_use(path):
+                continue
+            with path.open("rb") as file:
+                header = read_header(file.fileno())
+            expired = now - path.stat().st_mtime > keep_s
+            if header.flags & FLAG_DISCARD or expired:
+                found.append(path)
+        except FormatError:
+            found.append(path)
+        except OSError:
+            continue
+    return found
+
+
+def remove(path: Path) -> None:
+    """Delete a region and what lies beside it."""
+    for victim in (path, _owner_path(path), path.with_suffix(".making")):
+        victim.unlink(missing_ok=True)

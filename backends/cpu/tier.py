@@ -1,0 +1,113 @@
+"""The catalogue of a CPU region: dictionaries, written through to the mapped table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Self
+
+import numpy as np
+
+from kvtier.backends.cpu.region import OwnedRegion
+from kvtier.core.eviction import EvictionPolicy
+from kvtier.core.slab import layout
+from kvtier.core.slab.tier import SlabTier
+from kvtier.types import BlockKey, LoadStoreSpec, TierStats
+
+
+class CpuSpec(LoadStoreSpec, tag="cpu"):
+    """Slot numbers of the engine's region."""
+
+    medium: ClassVar[str] = "cpu"
+    slots: list[int]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def select(self, start: int, stop: int) -> Self:
+        return type(self)(self.slots[start:stop])
+
+    @classmethod
+    def join(cls, pieces: Sequence[Self]) -> Self:
+        return cls([slot for piece in pieces for slot in piece.slots])
+
+
+class CpuTier(SlabTier):
+    """Slots in shared memory; a commit is one byte written to the table."""
+
+    def __init__(
+        self,
+        owned: OwnedRegion,
+        policy: EvictionPolicy,
+        *,
+        discard: bool,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        header = owned.region.header
+        super().__init__("cpu", header.slot_bytes, policy, clock)
+        self.region = owned.region
+        self._owned_region = owned
+        self._discard = discard
+        self._table = owned.region.table
+        self._key_of = [None] * header.slots
+        self._policy.resize(header.slots)
+        self._recover(header.slots)
+
+    def _recover(self, slots: int) -> None:
+        """Take over what an earlier owner committed, and free what it had not."""
+        entries = layout.read_entries(self._table, slots)
+        states = entries["state"]
+        valid = layout.committed(entries)
+        valid = valid[np.argsort(entries["stored_at"][valid], kind="stable")]
+        stored_at = entries["stored_at"][valid].astype(float).tolist()
+        self._generation = int(entries["generation"].max(initial=0))
+        bad = np.flatnonzero(states == layout.BAD).tolist()
+        copies = self._adopt(valid.tolist(), layout.keys_of(entries[valid]), stored_at)
+        held = np.zeros(slots, bool)
+        held[valid] = True
+        held[bad] = True
+        del entries, states
+        self._quarantine.extend(bad)
+        free = np.flatnonzero(~held).tolist() + copies
+        self._make_free(free)
+
+    def _locate(self, slots: list[int]) -> CpuSpec:
+        return CpuSpec(slots)
+
+    def _on_reserved(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        table, entry_bytes, table_at = self._table, layout.ENTRY_BYTES, layout.TABLE_AT
+        self._generation = (self._generation + 1) & 0xFFFFFFFF
+        now = int(self._clock())
+        for slot, key in zip(slots, keys, strict=True):
+            at = table_at + slot * entry_bytes
+            table[at : at + entry_bytes] = layout.pack_entry(
+                layout.FREE, key, self._generation, now
+            )
+            table[at] = layout.RESERVED
+
+    def _set_state(self, slots: Sequence[int], state: int) -> None:
+        table, entry_bytes, table_at = self._table, layout.ENTRY_BYTES, layout.TABLE_AT
+        for slot in slots:
+            table[table_at + slot * entry_bytes] = state
+
+    def _on_committed(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        self._set_state(slots, layout.VALID)
+
+    def _make_free(self, slots: Sequence[int]) -> None:
+        self._set_state(slots, layout.FREE)
+        super()._make_free(slots)
+
+    def _on_dropped(self, slots: Sequence[int]) -> None:
+        self._set_state(slots, layout.FREE)
+
+    def _on_quarantined(self, slot: int, key: BlockKey) -> None:
+        self._set_state([slot], layout.BAD)
+
+    def stats(self) -> TierStats:
+        stats = super().stats()
+        stats.bytes_capacity = len(self._key_of) * self.slot_bytes
+        return stats
+
+    def close(self) -> None:
+        self._table = memoryview(b"")
+        self._owned_region.close(remove=self._discard)

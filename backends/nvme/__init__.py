@@ -1,0 +1,137 @@
+"""The NVMe tier: preallocated slabs of aligned slots in a folder, shared by several processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvtier.backends.nvme.folder import Limits, NvmeFolder
+from kvtier.backends.nvme.handler import NvmeHandler
+from kvtier.backends.nvme.keeper import Keeper
+from kvtier.backends.nvme.spec import NvmeSpec
+from kvtier.backends.nvme.tier import NvmeTier
+from kvtier.core.backend import Backend, TierContext
+from kvtier.core.disk import Disk
+from kvtier.core.eviction import create_policy, policy_names
+from kvtier.core.record import record_bytes
+from kvtier.core.settings import (
+    ByteSize,
+    Count,
+    Durability,
+    Persistence,
+    TierSettings,
+)
+from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
+from kvtier.errors import ConfigError
+
+__all__ = [
+    "BACKEND",
+    "NvmeBackend",
+    "NvmeHandler",
+    "NvmeSettings",
+    "NvmeSpec",
+    "NvmeTier",
+]
+
+_SLAB_MIN = 64 << 20
+_SLAB_MAX = 1 << 30
+_SMALL_FILES = 64 << 10
+"""Room kept for the namespace's description and the like."""
+
+
+class NvmeSettings(TierSettings, frozen=True, kw_only=True, tag="nvme"):
+    """Blocks on a local disk, in a folder that several engines and the command line may share."""
+
+    path: str
+    """The folder; it is made if its parent exists. Everything in it counts against `capacity`."""
+    free_floor: ByteSize = ByteSize(1 << 30)
+    """Room that must stay free on the file system, whatever the capacity says."""
+    persistence: Persistence = Persistence.KEEP
+    """Whether blocks outlive the process."""
+    durability: Durability = Durability.PROCESS
+    """Whether a committed block survives the death of processes, or a loss of power too."""
+    threads: Count = 8
+    """How many reads and writes are under way at once."""
+    direct: bool = True
+    """Go around the page cache where the file system allows it."""
+
+
+class NvmeBackend(Backend[NvmeSettings]):
+    """Opens the catalogue (with its keeper) and the data side of a folder."""
+
+    kind = "nvme"
+    settings = NvmeSettings
+    spec = NvmeSpec
+
+    def check(self, settings: NvmeSettings, record_bytes: int | None) -> None:
+        if settings.eviction not in policy_names():
+            raise ConfigError(
+                ".eviction",
+                f"there is no eviction policy {settings.eviction!r}",
+                f"write one of {', '.join(policy_names())}",
+            )
+        folder = Path(settings.path)
+        standing = folder if folder.exists() else folder.parent
+        if not standing.is_dir():
+            raise ConfigError(
+                ".path", f"{standing} is not a folder", "make it, or name one that exists"
+            )
+        if not os.access(standing, os.W_OK | os.X_OK):
+            raise ConfigError(".path", f"no right to write in {standing}", "change its owner")
+        total = Disk().total_bytes(standing)
+        size = settings.capacity.resolve(total)
+        if size > total:
+            raise ConfigError(
+                ".capacity",
+                f"{settings.capacity} is more than the whole file system of {settings.path}",
+                f"write at most {total} bytes, or a share like 80%",
+            )
+        least = _least(record_bytes or 4096)
+        if size < least:
+            raise ConfigError(
+                ".capacity",
+                f"{settings.capacity} holds not one block",
+                f"write at least {least} bytes",
+            )
+
+    def open_tier(
+        self, settings: NvmeSettings, context: TierContext, disk: Disk | None = None
+    ) -> NvmeTier:
+        disk = disk or Disk()
+        folder = NvmeFolder(Path(settings.path), context.namespace, disk)
+        keep = settings.persistence is Persistence.KEEP
+        capacity = settings.capacity.resolve(disk.total_bytes(folder.root))
+        limits = Limits(
+            capacity=capacity,
+            free_floor=settings.free_floor.bytes,
+            slot_bytes=record_bytes(context.namespace.payload_bytes),
+            slab_bytes=min(capacity, max(_SLAB_MIN, min(_SLAB_MAX, capacity // 16))),
+            discard=not keep,
+        )
+        keeper = Keeper(folder, limits, keep=keep)
+        tier = NvmeTier(keeper, create_policy(settings.eviction))
+        keeper.start()
+        return tier
+
+    def open_handler(
+        self, settings: NvmeSettings, context: TierContext, disk: Disk | None = None
+    ) -> NvmeHandler:
+        return NvmeHandler(
+            Path(settings.path),
+            context.namespace,
+            threads=settings.threads,
+            direct=settings.direct,
+            power_safe=settings.durability is Durability.POWER,
+            disk=disk,
+        )
+
+    def identity(self, settings: NvmeSettings) -> str | None:
+        return f"nvme:{Path(settings.path).resolve()}"
+
+
+def _least(slot_bytes: int) -> int:
+    """The smallest capacity with which one block can be kept."""
+    return slot_bytes + ENTRY_BYTES + TABLE_AT + _SMALL_FILES
+
+
+BACKEND = NvmeBackend()

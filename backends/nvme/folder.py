@@ -1,0 +1,368 @@
+"""The folder that an NVMe tier lives in: slabs by namespace, their owners, and the byte budget.
+
+Every slab has one owner, the only process that writes to it; everyone may read it. An owner is
+alive while somebody holds a shared lock on its file in `owners/` (its tier and its handlers do, and
+the kernel drops the lock with them). Slabs of the dead are adopted with all they hold. What
+concerns several processes (owners, new slabs, the budget) is decided under one folder-wide lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from kvtier.core.disk import Disk
+from kvtier.core.slab.layout import (
+    ENTRY_BYTES,
+    FLAG_DISCARD,
+    OWNER,
+    OWNER_AT,
+    SLOTS_MAX,
+    TABLE_AT,
+    SlabHeader,
+)
+from kvtier.errors import FormatError, MediumError
+from kvtier.types import Namespace
+
+DATA_SUFFIX = ".slab"
+TABLE_SUFFIX = ".table"
+_MAKING = ".making"
+_LOCK_WAIT_S = 10.0
+NOBODY = 0
+
+
+class FolderBusy(MediumError):
+    """Another process holds the folder's lock for too long."""
+
+
+class SlabFile(msgspec.Struct, frozen=True):
+    """A slab as it lies in the folder."""
+
+    header: SlabHeader
+    owner: int
+
+    @property
+    def id(self) -> int:
+        return self.header.slab_id
+
+
+class NvmeFolder:
+    """One namespace's part of a folder, and the folder-wide rules it obeys."""
+
+    def __init__(self, root: Path, namespace: Namespace, disk: Disk) -> None:
+        self.root = root
+        self.disk = disk
+        self.namespace = namespace
+        self.home = root / namespace.id
+        self.owners = self.home / "owners"
+        self._lock_fd = -1
+        self.establish()
+
+    def establish(self) -> None:
+        """Make what is missing of the folder; raises MediumError if it cannot be used."""
+        try:
+            for folder in (self.root, self.home, self.owners):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if self._lock_fd >= 0:
+                os.close(self._lock_fd)
+            self._lock_fd = lock
+            with self.locked():
+                self._describe()
+        except OSError as error:
+            raise MediumError(
+                f"cannot use {self.root} for an NVMe tier ({error.strerror}): name a folder where "
+                "you may write, on a local disk"
+            ) from error
+
+    def _describe(self) -> None:
+        """Leave the namespace's JSON beside the data, for people and for `explain`."""
+        path, text = self.home / "namespace.json", self.namespace.to_json()
+        if path.is_file() and path.read_bytes() == text:
+            return
+        making = path.with_suffix(f".{secrets.token_hex(4)}{_MAKING}")
+        making.write_bytes(text)
+        making.chmod(0o600)
+        making.rename(path)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder's lock; raises FolderBusy rather than wait without end."""
+        end = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise FolderBusy(f"{self.root} is locked by a process that hangs") from None
+                time.sleep(0.002)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+
+    # -- owners ----------------------------------------------------------------------------
+
+    def claim(self) -> tuple[int, int]:
+        """Become an owner: an identity and the descriptor whose lock keeps it alive."""
+        with self.locked():
+            while True:
+                owner = secrets.randbits(32)
+                with contextlib.suppress(FileExistsError):
+                    if owner != NOBODY:
+                        path = owner_path(self.owners, owner)
+                        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                        fcntl.flock(fd, fcntl.LOCK_SH)
+                        return owner, fd
+
+    def alive(self, owner: int) -> bool:
+        """Whether some process still acts for this owner."""
+        return owner != NOBODY and _held(owner_path(self.owners, owner))
+
+    def alone(self, owner: int) -> bool:
+        """Whether no other owner of this namespace is alive."""
+        mine = owner_path(self.owners, owner)
+        return not any(_held(path) for path in self.owners.glob("*") if path != mine)
+
+    def last_written(self, slab_id: int) -> float:
+        """When a block was last stored in a slab."""
+        try:
+            return self.table_path(slab_id).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def hungry_neighbours(self, owner: int) -> tuple[int, set[str]]:
+        """How many owners are alive in the whole folder, and the namespaces of those other than
+        `owner` that wait for room."""
+        count, waiting = 0, set()
+        for path in self.root.glob("*/owners/*"):
+            if path == owner_path(self.owners, owner):
+                count += 1
+            elif _held(path):
+                count += 1
+                with contextlib.suppress(OSError):
+                    if path.read_bytes() == b"hungry":
+                        waiting.add(path.parent.parent.name)
+        return count, waiting
+
+    # -- slabs -----------------------------------------------------------------------------
+
+    def slab_ids(self) -> set[int]:
+        """The slabs that are there now, whole."""
+        return {
+            int(path.stem, 16) for path in self.home.glob(f"*{TABLE_SUFFIX}") if _is_id(path.stem)
+        }
+
+    def data_path(self, slab_id: int) -> Path:
+        return self.home / f"{slab_id:08x}{DATA_SUFFIX}"
+
+    def table_path(self, slab_id: int) -> Path:
+        return self.home / f"{slab_id:08x}{TABLE_SUFFIX}"
+
+    def read_table(self, slab_id: int) -> tuple[SlabFile, bytes]:
+        """Header and entries of a slab; raises FormatError or OSError if they are not in order."""
+        path = self.table_path(slab_id)
+        fd = self.disk.open(path)
+        try:
+            table = bytearray(os.fstat(fd).st_size)
+            done = self.disk.readv(fd, [memoryview(table)], 0)
+        finally:
+            self.disk.close(fd)
+        header = SlabHeader.unpack(memoryview(table))
+        if header.namespace != self.namespace.digest or header.slab_id != slab_id:
+            raise FormatError(f"{path} belongs to another slab or namespace")
+        if done < header.table_bytes:
+            raise FormatError(f"{path} is cut short")
+        data_bytes = self.data_path(slab_id).stat().st_size
+        if data_bytes < header.slots * header.slot_bytes:
+            raise FormatError(f"{self.data_path(slab_id)} is cut short")
+        return SlabFile(header, OWNER.unpack_from(table, OWNER_AT)[0]), bytes(table)
+
+    def write_owner(self, slab_id: int, owner: int) -> None:
+        """Hand a slab over; only under the folder's lock."""
+        fd = self.disk.open(self.table_path(slab_id))
+        try:
+            self.disk.writev(fd, [memoryview(OWNER.pack(owner))], OWNER_AT)
+        finally:
+            self.disk.close(fd)
+
+    def create_slab(self, owner: int, slots_max: int, limits: Limits) -> SlabFile | None:
+        """A new empty slab within the budget and above the floor; None if there is no room."""
+        slot_bytes = limits.slot_bytes
+        with self.locked():
+            self._sweep()
+            room = limits.capacity - used_bytes(self.root)
+            slots = min(slots_max, _slots_in(room, slot_bytes), SLOTS_MAX)
+            if slots < 1 or (slots < slots_max and self._reclaim(limits)):
+                room = limits.capacity - used_bytes(self.root)
+                slots = min(slots_max, _slots_in(room, slot_bytes), SLOTS_MAX)
+            free = self.disk.free_bytes(self.root) - limits.free_floor
+            slots = min(slots, _slots_in(free, slot_bytes))
+            if slots < 1:
+                return None
+            header = SlabHeader(
+                slots=slots,
+                slot_bytes=slot_bytes,
+                data_at=0,
+                slab_id=self._new_id(),
+                namespace=self.namespace.digest,
+                flags=FLAG_DISCARD if limits.discard else 0,
+            )
+            # The lengths count against the budget at once; the room is taken outside the lock.
+            making = self._making(header.slab_id, owner)
+            fds = [self.disk.open(path, create=True) for path in making]
+            for fd, size in zip(fds, (slots * slot_bytes, header.table_bytes), strict=True):
+                os.ftruncate(fd, size)
+        return self._finish(fds, header, owner)
+
+    def _making(self, slab_id: int, owner: int) -> tuple[Path, Path]:
+        """Data and table of a slab that is not whole yet; the maker's mark lets others clean up."""
+        stem = f"{slab_id:08x}.{owner:08x}"
+        return self.home / f"{stem}.data{_MAKING}", self.home / f"{stem}.table{_MAKING}"
+
+    def _finish(self, fds: list[int], header: SlabHeader, owner: int) -> SlabFile | None:
+        sizes = (header.slots * header.slot_bytes, header.table_bytes)
+        making = self._making(header.slab_id, owner)
+        whole = (self.data_path(header.slab_id), self.table_path(header.slab_id))
+        page = bytearray(header.pack().ljust(TABLE_AT, b"\0"))
+        OWNER.pack_into(page, OWNER_AT, owner)
+        try:
+            try:
+                for fd, size in zip(fds, sizes, strict=True):
+                    self.disk.allocate(fd, size)
+                self.disk.writev(fds[1], [memoryview(page)], 0)
+            finally:
+                for fd in fds:
+                    self.disk.close(fd)
+            with self.locked():
+                for source, target in zip(making, whole, strict=True):
+                    source.rename(target)
+        except OSError as error:
+            for path in (*making, *whole):
+                self.disk.unlink(path)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                return None
+            raise
+        return SlabFile(header, owner)
+
+    def _new_id(self) -> int:
+        while True:
+            slab_id = secrets.randbits(32)
+            if not self.table_path(slab_id).exists() and not self.data_path(slab_id).exists():
+                return slab_id
+
+    def remove_slab(self, slab_id: int) -> None:
+        """Delete a slab; whoever has it open finds it empty, so that its room is free at once."""
+        self.disk.unlink(self.table_path(slab_id))
+        with contextlib.suppress(OSError):
+            os.truncate(self.data_path(slab_id), 0)
+        self.disk.unlink(self.data_path(slab_id))
+
+    def _sweep(self) -> None:
+        """Under the lock: remove what the dead left half made, and their files."""
+        for path in self.root.glob("*/owners/*"):
+            if not _held(path):
+                self.disk.unlink(path)
+        for path in self.root.glob(f"*/*{_MAKING}"):
+            maker = path.name.split(".")[1]
+            if not (_is_id(maker) and _held(path.parent / "owners" / maker)):
+                self.disk.unlink(path)
+        for path in self.root.glob(f"*/*{DATA_SUFFIX}"):
+            if not path.with_suffix(TABLE_SUFFIX).exists():
+                self.disk.unlink(path)
+
+    def _reclaim(self, limits: Limits) -> bool:
+        """Under the lock: take the oldest slabs of namespaces that nobody uses until one of ours
+        fits; says whether anything was freed."""
+        wanted = limits.capacity - limits.slab_bytes
+        freed = False
+        for table in _idle_tables(self.root, self.home):
+            if used_bytes(self.root) <= wanted:
+                break
+            self.disk.unlink(table)
+            self.disk.unlink(table.with_suffix(DATA_SUFFIX))
+            freed = True
+            if not any(table.parent.glob(f"*{TABLE_SUFFIX}")):
+                shutil.rmtree(table.parent, ignore_errors=True)
+        return freed
+
+    def close(self) -> None:
+        os.close(self._lock_fd)
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What the settings allow, in bytes."""
+
+    capacity: int
+    free_floor: int
+    slot_bytes: int
+    slab_bytes: int
+    discard: bool = False
+
+
+def owner_path(owners: Path, owner: int) -> Path:
+    """The file whose lock keeps an owner alive."""
+    return owners / f"{owner:08x}"
+
+
+def hold_owner(owners: Path, owner: int) -> int:
+    """Act for an owner: its slabs are not adopted while the descriptor returned is open."""
+    fd = os.open(owner_path(owners, owner), os.O_RDWR | os.O_CLOEXEC)
+    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return fd
+
+
+def used_bytes(root: Path) -> int:
+    """Bytes of all files below the folder: what counts against the capacity."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(folder, name)).st_size  # noqa: PTH116, PTH118
+    return total
+
+
+def _slots_in(room: int, slot_bytes: int) -> int:
+    return max(0, room - TABLE_AT) // (slot_bytes + ENTRY_BYTES)
+
+
+def _is_id(text: str) -> bool:
+    return len(text) == 8 and all(c in "0123456789abcdef" for c in text)
+
+
+def _held(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _idle_tables(root: Path, home: Path) -> list[Path]:
+    """Tables of other namespaces without a live owner, least recently written first."""
+    found: list[tuple[float, Path]] = []
+    for other in root.iterdir():
+        if other == home or not (other / "namespace.json").is_file():
+            continue
+        if any(_held(path) for path in (other / "owners").glob("*")):
+            continue
+        for table in other.glob(f"*{TABLE_SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):
+                found.append((table.stat().st_mtime, table))
+    return [table for _, table in sorted(found)]

@@ -1,0 +1,299 @@
+"""The data side of an NVMe folder: records by direct I/O, entries of the table around them.
+
+Neighbouring slots are moved by one system call. A store writes the entry as RESERVED, then the
+record, then the entry as VALID: a process that dies in between leaves a slot that counts as free.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvtier.backends.nvme.folder import DATA_SUFFIX, TABLE_SUFFIX, hold_owner
+from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
+from kvtier.core.disk import Disk
+from kvtier.core.record import Buffer, record_bytes
+from kvtier.core.slab import layout
+from kvtier.core.tier import Handler
+from kvtier.errors import FormatError
+from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
+
+logger = logging.getLogger(__name__)
+
+_OPEN_SLABS_MAX = 256
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class OpenSlab:
+    """A slab's two files, open."""
+
+    def __init__(
+        self, home: Path, slab_id: int, disk: Disk, namespace: bytes, direct: bool
+    ) -> None:
+        self._disk = disk
+        self.direct = direct
+        self.table_fd = disk.open(home / f"{slab_id:08x}{TABLE_SUFFIX}")
+        try:
+            page = bytearray(layout.TABLE_AT)
+            disk.readv(self.table_fd, [memoryview(page)], 0)
+            header = layout.SlabHeader.unpack(memoryview(page))
+            if header.namespace != namespace or header.slab_id != slab_id:
+                raise FormatError("the slab belongs to another namespace")
+            self.slots, self.slot_bytes = header.slots, header.slot_bytes
+            self.data_fd = self._open_data(home / f"{slab_id:08x}{DATA_SUFFIX}")
+        except (FormatError, OSError):
+            disk.close(self.table_fd)
+            raise
+
+    def _open_data(self, path: Path) -> int:
+        if self.direct:
+            try:
+                return self._disk.open(path, direct=True)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+        return self._disk.open(path)
+
+    def deleted(self) -> bool:
+        """Whether the slab has been retired since it was opened."""
+        return os.fstat(self.table_fd).st_nlink == 0
+
+    def close(self) -> None:
+        self._disk.close(self.data_fd)
+        self._disk.close(self.table_fd)
+
+
+class NvmeHandler(Handler):
+    """Reads and writes the slots of one namespace's slabs; shared by the mover's threads."""
+
+    def __init__(
+        self,
+        root: Path,
+        namespace: Namespace,
+        *,
+        threads: int,
+        direct: bool,
+        power_safe: bool,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.concurrency = threads
+        self.batch_blocks = max(1, min(64, (2 << 20) // record_bytes(namespace.payload_bytes)))
+        self._home = root / namespace.id
+        self._namespace = namespace
+        self._digest = namespace.digest
+        self._direct = direct
+        self._power_safe = power_safe
+        self._disk = disk or Disk()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._slabs: OrderedDict[int, OpenSlab] = OrderedDict()
+        self._retired: list[OpenSlab] = []
+        self._busy = 0
+        self._owners: dict[int, int] = {}
+
+    # -- moving ----------------------------------------------------------------------------
+
+    def load(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        return self._each_run(_places(spec), keys, into, self._load_run)
+
+    def store(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
+    ) -> list[Outcome]:
+        places = _places(spec)
+        assert isinstance(spec, NvmeSpec)
+        if not self._acting_for(spec.owner):
+            return [Outcome.DROPPED] * len(places)
+        return self._each_run(places, keys, records, self._store_run)
+
+    def _each_run(
+        self,
+        places: Sequence[int],
+        keys: Sequence[BlockKey],
+        buffers: Sequence[Buffer],
+        move: Callable[[OpenSlab, int, Sequence[BlockKey], Sequence[Buffer]], Outcome],
+    ) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for start, stop in layout.runs(places):
+            count = stop - start
+            outcome = self._run(places[start], keys[start:stop], buffers[start:stop], move)
+            if outcome.ok or count == 1:
+                outcomes += [outcome] * count
+                continue
+            for index in range(start, stop):  # find out which of them it was
+                one = slice(index, index + 1)
+                outcomes.append(self._run(places[index], keys[one], buffers[one], move))
+        return outcomes
+
+    def _run(
+        self,
+        place: int,
+        keys: Sequence[BlockKey],
+        buffers: Sequence[Buffer],
+        move: Callable[[OpenSlab, int, Sequence[BlockKey], Sequence[Buffer]], Outcome],
+    ) -> Outcome:
+        try:
+            slab = self._borrow(place >> SLOT_BITS)
+        except FileNotFoundError:
+            return Outcome.GONE
+        except (FormatError, OSError) as error:
+            logger.debug("slab %08x cannot be opened: %s", place >> SLOT_BITS, error)
+            return Outcome.IO_ERROR
+        try:
+            slot = place & SLOT_MASK
+            if slot + len(keys) > slab.slots:
+                return Outcome.GONE
+            return move(slab, slot, keys, buffers)
+        except OSError as error:
+            refused = error.errno == errno.EINVAL and slab.direct
+            if not refused:
+                return Outcome.NO_SPACE if error.errno in _NO_SPACE else Outcome.IO_ERROR
+        finally:
+            self._give_back()
+        self._refuse_direct(place >> SLOT_BITS)
+        return self._run(place, keys, buffers, move)
+
+    def _load_run(
+        self, slab: OpenSlab, slot: int, keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> Outcome:
+        for at, buffers in self._pieces(slab, slot, keys, into):
+            wanted = sum(map(len, buffers))
+            if self._disk.readv(slab.data_fd, buffers, at) != wanted:
+                return self._read_rest(slab, buffers, at)
+        return Outcome.OK
+
+    def _read_rest(self, slab: OpenSlab, buffers: Sequence[Buffer], at: int) -> Outcome:
+        """After a short read: buffer by buffer, until the file really ends."""
+        for buffer in buffers:
+            done = 0
+            while done < len(buffer):
+                count = self._disk.readv(slab.data_fd, [buffer[done:]], at + done)
+                if count <= 0:
+                    return Outcome.GONE
+                done += count
+            at += len(buffer)
+        return Outcome.OK
+
+    def _store_run(
+        self, slab: OpenSlab, slot: int, keys: Sequence[BlockKey], records: Sequence[Buffer]
+    ) -> Outcome:
+        self._write_entries(slab, slot, keys, layout.RESERVED)
+        for at, buffers in self._pieces(slab, slot, keys, records):
+            self._write_all(slab.data_fd, buffers, at)
+        if self._power_safe:
+            self._disk.sync(slab.data_fd)
+        self._write_entries(slab, slot, keys, layout.VALID)
+        if self._power_safe:
+            self._disk.sync(slab.table_fd)
+        return Outcome.OK
+
+    def _write_entries(
+        self, slab: OpenSlab, slot: int, keys: Sequence[BlockKey], state: int
+    ) -> None:
+        now = int(self._clock())
+        entries = b"".join([layout.pack_entry(state, key, 0, now) for key in keys])
+        self._write_all(slab.table_fd, [memoryview(entries)], layout.entry_at(slot))
+
+    def _write_all(self, fd: int, buffers: Sequence[Buffer], at: int) -> None:
+        wanted = sum(map(len, buffers))
+        done = self._disk.writev(fd, buffers, at)
+        while done < wanted:
+            skip = done
+            for buffer in buffers:
+                if skip < len(buffer):
+                    break
+                skip -= len(buffer)
+            count = self._disk.writev(fd, [buffer[skip:]], at + done)
+            if count <= 0:
+                raise OSError(errno.EIO, "the device takes no more")
+            done += count
+
+    def _pieces(
+        self, slab: OpenSlab, slot: int, keys: Sequence[BlockKey], buffers: Sequence[Buffer]
+    ) -> list[tuple[int, list[Buffer]]]:
+        """What one system call each can move: the whole run if its records fill their slots."""
+        size = slab.slot_bytes
+        lengths = [record_bytes(self._namespace.payload_of(key)) for key in keys]
+        cut = [buffer[:length] for buffer, length in zip(buffers, lengths, strict=True)]
+        if all(length == size for length in lengths[:-1]):
+            return [(slot * size, cut)]
+        return [((slot + index) * size, [buffer]) for index, buffer in enumerate(cut)]
+
+    # -- files -----------------------------------------------------------------------------
+
+    def _borrow(self, slab_id: int) -> OpenSlab:
+        with self._lock:
+            slab = self._slabs.get(slab_id)
+            if slab is None:
+                slab = OpenSlab(self._home, slab_id, self._disk, self._digest, self._direct)
+                if self._direct and not slab.direct:
+                    self._say_buffered()
+                self._drop_deleted()
+                self._slabs[slab_id] = slab
+                if len(self._slabs) > _OPEN_SLABS_MAX:
+                    self._retired.append(self._slabs.popitem(last=False)[1])
+            self._slabs.move_to_end(slab_id)
+            self._busy += 1
+            return slab
+
+    def _drop_deleted(self) -> None:
+        for slab_id in [i for i, slab in self._slabs.items() if slab.deleted()]:
+            self._retired.append(self._slabs.pop(slab_id))
+
+    def _give_back(self) -> None:
+        with self._lock:
+            self._busy -= 1
+            if self._retired and not self._busy:
+                for slab in self._retired:
+                    slab.close()
+                self._retired.clear()
+
+    def _refuse_direct(self, slab_id: int) -> None:
+        """The file system took O_DIRECT at open but not at use: go on through the page cache."""
+        with self._lock:
+            if self._direct:
+                self._say_buffered()
+            slab = self._slabs.pop(slab_id, None)
+            if slab is not None:
+                self._retired.append(slab)
+
+    def _say_buffered(self) -> None:
+        self._direct = False
+        logger.warning(
+            "%s refuses direct I/O: reading and writing through the page cache", self._home
+        )
+
+    def _acting_for(self, owner: int) -> bool:
+        with self._lock:
+            if owner not in self._owners:
+                try:
+                    self._owners[owner] = hold_owner(self._home / "owners", owner)
+                except OSError as error:
+                    logger.warning("nobody owns these slots any more (%s): not stored", error)
+                    return False
+            return True
+
+    def close(self) -> None:
+        with self._lock:
+            for slab in [*self._slabs.values(), *self._retired]:
+                slab.close()
+            self._slabs.clear()
+            self._retired.clear()
+            for fd in self._owners.values():
+                os.close(fd)
+            self._owners.clear()
+
+
+def _places(spec: LoadStoreSpec) -> list[int]:
+    if not isinstance(spec, NvmeSpec):
+        raise TypeError(f"an NVMe tier cannot reach {type(spec).__name__}")
+    return spec.places

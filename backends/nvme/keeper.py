@@ -1,0 +1,328 @@
+"""What an NVMe tier must do on disk, kept off the thread that asks it questions.
+
+The keeper runs in a thread of its own and does all the file work: it finds slabs that others made,
+re-reads tables that changed, adopts slabs of the dead, makes new slabs before room runs out, gives
+room to neighbours that starve, and writes down what was dropped. What it learns it hands over as
+`News`, which the tier takes in at its next call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+
+import msgspec
+import numpy as np
+
+from kvtier.backends.nvme.folder import NOBODY, Limits, NvmeFolder, SlabFile, used_bytes
+from kvtier.core.slab import layout
+from kvtier.errors import FormatError, MediumError, NewerFormat
+from kvtier.types import BlockKey
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.02
+"""How long another process's commit may stay unknown here."""
+_HOUSEKEEPING_S = 1.0
+_RECENT_NS = 100_000_000
+"""File times are coarse: a table written this recently is read again even if it looks unchanged."""
+
+
+class News(msgspec.Struct):
+    """Something about a slab that the tier does not know yet."""
+
+    slab: SlabFile
+    mine: bool = False
+    gone: bool = False
+    wanted: str = ""
+    """ "yield" or "retire": a slab of ours should go to a neighbour, or go altogether."""
+    table: bytes | None = None
+    """Everything that the slab holds, where it becomes ours with its blocks."""
+    changes: tuple[list[int], list[BlockKey]] | None = None
+    """What changed in another's slab: slots, and the key of each (empty if it holds none)."""
+    written: list[int] | None = None
+    """Entries of these slots have been written down."""
+
+
+class Known(msgspec.Struct):
+    """A slab as the keeper last saw it."""
+
+    slab: SlabFile
+    mine: bool
+    changed_ns: int = 0
+    table: bytes = b""
+
+
+class Keeper:
+    """The file work of one tier. `news` is a queue from the keeper to the tier; the methods below
+    the line are the other direction."""
+
+    def __init__(self, folder: NvmeFolder, limits: Limits, *, keep: bool) -> None:
+        self.folder = folder
+        self.limits = limits
+        self.keep = keep
+        self.owner, self._owner_fd = folder.claim()
+        self.news: deque[News] = deque()
+        self._known: dict[int, Known] = {}
+        self._todo: deque[tuple[int, int, bytes]] = deque()
+        self._released: deque[tuple[int, bool]] = deque()
+        self._room_wanted = False
+        self._hungry = False
+        self._mutex = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._next_housekeeping = 0.0
+        self._thread: threading.Thread | None = None
+        self._said: set[str] = set()
+        self._broken: set[int] = set()
+        self._full_until = 0.0
+
+    def start(self) -> None:
+        """Begin to work in the background."""
+        self._thread = threading.Thread(target=self._run, name="kvtier-nvme-keeper", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            alone = all(known.mine for known in self._known.values())
+            self._wake.wait(_HOUSEKEEPING_S / 4 if alone else _LOOK_S)
+            self._wake.clear()
+            if not self._stopping:
+                self.work()
+
+    def work(self, *, thorough: bool = False) -> None:
+        """One round; `thorough` does the rarer parts too, whatever the time."""
+        with self._mutex:
+            try:
+                if not self.folder.owners.is_dir():
+                    self._begin_again()
+                self._write_down()
+                self._look_around()
+                now = time.monotonic()
+                if thorough or now >= self._next_housekeeping or self._room_wanted:
+                    self._next_housekeeping = now + _HOUSEKEEPING_S
+                    self._adopt_orphans()
+                    self._make_room()
+                    self._share()
+            except (OSError, MediumError) as error:
+                self._say_once(f"NVMe folder {self.folder.root}: {error}")
+
+    def _begin_again(self) -> None:
+        """The folder has been removed under us: make it anew, empty."""
+        self._say_once(f"NVMe folder {self.folder.root} was removed: starting over in a new one")
+        self.folder.establish()
+        os.close(self._owner_fd)
+        self.owner, self._owner_fd = self.folder.claim()
+        self._hungry = False
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            logger.warning("%s", message)
+
+    # -- looking ---------------------------------------------------------------------------
+
+    def _look_around(self) -> None:
+        present = self.folder.slab_ids()
+        for slab_id in [slab_id for slab_id in self._known if slab_id not in present]:
+            known = self._known.pop(slab_id)
+            self.news.append(News(known.slab, gone=True))
+        for slab_id in present:
+            self._look_at(slab_id)
+
+    def _look_at(self, slab_id: int) -> None:
+        known = self._known.get(slab_id)
+        if known is not None and known.mine:
+            return
+        try:
+            changed = self.folder.table_path(slab_id).stat().st_mtime_ns
+            if known is not None and known.changed_ns == changed:
+                return
+            slab, table = self.folder.read_table(slab_id)
+        except NewerFormat as error:
+            self._say_once(f"slab {slab_id:08x} is left alone: {error}")
+            return
+        except FormatError as error:
+            self._broken.add(slab_id)
+            self._say_once(f"slab {slab_id:08x} is broken: {error}")
+            return
+        except FileNotFoundError:
+            return
+        if time.time_ns() - changed < _RECENT_NS:
+            changed = 0
+        slots, keys = _changes(known.table if known else b"", table, slab.header.slots)
+        self._known[slab_id] = Known(slab, False, changed, table)
+        if slots or known is None:
+            self.news.append(News(slab, changes=(slots, keys)))
+
+    # -- owning ----------------------------------------------------------------------------
+
+    def _adopt_orphans(self) -> None:
+        orphans = [
+            known.slab
+            for known in self._known.values()
+            if not known.mine and not self.folder.alive(known.slab.owner)
+        ]
+        if not orphans and not self._broken:
+            return
+        with self.folder.locked():
+            for orphan in orphans:
+                with contextlib.suppress(FormatError, FileNotFoundError):
+                    self._adopt(orphan.id)
+            if self._broken and self.folder.alone(self.owner):
+                for slab_id in self._broken:
+                    self.folder.remove_slab(slab_id)
+                self._broken.clear()
+
+    def _adopt(self, slab_id: int) -> None:
+        slab, table = self.folder.read_table(slab_id)
+        if self.folder.alive(slab.owner):
+            return
+        if slab.header.flags & layout.FLAG_DISCARD or slab.header.slot_bytes != (
+            self.limits.slot_bytes
+        ):
+            self.folder.remove_slab(slab_id)
+            return
+        self.folder.write_owner(slab_id, self.owner)
+        self._known[slab_id] = Known(slab, True)
+        self.news.append(News(slab, mine=True, table=table))
+
+    def _make_room(self) -> None:
+        """Another slab, if one is wanted and the budget and the floor allow it."""
+        mine = sum(known.mine for known in self._known.values())
+        if not self._room_wanted and mine:
+            self._set_hungry(False)
+            return
+        self._room_wanted = False
+        slots = max(1, self.limits.slab_bytes // self.limits.slot_bytes)
+        slab = self.folder.create_slab(self.owner, slots, self.limits)
+        if slab is None:
+            self._full_until = time.monotonic() + _HOUSEKEEPING_S
+            self._set_hungry(mine * self._living() < len(self._known) or not mine)
+            return
+        self._known[slab.id] = Known(slab, True)
+        self.news.append(News(slab, mine=True))
+        self._set_hungry(False)
+
+    def _living(self) -> int:
+        return max(1, self.folder.hungry_neighbours(self.owner)[0])
+
+    def _set_hungry(self, hungry: bool) -> None:
+        if hungry != self._hungry:
+            self._hungry = hungry
+            os.pwrite(self._owner_fd, b"hungry" if hungry else b"\0\0\0\0\0\0", 0)
+
+    def _share(self) -> None:
+        """Give a slab away where neighbours starve, or up where the folder is over its limits."""
+        mine = sorted(
+            (known.slab for known in self._known.values() if known.mine),
+            key=lambda slab: self.folder.last_written(slab.id),
+        )
+        over = used_bytes(self.folder.root) > self.limits.capacity
+        low = self.folder.disk.free_bytes(self.folder.root) < self.limits.free_floor
+        if mine and (over or low):
+            self.news.append(News(mine[0], wanted="retire"))
+            return
+        living, starving = self.folder.hungry_neighbours(self.owner)
+        my_bytes = sum(slab.header.slots * slab.header.slot_bytes for slab in mine)
+        if starving and len(mine) > 1 and my_bytes > self.limits.capacity // living:
+            same = self.folder.namespace.id in starving
+            self.news.append(News(mine[0], wanted="yield" if same else "retire"))
+
+    # -- what the tier asks for --------------------------------------------------------------
+
+    def want_room(self) -> None:
+        """Slots are running out."""
+        if not self._room_wanted and time.monotonic() >= self._full_until:
+            self._room_wanted = True
+            self._wake.set()
+
+    def record(self, slab_id: int, slot: int, state: int, key: BlockKey) -> None:
+        """Write an entry down soon: dropped (FREE, no key) or quarantined (BAD). News says when it
+        is done; until then the slot must not be used."""
+        entry = layout.FREE_ENTRY if state == layout.FREE else layout.pack_entry(state, key, 0, 0)
+        self._todo.append((slab_id, slot, entry))
+        self._wake.set()
+
+    def release(self, slab_id: int, *, remove: bool) -> None:
+        """The tier has let go of a slab: hand it over, or delete it."""
+        self._released.append((slab_id, remove))
+        self._wake.set()
+
+    def flush(self) -> None:
+        """Write everything down that the tier has recorded so far."""
+        with self._mutex:
+            self._write_down()
+
+    def _write_down(self) -> None:
+        by_slab: dict[int, dict[int, bytes]] = {}
+        while self._todo:
+            slab_id, slot, entry = self._todo.popleft()
+            by_slab.setdefault(slab_id, {})[slot] = entry
+        for slab_id, entries in by_slab.items():
+            self._write_entries(slab_id, entries)
+            if known := self._known.get(slab_id):
+                self.news.append(News(known.slab, written=list(entries)))
+        while self._released:
+            slab_id, remove = self._released.popleft()
+            known = self._known.pop(slab_id, None)
+            if known is None:
+                continue
+            with self.folder.locked():
+                if remove:
+                    self.folder.remove_slab(slab_id)
+                else:
+                    self.folder.write_owner(slab_id, NOBODY)
+
+    def _write_entries(self, slab_id: int, entries: dict[int, bytes]) -> None:
+        disk = self.folder.disk
+        try:
+            fd = disk.open(self.folder.table_path(slab_id))
+        except FileNotFoundError:
+            return
+        try:
+            slots = sorted(entries)
+            for start, stop in layout.runs(slots):
+                data = b"".join([entries[slot] for slot in slots[start:stop]])
+                disk.writev(fd, [memoryview(data)], layout.entry_at(slots[start]))
+        finally:
+            disk.close(fd)
+
+    def close(self) -> None:
+        """Stop; slabs that need not outlive the process are deleted."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._mutex, contextlib.suppress(OSError, MediumError):
+            self._write_down()
+            if not self.keep:
+                with self.folder.locked():
+                    for slab_id in [i for i, known in self._known.items() if known.mine]:
+                        self.folder.remove_slab(slab_id)
+        os.close(self._owner_fd)
+        self.folder.close()
+
+
+def _changes(old: bytes, new: bytes, slots: int) -> tuple[list[int], list[BlockKey]]:
+    """The slots whose entries differ between two states of a table, with their present keys."""
+    entries = layout.read_entries(new, slots)
+    held = np.zeros(slots, bool)
+    held[layout.committed(entries)] = True
+    if len(old) == len(new):
+        words = (
+            np.frombuffer(table, np.uint64, slots * 8, layout.TABLE_AT) for table in (old, new)
+        )
+        before, after = (table.reshape(slots, 8) for table in words)
+        rows = np.flatnonzero((before != after).any(axis=1))
+    else:
+        rows = np.flatnonzero(held)
+    keys = layout.keys_of(entries[rows])
+    here = held[rows].tolist()
+    return rows.tolist(), [
+        key if present else BlockKey(b"") for key, present in zip(keys, here, strict=True)
+    ]

@@ -1,0 +1,274 @@
+"""The catalogue of an NVMe folder: answers from memory, leaves all file work to its keeper."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.backends.nvme.folder import SlabFile
+from kvtier.backends.nvme.keeper import Keeper, News
+from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec
+from kvtier.core.eviction import EvictionPolicy
+from kvtier.core.slab import layout
+from kvtier.core.slab.tier import SlabTier
+from kvtier.types import BlockKey, EventKind, TierStats
+
+
+class Place:
+    """A slab's range of this process's slot numbers."""
+
+    __slots__ = ("base", "lost", "mine", "slab")
+
+    def __init__(self, slab: SlabFile, base: int) -> None:
+        self.slab = slab
+        self.base = base
+        self.mine = False
+        self.lost = False
+        """The slab is no longer there; its range may be given to another."""
+
+    @property
+    def slots(self) -> range:
+        return range(self.base, self.base + self.slab.header.slots)
+
+
+class NvmeTier(SlabTier):
+    """Slots of all slabs of a namespace, numbered through; only those of own slabs are written."""
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        policy: EvictionPolicy,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__("nvme", keeper.limits.slot_bytes, policy, clock)
+        self._keeper = keeper
+        self._places: dict[int, Place] = {}
+        self._place_of = array("H")
+        self._by_index: list[Place] = []
+        self._origins: list[int] = []
+        self._unwritten: set[int] = set()
+        """Slots whose entries the keeper has still to write: not to be used before."""
+        self._low_water = max(1, keeper.limits.slab_bytes // keeper.limits.slot_bytes)
+        keeper.work(thorough=True)
+        self._catch_up()
+        if not self._free:
+            keeper.want_room()
+
+    # -- news ------------------------------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        news = self._keeper.news
+        while news:
+            self._take_in(news.popleft())
+
+    def _take_in(self, news: News) -> None:
+        slab = news.slab
+        place = self._places.get(slab.id)
+        if news.gone:
+            if place is not None:
+                self._lose(place)
+            return
+        if news.wanted:
+            if place is not None and place.mine:
+                self._let_go(place, remove=news.wanted == "retire")
+            return
+        if news.written is not None:
+            if place is not None:
+                self._written([place.base + slot for slot in news.written])
+            return
+        known = place is not None
+        place = place or self._number(slab)
+        if news.table is not None:
+            if known:
+                self._forget_place(place, keep_pinned=True)
+            self._own_blocks(place, layout.read_entries(news.table, slab.header.slots))
+        elif news.changes is not None:
+            if not place.mine:
+                self._see_changes(place, *news.changes)
+        elif news.mine:
+            place.mine = True
+            self._free.extend(place.slots)
+        self._note_foreign()
+
+    def _note_foreign(self) -> None:
+        self._foreign = not all(place.mine for place in self._by_index)
+
+    def _number(self, slab: SlabFile) -> Place:
+        """Give a slab a range of slot numbers: one that a lost slab has left, or a new one."""
+        for index, hole in enumerate(self._by_index):
+            if hole.lost and hole.slab.header.slots >= slab.header.slots and not self._busy(hole):
+                place = Place(slab, hole.base)
+                self._by_index[index] = place
+                break
+        else:
+            place = Place(slab, len(self._key_of))
+            index = len(self._by_index)
+            self._by_index.append(place)
+            self._origins.append(0)
+            self._key_of.extend([None] * slab.header.slots)
+            self._place_of.extend(array("H", [index]) * slab.header.slots)
+            self._policy.resize(len(self._key_of))
+        self._origins[index] = (slab.id << SLOT_BITS) - place.base
+        self._places[slab.id] = place
+        return place
+
+    def _busy(self, place: Place) -> bool:
+        """Whether something is on its way into a slab or out of it."""
+        slots = place.slots
+        return any(slot in slots for slot in self._reserved.values()) or any(
+            slot in slots for slot in self._pins
+        )
+
+    def _own_blocks(self, place: Place, entries: npt.NDArray[np.void]) -> None:
+        """A slab of the dead is ours now, with all it holds."""
+        place.mine = True
+        valid = layout.committed(entries)
+        valid = valid[np.argsort(entries["stored_at"][valid], kind="stable")]
+        base = place.base
+        stored_at = entries["stored_at"][valid].astype(float).tolist()
+        copies = self._adopt((valid + base).tolist(), layout.keys_of(entries[valid]), stored_at)
+        bad = (np.flatnonzero(entries["state"] == layout.BAD) + base).tolist()
+        held = np.zeros(len(entries), bool)
+        held[valid] = True
+        held[np.flatnonzero(entries["state"] == layout.BAD)] = True
+        self._quarantine.extend(bad)
+        self._free.extend((np.flatnonzero(~held) + base).tolist())
+        self._free.extend(copies)
+
+    def _see_changes(self, place: Place, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        """Another process's slab changed: forget what has gone, learn what is new."""
+        key_of, where = self._key_of, self._where
+        now = [(place.base + slot, key) for slot, key in zip(slots, keys, strict=True)]
+        gone = []
+        for slot, key in now:
+            old = key_of[slot]
+            if old is not None and old != key and where.get(old) == slot:
+                gone.append(old)
+        self._drop(gone)
+        fresh = []
+        for slot, key in now:
+            if key and key_of[slot] is None and key not in where and key not in self._doomed:
+                where[key] = slot
+                key_of[slot] = key
+                fresh.append(key)
+        self._announce(EventKind.STORED, fresh)
+
+    def _forget_place(self, place: Place, *, keep_pinned: bool) -> None:
+        """Take a slab's blocks out of the catalogue without writing anything down."""
+        keys = []
+        for slot in place.slots:
+            key = self._key_of[slot]
+            if key is None or self._where.get(key) != slot:
+                continue
+            if slot in self._pins:
+                if keep_pinned:
+                    continue
+                self._doomed[key] = slot
+            else:
+                self._key_of[slot] = None
+            keys.append(key)
+            del self._where[key]
+        self._policy.remove(place.slots)
+        self._announce(EventKind.REMOVED, keys)
+
+    def _lose(self, place: Place) -> None:
+        """A slab has been removed by somebody, or its files have been."""
+        place.mine, place.lost = False, True
+        self._forget_place(place, keep_pinned=False)
+        self._drop_free(place)
+        del self._places[place.slab.id]
+        self._note_foreign()
+
+    def _let_go(self, place: Place, *, remove: bool) -> None:
+        """Give a slab up, unless something is on its way into it or out of it."""
+        if self._busy(place):
+            return
+        if remove:
+            self._lose(place)
+        else:
+            place.mine = False
+            self._policy.remove(place.slots)
+            self._drop_free(place)
+            self._foreign = True
+        self._keeper.release(place.slab.id, remove=remove)
+
+    def _drop_free(self, place: Place) -> None:
+        slots = place.slots
+        for queue in (self._free, self._quarantine):
+            kept = [slot for slot in queue if slot not in slots]
+            queue.clear()
+            queue.extend(kept)
+        self._unwritten.difference_update(slots)
+
+    # -- hooks -----------------------------------------------------------------------------
+
+    def _locate(self, slots: list[int]) -> NvmeSpec:
+        origins, place_of = self._origins, self._place_of
+        places = [origins[place_of[slot]] + slot for slot in slots]
+        return NvmeSpec(places, self._keeper.owner)
+
+    def _owned(self, slot: int) -> bool:
+        return self._by_index[self._place_of[slot]].mine
+
+    def _on_reserved(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        if len(self._free) < self._low_water:
+            self._keeper.want_room()
+
+    def _on_dropped(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._record(slot, layout.FREE, BlockKey(b""))
+
+    def _on_quarantined(self, slot: int, key: BlockKey) -> None:
+        self._record(slot, layout.BAD, key)
+
+    def _record(self, slot: int, state: int, key: BlockKey) -> None:
+        place = self._by_index[self._place_of[slot]]
+        if place.mine:
+            self._unwritten.add(slot)
+            self._keeper.record(place.slab.id, slot - place.base, state, key)
+
+    def _make_free(self, slots: Sequence[int]) -> None:
+        if self._unwritten:
+            slots = [slot for slot in slots if slot not in self._unwritten]
+        super()._make_free(slots)
+
+    def _written(self, slots: Sequence[int]) -> None:
+        """Slots whose entries are written; those that nobody holds are free from now on."""
+        written = [slot for slot in slots if slot in self._unwritten]
+        self._unwritten.difference_update(written)
+        held = self._pins.keys() | set(self._quarantine)
+        super()._make_free([slot for slot in written if slot not in held])
+
+    # -- the rest --------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Own slabs are given up whole, so that not even what was evicted can be found again."""
+        super().clear()
+        for place in [place for place in self._places.values() if place.mine]:
+            self._lose(place)
+            self._keeper.release(place.slab.id, remove=True)
+        self._keeper.want_room()
+
+    def tick(self) -> None:
+        super().tick()
+        self._catch_up()
+
+    def refresh(self) -> None:
+        self._keeper.work(thorough=True)
+        self._catch_up()
+        self._keeper.flush()
+
+    def flush(self) -> None:
+        self._keeper.flush()
+
+    def stats(self) -> TierStats:
+        stats = super().stats()
+        stats.bytes_capacity = self._keeper.limits.capacity
+        return stats
+
+    def close(self) -> None:
+        self._keeper.close()

@@ -1,0 +1,1 @@
+"""Fixed slots behind a table: the catalogue that the CPU and the NVMe tier share."""

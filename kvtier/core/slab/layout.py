@@ -1,0 +1,175 @@
+"""The table of a slab: a header page and one 64-byte entry a slot. docs/FORMAT.md states it.
+
+An entry is written in an order that a death between any two steps cannot turn into a lie: first the
+state RESERVED with the key, then the data, and the state VALID last.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvtier.core.record import Buffer
+from kvtier.errors import FormatError, NewerFormat
+from kvtier.types import KEY_BYTES_MAX, BlockKey
+
+MAGIC = b"KVTSLAB\n"
+VERSION = 1
+TABLE_AT = 4096
+ENTRY_BYTES = 64
+SLOTS_MAX = 1 << 24
+
+FREE = 0
+RESERVED = 1
+ARRIVED = 2
+"""All bytes are there and verified, but nobody has committed the block."""
+VALID = 3
+BAD = 4
+"""Quarantined: failed verification; kept out of use, its key kept for a person to see."""
+FAILED = 5
+"""What was to arrive never will; whoever waits for it may go on."""
+
+# state, key length, reserved, generation, stored at (seconds since 1970), spare, key
+_ENTRY = struct.Struct(f"<BBHII12x{KEY_BYTES_MAX}s")
+assert _ENTRY.size == ENTRY_BYTES
+ENTRY_DTYPE = np.dtype(
+    [
+        ("state", "u1"),
+        ("key_bytes", "u1"),
+        ("reserved", "<u2"),
+        ("generation", "<u4"),
+        ("stored_at", "<u4"),
+        ("spare", "V12"),
+        ("key", f"V{KEY_BYTES_MAX}"),
+    ]
+)
+
+# magic, version, flags, slots, slot bytes, data offset, slab id, namespace
+_HEADER = struct.Struct("<8sHHIQQI16s")
+_HEADER_SUM = struct.Struct("<Q")
+FLAG_DISCARD = 1
+"""Nobody wants these blocks once the process is gone."""
+OWNER_AT = 128
+OWNER = struct.Struct("<I")
+"""Who may write here: outside the header's checksum, because it changes hands."""
+
+
+class SlabHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """The geometry of one slab."""
+
+    slots: int
+    slot_bytes: int
+    data_at: int
+    slab_id: int
+    namespace: bytes
+    flags: int = 0
+
+    def pack(self) -> bytes:
+        """The header page without its owner field."""
+        head = _HEADER.pack(
+            MAGIC,
+            VERSION,
+            self.flags,
+            self.slots,
+            self.slot_bytes,
+            self.data_at,
+            self.slab_id,
+            self.namespace,
+        )
+        head += _HEADER_SUM.pack(xxhash.xxh3_64_intdigest(head))
+        return head.ljust(OWNER_AT, b"\0")
+
+    @staticmethod
+    def unpack(page: Buffer | bytes) -> SlabHeader:
+        """Decode and check a header page; raises FormatError with what is wrong."""
+        size = _HEADER.size
+        if len(page) < TABLE_AT:
+            raise FormatError("the slab's header page is cut short")
+        magic, version, flags, slots, slot_bytes, data_at, slab_id, namespace = _HEADER.unpack(
+            page[:size]
+        )
+        if magic != MAGIC:
+            raise FormatError("not a kvtier slab")
+        if version != VERSION:
+            raise NewerFormat(f"slab version {version}; this kvtier reads version {VERSION}")
+        if _HEADER_SUM.unpack_from(page, size)[0] != xxhash.xxh3_64_intdigest(page[:size]):
+            raise FormatError("the slab's header fails its checksum")
+        if not 0 < slots <= SLOTS_MAX or slot_bytes % 4096 or not slot_bytes:
+            raise FormatError("the slab's header is inconsistent")
+        return SlabHeader(
+            slots=slots,
+            slot_bytes=slot_bytes,
+            data_at=data_at,
+            slab_id=slab_id,
+            namespace=namespace,
+            flags=flags,
+        )
+
+    @property
+    def table_bytes(self) -> int:
+        """Header page and table together."""
+        return TABLE_AT + self.slots * ENTRY_BYTES
+
+    def slot_at(self, slot: int) -> int:
+        """Where a slot's record begins in the data file."""
+        return self.data_at + slot * self.slot_bytes
+
+
+def entry_at(slot: int) -> int:
+    """Where a slot's entry begins in the table file."""
+    return TABLE_AT + slot * ENTRY_BYTES
+
+
+def pack_entry(state: int, key: BlockKey, generation: int, stored_at: int) -> bytes:
+    """One entry of the table."""
+    return _ENTRY.pack(state, len(key), 0, generation & 0xFFFFFFFF, stored_at, key)
+
+
+FREE_ENTRY = bytes(ENTRY_BYTES)
+
+
+def entry_key(table: Buffer, slot: int) -> BlockKey:
+    """The key that stands in an entry."""
+    at = TABLE_AT + slot * ENTRY_BYTES
+    return BlockKey(bytes(table[at + 24 : at + 24 + min(table[at + 1], KEY_BYTES_MAX)]))
+
+
+def read_entries(table: Buffer | bytes, slots: int) -> npt.NDArray[np.void]:
+    """The table as a numpy array of entries, without copying."""
+    return np.frombuffer(table, ENTRY_DTYPE, slots, TABLE_AT)
+
+
+def committed(entries: npt.NDArray[np.void]) -> npt.NDArray[np.intp]:
+    """The slots whose entries say that a block is there."""
+    # A length of 0 wraps to 255, so that one comparison rules out both impossible ends.
+    lengths_ok = entries["key_bytes"] - np.uint8(1) < KEY_BYTES_MAX
+    return np.flatnonzero((entries["state"] == VALID) & lengths_ok)
+
+
+def keys_of(entries: npt.NDArray[np.void]) -> list[BlockKey]:
+    """The keys of many entries at once; entries of impossible length get an empty key."""
+    lengths = entries["key_bytes"]
+    columns = np.ascontiguousarray(entries["key"]).view(np.uint8).reshape(-1, KEY_BYTES_MAX)
+    keys: list[BlockKey] = [BlockKey(b"")] * len(entries)
+    for length in np.unique(lengths).tolist():
+        if not 0 < length <= KEY_BYTES_MAX:
+            continue
+        rows = np.flatnonzero(lengths == length)
+        cut = np.ascontiguousarray(columns[rows, :length])
+        found: list[BlockKey] = cut.view(f"V{length}").ravel().tolist()
+        if len(rows) == len(keys):
+            return found
+        for row, key in zip(rows.tolist(), found, strict=True):
+            keys[row] = key
+    return keys
+
+
+def runs(slots: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbouring slots, as (start, stop) positions in the sequence given: one I/O each."""
+    cuts = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1]
+    return list(zip([0, *cuts], [*cuts, len(slots)], strict=True)) if slots else []

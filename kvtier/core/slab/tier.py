@@ -1,0 +1,373 @@
+"""The catalogue of a slab in memory: which slot holds which key, what is pinned, what is free.
+
+Everything here is answered from dictionaries. What a medium has to write down (table entries)
+enters through the hooks at the end; they must not block.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+
+from kvtier.core.eviction import UNKNOWN, EvictionPolicy
+from kvtier.core.tier import Tier
+from kvtier.errors import NotResident
+from kvtier.types import (
+    BlockKey,
+    EventKind,
+    LoadStoreSpec,
+    Outcome,
+    Presence,
+    Reservation,
+    TierEvent,
+    TierStats,
+)
+
+_QUARANTINE_SHARE = 128
+"""At most one slot in so many stays quarantined; the oldest is used again beyond it."""
+
+_TOUCHES_MAX = 64
+
+_EXPECTED_MAX = 1 << 16
+"""How many missing blocks of past requests are remembered, with the block before each."""
+
+
+class SlabTier(Tier):
+    """A tier over numbered slots, one block each.
+
+    A key is in at most one of three places: `_reserved` (on its way in), `_where` (a hit), or
+    `_doomed` (dropped while pinned: offered to nobody, and its slot stays until the last unpin).
+    A slot is free, or belongs to the key in `_key_of[slot]`, or is quarantined.
+    """
+
+    def __init__(
+        self,
+        medium: str,
+        slot_bytes: int,
+        policy: EvictionPolicy,
+        clock: Callable[[], float],
+    ) -> None:
+        self.medium = medium
+        self.slot_bytes = slot_bytes
+        self._policy = policy
+        self._clock = clock
+        self._expected: dict[BlockKey, BlockKey] = {}
+        self._touched: list[Sequence[BlockKey]] = []
+        self._foreign = False
+        """Whether some slots belong to other processes (`_owned` is asked only then)."""
+        self._where: dict[BlockKey, int] = {}
+        self._key_of: list[BlockKey | None] = []
+        self._reserved: dict[BlockKey, int] = {}
+        self._unwanted: set[BlockKey] = set()
+        self._doomed: dict[BlockKey, int] = {}
+        self._tainted: set[int] = set()
+        self._pins: Counter[int] = Counter()
+        self._free: deque[int] = deque()
+        self._quarantine: deque[int] = deque()
+        self._events: list[TierEvent] = []
+        self._stats = TierStats(medium)
+
+    # -- lookups ---------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
+        self._catch_up()
+        where, hit, miss = self._where, Presence.HIT, Presence.MISS
+        found = [hit if key in where else miss for key in keys]
+        if self._reserved:
+            reserved, pending = self._reserved, Presence.PENDING
+            for index, key in enumerate(keys):
+                if key in reserved:
+                    found[index] = pending
+        hits = found.count(hit)
+        self._stats.hits += hits
+        self._stats.misses += found.count(miss)
+        return found
+
+    def prepare_load(self, keys: Sequence[BlockKey]) -> LoadStoreSpec:
+        where = self._where
+        try:
+            slots = [where[key] for key in keys]
+        except KeyError:
+            missing = sum(key not in where for key in keys)
+            raise NotResident(
+                f"{missing} of {len(keys)} keys are not resident: look up first"
+            ) from None
+        pins = self._pins
+        for slot in slots:
+            pins[slot] = pins.get(slot, 0) + 1
+        return self._locate(slots)
+
+    def complete_load(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> None:
+        if failed:
+            for key, outcome in failed.items():
+                self._fail(key, outcome)
+        where, doomed, pins = self._where, self._doomed, self._pins
+        for key in keys:
+            slot = where.get(key)
+            if slot is None:
+                slot = doomed[key]
+            left = pins[slot] - 1
+            if left:
+                pins[slot] = left
+                continue
+            del pins[slot]
+            if key in doomed:
+                self._release([doomed.pop(key)])
+
+    def _fail(self, key: BlockKey, outcome: Outcome) -> None:
+        slot = self._where.get(key)
+        if outcome is Outcome.CORRUPT and slot is not None and not self._owned(slot):
+            outcome = Outcome.GONE  # its owner may have reused the slot under our eyes
+        if outcome is Outcome.CORRUPT:
+            self._stats.corrupt += 1
+        elif outcome is Outcome.GONE:
+            self._stats.gone += 1
+        else:
+            self._stats.io_errors += 1
+        if slot is not None:
+            if outcome is Outcome.CORRUPT:
+                self._tainted.add(slot)
+            self._drop([key])
+
+    # -- stores ----------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:
+        self._catch_up()
+        where, reserved, doomed = self._where, self._reserved, self._doomed
+        new = [
+            key
+            for key in dict.fromkeys(keys)
+            if key not in where and key not in reserved and key not in doomed
+        ]
+        evicted: list[BlockKey] = []
+        missing = len(new) - len(self._free)
+        if missing > 0 and evict:
+            evicted = self._evict(missing, keys)
+        free = self._free
+        count = min(len(new), len(free))
+        self._stats.dropped += len(new) - count
+        taken = new[:count]
+        slots = [free.popleft() for _ in range(count)]
+        for key, slot in zip(taken, slots, strict=True):
+            reserved[key] = slot
+            self._key_of[slot] = key
+        if slots:
+            self._on_reserved(slots, taken)
+        return Reservation(taken, self._locate(slots), evicted)
+
+    def _evict(self, count: int, spared: Sequence[BlockKey]) -> list[BlockKey]:
+        """Make room, but not at the cost of the very keys that are being offered."""
+        self._tell_policy()
+        where, pins = self._where, self._pins
+        held = [where[key] for key in spared if key in where]
+        if held:
+            pins.update(held)
+        slots = self._policy.evict(count, pins)
+        if held:
+            pins.subtract(held)
+            for slot in held:
+                if not pins[slot]:
+                    del pins[slot]
+        victims = [self._key_at(slot) for slot in slots]
+        for key in victims:
+            del where[key]
+        self._release(slots)
+        self._stats.evicted += len(victims)
+        self._announce(EventKind.REMOVED, victims)
+        return victims
+
+    def complete_store(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> None:
+        landed: list[BlockKey] = []
+        slots: list[int] = []
+        aborted: list[int] = []
+        for key in keys:
+            slot = self._reserved.pop(key, None)
+            if slot is None:
+                continue
+            if (failed and key in failed) or key in self._unwanted:
+                self._unwanted.discard(key)
+                aborted.append(slot)
+            else:
+                landed.append(key)
+                slots.append(slot)
+        if aborted:
+            self._stats.dropped += len(aborted)
+            self._on_dropped(aborted)
+            self._release(aborted)
+        if landed:
+            self._where.update(zip(landed, slots, strict=True))
+            self._use(slots, landed)
+            self._on_committed(slots, landed)
+            self._stats.stored += len(landed)
+            self._announce(EventKind.STORED, landed)
+
+    # -- what leaves -----------------------------------------------------------------------
+
+    def touch(self, keys: Sequence[BlockKey], start: int = 0) -> None:
+        self._touched.append(keys)
+        if len(self._touched) >= _TOUCHES_MAX:
+            self._tell_policy()
+
+    def _tell_policy(self) -> None:
+        """Pass on what was touched: kept for a quiet moment, because requests wait for `touch`."""
+        touched, self._touched = self._touched, []
+        where = self._where
+        for keys in touched:
+            hits = next((i for i, key in enumerate(keys) if key not in where), len(keys))
+            if hits < len(keys):
+                self._expect(keys[max(0, hits - 1) :])
+            used = keys[:hits]
+            slots = [where[key] for key in used]
+            if self._foreign:
+                slots = [slot for slot in slots if self._owned(slot)]
+                used = [self._key_at(slot) for slot in slots]
+            if slots:
+                self._policy.use(slots, used, self._clock(), UNKNOWN, len(keys) - hits)
+
+    def tick(self) -> None:
+        self._tell_policy()
+
+    def _expect(self, keys: Sequence[BlockKey]) -> None:
+        """Remember which block comes before each of these: they may be stored soon."""
+        expected = self._expected
+        expected.update(zip(keys[1:], keys, strict=False))
+        while len(expected) > _EXPECTED_MAX:
+            del expected[next(iter(expected))]
+
+    def _use(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        """Tell the policy of new blocks, and of the one before them if it is known."""
+        before = [self._expected.pop(key, None) for key in keys]
+        after = UNKNOWN if before[0] is None else self._where.get(before[0], UNKNOWN)
+        if after != UNKNOWN and after not in self._policy:
+            after = UNKNOWN
+        self._policy.use(slots, keys, self._clock(), after)
+
+    def victims(self, count: int) -> list[BlockKey]:
+        self._tell_policy()
+        return [self._key_at(slot) for slot in self._policy.victims(count, self._pins)]
+
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        self._drop([key for key in dict.fromkeys(keys) if key in self._where])
+
+    def clear(self) -> None:
+        self._catch_up()
+        self._unwanted.update(self._reserved)
+        self._drop(list(self._where))
+
+    def _drop(self, keys: Sequence[BlockKey]) -> None:
+        """Stop offering resident keys, for good: unlike an eviction this is written down."""
+        free_now: list[int] = []
+        owned: list[int] = []
+        for key in keys:
+            slot = self._where.pop(key)
+            if not self._foreign or self._owned(slot):
+                owned.append(slot)
+            if slot in self._pins:
+                self._doomed[key] = slot
+            else:
+                free_now.append(slot)
+        self._policy.remove(owned)
+        self._on_dropped(owned)
+        self._release(free_now)
+        self._announce(EventKind.REMOVED, keys)
+
+    def _release(self, slots: Sequence[int]) -> None:
+        """These slots hold nothing any more; tainted ones go into quarantine."""
+        usable: list[int] = []
+        for slot in slots:
+            key = self._key_of[slot]
+            self._key_of[slot] = None
+            if self._foreign and not self._owned(slot):
+                continue
+            if slot in self._tainted:
+                self._tainted.discard(slot)
+                self._quarantine.append(slot)
+                assert key is not None
+                self._on_quarantined(slot, key)
+            else:
+                usable.append(slot)
+        while len(self._quarantine) > 1 + len(self._key_of) // _QUARANTINE_SHARE:
+            usable.append(self._quarantine.popleft())
+        if usable:
+            self._make_free(usable)
+
+    # -- bookkeeping -----------------------------------------------------------------------
+
+    def _key_at(self, slot: int) -> BlockKey:
+        key = self._key_of[slot]
+        assert key is not None, "a slot in the policy holds a key"
+        return key
+
+    def _announce(self, kind: EventKind, keys: Sequence[BlockKey]) -> None:
+        if keys:
+            self._events.append(TierEvent(kind, self.medium, tuple(keys)))
+
+    def take_events(self) -> list[TierEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def stats(self) -> TierStats:
+        stats = self._stats
+        stats.blocks = len(self._where)
+        stats.bytes_used = (len(self._where) + len(self._reserved)) * self.slot_bytes
+        stats.pinned = len(self._pins)
+        stats.in_flight = len(self._reserved)
+        return copy(stats)
+
+    def _adopt(
+        self, slots: Sequence[int], keys: Sequence[BlockKey], last_used: Sequence[float]
+    ) -> list[int]:
+        """Take in own blocks found on the medium, oldest first; returns slots that hold a second
+        copy of a known key."""
+        where, key_of = self._where, self._key_of
+        fresh = dict(zip(keys, slots, strict=True))  # of two copies in one table, the later one
+        for known in (where, self._reserved, self._doomed):
+            for key in fresh.keys() & known.keys():
+                del fresh[key]
+        copies: list[int] = []
+        if len(fresh) < len(slots):
+            rows = [row for row, key in enumerate(keys) if fresh.get(key) == slots[row]]
+            copies = sorted(set(slots).difference(fresh.values()))
+            slots = [slots[row] for row in rows]
+            keys = [keys[row] for row in rows]
+            last_used = [last_used[row] for row in rows]
+        where.update(fresh)
+        for slot, key in zip(slots, keys, strict=True):
+            key_of[slot] = key
+        self._policy.load(slots, last_used)
+        return copies
+
+    # -- hooks: what the medium writes down; none may block ----------------------------------
+
+    @abstractmethod
+    def _locate(self, slots: list[int]) -> LoadStoreSpec:
+        """Where these slots are, in the words of the medium."""
+
+    def _catch_up(self) -> None:
+        """Take in what is known of other processes' changes; does no I/O."""
+
+    def _owned(self, slot: int) -> bool:
+        """Whether this process may write to the slot."""
+        return True
+
+    def _on_reserved(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        """Slots are about to be written."""
+
+    def _on_committed(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        """Slots hold what they should."""
+
+    def _make_free(self, slots: Sequence[int]) -> None:
+        """Slots may be used again."""
+        self._free.extend(slots)
+
+    def _on_dropped(self, slots: Sequence[int]) -> None:
+        """What these slots hold must not be found again, not even after a restart."""
+
+    def _on_quarantined(self, slot: int, key: BlockKey) -> None:
+        """A slot failed verification."""
