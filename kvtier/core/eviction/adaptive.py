@@ -1,0 +1,306 @@
+"""The default policy: keep what earns the most hits for the room and time it takes.
+
+It learns from the requests themselves when blocks of each kind are used again (`forecast`), by
+watching a sample of keys beyond their eviction (`history`), and evicts the run of blocks with the
+lowest rate of hits to come, its tail first (`runs`). See docs/EVICTION.md.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Sequence
+from itertools import islice
+from typing import ClassVar
+
+import numpy as np
+
+from kvtier.core.eviction.forecast import Forecast
+from kvtier.core.eviction.history import SAMPLED_IN, History
+from kvtier.core.eviction.kinds import (
+    KINDS,
+    MARK_MAX,
+    POOLED,
+    RESTORED,
+    SHARED,
+    Seen,
+    Story,
+    conclude,
+    shared_kind,
+)
+from kvtier.core.eviction.policy import UNKNOWN, EvictionPolicy, fingerprint
+from kvtier.core.eviction.runs import NO_RUN, Runs
+
+_REST_MAX = 3
+_REST_MAX_WATCHED = 16
+_LEARN_EVERY = 512
+"""So many watched uses lie between two refreshes of the forecast."""
+_QUEUED_SHARE = 16
+"""The worst sixteenth of what is ranked is queued; then everything is ranked again."""
+_RANKED_MAX = 8192
+"""At most so many runs are ranked at once, in turns: no request waits for more than that."""
+_RESTORED_RUN = 32
+_RESTORED_STEP_S = 1e-3
+
+_Watched = list[tuple[int, int, int]]
+
+
+class Adaptive(EvictionPolicy):
+    """Evicts by learned rates of hits to come; about 30 bytes a slot."""
+
+    name: ClassVar[str] = "adaptive"
+
+    def __init__(self, slots: int = 0) -> None:
+        self._runs = Runs()
+        self._marks = bytearray()
+        self._rests = bytearray()
+        """How many blocks the last request that stored some had behind this one, at most 3."""
+        self._queue: deque[int] = deque()
+        self._ranked_to = 0
+        self._epoch: float | None = None
+        self._now = 0.0
+        self._until_learning = _LEARN_EVERY
+        self._forecast = Forecast(KINDS, POOLED)
+        self._history = History(self._forecast)
+        super().__init__(slots)
+
+    def resize(self, slots: int) -> None:
+        more = slots - self.slots
+        if more > 0:
+            self.slots = slots
+            self._runs.resize(slots)
+            self._marks.extend(bytes(more))
+            self._rests.extend(bytes(more))
+            self._history.resize(slots)
+
+    def __len__(self) -> int:
+        return self._runs.resident
+
+    def __contains__(self, slot: object) -> bool:
+        return (
+            isinstance(slot, int) and 0 <= slot < self.slots and self._runs.run_of[slot] != NO_RUN
+        )
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self._runs, self._history, self._forecast)
+        return 2 * self.slots + sum(part.nbytes for part in parts)
+
+    # -- what requests tell --------------------------------------------------------------------
+
+    def use(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        now: float,
+        after: int = UNKNOWN,
+        ahead: int = 0,
+    ) -> None:
+        if not slots:
+            return
+        runs = self._runs
+        self._tell_time(now)
+        if after != UNKNOWN and runs.run_of[after] == NO_RUN:
+            after = UNKNOWN
+        watched = self._history.sample([fingerprint(key) for key in keys])
+        known, seen, shared_mark = self._recall(slots, watched)
+        depth, fresh = len(slots), len(slots) - 1 - known
+        earlier = 0
+        if after != UNKNOWN:
+            parent = runs.run_of[after]
+            depth += runs.depth[parent]
+            if seen is None:
+                seen = Seen(self._marks[after], self._rests[after], again=False)
+                earlier = runs.fresh[parent]
+        story = conclude(seen, earlier + fresh + ahead, depth + ahead)
+        shared = known + 1 if shared_mark else 0
+        if story.forked and ahead:
+            # Undecided: what is missing here may have been evicted, which its store will tell.
+            assert seen is not None
+            story = Story(seen.mark, story.kind)
+        elif story.forked and known >= 0:
+            shared, shared_mark = known + 1, SHARED
+        elif story.forked:
+            self._share(after)
+        shared = self._mark(slots, story.turn, shared, shared_mark)
+        if fresh:
+            self._note_rests(slots, after)
+        self._arrange(slots, story.kind, shared, depth, fresh, after)
+        self._watch(slots, watched, ahead)
+
+    def _tell_time(self, now: float) -> None:
+        if self._epoch is None:
+            self._epoch = now
+        self._now = max(self._now, now - self._epoch)
+
+    def _recall(self, slots: Sequence[int], watched: _Watched) -> tuple[int, Seen | None, int]:
+        """The index of the last block that was seen before, resident or not; what is known of it;
+        and the mark of everything up to it if it was shared when it was evicted, else 0."""
+        run_of, history = self._runs.run_of, self._history
+        known = len(slots) - 1
+        while known >= 0 and run_of[slots[known]] == NO_RUN:
+            known -= 1
+        for index, cell, tag in reversed(watched):
+            if index <= known:
+                break
+            if history.tags[cell] == tag:
+                mark = history.marks[cell]
+                # Only a sample is watched: blocks after this one may have been seen as well.
+                seen = Seen(mark, max(0, history.rests[cell] - SAMPLED_IN), again=True)
+                return index, seen, min(mark + 1, MARK_MAX) if mark >= SHARED else 0
+        if known < 0:
+            return known, None, 0
+        slot = slots[known]
+        return known, Seen(self._marks[slot], self._rests[slot], again=True), 0
+
+    def _mark(self, slots: Sequence[int], turn: int, shared: int, shared_mark: int) -> int:
+        """Mark these slots; returns how many of them, from the first on, are shared."""
+        run_of, marks = self._runs.run_of, self._marks
+        count = len(slots)
+        for index in range(count):
+            slot = slots[index]
+            if run_of[slot] != NO_RUN and marks[slot] >= SHARED:
+                marks[slot] = min(marks[slot] + 1, MARK_MAX)
+            elif index < shared:
+                marks[slot] = shared_mark
+            else:
+                shared = index
+                break
+        else:
+            return count
+        for index in range(shared, count):
+            marks[slots[index]] = turn
+        return shared
+
+    def _share(self, slot: int) -> None:
+        """Another request went a different way after this block: its whole prefix is shared."""
+        runs, marks = self._runs, self._marks
+        for before in runs.from_tail(slot):
+            marks[before] = max(marks[before], SHARED)
+        run = runs.run_of[slot]
+        runs.kind[run] = shared_kind(SHARED)
+        runs.queued[run] = 0
+
+    def _note_rests(self, slots: Sequence[int], after: int) -> None:
+        """Remember how near to the end of the request each block is."""
+        rests = self._rests
+        for slot in slots:
+            rests[slot] = _REST_MAX
+        behind = 0
+        for slot in reversed(slots[-_REST_MAX:]):
+            rests[slot] = behind
+            behind += 1
+        if after != UNKNOWN and len(slots) < _REST_MAX:
+            for slot in islice(self._runs.from_tail(after), _REST_MAX - len(slots)):
+                rests[slot] = behind
+                behind += 1
+
+    def _arrange(
+        self, slots: Sequence[int], kind: int, shared: int, depth: int, fresh: int, after: int
+    ) -> None:
+        """Put the blocks into runs: what is shared by how much it is, the rest together."""
+        runs, marks, now = self._runs, self._marks, self._now
+        runs.unlink(slots)
+        base = depth - len(slots)
+        first = 0
+        while first < shared:
+            level = shared_kind(marks[slots[first]])
+            end = first + 1
+            while end < shared and shared_kind(marks[slots[end]]) == level:
+                end += 1
+            runs.open(slots[first:end], now, level, base + end, 0)
+            first = end
+        if first == len(slots):
+            return
+        parent = NO_RUN if first or after == UNKNOWN else runs.run_of[after]
+        if parent != NO_RUN and runs.tail[parent] == after and runs.kind[parent] < POOLED:
+            runs.extend(parent, slots, now, kind, fresh)
+        else:
+            runs.open(slots[first:], now, kind, depth, fresh)
+
+    def _watch(self, slots: Sequence[int], watched: _Watched, ahead: int) -> None:
+        """Write down the watched blocks, and learn from time to time."""
+        runs, marks, history = self._runs, self._marks, self._history
+        last = len(slots) - 1 + ahead
+        for index, cell, tag in watched:
+            slot = slots[index]
+            kind = int(runs.kind[runs.run_of[slot]])
+            rest = min(last - index, _REST_MAX_WATCHED)
+            history.write(cell, tag, self._now, kind, marks[slot], rest)
+        self._until_learning -= len(watched)
+        if self._until_learning <= 0:
+            self._until_learning = _LEARN_EVERY
+            self._forecast.refresh(self._history.waiting(self._now, KINDS))
+
+    # -- what must go --------------------------------------------------------------------------
+
+    def victims(self, count: int, pinned: Container[int] = ()) -> list[int]:
+        if count <= 0:
+            return []
+        queue, queued = self._queue, self._runs.queued
+        while queue and not queued[queue[0]]:
+            queue.popleft()
+        while True:
+            found = self._first(count, pinned)
+            if len(found) == count or not self._rank(count - len(found)):
+                return found
+
+    def _first(self, count: int, pinned: Container[int]) -> list[int]:
+        """Up to `count` slots of the queued runs, in the order they have to go."""
+        runs = self._runs
+        found: list[int] = []
+        for run in self._queue:
+            if runs.queued[run]:
+                for slot in runs.from_tail(runs.tail[run]):
+                    if slot not in pinned:
+                        found.append(slot)
+                        if len(found) == count:
+                            return found
+        return found
+
+    def _rank(self, wanted: int) -> bool:
+        """Queue more runs, worst first, with at least `wanted` blocks; false if all are queued."""
+        runs = self._runs
+        queued = runs.queued
+        self._queue = deque(run for run in self._queue if queued[run])
+        ranked = runs.unqueued()
+        if not len(ranked):
+            return False
+        if len(ranked) > _RANKED_MAX:
+            start = int(np.searchsorted(ranked, self._ranked_to))
+            if start == len(ranked):
+                start = 0
+            ranked = ranked[start : start + _RANKED_MAX]
+            self._ranked_to = int(ranked[-1]) + 1
+        used_at = runs.used_at[ranked]
+        rates = self._forecast.rate(runs.kind[ranked], self._now - used_at)
+        order = np.lexsort((used_at, rates))
+        blocks = np.cumsum(runs.sizes()[ranked[order]])
+        wanted = max(wanted, int(blocks[-1]) // _QUEUED_SHARE)
+        for run in ranked[order[: int(np.searchsorted(blocks, wanted)) + 1]].tolist():
+            self._queue.append(run)
+            queued[run] = 1
+        return True
+
+    def remove(self, slots: Sequence[int]) -> None:
+        self._runs.unlink(slots)
+
+    def load(self, slots: Sequence[int], last_used: Sequence[float] | None = None) -> None:
+        if not len(slots):
+            return
+        count = len(slots)
+        if last_used is None:
+            times = np.arange(count) // _RESTORED_RUN * _RESTORED_STEP_S
+        else:
+            times = np.asarray(last_used, dtype=np.float64)
+        if self._epoch is None:
+            self._epoch = float(times[-1]) if last_used is not None else None
+        if last_used is None:
+            times = self._now + times - times[-1]
+        else:
+            times = times - self._epoch
+            self._now = max(self._now, float(times[-1]))
+        newest_first = np.asarray(slots, dtype=np.int32)[::-1]
+        self._runs.open_many(newest_first, times[::-1], RESTORED, _RESTORED_RUN)
+        marks = np.frombuffer(self._marks, dtype=np.uint8)
+        marks[newest_first] = 0
+        np.frombuffer(self._rests, dtype=np.uint8)[newest_first] = 0

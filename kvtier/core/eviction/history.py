@@ -1,0 +1,96 @@
+"""What is remembered of blocks after they have gone: a table of fixed size over sampled keys."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.core.eviction.forecast import AGES, Forecast, age_positions
+
+SAMPLED_IN = 4
+"""One key in so many is watched, chosen by its fingerprint; a power of two."""
+_SAMPLE_BITS = SAMPLED_IN.bit_length() - 1
+_CELLS_MIN = 1 << 14
+_CENSUS_CELLS = 1 << 14
+_EMPTY = 0
+
+
+class History:
+    """One cell for each sampled fingerprint that maps to it: the newest wins, the older is lost.
+
+    So it remembers about `SAMPLED_IN` times as many blocks as it has cells, resident or not, at 11
+    bytes a cell. Times are kept relative to the first one seen, in 32 bits.
+    """
+
+    def __init__(self, forecast: Forecast) -> None:
+        self._forecast = forecast
+        self._census_at = 0
+        self._reset(_CELLS_MIN)
+
+    def _reset(self, cells: int) -> None:
+        self.cells = cells
+        self.tags = array("I", bytes(4 * cells))
+        self.times = array("f", bytes(4 * cells))
+        self.kinds = bytearray(cells)
+        self.marks = bytearray(cells)
+        self.rests = bytearray(cells)
+
+    @property
+    def nbytes(self) -> int:
+        return self.cells * 11
+
+    def resize(self, slots: int) -> None:
+        """Have a cell for each slot; what was remembered stays where it still maps."""
+        if slots <= self.cells:
+            return
+        old, tags = self.cells, self.tags
+        before = (self.times, self.kinds, self.marks, self.rests)
+        self._reset(slots)
+        for cell in range(old):
+            tag = tags[cell]
+            if tag != _EMPTY:
+                place = (tag >> _SAMPLE_BITS) % slots
+                self.tags[place] = tag
+                after = (self.times, self.kinds, self.marks, self.rests)
+                for column, source in zip(after, before, strict=True):
+                    column[place] = source[cell]
+
+    def sample(self, prints: list[int]) -> list[tuple[int, int, int]]:
+        """Which of these fingerprints are watched: (index, cell, tag)."""
+        mask, cells = SAMPLED_IN - 1, self.cells
+        return [
+            (index, (tag >> _SAMPLE_BITS) % cells, tag)
+            for index, tag in enumerate(prints)
+            if not tag & mask and tag != _EMPTY
+        ]
+
+    def write(self, cell: int, tag: int, time: float, kind: int, mark: int, rest: int) -> None:
+        """A watched block is used now: what it was waiting for has happened, or is lost."""
+        before = self.tags[cell]
+        if before != _EMPTY:
+            age = time - self.times[cell]
+            if before == tag:
+                self._forecast.reused(self.kinds[cell], age)
+            else:
+                self._forecast.lost(self.kinds[cell], age)
+        self.tags[cell] = tag
+        self.times[cell] = time
+        self.kinds[cell] = kind
+        self.marks[cell] = mark
+        self.rests[cell] = rest
+
+    def waiting(self, now: float, kinds: int) -> NDArray[np.float64]:
+        """How many watched blocks wait, by kind and age; of a large table, a part stands for all."""
+        part = slice(self._census_at, self._census_at + _CENSUS_CELLS)
+        tags = np.frombuffer(self.tags, dtype=np.uint32)[part]
+        used = tags != _EMPTY
+        ages = now - np.frombuffer(self.times, dtype=np.float32)[part][used].astype(np.float64)
+        step = age_positions(ages).astype(np.intp)
+        kind = np.frombuffer(self.kinds, dtype=np.uint8)[part][used].astype(np.intp)
+        counts = np.bincount(kind * AGES + step, minlength=kinds * AGES).reshape(kinds, AGES)
+        self._census_at += _CENSUS_CELLS
+        if self._census_at >= self.cells:
+            self._census_at = 0
+        return counts * (self.cells / len(tags))

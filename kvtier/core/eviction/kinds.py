@@ -1,0 +1,88 @@
+"""The kinds of block that the adaptive policy tells apart: what a request shows of its future.
+
+Each slot carries a mark of one byte. Below SHARED it says how often its conversation has come back
+(its turn), from there on it says that several requests went different ways after this block, and
+how many used it since.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SHARED = 128
+MARK_MAX = 255
+TURN_MAX = SHARED - 1
+
+_LENGTHS = 8
+_FRESH = 0
+_FORKED = _FRESH + _LENGTHS
+_RETURNED = _FORKED + 1
+_TURN_LEVELS = 3
+_GREW = _RETURNED + _TURN_LEVELS
+RESTORED = _GREW + 1
+POOLED = RESTORED + 1
+_SHARE_LEVELS = 7
+KINDS = POOLED + _SHARE_LEVELS
+
+NEAR_TAIL = 2
+"""A request that goes on from one of the last blocks of another continues it. (Its very last block
+is often partial, and written anew by the next turn.)"""
+_GREW_BLOCKS = 4
+_FEW_USES = 32
+
+
+def fresh_kind(length: int) -> int:
+    """The first request of a conversation, by its length in blocks: the long return less often."""
+    return _FRESH + min(max(length - 1, 0).bit_length(), _LENGTHS - 1)
+
+
+def forked_kind(length: int, mark: int) -> int:
+    """A first request that begins like others did: what few have shared so far is a document or a
+    retry, what many share is everyone's system prompt and says nothing."""
+    return _FORKED if mark - SHARED < _FEW_USES else fresh_kind(length)
+
+
+def turn_kind(turn: int, fresh: int, length: int) -> int:
+    """A conversation that has come back: the more often, the likelier again, but not after a turn
+    that brought much that is new."""
+    if not turn:
+        return fresh_kind(length)
+    if fresh > _GREW_BLOCKS:
+        return _GREW
+    return _RETURNED + (0 if turn < 2 else 1 if turn < 4 else 2)
+
+
+def shared_kind(mark: int) -> int:
+    """A block after which requests went different ways, by how many used it."""
+    return POOLED + min((mark - SHARED + 1).bit_length(), _SHARE_LEVELS) - 1
+
+
+class Seen(NamedTuple):
+    """The last block of a request that was seen before."""
+
+    mark: int
+    rest: int
+    """How many blocks the request before had behind it."""
+    again: bool
+    """Seen in another request, not in an earlier part of this one."""
+
+
+class Story(NamedTuple):
+    """What a request is taken for."""
+
+    turn: int
+    kind: int
+    forked: bool = False
+    """It went another way than the request before it: what they share is of another kind."""
+
+
+def conclude(seen: Seen | None, fresh: int, length: int) -> Story:
+    """Tell a new conversation, the next turn of one and a fork apart; `fresh` blocks are new."""
+    if seen is None:
+        return Story(0, fresh_kind(length))
+    if seen.mark >= SHARED:
+        return Story(0, forked_kind(length, seen.mark))
+    if not fresh or seen.rest <= NEAR_TAIL:
+        turn = min(seen.mark + seen.again, TURN_MAX)
+        return Story(turn, turn_kind(turn, fresh, length))
+    return Story(0, forked_kind(length, SHARED), forked=True)

@@ -1,0 +1,163 @@
+"""Runs: resident blocks of one prefix that were last used together, and so leave tail first."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+NO_RUN = -1
+_END = -1
+
+
+class Runs:
+    """Every resident slot is in exactly one run; a run without slots is free for the next.
+
+    Twelve bytes a slot and 26 a run. Runs are numbered densely, so that all can be ranked at once.
+    """
+
+    def __init__(self) -> None:
+        self.run_of = array("i")
+        self.toward_head = array("i")
+        self.toward_tail = array("i")
+        self.tail = array("i")
+        self.size = array("i")
+        self.depth = array("i")
+        """How long the prefix is, from its first block to the tail of the run."""
+        self.fresh = array("i")
+        """How many blocks of the run are new in its last request."""
+        self.used_at = np.zeros(0)
+        self.kind = np.zeros(0, dtype=np.uint8)
+        self.queued = bytearray()
+        self._free: list[int] = []
+        self.resident = 0
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.run_of) * 12 + len(self.queued) * 26 + len(self._free) * 8
+
+    def resize(self, slots: int) -> None:
+        more = slots - len(self.run_of)
+        if more > 0:
+            for column in (self.run_of, self.toward_head, self.toward_tail):
+                column.frombytes(b"\xff" * (more * column.itemsize))
+
+    def _reserve(self, runs: int) -> None:
+        """Have at least so many free runs."""
+        missing = runs - len(self._free)
+        if missing > 0:
+            have = len(self.queued)
+            more = max(64, have // 4, missing)
+            for column in (self.tail, self.size, self.depth, self.fresh):
+                column.frombytes(bytes(more * column.itemsize))
+            self.queued.extend(bytes(more))
+            self.used_at = np.concatenate([self.used_at, np.zeros(more)])
+            self.kind = np.concatenate([self.kind, np.zeros(more, dtype=np.uint8)])
+            self._free.extend(range(have + more - 1, have - 1, -1))
+
+    def open(self, slots: Sequence[int], now: float, kind: int, depth: int, fresh: int) -> int:
+        """A new run of slots that are in none, the head of the prefix first."""
+        self._reserve(1)
+        run = self._free.pop()
+        self.size[run] = 0
+        self.fresh[run] = 0
+        self.depth[run] = depth - len(slots)
+        self.tail[run] = _END
+        self.extend(run, slots, now, kind, fresh)
+        return run
+
+    def extend(self, run: int, slots: Sequence[int], now: float, kind: int, fresh: int) -> None:
+        """Put slots that are in no run behind the tail of this one, which counts as used now."""
+        run_of, toward_head, toward_tail = self.run_of, self.toward_head, self.toward_tail
+        above = self.tail[run]
+        for slot in slots:
+            run_of[slot] = run
+            toward_head[slot] = above
+            if above != _END:
+                toward_tail[above] = slot
+            above = slot
+        toward_tail[above] = _END
+        self.tail[run] = above
+        self.size[run] += len(slots)
+        self.depth[run] += len(slots)
+        self.fresh[run] += fresh
+        self.resident += len(slots)
+        self.queued[run] = 0
+        self.used_at[run] = now
+        self.kind[run] = kind
+
+    def unlink(self, slots: Sequence[int]) -> None:
+        """Take slots out of their runs; those in none are passed over."""
+        run_of, toward_head, toward_tail = self.run_of, self.toward_head, self.toward_tail
+        size = self.size
+        for slot in slots:
+            run = run_of[slot]
+            if run == NO_RUN:
+                continue
+            run_of[slot] = NO_RUN
+            above, below = toward_head[slot], toward_tail[slot]
+            if below == _END:
+                self.tail[run] = above
+                self.depth[run] -= 1
+            else:
+                toward_head[below] = above
+            if above != _END:
+                toward_tail[above] = below
+            self.resident -= 1
+            left = size[run] - 1
+            size[run] = left
+            if not left:
+                self.queued[run] = 0
+                self._free.append(run)
+
+    def from_tail(self, slot: int) -> Iterator[int]:
+        """A slot and those before it in its run; the run must not change meanwhile."""
+        toward_head = self.toward_head
+        while slot != _END:
+            yield slot
+            slot = toward_head[slot]
+
+    def open_many(
+        self,
+        slots: NDArray[np.int32],
+        used_at: NDArray[np.float64],
+        kind: int,
+        longest: int,
+    ) -> None:
+        """New runs of many slots at once, the head of each prefix first: a run ends where the time
+        changes, or when it is `longest` blocks long."""
+        count = len(slots)
+        changes = np.flatnonzero(used_at[1:] != used_at[:-1]) + 1
+        begins = np.unique(np.concatenate([[0], changes, np.arange(0, count, longest)]))
+        ends = np.append(begins[1:], count)
+        self._reserve(len(begins))
+        numbers = np.array([self._free.pop() for _ in range(len(begins))], dtype=np.int32)
+        lengths = (ends - begins).astype(np.int32)
+        for column, value in (
+            (self.tail, slots[ends - 1]),
+            (self.size, lengths),
+            (self.depth, lengths),
+            (self.fresh, lengths),
+        ):
+            np.frombuffer(column, dtype=np.int32)[numbers] = value
+        self.used_at[numbers] = used_at[begins]
+        self.kind[numbers] = kind
+        np.frombuffer(self.queued, dtype=np.uint8)[numbers] = 0
+        toward_head = np.frombuffer(self.toward_head, dtype=np.int32)
+        toward_tail = np.frombuffer(self.toward_tail, dtype=np.int32)
+        toward_head[slots[1:]] = slots[:-1]
+        toward_tail[slots[:-1]] = slots[1:]
+        toward_head[slots[begins]] = _END
+        toward_tail[slots[ends - 1]] = _END
+        np.frombuffer(self.run_of, dtype=np.int32)[slots] = np.repeat(numbers, lengths)
+        self.resident += count
+
+    def sizes(self) -> NDArray[np.int32]:
+        """The number of slots of each run; drop it before anything changes."""
+        return np.frombuffer(self.size, dtype=np.int32)
+
+    def unqueued(self) -> NDArray[np.intp]:
+        """The numbers of the runs that hold slots and are not queued, ascending."""
+        return np.flatnonzero((self.sizes() > 0) & (np.frombuffer(self.queued, np.uint8) == 0))
