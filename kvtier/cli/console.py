@@ -34,6 +34,7 @@ ConfigOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
+_FILE_COLUMNS = 160
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -52,7 +53,8 @@ def stdout() -> Console:
     """The console of standard output: as wide as the terminal, colours only on one."""
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(highlight=False, width=_FILE_COLUMNS if wide else None)
 
 
 def say(text: str = "") -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -34,16 +35,26 @@ class _Commands(TyperGroup):
         name, stub, rest = super().resolve_command(ctx, args)
         return name, (load(name) if stub is not None and name else stub), rest
 
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        with _exit_codes():
+            return super().make_context(*args, **more)
+
     def invoke(self, ctx: Any) -> Any:
-        """Turn how a command ends into its exit code; only a mistake in kvtier passes through."""
-        try:
+        with _exit_codes():
             return super().invoke(ctx)
-        except BrokenPipeError:
-            raise typer.Exit(console.leave_pipe()) from None
-        except (KVTierError, OSError) as error:
-            raise typer.Exit(console.explain(error)) from None
-        except KeyboardInterrupt:
-            raise typer.Exit(console.EXIT_INTERRUPTED) from None
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Turn how a command ends into its exit code; only a mistake in kvtier passes through."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise typer.Exit(console.leave_pipe()) from None
+    except (KVTierError, OSError) as error:
+        raise typer.Exit(console.explain(error)) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(console.EXIT_INTERRUPTED) from None
 
 
 def load(name: str) -> Any:

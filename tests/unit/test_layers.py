@@ -18,6 +18,7 @@ LAYERS = {
     "core": {"base"},
     "backends": {"base", "core"},
     "move": {"base", "core"},
+    "device": {"base", "core"},
     "observe": {"base", "core"},
     "config": {"base", "core"},
     "device": {"base", "core"},
@@ -36,6 +37,7 @@ SINGLE_FILES = {
 }
 HEAVY = {"torch", "triton", "vllm", "boto3", "botocore", "kvikio", "transformers"}
 MAY_IMPORT_HEAVY = {
+    "device": {"torch"},
     "vllm": {"torch", "vllm", "transformers"},
     "backends": {"boto3", "botocore", "kvikio"},
     "device": {"torch", "triton", "kvikio"},
