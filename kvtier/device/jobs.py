@@ -1,0 +1,167 @@
+"""What a device copier is asked and answers, and the proofs that its bytes are the right ones."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvtier.core.record import (
+    CODEC_RAW,
+    HEADER_BYTES,
+    Buffer,
+    Header,
+    check_part,
+    seal_part,
+)
+from kvtier.core.slab import layout as table
+from kvtier.core.transfer import TransferKind
+from kvtier.device.layout import DeviceLayout
+from kvtier.device.plan import Blocks
+from kvtier.errors import FormatError
+from kvtier.types import KEY_BYTES_MAX, BlockKey, Outcome
+
+
+class Host(Protocol):
+    """Host memory in numbered slots, each with an entry in a table: a CPU region is one."""
+
+    def record(self, slot: int) -> Buffer:
+        """A slot's record, in place."""
+
+    def state(self, slot: int) -> int:
+        """The state byte of a slot's entry."""
+
+    def entry(self, slot: int) -> bytes:
+        """A slot's entry as it stands."""
+
+
+class Job(msgspec.Struct, kw_only=True):
+    """Records to move between the device and host memory.
+
+    Key `i` is the record in `slots[i]`, of the group at position `groups` of the layout that the
+    blocks say. A load may name slots whose records are still arriving; `deadline` is a point of
+    `time.monotonic()` at which those that have not arrived are given up.
+    """
+
+    id: int
+    kind: TransferKind
+    keys: Sequence[BlockKey]
+    slots: Sequence[int]
+    blocks: Blocks
+    deadline: float
+
+
+class JobResult(msgspec.Struct, kw_only=True):
+    """How a job ended, one outcome a key. After it, nothing touches the job's blocks or slots.
+
+    One record that fails fails a load: what had not been copied by then is CANCELLED.
+    """
+
+    id: int
+    kind: TransferKind
+    outcomes: list[Outcome]
+    bytes_moved: int
+    seconds: float
+    """From submission to the end."""
+    busy_seconds: float
+    """The part of it in which bytes moved: what the cost model wants to know of the device link."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every record made it."""
+        return all(outcome.ok for outcome in self.outcomes)
+
+
+class DeviceCopier(ABC):
+    """Moves records between device and host memory, in its own threads; loads before stores.
+
+    `submit` returns at once. Loads copy each record as it arrives, verified; a store is complete
+    when every record is sealed. Only bytes whose entry, header and checksum prove them reach the
+    device as OK.
+    """
+
+    @abstractmethod
+    def submit(self, job: Job) -> None:
+        """Queue a job, ordered after what the engine has given its device to do so far."""
+
+    @abstractmethod
+    def poll(self) -> list[JobResult]:
+        """Jobs that ended since the last call; never blocks."""
+
+    @abstractmethod
+    def wait(self, ids: Collection[int]) -> None:
+        """Sleep until these jobs no longer touch device blocks; loads until their deadline."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what runs, cancel the rest, release everything."""
+
+
+class Prover:
+    """Checks and makes the proofs of one rank's parts in host memory."""
+
+    def __init__(self, layout: DeviceLayout, host: Host, namespace: bytes) -> None:
+        self._layout = layout
+        self._host = host
+        self._namespace = namespace
+
+    def part(self, slot: int, group: int) -> Buffer:
+        """This rank's part of a record, in place."""
+        size = self._layout.part_bytes[group]
+        at = HEADER_BYTES + self._layout.part * size
+        return self._host.record(slot)[at : at + size]
+
+    def pending(self, slot: int) -> bool:
+        """Whether a record is still on its way."""
+        return self._host.state(slot) == table.RESERVED
+
+    def arrived(self, slot: int, key: BlockKey) -> Outcome:
+        """OK if a record that is not pending may be loaded; otherwise why not."""
+        entry = self._host.entry(slot)
+        if entry[0] in (table.VALID, table.ARRIVED) and _key(entry) == key:
+            return Outcome.OK
+        return Outcome.IO_ERROR if entry[0] == table.FAILED else Outcome.GONE
+
+    def stamp(self, slot: int) -> bytes:
+        """What must not change while a record is copied: all of its entry but the state."""
+        return self._host.entry(slot)[1:]
+
+    def unchanged(self, slot: int, stamp: bytes) -> bool:
+        """Whether the slot still holds the same record, now that it has been copied."""
+        entry = self._host.entry(slot)
+        return entry[1:] == stamp and entry[0] in (table.VALID, table.ARRIVED)
+
+    def verify(self, slot: int, key: BlockKey, group: int) -> Outcome:
+        """Prove header and this rank's part, where they lie."""
+        record = self._host.record(slot)
+        try:
+            header = Header.read(record)
+        except FormatError:
+            return Outcome.CORRUPT
+        layout = self._layout
+        expected = (key, self._namespace, layout.group_bytes[group], layout.parts, CODEC_RAW)
+        stated = (header.key, header.namespace, header.payload_bytes, header.parts, header.codec)
+        if stated != expected or not check_part(record, layout.part, self.part(slot, group)):
+            return Outcome.CORRUPT
+        return Outcome.OK
+
+    def reserved(self, slot: int, key: BlockKey) -> bool:
+        """Whether a slot waits for this key's bytes."""
+        entry = self._host.entry(slot)
+        return entry[0] == table.RESERVED and _key(entry) == key
+
+    def seal(self, slot: int, key: BlockKey, group: int) -> None:
+        """Make the proof of this rank's part; the first rank writes the header, too."""
+        record = self._host.record(slot)
+        layout = self._layout
+        if layout.part == 0:
+            size = layout.group_bytes[group]
+            Header(key, self._namespace, size, layout.parts).write(record)
+        seal_part(record, layout.part, self.part(slot, group))
+
+
+def _key(entry: bytes) -> bytes:
+    at = table.ENTRY_BYTES - KEY_BYTES_MAX
+    return entry[at : at + entry[1]]

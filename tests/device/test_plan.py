@@ -1,0 +1,138 @@
+"""The vectorised plan against the obvious walk over pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from device_worlds import World, jobs, pages, worlds
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.plan import Blocks, cut, describe, whole
+from kvtier.types import Namespace
+
+FAR = 1 << 40
+"""Records lie so far apart in these tests that an address names record and offset."""
+
+
+@given(st.data())
+def test_copies_are_what_the_obvious_walk_finds(data: st.DataObject) -> None:
+    world: World = data.draw(worlds())
+    layout = world.layout
+    blocks = data.draw(jobs(layout))
+    pieces = cut(layout, blocks)
+    records = np.arange(1, len(pieces) + 1, dtype=np.int64) * FAR
+    copies = describe(layout, blocks, pieces, records)
+
+    planned = set()
+    for index in range(len(pieces)):
+        for at in range(copies.starts[index], copies.starts[index + 1]):
+            assert copies.host[at] // FAR == index + 1, "copies come in the order of records"
+            for byte in range(copies.sizes[at]):
+                device = int(copies.device[at]) + byte
+                planned.add((device, index, int(copies.host[at]) % FAR + byte))
+    assert sum(copies.sizes.tolist()) == len(planned), "nothing is copied twice"
+    walked = {
+        (page.device + byte, page.record, page.host + byte)
+        for page in pages(layout, blocks)
+        for byte in range(page.size)
+    }
+    assert planned == walked
+
+
+@given(st.data())
+def test_no_two_copies_could_have_been_one(data: st.DataObject) -> None:
+    world: World = data.draw(worlds())
+    blocks = data.draw(jobs(world.layout))
+    pieces = cut(world.layout, blocks)
+    records = np.arange(1, len(pieces) + 1, dtype=np.int64) * FAR
+    copies = describe(world.layout, blocks, pieces, records)
+    for at in range(1, len(copies.sizes)):
+        size = copies.sizes[at - 1]
+        follows = copies.device[at] == copies.device[at - 1] + size
+        assert not (follows and copies.host[at] == copies.host[at - 1] + size)
+
+
+@given(st.data())
+def test_pieces_cover_the_job_and_know_what_is_whole(data: st.DataObject) -> None:
+    world: World = data.draw(worlds())
+    layout = world.layout
+    blocks = data.draw(jobs(layout))
+    pieces = cut(layout, blocks)
+    assert sum(pieces.length.tolist()) == len(blocks.ids)
+    seen: dict[int, int] = {}
+    for page in pages(layout, blocks):
+        seen[page.record] = seen.get(page.record, 0) + 1
+    for index, is_whole in enumerate(whole(layout, pieces).tolist()):
+        refs = len(layout.groups[pieces.group[index]])
+        assert is_whole == (seen[index] == refs * layout.blocks_per_chunk)
+
+
+def test_neighbouring_blocks_of_a_layer_are_one_copy() -> None:
+    layout = DeviceLayout(
+        tuple(DeviceTensor(layer * 10_000, 8, 100, 100) for layer in range(3)),
+        (tuple(PageRef(layer, 100) for layer in range(3)),),
+        blocks_per_chunk=4,
+    )
+    blocks = Blocks(np.arange(4), [4], [0])
+    copies = describe(layout, blocks, cut(layout, blocks), np.array([FAR]))
+    assert copies.sizes.tolist() == [400, 400, 400]
+
+
+def test_a_block_that_lies_in_one_piece_is_one_copy() -> None:
+    layout = DeviceLayout(
+        tuple(DeviceTensor(layer * 100, 8, 300, 100) for layer in range(3)),
+        (tuple(PageRef(layer, 100) for layer in range(3)),),
+    )
+    blocks = Blocks(np.array([5, 2]), [2], [0])
+    copies = describe(layout, blocks, cut(layout, blocks), np.array([FAR, 2 * FAR]))
+    assert copies.sizes.tolist() == [300, 300]
+    assert copies.device.tolist() == [1500, 600]
+
+
+def test_an_empty_job_has_no_copies() -> None:
+    layout = DeviceLayout((DeviceTensor(0, 4, 8, 8),), ((PageRef(0, 8),),))
+    blocks = Blocks(np.zeros(0, np.int64), [0], [3])
+    pieces = cut(layout, blocks)
+    assert len(pieces) == 0
+    assert describe(layout, blocks, pieces, np.zeros(0, np.int64)).starts.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("ids", "sizes", "starts"),
+    [([4], [1], [0]), ([-1], [1], [0]), ([0], [2], [0]), ([0], [1, 0], [0, 0]), ([0], [1], [])],
+)
+def test_impossible_jobs_are_refused(ids: list[int], sizes: list[int], starts: list[int]) -> None:
+    layout = DeviceLayout((DeviceTensor(0, 4, 8, 8),), ((PageRef(0, 8),),))
+    with pytest.raises(ValueError, match=r"block"):
+        cut(layout, Blocks(np.array(ids, np.int64), sizes, starts))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "ref", "per_chunk", "part"),
+    [
+        (DeviceTensor(0, 4, 8, 9), PageRef(0, 8), 1, 0),
+        (DeviceTensor(0, 0, 8, 8), PageRef(0, 8), 1, 0),
+        (DeviceTensor(0, 4, 8, 8), PageRef(1, 8), 1, 0),
+        (DeviceTensor(0, 4, 8, 8), PageRef(0, 9), 1, 0),
+        (DeviceTensor(0, 4, 8, 8), PageRef(0, 0), 1, 0),
+        (DeviceTensor(0, 4, 8, 8), PageRef(0, 8), 0, 0),
+        (DeviceTensor(0, 4, 8, 8), PageRef(0, 8), 1, 1),
+    ],
+)
+def test_impossible_layouts_are_refused(
+    tensor: DeviceTensor, ref: PageRef, per_chunk: int, part: int
+) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        DeviceLayout((tensor,), ((ref,),), per_chunk, part)
+
+
+def test_a_namespace_must_state_this_geometry() -> None:
+    layout = DeviceLayout(
+        (DeviceTensor(0, 4, 8, 8),), ((PageRef(0, 8),), (PageRef(0, 4),)), 2, 0, 2
+    )
+    assert layout.group_bytes == (32, 16)
+    layout.check(Namespace(facts={}, group_bytes=(32, 16), parts=2), [0, 1])
+    with pytest.raises(ValueError, match="32, 16"):
+        layout.check(Namespace(facts={}, group_bytes=(32,), parts=2), [0, 1])
