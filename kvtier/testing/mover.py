@@ -65,6 +65,10 @@ class MoverRig:
         for medium in self.media:
             medium.release()
         self.mover.close()
+        self.close_media()
+
+    def close_media(self) -> None:
+        """Close the test's side of the media."""
         for medium in self.media:
             medium.close()
 

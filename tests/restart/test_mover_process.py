@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,10 @@ import pytest
 from kvtier.core.backend import TierContext
 from kvtier.core.transfer import Mover, TransferKind
 from kvtier.errors import MoverError
+from kvtier.move import link, process
 from kvtier.move.process import ProcessMover
 from kvtier.testing.media import MediumSettings, install
-from kvtier.testing.mover import FAR, HOST, NEAR, MoverContract, MoverRig
+from kvtier.testing.mover import HOST, NEAR, SOON, MoverContract, MoverRig
 from kvtier.types import Outcome
 
 
@@ -28,6 +32,227 @@ def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
+@pytest.fixture
+def media(tmp_path: Path) -> Iterator[MoverRig]:
+    """A rig whose mover the test opens."""
+    rig = MoverRig(tmp_path)
+    yield rig
+    rig.close_media()
+
+
 class TestProcessMover(MoverContract):
     def open_mover(self, tiers: Sequence[MediumSettings], context: TierContext) -> Mover:
-        return ProcessMover(tiers, context, staging_bytes=1 << 16)
+        return ProcessMover(tiers, context, staging_bytes=1 << 16, grace_seconds=0.2)
+
+    # ---- the death of the mover's process
+
+    def test_a_killed_process_drops_what_it_had_and_is_started_again(self, rig: MoverRig) -> None:
+        rig.fill(NEAR, range(8))
+        rig.media[NEAR].hold(range(4))
+        moving, waiting = rig.load(range(4)), rig.load(range(4, 8))
+        rig.media[NEAR].next_call()
+        killed = pid_of(rig.mover)
+        os.kill(killed, signal.SIGKILL)
+        results = rig.results(moving, waiting)
+        assert [result.outcomes for result in results] == [[Outcome.DROPPED] * 4] * 2
+        rig.media[NEAR].release()
+        assert await_restart(rig.mover, killed) != killed
+        assert rig.outcomes(rig.load(range(8))) == [Outcome.OK] * 8
+        stats = rig.mover.stats()
+        assert (stats.restarts, stats.in_flight_blocks, stats.failed_blocks) == (1, 0, 8)
+
+    def test_a_result_sent_before_the_death_counts(self, rig: MoverRig) -> None:
+        rig.fill(NEAR, range(4))
+        load = rig.load(range(4))
+        assert rig.mover.wait(SOON)  # sent, and not read yet
+        os.kill(pid_of(rig.mover), signal.SIGKILL)
+        assert rig.outcomes(load) == [Outcome.OK] * 4
+
+    @pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "hanging"])
+    def test_a_process_that_does_not_answer_is_dead_before_its_transfers_time_out(
+        self, rig: MoverRig, stopped: bool
+    ) -> None:
+        rig.media[NEAR].hold([0])
+        pid = pid_of(rig.mover)
+        late = rig.load([0], seconds=0.2)
+        other = rig.load([1, 2])
+        rig.media[NEAR].next_call()
+        if stopped:
+            os.kill(pid, signal.SIGSTOP)
+        results: dict[int, list[Outcome]] = {}
+        while late not in results:
+            rig.mover.wait(SOON)
+            results |= {result.id: result.outcomes for result in rig.mover.poll()}
+            assert late not in results or not alive(pid)
+        assert results[late] == [Outcome.TIMEOUT]
+        assert results[other] in ([Outcome.DROPPED] * 2, [Outcome.CORRUPT] * 2)
+        await_restart(rig.mover, pid)
+
+    def test_a_mover_without_a_process_refuses(
+        self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(process, "BACKOFF_SECONDS", SOON)
+        killed = pid_of(rig.mover)
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: process_mover(rig).pid is None)
+        assert not rig.mover.submit(rig.transfer(TransferKind.LOAD, NEAR, HOST, [0]))
+        assert not rig.mover.submit(rig.transfer(TransferKind.STORE, HOST, NEAR, [0]))
+        stats = rig.mover.stats()
+        assert (stats.refused_loads, stats.dropped_stores) == (1, 1)
+
+    def test_submitting_to_a_stopped_process_never_blocks_and_is_bounded(
+        self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(link, "OUTGOING_BYTES_MAX", 1 << 16)
+        pid = pid_of(rig.mover)
+        os.kill(pid, signal.SIGSTOP)
+        accepted = []
+        while rig.mover.submit(transfer := rig.transfer(TransferKind.LOAD, NEAR, HOST, [])):
+            accepted.append(transfer.id)
+        assert len(accepted) > 100
+        os.kill(pid, signal.SIGCONT)
+        assert {tuple(result.outcomes) for result in rig.results(*accepted)} == {()}
+
+    def test_close_does_not_wait_for_a_process_that_hangs(
+        self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(process, "CLOSE_SECONDS", 0.1)
+        rig.media[NEAR].hold([0])
+        load = rig.load([0])
+        rig.media[NEAR].next_call()
+        pid = pid_of(rig.mover)
+        rig.mover.close()
+        assert not alive(pid)
+        assert rig.outcomes(load) == [Outcome.CANCELLED]
+
+    @pytest.mark.slow
+    def test_fifty_restarts_leak_nothing(
+        self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(process, "BACKOFF_SECONDS_MAX", 0.0)
+        rig.fill(NEAR, range(4))
+        before = open_files()
+        pid = pid_of(rig.mover)
+        for _ in range(50):
+            load = rig.load(range(4))
+            os.kill(pid, signal.SIGKILL)
+            assert rig.outcomes(load) in ([Outcome.OK] * 4, [Outcome.DROPPED] * 4)
+            pid = await_restart(rig.mover, pid)
+        assert rig.outcomes(rig.load(range(4))) == [Outcome.OK] * 4
+        assert rig.mover.stats().restarts == 50
+        assert open_files() == before
+        assert threading.active_count() == 2
+
+
+# ---- the death of the parent
+
+PARENT = """
+import os, sys, time
+from kvtier.core.backend import TierContext
+from kvtier.move.process import ProcessMover
+from kvtier.testing.mover import HOST, NEAR, MoverRig
+from pathlib import Path
+
+rig = MoverRig(Path(sys.argv[1]))
+rig.mover = ProcessMover(rig.tiers, rig.context)
+rig.media[NEAR].hold([0])
+rig.load([0])
+rig.media[NEAR].next_call()
+# A fork keeps a copy of every descriptor, the mover's socket and the held gate included.
+if (child := os.fork()) == 0:
+    time.sleep(600)
+print(rig.mover.pid, child, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "hanging"])
+def test_the_process_dies_with_its_parent(tmp_path: Path, stopped: bool) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    with parent:
+        assert parent.stdout is not None
+        mover, child = (int(word) for word in parent.stdout.readline().split())
+        death = os.pidfd_open(mover)
+        try:
+            if stopped:
+                os.kill(mover, signal.SIGSTOP)
+            parent.kill()
+            assert select.select([death], [], [], SOON)[0], "the mover outlived its parent"
+        finally:
+            os.close(death)
+            os.kill(child, signal.SIGKILL)
+
+
+def test_ctrl_c_in_the_terminal_is_not_for_the_mover(media: MoverRig) -> None:
+    media.mover = ProcessMover(media.tiers, media.context)
+    assert os.getpgid(pid_of(media.mover)) != os.getpgid(0)
+    media.mover.close()
+
+
+# ---- starts that fail
+
+
+def test_media_that_cannot_be_opened_are_one_clear_error(media: MoverRig) -> None:
+    media.media[NEAR].path.unlink()
+    with pytest.raises(MoverError, match=r"cannot open its tiers: .*tier1"):
+        ProcessMover(media.tiers, media.context)
+
+
+def test_a_process_that_does_not_start_in_time_is_one_clear_error(media: MoverRig) -> None:
+    before = open_files()
+    with pytest.raises(MoverError, match=r"within 0\.01 s"):
+        ProcessMover(media.tiers, media.context, start_seconds=0.01)
+    assert open_files() == before
+
+
+def test_a_process_that_ends_at_once_is_one_clear_error(
+    media: MoverRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(MoverError, match="ended at its start with status 1"):
+        ProcessMover(media.tiers, media.context)
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(MoverError, match="cannot be started"):
+        ProcessMover(media.tiers, media.context)
+
+
+# ---- small words
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def process_mover(rig: MoverRig) -> ProcessMover:
+    assert isinstance(rig.mover, ProcessMover)
+    return rig.mover
+
+
+def pid_of(mover: Mover) -> int:
+    assert isinstance(mover, ProcessMover)
+    assert mover.pid is not None
+    return mover.pid
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Look again and again, for what another process does by itself and tells nobody."""
+    limit = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < limit
+        os.sched_yield()
+
+
+def await_restart(mover: Mover, old: int) -> int:
+    assert isinstance(mover, ProcessMover)
+    until(lambda: mover.pid not in (None, old))
+    return pid_of(mover)
