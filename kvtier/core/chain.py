@@ -12,6 +12,7 @@ from kvtier.core.flight import Ticket
 from kvtier.core.health import Health
 from kvtier.core.ledger import Ledger
 from kvtier.core.plan import HOST, JOINING, NOWHERE, plan_host, plan_lower, plan_room, plan_runs
+from kvtier.core.promotion import Promotion
 from kvtier.core.record import record_bytes
 from kvtier.core.settings import TierSettings
 from kvtier.core.tally import ChainStats, Sample, Tally
@@ -36,7 +37,6 @@ STEP_USES = 8
 USES_KEPT = 1024
 """More than a hundred steps of uses: who falls so far behind does without them."""
 REST_SECONDS = 30.0
-_NOT_RESTED = (Outcome.GONE, Outcome.CORRUPT, Outcome.CANCELLED)
 
 
 class TierChain(Tier):
@@ -64,42 +64,61 @@ class TierChain(Tier):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tiers = list(tiers)
-        self._settings = list(settings)
         self._mover = mover
-        self._namespace = namespace
         self._costs = costs
         self._clock = clock
         slot = record_bytes(namespace.payload_bytes)
         self._slots = [max(1, tier.stats().bytes_capacity // slot) for tier in tiers]
+        self._tally = Tally([tier.medium for tier in tiers], namespace)
         self._ledger = Ledger(self.tiers)
+        self._promised = self._ledger.promised
         self._load_health = Health(len(tiers), rest_seconds)
+        self._promotion = Promotion(
+            settings, self._ledger, mover, self._load_health, self._tally, costs
+        )
         # Apart from loads: what can no longer be written to may well be read.
-        self._store_health = Health(len(tiers), rest_seconds)
+        store_health = Health(len(tiers), rest_seconds)
         self._cascade = Cascade(
-            self.tiers, settings, self._slots, self._ledger, mover, self._store_health
+            self.tiers, settings, self._slots, self._ledger, mover, store_health
         )
         self._names = [*[Presence.HIT] * len(tiers), Presence.HIT, Presence.PENDING, Presence.MISS]
-        self._promised: dict[BlockKey, int] = {}
         self._free: int | None = None
         self._anonymous: list[tuple[Ticket, set[BlockKey]]] = []
         self._ended: list[Ticket] = []
         self._stored: deque[TransferResult] = deque()
         self._uses: deque[Sequence[BlockKey]] = deque(maxlen=USES_KEPT)
         self._touches: deque[tuple[Sequence[BlockKey], int]] = deque(maxlen=USES_KEPT)
-        self._media = [tier.medium for tier in tiers]
-        self._tally = Tally(self._media)
 
     # lookup
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
-        origins = plan_room(keys, self.locate(keys), self._promised, self._room())
+        promised = self._promised
+        if promised and all(key in promised for key in keys):
+            return [Presence.HIT] * len(keys)
+        names = self._names
+        return [names[origin] for origin in self._promise(keys, self.locate(keys))]
+
+    def worth(self, keys: Sequence[BlockKey], tokens_per_block: int, start: int = 0) -> int:
+        """How many leading keys of a prefix are here, can be taken in, and cost less to load than
+        to recompute; the first of them is at token `start`. They are promised as by `lookup`.
+        """
+        origins = self.locate(keys)
+        runs = plan_runs(origins, self._tally.media, self._tally.sizes(keys))
+        count = sum(run.blocks for run in runs)
+        if self._costs is not None:
+            count = self._costs.admit(runs, tokens_per_block, start)
+        kept = self._promise(keys[:count], origins[:count])
+        return kept.index(NOWHERE) if NOWHERE in kept else count
+
+    def _promise(self, keys: Sequence[BlockKey], origins: list[int]) -> list[int]:
+        """Take back what there is no room for, and hold the room of the rest until `poll`."""
+        origins = plan_room(keys, origins, self._promised, self._room())
         hits = zip(keys, origins, strict=True)
         if min(origins, default=HOST) >= HOST:
             self._promised.update(hits)
         else:
             self._promised.update([hit for hit in hits if hit[1] >= HOST])
-        names = self._names
-        return [names[origin] for origin in origins]
+        return origins
 
     def locate(self, keys: Sequence[BlockKey]) -> list[int]:
         """The nearest tier that can give each key, or NOWHERE, COMING, JOINING (see plan).
@@ -128,16 +147,6 @@ class TierChain(Tier):
             asked = sorted(asked + skipped) if skipped else asked
         return origins
 
-    def worth(self, keys: Sequence[BlockKey], tokens_per_block: int, start: int = 0) -> int:
-        """How many leading keys of a prefix are here and cost less to load than to recompute.
-
-        The first of them is at token `start`.
-        """
-        runs = plan_runs(self.locate(keys), self._media, self._sizes(keys))
-        if self._costs is None:
-            return sum(run.blocks for run in runs)
-        return self._costs.admit(runs, tokens_per_block, start)
-
     def _room(self) -> int:
         """Host slots that hits can still be promised."""
         if self._free is None:
@@ -145,11 +154,10 @@ class TierChain(Tier):
             self._free = self._slots[HOST] - host.pinned - host.in_flight
         return self._free - len(self._promised)
 
-    def _sizes(self, keys: Sequence[BlockKey]) -> list[int]:
-        sizes = self._namespace.group_bytes
-        if len(sizes) == 1:
-            return [sizes[0]] * len(keys)
-        return [self._namespace.payload_of(key) for key in keys]
+    def _look_again(self, promises_too: bool = True) -> None:
+        if promises_too:
+            self._promised.clear()
+        self._free = None
 
     # load
 
@@ -183,7 +191,7 @@ class TierChain(Tier):
             mine = [key for key, origin in zip(keys, origins, strict=True) if origin == HOST]
         if mine and not self._ledger.pin(ticket, mine):
             return False
-        self._tally.found(HOST, self._sizes(mine))
+        self._tally.found(HOST, mine)
         return True
 
     def _take_in(self, ticket: Ticket, keys: list[BlockKey], origins: list[int]) -> None:
@@ -191,31 +199,15 @@ class TierChain(Tier):
             mine = [key for key, from_ in zip(keys, origins, strict=True) if from_ == origin]
             if origin == JOINING:
                 for key in mine:
-                    source = self._ledger.joinable[key].transfer.source
-                    self._tally.found(source, self._sizes([key]))
+                    self._tally.found(self._ledger.joinable[key].transfer.source, [key])
                 self._ledger.join(ticket, mine)
             elif origin > HOST:
-                self._promote(ticket, origin, mine)
-
-    def _promote(self, ticket: Ticket, source: int, keys: list[BlockKey]) -> None:
-        limit = self._clock() + self._settings[source].load_deadline.seconds
-        transfer = self._ledger.promote(ticket, source, keys, min(limit, ticket.deadline))
-        if transfer is None:
-            return
-        if not self._mover.submit(transfer):
-            self._ledger.refuse(transfer)
-            self._load_health.rest(source, transfer.keys, self._clock())
-            self._tally.failed(source, [Outcome.DROPPED] * len(transfer.keys))
-            return
-        sizes = self._sizes(transfer.keys)
-        self._tally.found(source, sizes)
-        if self._costs is not None:
-            self._costs.started(self._media[source], transfer.id, sum(sizes))
+                self._promotion.start(ticket, origin, mine, self._clock())
 
     def end_load(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome] | None = None) -> None:
         """Nobody reads for this ticket any more; `failed` could not be read, or were not right."""
         self._ledger.release(ticket, None, failed)
-        self._free = None
+        self._look_again(bool(failed))
 
     def cancel(self, request: str) -> None:
         """The request is gone and nobody reads for it: let go of all that it held."""
@@ -252,7 +244,7 @@ class TierChain(Tier):
             self._ledger.release(ticket, mine if unread else None, failed)
             if not unread:
                 self._anonymous.remove((ticket, unread))
-        self._free = None
+        self._look_again(bool(failed))
 
     # store
 
@@ -295,44 +287,28 @@ class TierChain(Tier):
         self._load_health.tick(now)
         for tier in self.tiers:
             tier.tick()
-        self._promised.clear()
-        self._free = None
+        self._look_again()
 
     @property
     def has_pending_work(self) -> bool:
         """Whether `poll` must be called although the engine is idle."""
         return bool(self._ledger.moving or self._stored or self._ended or self._cascade.waiting)
 
-    def _settle(self, now: float) -> None:
+    def _settle(self, now: float, budget: float = STEP_BLOCKS) -> None:
         for result in self._mover.poll():
-            if self._ledger.promoting(result.id):
-                self._settle_load(result, now)
-            else:
+            if not self._ledger.promoting(result.id):
                 self._stored.append(result)
-        budget = STEP_BLOCKS
+            elif settled := self._ledger.settle(result):
+                self._promotion.settled(settled, result, now)
+                self._tally.ended(settled, result)
+                self._ended += settled.landed
+                self._cascade.committed(HOST, settled.committed, settled.move.transfer.source)
         while self._stored and budget > 0:
             result = self._stored.popleft()
-            settled = self._ledger.settle(result)
-            if settled is not None:
+            budget -= len(result.outcomes)
+            if settled := self._ledger.settle(result):
                 self._cascade.settled(settled, result, now)
                 self._tally.ended(settled, result)
-                budget -= len(result.outcomes)
-
-    def _settle_load(self, result: TransferResult, now: float) -> None:
-        settled = self._ledger.settle(result)
-        if settled is None:
-            return
-        source = settled.move.transfer.source
-        self._load_health.observe(source, result.outcomes, now)
-        rest = [key for key, why in settled.failed.items() if why not in _NOT_RESTED]
-        self._load_health.rest(source, rest, now)
-        self._tally.failed(source, settled.failed.values())
-        if self._costs is not None:
-            complete = not settled.failed
-            self._costs.ended(self._media[source], result.id, complete, result.busy_seconds)
-        self._ended += settled.landed
-        self._cascade.committed(HOST, settled.committed, source)
-        self._tally.ended(settled, result)
 
     # the rest of a tier
 
@@ -348,13 +324,13 @@ class TierChain(Tier):
         self._ledger.void(keys)
         for tier in self.tiers:
             tier.forget(keys)
-        self._promised.clear()
+        self._look_again()
 
     def clear(self) -> None:
         self._cascade.forget()
         for tier in self.tiers:
             tier.clear()
-        self._promised.clear()
+        self._look_again()
 
     def invalidate(self) -> None:
         """Serve nothing any more of what was stored so far, or is being stored or moved now.
@@ -394,6 +370,6 @@ class TierChain(Tier):
 
     def close(self) -> None:
         """Commit what the mover has finished and close the tiers; close the mover first."""
-        self._settle(self._clock())
+        self._settle(self._clock(), float("inf"))
         for tier in self.tiers:
             tier.close()

@@ -35,6 +35,8 @@ class Ledger:
         """Promotions that another request may join."""
         self.stranded: set[BlockKey] = set()
         """Slots of promotions that nobody may join: given up, but the mover still has them."""
+        self.promised: dict[BlockKey, int] = {}
+        """Keys that lookup has promised room for, and the tiers that were to give them."""
         self.watched: Collection[int] = ()
         self.evicted: list[tuple[int, list[BlockKey]]] = []
         """What made room in the watched tiers, until somebody takes it from here."""
@@ -221,8 +223,11 @@ class Ledger:
 
     def _take(self, tier: int, keys: Sequence[BlockKey], evict: bool = True) -> Reservation:
         taken = self._tiers[tier].prepare_store(keys, evict=evict)
-        if taken.evicted and tier in self.watched:
-            self.evicted.append((tier, taken.evicted))
+        if taken.evicted:
+            for key in taken.evicted if self.promised else ():
+                self.promised.pop(key, None)
+            if tier in self.watched:
+                self.evicted.append((tier, taken.evicted))
         return taken
 
     def _pin_what_is_there(

@@ -24,6 +24,9 @@ COMING = -2
 JOINING = -3
 """On its way into host memory by a load of ours, which another request may join."""
 
+RUNS_MAX = 32
+"""How finely the cost model looks at a prefix whose blocks alternate between tiers."""
+
 
 class LinkPlan(msgspec.Struct, frozen=True):
     """By what rule blocks of one tier get to the next one that takes any."""
@@ -116,7 +119,19 @@ def plan_runs(origins: Sequence[int], media: Sequence[str], sizes: Sequence[int]
         link = media[origin] if origin > HOST else DEVICE
         runs.append(Run(link, stop - start, sum(sizes[start:stop])))
         start = stop
-    return runs
+    return runs if len(runs) <= RUNS_MAX else _coarse(runs)
+
+
+def _coarse(runs: list[Run]) -> list[Run]:
+    """A finely mixed prefix, sorted by link within pieces: the cost model looks at each run."""
+    step = -(-len(runs) // (RUNS_MAX // 4))
+    coarse = []
+    for start in range(0, len(runs), step):
+        piece = runs[start : start + step]
+        for link in dict.fromkeys(run.link for run in piece):
+            mine = [run for run in piece if run.link == link]
+            coarse.append(Run(link, sum(r.blocks for r in mine), sum(r.bytes for r in mine)))
+    return coarse
 
 
 def plan_demotion(

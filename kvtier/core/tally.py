@@ -10,7 +10,7 @@ import msgspec
 from kvtier.core.flight import Purpose, Settled, Ticket
 from kvtier.core.links import LinkStats
 from kvtier.core.transfer import MoverStats, TransferResult
-from kvtier.types import Outcome, TierStats
+from kvtier.types import BlockKey, Namespace, Outcome, TierStats
 
 SAMPLES_KEPT = 4096
 
@@ -48,8 +48,9 @@ class ChainStats(msgspec.Struct):
 class Tally:
     """Counters of a chain's loads, by tier, and samples of all its transfers."""
 
-    def __init__(self, media: Sequence[str]) -> None:
-        self._media = media
+    def __init__(self, media: Sequence[str], namespace: Namespace) -> None:
+        self.media = media
+        self._namespace = namespace
         self._samples: deque[Sample] = deque(maxlen=SAMPLES_KEPT)
         self.hits = [0] * len(media)
         self.hit_bytes = [0] * len(media)
@@ -57,10 +58,19 @@ class Tally:
         self.untaken = 0
         self.expired = 0
 
-    def found(self, tier: int, sizes: Sequence[int]) -> None:
-        """A load takes blocks of these sizes from a tier."""
-        self.hits[tier] += len(sizes)
-        self.hit_bytes[tier] += sum(sizes)
+    def sizes(self, keys: Sequence[BlockKey]) -> list[int]:
+        """The payload of each key."""
+        sizes = self._namespace.group_bytes
+        if len(sizes) == 1:
+            return [sizes[0]] * len(keys)
+        return [self._namespace.payload_of(key) for key in keys]
+
+    def found(self, tier: int, keys: Sequence[BlockKey]) -> int:
+        """A load takes these from a tier; answers with their bytes."""
+        size = sum(self.sizes(keys))
+        self.hits[tier] += len(keys)
+        self.hit_bytes[tier] += size
+        return size
 
     def opened(self, ticket: Ticket) -> None:
         """A load has begun, maybe with less than it asked for."""
@@ -78,8 +88,8 @@ class Tally:
         self._samples.append(
             Sample(
                 settled.move.purpose,
-                self._media[transfer.source],
-                self._media[transfer.target],
+                self.media[transfer.source],
+                self.media[transfer.target],
                 len(transfer.keys),
                 result.bytes_moved,
                 result.seconds,

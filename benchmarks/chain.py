@@ -1,0 +1,218 @@
+"""What a chain costs the engine's scheduler for one prompt of 100k tokens in chunks of 256.
+
+Measured per call, with the tiers that are named on the left and a mover that carries nothing out:
+the blocks are where they are, and only their bookkeeping counts. Lookup, plan and prepare together
+(`lookup`, `worth` and `begin_load`) shall stay under one millisecond.
+
+    python benchmarks/chain.py            JSON=result.json python benchmarks/chain.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtier.core.backend import TierContext, backend
+from kvtier.core.chain import TierChain
+from kvtier.core.costs import CostModel
+from kvtier.core.record import record_bytes
+from kvtier.core.settings import ByteSize, Capacity, Persistence, TierSettings, WritePolicy
+from kvtier.core.tier import Tier
+from kvtier.core.transfer import Mover, MoverStats, Transfer, TransferResult
+from kvtier.types import BlockKey, Namespace, Outcome, Presence, block_key
+
+TOKENS, CHUNK = 100_000, 256
+BLOCKS = -(-TOKENS // CHUNK)
+NAMESPACE = Namespace(facts={"model": "benchmark"}, group_bytes=(4096,))
+TARGET_US = 1000.0
+WARM_UP = 3
+OTHERS = 8
+"""Further prompts that fill host memory, so that a promotion has to evict."""
+
+
+class NullMover(Mover):
+    """Says at once that all has been moved."""
+
+    def __init__(self) -> None:
+        self._results: list[TransferResult] = []
+
+    def submit(self, transfer: Transfer) -> bool:
+        outcomes = [Outcome.OK] * len(transfer.keys)
+        self._results.append(
+            TransferResult(
+                id=transfer.id, outcomes=outcomes, bytes_moved=0, seconds=1e-3, busy_seconds=1e-3
+            )
+        )
+        return True
+
+    def poll(self) -> list[TransferResult]:
+        results, self._results = self._results, []
+        return results
+
+    def wait(self, seconds: float) -> bool:
+        return bool(self._results)
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        pass
+
+    def stats(self) -> MoverStats:
+        return MoverStats()
+
+    def close(self) -> None:
+        pass
+
+
+def prompt(number: int, blocks: int = BLOCKS) -> list[BlockKey]:
+    """The keys of one prompt."""
+    return [
+        block_key(hashlib.sha256(f"{number}/{index}".encode()).digest()) for index in range(blocks)
+    ]
+
+
+def open_tiers(kinds: Sequence[str], folder: Path) -> list[tuple[Tier, TierSettings]]:
+    """Host memory for a few prompts, below it room for many."""
+    found = []
+    for level, kind in enumerate(kinds):
+        blocks = (OTHERS if level == 0 else 4 * OTHERS) * BLOCKS
+        fields: dict[str, object] = {
+            "capacity": Capacity(size=ByteSize(blocks * slot_bytes())),
+            "write": WritePolicy.NEVER,
+        }
+        if kind == "nvme":
+            fields["path"] = str(folder / f"tier{level}")
+        else:
+            fields["name"] = f"benchmark{level}"
+        if kind == "cpu":
+            fields["persistence"] = Persistence.DISCARD
+        opener = backend(kind)
+        settings = opener.settings(**fields)
+        context = TierContext(NAMESPACE, f"benchmark-{os.getpid()}")
+        found.append((opener.open_tier(settings, context), settings))
+    return found
+
+
+def slot_bytes() -> int:
+    return record_bytes(NAMESPACE.payload_bytes)
+
+
+def fill(tier: Tier, keys: Sequence[BlockKey]) -> None:
+    taken = tier.prepare_store(keys)
+    tier.complete_store(taken.keys)
+
+
+class Bench:
+    """One stack; each round times the steps of one request."""
+
+    def __init__(self, kinds: Sequence[str], folder: Path) -> None:
+        self.name = " + ".join(kinds)
+        opened = open_tiers(kinds, folder)
+        self.tiers = [tier for tier, _ in opened]
+        costs = CostModel()
+        costs.observe_prefill(8192, 4.0)
+        self.chain = TierChain(
+            self.tiers, [rule for _, rule in opened], NullMover(), NAMESPACE, costs=costs
+        )
+        self.samples: dict[tuple[str, str], list[float]] = {}
+
+    def round(self, case: str, keys: list[BlockKey]) -> None:
+        """One request: asked for, taken in, landed, ended."""
+        chain = self.chain
+        marks = [time.perf_counter()]
+        count = chain.worth(keys, CHUNK)
+        marks.append(time.perf_counter())
+        found = chain.lookup(keys)
+        marks.append(time.perf_counter())
+        ticket = chain.begin_load(keys, "request", float("inf"))
+        marks.append(time.perf_counter())
+        chain.poll()
+        marks.append(time.perf_counter())
+        chain.end_load(ticket)
+        marks.append(time.perf_counter())
+        chain.take_events()
+        assert count == found.count(Presence.HIT) == len(ticket.keys) == len(keys)
+        took = [stop - start for start, stop in itertools.pairwise(marks)]
+        for step, seconds in zip(STEPS, [*took[:3], sum(took[:3]), *took[3:]], strict=True):
+            self._add(case, step, seconds)
+
+    def _add(self, case: str, step: str, seconds: float) -> None:
+        self.samples.setdefault((case, step), []).append(seconds * 1e6)
+
+    def prepare(self, case: str, number: int) -> list[BlockKey]:
+        """A prompt that is where the case says, in a host memory that is full."""
+        keys = prompt(number)
+        host, below = self.tiers[0], self.tiers[1]
+        fill(below, keys)
+        for other in range(OTHERS):
+            fill(host, prompt(10**6 + other))
+        if case == "all in host memory":
+            fill(host, keys)
+        elif case == "tail in the tier below":
+            fill(host, keys[: BLOCKS // 2])
+        elif case == "every other block below":
+            fill(host, keys[::2])
+        self.chain.poll()
+        self.chain.take_events()
+        return keys
+
+
+CASES = (
+    "all in host memory",
+    "all in the tier below",
+    "tail in the tier below",
+    "every other block below",
+)
+STEPS = ("worth", "lookup", "begin_load", "total", "poll after", "end_load")
+
+
+def main() -> None:
+    """Interleave stacks and cases, print a table, write JSON where the environment says."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--stacks", nargs="+", default=["memory,memory", "cpu,nvme"])
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
+    stacks = [stack.split(",") for stack in arguments.stacks]
+    results = []
+    with tempfile.TemporaryDirectory(prefix="kvtier-chain-") as folder:
+        benches = [Bench(kinds, Path(folder)) for kinds in stacks]
+        try:
+            for number in range(rounds):
+                for case in CASES:
+                    for bench in benches:
+                        keys = bench.prepare(case, number * len(CASES) + CASES.index(case))
+                        gc.collect()
+                        bench.round(case, keys)
+        finally:
+            for bench in benches:
+                bench.chain.close()
+        print(f"{BLOCKS} blocks: {TOKENS} tokens in chunks of {CHUNK}; median us over {rounds}")
+        print(f"{'stack':<16} {'case':<26}" + "".join(f"{step:>12}" for step in STEPS))
+        for bench in benches:
+            for case in CASES:
+                row = [statistics.median(bench.samples[case, step][WARM_UP:]) for step in STEPS]
+                print(f"{bench.name:<16} {case:<26}" + "".join(f"{value:12.0f}" for value in row))
+                total = row[STEPS.index("total")]
+                results.append(
+                    {
+                        "name": f"chain.{bench.name}.{case}".replace(" ", "_"),
+                        "value": round(total, 1),
+                        "unit": "us",
+                        "target": TARGET_US,
+                        "met": total < TARGET_US,
+                    }
+                )
+    if path := os.environ.get("JSON"):
+        Path(path).write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The way up: blocks of lower tiers on their way into host memory, for requests that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.core.costs import CostModel
+from kvtier.core.flight import Settled, Ticket
+from kvtier.core.health import Health
+from kvtier.core.ledger import Ledger
+from kvtier.core.settings import TierSettings
+from kvtier.core.tally import Tally
+from kvtier.core.transfer import Mover, TransferResult
+from kvtier.types import BlockKey, Outcome
+
+_NOT_RESTED = (Outcome.GONE, Outcome.CORRUPT, Outcome.CANCELLED)
+"""The tier itself no longer offers what is gone or corrupt; what was cancelled is as good as it
+was. After any other failure a key rests: the same load would fail again at once."""
+
+
+class Promotion:
+    """Starts loads and learns from how they end."""
+
+    def __init__(
+        self,
+        settings: Sequence[TierSettings],
+        ledger: Ledger,
+        mover: Mover,
+        health: Health,
+        tally: Tally,
+        costs: CostModel | None,
+    ) -> None:
+        self._deadlines = [rule.load_deadline.seconds for rule in settings]
+        self._ledger = ledger
+        self._mover = mover
+        self._health = health
+        self._tally = tally
+        self._costs = costs
+
+    def start(self, ticket: Ticket, source: int, keys: Sequence[BlockKey], now: float) -> None:
+        """Move blocks into host memory for a ticket, as many as there is room for."""
+        deadline = min(now + self._deadlines[source], ticket.deadline)
+        transfer = self._ledger.promote(ticket, source, keys, deadline)
+        if transfer is None:
+            return
+        if not self._mover.submit(transfer):
+            self._ledger.refuse(transfer)
+            self._health.rest(source, transfer.keys, now)
+            self._tally.failed(source, [Outcome.DROPPED] * len(transfer.keys))
+            return
+        size = self._tally.found(source, transfer.keys)
+        if self._costs is not None:
+            self._costs.started(self._tally.media[source], transfer.id, size)
+
+    def settled(self, settled: Settled, result: TransferResult, now: float) -> None:
+        """Book the end of a load."""
+        source = settled.move.transfer.source
+        self._health.observe(source, result.outcomes, now)
+        rest = [key for key, why in settled.failed.items() if why not in _NOT_RESTED]
+        self._health.rest(source, rest, now)
+        self._tally.failed(source, settled.failed.values())
+        if self._costs is not None:
+            medium = self._tally.media[source]
+            self._costs.ended(medium, result.id, not settled.failed, result.busy_seconds)
