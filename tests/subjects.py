@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.backends.memory import MemoryBackend, MemorySettings
-from kvtier.core.disk import Disk
+from kvtier.backends.memory import BACKEND as MEMORY_BACKEND
+from kvtier.backends.memory import MemorySettings
 from kvtier.core.settings import ByteSize, Capacity
 from kvtier.testing.subject import Subject
+
+
+def capacity(size: int) -> Capacity:
+    """So many bytes."""
+    return Capacity(size=ByteSize(size))
 
 
 class MemorySubject(Subject):
     """The reference model must keep its own contract."""
 
-    def __init__(self) -> None:
-        self._backend = MemoryBackend()
+    backend = MEMORY_BACKEND
 
-    def backend(self, disk: Disk) -> MemoryBackend:
-        return self._backend
-
-    def settings(self, folder: Path, capacity: int) -> MemorySettings:
-        return MemorySettings(capacity=Capacity(size=ByteSize(capacity)))
+    def settings(self, folder: Path, blocks: int, record_bytes: int) -> MemorySettings:
+        return MemorySettings(capacity=capacity(blocks * record_bytes))
 
 
 MEMORY = MemorySubject()

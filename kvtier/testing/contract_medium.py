@@ -189,9 +189,8 @@ class MediumContract:
                 reserved = rig.reserve(some)
                 rig.tier.complete_store(reserved.keys, failures(reserved.keys, Outcome.TIMEOUT))
             rig.tier.tick()
+            rig.check_room()
             stats = rig.tier.stats()
-            assert stats.bytes_used <= stats.bytes_capacity <= rig.capacity
-            assert rig.occupied_bytes() <= rig.capacity + self.subject.overhead_bytes
             for counter in ("hits", "misses", "stored", "evicted", "dropped"):
                 assert getattr(stats, counter) >= getattr(before, counter)
             before = stats
@@ -212,7 +211,7 @@ class MediumContract:
         assert rig.resident(make_keys(100)) == keys[:3]
         assert rig.get(keys) == keys[:3]
         assert rig.tier.stats().blocks == 3
-        assert rig.occupied_bytes() <= rig.capacity + self.subject.overhead_bytes
+        rig.check_room()
         new = make_keys(BLOCKS - 3, start=49)  # among them what was reserved then
         assert rig.put(new, evict=False) == new
         assert rig.put(make_keys(1, start=300), evict=False) == []
@@ -224,8 +223,7 @@ class MediumContract:
         smaller = Rig(self.subject, rig.folder, blocks=3)
         for _ in range(10):
             assert smaller.get(keys) == smaller.resident(keys)
-            assert smaller.tier.stats().bytes_used <= smaller.capacity
-            assert smaller.occupied_bytes() <= smaller.capacity + self.subject.overhead_bytes
+            smaller.check_room()
             assert len(smaller.put(make_keys(5, start=100))) <= 3
             smaller.tier.tick()
         smaller.close()
@@ -276,7 +274,7 @@ class MediumContract:
             for one in (rig, peer):
                 one.put(make_keys(BLOCKS, start=start))
                 one.tier.tick()
-            assert rig.occupied_bytes() <= rig.capacity + self.subject.overhead_bytes
+            rig.check_room()
         peer.close()
 
 

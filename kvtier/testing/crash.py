@@ -50,7 +50,7 @@ class Books:
         self.possible: set[BlockKey] = set()
         """Committed once, or about to be when the writer died."""
         self.banned: set[BlockKey] = set()
-        """Aborted, or forgotten for good."""
+        """Aborted or forgotten, for good."""
         self.slack = 0
         """How many due blocks an unfinished reservation may have evicted unreported."""
         self.committed = 0
@@ -59,7 +59,6 @@ class Books:
     def read(self, lines: Iterable[str]) -> None:
         """Take in all that one writer said before it died."""
         self.slack = 0
-        offered: set[BlockKey] = set()
         for line in lines:
             what, _, text = line.partition(" ")
             if what == "N":
@@ -68,17 +67,13 @@ class Books:
             if what == "T":
                 self.slack = len(keys)
                 self.possible |= keys
-                offered = keys
             elif what == "E":
                 self.slack = 0
                 self.due -= keys
                 self.evicted += len(keys)
-            elif what == "A":
-                self.banned |= keys
             elif what == "C":
                 self.due |= keys
                 self.committed += len(keys)
-                self.possible -= offered - keys
             elif what == "F":
                 self.due -= keys
             elif what == "G":
@@ -90,10 +85,9 @@ class Books:
         lost = len(self.due - found)
         back = len(found & self.banned)
         alien = len(found - self.possible)
-        limit = finding.bytes_capacity + subject.overhead_bytes
+        limit = finding.capacity + subject.overhead_bytes
         usable = finding.room + len(found)
         promises = [
-            (finding.error == "", f"the checker fails: {finding.error}"),
             (finding.served == len(found), f"{len(found) - finding.served} offers are not right"),
             (lost <= self.slack, f"{lost} committed blocks are lost"),
             (back == 0, f"{back} dropped blocks came back"),
@@ -101,7 +95,10 @@ class Books:
             (finding.bytes_used <= finding.bytes_capacity, "more is used than there is"),
             (finding.occupied_bytes <= limit, f"the files take {finding.occupied_bytes} bytes"),
             (finding.in_flight == 0, f"{finding.in_flight} reservations outlived their owner"),
-            (usable >= finding.slots - subject.quarantine_blocks, f"only {usable} slots are left"),
+            (
+                usable >= finding.blocks - subject.quarantine_blocks,
+                f"only {usable} blocks have room",
+            ),
         ]
         broken = [problem for kept, problem in promises if not kept]
         if broken:

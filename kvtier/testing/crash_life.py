@@ -4,8 +4,8 @@ The writer reports over a pipe, one line an event, each written before or after 
 death between the deed and the report can be told from a lie:
 
     T keys   about to store these           C keys   committed: `complete_store` has returned
-    E keys   evicted by that reservation    A keys   aborted: must never be found
-    F keys   about to forget these          G keys   forgotten, and flushed: must not come back
+    E keys   evicted by that reservation    F keys   about to drop these
+    G keys   dropped, and flushed: must never come back
     N calls steps   the whole life took so many calls of the disk and bytecode steps
 """
 
@@ -55,8 +55,8 @@ class Finding(msgspec.Struct, kw_only=True):
     in_flight: int
     room: int
     """Blocks that can be reserved without an eviction."""
-    slots: int
-    error: str = ""
+    blocks: int
+    capacity: int
 
 
 class Steps:
@@ -106,7 +106,7 @@ class Writer:
             return Fault.DEATH if dead else None
 
         disk = FaultyDisk(plan, seed=self._dice.randrange(1 << 30))
-        steps = Steps(self._subject.backend(disk), int(moment.at))
+        steps = Steps(self._subject.backend, int(moment.at))
         if moment.kind == "step":
             steps.start()
         rig = Rig(self._subject, self._folder, blocks=BLOCKS, disk=disk)
@@ -129,11 +129,13 @@ class Writer:
         reservation = rig.reserve(keys)
         self._report("E", reservation.evicted)
         failed = rig.write(reservation)
-        bad = reservation.keys[:1] if self._dice.random() < 0.2 else []
-        failed |= failures(bad, Outcome.CANCELLED)
+        if self._dice.random() < 0.2:
+            failed |= failures(reservation.keys[:1], Outcome.CANCELLED)
         rig.tier.complete_store(reservation.keys, failed)
-        self._report("A", list(failed))
         self._report("C", [key for key in reservation.keys if key not in failed])
+        if failed:
+            rig.tier.flush()
+            self._report("G", list(failed))
 
     def _forget(self, rig: Rig, keys: Sequence[BlockKey]) -> None:
         self._report("F", keys)
@@ -150,10 +152,11 @@ class Writer:
 
 def look(rig: Rig, keys: Sequence[BlockKey]) -> Finding:
     """Load and prove everything that the tier offers of these keys, and measure its room."""
+    rig.settle()
     resident = rig.resident(keys)
     served = rig.get(resident)
     stats = rig.tier.stats()
-    free = rig.reserve(make_keys(rig.slots(), start=10**12), evict=False).keys
+    free = rig.reserve(make_keys(rig.blocks, start=10**12), evict=False).keys
     rig.tier.complete_store(free, failures(free, Outcome.CANCELLED))
     return Finding(
         resident=[bytes(key) for key in resident],
@@ -163,5 +166,6 @@ def look(rig: Rig, keys: Sequence[BlockKey]) -> Finding:
         occupied_bytes=rig.occupied_bytes(),
         in_flight=stats.in_flight,
         room=len(free),
-        slots=rig.slots(),
+        blocks=rig.blocks,
+        capacity=rig.capacity,
     )

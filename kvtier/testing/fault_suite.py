@@ -184,8 +184,8 @@ class TierFaults:
 
     def check_full_service(self, rig: Rig) -> None:
         """The tier stores and serves as much as ever, and so does the one after a restart."""
-        rig.tier.tick()
-        new = make_keys(rig.slots() - self.subject.quarantine_blocks, start=1000)
+        rig.settle()
+        new = make_keys(BLOCKS - self.subject.quarantine_blocks, start=1000)
         assert rig.put(new) == new
         assert rig.get(new) == new
         stats = rig.tier.stats()
@@ -213,6 +213,4 @@ def walk(rig: Rig, dice: random.Random, *, steps: int) -> None:
         else:
             rig.tier.touch(some)
         rig.tier.tick()
-        stats = rig.tier.stats()
-        assert stats.bytes_used <= stats.bytes_capacity <= rig.capacity
-        assert rig.occupied_bytes() <= rig.capacity + rig.subject.overhead_bytes
+        rig.check_room()

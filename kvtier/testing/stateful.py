@@ -49,7 +49,7 @@ class TierMachine(RuleBasedStateMachine):
         self.rig = Rig(self.subject, Path(self.folder.name), blocks=BLOCKS)
         self.tier = self.rig.tier
         slot = record_bytes(NAMESPACE.payload_bytes)
-        self.model = MemoryTier(MemoryStore(NAMESPACE, self.rig.slots() * slot))
+        self.model = MemoryTier(MemoryStore(NAMESPACE, BLOCKS * slot))
         self.visible: set[BlockKey] = set()
         self.storing: list[Reservation] = []
         self.loading: list[tuple[list[BlockKey], LoadStoreSpec]] = []
@@ -58,6 +58,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(keys=some_keys, evict=st.booleans(), hold=st.booleans())
     def reserve(self, keys: list[BlockKey], evict: bool, hold: bool) -> None:
+        self.rig.settle()
         evictable = set(self.model.victims(BLOCKS))
         reservation = self.rig.reserve(keys, evict=evict)
         assert set(reservation.evicted) <= evictable
@@ -174,7 +175,7 @@ class TierMachine(RuleBasedStateMachine):
             other.pinned,
             other.in_flight,
         )
-        assert mine.bytes_used <= mine.bytes_capacity
+        self.rig.check_room()
 
     def teardown(self) -> None:
         if hasattr(self, "rig"):

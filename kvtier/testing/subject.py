@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +21,29 @@ from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome, Presence, 
 class Subject(ABC):
     """A backend under test, and what it promises beyond the contract of every tier."""
 
+    backend: Backend[Any]
     persistent = False
     """Committed blocks outlive `close` and the death of the process."""
     shared = False
     """Several tiers may be open on one medium; what one commits, the others find."""
     overhead_bytes = 0
-    """What the medium may take in its folder beyond the capacity: tables, locks, descriptions."""
+    """What the files may take beyond the settings' capacity: locks, descriptions."""
 
     quarantine_blocks = 0
     """The room of how many blocks may stay out of use after damage was found there."""
 
     @abstractmethod
-    def backend(self, disk: Disk) -> Backend[Any]:
-        """The backend, touching its medium through `disk` if it has files."""
+    def settings(self, folder: Path, blocks: int, record_bytes: int) -> TierSettings:
+        """Settings of a tier with room for exactly so many records of this size (and for what
+        the medium needs beside them), with all its files in `folder`."""
 
-    @abstractmethod
-    def settings(self, folder: Path, capacity: int) -> TierSettings:
-        """Settings of a tier with room for records of `capacity` bytes in all, and with all its
-        files in `folder`."""
+    def open_tier(self, settings: TierSettings, context: TierContext, disk: Disk) -> Tier:
+        """Override where files are reached through a disk, so that faults can enter there."""
+        return self.backend.open_tier(settings, context)
+
+    def open_handler(self, settings: TierSettings, context: TierContext, disk: Disk) -> Handler:
+        """The other half, likewise."""
+        return self.backend.open_handler(settings, context)
 
     def block_files(self, folder: Path) -> list[Path]:
         """The files that hold blocks, if they may change behind the tier's back without killing
@@ -63,9 +69,9 @@ class Rig:
         self.blocks = blocks
         self.namespace = namespace
         self.disk = disk or Disk()
-        self.capacity = blocks * record_bytes(namespace.payload_bytes)
-        self.backend = subject.backend(self.disk)
-        self.settings = subject.settings(folder, self.capacity)
+        self.backend = subject.backend
+        self.settings = subject.settings(folder, blocks, record_bytes(namespace.payload_bytes))
+        self.capacity = self.settings.capacity.resolve(self.disk.total_bytes(folder))
         # Private media carry the engine's name: no two folders may share one.
         name = engine or hashlib.sha256(str(folder).encode()).hexdigest()[:12]
         self.context = TierContext(namespace, name)
@@ -73,8 +79,8 @@ class Rig:
 
     def open(self) -> None:
         """Open both halves; a crash test calls it after the death of another process."""
-        self.tier: Tier = self.backend.open_tier(self.settings, self.context)
-        self.handler: Handler = self.backend.open_handler(self.settings, self.context)
+        self.tier = self.subject.open_tier(self.settings, self.context, self.disk)
+        self.handler = self.subject.open_handler(self.settings, self.context, self.disk)
 
     def close(self) -> None:
         """Close both halves as an orderly shutdown would."""
@@ -97,9 +103,11 @@ class Rig:
             engine=self.context.engine + "-peer",
         )
 
-    def slots(self) -> int:
-        """How many of the namespace's largest blocks the tier says that it has room for."""
-        return self.tier.stats().bytes_capacity // record_bytes(self.namespace.payload_bytes)
+    def settle(self) -> None:
+        """Wait until the room of what was dropped is free, and what others did is known."""
+        self.tier.flush()
+        self.tier.refresh()
+        self.tier.tick()
 
     def reserve(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:
         """`prepare_store`, with what every reservation must be."""
@@ -163,9 +171,19 @@ class Rig:
             outcomes += batch
         return dict(zip(keys, outcomes, strict=True))
 
+    def check_room(self) -> None:
+        """The budget holds, by the tier's own account and by the files' sizes."""
+        stats = self.tier.stats()
+        assert stats.bytes_used <= stats.bytes_capacity <= self.capacity
+        assert self.occupied_bytes() <= self.capacity + self.subject.overhead_bytes
+
     def occupied_bytes(self) -> int:
-        """What the medium's files take."""
-        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        """What the medium's files take; they may come and go meanwhile."""
+        total = 0
+        for path in self.folder.rglob("*"):
+            with suppress(FileNotFoundError):
+                total += path.stat().st_size if path.is_file() else 0
+        return total
 
 
 def failures(keys: Sequence[BlockKey], outcome: Outcome) -> Mapping[BlockKey, Outcome]:

@@ -13,6 +13,8 @@ from kvtier_folder.handler import FolderHandler
 from kvtier_folder.medium import FolderSpec
 from kvtier_folder.tier import FolderTier
 
+__all__ = ["BACKEND", "FolderBackend", "FolderSettings", "FolderSpec", "FolderTier"]
+
 
 class FolderSettings(TierSettings, frozen=True, kw_only=True, tag="folder"):
     """`path` is a folder that belongs to this tier alone."""
@@ -27,9 +29,6 @@ class FolderBackend(Backend[FolderSettings]):
     settings = FolderSettings
     spec = FolderSpec
 
-    def __init__(self, disk: Disk | None = None) -> None:
-        self._disk = disk or Disk()
-
     def check(self, settings: FolderSettings, record_bytes: int | None) -> None:
         parent = Path(settings.path).parent
         if not os.access(parent, os.W_OK):
@@ -41,18 +40,22 @@ class FolderBackend(Backend[FolderSettings]):
                 f"write at least {record_bytes or 1} bytes",
             )
 
-    def open_tier(self, settings: FolderSettings, context: TierContext) -> FolderTier:
-        folder = Path(settings.path)
-        return FolderTier(folder, self._capacity(settings), context.namespace, self._disk)
+    def open_tier(
+        self, settings: FolderSettings, context: TierContext, disk: Disk | None = None
+    ) -> FolderTier:
+        folder, size = Path(settings.path), self._capacity(settings)
+        return FolderTier(folder, size, context.namespace, disk or Disk())
 
-    def open_handler(self, settings: FolderSettings, context: TierContext) -> FolderHandler:
-        return FolderHandler(Path(settings.path), context.namespace, self._disk)
+    def open_handler(
+        self, settings: FolderSettings, context: TierContext, disk: Disk | None = None
+    ) -> FolderHandler:
+        return FolderHandler(Path(settings.path), context.namespace, disk or Disk())
 
     def identity(self, settings: FolderSettings) -> str | None:
         return f"folder:{Path(settings.path).resolve()}"
 
     def _capacity(self, settings: FolderSettings) -> int:
-        return settings.capacity.resolve(self._disk.total_bytes(Path(settings.path).parent))
+        return settings.capacity.resolve(Disk().total_bytes(Path(settings.path).parent))
 
 
 BACKEND = FolderBackend()
