@@ -1,0 +1,132 @@
+"""S3-FIFO: a small queue for what is new, a main queue for what was used again, and ghosts.
+
+After Yang et al., "FIFO queues are all you need for cache eviction" (SOSP 2023).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Container, Sequence
+from typing import ClassVar
+
+from kvtier.core.eviction.ghosts import Ghosts
+from kvtier.core.eviction.policy import UNKNOWN, EvictionPolicy, fingerprint
+from kvtier.core.eviction.slotlists import NOWHERE, SlotLists
+
+_SMALL = 1
+_MAIN = 2
+_LEAVING = 3
+_GHOSTS = 1
+_SMALL_SHARE = 10
+_USES_MAX = 3
+
+
+class S3FIFO(EvictionPolicy):
+    """New blocks wait in a tenth of the room; only those used again move to the rest. 35 bytes.
+
+    Choosing a victim moves blocks between the queues, so what `victims` has chosen waits in a queue
+    of its own until `evict` takes it, or a use brings it back to the main queue.
+    """
+
+    name: ClassVar[str] = "s3fifo"
+
+    def __init__(self, slots: int = 0) -> None:
+        self._lists = SlotLists(3)
+        self._uses = bytearray()
+        self._prints = array("I")
+        self._ghosts = Ghosts(1)
+        super().__init__(slots)
+
+    def resize(self, slots: int) -> None:
+        more = slots - self.slots
+        if more > 0:
+            self.slots = slots
+            self._lists.resize(slots)
+            self._uses.extend(bytes(more))
+            self._prints.frombytes(bytes(4 * more))
+            self._ghosts.resize(slots)
+
+    def use(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        now: float,
+        after: int = UNKNOWN,
+        ahead: int = 0,
+    ) -> None:
+        member_of, uses, lists = self._lists.member_of, self._uses, self._lists
+        for index in range(len(slots) - 1, -1, -1):
+            slot = slots[index]
+            where = member_of[slot]
+            if where != NOWHERE:
+                uses[slot] = min(uses[slot] + 1, _USES_MAX)
+                if where == _LEAVING:
+                    lists.unlink(slot)
+                    lists.append(_MAIN, slot)
+                continue
+            uses[slot] = 0
+            print_ = self._prints[slot] = fingerprint(keys[index])
+            lists.append(_MAIN if self._ghosts.take(print_) else _SMALL, slot)
+
+    def victims(self, count: int, pinned: Container[int] = ()) -> list[int]:
+        found = [slot for slot in self._lists.from_coldest(_LEAVING) if slot not in pinned]
+        # Each turn of the main queue lowers a count of at most 3, so every slot gets its chance.
+        chances = (_USES_MAX + 2) * len(self)
+        while len(found) < count and chances > 0:
+            chances -= 1
+            slot = self._choose(pinned)
+            if slot != UNKNOWN:
+                found.append(slot)
+        return found[: max(count, 0)]
+
+    def _choose(self, pinned: Container[int]) -> int:
+        """Look at one slot at the cold end: it leaves and is returned, or gets another chance."""
+        lists, uses = self._lists, self._uses
+        small = lists.length[_SMALL]
+        if small and (small * _SMALL_SHARE >= self.slots or not lists.length[_MAIN]):
+            slot, kept = lists.coldest(_SMALL), 0
+        elif lists.length[_MAIN]:
+            slot = lists.coldest(_MAIN)
+            kept = uses[slot] - 1
+        else:
+            return UNKNOWN
+        lists.unlink(slot)
+        if slot in pinned:
+            lists.append(_MAIN, slot)
+            return UNKNOWN
+        if uses[slot]:
+            uses[slot] = kept
+            lists.append(_MAIN, slot)
+            return UNKNOWN
+        lists.append(_LEAVING, slot)
+        return slot
+
+    def evict(self, count: int, pinned: Container[int] = ()) -> list[int]:
+        slots = super().evict(count, pinned)
+        ghosts = self._ghosts
+        for slot in slots:
+            if not ghosts.room:
+                break
+            if ghosts.length(_GHOSTS) == ghosts.room:
+                ghosts.drop_oldest(_GHOSTS)
+            ghosts.add(_GHOSTS, self._prints[slot])
+        return slots
+
+    def remove(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if self._lists.member_of[slot] != NOWHERE:
+                self._lists.unlink(slot)
+
+    def load(self, slots: Sequence[int], last_used: Sequence[float] | None = None) -> None:
+        self._lists.append_all(_MAIN, slots)
+
+    def __len__(self) -> int:
+        length = self._lists.length
+        return length[_SMALL] + length[_MAIN] + length[_LEAVING]
+
+    def __contains__(self, slot: object) -> bool:
+        return isinstance(slot, int) and 0 <= slot < self.slots and self._lists.member_of[slot] > 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._lists.nbytes + 5 * self.slots + self._ghosts.nbytes
