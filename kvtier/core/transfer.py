@@ -36,7 +36,10 @@ class Transfer(msgspec.Struct, kw_only=True):
 
 
 class TransferResult(msgspec.Struct, kw_only=True):
-    """How a transfer ended, one outcome a key in the transfer's order."""
+    """How a transfer ended, one outcome a key in the transfer's order.
+
+    GONE and CORRUPT always speak of the source.
+    """
 
     id: int
     outcomes: list[Outcome]

@@ -10,6 +10,8 @@ from kvtier.core.tier import Handler, HostHandler
 from kvtier.move.lanes import Batch
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 
+_OF_SOURCES = (Outcome.GONE, Outcome.CORRUPT)
+
 
 class Carrier:
     """Moves batches with the stack's handlers and writes the outcome of every block."""
@@ -85,7 +87,12 @@ class Carrier:
         first, end = batch.start + start, batch.start + stop
         spec = job.transfer.target_spec.select(first, end)
         keys = job.transfer.keys[first:end]
-        job.outcomes[first:end] = _complete(target.store(spec, keys, records), spec)
+        outcomes = _complete(target.store(spec, keys, records), spec)
+        # GONE and CORRUPT are words about a source, for which it may have to answer: a target
+        # that lost its slot has merely failed.
+        job.outcomes[first:end] = [
+            Outcome.IO_ERROR if outcome in _OF_SOURCES else outcome for outcome in outcomes
+        ]
 
 
 def _complete(outcomes: list[Outcome], spec: LoadStoreSpec) -> list[Outcome]:

@@ -219,7 +219,7 @@ class MoverContract:
             Outcome.OK,
             Outcome.CORRUPT,
             Outcome.OK,
-            Outcome.GONE,
+            Outcome.IO_ERROR,  # not GONE, which would put the blame on the source
             Outcome.OK,
         ]
         assert rig.right(FAR, [0, 2, 4])
