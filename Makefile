@@ -31,8 +31,8 @@ fix: $(STAMP)
 
 # What is made from the types, and tested to be fresh.
 docs: $(STAMP)
-	$(BIN)/kvtier config schema --built-in > configs/schema.json
-	$(BIN)/kvtier config reference --built-in > docs/CONFIGURATION.md
+	$(BIN)/kvtier config schema --built-in > $(VENV)/made && mv $(VENV)/made configs/schema.json
+	$(BIN)/kvtier config reference --built-in > $(VENV)/made && mv $(VENV)/made docs/CONFIGURATION.md
 
 bench-nvme bench-object: bench-%: $(STAMP)
 	$(BIN)/python -m benchmarks.$*

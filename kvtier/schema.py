@@ -9,15 +9,16 @@ import ast
 import enum
 import inspect
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
+from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from kvtier.config import MoverMode, MoverSettings, StackConfig
-from kvtier.core.backend import backend, kinds
+from kvtier.config import MoverMode, StackConfig
+from kvtier.core.backend import backend
 from kvtier.core.settings import (
     Admission,
     Durability,
@@ -29,34 +30,36 @@ from kvtier.core.settings import (
     show_hook,
 )
 
-_ENUMS: tuple[type[enum.Enum], ...] = (WritePolicy, Admission, Persistence, Durability, MoverMode)
+_WORDS: dict[str, type[enum.Enum]] = {
+    "write": WritePolicy,
+    "admission": Admission,
+    "persistence": Persistence,
+    "durability": Durability,
+    "mode": MoverMode,
+}
 _ABSENT = object()
 _TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path"}
 
 
-def built_in_kinds() -> list[str]:
-    """The kinds of tier that come with kvtier."""
-    return [kind for kind in kinds() if type(backend(kind)).__module__.startswith("kvtier.")]
-
-
 def json_schema(names: Sequence[str]) -> dict[str, Any]:
     """JSON Schema of a stack file that may use these kinds of tier."""
-    structs: list[type[msgspec.Struct]] = [backend(name).settings for name in names]
-    tiers = tuple(_plain(each) for each in structs)
-    stack = _plain(StackConfig, tiers=list[Union[tiers]])  # type: ignore[valid-type] # noqa: UP007
+    mirror = _Mirror()
+    tier: Any = Union[tuple(mirror.struct(backend(name).settings) for name in names)]  # noqa: UP007
+    stack = mirror.struct(StackConfig, tiers=list[tier])
     (root,), parts = msgspec.json.schema_components(
         [stack], schema_hook=schema_hook, ref_template="#/$defs/{name}"
     )
-    structs += [StackConfig, MoverSettings]
-    for struct in structs:
+    for name, struct in mirror.originals.items():
         texts = descriptions(struct)
-        parts[struct.__name__]["description"] = inspect.getdoc(struct)
+        parts[name]["description"] = inspect.getdoc(struct)
         for field in msgspec.structs.fields(struct):
-            entry = parts[struct.__name__]["properties"][field.encode_name]
+            entry = parts[name]["properties"][field.encode_name]
             if field.name in texts:
                 entry["description"] = texts[field.name]
-            if isinstance(field.default, Value | Path):
-                entry["default"] = str(field.default)
+            if isinstance(field.default, Value | Path | msgspec.Struct):
+                entry["default"] = msgspec.to_builtins(field.default, enc_hook=show_hook)
+            if not _holds_struct(field.type) and field.type not in (str, Path):
+                _allow_variable(entry)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A kvtier stack",
@@ -65,50 +68,73 @@ def json_schema(names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _plain(kind: type[msgspec.Struct], **types: object) -> type[msgspec.Struct]:
-    """The same struct without the defaults that msgspec cannot write into a schema."""
-    config = kind.__struct_config__
-    fields: list[Any] = []
-    for field in msgspec.structs.fields(kind):
-        annotation = types.get(field.name, field.type)
+def _allow_variable(entry: dict[str, Any]) -> None:
+    """Let a value that is not any text come from the environment all the same."""
+    kept = {"title", "description", "default", "examples"}
+    form = {name: entry.pop(name) for name in list(entry) if name not in kept}
+    entry["anyOf"] = [*form.get("anyOf", [form]), {"type": "string", "pattern": r"\$\{"}]
+
+
+class _Mirror:
+    """Copies of structs without the defaults that msgspec cannot write into a schema."""
+
+    def __init__(self) -> None:
+        self.originals: dict[str, type[msgspec.Struct]] = {}
+        self._copies: dict[type[msgspec.Struct], type[msgspec.Struct]] = {}
+
+    def struct(self, kind: type[msgspec.Struct], **types: object) -> type[msgspec.Struct]:
+        if kind in self._copies:
+            return self._copies[kind]
+        config = kind.__struct_config__
+        name = kind.__name__
+        if name in self.originals:
+            name = f"{kind.__module__}.{name}"
+        self.originals[name] = kind
+        fields = [
+            (field.name, types.get(field.name, self._type(field.type)), *self._default(field))
+            for field in msgspec.structs.fields(kind)
+        ]
+        self._copies[kind] = msgspec.defstruct(
+            name,
+            fields,
+            kw_only=True,
+            forbid_unknown_fields=True,
+            tag=config.tag,
+            tag_field=config.tag_field,
+        )
+        return self._copies[kind]
+
+    def _type(self, kind: Any) -> Any:
+        if _is_struct(kind):
+            return self.struct(kind)
+        if get_origin(kind) in (Union, UnionType):
+            return Union[tuple(self._type(each) for each in get_args(kind))]  # noqa: UP007
+        return kind
+
+    @staticmethod
+    def _default(field: Any) -> list[Any]:
         if field.required:
-            fields.append((field.name, annotation))
-        elif isinstance(field.default, Value | Path):
-            hidden = msgspec.field(default_factory=partial(_same, field.default))
-            fields.append((field.name, annotation, hidden))
-        elif field.default is msgspec.NODEFAULT:
-            fresh = msgspec.field(default_factory=field.default_factory)
-            fields.append((field.name, annotation, fresh))
-        else:
-            fields.append((field.name, annotation, field.default))
-    return msgspec.defstruct(
-        kind.__name__,
-        fields,
-        kw_only=True,
-        forbid_unknown_fields=True,
-        tag=config.tag,
-        tag_field=config.tag_field,
-    )
-
-
-def _same(value: object) -> object:
-    return value
+            return []
+        if isinstance(field.default, Value | Path | msgspec.Struct):
+            return [msgspec.field(default_factory=partial(getattr, field, "default"))]
+        if field.default is msgspec.NODEFAULT:
+            return [msgspec.field(default_factory=field.default_factory)]
+        return [field.default]
 
 
 def reference(names: Sequence[str]) -> str:
     """The configuration reference in Markdown, for these kinds of tier."""
-    parts = [_HEAD, _table(StackConfig), "## mover\n", _table(MoverSettings), _TIERS]
-    parts.append(_table(TierSettings))
+    parts = [_HEAD, *_tables(StackConfig, "##"), _TIERS, *_tables(TierSettings, "##")]
     common = {field.name: field.default for field in msgspec.structs.fields(TierSettings)}
     for name in names:
         settings = backend(name).settings
         fields = msgspec.structs.fields(settings)
         own = [each for each in fields if common.get(each.name, _ABSENT) != each.default]
         parts.append(f"### kind: {name}\n\n{inspect.getdoc(settings)}\n")
-        parts.append(_rows(settings, own) if own else "It has no settings of its own.\n")
+        parts.extend(_tables(settings, "####", own))
     parts.append("## Words\n")
-    for words in _ENUMS:
-        parts.append(f"**{words.__name__}**: {inspect.getdoc(words)}\n")
+    for name, words in _WORDS.items():
+        parts.append(f"`{name}`: {inspect.getdoc(words)}\n")
         texts = descriptions(words)
         parts.append("".join(f"- `{each.value}`: {texts[each.name]}\n" for each in words))
     return "\n".join(parts)
@@ -138,8 +164,17 @@ def _own_descriptions(kind: type) -> dict[str, str]:
     return found
 
 
-def _table(kind: type[msgspec.Struct]) -> str:
-    return _rows(kind, msgspec.structs.fields(kind))
+def _tables(
+    kind: type[msgspec.Struct], level: str, fields: Sequence[Any] | None = None
+) -> Iterator[str]:
+    """The table of a struct, and those of the structs in it."""
+    fields = msgspec.structs.fields(kind) if fields is None else fields
+    yield _rows(kind, fields) if fields else "It has no settings of its own.\n"
+    for field in fields:
+        for part in (field.type, *get_args(field.type)):
+            if _is_struct(part) and part is not TierSettings:
+                yield f"{level} {field.encode_name}\n\n{inspect.getdoc(part)}\n"
+                yield from _tables(part, level)
 
 
 def _rows(kind: type, fields: Sequence[Any]) -> str:
@@ -159,7 +194,7 @@ def _default(field: Any) -> str:
     if value is None or isinstance(value, msgspec.Struct):
         return ""
     plain = msgspec.to_builtins(value, enc_hook=show_hook)
-    return f"`{msgspec.json.encode(plain).decode()}`" if plain != "" else "empty"
+    return f"`{plain if isinstance(plain, str) else msgspec.json.encode(plain).decode()}`"
 
 
 def _type(kind: Any) -> str:
@@ -175,9 +210,17 @@ def _type(kind: Any) -> str:
         )
     if get_args(kind) and type(None) in get_args(kind):
         return " or ".join(_type(each) for each in get_args(kind) if each is not type(None))
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+    if _is_struct(kind):
         return "mapping"
     return _TYPES.get(kind, "list" if get_origin(kind) in (list, tuple) else "mapping")
+
+
+def _is_struct(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _holds_struct(kind: Any) -> bool:
+    return _is_struct(kind) or any(_holds_struct(part) for part in get_args(kind))
 
 
 _HEAD = """\

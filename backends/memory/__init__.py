@@ -24,9 +24,10 @@ __all__ = [
 
 
 class MemorySettings(TierSettings, frozen=True, kw_only=True, tag="memory"):
-    """A memory tier; `name` tells two of them in one stack apart."""
+    """Blocks in the memory of one process: the reference that the other tiers are held against."""
 
     name: str = "memory"
+    """Tells two tiers of this kind in one stack apart."""
     eviction: str = "lru"
 
 

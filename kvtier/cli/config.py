@@ -13,7 +13,7 @@ from kvtier.config import effective, load
 from kvtier.core.backend import kinds
 from kvtier.core.values import ByteSize
 from kvtier.errors import ConfigError, ConfigErrors, KVTierError
-from kvtier.schema import built_in_kinds, json_schema, reference
+from kvtier.schema import json_schema, reference
 
 app = console.new_app("Check, show and start stack files.")
 
@@ -67,13 +67,13 @@ def show(file: _File, json: console.JsonOption = False) -> None:
 @app.command(epilog="Example: kvtier config schema > schema.json")
 def schema(built_in: _BuiltIn = False) -> None:
     """Print the JSON Schema of stack files, with all tier kinds that are installed."""
-    console.print_json(json_schema(built_in_kinds() if built_in else kinds()))
+    console.print_json(json_schema(kinds(built_in=built_in)))
 
 
 @app.command(name="reference", epilog="Example: kvtier config reference > CONFIGURATION.md")
 def print_reference(built_in: _BuiltIn = False) -> None:
     """Print the reference of all settings, in Markdown."""
-    console.say(reference(built_in_kinds() if built_in else kinds()).rstrip())
+    console.say(reference(kinds(built_in=built_in)).rstrip())
 
 
 @app.command(epilog="Example: kvtier config init stack.yaml --folder /mnt/nvme/kvtier")

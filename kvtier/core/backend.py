@@ -62,9 +62,13 @@ def _points() -> dict[str, set[EntryPoint]]:
     return dict(sorted(points.items()))
 
 
-def kinds() -> list[str]:
+def kinds(*, built_in: bool = False) -> list[str]:
     """The kinds of tier that are installed, ours and others', in order of their names."""
-    return list(_points())
+    return [
+        kind
+        for kind, points in _points().items()
+        if not built_in or any(point.value.startswith(f"{GROUP}.") for point in points)
+    ]
 
 
 @cache

@@ -79,7 +79,7 @@ class ByteSize(Value):
         "description": 'A number of bytes, like "64GiB" or 1048576.',
         "anyOf": [
             {"type": "integer", "minimum": 0},
-            {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGT]i?B|B)\s*$|\$\{"},
+            {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGT]i?B|B)\s*$"},
         ],
         "examples": ["64GiB", "512MiB"],
     }
@@ -112,7 +112,7 @@ class Capacity(Value):
         "description": 'A number of bytes like "64GiB", or a share of the medium like "80%".',
         "anyOf": [
             {"type": "integer", "minimum": 0},
-            {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGT]i?B|B|%)\s*$|\$\{"},
+            {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGT]i?B|B|%)\s*$"},
         ],
         "examples": ["64GiB", "80%"],
     }
@@ -154,7 +154,7 @@ class Duration(Value):
         "description": 'A length of time, like "250ms", "2s" or 1.5 (seconds).',
         "anyOf": [
             {"type": "number", "minimum": 0},
-            {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*(us|ms|s|min|h|d)\s*$|\$\{"},
+            {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*(us|ms|s|min|h|d)\s*$"},
         ],
         "examples": ["250ms", "10s"],
     }

@@ -1,0 +1,129 @@
+"""What is installed: the right files and nothing else, small, and quick to import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+INSTALLED_MB_MAX = 150
+IMPORT_MS_MAX = 200
+HELP_MS_MAX = 300
+TIME_IT = """
+import subprocess, sys, time
+def best(command):
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        times.append(time.perf_counter() - start)
+    return min(times) * 1000
+nothing = best([sys.executable, "-c", "pass"])
+print(best([sys.executable, "-c", "import kvtier"]) - nothing, best(["kvtier", "--help"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def dist(source_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, and the wheel that is built from it."""
+    target = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--outdir", target, source_tree],
+        check=True,
+        capture_output=True,
+    )
+    return target
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (found,) = dist.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def home(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with nothing but the wheel and what it requires."""
+    target = tmp_path_factory.mktemp("home") / "venv"
+    venv.create(target, with_pip=True)
+    constraints = ["--constraint", str(ROOT / "constraints.txt")]
+    subprocess.run(
+        [target / "bin" / "pip", "install", "--quiet", *constraints, wheel],
+        check=True,
+        capture_output=True,
+    )
+    return target
+
+
+def product_files() -> set[str]:
+    library = {path.relative_to(ROOT) for path in (ROOT / "kvtier").rglob("*.py")}
+    backends = {"kvtier" / path.relative_to(ROOT) for path in (ROOT / "backends").rglob("*.py")}
+    return {str(path) for path in library | backends} | {"kvtier/py.typed"}
+
+
+def test_the_wheel_has_the_library_with_its_backends_and_nothing_else(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert names == product_files()
+    assert "kvtier/backends/nvme/__init__.py" in names
+
+
+def test_the_source_distribution_has_them_too(dist: Path) -> None:
+    (archive,) = dist.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+    assert product_files() <= names
+    assert {"LICENSE", "README.md", "pyproject.toml"} <= names
+
+
+def test_a_fresh_installation_works(home: Path, tmp_path: Path) -> None:
+    code = "import kvtier.backends.nvme, kvtier.core.backend as b; print(*b.backends())"
+    done = run(home, "python", "-c", code, cwd=tmp_path)
+    assert {"cpu", "memory", "nvme"} <= set(done.split())
+    assert not (packages(home) / "backends").exists()
+    done = run(home, "kvtier", "config", "init", "stack.yaml", "--folder", "kv", cwd=tmp_path)
+    assert "is written" in done
+    assert "all is well" in run(home, "kvtier", "config", "check", "stack.yaml", cwd=tmp_path)
+
+
+def test_it_is_small_and_needs_neither_torch_nor_boto3(home: Path, figure: list[str]) -> None:
+    files = [path for path in packages(home).rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files if "pip" not in path.parts)
+    figure.append(f"pip install kvtier: {size / 1e6:.0f} MB (limit {INSTALLED_MB_MAX})")
+    assert size < INSTALLED_MB_MAX * 1e6
+    names = {path.name for path in packages(home).iterdir()}
+    assert not names & {"torch", "boto3", "botocore", "vllm"}
+
+
+def test_it_is_quick_to_import(home: Path, tmp_path: Path, figure: list[str]) -> None:
+    imported, helped = map(float, run(home, "python", "-c", TIME_IT, cwd=tmp_path).split())
+    figure.append(f"import kvtier: {imported:.0f} ms (limit {IMPORT_MS_MAX})")
+    figure.append(f"kvtier --help: {helped:.0f} ms (limit {HELP_MS_MAX})")
+    assert imported < IMPORT_MS_MAX
+    assert helped < HELP_MS_MAX
+
+
+def packages(home: Path) -> Path:
+    (found,) = home.glob("lib/python3*/site-packages")
+    return found
+
+
+def run(home: Path, *command: str, cwd: Path) -> str:
+    path = f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [home / "bin" / command[0], *command[1:]],
+        cwd=cwd,
+        env={"PATH": path, "HOME": str(cwd)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout
