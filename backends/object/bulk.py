@@ -15,7 +15,8 @@ from kvtier.backends.object.errors import StoreError, WrongEndpoint
 from kvtier.backends.object.signing import UNSIGNED, Signer, vendor
 
 Send = Callable[[str, str, dict[str, str], bytes, float], tuple[int, dict[str, str], bytes]]
-"""Method, url, headers, body and deadline of a signed request; status, headers and body back."""
+"""Method, url, headers, body and deadline of a signed request; status, headers and body back.
+Raises StoreError for every answer that is not a success: botocore would follow redirects."""
 
 _DELETE_BATCH = 1000
 
@@ -33,6 +34,7 @@ class BulkClient:
         self._send = send
         self._call = threading.local()
         self._errors = vendor("botocore.exceptions")
+        self._parser_error = vendor("botocore.parsers").ResponseParserError
         self._awsrequest = vendor("botocore.awsrequest")
         self._session: Any = None
         self._made: Any = None
@@ -40,7 +42,7 @@ class BulkClient:
     @property
     def endpoint(self) -> str:
         """The endpoint that boto3 found: from the settings, environment, profile or region."""
-        return str(self._client().meta.endpoint_url)
+        return self._endpoint or str(self._client().meta.endpoint_url)
 
     def pages(self, prefix: str, after: str, deadline: Callable[[], float]) -> Iterator[Any]:
         """One list of object descriptions a page; every page has a deadline of its own."""
@@ -73,16 +75,7 @@ class BulkClient:
         self._call.deadline = deadline
         try:
             return getattr(client, operation)(Bucket=self._bucket, **arguments)
-        except self._errors.ClientError as error:
-            said = error.response
-            meta = said.get("ResponseMetadata", {})
-            raise explain_answer(
-                int(meta.get("HTTPStatusCode", 0)),
-                str(said.get("Error", {}).get("Code", "")),
-                meta.get("HTTPHeaders", {}),
-                f"bucket {self._bucket}",
-            ) from None
-        except self._errors.BotoCoreError as error:
+        except (self._errors.BotoCoreError, self._parser_error) as error:
             raise WrongEndpoint(
                 f"bucket {self._bucket}: {operation} was not answered as an S3 store would "
                 f"({type(error).__name__}): check the endpoint"

@@ -174,7 +174,7 @@ class FileStore(Store):
         folder = check_prefix(prefix).rpartition("/")[0]
         with _mapped(str(self.root)):
             if not self.root.is_dir():
-                raise NoSuchBucket(f"the folder {self.root} is not there")
+                raise NoSuchBucket(f"{self.root} is gone: create the folder or correct the url")
         yield from self._walk(folder + "/" if folder else "", prefix, after, deadline)
 
     def _walk(

@@ -212,6 +212,8 @@ class S3Store(Store):
         if length is not None and int(length) != len(body):
             raise WrongEndpoint("a request was built with a body of unknown length")
         with self._pool.exchange(method, head, [memoryview(body)], deadline) as answer:
+            if answer.status != 200:
+                raise self._refusal(answer)
             return answer.status, answer.headers, answer.read(_PAGE_BYTES_MAX)
 
     def _refusal(self, answer: Response) -> StoreError:

@@ -54,8 +54,8 @@ class Signer:
         self._renewed_at = time.monotonic()
         self.session, self._credentials = self._resolve()
         self.region = region or self.session.get_config_variable("region") or "us-east-1"
-        # at DEBUG botocore logs canonical requests, which contain session tokens
-        logging.getLogger("botocore.auth").setLevel(logging.INFO)
+        # at DEBUG botocore logs whole requests and answers, which contain session tokens
+        logging.getLogger("botocore").setLevel(logging.INFO)
 
     def __repr__(self) -> str:
         return f"Signer(region={self.region!r})"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -121,7 +124,56 @@ def make_bucket(server: ServerProcess, bucket: str = "bucket") -> None:
     client.close()
 
 
-Script = Callable[[socket.socket, bytes], None]
+class Peer:
+    """The hostile server's side of one connection."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._held = b""
+
+    def recv(self, count: int) -> bytes:
+        if self._held:
+            found, self._held = self._held[:count], self._held[count:]
+            return found
+        return self._socket.recv(count)
+
+    def read_head(self) -> bytes:
+        """The next request's head, empty when the client has closed."""
+        while b"\r\n\r\n" not in self._held:
+            got = self._socket.recv(65536)
+            if not got:
+                return b""
+            self._held += got
+        head, _, self._held = self._held.partition(b"\r\n\r\n")
+        return head
+
+    def read_body(self, head: bytes) -> bytes:
+        """The body that belongs to this head."""
+        body = b""
+        found = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
+        while len(body) < int(found.group(1) if found else 0):
+            got = self.recv(65536)
+            if not got:
+                raise ConnectionResetError("the client closed inside a body")
+            body += got
+        return body
+
+    def sendall(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def cut(self, how: int = socket.SHUT_RDWR) -> None:
+        with contextlib.suppress(OSError):  # closed by the other side a moment ago
+            self._socket.shutdown(how)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    @property
+    def client(self) -> object:
+        return self._socket.getpeername()
+
+
+Script = Callable[[Peer, bytes], None]
 """What the hostile server does with a connection on which this request head has come in."""
 
 
@@ -131,14 +183,15 @@ class HostileServer:
     `release` ends scripts that hang; closing the server sets it.
     """
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, tls: ssl.SSLContext | None = None) -> None:
         self.script = script
+        self._tls = tls
         self.heads: list[bytes] = []
         self.release = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self._threads: list[threading.Thread] = []
-        self._open: set[socket.socket] = set()
+        self._open: set[Peer] = set()
         self._acceptor = threading.Thread(target=self._accept, daemon=True)
         self._acceptor.start()
 
@@ -149,42 +202,39 @@ class HostileServer:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                sock = self._listener.accept()[0]
             except OSError:
                 return
-            self._open.add(connection)
-            thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+            if self._tls is not None:
+                try:
+                    sock = self._tls.wrap_socket(sock, server_side=True)
+                except OSError:
+                    sock.close()  # the client does not trust us
+                    continue
+            peer = Peer(sock)
+            self._open.add(peer)
+            thread = threading.Thread(target=self._serve, args=(peer,), daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def _serve(self, connection: socket.socket) -> None:
-        held = b""
+    def _serve(self, peer: Peer) -> None:
         try:
-            while True:
-                while b"\r\n\r\n" not in held:
-                    got = connection.recv(65536)
-                    if not got:
-                        return
-                    held += got
-                head, _, held = held.partition(b"\r\n\r\n")
+            while head := peer.read_head():
                 self.heads.append(head)
-                self.script(connection, head)
+                self.script(peer, head)
         except OSError:
             return  # the client gave up first, or the server was closed
         finally:
-            connection.close()
-            self._open.discard(connection)
+            peer.close()
+            self._open.discard(peer)
 
     def close(self) -> None:
         self.release.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._acceptor.join()
-        for connection in list(self._open):
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue  # closed by its own thread a moment ago
+        for peer in list(self._open):
+            peer.cut()
         for thread in self._threads:
             thread.join()
 

@@ -1,0 +1,100 @@
+"""What a folder adds to the contract: rights, links, crashes, a full disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvtier.backends.object import errors
+from kvtier.backends.object.files import FileStore
+from kvtier.backends.object.store import GetOutcome, PutOutcome
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="rights and links are POSIX")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
+
+
+def put(store: FileStore, name: str, data: bytes = b"bytes") -> PutOutcome:
+    return store.put(name, [memoryview(data)])
+
+
+def get(store: FileStore, name: str, size: int = 5) -> GetOutcome:
+    return store.get(name, [memoryview(bytearray(size))])
+
+
+def test_files_and_folders_are_private(store: FileStore) -> None:
+    put(store, "ab/cd/name")
+    found = [store.root, *store.root.rglob("*")]
+    modes = {path.is_dir(): stat.S_IMODE(path.stat().st_mode) for path in found}
+    assert modes == {True: 0o700, False: 0o600}
+
+
+def test_links_out_of_the_folder_are_not_followed(store: FileStore, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"bytes")
+    (store.root / "link").symlink_to(outside)
+    (store.root / "folder").symlink_to(tmp_path)
+    with pytest.raises(errors.InvalidName):
+        get(store, "link")
+    assert store.head("link") is None
+    assert list(store.list()) == []
+    put(store, "link", b"ours")
+    assert outside.read_bytes() == b"bytes"
+
+
+def test_what_others_keep_there_is_neither_listed_nor_touched(store: FileStore) -> None:
+    foreign = store.root / "notes of mine.txt"
+    foreign.write_text("keep")
+    (store.root / ".hidden").write_text("keep")
+    put(store, "ours")
+    assert [info.name for info in store.list()] == ["ours"]
+    store.delete(["ours"])
+    store.sweep(older_than_s=-1)
+    assert foreign.read_text() == "keep"
+
+
+def test_a_crash_leaves_what_sweep_removes(store: FileStore) -> None:
+    put(store, "ab/name")
+    torn = store.root / "ab" / ".tmp-1-dead"
+    torn.write_bytes(b"half")
+    assert [info.name for info in store.list()] == ["ab/name"]
+    assert store.sweep(older_than_s=3600) == 0
+    assert store.sweep(older_than_s=-1) == 1
+    assert not torn.exists()
+
+
+def test_a_full_disk_is_store_full_and_leaves_nothing(store: FileStore) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(errors.StoreFull):
+            put(store, "big", bytes(300_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(store.root.iterdir()) == []
+
+
+def test_a_folder_that_goes_away_is_said_so(store: FileStore) -> None:
+    store.root.rmdir()
+    with pytest.raises(errors.NoSuchBucket, match="create the folder"):
+        list(store.list())
+
+
+def test_a_root_whose_parent_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(errors.NoSuchBucket):
+        FileStore(tmp_path / "no" / "such")
+
+
+def test_empty_folders_vanish_with_their_last_object(store: FileStore) -> None:
+    put(store, "a/b/c/one")
+    put(store, "a/two")
+    store.delete(["a/b/c/one"])
+    assert not (store.root / "a" / "b").exists()
+    assert get(store, "a/two") is GetOutcome.FOUND

@@ -1,0 +1,318 @@
+"""A server that cuts, trickles, lies or refuses: the right error, in time, and nothing leaked."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from object_servers import SECRET_KEY, HostileServer, Peer, answer, error_body
+
+from kvtier.backends.object import errors
+from kvtier.backends.object.s3 import S3Settings, S3Store
+from kvtier.backends.object.store import GetOutcome, PutOutcome
+from kvtier.backends.object.wire import Timeouts
+
+pytestmark = pytest.mark.s3
+
+TIMEOUTS = Timeouts(connect_s=1.0, idle_s=0.3, total_s=1.0)
+BODY = bytes(range(256)) * 256
+
+
+@pytest.fixture
+def server() -> Iterator[HostileServer]:
+    with HostileServer(lambda peer, head: peer.sendall(answer(500))) as server:
+        yield server
+
+
+PATIENT = Timeouts(connect_s=10.0, idle_s=10.0, total_s=20.0)
+
+
+def store_at(server: HostileServer, timeouts: Timeouts = PATIENT) -> S3Store:
+    return S3Store(S3Settings(bucket="bucket", endpoint=server.endpoint, timeouts=timeouts))
+
+
+@pytest.fixture
+def store(server: HostileServer) -> Iterator[S3Store]:
+    store = store_at(server)
+    yield store
+    store.close()
+
+
+def get(store: S3Store) -> GetOutcome:
+    return store.get("name", [memoryview(bytearray(len(BODY)))])
+
+
+def said(data: bytes) -> Callable[[Peer, bytes], None]:
+    return lambda peer, head: peer.sendall(data)
+
+
+@pytest.mark.parametrize("sent", [0, 1, 4096, len(BODY) - 1])
+def test_a_connection_cut_inside_the_body(server: HostileServer, store: S3Store, sent: int) -> None:
+    def cut(peer: Peer, head: bytes) -> None:
+        peer.sendall(answer(200, BODY)[: -len(BODY)] + BODY[:sent])
+        peer.cut()
+
+    server.script = cut
+    with pytest.raises(errors.Unavailable, match="cut the connection"):
+        get(store)
+
+
+@pytest.mark.parametrize("sent", [0, 5, 30])
+def test_a_connection_cut_inside_the_head(server: HostileServer, store: S3Store, sent: int) -> None:
+    def cut(peer: Peer, head: bytes) -> None:
+        peer.sendall(answer(200, BODY)[:sent])
+        peer.cut()
+
+    server.script = cut
+    with pytest.raises(errors.Unavailable, match="without an answer"):
+        get(store)
+
+
+@pytest.mark.parametrize("head_first", [True, False])
+def test_a_server_that_falls_silent(server: HostileServer, head_first: bool) -> None:
+    def hang(peer: Peer, head: bytes) -> None:
+        if head_first:
+            peer.sendall(answer(200, BODY)[:-100])
+        server.release.wait()
+
+    server.script = hang
+    store = store_at(server, TIMEOUTS)
+    started = time.monotonic()
+    with pytest.raises(errors.TimedOut):
+        get(store)
+    assert time.monotonic() - started < TIMEOUTS.total_s + 2.0
+
+
+def test_a_trickle_ends_at_the_total_deadline(server: HostileServer) -> None:
+    def trickle(peer: Peer, head: bytes) -> None:
+        peer.sendall(answer(200, BODY)[: -len(BODY)])
+        while not server.release.wait(0.02):
+            peer.sendall(b"x")
+
+    server.script = trickle
+    store = store_at(server, Timeouts(connect_s=1.0, idle_s=5.0, total_s=0.5))
+    started = time.monotonic()
+    with pytest.raises(errors.TimedOut):
+        get(store)
+    assert time.monotonic() - started < 4.0  # the idle timeout alone would never end it
+    store.close()
+
+
+def test_a_trickled_listing_ends_too(server: HostileServer) -> None:
+    def trickle(peer: Peer, head: bytes) -> None:
+        peer.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n<")
+        while not server.release.wait(0.02):
+            peer.sendall(b" ")
+
+    server.script = trickle
+    store = store_at(server, Timeouts(connect_s=1.0, idle_s=5.0, total_s=0.5))
+    with pytest.raises(errors.TimedOut):
+        list(store.list())
+    store.close()
+
+
+def test_a_server_that_reads_no_upload(server: HostileServer) -> None:
+    def hang(peer: Peer, head: bytes) -> None:
+        server.release.wait()
+
+    server.script = hang
+    store = store_at(server, TIMEOUTS)
+    with pytest.raises(errors.TimedOut):
+        store.put("name", [memoryview(bytes(64 << 20))])
+
+
+def test_a_refusal_in_the_middle_of_an_upload_is_understood(
+    server: HostileServer, store: S3Store
+) -> None:
+    def refuse(peer: Peer, head: bytes) -> None:
+        peer.sendall(answer(403, error_body("AccessDenied"), connection="close"))
+        peer.cut(socket.SHUT_WR)
+        while peer.recv(1 << 20):
+            pass
+
+    server.script = refuse
+    with pytest.raises(errors.AccessDenied):
+        store.put("name", [memoryview(bytes(8 << 20))])
+
+
+def test_a_kept_connection_that_the_server_closed_is_replaced(
+    server: HostileServer, store: S3Store
+) -> None:
+    def once(peer: Peer, head: bytes) -> None:
+        peer.sendall(answer(200, BODY))
+        peer.cut()
+
+    server.script = once
+    for _ in range(3):
+        assert get(store) is GetOutcome.FOUND
+
+
+def test_connections_are_kept(server: HostileServer, store: S3Store) -> None:
+    ports = set()
+
+    def note(peer: Peer, head: bytes) -> None:
+        ports.add(peer.client)
+        peer.sendall(answer(200, BODY))
+
+    server.script = note
+    for _ in range(5):
+        get(store)
+    assert len(ports) == 1
+
+
+REFUSALS = [
+    (404, "NoSuchBucket", {}, errors.NoSuchBucket, "create the bucket"),
+    (403, "AccessDenied", {}, errors.AccessDenied, "allow"),
+    (403, "InvalidAccessKeyId", {}, errors.AccessDenied, "access key"),
+    (403, "SignatureDoesNotMatch", {}, errors.AccessDenied, "secret"),
+    (403, "RequestTimeTooSkewed", {}, errors.ClockSkew, "clock"),
+    (400, "ExpiredToken", {}, errors.ExpiredToken, "token"),
+    (400, "InvalidToken", {}, errors.ExpiredToken, "token"),
+    (
+        301,
+        "PermanentRedirect",
+        {"x_amz_bucket_region": "eu-west-1"},
+        errors.WrongRegion,
+        "eu-west-1",
+    ),
+    (307, "TemporaryRedirect", {"location": "http://127.0.0.1:1/"}, errors.WrongRegion, "region"),
+    (400, "AuthorizationHeaderMalformed", {}, errors.WrongRegion, "region"),
+    (404, "", {}, errors.WrongEndpoint, "endpoint"),
+    (405, "MethodNotAllowed", {}, errors.WrongEndpoint, "endpoint"),
+    (503, "SlowDown", {"retry_after": "7"}, errors.RateLimited, "fewer"),
+    (503, "", {}, errors.RateLimited, "fewer"),
+    (429, "TooManyRequests", {}, errors.RateLimited, "fewer"),
+    (500, "InternalError", {}, errors.Unavailable, "500"),
+    (502, "", {}, errors.Unavailable, "502"),
+    (507, "", {}, errors.StoreFull, "full"),
+    (409, "OperationAborted", {}, errors.Unavailable, "409"),
+    (409, "ConditionalRequestConflict", {}, errors.Conflict, "another writer"),
+    (413, "EntityTooLarge", {}, errors.ObjectTooLarge, "size"),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "fields", "kind", "hint"), REFUSALS)
+def test_every_refusal_names_its_setting(
+    server: HostileServer,
+    store: S3Store,
+    status: int,
+    code: str,
+    fields: dict[str, str],
+    kind: type[errors.StoreError],
+    hint: str,
+) -> None:
+    body = error_body(code) if code else b"<html>nothing here</html>"
+
+    def refuse(peer: Peer, head: bytes) -> None:
+        if head.startswith(b"PUT"):
+            peer.read_body(head)
+        peer.sendall(answer(status, body, **fields))
+
+    server.script = refuse
+    for call in (
+        lambda: get(store),
+        lambda: store.put("name", [memoryview(b"bytes")]),
+        lambda: list(store.list()),
+    ):
+        with pytest.raises(kind, match=hint) as caught:
+            call()
+        assert type(caught.value) is kind
+        assert not isinstance(caught.value, errors.Misconfigured) or caught.value.setting
+    if "retry_after" in fields:
+        assert caught.value.retry_after_s == 7.0
+
+
+NOT_S3 = [
+    b"SSH-2.0-OpenSSH_9.2\r\n\r\n",
+    b"\x15\x03\x01\x00\x02\x02\x50" * 4000,
+    b"HTTP/1.1 abc\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\ncontent-length: -5\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\ncontent-length: 9" + b"9" * 40 + b"\r\n\r\n",
+    b"HTTP/1.1 100 Continue\r\n\r\n" * 10,
+]
+
+
+@pytest.mark.parametrize("data", NOT_S3)
+def test_what_is_no_s3_server_is_a_wrong_endpoint(
+    server: HostileServer, store: S3Store, data: bytes
+) -> None:
+    server.script = said(data)
+    with pytest.raises(errors.WrongEndpoint):
+        get(store)
+
+
+def test_a_head_without_an_end_is_bounded(server: HostileServer, store: S3Store) -> None:
+    server.script = said(b"HTTP/1.1 200 OK\r\n" + b"x-padding: yes\r\n" * 10_000)
+    with pytest.raises(errors.WrongEndpoint):
+        get(store)
+
+
+def test_an_endless_error_body_is_bounded(server: HostileServer, store: S3Store) -> None:
+    server.script = said(answer(500, b"x" * (1 << 20)))
+    with pytest.raises(errors.StoreError):
+        get(store)
+
+
+@pytest.mark.parametrize(
+    "chunks", [b"zz\r\n", b"fffffffff\r\n", b"5\r\nhelloXX", b"-1\r\n", b"7fffffff\r\n"]
+)
+def test_chunks_that_lie(server: HostileServer, store: S3Store, chunks: bytes) -> None:
+    def lie(peer: Peer, head: bytes) -> None:
+        peer.sendall(b"HTTP/1.1 500 No\r\ntransfer-encoding: chunked\r\n\r\n" + chunks)
+        peer.cut(socket.SHUT_WR)
+
+    server.script = lie
+    with pytest.raises(errors.StoreError):
+        get(store)
+
+
+def test_an_error_in_chunks_is_understood(server: HostileServer, store: S3Store) -> None:
+    body = error_body("ExpiredToken")
+    chunked = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:50], body[50:]))
+    head = b"HTTP/1.1 400 No\r\nTransfer-Encoding: chunked\r\n\r\n"
+    server.script = said(head + chunked + b"0\r\n\r\n")
+    for _ in range(3):  # the connection stays in step
+        with pytest.raises(errors.ExpiredToken):
+            get(store)
+
+
+def test_a_store_that_does_not_know_conditional_put(server: HostileServer, store: S3Store) -> None:
+    def old(peer: Peer, head: bytes) -> None:
+        peer.read_body(head)
+        knows = b"if-none-match" not in head.lower()
+        peer.sendall(answer(200) if knows else answer(501, error_body("NotImplemented")))
+
+    server.script = old
+    for _ in range(2):
+        outcome = store.put("name", [memoryview(b"bytes")], if_absent=True)
+        assert outcome is PutOutcome.STORED
+    assert len(server.heads) == 3  # the second put does not ask again
+
+
+def test_nothing_secret_is_logged_or_shown(
+    server: HostileServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = "session-token-0123456789abcdef"
+    monkeypatch.setenv("AWS_SESSION_TOKEN", token)
+    shown = []
+
+    def echo(peer: Peer, head: bytes) -> None:
+        said = error_body("SignatureDoesNotMatch", head.decode("latin-1"))
+        peer.sendall(answer(403, said + SECRET_KEY.encode()))
+
+    server.script = echo
+    caplog.set_level(logging.DEBUG)
+    store = store_at(server)
+    for call in (lambda: get(store), lambda: list(store.list()), lambda: store.delete(["x"])):
+        with pytest.raises(errors.AccessDenied) as caught:
+            call()
+        shown += [str(caught.value), repr(caught.value), str(caught.value.__cause__)]
+    shown += [repr(store), str(vars(store)), caplog.text]
+    assert any(token.encode() in head for head in server.heads)
+    for text in shown:
+        assert SECRET_KEY not in text
+        assert token not in text
+    store.close()

@@ -1,0 +1,285 @@
+"""How an S3 store gets there: TLS, addressing, credentials that come, go and are renewed."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import json
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from object_servers import HostileServer, Peer, answer, error_body
+
+from kvtier.backends.object import errors, signing
+from kvtier.backends.object.open import StoreSettings, open_store
+from kvtier.backends.object.s3 import S3Settings, S3Store
+from kvtier.backends.object.store import GetOutcome
+from kvtier.errors import ExtraMissing
+
+pytestmark = pytest.mark.s3
+BODY = b"bytes of an object"
+
+
+def serve(peer: Peer, head: bytes) -> None:
+    if not head.startswith(b"GET"):
+        peer.read_body(head)
+    peer.sendall(answer(200, BODY))
+
+
+@pytest.fixture
+def server() -> Iterator[HostileServer]:
+    with HostileServer(serve) as server:
+        yield server
+
+
+Opener = Callable[..., S3Store]
+
+
+@pytest.fixture
+def opened() -> Iterator[Opener]:
+    """Opens stores for a test and closes them behind it."""
+    stores: list[S3Store] = []
+
+    def open_one(**settings: Any) -> S3Store:
+        stores.append(S3Store(S3Settings(bucket="bucket", **settings)))
+        return stores[-1]
+
+    yield open_one
+    for store in stores:
+        store.close()
+
+
+def get(store: S3Store) -> bytes:
+    into = bytearray(len(BODY))
+    assert store.get("name", [memoryview(into)]) is GetOutcome.FOUND
+    return bytes(into)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A key and a certificate for 127.0.0.1, valid today, trusted by nobody."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvtier tests")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+            critical=False,
+        )
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    path = tmp_path_factory.mktemp("tls") / "server.pem"
+    path.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        + made.public_bytes(serialization.Encoding.PEM)
+    )
+    return path
+
+
+@pytest.fixture
+def tls_server(certificate: Path) -> Iterator[HostileServer]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    with HostileServer(serve, tls=context) as server:
+        yield server
+
+
+def test_tls_with_a_ca_bundle(opened: Opener, tls_server: HostileServer, certificate: Path) -> None:
+    store = opened(
+        endpoint=tls_server.endpoint.replace("http:", "https:"), ca_bundle=str(certificate)
+    )
+    for _ in range(2):
+        assert get(store) == BODY
+    store.put("name", [memoryview(b"head"), memoryview(bytes(3 << 20)), memoryview(b"tail")])
+
+
+def test_an_unknown_authority_is_refused(opened: Opener, tls_server: HostileServer) -> None:
+    store = opened(endpoint=tls_server.endpoint.replace("http:", "https:"))
+    with pytest.raises(errors.TLSRefused, match="ca_bundle"):
+        get(store)
+    with pytest.raises(errors.TLSRefused, match="ca_bundle"):
+        list(store.list())
+
+
+def test_https_to_a_plain_server_says_so(opened: Opener, server: HostileServer) -> None:
+    server.script = lambda peer, head: peer.sendall(b"not TLS")
+    plain = socket.create_server(("127.0.0.1", 0))
+
+    def talk() -> None:
+        peer, _ = plain.accept()
+        with peer:
+            peer.recv(1000)
+            peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    store = opened(endpoint=f"https://127.0.0.1:{plain.getsockname()[1]}")
+    with pytest.raises(errors.TLSRefused, match="http://"):
+        get(store)
+    thread.join()
+    plain.close()
+
+
+def test_a_ca_bundle_that_cannot_be_read(tmp_path: Path) -> None:
+    settings = S3Settings(
+        bucket="bucket", endpoint="https://127.0.0.1:1", ca_bundle=str(tmp_path / "none.pem")
+    )
+    with pytest.raises(errors.TLSRefused, match=r"none\.pem"):
+        S3Store(settings)
+
+
+def test_path_and_virtual_host_addressing(
+    server: HostileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loopback = socket.getaddrinfo("127.0.0.1", server.port, type=socket.SOCK_STREAM)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: loopback)
+    endpoint = f"http://s3.example.test:{server.port}"
+    for style, host, target in (
+        ("path", f"s3.example.test:{server.port}", "/bucket/a%20b/name"),
+        ("virtual", f"bucket.s3.example.test:{server.port}", "/a%20b/name"),
+    ):
+        store = open_store(
+            StoreSettings(url="s3://bucket/a%20b", endpoint=endpoint, addressing=style)  # type: ignore[arg-type]
+        )
+        store.get("name", [memoryview(bytearray(len(BODY)))])
+        server.heads.clear()
+        store.get("name", [memoryview(bytearray(len(BODY)))])
+        assert server.heads[0].startswith(f"GET {target} HTTP/1.1".encode())
+        assert f"host: {host}\r\n".encode() in server.heads[0]
+        store.close()
+
+
+def test_aws_itself_is_addressed_by_host() -> None:
+    store = S3Store(S3Settings(bucket="my-bucket", region="eu-west-1"))
+    assert "https://my-bucket.s3.eu-west-1.amazonaws.com:443" in repr(store)
+
+
+def test_the_region_is_signed(opened: Opener, server: HostileServer) -> None:
+    store = opened(endpoint=server.endpoint, region="eu-north-1")
+    get(store)
+    assert b"/eu-north-1/s3/aws4_request" in server.heads[0]
+
+
+def test_no_credentials_is_said_in_one_sentence(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(errors.NoCredentials, match="AWS_ACCESS_KEY_ID"):
+        opened(endpoint="http://127.0.0.1:1")
+
+
+def test_an_unknown_profile_is_said_so(opened: Opener) -> None:
+    with pytest.raises(errors.NoCredentials, match="profile"):
+        opened(endpoint="http://127.0.0.1:1", profile="nobody")
+
+
+def test_credentials_that_expire_are_refreshed_while_running(
+    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A credential helper hands out tokens that are always about to expire."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    counter = tmp_path / "count"
+    helper = tmp_path / "helper.py"
+    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=60)
+    said: dict[str, object] = {"Version": 1, "AccessKeyId": "AK", "SecretAccessKey": "SK"}
+    said["Expiration"] = soon.isoformat()
+    helper.write_text(
+        "import json, pathlib\n"
+        f"path = pathlib.Path({str(counter)!r})\n"
+        "count = int(path.read_text()) + 1 if path.exists() else 1\n"
+        "path.write_text(str(count))\n"
+        f"said = {json.dumps(said)}\n"
+        "print(json.dumps(said | {'SessionToken': f'token-{count}'}))\n"
+    )
+    config = tmp_path / "config"
+    config.write_text(f"[profile helped]\ncredential_process = {sys.executable} {helper}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    store = opened(endpoint=server.endpoint, profile="helped")
+    get(store)
+    get(store)
+    tokens = {
+        line
+        for head in server.heads
+        for line in head.split(b"\r\n")
+        if line.lower().startswith(b"x-amz-security-token")
+    }
+    assert len(tokens) == 2
+
+
+def test_an_expired_token_makes_the_chain_start_anew(
+    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "old")
+    monkeypatch.setattr(signing, "_RENEW_PAUSE_S", 0.0)
+
+    def picky(peer: Peer, head: bytes) -> None:
+        fresh = b"token: new" in head.lower()
+        peer.sendall(answer(200, BODY) if fresh else answer(400, error_body("ExpiredToken")))
+
+    server.script = picky
+    store = opened(endpoint=server.endpoint)
+    with pytest.raises(errors.ExpiredToken):
+        get(store)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "new")
+    with pytest.raises(errors.ExpiredToken):
+        get(store)
+    assert get(store) == BODY
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://x/y", "s3://", "s3://user:pw@bucket/x", "file://host/folder", "folder", "file:", ""],
+)
+def test_urls_that_are_none(url: str) -> None:
+    with pytest.raises(errors.WrongEndpoint):
+        open_store(StoreSettings(url=url))
+
+
+@pytest.mark.parametrize("endpoint", ["ftp://x", "127.0.0.1:9000", "http://user:hidden@host", ""])
+def test_endpoints_that_are_none(endpoint: str) -> None:
+    with pytest.raises(errors.WrongEndpoint) as caught:
+        open_store(StoreSettings(url="s3://bucket/x", endpoint=endpoint))
+    assert "hidden" not in str(caught.value)
+
+
+def test_without_the_extra_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "botocore.auth", None)
+    with pytest.raises(ExtraMissing, match=r"kvtier\[s3\]"):
+        open_store(StoreSettings(url="s3://bucket/x"))
+
+
+def test_a_name_that_does_not_resolve(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    store = opened(endpoint="http://no-such-host.test")
+    started = time.monotonic()
+    with pytest.raises(errors.WrongEndpoint, match="endpoint"):
+        get(store)
+    assert time.monotonic() - started < 5
