@@ -21,7 +21,6 @@ LAYERS = {
     "device": {"base", "core"},
     "observe": {"base", "core"},
     "config": {"base", "core"},
-    "device": {"base", "core"},
     "stack": {"base", "core", "move", "observe", "config"},
     "testing": {"base", "core", "backends", "move", "observe", "config", "stack"},
     "vllm": {"base", "core", "move", "observe", "config", "stack", "backends", "device"},
@@ -37,7 +36,6 @@ SINGLE_FILES = {
 }
 HEAVY = {"torch", "triton", "vllm", "boto3", "botocore", "kvikio", "transformers"}
 MAY_IMPORT_HEAVY = {
-    "device": {"torch"},
     "vllm": {"torch", "vllm", "transformers"},
     "backends": {"boto3", "botocore", "kvikio"},
     "device": {"torch", "triton", "kvikio"},
