@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Self
 
@@ -59,7 +60,7 @@ class CpuTier(SlabTier):
         states = entries["state"]
         valid = layout.committed(entries)
         valid = valid[np.argsort(entries["stored_at"][valid], kind="stable")]
-        stored_at = entries["stored_at"][valid].astype(float).tolist()
+        stored_at = array("d", entries["stored_at"][valid].astype(np.float64).tobytes())
         self._generation = int(entries["generation"].max(initial=0))
         bad = np.flatnonzero(states == layout.BAD).tolist()
         copies = self._adopt(valid.tolist(), layout.keys_of(entries[valid]), stored_at)

@@ -113,7 +113,9 @@ class NvmeHandler(Handler):
         assert isinstance(spec, NvmeSpec)
         if not self._acting_for(spec.owner):
             return [Outcome.DROPPED] * len(places)
-        return self._each_run(places, keys, records, self._store_run)
+        outcomes = self._each_run(places, keys, records, self._store_run)
+        # A slab that is gone is the target's trouble: GONE would speak of the record to store.
+        return [Outcome.DROPPED if each is Outcome.GONE else each for each in outcomes]
 
     def _each_run(
         self,

@@ -152,6 +152,9 @@ class Keeper:
             return
         except FileNotFoundError:
             return
+        if not self.folder.alive(slab.owner):
+            self._known[slab_id] = Known(slab, False)  # to be adopted, and learnt from then
+            return
         if time.time_ns() - changed < _RECENT_NS:
             changed = 0
         slots, keys = _changes(known.table if known else b"", table, slab.header.slots)

@@ -14,7 +14,7 @@ from kvtier.backends.nvme.keeper import Keeper, News
 from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec
 from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.slab import layout
-from kvtier.core.slab.tier import SlabTier
+from kvtier.core.slab.tier import SlabTier, give_back_memory
 from kvtier.types import BlockKey, EventKind, TierStats
 
 
@@ -55,6 +55,7 @@ class NvmeTier(SlabTier):
         self._low_water = max(1, keeper.limits.slab_bytes // keeper.limits.slot_bytes)
         keeper.work(thorough=True)
         self._catch_up()
+        give_back_memory()
         if not self._free:
             keeper.want_room()
 
@@ -129,7 +130,7 @@ class NvmeTier(SlabTier):
         valid = layout.committed(entries)
         valid = valid[np.argsort(entries["stored_at"][valid], kind="stable")]
         base = place.base
-        stored_at = entries["stored_at"][valid].astype(float).tolist()
+        stored_at = array("d", entries["stored_at"][valid].astype(np.float64).tobytes())
         copies = self._adopt((valid + base).tolist(), layout.keys_of(entries[valid]), stored_at)
         bad = (np.flatnonzero(entries["state"] == layout.BAD) + base).tolist()
         held = np.zeros(len(entries), bool)

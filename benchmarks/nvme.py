@@ -1,0 +1,244 @@
+"""The NVMe tier beside vLLM's own file tier and bare system calls, in one run, interleaved.
+
+    make bench-nvme              JSON=result.json make bench-nvme
+    python -m benchmarks.nvme --folder /mnt/nvme --chunks 1MiB
+
+kvtier moves records (header, checksum taken and proved) through its mover on threads; vLLM's tier
+moves the same payloads with its own thread pool; bare is preadv and pwritev of whole slots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import logging
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.catalogue import measure_catalogue
+from benchmarks.peers import BareSlab, VllmFiles, shared_memory
+from benchmarks.report import Report
+from kvtier.core import record as records
+from kvtier.core.backend import TierContext, backend
+from kvtier.core.settings import ByteSize, Capacity, Persistence
+from kvtier.core.transfer import Transfer, TransferKind
+from kvtier.move.threads import ThreadMover
+from kvtier.types import BlockKey, Namespace, Outcome, block_key
+
+COUNT = 256
+SIZES = {"128KiB": 128 << 10, "1MiB": 1 << 20, "4MiB": 4 << 20}
+MANY = 16
+TARGETS = {  # one job: store, load; 16 jobs: store, load
+    "128KiB": (2.0, 2.0, 1.2, 1.0),
+    "1MiB": (1.5, 1.5, 1.1, 1.0),
+    "4MiB": (1.5, 1.2, 1.2, 1.0),
+}
+
+
+class Kvtier:
+    """The cpu and nvme tiers with a mover between, called as the chain calls them."""
+
+    name = "kvtier"
+
+    def __init__(self, folder: Path, payload: int, count: int) -> None:
+        self._payload = payload
+        self._namespace = Namespace(facts={"model": "benchmark"}, group_bytes=(payload,))
+        context = TierContext(self._namespace, "benchmark")
+        size = records.record_bytes(payload)
+        cpu, nvme = backend("cpu"), backend("nvme")
+        cpu_settings = cpu.settings(
+            capacity=_bytes((count + 1) * (size + 64) + 16384),
+            name="benchmark",
+            eviction="lru",
+            persistence=Persistence.DISCARD,
+        )
+        nvme_settings = nvme.settings(
+            capacity=_bytes(2 * count * size + (4 << 20)),
+            path=str(folder / "kvtier"),
+            free_floor=ByteSize(0),
+            persistence=Persistence.DISCARD,
+        )
+        self._cpu = cpu.open_tier(cpu_settings, context)
+        self._nvme = nvme.open_tier(nvme_settings, context)
+        self._handlers = [
+            cpu.open_handler(cpu_settings, context),
+            nvme.open_handler(nvme_settings, context),
+        ]
+        self._mover = ThreadMover(self._handlers, self._namespace)
+        self._ids = itertools.count(1)
+        self._round = 0
+        self._host = [block_key(f"host{i}".encode()) for i in range(count)]
+        self._fill()
+
+    def _fill(self) -> None:
+        reservation = self._cpu.prepare_store(self._host)
+        assert len(reservation.keys) == len(self._host)
+        self._slots = reservation.spec
+        self._views = self._handlers[0].views(self._slots)
+        self._cpu.complete_store(self._host)
+
+    def _keys(self) -> list[BlockKey]:
+        return [block_key(b"%d/%d" % (self._round, i)) for i in range(len(self._views))]
+
+    def prepare(self) -> None:
+        """What the worker that stores would have done: headers and checksums in the CPU slots."""
+        self._round += 1
+        for key, view in zip(self._keys(), self._views, strict=True):
+            view[records.HEADER_BYTES : records.HEADER_BYTES + len(key)] = key
+            records.seal(view, records.Header(key, self._namespace.digest, self._payload))
+
+    def store(self, jobs: int) -> None:
+        """CPU -> NVMe, committed."""
+        keys = self._keys()
+        reservation = self._nvme.prepare_store(keys)
+        assert reservation.keys == keys
+        self._move(TransferKind.STORE, keys, 0, self._slots, 1, reservation.spec, jobs)
+        self._nvme.complete_store(keys)
+
+    def load(self, jobs: int) -> None:
+        """NVMe -> CPU, every record proved."""
+        keys = self._keys()
+        spec = self._nvme.prepare_load(keys)
+        self._move(TransferKind.LOAD, keys, 1, spec, 0, self._slots, jobs)
+        self._nvme.complete_load(keys)
+
+    def _move(
+        self,
+        kind: TransferKind,
+        keys: list[BlockKey],
+        source: int,
+        source_spec: Any,
+        target: int,
+        target_spec: Any,
+        jobs: int,
+    ) -> None:
+        size = len(keys) // jobs
+        for start in range(0, len(keys), size):
+            stop = start + size
+            accepted = self._mover.submit(
+                Transfer(
+                    id=next(self._ids),
+                    kind=kind,
+                    source=source,
+                    target=target,
+                    keys=keys[start:stop],
+                    source_spec=source_spec.select(start, stop),
+                    target_spec=target_spec.select(start, stop),
+                    deadline=time.monotonic() + 60,
+                )
+            )
+            assert accepted
+        left = jobs
+        while left:
+            self._mover.wait(1.0)
+            for result in self._mover.poll():
+                left -= 1
+                assert all(outcome is Outcome.OK for outcome in result.outcomes)
+
+    def forget(self) -> None:
+        """The tier evicts by itself."""
+
+    def close(self) -> None:
+        self._mover.close()
+        self._nvme.close()
+        self._cpu.close()
+
+
+def _bytes(size: int) -> Capacity:
+    return Capacity.parse(size)
+
+
+def timed(job: Callable[[int], None], jobs: int) -> tuple[float, float]:
+    """Wall and CPU seconds of a job."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    job(jobs)
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def compare(report: Report, label: str, payload: int, folder: Path, rounds: int) -> None:
+    """All contestants, one after the other in every round; medians and ratios."""
+    slot = records.record_bytes(payload)
+    memory = memoryview(shared_memory(slot * COUNT))
+    kvtier = Kvtier(folder, payload, COUNT)
+    peers: list[Any] = [BareSlab(folder, memory, slot, COUNT)]
+    try:
+        peers.append(VllmFiles(folder, memory, payload, COUNT))
+    except ImportError:
+        print("vLLM is not installed here: measuring without it")
+    walls: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    cpus: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    contestants = [kvtier, *peers]
+    for number in range(rounds + 2):
+        turn = number % len(contestants)
+        for contestant in contestants[turn:] + contestants[:turn]:
+            for jobs in (1, MANY):
+                if contestant is kvtier:
+                    kvtier.prepare()
+                gc.collect()
+                for what in ("store", "load"):
+                    wall, cpu = timed(getattr(contestant, what), jobs)
+                    if number >= 2:  # the first rounds warm up, and fill the slabs once
+                        walls[contestant.name, what, jobs].append(wall)
+                        cpus[contestant.name, what, jobs].append(cpu)
+                contestant.forget()
+    for contestant in contestants:
+        contestant.close()
+    summarize(report, label, payload, walls, cpus)
+
+
+def summarize(
+    report: Report,
+    label: str,
+    payload: int,
+    walls: dict[tuple[str, str, int], list[float]],
+    cpus: dict[tuple[str, str, int], list[float]],
+) -> None:
+    """Medians as MB/s, and kvtier's ratios to the others."""
+    gigabytes = COUNT * payload / 1e9
+    wall = {key: statistics.median(values) for key, values in walls.items()}
+    cpu = {key: statistics.median(values) for key, values in cpus.items()}
+    for (name, what, jobs), seconds in sorted(wall.items()):
+        report.add(f"{label} {what} x{jobs} {name}", gigabytes * 1e3 / seconds, "MB/s")
+    targets = iter(TARGETS[label])
+    for jobs, what in itertools.product((1, MANY), ("store", "load")):
+        target = next(targets)
+        mine = wall["kvtier", what, jobs]
+        report.at_least(
+            f"{label} {what} x{jobs} against bare", wall["bare", what, jobs] / mine, "x", 0.85
+        )
+        if ("vllm", what, jobs) in wall:
+            ratio = wall["vllm", what, jobs] / mine
+            report.at_least(f"{label} {what} x{jobs} against vllm", ratio, "x", target)
+            share = cpu["kvtier", what, jobs] / cpu["vllm", what, jobs]
+            report.at_most(f"{label} {what} x{jobs} CPU against vllm", share, "x", 1.0)
+        report.add(f"{label} {what} x{jobs} CPU", cpu["kvtier", what, jobs] / gigabytes, "s/GB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--folder", type=Path, help="where to measure (default: a temporary one)")
+    parser.add_argument("--chunks", choices=[*SIZES, "none"], action="append")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--no-catalogue", action="store_true")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    report = Report("NVMe tier: medians, ratios above 1 are in kvtier's favour")
+    for label in arguments.chunks or SIZES:
+        if label == "none":
+            continue
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            compare(report, label, SIZES[label], Path(folder), arguments.rounds)
+    if not arguments.no_catalogue:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            measure_catalogue(report, Path(folder))
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
