@@ -60,6 +60,10 @@ class MediumError(KVTierError):
     """A medium cannot be opened or used: a missing folder, no rights, no room."""
 
 
+class MediumInUse(MediumError):
+    """A private medium (a CPU region) belongs to another live engine."""
+
+
 class NotResident(KVTierError):
     """A caller asked to load a key that this tier does not hold: look up first."""
 

@@ -12,7 +12,6 @@ from kvtier.backends.cpu.region import (
     SUFFIX,
     OwnedRegion,
     Region,
-    RegionInUse,
     leftovers,
     plan_region,
     remove,
@@ -33,7 +32,6 @@ __all__ = [
     "CpuSpec",
     "CpuTier",
     "Region",
-    "RegionInUse",
 ]
 
 logger = logging.getLogger(__name__)

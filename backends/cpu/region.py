@@ -27,7 +27,7 @@ from kvtier.core.slab.layout import (
     SlabHeader,
     entry_at,
 )
-from kvtier.errors import FormatError, MediumError
+from kvtier.errors import FormatError, MediumError, MediumInUse
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,6 @@ SUFFIX = ".region"
 _HUGE = 2 << 20
 _DYING_S = 5.0
 """How long a new owner waits for processes of a killed engine to disappear."""
-
-
-class RegionInUse(MediumError):
-    """Another live engine owns this region."""
 
 
 class Region:
@@ -232,7 +228,7 @@ def _lock_owner(path: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise RegionInUse(
+        raise MediumInUse(
             f"the CPU region {path} is in use by another engine: give each engine its own name"
         ) from None
     return fd

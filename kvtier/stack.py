@@ -1,0 +1,202 @@
+"""A stack: what a YAML file describes, opened.
+
+    with Stack.open("stack.yaml", namespace) as stack:
+        stack.store({key: payload})
+        found = stack.load([key])
+
+Engines use `stack.chain`, which never blocks. `store` and `load` here are for everybody else: they
+wait until the bytes have moved.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from kvtier.config import MoverMode, Source, StackConfig, load
+from kvtier.core.backend import TierContext, backend
+from kvtier.core.chain import TierChain
+from kvtier.core.costs import CostModel
+from kvtier.core.flight import Ticket
+from kvtier.core.record import HEADER_BYTES, Buffer, Header, record_bytes, seal, verify
+from kvtier.core.tier import Handler, HostHandler, Tier
+from kvtier.core.transfer import Mover
+from kvtier.errors import MediumInUse
+from kvtier.move.process import ProcessMover
+from kvtier.move.threads import ThreadMover
+from kvtier.types import BlockKey, Namespace, Outcome, Presence
+
+logger = logging.getLogger(__name__)
+
+_ENGINES_MAX = 64
+_WAIT_S = 0.05
+
+
+class Stack:
+    """Tiers, the chain over them, and the mover between them. For one thread at a time."""
+
+    def __init__(
+        self,
+        config: StackConfig,
+        namespace: Namespace,
+        *,
+        serving: bool = False,
+        costs: CostModel | None = None,
+    ) -> None:
+        self.config = config
+        self.namespace = namespace
+        self.context, tiers = _open_tiers(config, namespace)
+        opened: list[Handler | Mover] = []
+        try:
+            host = backend(config.tiers[0].kind).open_handler(config.tiers[0], self.context)
+            opened.append(host)
+            assert isinstance(host, HostHandler), "the configuration puts host memory first"
+            self.host = host
+            self.mover = _open_mover(config, self.context, serving=serving)
+        except BaseException:
+            for each in [*opened, *tiers]:
+                each.close()
+            raise
+        self.chain = TierChain(tiers, config.tiers, self.mover, namespace, costs=costs)
+        self._requests = 0
+
+    @classmethod
+    def open(
+        cls,
+        source: Source | StackConfig,
+        namespace: Namespace,
+        *,
+        serving: bool = False,
+        costs: CostModel | None = None,
+    ) -> Self:
+        """Read a configuration and open what it describes. `serving` picks a mover in a process
+        of its own where the configuration leaves the choice."""
+        if not isinstance(source, StackConfig):
+            source = load(source, record_bytes=record_bytes(namespace.payload_bytes))
+        return cls(source, namespace, serving=serving, costs=costs)
+
+    # -- for callers that may wait ---------------------------------------------------------
+
+    def store(self, blocks: Mapping[BlockKey, bytes | Buffer]) -> list[BlockKey]:
+        """Put payloads into the first tier and start the cascade; says which were taken.
+
+        A payload has exactly the size that the namespace states for its group. Keys that are
+        resident already, and those without room, are left out.
+        """
+        for key, payload in blocks.items():
+            if len(payload) != self.namespace.payload_of(key):
+                raise ValueError(
+                    f"a payload of {len(payload)} bytes, where the namespace says "
+                    f"{self.namespace.payload_of(key)}"
+                )
+        reservation = self.chain.prepare_store(list(blocks))
+        records = self.host.views(reservation.spec)
+        for key, record in zip(reservation.keys, records, strict=True):
+            payload = blocks[key]
+            record[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
+            digest, parts = self.namespace.digest, self.namespace.parts
+            seal(record, Header(key, digest, len(payload), parts))
+        self.chain.complete_store(reservation.keys)
+        self.chain.poll()
+        return reservation.keys
+
+    def load(self, keys: Sequence[BlockKey], seconds: float = 30.0) -> dict[BlockKey, bytes]:
+        """Fetch the payloads of those keys that are in any tier; every one is proved.
+
+        What is not resident, fails, or is later than `seconds` is left out.
+        """
+        found = self.chain.lookup(keys)
+        hits = [key for key, answer in zip(keys, found, strict=True) if answer is Presence.HIT]
+        self._requests += 1
+        ticket = self.chain.begin_load(hits, f"stack-{self._requests}", time.monotonic() + seconds)
+        while not ticket.landed:
+            self.mover.wait(_WAIT_S)
+            self.chain.poll()
+        payloads, failed = self._read(ticket)
+        self.chain.end_load(ticket, failed)
+        return payloads
+
+    def _read(self, ticket: Ticket) -> tuple[dict[BlockKey, bytes], dict[BlockKey, Outcome]]:
+        payloads: dict[BlockKey, bytes] = {}
+        failed: dict[BlockKey, Outcome] = {}
+        for key, record in zip(ticket.keys, self.host.views(ticket.spec), strict=True):
+            if key in ticket.failed:
+                continue
+            size = self.namespace.payload_of(key)
+            copy = memoryview(bytearray(record[: HEADER_BYTES + size]))
+            outcome = verify(copy, key, self.namespace.digest)
+            if outcome.ok:
+                payloads[key] = bytes(copy[HEADER_BYTES:])
+            else:
+                failed[key] = outcome
+        return payloads, failed
+
+    def settle(self, seconds: float = 60.0) -> bool:
+        """Wait until the cascade has nothing left to do; says whether it got there in time."""
+        end = time.monotonic() + seconds
+        self.chain.poll()
+        while self.chain.has_pending_work and time.monotonic() < end:
+            self.mover.wait(_WAIT_S)
+            self.chain.poll()
+        return not self.chain.has_pending_work
+
+    def close(self) -> None:
+        """Close everything; committed blocks stay in tiers that keep them."""
+        self.mover.close()
+        self.chain.close()
+        self.host.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _open_tiers(config: StackConfig, namespace: Namespace) -> tuple[TierContext, list[Tier]]:
+    """All tiers, under the first engine name whose private media nobody uses."""
+    for number in range(1, _ENGINES_MAX + 1):
+        engine = config.name if number == 1 else f"{config.name}-{number}"
+        context = TierContext(namespace, engine)
+        tiers: list[Tier] = []
+        try:
+            for settings in config.tiers:
+                tiers.append(backend(settings.kind).open_tier(settings, context))
+        except MediumInUse:
+            for tier in tiers:
+                tier.close()
+            if number == _ENGINES_MAX:
+                raise
+            continue
+        except BaseException:
+            for tier in tiers:
+                tier.close()
+            raise
+        if number > 1:
+            logger.info("engine name %r: %r is in use on this machine", engine, config.name)
+        return context, tiers
+    raise AssertionError("the last round returns or raises")
+
+
+def _open_mover(config: StackConfig, context: TierContext, *, serving: bool) -> Mover:
+    mode = config.mover.mode
+    if mode is MoverMode.PROCESS or (mode is MoverMode.AUTO and serving):
+        return ProcessMover(config.tiers, context)
+    handlers: list[Handler] = []
+    try:
+        for settings in config.tiers:
+            handlers.append(backend(settings.kind).open_handler(settings, context))
+    except BaseException:
+        for handler in handlers:
+            handler.close()
+        raise
+    queues = [settings.queue_blocks for settings in config.tiers]
+    return ThreadMover(handlers, context.namespace, queue_blocks=queues)
