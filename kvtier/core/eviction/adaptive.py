@@ -13,15 +13,18 @@ from itertools import islice
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.core.eviction.forecast import Forecast
 from kvtier.core.eviction.history import SAMPLED_IN, History
 from kvtier.core.eviction.kinds import (
     KINDS,
     MARK_MAX,
+    NEAR_TAIL,
     POOLED,
     RESTORED,
     SHARED,
+    SUPERSEDED,
     Seen,
     Story,
     conclude,
@@ -103,6 +106,7 @@ class Adaptive(EvictionPolicy):
             after = UNKNOWN
         watched = self._history.sample([fingerprint(key) for key in keys])
         known, seen, shared_mark = self._recall(slots, watched)
+        slack = SAMPLED_IN if known >= 0 and runs.run_of[slots[known]] == NO_RUN else 0
         depth, fresh = len(slots), len(slots) - 1 - known
         earlier = 0
         if after != UNKNOWN:
@@ -111,19 +115,26 @@ class Adaptive(EvictionPolicy):
             if seen is None:
                 seen = Seen(self._marks[after], self._rests[after], again=False)
                 earlier = runs.fresh[parent]
-        story = conclude(seen, earlier + fresh + ahead, depth + ahead)
+        story = conclude(seen, max(0, earlier + fresh + ahead - slack), depth + ahead)
         shared = known + 1 if shared_mark else 0
         if story.forked and ahead:
             # Undecided: what is missing here may have been evicted, which its store will tell.
             assert seen is not None
-            story = Story(seen.mark, story.kind)
+            where = runs.run_of[slots[known]]
+            story = Story(seen.mark, story.kind if where == NO_RUN else int(runs.kind[where]))
         elif story.forked and known >= 0:
-            shared, shared_mark = known + 1, SHARED
+            assert seen is not None
+            shared, shared_mark = known + 1, SHARED | seen.mark
         elif story.forked:
             self._share(after)
         shared = self._mark(slots, story.turn, shared, shared_mark)
         if fresh:
             self._note_rests(slots, after)
+        left = runs.run_of[slots[known]] if known >= 0 and not story.forked else NO_RUN
+        runs.unlink(slots)
+        if left != NO_RUN and 0 < runs.size[left] <= NEAR_TAIL:
+            runs.kind[left] = SUPERSEDED
+            runs.queued[left] = 0
         self._arrange(slots, story.kind, shared, depth, fresh, after)
         self._watch(slots, watched, ahead)
 
@@ -175,9 +186,9 @@ class Adaptive(EvictionPolicy):
         """Another request went a different way after this block: its whole prefix is shared."""
         runs, marks = self._runs, self._marks
         for before in runs.from_tail(slot):
-            marks[before] = max(marks[before], SHARED)
+            marks[before] |= SHARED  # its turns so far count as uses
         run = runs.run_of[slot]
-        runs.kind[run] = shared_kind(SHARED)
+        runs.kind[run] = shared_kind(marks[slot])
         runs.queued[run] = 0
 
     def _note_rests(self, slots: Sequence[int], after: int) -> None:
@@ -199,7 +210,6 @@ class Adaptive(EvictionPolicy):
     ) -> None:
         """Put the blocks into runs: what is shared by how much it is, the rest together."""
         runs, marks, now = self._runs, self._marks, self._now
-        runs.unlink(slots)
         base = depth - len(slots)
         first = 0
         while first < shared:
@@ -287,20 +297,15 @@ class Adaptive(EvictionPolicy):
     def load(self, slots: Sequence[int], last_used: Sequence[float] | None = None) -> None:
         if not len(slots):
             return
-        count = len(slots)
+        times: NDArray[np.float64]
         if last_used is None:
-            times = np.arange(count) // _RESTORED_RUN * _RESTORED_STEP_S
+            steps = np.arange(len(slots), dtype=np.float64) // _RESTORED_RUN
+            times = self._now + (steps - steps[-1]) * _RESTORED_STEP_S
         else:
             times = np.asarray(last_used, dtype=np.float64)
-        if self._epoch is None:
-            self._epoch = float(times[-1]) if last_used is not None else None
-        if last_used is None:
-            times = self._now + times - times[-1]
-        else:
-            times = times - self._epoch
-            self._now = max(self._now, float(times[-1]))
+            self._tell_time(float(times[-1]))
+            times = times - (self._epoch or 0.0)
         newest_first = np.asarray(slots, dtype=np.int32)[::-1]
         self._runs.open_many(newest_first, times[::-1], RESTORED, _RESTORED_RUN)
-        marks = np.frombuffer(self._marks, dtype=np.uint8)
-        marks[newest_first] = 0
+        np.frombuffer(self._marks, dtype=np.uint8)[newest_first] = 0
         np.frombuffer(self._rests, dtype=np.uint8)[newest_first] = 0

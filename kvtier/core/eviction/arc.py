@@ -105,7 +105,7 @@ class ARC(EvictionPolicy):
         return slots
 
     def _trim(self, which: int) -> None:
-        """Make room for one ghost more: what was used once has at most all slots with its ghosts."""
+        """Make room for a ghost: those used once and their ghosts are at most as many as slots."""
         ghosts = self._ghosts
         once, again = ghosts.length(_ONCE), ghosts.length(_AGAIN)
         if which == _ONCE and once and once + self._lists.length[_ONCE] >= self.slots:

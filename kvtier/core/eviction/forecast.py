@@ -22,8 +22,8 @@ AGES = 60
 _STEPS_PER_OCTAVE = 3
 _YOUNGEST_S = 0.125
 _PRIOR_HAZARD = 0.05
-"""The same chance in every step of a logarithmic scale: then the rate falls as 1 / age, which orders
-blocks as LRU does. What is learned moves away from that."""
+"""The same chance in every step of a logarithmic scale: then the rate falls as 1 / age, and blocks
+are ordered as LRU does. What is learned moves away from that."""
 _PRIOR_WEIGHT = 8.0
 _POOL_WEIGHT = 100.0
 _LEVEL_WEIGHT = 10.0
@@ -43,8 +43,8 @@ def age_step(age: float) -> int:
 
 def age_positions(ages: Floats) -> Floats:
     """Where ages in seconds lie on the scale, between the steps."""
-    scaled = np.log2(np.maximum(ages, _YOUNGEST_S) / _YOUNGEST_S)
-    return np.minimum(scaled * _STEPS_PER_OCTAVE, AGES - 1.001)
+    octaves: Floats = np.log2(np.maximum(ages, _YOUNGEST_S) / _YOUNGEST_S)
+    return np.minimum(octaves * _STEPS_PER_OCTAVE, AGES - 1.001)
 
 
 def _smooth(counts: Floats) -> Floats:
@@ -68,7 +68,8 @@ class Forecast:
         edges = _YOUNGEST_S * 2 ** (np.arange(AGES + 1) / _STEPS_PER_OCTAVE)
         edges[0] = 0.0
         self._width: Floats = np.diff(edges)
-        self.rates: Floats = np.zeros((kinds, AGES))
+        self.rates: Floats = np.zeros((kinds + 1, AGES))
+        """By kind and age; the last row is of what is worth nothing."""
         self.refresh(np.zeros((kinds, AGES)))
 
     @property
@@ -90,7 +91,7 @@ class Forecast:
         lost = np.frombuffer(self._lost).reshape(shape)
         left = lost + waiting
         at_risk = np.cumsum((reused + left)[:, ::-1], axis=1)[:, ::-1] - 0.5 * left
-        self.rates = self._best_rates(self._hazards(_smooth(reused), _smooth(at_risk)))
+        self.rates[: self._kinds] = self._best_rates(self._hazards(_smooth(reused), _smooth(at_risk)))
         if reused.sum() + lost.sum() > _MEMORY:
             reused *= 0.5
             lost *= 0.5

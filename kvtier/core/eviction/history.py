@@ -45,17 +45,17 @@ class History:
         """Have a cell for each slot; what was remembered stays where it still maps."""
         if slots <= self.cells:
             return
-        old, tags = self.cells, self.tags
-        before = (self.times, self.kinds, self.marks, self.rests)
+        old = self.cells, self.tags, self.times, self.kinds, self.marks, self.rests
         self._reset(slots)
-        for cell in range(old):
-            tag = tags[cell]
-            if tag != _EMPTY:
-                place = (tag >> _SAMPLE_BITS) % slots
-                self.tags[place] = tag
-                after = (self.times, self.kinds, self.marks, self.rests)
-                for column, source in zip(after, before, strict=True):
-                    column[place] = source[cell]
+        cells, tags, times, kinds, marks, rests = old
+        for cell in range(cells):
+            if tags[cell] != _EMPTY:
+                place = (tags[cell] >> _SAMPLE_BITS) % slots
+                self.tags[place] = tags[cell]
+                self.times[place] = times[cell]
+                self.kinds[place] = kinds[cell]
+                self.marks[place] = marks[cell]
+                self.rests[place] = rests[cell]
 
     def sample(self, prints: list[int]) -> list[tuple[int, int, int]]:
         """Which of these fingerprints are watched: (index, cell, tag)."""
@@ -82,7 +82,7 @@ class History:
         self.rests[cell] = rest
 
     def waiting(self, now: float, kinds: int) -> NDArray[np.float64]:
-        """How many watched blocks wait, by kind and age; of a large table, a part stands for all."""
+        """How many watched blocks wait, by kind and age; in a large table a part stands for all."""
         part = slice(self._census_at, self._census_at + _CENSUS_CELLS)
         tags = np.frombuffer(self.tags, dtype=np.uint32)[part]
         used = tags != _EMPTY
@@ -93,4 +93,4 @@ class History:
         self._census_at += _CENSUS_CELLS
         if self._census_at >= self.cells:
             self._census_at = 0
-        return counts * (self.cells / len(tags))
+        return counts.astype(np.float64) * (self.cells / len(tags))

@@ -17,12 +17,14 @@ _LENGTHS = 8
 _FRESH = 0
 _FORKED = _FRESH + _LENGTHS
 _RETURNED = _FORKED + 1
-_TURN_LEVELS = 3
+_TURN_LEVELS = 6
 _GREW = _RETURNED + _TURN_LEVELS
 RESTORED = _GREW + 1
 POOLED = RESTORED + 1
 _SHARE_LEVELS = 7
 KINDS = POOLED + _SHARE_LEVELS
+SUPERSEDED = KINDS
+"""What a conversation left behind when its next turn wrote its last block anew: worth nothing."""
 
 NEAR_TAIL = 2
 """A request that goes on from one of the last blocks of another continues it. (Its very last block
@@ -49,7 +51,7 @@ def turn_kind(turn: int, fresh: int, length: int) -> int:
         return fresh_kind(length)
     if fresh > _GREW_BLOCKS:
         return _GREW
-    return _RETURNED + (0 if turn < 2 else 1 if turn < 4 else 2)
+    return _RETURNED + min(turn.bit_length(), _TURN_LEVELS) - 1
 
 
 def shared_kind(mark: int) -> int:

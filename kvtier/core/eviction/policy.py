@@ -40,7 +40,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def resize(self, slots: int) -> None:
-        """Slots 0 to slots - 1 may be named from now on. Grows only: a smaller number is ignored."""
+        """Slots below this number may be named from now on; never fewer than before."""
 
     @abstractmethod
     def use(

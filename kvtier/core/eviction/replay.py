@@ -7,18 +7,11 @@ looked up, its new blocks when they are stored.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtier.core.eviction.policy import UNKNOWN, EvictionPolicy
-
-
-class Request(NamedTuple):
-    """One request of a trace: when, and the numbers of its blocks, the head of the prefix first."""
-
-    time: float
-    blocks: tuple[int, ...]
+from kvtier.core.eviction.trace import Request
 
 
 class Result(NamedTuple):
