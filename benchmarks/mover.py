@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import os
 import statistics
 import tempfile
 import time
@@ -40,7 +41,7 @@ class Media:
 
     def __init__(self, folder: Path, payload: int) -> None:
         namespace = Namespace(facts={"model": "benchmark"}, group_bytes=(payload,))
-        context = TierContext(namespace, f"benchmark-{payload}")
+        context = TierContext(namespace, f"benchmark-{os.getpid()}-{payload}")
         size = records.record_bytes(payload)
         cpu, nvme = backend("cpu"), backend("nvme")
         settings = [

@@ -115,6 +115,9 @@ class Handler(ABC):
 
     concurrency: int = 4
     batch_blocks: int = 8
+    call_seconds: float = 5.0
+    """The longest that one call takes. A call that began before its transfer's deadline may end so
+    much after it; a mover process in which one takes longer is held to hang, and is killed."""
 
     @abstractmethod
     def load(

@@ -16,7 +16,7 @@ from kvtier.move.wire import Answer, Failed, Hello, Inbox, Ready, answers, frame
 log = logging.getLogger(__name__)
 
 OUTGOING_BYTES_MAX = 16 << 20
-_RECEIVE_BYTES = 1 << 18
+_RECEIVE_BYTES = 1 << 16
 
 
 class Link:
@@ -28,34 +28,34 @@ class Link:
     def __init__(self) -> None:
         self.gone = False
         """The process has closed its end: it is dead, or about to be."""
-        self.host: list[bool] = []
         self._inbox = Inbox()
         self._outgoing = bytearray()
-        self.socket, theirs = socket.socketpair()
         try:
-            # The process is found by the descriptor and learns everything else over it, so that
-            # no setting shows in a list of processes. A group of its own: Ctrl-C in the terminal
-            # is for the parent, which ends the mover when it is done with it.
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "kvtier.move.server",
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=[theirs.fileno()],
-                process_group=0,
-            )
+            self.socket, theirs = socket.socketpair()
+        except OSError as error:
+            raise MoverError(f"there is no socket for the mover's process: {error}") from error
+        try:
+            self._process = self._spawn(theirs.fileno())
         except OSError as error:
             self.socket.close()
             raise MoverError(f"the mover's process cannot be started: {error}") from error
         finally:
             theirs.close()
         self.socket.setblocking(False)
+
+    @staticmethod
+    def _spawn(end: int) -> subprocess.Popen[bytes]:
+        """The process finds its end of the socket by number and learns everything else over it, so
+        that no setting shows in a list of processes. It has a group of its own: Ctrl-C in the
+        terminal is for the parent, which ends the mover when it is done with it. And it looks for
+        modules where they are installed, not in whatever folder it is started in (-P)."""
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "kvtier.move.server", str(end), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what a library prints must not mix with the output of a command
+            pass_fds=[end],
+            process_group=0,
+        )
 
     @property
     def pid(self) -> int:
@@ -67,7 +67,7 @@ class Link:
         """Whether something waits until the socket can be written to again."""
         return bool(self._outgoing)
 
-    def start(self, hello: Hello, seconds: float, interrupt: int) -> None:
+    def start(self, hello: Hello, seconds: float, interrupt: int) -> Ready:
         """Have it open its tiers; raises MoverError if it cannot, not in time, or interrupted."""
         self.send(frame(hello))
         until = time.monotonic() + seconds
@@ -94,7 +94,7 @@ class Link:
             raise MoverError(f"the mover's process cannot open its tiers: {answer.problem}")
         if not isinstance(answer, Ready):
             raise MoverError("the mover's process did not say that it is ready")
-        self.host = answer.host
+        return answer
 
     def send(self, data: bytearray) -> bool:
         """Send a frame as far as the socket takes it and keep the rest; False if that is full."""

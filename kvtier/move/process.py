@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from kvtier.core.backend import TierContext
 from kvtier.core.settings import TierSettings
 from kvtier.core.transfer import Mover, MoverStats, Transfer, TransferResult
@@ -28,15 +30,25 @@ BACKOFF_SECONDS_MAX = 5.0
 _TICK_SECONDS = 0.25
 
 
+class Flight(msgspec.Struct, frozen=True):
+    """A transfer that the process has."""
+
+    transfer: Transfer
+    submitted: float
+    result_due: float
+
+
 class ProcessMover(Mover):
     """Carries transfers out in another process, and starts that again when it dies.
 
     Callers write to and read from its socket themselves, without waiting: no thread of this
     process has to run for a transfer to go out or a result to come in. One thread, the supervisor,
     sleeps beside it. It starts the process (which dies with that thread, and so with this
-    process), sees its death, and ends it when a result is later than the transfer's deadline and
-    `grace_seconds`. Only when the process is dead beyond doubt does what it had in flight end, as
-    DROPPED or TIMEOUT, because a result promises that nothing writes to its target any more.
+    process), sees its death, and kills it when a result is later than it can be: later than the
+    transfer's deadline, the longest call of its handlers (`Handler.call_seconds`) and
+    `grace_seconds` together. Only when the process is dead beyond doubt does what it had in flight
+    end, as DROPPED or TIMEOUT, because a result promises that nothing writes to its target any
+    more.
     """
 
     def __init__(
@@ -46,7 +58,7 @@ class ProcessMover(Mover):
         *,
         staging_bytes: int = STAGING_BYTES,
         start_seconds: float = 30.0,
-        grace_seconds: float = 2.0,
+        grace_seconds: float = 1.0,
     ) -> None:
         self._hello = Hello(
             context,
@@ -59,9 +71,11 @@ class ProcessMover(Mover):
         self._grace_seconds = grace_seconds
         self._lock = threading.Lock()
         self._waiting = threading.Lock()
-        self._books: Books  # once the first process has said which tiers are host memory
+        # Both are known once the first process has opened its tiers.
+        self._books: Books
+        self._slack: list[float]
         self._link: Link | None = None
-        self._flights: dict[int, tuple[Transfer, float]] = {}
+        self._flights: dict[int, Flight] = {}
         self._results: list[TransferResult] = []
         self._closed = False
         self._closed_at = float("inf")
@@ -105,7 +119,8 @@ class ProcessMover(Mover):
                 self._books.release(transfer)
                 self._books.refuse(transfer)
                 return False
-            self._flights[transfer.id] = (transfer, time.monotonic())
+            due = transfer.deadline + max(self._slack[lane] for lane in self._books.lanes(transfer))
+            self._flights[transfer.id] = Flight(transfer, time.monotonic(), due)
             self._push(link)
         return True
 
@@ -168,7 +183,7 @@ class ProcessMover(Mover):
             for result in message.results:
                 flight = self._flights.pop(result.id, None)
                 if flight is not None:
-                    self._books.ended(flight[0], result)
+                    self._books.ended(flight.transfer, result)
                     self._results.append(result)
 
     def _release(self) -> None:
@@ -209,7 +224,7 @@ class ProcessMover(Mover):
             raise MoverError("the mover was closed before its process started")
         link = Link()
         try:
-            link.start(self._hello, self._start_seconds, self._wake)
+            ready = link.start(self._hello, self._start_seconds, self._wake)
         except MoverError:
             link.end()
             link.close()
@@ -218,7 +233,8 @@ class ProcessMover(Mover):
             if self._started.is_set():
                 self._books.restarted()
             else:
-                self._books = Books(link.host, self._queue_blocks)
+                self._books = Books(ready.host, self._queue_blocks)
+                self._slack = [each + self._grace_seconds for each in ready.call_seconds]
             self._link = link
             self._arrivals.register(link.socket, select.EPOLLIN)
         return link
@@ -247,8 +263,7 @@ class ProcessMover(Mover):
                     return
 
     def _overdue(self, now: float) -> bool:
-        late = now - self._grace_seconds
-        return any(transfer.deadline < late for transfer, _ in self._flights.values())
+        return any(flight.result_due < now for flight in self._flights.values())
 
     def _bury(self, link: Link) -> None:
         """See the process dead, take in what it said last, and end what it had in flight."""
@@ -261,13 +276,14 @@ class ProcessMover(Mover):
         with self._lock:
             self._absorb(link)
             now = time.monotonic()
-            for transfer, since in self._flights.values():
+            for flight in self._flights.values():
+                transfer = flight.transfer
                 outcome = Outcome.TIMEOUT if transfer.deadline <= now else Outcome.DROPPED
                 result = TransferResult(
                     id=transfer.id,
                     outcomes=[Outcome.CANCELLED if self._closed else outcome] * len(transfer.keys),
                     bytes_moved=0,
-                    seconds=now - since,
+                    seconds=now - flight.submitted,
                     busy_seconds=0.0,
                 )
                 self._books.ended(transfer, result)

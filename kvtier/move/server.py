@@ -37,7 +37,7 @@ from kvtier.types import LoadStoreSpec
 log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-_RECEIVE_BYTES = 1 << 18
+_RECEIVE_BYTES = 1 << 16
 _REPORT_SECONDS = 1.0
 
 
@@ -87,7 +87,8 @@ def serve(parent: socket.socket) -> None:
         parent.sendall(frame(Failed(str(error))))
         return
     mover = ThreadMover(handlers, hello.context.namespace, staging_bytes=hello.staging_bytes)
-    parent.sendall(frame(Ready([isinstance(each, HostHandler) for each in handlers])))
+    host = [isinstance(each, HostHandler) for each in handlers]
+    parent.sendall(frame(Ready(host, [each.call_seconds for each in handlers])))
     reporter = Reporter(mover, parent)
     reporter.start()
     specs = [msgspec.msgpack.Decoder(backend(tier.kind).spec) for tier in hello.tiers]

@@ -52,9 +52,11 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """Everything is open; for each tier, whether its medium is host memory."""
+    """Everything is open; for each tier, whether its medium is host memory, and how long a call
+    of its handler takes at most."""
 
     host: list[bool]
+    call_seconds: list[float]
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -186,6 +186,8 @@ class Medium:
 class FileHandler(Handler):
     """Copies records between slots and host memory."""
 
+    call_seconds = 0.0
+
     def __init__(self, medium: Medium, concurrency: int, batch_blocks: int) -> None:
         self.concurrency = concurrency
         self.batch_blocks = batch_blocks

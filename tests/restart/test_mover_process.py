@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -215,6 +216,17 @@ def test_a_process_that_ends_at_once_is_one_clear_error(
         ProcessMover(media.tiers, media.context)
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(MoverError, match="cannot be started"):
+        ProcessMover(media.tiers, media.context)
+
+
+def test_a_process_out_of_descriptors_is_one_clear_error(
+    media: MoverRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(link.socket, "socketpair", exhausted)
+    with pytest.raises(MoverError, match="Too many open files"):
         ProcessMover(media.tiers, media.context)
 
 
