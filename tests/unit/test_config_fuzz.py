@@ -18,54 +18,22 @@ pytestmark = pytest.mark.usefixtures("other_tiers")
 # The fixture installs kinds of tier once for all examples, which none of them changes.
 shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
-WORDS = st.sampled_from(
-    [
-        "version",
-        "tiers",
-        "name",
-        "mover",
-        "mode",
-        "kind",
-        "bench",
-        "shelf",
-        "broken",
-        "capacity",
-        "path",
-        "write",
-        "through",
-        "door",
-        "user",
-        "tries",
-        "access",
-        "token",
-        "load_deadline",
-        "64GiB",
-        "-5",
-        "80%",
-        "250ms",
-        "${HOME}",
-        "${NOT_SET}",
-        "$${",
-        "${",
-        "1",
-    ]
-)
+KEYS = ["version", "tiers", "name", "mover", "mode", "kind", "capacity", "path", "write", "door"]
+KEYS += ["user", "tries", "access", "token", "load_deadline", "queue_blocks"]
+TEXTS = ["bench", "shelf", "broken", "through", "64GiB", "-5", "80%", "250ms", "1"]
+TEXTS += ["${HOME}", "${NOT_SET}", "$${", "${"]
+WORDS = st.sampled_from(KEYS + TEXTS)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.text(max_size=8)
 VALUES: st.SearchStrategy[Any] = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=4),
     max_leaves=12,
 )
-TIERS = st.lists(
-    st.fixed_dictionaries(
-        {"kind": st.sampled_from(["bench", "shelf"]), "capacity": SCALARS},
-        optional=dict.fromkeys(
-            ("path", "write", "door", "access", "queue_blocks", "load_deadline", "x"), VALUES
-        ),
-    )
-    | VALUES,
-    max_size=3,
+TIER = st.fixed_dictionaries(
+    {"kind": st.sampled_from(["bench", "shelf"]), "capacity": SCALARS},
+    optional=dict.fromkeys(["path", "write", "door", "access", "load_deadline"], VALUES),
 )
+TIERS = st.lists(TIER | VALUES, max_size=3)
 STACKS = st.fixed_dictionaries(
     {"version": st.just(1), "tiers": TIERS}, optional={"mover": VALUES, "name": VALUES}
 )
