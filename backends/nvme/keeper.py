@@ -9,6 +9,7 @@ room to neighbours that starve, and writes down what was dropped. What it learns
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -109,7 +110,7 @@ class Keeper:
                     self._make_room()
                     self._share()
             except (OSError, MediumError) as error:
-                self._say_once(f"NVMe folder {self.folder.root}: {error}")
+                self._complain(error)
 
     def _begin_again(self) -> None:
         """The folder has been removed under us: make it anew, empty."""
@@ -118,6 +119,9 @@ class Keeper:
         os.close(self._owner_fd)
         self.owner, self._owner_fd = self.folder.claim()
         self._hungry = False
+
+    def _complain(self, error: OSError | MediumError) -> None:
+        self._say_once(f"NVMe folder {self.folder.root}: {getattr(error, 'strerror', 0) or error}")
 
     def _say_once(self, message: str) -> None:
         if message not in self._said:
@@ -259,27 +263,39 @@ class Keeper:
     def flush(self) -> None:
         """Write everything down that the tier has recorded so far."""
         with self._mutex:
-            self._write_down()
+            try:
+                self._write_down()
+            except (OSError, MediumError) as error:
+                self._complain(error)
 
     def _write_down(self) -> None:
         by_slab: dict[int, dict[int, bytes]] = {}
         while self._todo:
             slab_id, slot, entry = self._todo.popleft()
             by_slab.setdefault(slab_id, {})[slot] = entry
-        for slab_id, entries in by_slab.items():
-            self._write_entries(slab_id, entries)
-            if known := self._known.get(slab_id):
-                self.news.append(News(known.slab, written=list(entries)))
-        while self._released:
-            slab_id, remove = self._released.popleft()
-            known = self._known.pop(slab_id, None)
-            if known is None:
-                continue
-            with self.folder.locked():
-                if remove:
-                    self.folder.remove_slab(slab_id)
-                else:
-                    self.folder.write_owner(slab_id, NOBODY)
+        try:
+            while by_slab:
+                slab_id, entries = next(iter(by_slab.items()))
+                self._write_entries(slab_id, entries)
+                del by_slab[slab_id]
+                if known := self._known.get(slab_id):
+                    self.news.append(News(known.slab, written=list(entries)))
+            while self._released:
+                self._hand_over(*self._released[0])
+                self._released.popleft()
+        finally:  # what could not be written waits for the next round, before what came since
+            left = [(i, slot, each) for i, rows in by_slab.items() for slot, each in rows.items()]
+            self._todo.extendleft(reversed(left))
+
+    def _hand_over(self, slab_id: int, remove: bool) -> None:
+        if slab_id not in self._known:
+            return
+        with self.folder.locked():
+            if remove:
+                self.folder.remove_slab(slab_id)
+            else:
+                self.folder.write_owner(slab_id, NOBODY)
+        del self._known[slab_id]
 
     def _write_entries(self, slab_id: int, entries: dict[int, bytes]) -> None:
         disk = self.folder.disk
@@ -291,7 +307,8 @@ class Keeper:
             slots = sorted(entries)
             for start, stop in layout.runs(slots):
                 data = b"".join([entries[slot] for slot in slots[start:stop]])
-                disk.writev(fd, [memoryview(data)], layout.entry_at(slots[start]))
+                if disk.writev(fd, [memoryview(data)], layout.entry_at(slots[start])) != len(data):
+                    raise OSError(errno.EIO, "a table entry was written in part")
         finally:
             disk.close(fd)
 
