@@ -17,16 +17,18 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report import Report
 from kvtier.core import record as records
 from kvtier.core.backend import TierContext, backend
 from kvtier.core.settings import ByteSize, Capacity, Persistence
-from kvtier.core.tier import HostHandler, Tier
+from kvtier.core.tier import Handler, HostHandler, Tier
 from kvtier.core.transfer import Mover, Transfer, TransferKind
 from kvtier.move.process import ProcessMover
 from kvtier.move.threads import ThreadMover
+from kvtier.testing.media import SlotSpec
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome, block_key
 
 COUNT = 256
@@ -121,6 +123,61 @@ class Media:
             tier.close()
 
 
+class NullHandler(Handler):
+    """Moves nothing in no time, so that what is left is the mover itself."""
+
+    def load(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[records.Buffer]
+    ) -> list[Outcome]:
+        return [Outcome.OK] * len(keys)
+
+    def store(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[records.Buffer]
+    ) -> list[Outcome]:
+        return [Outcome.OK] * len(keys)
+
+
+class NullMemory(NullHandler, HostHandler):
+    """Host memory in which all records are one."""
+
+    def __init__(self, record: records.Buffer) -> None:
+        self._record = record
+
+    def views(self, spec: LoadStoreSpec) -> list[records.Buffer]:
+        return [self._record] * len(spec)
+
+    def landed(self, spec: LoadStoreSpec, index: int, outcome: Outcome) -> None:
+        pass
+
+
+def measure_overhead(report: Report, rounds: int) -> None:
+    """CPU time a block of a mover whose handlers do nothing."""
+    namespace = Namespace(facts={"model": "benchmark"}, group_bytes=(4096,))
+    record = memoryview(bytearray(records.record_bytes(4096)))
+    mover = ThreadMover([NullMemory(record), NullHandler()], namespace)
+    costs = []
+    for number in range(rounds * 20):
+        spec = SlotSpec(list(range(COUNT)))
+        keys = [block_key(b"%d" % index) for index in range(COUNT)]
+        transfer = Transfer(
+            id=number,
+            kind=TransferKind.STORE,
+            source=0,
+            target=1,
+            keys=keys,
+            source_spec=spec,
+            target_spec=spec,
+            deadline=time.monotonic() + 60,
+        )
+        start = time.process_time()
+        mover.submit(transfer)
+        while not mover.poll():
+            mover.wait(1.0)
+        costs.append(time.process_time() - start)
+    mover.close()
+    report.at_most("the mover itself", statistics.median(costs) / COUNT * 1e6, "us a block", 6)
+
+
 def reserve(tier: Tier, keys: list[BlockKey]) -> LoadStoreSpec:
     """Places for all keys; a new folder makes its room in the background."""
     pieces: list[LoadStoreSpec] = []
@@ -213,6 +270,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     report = Report("The mover on threads and as a process")
+    measure_overhead(report, arguments.rounds)
     for label, payload in SIZES.items():
         with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="kvtier-mover-") as folder:
             media = Media(Path(folder), payload)

@@ -225,7 +225,7 @@ def test_a_process_out_of_descriptors_is_one_clear_error(
     def exhausted() -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(link.socket, "socketpair", exhausted)
+    monkeypatch.setattr("kvtier.move.link.socket.socketpair", exhausted)
     with pytest.raises(MoverError, match="Too many open files"):
         ProcessMover(media.tiers, media.context)
 
