@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import pytest
+
 from kvtier.core.backend import TierContext
 from kvtier.core.transfer import Mover
 from kvtier.move.threads import ThreadMover
@@ -54,3 +56,15 @@ class TestThreadMover(MoverContract):
         assert result.id == relay
         assert [result.outcomes[slot] for slot in started] == [Outcome.OK] * len(started)
         assert set(result.outcomes) == {Outcome.OK, Outcome.CANCELLED}
+
+    def test_close_does_not_wait_for_ever(
+        self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvtier.move.threads.CLOSE_SECONDS", 0.05)
+        rig.media[1].hold([0])
+        load = rig.load([0])
+        rig.media[1].next_call()
+        rig.mover.close()
+        assert rig.mover.poll() == []  # no promise while the handler may still write
+        rig.media[1].release()
+        assert rig.outcomes(load) == [Outcome.CORRUPT]
