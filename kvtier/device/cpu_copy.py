@@ -152,6 +152,13 @@ class _Work:
         return not self.waiting and not self.running
 
 
+class _Batch(NamedTuple):
+    """Records of a job that one thread moves."""
+
+    work: _Work
+    rows: list[int]
+
+
 class CpuCopier(DeviceCopier):
     """Moves records with a few threads; one for stores, so that loads find room.
 
@@ -162,6 +169,8 @@ class CpuCopier(DeviceCopier):
     """How often records that are still arriving are looked at: they come from another process."""
     _AHEAD = 16
     """How many of a job's waiting records are looked at: they arrive nearly in order."""
+    _BATCH_BYTES = 1 << 20
+    """Records are moved in batches: meeting at a lock costs as much as copying a small one."""
 
     def __init__(
         self,
@@ -177,7 +186,11 @@ class CpuCopier(DeviceCopier):
         self._pages = PageCopier(layout, arrays)
         self._prover = Prover(layout, host, namespace)
         self._clock = clock
-        self._lock = threading.Condition()
+        self._block_bytes = [size // layout.blocks_per_chunk for size in layout.part_bytes]
+        self._at_once = max(1, self._BATCH_BYTES // max(layout.part_bytes))
+        self._lock = threading.Lock()
+        self._woken = threading.Condition(self._lock)
+        self._done = threading.Condition(self._lock)
         self._loads: list[_Work] = []
         self._stores: list[_Work] = []
         self._results: list[JobResult] = []
@@ -208,7 +221,7 @@ class CpuCopier(DeviceCopier):
                 work.give_up(Outcome.CANCELLED)
             (self._loads if job.kind is TransferKind.LOAD else self._stores).append(work)
             self._settle(work)
-            self._lock.notify_all()
+            self._woken.notify_all()
 
     def poll(self) -> list[JobResult]:
         with self._lock:
@@ -218,7 +231,7 @@ class CpuCopier(DeviceCopier):
     def wait(self, ids: Collection[int]) -> None:
         with self._lock:
             while any(work.job.id in ids for work in [*self._loads, *self._stores]):
-                self._lock.wait()
+                self._done.wait()
 
     def close(self) -> None:
         with self._lock:
@@ -226,59 +239,69 @@ class CpuCopier(DeviceCopier):
             for work in [*self._loads, *self._stores]:
                 work.give_up(Outcome.CANCELLED)
                 self._settle(work)
-            self._lock.notify_all()
+            self._woken.notify_all()
         for thread in self._threads:
             thread.join()
 
     # -- threads ---------------------------------------------------------------------------
 
-    def _run(self, take: Callable[[], tuple[_Work, int] | None]) -> None:
+    def _run(self, take: Callable[[], _Batch | None]) -> None:
         while True:
             with self._lock:
-                while (found := take()) is None:
+                while (batch := take()) is None:
                     if self._closing:
                         return
-                    self._lock.wait(self._POLL_S if self._loads else None)
-                work, index = found
+                    self._woken.wait(self._POLL_S if self._loads else None)
+                work = batch.work
                 if not work.running:
                     work.busy_since = self._clock()
-                work.running += 1
-            try:
-                outcome = self._move(work, index)
-            except (ValueError, IndexError, TypeError):  # a slot or region that is not there
-                logger.exception("a %s of the engine failed", work.job.kind.value)
-                outcome = Outcome.IO_ERROR
+                work.running += len(batch.rows)
+            outcomes = self._move_all(batch)
             with self._lock:
-                self._finish(work, index, outcome)
-                self._lock.notify_all()
+                self._finish(batch, outcomes)
 
-    def _next_load(self) -> tuple[_Work, int] | None:
-        """A record that has arrived, of the oldest load that has one."""
+    def _next_load(self) -> _Batch | None:
+        """Records that have arrived, of the oldest load that has some."""
         for work in list(self._loads):
-            index = self._arrived(work)
-            if index is not None:
-                work.waiting.remove(index)
-                return work, index
+            rows = self._arrived(work)
+            if rows:
+                for row in rows:
+                    work.waiting.remove(row)
+                return _Batch(work, rows)
             if work.waiting and self._clock() >= work.job.deadline:
                 work.give_up(Outcome.TIMEOUT)
                 self._settle(work)
         return None
 
-    def _next_store(self) -> tuple[_Work, int] | None:
-        if any(self._arrived(work) is not None for work in self._loads):
+    def _next_store(self) -> _Batch | None:
+        if any(self._arrived(work) for work in self._loads):
             return None
         for work in self._stores:
             if work.waiting:
-                return work, work.waiting.popleft()
+                count = min(self._at_once, len(work.waiting))
+                return _Batch(work, [work.waiting.popleft() for _ in range(count)])
         return None
 
-    def _arrived(self, work: _Work) -> int | None:
-        """The first waiting record that is no longer on its way."""
+    def _arrived(self, work: _Work) -> list[int]:
+        """The first waiting records that are no longer on their way."""
         slots, pending = work.job.slots, self._prover.pending
-        for index in islice(work.waiting, self._AHEAD):
-            if not pending(slots[index]):
-                return index
-        return None
+        rows = islice(work.waiting, max(self._AHEAD, self._at_once))
+        return list(islice((row for row in rows if not pending(slots[row])), self._at_once))
+
+    def _move_all(self, batch: _Batch) -> list[Outcome]:
+        """Move the batch's records; a load ends with the first that fails."""
+        outcomes = []
+        for row in batch.rows:
+            try:
+                outcome = self._move(batch.work, row)
+            except (ValueError, IndexError, TypeError):  # a slot or region that is not there
+                logger.exception("a %s of the engine failed", batch.work.job.kind.value)
+                outcome = Outcome.IO_ERROR
+            outcomes.append(outcome)
+            if not outcome.ok and batch.work.job.kind is TransferKind.LOAD:
+                break
+        rest = len(batch.rows) - len(outcomes)
+        return outcomes + [Outcome.CANCELLED] * rest
 
     def _move(self, work: _Work, index: int) -> Outcome:
         key, slot, group = work.job.keys[index], work.job.slots[index], work.groups[index]
@@ -298,16 +321,17 @@ class CpuCopier(DeviceCopier):
             self._pages.scatter(group, ids, skip, part)
         return outcome if self._prover.unchanged(slot, stamp) else Outcome.GONE
 
-    def _finish(self, work: _Work, index: int, outcome: Outcome) -> None:
-        work.outcomes[index] = outcome
-        work.running -= 1
+    def _finish(self, batch: _Batch, outcomes: list[Outcome]) -> None:
+        work = batch.work
+        work.running -= len(batch.rows)
         if not work.running:
             work.busy += self._clock() - work.busy_since
-        if outcome.ok:
-            pages = sum(ref.page_bytes for ref in self._layout.groups[work.groups[index]])
-            work.moved += pages * len(work.ids[index])
-        elif work.job.kind is TransferKind.LOAD:
-            work.give_up(Outcome.CANCELLED)  # the engine recomputes the whole request
+        for row, outcome in zip(batch.rows, outcomes, strict=True):
+            work.outcomes[row] = outcome
+            if outcome.ok:
+                work.moved += self._block_bytes[work.groups[row]] * len(work.ids[row])
+            elif work.job.kind is TransferKind.LOAD:
+                work.give_up(Outcome.CANCELLED)  # the engine recomputes the whole request
         self._settle(work)
 
     def _settle(self, work: _Work) -> None:
@@ -326,4 +350,4 @@ class CpuCopier(DeviceCopier):
                 busy_seconds=work.busy,
             )
         )
-        self._lock.notify_all()
+        self._done.notify_all()
