@@ -18,6 +18,9 @@ from kvtier.testing.subject import Rig, Subject, failures
 from kvtier.types import EventKind, Outcome, Presence, block_key
 
 BLOCKS = 8
+STILL_OR_NO_LONGER_THERE = {Outcome.OK, Outcome.GONE}
+"""A block that is dropped while somebody reads it: its room is not used again before the last pin
+is gone, so that its own bytes arrive or none."""
 
 
 class CatalogueContract:
@@ -93,6 +96,7 @@ class CatalogueContract:
         rig.write(rig.reserve(keys))
         rig.tier.complete_store(keys, failures(keys[1::2], Outcome.TIMEOUT))
         assert rig.resident(keys) == keys[0::2]
+        rig.settle()
         assert rig.put(keys) == keys[1::2]
         assert rig.get(keys) == keys
 
@@ -231,10 +235,10 @@ class CatalogueContract:
         keys = rig.put(make_keys(BLOCKS))
         spec = rig.tier.prepare_load(keys[:1])
         rig.tier.prepare_load(keys[:1])
-        rig.tier.complete_load(keys[:1], {keys[0]: Outcome.CORRUPT})
+        rig.tier.complete_load(keys[:1], {keys[0]: Outcome.IO_ERROR})
         assert rig.tier.lookup(keys[:1]) == [Presence.MISS]
         rig.put(make_keys(BLOCKS, start=100))
-        assert rig.read(keys[:1], spec) == {keys[0]: Outcome.OK}
+        assert rig.read(keys[:1], spec)[keys[0]] in STILL_OR_NO_LONGER_THERE
         rig.tier.complete_load(keys[:1])
         rig.settle()
         new = make_keys(BLOCKS, start=200)
@@ -254,7 +258,9 @@ class CatalogueContract:
         spec = rig.tier.prepare_load(keys[:2])
         rig.tier.forget(keys[:1])
         rig.put(make_keys(BLOCKS, start=100))
-        assert set(rig.read(keys[:2], spec).values()) == {Outcome.OK}
+        outcomes = rig.read(keys[:2], spec)
+        assert outcomes[keys[0]] in STILL_OR_NO_LONGER_THERE
+        assert outcomes[keys[1]] is Outcome.OK
         rig.tier.complete_load(keys[:2])
         assert rig.tier.lookup(keys[:2]) == [Presence.MISS, Presence.HIT]
 
@@ -266,11 +272,12 @@ class CatalogueContract:
         assert rig.tier.victims(100) == []
         rig.settle()
         new = make_keys(BLOCKS, start=100)
-        assert len(rig.put(new)) == BLOCKS - 2
-        assert set(rig.read(keys[:2], spec).values()) == {Outcome.OK}
+        taken = rig.put(new)
+        assert len(taken) >= BLOCKS - 2
+        assert set(rig.read(keys[:2], spec).values()) <= STILL_OR_NO_LONGER_THERE
         rig.tier.complete_load(keys[:2])
         rig.settle()
-        assert len(rig.put(new, evict=False)) == 2
+        assert sorted(taken + rig.put(new, evict=False)) == sorted(new)
         assert rig.get(new) == new
 
     def test_clear_aborts_what_is_on_its_way(self, rig: Rig) -> None:

@@ -1,0 +1,9 @@
+"""The cpu tier keeps the contract."""
+
+from subjects import CPU
+
+from kvtier.testing.contract import TierContract
+
+
+class TestCpu(TierContract):
+    subject = CPU
