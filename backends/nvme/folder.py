@@ -203,7 +203,7 @@ class NvmeFolder:
             self._sweep()
             room = limits.capacity - used_bytes(self.root)
             slots = min(slots_max, _slots_in(room, slot_bytes), SLOTS_MAX)
-            if slots < 1 or (slots < slots_max and self._reclaim(limits)):
+            if slots < slots_max and self._reclaim(limits):
                 room = limits.capacity - used_bytes(self.root)
                 slots = min(slots_max, _slots_in(room, slot_bytes), SLOTS_MAX)
             free = self.disk.free_bytes(self.root) - limits.free_floor

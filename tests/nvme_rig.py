@@ -1,0 +1,117 @@
+"""NVMe tiers with slabs so small that a test sees many of them, in this process and in others."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvtier.backends.nvme import NvmeHandler, NvmeTier
+from kvtier.backends.nvme.folder import Limits, NvmeFolder
+from kvtier.backends.nvme.keeper import Keeper
+from kvtier.core.disk import Disk
+from kvtier.core.eviction import create_policy
+from kvtier.core.record import record_bytes
+from kvtier.testing.records import NAMESPACE, blank, prove, sealed
+from kvtier.types import BlockKey, Namespace, Presence
+
+SLAB_BLOCKS = 4
+SMALL_FILES = 2048
+
+
+class Engine:
+    """A tier with its handler. No keeper thread: a test says when the keeper works."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        blocks: int = 16,
+        namespace: Namespace = NAMESPACE,
+        disk: Disk | None = None,
+        free_floor: int = 0,
+        discard: bool = False,
+    ) -> None:
+        slot = record_bytes(namespace.payload_bytes)
+        slabs = -(-blocks // SLAB_BLOCKS)
+        self.namespace = namespace
+        self.root = root
+        self.capacity = blocks * (slot + 64) + slabs * 4096 + SMALL_FILES
+        limits = Limits(
+            capacity=self.capacity,
+            free_floor=free_floor,
+            slot_bytes=slot,
+            slab_bytes=SLAB_BLOCKS * slot,
+            discard=discard,
+        )
+        disk = disk or Disk()
+        self.keeper = Keeper(NvmeFolder(root, namespace, disk), limits, keep=not discard)
+        self.tier = NvmeTier(self.keeper, create_policy("lru"))
+        self.handler = NvmeHandler(
+            root, namespace, threads=2, direct=True, power_safe=False, disk=disk
+        )
+
+    def put(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Store right records; the keys that were committed."""
+        stored: list[BlockKey] = []
+        for key in keys:
+            self.keeper.work(thorough=True)
+            reservation = self.tier.prepare_store([key])
+            records = [sealed(each, self.namespace) for each in reservation.keys]
+            outcomes = self.handler.store(reservation.spec, reservation.keys, records)
+            failed = {k: o for k, o in zip(reservation.keys, outcomes, strict=True) if not o.ok}
+            self.tier.complete_store(reservation.keys, failed)
+            stored += [each for each in reservation.keys if each not in failed]
+        return stored
+
+    def hits(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """The keys that this engine would serve now."""
+        self.tier.refresh()
+        found = self.tier.lookup(keys)
+        return [key for key, now in zip(keys, found, strict=True) if now is Presence.HIT]
+
+    def read(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Load hits; the keys whose right bytes arrived."""
+        hits = self.hits(keys)
+        records = [blank(self.namespace) for _ in hits]
+        outcomes = self.handler.load(self.tier.prepare_load(hits), hits, records)
+        failed = {}
+        for key, record, outcome in zip(hits, records, outcomes, strict=True):
+            proved = prove(record, key, self.namespace) if outcome.ok else outcome
+            if not proved.ok:
+                failed[key] = proved
+        self.tier.complete_load(hits, failed)
+        return [key for key in hits if key not in failed]
+
+    def close(self) -> None:
+        self.handler.close()
+        self.tier.close()
+
+
+@contextlib.contextmanager
+def child(program: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """Run a few lines in a process of its own, with these arguments; it ends with the block."""
+    prelude = (
+        "import os, signal, sys\nfrom pathlib import Path\n"
+        "from nvme_rig import Engine\n"
+        "from kvtier.testing.records import make_keys\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", prelude + program, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def expect(process: subprocess.Popen[str], line: str) -> None:
+    """Wait until the child has said so."""
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == line

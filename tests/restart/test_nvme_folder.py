@@ -1,0 +1,250 @@
+"""One NVMe folder, several processes: found by others, adopted from the dead, shared, bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import struct
+from pathlib import Path
+
+import pytest
+from nvme_rig import SLAB_BLOCKS, Engine, child, expect
+
+from kvtier.backends.nvme.folder import used_bytes
+from kvtier.core.disk import Disk
+from kvtier.core.slab import layout
+from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.types import Namespace, Outcome
+
+OTHER = Namespace(facts={"model": "another"}, group_bytes=(8192,))
+
+
+def test_what_one_process_commits_another_finds(tmp_path: Path) -> None:
+    mine = Engine(tmp_path / "kv")
+    keys = make_keys(6)
+    with child(
+        "engine = Engine(Path(sys.argv[1])); engine.put(make_keys(6)); print('stored', flush=True)"
+        "\nsys.stdin.readline()",
+        tmp_path / "kv",
+    ) as writer:
+        expect(writer, "stored")
+        assert mine.read(keys) == keys
+        assert mine.put(keys) == [], "what a neighbour holds is not stored again"
+    mine.close()
+
+
+def test_slabs_of_the_dead_are_adopted_with_their_blocks(tmp_path: Path) -> None:
+    keys = make_keys(8)
+    with child(
+        "engine = Engine(Path(sys.argv[1]), blocks=8); engine.put(make_keys(8))\n"
+        "engine.tier.prepare_store(make_keys(2, start=50))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        tmp_path / "kv",
+    ) as victim:
+        assert victim.wait() == -signal.SIGKILL
+    heir = Engine(tmp_path / "kv", blocks=8)
+    found = heir.read(keys)
+    assert len(found) >= 6, "only the two that the dead had begun to replace may be gone"
+    new = make_keys(8, start=100)
+    assert heir.put(new) == new, "the heir may evict in what it adopted"
+    assert heir.read(new) == new
+    assert used_bytes(heir.root) <= heir.capacity
+    heir.close()
+
+
+def test_a_starving_engine_is_given_slabs(tmp_path: Path) -> None:
+    rich = Engine(tmp_path / "kv", blocks=16)
+    rich.put(make_keys(16))
+    poor = Engine(tmp_path / "kv", blocks=16)
+    assert poor.put(make_keys(1, start=100)) == []
+    for _ in range(4):
+        rich.tier.refresh()
+        poor.tier.refresh()
+    new = make_keys(4, start=100)
+    assert poor.put(new) == new
+    assert rich.read(new) == new
+    shares = [len({place >> 24 for place in _places(engine)}) for engine in (rich, poor)]
+    assert shares[1] >= 1
+    assert used_bytes(rich.root) <= rich.capacity
+    rich.close()
+    poor.close()
+
+
+def _places(engine: Engine) -> list[int]:
+    return [place.slab.id << 24 for place in engine.tier._places.values() if place.mine]
+
+
+def test_capacity_holds_while_three_processes_write(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    watcher = Engine(root, blocks=16)
+    program = (
+        "engine = Engine(Path(sys.argv[1]), blocks=16); start = int(sys.argv[2])\n"
+        "for i in range(0, 60, 3): engine.put(make_keys(3, start=start + i))"
+    )
+    most = 0
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(child(program, root, number * 1000)) for number in range(3)]
+        while any(writer.poll() is None for writer in writers):
+            most = max(most, used_bytes(root))
+            watcher.keeper.work(thorough=True)
+            watcher.tier.tick()
+        assert all(writer.returncode == 0 for writer in writers)
+    assert most <= watcher.capacity
+    watcher.read([key for n in range(3) for key in make_keys(60, start=n * 1000)])
+    watcher.close()
+
+
+def test_a_smaller_capacity_after_a_restart_is_obeyed(tmp_path: Path) -> None:
+    first = Engine(tmp_path / "kv", blocks=16)
+    first.put(make_keys(16))
+    first.close()
+    second = Engine(tmp_path / "kv", blocks=8)
+    for _ in range(4):
+        second.tier.refresh()
+    assert used_bytes(second.root) <= second.capacity
+    assert second.read(make_keys(16)), "what fits is still served"
+    second.close()
+
+
+def test_another_namespace_takes_room_from_idle_ones(tmp_path: Path) -> None:
+    old = Engine(tmp_path / "kv", blocks=8)
+    old.put(make_keys(8))
+    old.close()
+    new = Engine(tmp_path / "kv", blocks=8, namespace=OTHER)
+    assert len(new.put(make_keys(8))) == 8
+    assert used_bytes(new.root) <= new.capacity
+    assert not (tmp_path / "kv" / NAMESPACE.id).exists()
+    new.close()
+
+
+class LowDisk(Disk):
+    """Reports as much free room as the test says."""
+
+    def __init__(self) -> None:
+        self.free = 1 << 40
+
+    def free_bytes(self, path: Path) -> int:
+        return self.free
+
+
+def test_the_floor_stops_growth_and_gives_room_back(tmp_path: Path) -> None:
+    disk = LowDisk()
+    engine = Engine(tmp_path / "kv", blocks=16, disk=disk, free_floor=1 << 20)
+    engine.put(make_keys(8))
+    disk.free = 1 << 10
+    before = used_bytes(engine.root)
+    engine.tier.refresh()
+    engine.tier.refresh()
+    assert used_bytes(engine.root) < before
+    disk.free = 1 << 40
+    engine.keeper._full_until = 0.0
+    new = make_keys(4, start=100)
+    assert engine.put(new) == new
+    engine.close()
+
+
+def test_a_removed_folder_is_made_anew(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv")
+    keys = make_keys(4)
+    engine.put(keys)
+    shutil.rmtree(tmp_path / "kv")
+    assert engine.read(keys) == []
+    engine.keeper._full_until = 0.0
+    assert engine.put(keys) == keys
+    assert engine.read(keys) == keys
+    engine.close()
+
+
+@pytest.mark.parametrize("suffix", [".slab", ".table"])
+def test_files_cut_short_while_open_cost_blocks_only(tmp_path: Path, suffix: str) -> None:
+    engine = Engine(tmp_path / "kv")
+    keys = make_keys(8)
+    engine.put(keys)
+    for path in (tmp_path / "kv").rglob(f"*{suffix}"):
+        os.truncate(path, 5000)
+    engine.read(keys)
+    new = make_keys(8, start=100)
+    engine.put(new)
+    engine.read(new + keys)
+    engine.close()
+    after = Engine(tmp_path / "kv")
+    after.read(new + keys)
+    fresh = make_keys(4, start=200)
+    after.keeper._full_until = 0.0
+    assert after.put(fresh) == fresh
+    after.close()
+
+
+def test_broken_slabs_are_removed_and_newer_ones_left_alone(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv", blocks=16)
+    engine.put(make_keys(12))
+    engine.close()
+    tables = sorted((tmp_path / "kv").rglob("*.table"))
+    with tables[0].open("r+b") as file:
+        file.write(b"\0" * 64)
+    with tables[1].open("r+b") as file:
+        file.seek(8)
+        file.write(struct.pack("<H", layout.VERSION + 1))
+    after = Engine(tmp_path / "kv", blocks=16)
+    after.tier.refresh()
+    assert not tables[0].exists()
+    assert tables[1].exists()
+    assert after.read(make_keys(12)), "the whole ones are served"
+    after.close()
+
+
+def test_a_stopped_process_delays_nobody(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv")
+    keys = make_keys(3)
+    engine.put(keys)
+    with child(
+        "import fcntl\nfd = os.open(sys.argv[1] + '/lock', os.O_RDWR)\n"
+        "fcntl.flock(fd, fcntl.LOCK_EX); print('holding', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        tmp_path / "kv",
+    ) as holder:
+        expect(holder, "holding")
+        reservation = engine.tier.prepare_store(make_keys(1, start=50))
+        assert len(reservation.keys) == 1, "storing needs no lock"
+        failed = dict.fromkeys(reservation.keys, Outcome.CANCELLED)
+        engine.tier.complete_store(reservation.keys, failed)
+        found = engine.tier.lookup(keys)
+        assert [each.value for each in found] == ["hit"] * 3
+    fd = os.open(tmp_path / "kv" / "lock", os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel let go of it
+    os.close(fd)
+    engine.close()
+
+
+def test_what_is_not_to_be_kept_is_gone_after_a_crash(tmp_path: Path) -> None:
+    with child(
+        "engine = Engine(Path(sys.argv[1]), discard=True); engine.put(make_keys(4))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        tmp_path / "kv",
+    ) as victim:
+        assert victim.wait() == -signal.SIGKILL
+    after = Engine(tmp_path / "kv")
+    assert after.hits(make_keys(4)) == []
+    after.close()
+
+
+def test_clear_is_not_undone_by_a_restart(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv", blocks=8)
+    engine.put(make_keys(12))  # some of them evicted again
+    engine.tier.clear()
+    engine.tier.flush()
+    engine.close()
+    after = Engine(tmp_path / "kv", blocks=8)
+    assert after.hits(make_keys(12)) == []
+    after.close()
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv")
+    engine.put(make_keys(SLAB_BLOCKS + 1))
+    for path in [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]:
+        assert path.stat().st_mode & 0o077 == 0, path
+    engine.close()
