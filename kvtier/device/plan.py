@@ -77,31 +77,27 @@ def whole(layout: DeviceLayout, pieces: Pieces) -> npt.NDArray[np.bool_]:
 
 
 def describe(layout: DeviceLayout, blocks: Blocks, pieces: Pieces, records: Ints) -> Copies:
-    """The copies of a job whose records lie at these addresses, neighbours merged."""
-    device: list[Ints] = []
-    host: list[Ints] = []
-    sizes: list[Ints] = []
-    owner: list[Ints] = []
+    """The copies of pieces whose records lie at these addresses, neighbours merged."""
+    columns = []
     for group in np.unique(pieces.group).tolist():
         rows = np.flatnonzero(pieces.group == group)
         length = pieces.length[rows]
         within = _ramp(length)
         ids = blocks.ids[np.repeat(pieces.at[rows], length) + within]
         place = np.repeat(pieces.skip[rows], length) + within
-        part = np.repeat(records[rows], length) + HEADER_BYTES
-        part += layout.part * layout.part_bytes[group]
-        for at, ref in zip(layout.ref_at[group], layout.groups[group], strict=True):
-            tensor = layout.tensors[ref.tensor]
-            device.append(tensor.base + ids * tensor.stride)
-            host.append(part + at + place * ref.page_bytes)
-            sizes.append(np.full(len(ids), ref.page_bytes, np.int64))
-            owner.append(np.repeat(rows, length))
-    if not device:
+        owner = np.repeat(rows, length)
+        refs = layout.groups[group]
+        size = np.array([ref.page_bytes for ref in refs])[:, None]
+        base = np.array([layout.tensors[ref.tensor].base for ref in refs])[:, None]
+        stride = np.array([layout.tensors[ref.tensor].stride for ref in refs])[:, None]
+        part = records[owner] + (HEADER_BYTES + layout.part * layout.part_bytes[group])
+        device = base + stride * ids
+        host = part + np.array(layout.ref_at[group])[:, None] + size * place
+        every = np.broadcast_arrays(device, host, size, owner)
+        columns.append([column.ravel() for column in every])
+    if not columns:
         return Copies(_NONE, _NONE, _NONE, np.zeros(len(pieces) + 1, np.int64))
-    return _merge(
-        np.concatenate(device), np.concatenate(host), np.concatenate(sizes), np.concatenate(owner),
-        len(pieces),
-    )  # fmt: skip
+    return _merge(*(np.concatenate(column) for column in zip(*columns, strict=True)), len(pieces))
 
 
 def _merge(device: Ints, host: Ints, sizes: Ints, owner: Ints, records: int) -> Copies:

@@ -1,0 +1,225 @@
+"""The desk between an engine and a copier's threads: jobs in, batches out, results back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvtier.core.transfer import TransferKind
+from kvtier.device.jobs import Job, JobResult, Prover
+from kvtier.device.layout import DeviceLayout
+from kvtier.device.plan import Pieces, cut, whole
+from kvtier.types import Outcome
+
+
+class Work:
+    """A job under way: what waits, what runs, and what became of the rest; rows are its records."""
+
+    def __init__(self, job: Job, pieces: Pieces, mark: Any, now: float) -> None:
+        self.job = job
+        self.pieces = pieces
+        self.mark = mark
+        """Where in the engine's own order the job was given: what a copier makes of it."""
+        self.groups: list[int] = pieces.group.tolist()
+        self.waiting = deque(range(len(pieces)))
+        self.outcomes: list[Outcome | None] = [None] * len(pieces)
+        self.running = 0
+        self.holding = 0
+        """Running rows that still touch the device."""
+        self.moved = 0
+        self.started = now
+        self.busy_since = now
+        self.busy = 0.0
+
+    @property
+    def loading(self) -> bool:
+        """Whether it brings bytes to the device."""
+        return self.job.kind is TransferKind.LOAD
+
+    @property
+    def ended(self) -> bool:
+        """Whether every row has an outcome."""
+        return not self.waiting and not self.running
+
+    def give_up(self, outcome: Outcome) -> None:
+        """Everything that has not begun ends with this outcome."""
+        for row in self.waiting:
+            self.outcomes[row] = outcome
+        self.waiting.clear()
+
+
+class Batch(NamedTuple):
+    """Rows of a job that are moved together."""
+
+    work: Work
+    rows: list[int]
+
+
+class Desk:
+    """Hands out batches of loads whose records have arrived, and of stores; collects outcomes.
+
+    Threads call `next`, then `finish` (and `released` before it, once a batch no longer touches the
+    device). Rows are moved in batches because meeting at a lock costs as much as a small record.
+    """
+
+    _POLL_S = 0.001
+    """How often records that are still arriving are looked at: they come from another process."""
+    _AHEAD = 16
+    """How many of a job's waiting records are looked at: they arrive nearly in order."""
+
+    def __init__(
+        self,
+        layout: DeviceLayout,
+        prover: Prover,
+        batch_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._layout = layout
+        self._prover = prover
+        self._clock = clock
+        self._block_bytes = [size // layout.blocks_per_chunk for size in layout.part_bytes]
+        self._at_once = max(1, batch_bytes // max(layout.part_bytes))
+        self._lock = threading.Lock()
+        self._woken = threading.Condition(self._lock)
+        self._done = threading.Condition(self._lock)
+        self._loads: list[Work] = []
+        self._stores: list[Work] = []
+        self._results: list[JobResult] = []
+        self._closing = False
+
+    # -- the engine's side -----------------------------------------------------------------
+
+    def submit(self, job: Job, mark: Any = None) -> None:
+        """Queue a job; raises ValueError on one that cannot be."""
+        pieces = cut(self._layout, job.blocks)
+        if not len(pieces) == len(job.keys) == len(job.slots):
+            raise ValueError(f"{len(job.keys)} keys and {len(job.slots)} slots for {len(pieces)}")
+        work = Work(job, pieces, mark, self._clock())
+        if not work.loading:
+            for row in np.flatnonzero(~whole(self._layout, pieces)).tolist():
+                work.waiting.remove(row)
+                work.outcomes[row] = Outcome.DROPPED  # a record is a whole chunk or nothing
+        with self._lock:
+            if self._closing:
+                work.give_up(Outcome.CANCELLED)
+            (self._loads if work.loading else self._stores).append(work)
+            self._settle(work)
+            self._woken.notify_all()
+
+    def poll(self) -> list[JobResult]:
+        """Jobs that ended since the last call."""
+        with self._lock:
+            results, self._results = self._results, []
+        return results
+
+    def wait(self, ids: Collection[int]) -> None:
+        """Sleep until these jobs no longer touch the device."""
+        with self._lock:
+            while any(
+                work.job.id in ids and (work.waiting or work.holding)
+                for work in [*self._loads, *self._stores]
+            ):
+                self._done.wait()
+
+    def close(self) -> None:
+        """Cancel what has not begun, and send the threads home."""
+        with self._lock:
+            self._closing = True
+            for work in [*self._loads, *self._stores]:
+                work.give_up(Outcome.CANCELLED)
+                self._settle(work)
+            self._woken.notify_all()
+
+    # -- the threads' side -----------------------------------------------------------------
+
+    def next(self, take: Callable[[], Batch | None]) -> Batch | None:
+        """Wait for a batch that `take` (one of the two below) finds; None at the end."""
+        with self._lock:
+            while (batch := take()) is None:
+                if self._closing:
+                    return None
+                self._woken.wait(self._POLL_S if self._loads else None)
+            work = batch.work
+            if not work.running:
+                work.busy_since = self._clock()
+            work.running += len(batch.rows)
+            work.holding += len(batch.rows)
+            return batch
+
+    def load(self) -> Batch | None:
+        """Records that have arrived, of the oldest load that has some."""
+        for work in list(self._loads):
+            rows = self._arrived(work)
+            if rows:
+                for row in rows:
+                    work.waiting.remove(row)
+                return Batch(work, rows)
+            if work.waiting and self._clock() >= work.job.deadline:
+                work.give_up(Outcome.TIMEOUT)
+                self._settle(work)
+        return None
+
+    def store(self) -> Batch | None:
+        """Rows of the oldest store."""
+        for work in self._stores:
+            if work.waiting:
+                count = min(self._at_once, len(work.waiting))
+                return Batch(work, [work.waiting.popleft() for _ in range(count)])
+        return None
+
+    def store_after_loads(self) -> Batch | None:
+        """Rows of the oldest store, if no load could use the time."""
+        return None if any(self._arrived(work) for work in self._loads) else self.store()
+
+    def released(self, batch: Batch) -> None:
+        """The batch no longer touches the device, though its outcome is not known."""
+        with self._lock:
+            batch.work.holding -= len(batch.rows)
+            self._done.notify_all()
+
+    def finish(self, batch: Batch, outcomes: list[Outcome], *, released: bool = False) -> None:
+        """What became of a batch's rows."""
+        work = batch.work
+        with self._lock:
+            work.running -= len(batch.rows)
+            if not released:
+                work.holding -= len(batch.rows)
+            if not work.running:
+                work.busy += self._clock() - work.busy_since
+            for row, outcome in zip(batch.rows, outcomes, strict=True):
+                work.outcomes[row] = outcome
+                if outcome.ok:
+                    blocks = int(work.pieces.length[row])
+                    work.moved += self._block_bytes[work.groups[row]] * blocks
+                elif work.loading:
+                    work.give_up(Outcome.CANCELLED)  # the engine recomputes the whole request
+            self._settle(work)
+
+    def _arrived(self, work: Work) -> list[int]:
+        """The first waiting rows that are no longer on their way."""
+        slots, pending = work.job.slots, self._prover.pending
+        rows = islice(work.waiting, max(self._AHEAD, self._at_once))
+        return list(islice((row for row in rows if not pending(slots[row])), self._at_once))
+
+    def _settle(self, work: Work) -> None:
+        """Turn a job that has ended into its result."""
+        if not work.ended:
+            return
+        (self._loads if work.loading else self._stores).remove(work)
+        self._results.append(
+            JobResult(
+                id=work.job.id,
+                kind=work.job.kind,
+                outcomes=[outcome or Outcome.CANCELLED for outcome in work.outcomes],
+                bytes_moved=work.moved,
+                seconds=self._clock() - work.started,
+                busy_seconds=work.busy,
+            )
+        )
+        self._done.notify_all()
