@@ -144,6 +144,8 @@ class OwnedRegion:
         try:
             self.region = self._open(wanted)
         except BaseException:
+            if not path.exists():
+                _owner_path(path).unlink(missing_ok=True)
             os.close(self._lock)
             raise
 

@@ -1,0 +1,197 @@
+"""The CPU region: outlives its process, is taken over only when that is safe, and never leaks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from nvme_rig import child, expect
+
+from kvtier.backends.cpu import BACKEND, CpuSettings, CpuTier
+from kvtier.backends.cpu.region import Region, leftovers
+from kvtier.core.backend import TierContext
+from kvtier.core.settings import ByteSize, Capacity, Duration, Persistence
+from kvtier.core.slab import layout
+from kvtier.errors import MediumError, MediumInUse
+from kvtier.testing.records import NAMESPACE, fill, make_keys, prove
+from kvtier.types import BlockKey, Namespace, Presence
+
+CONTEXT = TierContext(NAMESPACE, "test")
+OTHER = TierContext(Namespace(facts={"model": "another"}, group_bytes=(8192,)), "test")
+
+
+def settings(folder: Path, blocks: int = 8, keep: bool = True) -> CpuSettings:
+    size = blocks * (12288 + 64) + 3 * 4096
+    return CpuSettings(
+        path=str(folder),
+        capacity=Capacity(size=ByteSize(size)),
+        eviction="lru",
+        persistence=Persistence.KEEP if keep else Persistence.DISCARD,
+    )
+
+
+@contextlib.contextmanager
+def opened(folder: Path, context: TierContext = CONTEXT, blocks: int = 8) -> Iterator[CpuTier]:
+    tier = BACKEND.open_tier(settings(folder, blocks), context)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def put(tier: CpuTier, keys: Sequence[BlockKey]) -> None:
+    reservation = tier.prepare_store(keys)
+    for key, slot in zip(reservation.keys, reservation.spec.slots, strict=True):  # type: ignore[attr-defined]
+        fill(tier.region.record(slot), key)
+    tier.complete_store(reservation.keys)
+
+
+def served(tier: CpuTier, keys: Sequence[BlockKey]) -> list[BlockKey]:
+    found = tier.lookup(keys)
+    hits = [key for key, now in zip(keys, found, strict=True) if now is Presence.HIT]
+    spec = tier.prepare_load(hits)
+    for key, slot in zip(hits, spec.slots, strict=True):  # type: ignore[attr-defined]
+        assert prove(tier.region.record(slot), key).ok
+    tier.complete_load(hits)
+    return hits
+
+
+WRITER = """
+from test_cpu_region import *
+sys.path.insert(0, 'restart')
+tier = BACKEND.open_tier(settings(Path(sys.argv[1])), CONTEXT)
+put(tier, make_keys(5))
+tier.prepare_store(make_keys(2, start=50))
+print('stored', flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@contextlib.contextmanager
+def writer(folder: Path) -> Iterator[int]:
+    with child("sys.path.insert(0, 'restart')\n" + WRITER, folder) as process:
+        expect(process, "stored")
+        yield process.pid
+
+
+def test_blocks_outlive_a_killed_engine(tmp_path: Path) -> None:
+    with writer(tmp_path) as pid:
+        os.kill(pid, signal.SIGKILL)
+    with opened(tmp_path) as tier:
+        assert served(tier, make_keys(5)) == make_keys(5)
+        assert served(tier, make_keys(2, start=50)) == [], "what was only reserved is not there"
+        put(tier, make_keys(3, start=100))
+        assert tier.stats().evicted == 0, "the room that the dead had reserved is free"
+
+
+def test_a_region_has_one_owner(tmp_path: Path) -> None:
+    with writer(tmp_path), pytest.raises(MediumInUse, match="another engine"):
+        BACKEND.open_tier(settings(tmp_path), CONTEXT)
+
+
+def test_workers_of_a_dead_engine_cannot_write_into_the_next_ones_region(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.backends.cpu.region._DYING_S", 0.1)
+    with opened(tmp_path) as tier:
+        put(tier, make_keys(3))
+        straggler = Region.attach(tier.region.path)
+    with opened(tmp_path) as tier:
+        assert served(tier, make_keys(3)) == []
+        put(tier, make_keys(3))
+        straggler.record(0)[:] = b"\xff" * 12288
+        assert served(tier, make_keys(3)) == make_keys(3)
+        straggler.close()
+
+
+@pytest.mark.parametrize("change", ["namespace", "capacity", "damage", "cut"])
+def test_a_region_that_does_not_fit_is_made_anew(tmp_path: Path, change: str) -> None:
+    with opened(tmp_path) as tier:
+        put(tier, make_keys(3))
+        path = tier.region.path
+    if change == "damage":
+        with path.open("r+b") as file:
+            file.write(b"nonsense")
+    if change == "cut":
+        os.truncate(path, 20000)
+    context = OTHER if change == "namespace" else CONTEXT
+    with opened(tmp_path, context, blocks=9 if change == "capacity" else 8) as tier:
+        assert served(tier, make_keys(3)) == []
+        assert tier.stats().bytes_used == 0
+
+
+def test_an_entry_with_an_impossible_key_is_free(tmp_path: Path) -> None:
+    with opened(tmp_path) as tier:
+        put(tier, make_keys(8))
+        tier.region.table[layout.entry_at(0) + 1] = 200
+        tier.region.table[layout.entry_at(1)] = 77
+    with opened(tmp_path) as tier:
+        assert len(served(tier, make_keys(8))) == 6
+        put(tier, make_keys(2, start=100))
+        assert tier.stats().evicted == 0
+
+
+def test_regions_that_nobody_will_attach_to_are_found(tmp_path: Path) -> None:
+    now = time.time()
+    with opened(tmp_path, TierContext(NAMESPACE, "living")), writer(tmp_path) as pid:
+        assert leftovers(tmp_path, 0.0, now + 100) == [], "regions in use are nobody's leftovers"
+        os.kill(pid, signal.SIGKILL)
+    assert leftovers(tmp_path, 3600.0, now) == [], "a kept one may be attached to again"
+    assert len(leftovers(tmp_path, 10.0, now + 100)) == 2, "but not for ever"
+
+
+def test_the_next_engine_removes_leftovers(tmp_path: Path) -> None:
+    old = BACKEND.open_tier(settings(tmp_path, keep=False), TierContext(NAMESPACE, "old"))
+    path = old.region.path
+    old._discard = False  # die without cleaning up
+    old.close()
+    assert path.exists()
+    kept = tmp_path / "kvtier-0-notes.txt"
+    kept.write_text("not a region")
+    with opened(tmp_path):
+        assert not path.exists()
+    assert kept.exists()
+
+
+def test_a_discarded_region_leaves_nothing(tmp_path: Path) -> None:
+    BACKEND.open_tier(settings(tmp_path, keep=False), CONTEXT).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_handler_needs_an_owner_first(tmp_path: Path) -> None:
+    with pytest.raises(MediumError, match="its engine makes it first"):
+        BACKEND.open_handler(settings(tmp_path), CONTEXT)
+
+
+def test_too_little_shared_memory_is_explained(tmp_path: Path) -> None:
+    huge = CpuSettings(path="/dev/shm", capacity=Capacity(size=ByteSize(1 << 50)), name="huge")
+    with pytest.raises(MediumError, match="lower the cpu tier's capacity"):
+        BACKEND.open_tier(huge, CONTEXT)
+    assert not list(Path("/dev/shm").glob("kvtier-*-huge-*"))
+
+
+def test_huge_pages_are_asked_for_and_their_absence_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING"):
+        wanted = CpuSettings(
+            path=str(tmp_path), capacity=Capacity(size=ByteSize(1 << 20)), huge_pages=True
+        )
+        BACKEND.open_tier(wanted, CONTEXT).close()
+    mode = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    if "[never]" in mode:
+        assert "shmem_enabled" in caplog.text
+
+
+def test_keep_for_is_the_age_after_which_regions_go(tmp_path: Path) -> None:
+    with opened(tmp_path, TierContext(NAMESPACE, "old")) as tier:
+        path = tier.region.path
+    os.utime(path, (0, 0))
+    assert settings(tmp_path).keep_for == Duration(7 * 86400.0)
+    with opened(tmp_path):
+        assert not path.exists()
