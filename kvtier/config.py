@@ -182,17 +182,23 @@ def _check(tiers: Sequence[TierSettings], record_bytes: int | None, document: Do
     owners: dict[str, str] = {}
     for index, settings in enumerate(tiers):
         place = f"$.tiers[{index}]"
+        where = place + (".path" if hasattr(settings, "path") else "")
         found = backend(settings.kind)
         try:
             found.check(settings, record_bytes)
+            identity = found.identity(settings)
+        except ConfigErrors as error:
+            for each in error.errors:
+                document.report(place + each.place, each.problem, each.remedy)
         except ConfigError as error:
-            each = error.errors if isinstance(error, ConfigErrors) else (error,)
-            for part in each:
-                document.report(place + part.place, part.problem, part.remedy)
-        identity = found.identity(settings)
-        if identity is not None and owners.setdefault(identity, place) != place:
-            document.report(
-                place + (".path" if hasattr(settings, "path") else ""),
-                f"{owners[identity]} uses {identity} too",
-                "give each tier a place of its own",
-            )
+            document.report(place + error.place, error.problem, error.remedy)
+        except OSError as error:
+            name = f"{error.filename}: " if error.filename else ""
+            document.report(where, f"{name}{error.strerror}", "name one that you may use")
+        else:
+            if identity is not None and owners.setdefault(identity, place) != place:
+                document.report(
+                    where,
+                    f"{owners[identity]} uses {identity} too",
+                    "give each tier a place of its own",
+                )

@@ -205,6 +205,18 @@ def test_what_the_machine_lacks(tmp_path: Path, shelf: dict[str, Any]) -> None:
     assert "gone" in problem
 
 
+def test_what_the_system_refuses(shelf: dict[str, Any]) -> None:
+    long = "/" + "x" * 300
+    place, problem, remedy = the_one(stack(BENCH, shelf | {"path": long}))
+    assert place == "$.tiers[1].path"
+    assert problem == f"{long}: File name too long"
+    assert remedy
+
+
+def test_a_text_with_a_nul(shelf: dict[str, Any]) -> None:
+    assert "NUL" in the_one(stack(BENCH, shelf | {"path": "a\0b"}))[1]
+
+
 def test_a_capacity_smaller_than_one_block() -> None:
     source = stack(BENCH | {"capacity": "1MiB"})
     assert load(source, record_bytes=1 << 20)
