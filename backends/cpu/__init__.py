@@ -83,7 +83,8 @@ class CpuBackend(Backend[CpuSettings]):
             try:
                 plan_region(size, record_bytes, bytes(16), discard=False)
             except MediumError as error:
-                raise ConfigError(".capacity", str(error)) from error
+                problem, _, remedy = str(error).partition(": ")
+                raise ConfigError(".capacity", problem, remedy) from error
         if size > Disk().total_bytes(folder):
             raise ConfigError(
                 ".capacity",

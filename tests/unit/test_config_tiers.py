@@ -1,0 +1,77 @@
+"""The tiers that kvtier brings: every mistake in their settings has its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.config import load
+from kvtier.errors import ConfigErrors
+
+RECORD = (1 << 20) + 4096
+
+
+def stack(folder: Path, cpu: dict[str, object], nvme: dict[str, object]) -> dict[str, Any]:
+    first = {"kind": "cpu", "capacity": "64MiB", "path": str(folder)} | cpu
+    second = {"kind": "nvme", "capacity": "1GiB", "path": str(folder / "blocks")} | nvme
+    return {"version": 1, "tiers": [first, second]}
+
+
+def test_a_right_stack(tmp_path: Path) -> None:
+    assert load(stack(tmp_path, {}, {}), record_bytes=RECORD)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "nvme", "place"),
+    [
+        ({"capacity": "1MiB"}, {}, "$.tiers[0].capacity"),
+        ({"capacity": "900TiB"}, {}, "$.tiers[0].capacity"),
+        ({"eviction": "random"}, {}, "$.tiers[0].eviction"),
+        ({"path": "/no/such/folder"}, {}, "$.tiers[0].path"),
+        ({"name": "a/b"}, {}, "$.tiers[0].name"),
+        ({"huge_pages": "please"}, {}, "$.tiers[0].huge_pages"),
+        ({"persistence": "maybe"}, {}, "$.tiers[0].persistence"),
+        ({}, {"capacity": "1MiB"}, "$.tiers[1].capacity"),
+        ({}, {"capacity": "900TiB"}, "$.tiers[1].capacity"),
+        ({}, {"capacity": "0.0001%"}, "$.tiers[1].capacity"),
+        ({}, {"eviction": "random"}, "$.tiers[1].eviction"),
+        ({}, {"path": "/no/such/folder"}, "$.tiers[1].path"),
+        ({}, {"path": "/dev/null/x"}, "$.tiers[1].path"),
+        ({}, {"free_floor": "-5GiB"}, "$.tiers[1].free_floor"),
+        ({}, {"free_floor": "5 GB B"}, "$.tiers[1].free_floor"),
+        ({}, {"threads": 0}, "$.tiers[1].threads"),
+        ({}, {"durability": "forever"}, "$.tiers[1].durability"),
+    ],
+)
+def test_one_mistake(
+    tmp_path: Path, cpu: dict[str, object], nvme: dict[str, object], place: str
+) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        load(stack(tmp_path, cpu, nvme), record_bytes=RECORD)
+    (error,) = caught.value.errors
+    assert error.place == place
+    assert error.problem
+    assert error.remedy
+
+
+def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "blocks").write_text("mine")
+    with pytest.raises(ConfigErrors) as caught:
+        load(stack(tmp_path, {}, {}))
+    assert caught.value.place == "$.tiers[1].path"
+    assert (tmp_path / "blocks").read_text() == "mine"
+
+
+def test_two_tiers_in_one_folder(tmp_path: Path) -> None:
+    source = stack(tmp_path, {}, {})
+    source["tiers"].append(source["tiers"][1] | {"path": f"{tmp_path}/./blocks/"})
+    with pytest.raises(ConfigErrors) as caught:
+        load(source)
+    assert [error.place for error in caught.value.errors] == ["$.tiers[2].path"]
+
+
+def test_checking_leaves_nothing_behind(tmp_path: Path) -> None:
+    load(stack(tmp_path, {}, {}), record_bytes=RECORD)
+    assert list(tmp_path.iterdir()) == []
