@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _ENGINES_MAX = 64
 _WAIT_S = 0.05
+_PIECE = 256
 
 
 class Stack:
@@ -108,16 +109,35 @@ class Stack:
 
         What is not resident, fails, or is later than `seconds` is left out.
         """
-        found = self.chain.lookup(keys)
-        hits = [key for key, answer in zip(keys, found, strict=True) if answer is Presence.HIT]
+        end = time.monotonic() + seconds
+        payloads: dict[BlockKey, bytes] = {}
+        left = list(dict.fromkeys(keys))
+        while left and time.monotonic() < end:
+            piece, left = left[:_PIECE], left[_PIECE:]
+            while piece:
+                found = self.chain.lookup(piece)
+                hits = [key for key, at in zip(piece, found, strict=True) if at is Presence.HIT]
+                taken = self._fetch(hits, end, payloads)
+                if not taken:
+                    break
+                # More than host memory has room for comes when the first have left.
+                piece = [key for key in piece if key not in taken]
+        return payloads
+
+    def _fetch(
+        self, keys: Sequence[BlockKey], end: float, payloads: dict[BlockKey, bytes]
+    ) -> set[BlockKey]:
+        """Add what arrives to `payloads`; says which keys there was room to ask for."""
         self._requests += 1
-        ticket = self.chain.begin_load(hits, f"stack-{self._requests}", time.monotonic() + seconds)
+        ticket = self.chain.begin_load(keys, f"stack-{self._requests}", end)
         while not ticket.landed:
             self.mover.wait(_WAIT_S)
             self.chain.poll()
-        payloads, failed = self._read(ticket)
+        found, failed = self._read(ticket)
+        payloads |= found
         self.chain.end_load(ticket, failed)
-        return payloads
+        self.chain.poll()
+        return set(ticket.keys)
 
     def _read(self, ticket: Ticket) -> tuple[dict[BlockKey, bytes], dict[BlockKey, Outcome]]:
         payloads: dict[BlockKey, bytes] = {}

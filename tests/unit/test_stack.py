@@ -1,0 +1,96 @@
+"""A stack from configuration to bytes: embedded, without an engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier import Stack
+from kvtier.core.record import record_bytes
+from kvtier.errors import ConfigErrors
+from kvtier.move.process import ProcessMover
+from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.types import Namespace
+
+SLOT = record_bytes(NAMESPACE.payload_bytes)
+
+
+def config(folder: Path, *, blocks: int = 8, mode: str = "threads") -> dict[str, Any]:
+    host = folder / "host"
+    host.mkdir(exist_ok=True)
+    return {
+        "version": 1,
+        "name": "unit",
+        "mover": {"mode": mode},
+        "tiers": [
+            {"kind": "cpu", "path": str(host), "capacity": blocks * (SLOT + 64) + 12288},
+            {"kind": "nvme", "path": str(folder / "nvme"), "capacity": "4MiB", "free_floor": 0},
+        ],
+    }
+
+
+def blocks(count: int, start: int = 0) -> dict[Any, bytes]:
+    return {key: payload(key) for key in make_keys(count, start=start)}
+
+
+@pytest.mark.parametrize("mode", ["threads", "process"])
+def test_what_host_memory_cannot_hold_comes_back_from_below(tmp_path: Path, mode: str) -> None:
+    with Stack.open(config(tmp_path, mode=mode), NAMESPACE) as stack:
+        wanted = blocks(24)
+        for start in range(0, 24, 4):
+            assert len(stack.store(blocks(4, start))) == 4
+            assert stack.settle()
+        assert stack.load(list(wanted)) == wanted
+        assert stack.chain.chain_stats().hits[1] >= 16
+    with Stack.open(config(tmp_path, mode=mode), NAMESPACE) as stack:
+        assert stack.load(list(wanted)) == wanted, "after a restart too"
+
+
+def test_two_engines_on_one_machine_share_the_disk_and_not_the_memory(tmp_path: Path) -> None:
+    wanted = blocks(4)
+    with (
+        Stack.open(config(tmp_path), NAMESPACE) as one,
+        Stack.open(config(tmp_path), NAMESPACE) as two,
+    ):
+        assert one.context.engine != two.context.engine
+        one.store(wanted)
+        one.settle()
+        two.chain.tiers[1].refresh()
+        assert two.load(list(wanted)) == wanted
+        assert two.chain.chain_stats().hits == [0, 4]
+
+
+def test_the_movers_death_costs_time_only(tmp_path: Path) -> None:
+    wanted = blocks(6)
+    with Stack.open(config(tmp_path, mode="process"), NAMESPACE) as stack:
+        assert isinstance(stack.mover, ProcessMover)
+        stack.store(wanted)
+        pid = stack.mover.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert stack.settle()
+        assert stack.load(list(wanted)) == wanted
+
+
+def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        stack.store(blocks(4))
+        stack.settle()
+    other = Namespace(facts={"model": "retrained"}, group_bytes=NAMESPACE.group_bytes)
+    with Stack.open(config(tmp_path), other) as stack:
+        assert stack.load(make_keys(4)) == {}
+
+
+def test_a_payload_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
+    with Stack.open(config(tmp_path), NAMESPACE) as stack, pytest.raises(ValueError, match="8192"):
+        stack.store({make_keys(1)[0]: b"short"})
+
+
+def test_a_tier_too_small_for_one_block_is_found_before_anything_is_opened(tmp_path: Path) -> None:
+    with pytest.raises(ConfigErrors, match=r"\$\.tiers\[0\]\.capacity"):
+        Stack.open(config(tmp_path, blocks=0), NAMESPACE)
+    assert not (tmp_path / "nvme").exists()
