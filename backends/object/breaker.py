@@ -95,6 +95,12 @@ class BreakerStore(Store):
         with self._guarded():
             return self._inner.get(name, into, offset=offset, deadline=deadline)
 
+    def get_up_to(
+        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
+    ) -> int | None:
+        with self._guarded():
+            return self._inner.get_up_to(name, into, deadline=deadline)
+
     def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
         with self._guarded():
             return self._inner.head(name, deadline=deadline)

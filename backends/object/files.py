@@ -13,7 +13,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvtier.backends.object.errors import (
@@ -33,6 +33,7 @@ from kvtier.backends.object.store import (
     Store,
     check_name,
     check_prefix,
+    first_bytes,
     is_name,
     wrong_length,
 )
@@ -137,26 +138,48 @@ class FileStore(Store):
         offset: int | None = None,
         deadline: float | None = None,
     ) -> GetOutcome:
+        wanted = sum(view.nbytes for view in into)
+
+        def fits(size: int) -> bool:
+            return size == wanted if offset is None else size - offset >= wanted
+
+        found = self._read(name, into, offset or 0, fits, deadline)
+        return GetOutcome.MISSING if found is None else GetOutcome.FOUND
+
+    def get_up_to(
+        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
+    ) -> int | None:
+        room = sum(view.nbytes for view in into)
+        return self._read(name, into, 0, lambda size: size <= room, deadline)
+
+    def _read(
+        self,
+        name: str,
+        into: Sequence[Buffer],
+        offset: int,
+        fits: Callable[[int], bool],
+        deadline: float | None,
+    ) -> int | None:
+        """Read from `offset` on as much as there is and fits; how much, None if there is none."""
         path = self._path(name)
         _check_deadline(deadline, name)
         with _mapped(name):
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             except (FileNotFoundError, NotADirectoryError):
-                return GetOutcome.MISSING
+                return None
             try:
                 found = os.fstat(fd)
-                wanted = sum(view.nbytes for view in into)
                 if not stat.S_ISREG(found.st_mode):
-                    return GetOutcome.MISSING
-                size = found.st_size - (offset or 0)
-                if size < wanted or (offset is None and size != wanted):
-                    raise wrong_length(name, size, wanted)
-                if _read_all(fd, into, offset or 0) != wanted:
-                    raise wrong_length(name, size, wanted)
+                    return None
+                wanted = min(sum(view.nbytes for view in into), max(0, found.st_size - offset))
+                if not fits(found.st_size) or _read_all(fd, first_bytes(into, wanted), offset) != (
+                    wanted
+                ):
+                    raise wrong_length(name, found.st_size)
             finally:
                 os.close(fd)
-        return GetOutcome.FOUND
+        return wanted
 
     def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
         path = self._path(name)

@@ -79,6 +79,11 @@ class RetryingStore(Store):
             lambda end: self._inner.get(name, into, offset=offset, deadline=end), deadline
         )
 
+    def get_up_to(
+        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
+    ) -> int | None:
+        return self._run(lambda end: self._inner.get_up_to(name, into, deadline=end), deadline)
+
     def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
         return self._run(lambda end: self._inner.head(name, deadline=end), deadline)
 

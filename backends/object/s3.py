@@ -11,7 +11,7 @@ import email.utils
 import re
 import ssl
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 from urllib.parse import quote, urlsplit
 
@@ -37,6 +37,7 @@ from kvtier.backends.object.store import (
     Store,
     check_name,
     check_prefix,
+    first_bytes,
     is_name,
     wrong_length,
 )
@@ -46,6 +47,8 @@ from kvtier.backends.object.wire import Address, Timeouts
 PUT_BYTES_MAX = 5 << 30
 _ERROR_BODY_BYTES_MAX = 64 << 10
 _PAGE_BYTES_MAX = 8 << 20
+_SINGLE_DELETES_MAX = 4
+"""A few deletes cost less one by one than boto3's building and parsing of a bulk request."""
 _DNS_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
@@ -145,22 +148,42 @@ class S3Store(Store):
                     GetOutcome.FOUND if self.head(name, deadline=deadline) else GetOutcome.MISSING
                 )
             extra["range"] = f"bytes={offset}-{offset + wanted - 1}"
-        head = self._request("GET", name, extra, 0)
-        with self._pool.exchange("GET", head, (), self._end(deadline)) as answer:
-            if answer.status in (200, 206):
-                ranged = "content-range" in answer.headers  # some servers send it with a 200
-                if ranged != (offset is not None):
-                    raise WrongEndpoint(f"{self._where} does not know range requests")
-                if answer.length != wanted:
-                    raise wrong_length(name, answer.length or 0, wanted)
-                answer.read_into(into)
-                return GetOutcome.FOUND
-            return self._missing_or_raise(answer)
+        found = self._fetch(name, into, extra, lambda size: size == wanted, self._end(deadline))
+        return GetOutcome.MISSING if found is None else GetOutcome.FOUND
 
-    def _missing_or_raise(self, answer: Response) -> GetOutcome:
+    def get_up_to(
+        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
+    ) -> int | None:
+        room = sum(view.nbytes for view in into)
+        return self._fetch(name, into, {}, lambda size: size <= room, self._end(deadline))
+
+    def _fetch(
+        self,
+        name: str,
+        into: Sequence[Buffer],
+        extra: dict[str, str],
+        fits: Callable[[int], bool],
+        end: float,
+    ) -> int | None:
+        """Read a body that fits into the buffers; its length, None if there is no such object."""
+        head = self._request("GET", name, extra, 0)
+        with self._pool.exchange("GET", head, (), end) as answer:
+            if answer.status not in (200, 206):
+                self._missing_or_raise(answer)
+                return None
+            ranged = "content-range" in answer.headers  # some servers send it with a 200
+            if ranged != ("range" in extra):
+                raise WrongEndpoint(f"{self._where} does not know range requests")
+            length = answer.length
+            if length is None or not fits(length):
+                raise wrong_length(name, length)
+            answer.read_into(first_bytes(into, length))
+            return length
+
+    def _missing_or_raise(self, answer: Response) -> None:
         body = answer.read(_ERROR_BODY_BYTES_MAX)
         if answer.status == 404 and error_code(body) in ("NoSuchKey", "NotFound"):
-            return GetOutcome.MISSING
+            return
         raise self._explained(answer, body)
 
     def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
@@ -187,9 +210,26 @@ class S3Store(Store):
     def delete(
         self, names: Sequence[str], *, deadline: float | None = None
     ) -> Mapping[str, StoreError]:
+        if len(names) <= _SINGLE_DELETES_MAX:
+            return self._delete_singly(names, self._end(deadline))
         keys = [self._prefix + check_name(name) for name in names]
         failed = self._bulk.delete(keys, lambda: self._end(deadline))
         return {key.removeprefix(self._prefix): error for key, error in failed.items()}
+
+    def _delete_singly(self, names: Sequence[str], end: float) -> Mapping[str, StoreError]:
+        failed: dict[str, StoreError] = {}
+        for name in names:
+            head = self._request("DELETE", name, {}, 0)
+            with self._pool.exchange("DELETE", head, (), end) as answer:
+                if answer.status in (200, 202, 204, 404):
+                    body = answer.read(_ERROR_BODY_BYTES_MAX)
+                    if error_code(body) not in ("", "NoSuchKey", "NotFound"):
+                        raise self._explained(answer, body)
+                elif (error := self._refusal(answer)).unwell:
+                    raise error
+                else:
+                    failed[name] = error
+        return failed
 
     def close(self) -> None:
         self._pool.close()

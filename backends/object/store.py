@@ -89,6 +89,13 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def get_up_to(
+        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
+    ) -> int | None:
+        """Like `get`, for an object that may be shorter than the buffers: its length, None if
+        there is none. A longer one is a `LengthMismatch`."""
+
+    @abstractmethod
     def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
         """Size and age of one object, None if there is none. For single names only: see list."""
 
@@ -145,6 +152,17 @@ def read_object(
     return data if outcome is GetOutcome.FOUND else None
 
 
-def wrong_length(name: str, found: int, wanted: int) -> LengthMismatch:
+def first_bytes(buffers: Sequence[Buffer], count: int) -> list[Buffer]:
+    """The first `count` bytes of these buffers, which have at least that many."""
+    found: list[Buffer] = []
+    for view in buffers:
+        if count <= 0:
+            break
+        found.append(view.cast("B")[:count])
+        count -= view.nbytes
+    return found
+
+
+def wrong_length(name: str, found: int | None) -> LengthMismatch:
     """The error for an object that is not as long as the reader was told."""
-    return LengthMismatch(f"{name} has {found} bytes where {wanted} were expected")
+    return LengthMismatch(f"{name} has {found} bytes, which is not what was expected")

@@ -95,6 +95,17 @@ class StoreContract:
             store.get("length", [memoryview(bytearray(wrong))])
         assert get(store, "length", 100) == bytes(100)
 
+    def test_an_object_of_unknown_length(self, store: Store) -> None:
+        store.put("some", [view(b"0123456789")])
+        first, second = bytearray(4), bytearray(20)
+        into = [memoryview(first), memoryview(second)]
+        assert store.get_up_to("some", into) == 10
+        assert bytes(first + second[:6]) == b"0123456789"
+        assert store.get_up_to("none", into) is None
+        assert store.get_up_to("some", [memoryview(bytearray(10))]) == 10
+        with pytest.raises(LengthMismatch):
+            store.get_up_to("some", [memoryview(bytearray(9))])
+
     def test_missing_is_an_outcome(self, store: Store) -> None:
         assert get(store, "no/such/object", 10) is None
         assert store.get("no", [memoryview(bytearray(4))], offset=4) is GetOutcome.MISSING
@@ -183,6 +194,11 @@ class StoreContract:
         assert store.delete(["d/1", "d/3", "d/never-there"]) == {}
         assert [info.name for info in store.list("d/")] == ["d/2"]
         assert store.delete([]) == {}
+        many = [f"e/{index}" for index in range(9)]
+        for name in many:
+            store.put(name, [view(b"x")])
+        assert store.delete(many[:8]) == {}
+        assert [info.name for info in store.list("e/")] == many[8:]
         store.put("d/1", [view(b"back")])
         assert get(store, "d/1", 4) == b"back"
 

@@ -84,6 +84,7 @@ def test_a_server_that_falls_silent(server: HostileServer, head_first: bool) -> 
     with pytest.raises(errors.TimedOut):
         get(store)
     assert time.monotonic() - started < TIMEOUTS.total_s + 2.0
+    store.close()
 
 
 def test_a_trickle_ends_at_the_total_deadline(server: HostileServer) -> None:
@@ -122,6 +123,7 @@ def test_a_server_that_reads_no_upload(server: HostileServer) -> None:
     store = store_at(server, TIMEOUTS)
     with pytest.raises(errors.TimedOut):
         store.put("name", [memoryview(bytes(64 << 20))])
+    store.close()
 
 
 def test_a_refusal_in_the_middle_of_an_upload_is_understood(

@@ -32,8 +32,12 @@ def store(own_rclone: ServerProcess) -> Iterator[S3Store]:
     store.close()
 
 
-def quick(server: ServerProcess) -> S3Store:
-    return S3Store(S3Settings(bucket="bucket", endpoint=server.endpoint, timeouts=QUICK))
+@pytest.fixture
+def hasty(own_rclone: ServerProcess) -> Iterator[S3Store]:
+    """A store that does not wait for long."""
+    store = S3Store(S3Settings(bucket="bucket", endpoint=own_rclone.endpoint, timeouts=QUICK))
+    yield store
+    store.close()
 
 
 def get(store: Store, size: int) -> bytes:
@@ -56,11 +60,10 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("how", ["freeze", "kill"])
 @pytest.mark.parametrize("method", ["get", "put"])
 def test_a_server_lost_before_the_request(
-    own_rclone: ServerProcess, store: S3Store, how: str, method: str
+    own_rclone: ServerProcess, store: S3Store, hasty: S3Store, how: str, method: str
 ) -> None:
     data = bytes(range(256)) * 64
     put(store, data)
-    hasty = quick(own_rclone)
     assert get(hasty, len(data)) == data  # a connection is kept
     getattr(own_rclone, how)()
     started = time.monotonic()
@@ -73,11 +76,10 @@ def test_a_server_lost_before_the_request(
 
 @pytest.mark.parametrize("how", ["freeze", "kill"])
 def test_a_server_lost_in_the_middle_of_a_get(
-    own_rclone: ServerProcess, store: S3Store, how: str
+    own_rclone: ServerProcess, store: S3Store, hasty: S3Store, how: str
 ) -> None:
     data = bytes(range(256)) * (BYTES // 256)
     put(store, data)
-    hasty = quick(own_rclone)
     into = bytearray(len(data))
     ended: list[GetOutcome | errors.StoreError] = []
 
@@ -102,10 +104,9 @@ def test_a_server_lost_in_the_middle_of_a_get(
 
 @pytest.mark.parametrize("how", ["freeze", "kill"])
 def test_a_server_lost_in_the_middle_of_a_put(
-    own_rclone: ServerProcess, store: S3Store, how: str
+    own_rclone: ServerProcess, store: S3Store, hasty: S3Store, how: str
 ) -> None:
     data = bytes(range(256)) * (BYTES // 256)
-    hasty = quick(own_rclone)
     ended: list[PutOutcome | errors.StoreError] = []
 
     def save() -> None:

@@ -1,0 +1,165 @@
+"""Manifests: what writers have added and removed, so that nobody has to ask for single keys.
+
+A manifest is one immutable object with a list of entries. Any number of writers append by writing
+new ones under names of their own, so nobody can overwrite another's. The state of a namespace is
+the union of all manifests: of the entries of one object the latest counts, whatever the order in
+which they are read. Several manifests may be joined into a new one that names those it covers.
+
+    8s magic, u16 version, u16 0, u32 bytes of the cover list, u64 entries, 16s namespace,
+    u64 xxh3 of the entries, u64 xxh3 of all before it and the cover list
+    cover list: names, one a line
+    entries of 64 bytes: u8 key length, u8 kind, u16 generation, u32 0, u64 size, u64 microseconds
+    since the epoch, 40s key
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvtier.core.record import Buffer
+from kvtier.errors import FormatError
+from kvtier.types import GROUP_BYTES, KEY_BYTES_MAX, BlockKey
+
+MAGIC = b"KVTMAN\r\n"
+VERSION = 1
+ADDED = 1
+REMOVED = 2
+
+ENTRY = np.dtype(
+    [
+        ("key_bytes", "u1"),
+        ("kind", "u1"),
+        ("generation", "<u2"),
+        ("zero", "<u4"),
+        ("size", "<u8"),
+        ("time_us", "<u8"),
+        ("key", f"V{KEY_BYTES_MAX}"),
+    ]
+)
+Entries = npt.NDArray[np.void]
+
+_HEAD = struct.Struct("<8sHHIQ16sQ")
+_SUM = struct.Struct("<Q")
+HEAD_BYTES = _HEAD.size + _SUM.size
+COVERS_BYTES_MAX = 1 << 20
+_ODD = (
+    0x9E3779B97F4A7C15,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x27D4EB2F165667C5,
+    0x85EBCA77C2B2AE63,
+)
+
+
+def pack_entries(
+    kind: int,
+    keys: Sequence[BlockKey],
+    generations: Sequence[int],
+    sizes: Sequence[int],
+    times_us: Sequence[int],
+) -> Entries:
+    """Entries of one kind, from columns."""
+    entries = np.zeros(len(keys), ENTRY)
+    entries["kind"] = kind
+    entries["key_bytes"] = [len(key) for key in keys]
+    entries["generation"] = generations
+    entries["size"] = sizes
+    entries["time_us"] = times_us
+    padded = b"".join([key.ljust(KEY_BYTES_MAX, b"\0") for key in keys])
+    entries["key"] = np.frombuffer(padded, entries["key"].dtype)
+    return entries
+
+
+def keys_of(entries: Entries) -> list[BlockKey]:
+    """The keys of many entries at once."""
+    lengths = entries["key_bytes"]
+    columns = np.ascontiguousarray(entries["key"]).view(np.uint8).reshape(-1, KEY_BYTES_MAX)
+    keys: list[BlockKey] = [BlockKey(b"")] * len(entries)
+    for length in np.unique(lengths).tolist():
+        rows = np.flatnonzero(lengths == length)
+        cut = np.ascontiguousarray(columns[rows, :length])
+        found: list[BlockKey] = cut.view(f"V{length}").ravel().tolist()
+        if len(rows) == len(keys):
+            return found
+        for row, key in zip(rows.tolist(), found, strict=True):
+            keys[row] = key
+    return keys
+
+
+def pack(namespace: bytes, entries: Entries, covers: Iterable[str] = ()) -> list[Buffer]:
+    """A manifest, in pieces to be written one after the other."""
+    names = "\n".join(covers).encode()
+    body = memoryview(entries.tobytes())
+    head = _HEAD.pack(
+        MAGIC, VERSION, 0, len(names), len(entries), namespace, xxhash.xxh3_64_intdigest(body)
+    )
+    head_sum = _SUM.pack(xxhash.xxh3_64_intdigest(head + names))
+    return [memoryview(head + head_sum + names), body]
+
+
+def unpack_head(data: Buffer, namespace: bytes) -> tuple[int, int, list[str]]:
+    """Bytes before the entries, number of entries and cover list; `data` may end behind them."""
+    if len(data) < HEAD_BYTES:
+        raise FormatError("a manifest is too short")
+    magic, version, _, names_bytes, count, owner, _ = _HEAD.unpack_from(data)
+    if magic != MAGIC:
+        raise FormatError("not a manifest")
+    if version != VERSION:
+        raise FormatError(f"manifest version {version}; this kvtier reads version {VERSION}")
+    end = HEAD_BYTES + names_bytes
+    if names_bytes > COVERS_BYTES_MAX or len(data) < end:
+        raise FormatError("the cover list of a manifest is too long")
+    names = bytes(data[HEAD_BYTES:end])
+    (stated,) = _SUM.unpack_from(data, _HEAD.size)
+    if stated != xxhash.xxh3_64_intdigest(bytes(data[: _HEAD.size]) + names):
+        raise FormatError("the head of a manifest fails its checksum")
+    if owner != namespace:
+        raise FormatError("a manifest of another namespace")
+    return end, count, names.decode("ascii", "replace").split("\n") if names else []
+
+
+def unpack(data: Buffer, namespace: bytes) -> tuple[Entries, list[str]]:
+    """Entries and cover list; raises FormatError on anything that kvtier did not write."""
+    start, count, covers = unpack_head(data, namespace)
+    if len(data) != start + count * ENTRY.itemsize:
+        raise FormatError("a manifest does not have the length it must have")
+    if _HEAD.unpack_from(data)[6] != xxhash.xxh3_64_intdigest(data[start:]):
+        raise FormatError("the entries of a manifest fail their checksum")
+    entries = np.frombuffer(data, ENTRY, count, start)
+    kinds, lengths = entries["kind"], entries["key_bytes"]
+    sane = (
+        ((kinds == ADDED) | (kinds == REMOVED))
+        & (lengths > GROUP_BYTES)
+        & (lengths <= KEY_BYTES_MAX)
+        & (entries["size"] < 1 << 40)
+    )
+    if not sane.all():
+        raise FormatError("an entry of a manifest is inconsistent")
+    return entries, covers
+
+
+def merge(pieces: Sequence[Entries]) -> Entries:
+    """The latest entry of every object, oldest first."""
+    entries = np.concatenate([np.zeros(0, ENTRY), *pieces])
+    if not len(entries):
+        return entries
+    words = np.ascontiguousarray(entries["key"]).view("<u8").reshape(-1, KEY_BYTES_MAX // 8)
+    # 64 bits stand for key and generation: a collision, once in 10^7 states of a million
+    # objects, would forget one block
+    mark = entries["generation"].astype(np.uint64) * np.uint64(0xD6E8FEB86659FD93)
+    mark += entries["key_bytes"].astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
+    for column, odd in enumerate(_ODD):
+        mark = (mark ^ words[:, column]) * np.uint64(odd)
+        mark ^= mark >> np.uint64(29)
+    # of equal times a removal counts: forgetting is safe
+    order = np.lexsort((entries["kind"], entries["time_us"], mark))
+    mark = mark[order]
+    last = np.append(mark[1:] != mark[:-1], True)
+    chosen: Entries = entries[order[last]]
+    chosen = chosen[np.argsort(chosen["time_us"], kind="stable")]
+    return chosen

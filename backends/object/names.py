@@ -1,0 +1,63 @@
+"""What every object is called: names that follow from the content, below the namespace.
+
+    <namespace>/namespace.json               what the bytes mean, readable
+    <namespace>/blocks/ab/cd/<key>-<gen>     one record; ab and cd are the key's first bytes
+    <namespace>/manifest/<writer>-<number>   what a writer added and removed
+
+The generation of a block is 0 unless the same writer is just deleting an earlier object of the
+same key: a late delete must not hit its successor.
+"""
+
+from __future__ import annotations
+
+import re
+
+from kvtier.types import GROUP_BYTES, KEY_BYTES_MAX, BlockKey
+
+GENERATION_MAX = 0xFFFF
+
+_BLOCK = re.compile(
+    r"([0-9a-f]{32})/blocks/([0-9a-f]{2})/([0-9a-f]{2})/"
+    rf"((?:[0-9a-f]{{2}}){{{GROUP_BYTES + 1},{KEY_BYTES_MAX}}})-(0|[1-9][0-9]{{0,4}})"
+)
+_MANIFEST = re.compile(r"([0-9a-f]{32})/manifest/([0-9a-f]{16}-[0-9]{10})")
+
+
+def block_name(namespace: str, key: BlockKey, generation: int = 0) -> str:
+    """The name of a block's object."""
+    text = key.hex()
+    return f"{namespace}/blocks/{text[:2]}/{text[2:4]}/{text}-{generation}"
+
+
+def parse_block(name: str) -> tuple[str, BlockKey, int] | None:
+    """Namespace, key and generation of a block's object; None for anything else."""
+    found = _BLOCK.fullmatch(name)
+    if found is None:
+        return None
+    namespace, first, second, text, generation = found.groups()
+    if not text.startswith(first + second) or int(generation) > GENERATION_MAX:
+        return None
+    return namespace, BlockKey(bytes.fromhex(text)), int(generation)
+
+
+def blocks_prefix(namespace: str) -> str:
+    return f"{namespace}/blocks/"
+
+
+def manifest_prefix(namespace: str) -> str:
+    return f"{namespace}/manifest/"
+
+
+def manifest_name(namespace: str, writer: str, number: int) -> str:
+    """The name of the `number`th manifest of a writer (sixteen hexadecimal digits)."""
+    return f"{namespace}/manifest/{writer}-{number:010d}"
+
+
+def parse_manifest(name: str) -> str | None:
+    """Writer and number of a manifest, None for anything else."""
+    found = _MANIFEST.fullmatch(name)
+    return found.group(2) if found else None
+
+
+def description_name(namespace: str) -> str:
+    return f"{namespace}/namespace.json"
