@@ -24,10 +24,11 @@ LAYERS = {
     "stack": {"base", "core", "move", "observe", "config"},
     "testing": {"base", "core", "backends", "move", "observe", "config", "stack"},
     "vllm": {"base", "core", "move", "observe", "config", "stack", "backends", "device"},
+    "door": {"base", "config", "stack"},  # kvtier/__init__.py: the names that users begin with
     "cli": {"base", "core", "move", "observe", "config", "stack", "vllm", "backends", "testing"},
 }
 SINGLE_FILES = {
-    "": "base",
+    "": "door",
     "types": "base",
     "errors": "base",
     "config": "config",
