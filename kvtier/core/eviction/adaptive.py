@@ -121,7 +121,8 @@ class Adaptive(EvictionPolicy):
             # Undecided: what is missing here may have been evicted, which its store will tell.
             assert seen is not None
             where = runs.run_of[slots[known]]
-            story = Story(seen.mark, story.kind if where == NO_RUN else int(runs.kind[where]))
+            before = SUPERSEDED if where == NO_RUN else int(runs.kind[where])
+            story = Story(seen.mark, before if before < POOLED else story.kind)
         elif story.forked and known >= 0:
             assert seen is not None
             shared, shared_mark = known + 1, SHARED | seen.mark
@@ -283,7 +284,7 @@ class Adaptive(EvictionPolicy):
             self._ranked_to = int(ranked[-1]) + 1
         used_at = runs.used_at[ranked]
         rates = self._forecast.rate(runs.kind[ranked], self._now - used_at)
-        order = np.lexsort((used_at, rates))
+        order = np.lexsort((-runs.depths()[ranked], used_at, rates))
         blocks = np.cumsum(runs.sizes()[ranked[order]])
         wanted = max(wanted, int(blocks[-1]) // _QUEUED_SHARE)
         for run in ranked[order[: int(np.searchsorted(blocks, wanted)) + 1]].tolist():

@@ -91,7 +91,9 @@ class Forecast:
         lost = np.frombuffer(self._lost).reshape(shape)
         left = lost + waiting
         at_risk = np.cumsum((reused + left)[:, ::-1], axis=1)[:, ::-1] - 0.5 * left
-        self.rates[: self._kinds] = self._best_rates(self._hazards(_smooth(reused), _smooth(at_risk)))
+        self.rates[: self._kinds] = self._best_rates(
+            self._hazards(_smooth(reused), _smooth(at_risk))
+        )
         if reused.sum() + lost.sum() > _MEMORY:
             reused *= 0.5
             lost *= 0.5

@@ -8,7 +8,6 @@ from kvtier.core.eviction.policy import UNKNOWN
 from kvtier.core.eviction.slotlists import NOWHERE, SlotLists
 
 _SPREAD = 0x9E3779B1
-_WORD = 0xFFFFFFFF
 
 
 class Ghosts:
@@ -46,15 +45,14 @@ class Ghosts:
             if self._order.member_of[entry] not in (NOWHERE, self._unused):
                 self._table[self._cell(self._prints[entry])] = entry
 
-    def _home(self, print_: int) -> int:
-        return (print_ * _SPREAD & _WORD) >> 7 & self._mask
-
     def _cell(self, print_: int) -> int:
         """Where in the table this fingerprint is, or would be put."""
         table, prints, mask = self._table, self._prints, self._mask
-        cell = self._home(print_)
-        while table[cell] != UNKNOWN and prints[table[cell]] != print_:
+        cell = print_ * _SPREAD >> 7 & mask
+        entry = table[cell]
+        while entry != UNKNOWN and prints[entry] != print_:
             cell = (cell + 1) & mask
+            entry = table[cell]
         return cell
 
     def take(self, print_: int) -> int:
@@ -80,19 +78,18 @@ class Ghosts:
 
     def _close_gap(self, gap: int) -> None:
         """Empty a cell and move up what was put behind it only because it was taken."""
-        table, mask = self._table, self._mask
-        table[gap] = UNKNOWN
+        table, prints, mask = self._table, self._prints, self._mask
         cell = gap
         while True:
             cell = (cell + 1) & mask
             entry = table[cell]
             if entry == UNKNOWN:
-                return
-            home = self._home(self._prints[entry])
+                break
+            home = prints[entry] * _SPREAD >> 7 & mask
             if (cell - home) & mask >= (cell - gap) & mask:
                 table[gap] = entry
-                table[cell] = UNKNOWN
                 gap = cell
+        table[gap] = UNKNOWN
 
     def drop_oldest(self, which: int) -> None:
         """Forget the oldest fingerprint of a list that is not empty."""
@@ -100,9 +97,11 @@ class Ghosts:
 
     def add(self, which: int, print_: int) -> None:
         """Remember a fingerprint as the newest of a list, which has room for it."""
-        self.take(print_)
-        entry = self._order.coldest(self._unused)
+        cell = self._cell(print_)
+        entry = self._table[cell]
+        if entry == UNKNOWN:
+            entry = self._order.coldest(self._unused)
+            self._prints[entry] = print_
+            self._table[cell] = entry
         self._order.unlink(entry)
         self._order.append(which, entry)
-        self._prints[entry] = print_
-        self._table[self._cell(print_)] = entry

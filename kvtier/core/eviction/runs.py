@@ -158,6 +158,10 @@ class Runs:
         """The number of slots of each run; drop it before anything changes."""
         return np.frombuffer(self.size, dtype=np.int32)
 
+    def depths(self) -> NDArray[np.int32]:
+        """How deep the tail of each run is; drop it before anything changes."""
+        return np.frombuffer(self.depth, dtype=np.int32)
+
     def unqueued(self) -> NDArray[np.intp]:
         """The numbers of the runs that hold slots and are not queued, ascending."""
         return np.flatnonzero((self.sizes() > 0) & (np.frombuffer(self.queued, np.uint8) == 0))

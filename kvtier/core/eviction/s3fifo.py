@@ -69,13 +69,21 @@ class S3FIFO(EvictionPolicy):
             lists.append(_MAIN if self._ghosts.take(print_) else _SMALL, slot)
 
     def victims(self, count: int, pinned: Container[int] = ()) -> list[int]:
-        found = [slot for slot in self._lists.from_coldest(_LEAVING) if slot not in pinned]
-        # Each turn of the main queue lowers a count of at most 3, so every slot gets its chance.
-        chances = (_USES_MAX + 2) * len(self)
+        lists = self._lists
+        found = [slot for slot in lists.from_coldest(_LEAVING) if slot not in pinned]
+        # A count of uses is at most 3: who has not left after four turns is pinned.
+        chances = (_USES_MAX + 1) * len(self)
         while len(found) < count and chances > 0:
-            chances -= 1
             slot = self._choose(pinned)
-            if slot != UNKNOWN:
+            if slot == UNKNOWN:
+                chances -= 1
+            else:
+                found.append(slot)
+        if len(found) < count:
+            left = [*lists.from_coldest(_SMALL), *lists.from_coldest(_MAIN)]
+            for slot in [slot for slot in left if slot not in pinned][: count - len(found)]:
+                lists.unlink(slot)
+                lists.append(_LEAVING, slot)
                 found.append(slot)
         return found[: max(count, 0)]
 

@@ -1,0 +1,217 @@
+"""The parts that eviction policies are made of, and the replay of traces."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.core.eviction import create_policy
+from kvtier.core.eviction.belady import replay_belady
+from kvtier.core.eviction.forecast import AGES, Forecast, age_step
+from kvtier.core.eviction.ghosts import Ghosts
+from kvtier.core.eviction.history import SAMPLED_IN, History
+from kvtier.core.eviction.kinds import SHARED, Seen, conclude, shared_kind
+from kvtier.core.eviction.replay import replay
+from kvtier.core.eviction.slotlists import NOWHERE
+from kvtier.core.eviction.trace import Request, read_trace
+from kvtier.errors import ConfigError
+
+
+def ages(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return np.array(values, dtype=np.float64)
+
+
+class TestGhosts:
+    @settings(max_examples=200, deadline=None, derandomize=True)
+    @given(st.lists(st.tuples(st.sampled_from("atd"), st.integers(1, 2), st.integers(0, 30))))
+    def test_it_is_as_good_as_dictionaries(self, steps: list[tuple[str, int, int]]) -> None:
+        room = 6
+        ghosts = Ghosts(2)
+        ghosts.resize(room)
+        model: dict[int, OrderedDict[int, None]] = {1: OrderedDict(), 2: OrderedDict()}
+        for what, which, value in steps:
+            print_ = value * 2**20  # many of these meet in the same cells
+            where = next((w for w, part in model.items() if print_ in part), NOWHERE)
+            if what == "a":
+                model.get(where, {}).pop(print_, None)  # type: ignore[call-overload]
+                if len(model[1]) + len(model[2]) == room:
+                    oldest = 1 if model[1] else 2
+                    ghosts.drop_oldest(oldest)
+                    model[oldest].popitem(last=False)
+                ghosts.add(which, print_)
+                model[which][print_] = None
+            elif what == "t":
+                assert ghosts.take(print_) == where
+                model.get(where, {}).pop(print_, None)  # type: ignore[call-overload]
+            else:
+                ghosts.resize(room := room + 1)
+            for number, part in model.items():
+                assert ghosts.length(number) == len(part)
+                assert all(ghosts.find(each) == number for each in part)
+
+
+class TestForecast:
+    def test_without_knowledge_the_older_are_worth_less(self) -> None:
+        forecast = Forecast(2, 2)
+        rates = forecast.rate(np.zeros(5, dtype=np.uint8), ages(0.5, 2, 30, 600, 20_000))
+        assert all(rates[:-1] > rates[1:])
+
+    def test_what_returns_after_a_minute_is_worth_more_shortly_before(self) -> None:
+        forecast = Forecast(2, 1)
+        for _ in range(2000):
+            forecast.reused(0, 60.0)
+        forecast.refresh(np.zeros((2, AGES)))
+        early, shortly_before, late = forecast.rate(
+            np.zeros(3, dtype=np.uint8), ages(1.0, 45.0, 600.0)
+        )
+        assert shortly_before > early > late
+
+    def test_a_kind_that_is_given_up_is_worth_less_than_one_that_returns(self) -> None:
+        forecast = Forecast(2, 2)
+        for _ in range(2000):
+            forecast.reused(0, 60.0)
+            forecast.lost(1, 600.0)
+        forecast.refresh(np.zeros((2, AGES)))
+        returning, leaving = forecast.rate(np.array([0, 1], dtype=np.uint8), ages(10.0, 10.0))
+        assert returning > 5 * leaving
+
+    def test_those_still_waiting_count(self) -> None:
+        waiting = np.zeros((1, AGES))
+        waiting[0, age_step(600.0)] = 10_000
+        quick, patient = Forecast(1, 1), Forecast(1, 1)
+        for forecast, crowd in ((quick, waiting * 0), (patient, waiting)):
+            for _ in range(1000):
+                forecast.reused(0, 60.0)
+            forecast.refresh(crowd)
+        kind = np.zeros(1, dtype=np.uint8)
+        assert quick.rate(kind, ages(10.0)) > 3 * patient.rate(kind, ages(10.0))
+
+    def test_what_is_worth_nothing_is_worth_nothing(self) -> None:
+        assert Forecast(3, 2).rate(np.array([3], dtype=np.uint8), ages(1.0)) == 0.0
+
+
+class TestHistory:
+    def test_a_use_ends_one_wait_and_begins_the_next(self) -> None:
+        forecast = Forecast(3, 3)
+        history = History(forecast)
+        ((_, cell, tag),) = history.sample([SAMPLED_IN * 5])
+        history.write(cell, tag, 0.0, 1, 4, 0)
+        history.write(cell, tag, 60.0, 2, 5, 0)
+        assert forecast._reused[1 * AGES + age_step(60.0)] == 1.0
+        assert history.waiting(70.0, 3)[2, age_step(10.0)] == 1.0
+        assert (history.tags[cell], history.marks[cell]) == (tag, 5)
+
+    def test_another_key_in_the_same_cell_ends_a_wait_unanswered(self) -> None:
+        forecast = Forecast(1, 1)
+        history = History(forecast)
+        first, second = SAMPLED_IN * 5, SAMPLED_IN * (5 + history.cells)
+        ((_, cell, _), (_, same_cell, _)) = history.sample([first, second])
+        assert cell == same_cell
+        history.write(cell, first, 0.0, 0, 0, 0)
+        history.write(cell, second, 9.0, 0, 0, 0)
+        assert forecast._lost[age_step(9.0)] == 1.0
+
+    def test_only_a_sample_is_watched(self) -> None:
+        dice = random.Random(3)
+        watched = History(Forecast(1, 1)).sample([dice.getrandbits(32) for _ in range(4000)])
+        assert 900 < len(watched) < 1100
+
+
+class TestKinds:
+    def test_the_next_turn_follows_the_end_of_the_last(self) -> None:
+        story = conclude(Seen(mark=2, rest=1, again=True), fresh=2, length=20)
+        assert (story.turn, story.forked) == (3, False)
+
+    def test_the_rest_of_the_same_request_is_no_new_turn(self) -> None:
+        assert conclude(Seen(mark=2, rest=0, again=False), fresh=2, length=20).turn == 2
+
+    def test_a_request_that_leaves_another_halfway_is_a_fork(self) -> None:
+        story = conclude(Seen(mark=2, rest=3, again=True), fresh=2, length=20)
+        assert (story.turn, story.forked) == (0, True)
+
+    def test_the_same_request_again_is_no_fork(self) -> None:
+        story = conclude(Seen(mark=0, rest=3, again=True), fresh=0, length=20)
+        assert (story.turn, story.forked) == (1, False)
+
+    def test_what_is_shared_by_more_is_of_another_kind(self) -> None:
+        assert len({shared_kind(SHARED + uses) for uses in (0, 1, 4, 20, 127)}) == 5
+
+
+class TestReplay:
+    def test_a_hit_counts_only_while_the_prefix_is_unbroken(self) -> None:
+        policy = create_policy("lru")
+        trace = [
+            Request(0.0, (1, 2, 3)),
+            Request(1.0, (9, 2, 3)),
+            Request(2.0, (1, 2, 4)),
+            Request(3.0, (1, 2, 4)),
+        ]
+        result = replay(trace, policy, 10)
+        assert (result.references, result.hits, result.evictions) == (12, 5, 0)
+
+    def test_only_what_comes_after_the_warm_up_counts(self) -> None:
+        trace = [Request(0.0, (1, 2)), Request(1.0, (1, 2))]
+        result = replay(trace, create_policy("lru"), 10, count_from=1)
+        assert (result.references, result.hits, result.percent) == (2, 2, 100.0)
+
+    def test_a_request_larger_than_the_tier_is_stored_in_part(self) -> None:
+        trace = [Request(float(turn), tuple(range(30))) for turn in range(2)]
+        assert replay(trace, create_policy("lru"), 10).hits == 10
+
+    def test_a_capacity_of_nothing_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="at least one block"):
+            replay([], create_policy("lru"), 0)
+
+    def test_no_policy_passes_the_bound(self) -> None:
+        dice = random.Random(5)
+        trace = []
+        for now in range(2000):
+            first = 20 * int(dice.paretovariate(0.8)) % 4000
+            trace.append(Request(float(now), tuple(range(first, first + dice.randint(1, 20)))))
+        for capacity in (50, 200, 1000):
+            bound = replay_belady(trace, capacity)
+            for name in ("adaptive", "arc", "lru", "s3fifo"):
+                result = replay(trace, create_policy(name), capacity)
+                assert result.references == bound.references
+                assert result.hits <= bound.hits
+
+    def test_belady_knows_the_future(self) -> None:
+        trace = [Request(float(turn), (block,)) for turn, block in enumerate((1, 2, 3, 1, 2, 3))]
+        assert replay_belady(trace, 2).hits == 2
+        assert replay(trace, create_policy("lru"), 2).hits == 0
+
+
+class TestTrace:
+    def test_it_is_read_in_order_of_time(self, tmp_path: Path) -> None:
+        file = tmp_path / "trace.jsonl"
+        file.write_text(
+            '{"timestamp": 2000, "input_length": 9, "hash_ids": [0, 2, 2]}\n\n'
+            '{"timestamp": 500, "hash_ids": [0, 1]}\n'
+        )
+        assert read_trace(file) == [Request(0.5, (0, 1)), Request(2.0, (0, 2))]
+
+    @pytest.mark.parametrize(
+        ("text", "problem"),
+        [
+            ("", "holds no request"),
+            ('{"timestamp": 1}\n', "trace.jsonl:1: no request of a trace: .*hash_ids"),
+            ('{"timestamp": 1, "hash_ids": [1]}\nnonsense\n', "trace.jsonl:2: no request"),
+            ('{"timestamp": 1, "hash_ids": [-1]}\n', "out of range"),
+            ('{"timestamp": 1, "hash_ids": [99999999999999999999]}\n', "trace.jsonl:1"),
+        ],
+    )
+    def test_what_is_no_trace_is_explained(self, tmp_path: Path, text: str, problem: str) -> None:
+        file = tmp_path / "trace.jsonl"
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=problem):
+            read_trace(file)
+
+    def test_a_missing_file_is_explained(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_trace(tmp_path / "none.jsonl")
