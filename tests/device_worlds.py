@@ -143,7 +143,7 @@ class MemoryHost:
         self.slot_bytes = record_bytes(max(layout.group_bytes))
         self.memory = np.zeros(slots * self.slot_bytes + 4096, np.uint8)
         self._skip = -self.memory.ctypes.data % 4096
-        self._view = memoryview(self.memory)
+        self._view = self.memory.data
         self.entries = [table.FREE_ENTRY] * slots
 
     def record(self, slot: int) -> Buffer:

@@ -97,7 +97,8 @@ def describe(layout: DeviceLayout, blocks: Blocks, pieces: Pieces, records: Ints
         columns.append([column.ravel() for column in every])
     if not columns:
         return Copies(_NONE, _NONE, _NONE, np.zeros(len(pieces) + 1, np.int64))
-    return _merge(*(np.concatenate(column) for column in zip(*columns, strict=True)), len(pieces))
+    device, host, size, owner = (np.concatenate(each) for each in zip(*columns, strict=True))
+    return _merge(device, host, size, owner, len(pieces))
 
 
 def _merge(device: Ints, host: Ints, sizes: Ints, owner: Ints, records: int) -> Copies:

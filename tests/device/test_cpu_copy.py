@@ -1,273 +1,34 @@
-"""The copier for KV tensors in host memory: right bytes, right proofs, right order."""
+"""What is special about KV tensors in host memory: strided copies, and stores that give way."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-from device_worlds import NAMESPACE, MemoryHost, World, jobs, keys_of, pages, worlds
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import numpy.typing as npt
+from device_worlds import NAMESPACE, MemoryHost, World, keys_of
 
-from kvtier.backends.cpu.region import OwnedRegion, plan_region
-from kvtier.core.disk import Disk
-from kvtier.core.record import HEADER_BYTES, Header, record_bytes, verify
 from kvtier.core.slab import layout as table
 from kvtier.core.transfer import TransferKind
-from kvtier.device.cpu_copy import CpuCopier
-from kvtier.device.jobs import Job, JobResult
+from kvtier.device.cpu_copy import CpuCopier, host_arrays
+from kvtier.device.jobs import Job
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.plan import Blocks, cut
-from kvtier.types import BlockKey, Outcome
+from kvtier.device.plan import Blocks
 
-LOAD, STORE = TransferKind.LOAD, TransferKind.STORE
-NEVER = float("inf")
+PAGE = 4096
 
 
-def run(copier: CpuCopier, *each: Job) -> list[JobResult]:
-    for job in each:
-        copier.submit(job)
-    copier.wait([job.id for job in each])
-    return copier.poll()
-
-
-def job_of(kind: TransferKind, blocks: Blocks, keys: list[BlockKey], **more: Any) -> Job:
-    fields: dict[str, Any] = {"id": 1, "deadline": NEVER, "slots": list(range(len(keys))), **more}
-    return Job(kind=kind, keys=keys, blocks=blocks, **fields)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_records_out_and_back_are_the_same_pages(data: st.DataObject) -> None:
-    """Store whole chunks from random layouts, wipe the device, load them back."""
-    world: World = data.draw(worlds())
-    layout = world.layout
-    stored = data.draw(jobs(layout, whole=True))
-    pieces = cut(layout, stored)
-    host, keys = MemoryHost(layout, len(pieces)), keys_of(len(pieces))
-    for slot, key in enumerate(keys):
-        host.put(slot, key, table.RESERVED)
-        size = layout.group_bytes[pieces.group[slot]]
-        Header(key, NAMESPACE, size, layout.parts).write(host.record(slot))  # as rank 0 does
-    before = world.memory.copy()
-    copier = CpuCopier(layout, world.arrays(), host, NAMESPACE)
-    try:
-        (result,) = run(copier, job_of(STORE, stored, keys))
-        assert result.ok
-        for slot, key in enumerate(keys):
-            host.put(slot, key, table.VALID)
-        for page in pages(layout, stored):
-            record = host.record(page.record)
-            assert bytes(record[page.host : page.host + page.size]) == bytes(
-                before[page.device : page.device + page.size]
-            )
-        world.memory[:] = 0
-        (result,) = run(copier, job_of(LOAD, stored, keys))
-    finally:
-        copier.close()
-    assert result.ok
-    expected = np.zeros_like(before)
-    for page in pages(layout, stored):
-        expected[page.device : page.device + page.size] = before[
-            page.device : page.device + page.size
-        ]
-    assert (world.memory == expected).all(), "every page is back, and nothing else was touched"
-    assert result.bytes_moved == sum(page.size for page in pages(layout, stored))
-
-
-@pytest.fixture
-def world() -> World:
-    """Three layers of 4 KiB pages, two blocks a chunk, one rank."""
-    tensors = tuple(DeviceTensor(layer << 20, 32, 4096, 4096) for layer in range(3))
-    groups = (tuple(PageRef(layer, 4096) for layer in range(3)),)
+def a_world() -> World:
+    tensors = tuple(DeviceTensor(layer << 20, 32, PAGE, PAGE) for layer in range(3))
+    groups = (tuple(PageRef(layer, PAGE) for layer in range(3)),)
     memory = np.random.default_rng(1).integers(0, 256, 4 << 20, dtype=np.uint8)
-    return World(DeviceLayout(tensors, groups, blocks_per_chunk=2), memory)
+    return World(DeviceLayout(tensors, groups), memory)
 
 
-@pytest.fixture
-def host(world: World) -> MemoryHost:
-    return MemoryHost(world.layout, 8)
-
-
-@pytest.fixture
-def copier(world: World, host: MemoryHost) -> Iterator[CpuCopier]:
-    copier = CpuCopier(world.layout, world.arrays(), host, NAMESPACE)
-    yield copier
-    copier.close()
-
-
-def filled(copier: CpuCopier, host: MemoryHost, count: int = 4) -> list[BlockKey]:
-    """`count` records stored from the first blocks, committed."""
-    keys = keys_of(count)
-    for slot, key in enumerate(keys):
-        host.put(slot, key, table.RESERVED)
-    (result,) = run(copier, job_of(STORE, Blocks(np.arange(2 * count), [2 * count], [0]), keys))
-    assert result.ok
-    for slot, key in enumerate(keys):
-        host.put(slot, key, table.VALID)
-    return keys
-
-
-def onto(blocks: int, at: int = 16, start: int = 0) -> Blocks:
-    return Blocks(np.arange(at, at + blocks), [blocks], [start])
-
-
-def test_a_stored_record_proves_itself(copier: CpuCopier, host: MemoryHost) -> None:
-    for slot, key in enumerate(filled(copier, host)):
-        assert verify(host.record(slot), key, NAMESPACE) is Outcome.OK
-
-
-def test_a_partial_first_chunk_is_skipped(
-    copier: CpuCopier, host: MemoryHost, world: World
-) -> None:
-    keys = filled(copier, host)
-    original = world.memory.copy()
-    (result,) = run(copier, job_of(LOAD, onto(3, start=5), keys[:2]))
-    assert result.ok
-    for layer in range(3):
-        base = layer << 20
-        loaded = world.memory[base + 16 * 4096 : base + 19 * 4096]
-        assert (loaded == original[base + 4096 : base + 4 * 4096]).all()
-        assert (
-            world.memory[base + 19 * 4096 :][:4096] == original[base + 19 * 4096 :][:4096]
-        ).all()
-
-
-def test_a_partial_chunk_is_never_stored(copier: CpuCopier, host: MemoryHost) -> None:
-    keys = keys_of(2)
-    for slot, key in enumerate(keys):
-        host.put(slot, key, table.RESERVED)
-    (result,) = run(copier, job_of(STORE, Blocks(np.arange(3), [3], [1]), keys))
-    assert result.outcomes == [Outcome.DROPPED, Outcome.OK]
-
-
-def flip(host: MemoryHost, slot: int, at: int) -> None:
-    host.record(slot)[at] ^= 1
-
-
-@pytest.mark.parametrize("at", [0, 20, 60, 90, HEADER_BYTES, HEADER_BYTES + 6 * 4096 - 1])
-def test_a_flipped_bit_is_corruption_and_reaches_no_page(
-    copier: CpuCopier, host: MemoryHost, world: World, at: int
-) -> None:
-    keys = filled(copier, host, 1)
-    flip(host, 0, at)
-    before = world.memory.copy()
-    (result,) = run(copier, job_of(LOAD, onto(2), keys))
-    assert result.outcomes == [Outcome.CORRUPT]
-    assert (world.memory == before).all()
-
-
-def test_a_record_of_another_namespace_key_or_geometry_is_refused(
-    copier: CpuCopier, host: MemoryHost, world: World
-) -> None:
-    keys = filled(copier, host, 2)
-    host.record(1)[:] = host.record(0)
-    assert run(copier, job_of(LOAD, onto(4), keys))[0].outcomes[1] is Outcome.CORRUPT
-    elsewhere = CpuCopier(world.layout, world.arrays(), host, bytes(16))
-    assert run(elsewhere, job_of(LOAD, onto(2), keys[:1]))[0].outcomes == [Outcome.CORRUPT]
-    elsewhere.close()
-
-
-@pytest.mark.parametrize("state", [table.FREE, table.BAD])
-def test_a_slot_that_holds_something_else_is_gone(
-    copier: CpuCopier, host: MemoryHost, state: int
-) -> None:
-    keys = filled(copier, host, 2)
-    host.put(0, keys[0], state)
-    host.put(1, keys_of(1, tag=9)[0], table.VALID)
-    (first,) = run(copier, job_of(LOAD, onto(2), keys[:1]))
-    (second,) = run(copier, job_of(LOAD, onto(2), keys[1:], slots=[1]))
-    assert first.outcomes == second.outcomes == [Outcome.GONE]
-
-
-class Treacherous(MemoryHost):
-    """Gives a slot to another key while it is being copied."""
-
-    victim = -1
-
-    def record(self, slot: int) -> memoryview:
-        if slot == self.victim:
-            self.put(slot, keys_of(1, tag=7)[0], self.entries[slot][0], generation=2)
-        return super().record(slot)
-
-
-@pytest.mark.parametrize("kind", [LOAD, STORE])
-def test_a_slot_replaced_during_the_copy_is_gone(world: World, kind: TransferKind) -> None:
-    host = Treacherous(world.layout, 8)
-    copier = CpuCopier(world.layout, world.arrays(), host, NAMESPACE)
-    keys = filled(copier, host, 2)
-    if kind is STORE:
-        host.put(1, keys[1], table.RESERVED)
-    host.victim = 1
-    (result,) = run(copier, job_of(kind, onto(2), keys[1:], slots=[1]))
-    copier.close()
-    assert result.outcomes in ([Outcome.GONE], [Outcome.CORRUPT])
-    assert not result.ok
-
-
-def test_a_store_into_a_slot_that_is_not_reserved_writes_nothing(
-    copier: CpuCopier, host: MemoryHost
-) -> None:
-    keys = filled(copier, host, 1)
-    before = bytes(host.record(0))
-    (result,) = run(copier, job_of(STORE, onto(2), keys))
-    assert result.outcomes == [Outcome.GONE]
-    assert bytes(host.record(0)) == before
-
-
-def test_records_are_loaded_as_they_arrive(
-    copier: CpuCopier, host: MemoryHost, world: World
-) -> None:
-    """The last one arrives first: it is on the device while the others are still on their way."""
-    keys = filled(copier, host)
-    for slot, key in enumerate(keys):
-        host.put(slot, key, table.RESERVED)
-    copier.submit(job_of(LOAD, onto(8), keys))
-    host.put(3, keys[3], table.ARRIVED)
-    page = slice(16 * 4096 + 6 * 4096, 16 * 4096 + 7 * 4096)
-    while not (world.memory[page] == world.memory[6 * 4096 : 7 * 4096]).all():
-        assert not copier.poll()
-    for slot in (1, 0, 2):
-        host.put(slot, keys[slot], table.ARRIVED)
-    copier.wait([1])
-    (result,) = copier.poll()
-    assert result.ok
-
-
-def test_an_arrival_that_failed_fails_the_load_and_cancels_the_rest(
-    copier: CpuCopier, host: MemoryHost
-) -> None:
-    keys = filled(copier, host)
-    for slot in (1, 2, 3):
-        host.put(slot, keys[slot], table.RESERVED)
-    copier.submit(job_of(LOAD, onto(8), keys))
-    host.put(1, keys[1], table.FAILED)
-    copier.wait([1])
-    (result,) = copier.poll()
-    assert result.outcomes == [
-        Outcome.OK,
-        Outcome.IO_ERROR,
-        Outcome.CANCELLED,
-        Outcome.CANCELLED,
-    ]
-
-
-def test_an_arrival_that_is_too_late_times_out(world: World, host: MemoryHost) -> None:
-    now = [0.0]
-    copier = CpuCopier(world.layout, world.arrays(), host, NAMESPACE, clock=lambda: now[0])
-    keys = filled(copier, host, 2)
-    host.put(1, keys[1], table.RESERVED)
-    copier.submit(job_of(LOAD, onto(4), keys, deadline=5.0))
-    assert copier.poll() == []
-    now[0] = 5.0
-    copier.wait([1])
-    (result,) = copier.poll()
-    copier.close()
-    assert result.outcomes == [Outcome.OK, Outcome.TIMEOUT]
+def job_of(kind: TransferKind, name: int, slots: list[int], keys: list[Any], at: int) -> Job:
+    blocks = Blocks(np.arange(at, at + len(slots)), [len(slots)], [0])
+    return Job(id=name, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
 
 
 class Gate(MemoryHost):
@@ -280,7 +41,7 @@ class Gate(MemoryHost):
         self.reached, self.open, self.order = threading.Event(), threading.Event(), list[int]()
 
     def record(self, slot: int) -> memoryview:
-        if not self.order or self.order[-1] != slot:
+        if slot not in self.order:
             self.order.append(slot)
         if slot == self.slot:
             self.reached.set()
@@ -288,89 +49,79 @@ class Gate(MemoryHost):
         return super().record(slot)
 
 
-def test_stores_let_loads_go_first(world: World) -> None:
-    """While the first record of a store is being copied, a load arrives; it is next."""
+def test_stores_let_loads_go_first(monkeypatch: Any) -> None:
+    """A store of three records is at its first when a load arrives: that is next."""
+    monkeypatch.setattr(CpuCopier, "_BATCH_BYTES", 1)
+    world = a_world()
     host = Gate(world.layout, 8)
+    keys = keys_of(5)
     copier = CpuCopier(world.layout, world.arrays(), host, NAMESPACE, load_threads=1)
-    keys = filled(copier, host, 2)
-    more = keys_of(3, tag=1)
-    for slot, key in enumerate(more, start=2):
-        host.put(slot, key, table.RESERVED)
+    for slot in (0, 1):
+        host.put(slot, keys[slot], table.RESERVED)
+    copier.submit(job_of(TransferKind.STORE, 1, [0, 1], keys[:2], 0))
+    copier.wait([1])
+    for slot in (0, 1):
+        host.put(slot, keys[slot], table.VALID)
+    for slot in (2, 3, 4):
+        host.put(slot, keys[slot], table.RESERVED)
     host.order.clear()
     host.slot = 2
-    copier.submit(job_of(STORE, onto(6), more, slots=[2, 3, 4]))
+    copier.submit(job_of(TransferKind.STORE, 2, [2, 3, 4], keys[2:], 8))
     host.reached.wait()
-    host.put(0, keys[0], table.RESERVED)
-    copier.submit(job_of(LOAD, onto(4, at=24), keys, id=2))
-    host.put(0, keys[0], table.VALID)
-    copier.wait([2])
-    assert host.order == [2, 0, 1] or host.order == [2, 1, 0]
+    copier.submit(job_of(TransferKind.LOAD, 3, [0, 1], keys[:2], 16))
+    copier.wait([3])
+    assert host.order == [2, 0, 1]
     host.open.set()
-    copier.wait([1])
+    copier.wait([2])
+    assert host.order == [2, 0, 1, 3, 4]
     assert all(result.ok for result in copier.poll())
     copier.close()
 
 
-def test_close_cancels_what_has_not_begun(world: World) -> None:
-    host = MemoryHost(world.layout, 8)
-    copier = CpuCopier(world.layout, world.arrays(), host, NAMESPACE)
-    keys = keys_of(2)
-    for slot, key in enumerate(keys):
-        host.put(slot, key, table.RESERVED)
-    copier.submit(job_of(LOAD, onto(4), keys))
-    copier.close()
-    (result,) = copier.poll()
-    assert result.outcomes == [Outcome.CANCELLED] * 2
-    copier.submit(job_of(LOAD, onto(4), keys, id=2))
-    assert [late.outcomes for late in copier.poll()] == [[Outcome.CANCELLED] * 2]
+class Tensor:
+    """As much of a torch tensor as a layout looks at."""
+
+    def __init__(self, array: npt.NDArray[np.int8]) -> None:
+        self._array = array
+        self.shape = array.shape
+
+    def numpy(self) -> npt.NDArray[np.int8]:
+        return self._array
+
+    def data_ptr(self) -> int:
+        return int(self._array.ctypes.data)
+
+    def element_size(self) -> int:
+        return self._array.itemsize
+
+    def stride(self, dimension: int) -> int:
+        return self._array.strides[dimension] // self._array.itemsize
 
 
-def test_a_slot_that_is_not_there_is_a_failure_not_an_exception(
-    copier: CpuCopier, host: MemoryHost, caplog: pytest.LogCaptureFixture
-) -> None:
-    keys = filled(copier, host, 1)
-    host.entries.append(host.entries[0])
-    (result,) = run(copier, job_of(LOAD, onto(2), keys, slots=[8]))
-    assert not result.ok
-    assert run(copier, job_of(LOAD, onto(2), keys))[0].ok, "and the next job is served"
+class Named:
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
 
 
-def test_wrong_counts_are_the_callers_mistake(copier: CpuCopier) -> None:
-    with pytest.raises(ValueError, match="2 keys"):
-        copier.submit(job_of(LOAD, onto(2), keys_of(2)))
-
-
-def test_an_empty_job_ends_at_once(copier: CpuCopier) -> None:
-    (result,) = run(copier, job_of(LOAD, onto(0), []))
-    assert result.ok
-    assert result.bytes_moved == 0
-
-
-def test_two_ranks_write_one_record_in_a_region(tmp_path: Path) -> None:
-    """Each rank copies and seals its own part; together they make one record that proves itself."""
-    tensors = (DeviceTensor(0, 8, 4096, 4096),)
-    ranks = [DeviceLayout(tensors, ((PageRef(0, 4096),),), 2, part, 2) for part in range(2)]
-    size = record_bytes(ranks[0].group_bytes[0])
-    region = OwnedRegion(
-        tmp_path / "kv.region", plan_region(1 << 20, size, NAMESPACE, discard=True), Disk()
+def test_a_layout_is_read_from_canonical_caches() -> None:
+    """A packed tensor of two layers, the second of which has padded pages; two groups share it."""
+    memory = np.arange(8 * 96, dtype=np.int64).astype(np.int8).reshape(8, 96)
+    caches = Named(
+        tensors=[
+            Named(tensor=Tensor(memory[:, :32]), page_size_bytes=32),
+            Named(tensor=Tensor(memory[:, 32:]), page_size_bytes=64),
+        ],
+        group_data_refs=[
+            [Named(tensor_idx=0, page_size_bytes=32), Named(tensor_idx=1, page_size_bytes=60)],
+            [Named(tensor_idx=1, page_size_bytes=64)],
+        ],
     )
-    key = keys_of(1)[0]
-    at = table.entry_at(3)
-    region.region.table[at : at + table.ENTRY_BYTES] = table.pack_entry(table.RESERVED, key, 1, 0)
-    memories = [np.full(8 * 4096, rank + 1, np.uint8) for rank in range(2)]
-    copiers = [
-        CpuCopier(layout, World(layout, memory).arrays(), region.region, NAMESPACE)
-        for layout, memory in zip(ranks, memories, strict=True)
-    ]
-    blocks = Blocks(np.array([4, 5]), [2], [0])
-    for copier in copiers:
-        assert run(copier, job_of(STORE, blocks, [key], slots=[3]))[0].ok
-    region.region.table[at] = table.VALID
-    assert verify(region.region.record(3), key, NAMESPACE) is Outcome.OK
-    for copier, memory in zip(copiers, memories, strict=True):
-        wanted = memory.copy()
-        memory[4 * 4096 : 6 * 4096] = 0
-        assert run(copier, job_of(LOAD, blocks, [key], slots=[3]))[0].ok
-        assert (memory == wanted).all()
-        copier.close()
-    region.close(remove=True)
+    layout = DeviceLayout.of_caches(caches, 2)
+    at = memory.ctypes.data
+    assert layout.tensors == (DeviceTensor(at, 8, 96, 32), DeviceTensor(at + 32, 8, 96, 64))
+    assert layout.groups == ((PageRef(0, 32), PageRef(1, 60)), (PageRef(1, 64),))
+    assert layout.group_bytes == (184, 128)
+    first, second = host_arrays(caches)
+    second[3, 0] = 7
+    assert memory[3, 32] == 7, "arrays are views"
+    assert first.dtype == np.uint8

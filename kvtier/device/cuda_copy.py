@@ -1,0 +1,230 @@
+"""The copier for KV tensors on a device with streams.
+
+Loads: threads prove records that have arrived and queue their copies; another thread waits for the
+events, looks whether the records were left alone meanwhile, and reports. Stores: one thread queues
+copies behind what the engine had queued by then; others wait for the events, let the engine reuse
+its blocks, and seal the records. Nobody waits for the whole device, and no page costs Python time.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.device.accelerator import Accelerator, Event, Lane
+from kvtier.device.jobs import DeviceCopier, Host, Job, JobResult, Prover
+from kvtier.device.layout import DeviceLayout
+from kvtier.device.plan import Copies, Ints, Pieces, describe
+from kvtier.device.work import Batch, Desk
+from kvtier.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+_ERRORS = (ValueError, IndexError, TypeError, RuntimeError, OSError)
+"""What a region that is gone, or a device that fails, raises into a thread."""
+
+
+class _Flight(NamedTuple):
+    """A batch whose copies are queued on the device."""
+
+    batch: Batch
+    outcomes: list[Outcome]
+    """So far: the rows that are OK are being copied."""
+    stamps: list[bytes]
+    event: Event | None
+    held: object
+    """What must live until the event."""
+
+
+class _Pipe:
+    """One direction: its stream, and the batches under way on it, in order."""
+
+    _DEPTH = 16
+    """Batches under way: enough to keep the link busy, few enough to bound what they hold."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.lock = threading.Lock()
+        self.flights: queue.Queue[_Flight | None] = queue.Queue(self._DEPTH)
+
+
+class CudaCopier(DeviceCopier):
+    """Moves records through a device's streams, both directions at once."""
+
+    _BATCH_BYTES = 16 << 20
+
+    def __init__(
+        self,
+        layout: DeviceLayout,
+        device: Accelerator,
+        host: Host,
+        namespace: bytes,
+        *,
+        prove_threads: int = 4,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._layout = layout
+        self._device = device
+        self._prover = Prover(layout, host, namespace)
+        self._desk = Desk(layout, self._prover, self._BATCH_BYTES, clock)
+        first = host.record(0)
+        self._slots_at = int(np.frombuffer(first, np.uint8).ctypes.data)
+        self._slot_bytes = len(first)
+        self._loads = _Pipe(device.lane(urgent=True))
+        self._stores = _Pipe(device.lane(urgent=False))
+        self._issuing = self._start([self._issue_loads] * prove_threads + [self._issue_stores])
+        self._landing = self._start([self._land_loads] + [self._land_stores] * prove_threads)
+
+    def _start(self, loops: Sequence[Callable[[], None]]) -> list[threading.Thread]:
+        def run(loop: Callable[[], None]) -> None:
+            self._device.attach()
+            loop()
+
+        threads = [
+            threading.Thread(target=run, args=(loop,), name="kvtier-copy", daemon=True)
+            for loop in loops
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    # -- the engine's side -----------------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        self._desk.submit(job, self._device.mark())
+
+    def poll(self) -> list[JobResult]:
+        return self._desk.poll()
+
+    def wait(self, ids: Collection[int]) -> None:
+        self._desk.wait(ids)
+
+    def close(self) -> None:
+        self._desk.close()
+        for thread in self._issuing:
+            thread.join()
+        self._loads.flights.put(None)
+        self._stores.flights.put(None)
+        for thread in self._landing:
+            thread.join()
+
+    # -- to the device ---------------------------------------------------------------------
+
+    def _issue_loads(self) -> None:
+        while (batch := self._desk.next(self._desk.load)) is not None:
+            stamps = [self._prover.stamp(slot) for slot in _slots(batch)]
+            outcomes = self._guard(batch, self._prove)
+            flight = self._queue(self._loads, batch, outcomes, self._loads.lane.to_device, stamps)
+            self._loads.flights.put(flight)
+
+    def _prove(self, batch: Batch, row: int) -> Outcome:
+        key, slot = batch.work.job.keys[row], batch.work.job.slots[row]
+        outcome = self._prover.arrived(slot, key)
+        return self._prover.verify(slot, key, batch.work.groups[row]) if outcome.ok else outcome
+
+    def _land_loads(self) -> None:
+        while (flight := self._loads.flights.get()) is not None:
+            outcomes = self._landed(flight)
+            for index, slot in enumerate(_slots(flight.batch)):
+                if outcomes[index].ok and not self._prover.unchanged(slot, flight.stamps[index]):
+                    outcomes[index] = Outcome.GONE
+            self._desk.finish(flight.batch, outcomes)
+
+    # -- from the device -------------------------------------------------------------------
+
+    def _issue_stores(self) -> None:
+        while (batch := self._desk.next(self._desk.store)) is not None:
+            outcomes = self._guard(batch, self._reserved)
+            flight = self._queue(self._stores, batch, outcomes, self._stores.lane.to_host, [])
+            self._stores.flights.put(flight)
+
+    def _reserved(self, batch: Batch, row: int) -> Outcome:
+        job = batch.work.job
+        return Outcome.OK if self._prover.reserved(job.slots[row], job.keys[row]) else Outcome.GONE
+
+    def _land_stores(self) -> None:
+        while (flight := self._stores.flights.get()) is not None:
+            batch, outcomes = flight.batch, self._landed(flight)
+            self._desk.released(batch)
+            sealed = self._guard(batch, self._seal)
+            for index, outcome in enumerate(sealed):
+                if outcomes[index].ok:
+                    outcomes[index] = outcome
+            self._desk.finish(batch, outcomes, released=True)
+        self._stores.flights.put(None)  # for the next of these threads
+
+    def _seal(self, batch: Batch, row: int) -> Outcome:
+        outcome = self._reserved(batch, row)
+        if outcome.ok:
+            job = batch.work.job
+            self._prover.seal(job.slots[row], job.keys[row], batch.work.groups[row])
+            outcome = self._reserved(batch, row)
+        return outcome
+
+    # -- both ------------------------------------------------------------------------------
+
+    def _guard(self, batch: Batch, step: Callable[[Batch, int], Outcome]) -> list[Outcome]:
+        """One step for every row, in order; a load ends with the first that fails."""
+        outcomes = []
+        for row in batch.rows:
+            try:
+                outcome = step(batch, row)
+            except _ERRORS:
+                logger.exception("a %s of the engine failed", batch.work.job.kind.value)
+                outcome = Outcome.IO_ERROR
+            outcomes.append(outcome)
+            if not outcome.ok and batch.work.loading:
+                break
+        return outcomes + [Outcome.CANCELLED] * (len(batch.rows) - len(outcomes))
+
+    def _queue(
+        self,
+        pipe: _Pipe,
+        batch: Batch,
+        outcomes: list[Outcome],
+        copy: Callable[[Copies], object],
+        stamps: list[bytes],
+    ) -> _Flight:
+        """Queue the copies of the rows that are OK."""
+        rows = np.array([row for row, each in zip(batch.rows, outcomes, strict=True) if each.ok])
+        if not len(rows):
+            return _Flight(batch, outcomes, stamps, None, None)
+        job = batch.work.job
+        slots: Ints = np.array([job.slots[row] for row in rows], np.int64)
+        pieces = Pieces(*(column[rows] for column in batch.work.pieces))
+        records = self._slots_at + slots * self._slot_bytes
+        held: object = None
+        with pipe.lock:
+            try:
+                copies = describe(self._layout, job.blocks, pieces, records)
+                pipe.lane.after(batch.work.mark)
+                held = copy(copies)
+            except _ERRORS:
+                logger.exception("the device refused a %s", job.kind.value)
+                outcomes = _failed(outcomes)
+            # Recorded in any case: a part of the copies may be queued.
+            return _Flight(batch, outcomes, stamps, pipe.lane.record(), held)
+
+    def _landed(self, flight: _Flight) -> list[Outcome]:
+        """Wait for a flight's copies; what became of its rows."""
+        try:
+            if flight.event is not None:
+                flight.event.synchronize()
+        except _ERRORS:
+            logger.exception("the device failed a %s", flight.batch.work.job.kind.value)
+            return _failed(flight.outcomes)
+        return flight.outcomes
+
+
+def _failed(outcomes: list[Outcome]) -> list[Outcome]:
+    return [Outcome.IO_ERROR if outcome.ok else outcome for outcome in outcomes]
+
+
+def _slots(batch: Batch) -> list[int]:
+    return [batch.work.job.slots[row] for row in batch.rows]

@@ -1,0 +1,352 @@
+"""What every copier does: right bytes, right proofs, right order. Run on both kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from device_worlds import NAMESPACE, MemoryHost, World, jobs, keys_of, pages, worlds
+from fake_device import FakeDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.backends.cpu.region import OwnedRegion, plan_region
+from kvtier.core.disk import Disk
+from kvtier.core.record import HEADER_BYTES, Header, record_bytes, verify
+from kvtier.core.slab import layout as table
+from kvtier.core.transfer import TransferKind
+from kvtier.device.cpu_copy import CpuCopier
+from kvtier.device.cuda_copy import CudaCopier
+from kvtier.device.jobs import DeviceCopier, Host, Job, JobResult
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.plan import Blocks, cut
+from kvtier.types import BlockKey, Outcome
+
+LOAD, STORE = TransferKind.LOAD, TransferKind.STORE
+NEVER = float("inf")
+
+
+@pytest.fixture(params=["cpu", "streams"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def open_copier(
+    kind: str, world: World, host: Host, namespace: bytes = NAMESPACE, **more: Any
+) -> DeviceCopier:
+    if kind == "cpu":
+        return CpuCopier(world.layout, world.arrays(), host, namespace, **more)
+    return CudaCopier(world.addressed(), FakeDevice(), host, namespace, **more)
+
+
+def run(copier: DeviceCopier, *each: Job) -> list[JobResult]:
+    for job in each:
+        copier.submit(job)
+    copier.wait([job.id for job in each])
+    return copier.poll()
+
+
+def job_of(kind: TransferKind, blocks: Blocks, keys: list[BlockKey], **more: Any) -> Job:
+    fields: dict[str, Any] = {"id": 1, "deadline": NEVER, "slots": list(range(len(keys))), **more}
+    return Job(kind=kind, keys=keys, blocks=blocks, **fields)
+
+
+@pytest.mark.parametrize("of", ["cpu", "streams"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_records_out_and_back_are_the_same_pages(of: str, data: st.DataObject) -> None:
+    """Store whole chunks from random layouts, wipe the device, load them back."""
+    world: World = data.draw(worlds())
+    layout = world.layout
+    stored = data.draw(jobs(layout, whole=True))
+    pieces = cut(layout, stored)
+    host, keys = MemoryHost(layout, len(pieces)), keys_of(len(pieces))
+    for slot, key in enumerate(keys):
+        host.put(slot, key, table.RESERVED)
+        size = layout.group_bytes[pieces.group[slot]]
+        Header(key, NAMESPACE, size, layout.parts).write(host.record(slot))  # as rank 0 does
+    before = world.memory.copy()
+    copier = open_copier(of, world, host)
+    try:
+        (result,) = run(copier, job_of(STORE, stored, keys))
+        assert result.ok
+        for slot, key in enumerate(keys):
+            host.put(slot, key, table.VALID)
+        for page in pages(layout, stored):
+            record = host.record(page.record)
+            assert bytes(record[page.host : page.host + page.size]) == bytes(
+                before[page.device : page.device + page.size]
+            )
+        world.memory[:] = 0
+        (result,) = run(copier, job_of(LOAD, stored, keys))
+    finally:
+        copier.close()
+    assert result.ok
+    expected = np.zeros_like(before)
+    for page in pages(layout, stored):
+        expected[page.device : page.device + page.size] = before[
+            page.device : page.device + page.size
+        ]
+    assert (world.memory == expected).all(), "every page is back, and nothing else was touched"
+    assert result.bytes_moved == sum(page.size for page in pages(layout, stored))
+
+
+@pytest.fixture
+def world() -> World:
+    """Three layers of 4 KiB pages, two blocks a chunk, one rank."""
+    tensors = tuple(DeviceTensor(layer << 20, 32, 4096, 4096) for layer in range(3))
+    groups = (tuple(PageRef(layer, 4096) for layer in range(3)),)
+    memory = np.random.default_rng(1).integers(0, 256, 4 << 20, dtype=np.uint8)
+    return World(DeviceLayout(tensors, groups, blocks_per_chunk=2), memory)
+
+
+@pytest.fixture
+def host(world: World) -> MemoryHost:
+    return MemoryHost(world.layout, 8)
+
+
+@pytest.fixture
+def copier(kind: str, world: World, host: MemoryHost) -> Iterator[DeviceCopier]:
+    copier = open_copier(kind, world, host)
+    yield copier
+    copier.close()
+
+
+def filled(copier: DeviceCopier, host: MemoryHost, count: int = 4) -> list[BlockKey]:
+    """`count` records stored from the first blocks, committed."""
+    keys = keys_of(count)
+    for slot, key in enumerate(keys):
+        host.put(slot, key, table.RESERVED)
+    (result,) = run(copier, job_of(STORE, Blocks(np.arange(2 * count), [2 * count], [0]), keys))
+    assert result.ok
+    for slot, key in enumerate(keys):
+        host.put(slot, key, table.VALID)
+    return keys
+
+
+def onto(blocks: int, at: int = 16, start: int = 0) -> Blocks:
+    return Blocks(np.arange(at, at + blocks), [blocks], [start])
+
+
+def test_a_stored_record_proves_itself(copier: DeviceCopier, host: MemoryHost) -> None:
+    for slot, key in enumerate(filled(copier, host)):
+        assert verify(host.record(slot), key, NAMESPACE) is Outcome.OK
+
+
+def test_a_partial_first_chunk_is_skipped(
+    copier: DeviceCopier, host: MemoryHost, world: World
+) -> None:
+    keys = filled(copier, host)
+    original = world.memory.copy()
+    (result,) = run(copier, job_of(LOAD, onto(3, start=5), keys[:2]))
+    assert result.ok
+    for layer in range(3):
+        base = layer << 20
+        loaded = world.memory[base + 16 * 4096 : base + 19 * 4096]
+        assert (loaded == original[base + 4096 : base + 4 * 4096]).all()
+        assert (
+            world.memory[base + 19 * 4096 :][:4096] == original[base + 19 * 4096 :][:4096]
+        ).all()
+
+
+def test_a_partial_chunk_is_never_stored(copier: DeviceCopier, host: MemoryHost) -> None:
+    keys = keys_of(2)
+    for slot, key in enumerate(keys):
+        host.put(slot, key, table.RESERVED)
+    (result,) = run(copier, job_of(STORE, Blocks(np.arange(3), [3], [1]), keys))
+    assert result.outcomes == [Outcome.DROPPED, Outcome.OK]
+
+
+def flip(host: MemoryHost, slot: int, at: int) -> None:
+    host.record(slot)[at] ^= 1
+
+
+@pytest.mark.parametrize("at", [0, 20, 60, 90, HEADER_BYTES, HEADER_BYTES + 6 * 4096 - 1])
+def test_a_flipped_bit_is_corruption_and_reaches_no_page(
+    copier: DeviceCopier, host: MemoryHost, world: World, at: int
+) -> None:
+    keys = filled(copier, host, 1)
+    flip(host, 0, at)
+    before = world.memory.copy()
+    (result,) = run(copier, job_of(LOAD, onto(2), keys))
+    assert result.outcomes == [Outcome.CORRUPT]
+    assert (world.memory == before).all()
+
+
+def test_a_record_of_another_namespace_key_or_geometry_is_refused(
+    copier: DeviceCopier, host: MemoryHost, world: World, kind: str
+) -> None:
+    keys = filled(copier, host, 2)
+    host.record(1)[:] = host.record(0)
+    assert run(copier, job_of(LOAD, onto(4), keys))[0].outcomes[1] is Outcome.CORRUPT
+    elsewhere = open_copier(kind, world, host, bytes(16))
+    assert run(elsewhere, job_of(LOAD, onto(2), keys[:1]))[0].outcomes == [Outcome.CORRUPT]
+    elsewhere.close()
+
+
+@pytest.mark.parametrize("state", [table.FREE, table.BAD])
+def test_a_slot_that_holds_something_else_is_gone(
+    copier: DeviceCopier, host: MemoryHost, state: int
+) -> None:
+    keys = filled(copier, host, 2)
+    host.put(0, keys[0], state)
+    host.put(1, keys_of(1, tag=9)[0], table.VALID)
+    (first,) = run(copier, job_of(LOAD, onto(2), keys[:1]))
+    (second,) = run(copier, job_of(LOAD, onto(2), keys[1:], slots=[1]))
+    assert first.outcomes == second.outcomes == [Outcome.GONE]
+
+
+class Treacherous(MemoryHost):
+    """Gives a slot to another key while it is being copied."""
+
+    victim = -1
+
+    def record(self, slot: int) -> memoryview:
+        if slot == self.victim:
+            self.put(slot, keys_of(1, tag=7)[0], self.entries[slot][0], generation=2)
+        return super().record(slot)
+
+
+@pytest.mark.parametrize("way", [LOAD, STORE])
+def test_a_slot_replaced_during_the_copy_is_gone(
+    world: World, kind: str, way: TransferKind
+) -> None:
+    host = Treacherous(world.layout, 8)
+    copier = open_copier(kind, world, host)
+    keys = filled(copier, host, 2)
+    if way is STORE:
+        host.put(1, keys[1], table.RESERVED)
+    host.victim = 1
+    (result,) = run(copier, job_of(way, onto(2), keys[1:], slots=[1]))
+    copier.close()
+    assert result.outcomes in ([Outcome.GONE], [Outcome.CORRUPT])
+    assert not result.ok
+
+
+def test_a_store_into_a_slot_that_is_not_reserved_writes_nothing(
+    copier: DeviceCopier, host: MemoryHost
+) -> None:
+    keys = filled(copier, host, 1)
+    before = bytes(host.record(0))
+    (result,) = run(copier, job_of(STORE, onto(2), keys))
+    assert result.outcomes == [Outcome.GONE]
+    assert bytes(host.record(0)) == before
+
+
+def test_records_are_loaded_as_they_arrive(
+    copier: DeviceCopier, host: MemoryHost, world: World
+) -> None:
+    """The last one arrives first: it is on the device while the others are still on their way."""
+    keys = filled(copier, host)
+    for slot, key in enumerate(keys):
+        host.put(slot, key, table.RESERVED)
+    copier.submit(job_of(LOAD, onto(8), keys))
+    host.put(3, keys[3], table.ARRIVED)
+    page = slice(16 * 4096 + 6 * 4096, 16 * 4096 + 7 * 4096)
+    while not (world.memory[page] == world.memory[6 * 4096 : 7 * 4096]).all():
+        assert not copier.poll()
+    for slot in (1, 0, 2):
+        host.put(slot, keys[slot], table.ARRIVED)
+    copier.wait([1])
+    (result,) = copier.poll()
+    assert result.ok
+
+
+def test_an_arrival_that_failed_fails_the_load_and_cancels_the_rest(
+    copier: DeviceCopier, host: MemoryHost
+) -> None:
+    keys = filled(copier, host)
+    for slot in (1, 2, 3):
+        host.put(slot, keys[slot], table.RESERVED)
+    copier.submit(job_of(LOAD, onto(8), keys))
+    host.put(1, keys[1], table.FAILED)
+    copier.wait([1])
+    (result,) = copier.poll()
+    assert result.outcomes == [
+        Outcome.OK,
+        Outcome.IO_ERROR,
+        Outcome.CANCELLED,
+        Outcome.CANCELLED,
+    ]
+
+
+def test_an_arrival_that_is_too_late_times_out(world: World, host: MemoryHost, kind: str) -> None:
+    now = [0.0]
+    copier = open_copier(kind, world, host, clock=lambda: now[0])
+    keys = filled(copier, host, 2)
+    host.put(1, keys[1], table.RESERVED)
+    copier.submit(job_of(LOAD, onto(4), keys, deadline=5.0))
+    assert copier.poll() == []
+    now[0] = 5.0
+    copier.wait([1])
+    (result,) = copier.poll()
+    copier.close()
+    assert result.outcomes == [Outcome.OK, Outcome.TIMEOUT]
+
+
+def test_close_cancels_what_has_not_begun(world: World, kind: str) -> None:
+    host = MemoryHost(world.layout, 8)
+    copier = open_copier(kind, world, host)
+    keys = keys_of(2)
+    for slot, key in enumerate(keys):
+        host.put(slot, key, table.RESERVED)
+    copier.submit(job_of(LOAD, onto(4), keys))
+    copier.close()
+    (result,) = copier.poll()
+    assert result.outcomes == [Outcome.CANCELLED] * 2
+    copier.submit(job_of(LOAD, onto(4), keys, id=2))
+    assert [late.outcomes for late in copier.poll()] == [[Outcome.CANCELLED] * 2]
+
+
+def test_a_slot_that_is_not_there_is_a_failure_not_an_exception(
+    copier: DeviceCopier, host: MemoryHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = filled(copier, host, 1)
+    host.entries.append(host.entries[0])
+    (result,) = run(copier, job_of(LOAD, onto(2), keys, slots=[8]))
+    assert not result.ok
+    assert run(copier, job_of(LOAD, onto(2), keys))[0].ok, "and the next job is served"
+
+
+def test_wrong_counts_are_the_callers_mistake(copier: DeviceCopier) -> None:
+    with pytest.raises(ValueError, match="2 keys"):
+        copier.submit(job_of(LOAD, onto(2), keys_of(2)))
+
+
+def test_an_empty_job_ends_at_once(copier: DeviceCopier) -> None:
+    (result,) = run(copier, job_of(LOAD, onto(0), []))
+    assert result.ok
+    assert result.bytes_moved == 0
+
+
+def test_two_ranks_write_one_record_in_a_region(tmp_path: Path, kind: str) -> None:
+    """Each rank copies and seals its own part; together they make one record that proves itself."""
+    tensors = (DeviceTensor(0, 8, 4096, 4096),)
+    ranks = [DeviceLayout(tensors, ((PageRef(0, 4096),),), 2, part, 2) for part in range(2)]
+    size = record_bytes(ranks[0].group_bytes[0])
+    region = OwnedRegion(
+        tmp_path / "kv.region", plan_region(1 << 20, size, NAMESPACE, discard=True), Disk()
+    )
+    key = keys_of(1)[0]
+    at = table.entry_at(3)
+    region.region.table[at : at + table.ENTRY_BYTES] = table.pack_entry(table.RESERVED, key, 1, 0)
+    memories = [np.full(8 * 4096, rank + 1, np.uint8) for rank in range(2)]
+    copiers = [
+        open_copier(kind, World(layout, memory), region.region)
+        for layout, memory in zip(ranks, memories, strict=True)
+    ]
+    blocks = Blocks(np.array([4, 5]), [2], [0])
+    for copier in copiers:
+        assert run(copier, job_of(STORE, blocks, [key], slots=[3]))[0].ok
+    region.region.table[at] = table.VALID
+    assert verify(region.region.record(3), key, NAMESPACE) is Outcome.OK
+    for copier, memory in zip(copiers, memories, strict=True):
+        wanted = memory.copy()
+        memory[4 * 4096 : 6 * 4096] = 0
+        assert run(copier, job_of(LOAD, blocks, [key], slots=[3]))[0].ok
+        assert (memory == wanted).all()
+        copier.close()
+    region.close(remove=True)

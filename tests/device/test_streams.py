@@ -1,0 +1,202 @@
+"""A device with streams: nothing is copied too early, and nobody waits who must not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from device_worlds import NAMESPACE, MemoryHost, World, keys_of
+from fake_device import FakeDevice
+
+from kvtier.core.slab import layout as table
+from kvtier.core.transfer import TransferKind
+from kvtier.device.cuda_copy import CudaCopier
+from kvtier.device.jobs import Job, JobResult
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.plan import Blocks
+from kvtier.types import BlockKey, Outcome
+
+PAGE = 4096
+RECORDS = 6
+LOAD, STORE = TransferKind.LOAD, TransferKind.STORE
+
+
+class Stage(NamedTuple):
+    """A copier on a fake device; record `i` belongs to block `i`."""
+
+    copier: CudaCopier
+    device: FakeDevice
+    host: MemoryHost
+    memory: Any
+    keys: list[BlockKey]
+
+    def page(self, block: int) -> Any:
+        return self.memory[block * PAGE : (block + 1) * PAGE]
+
+    def submit(self, kind: TransferKind, name: int, first: int, count: int, onto: int) -> None:
+        state = table.VALID if kind is LOAD else table.RESERVED
+        slots = list(range(first, first + count))
+        for slot in slots:
+            self.host.put(slot, self.keys[slot], state)
+        blocks = Blocks(np.arange(onto, onto + count), [count], [0])
+        keys = self.keys[first : first + count]
+        self.copier.submit(
+            Job(id=name, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
+        )
+
+    def result(self, name: int) -> JobResult:
+        self.copier.wait([name])
+        while True:
+            for result in self.copier.poll():
+                if result.id == name:
+                    return result
+
+
+@pytest.fixture(params=range(5))
+def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    """The device's seed is the parameter: other orders of what may be reordered."""
+    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
+    memory = np.random.default_rng(1).integers(0, 256, 32 * PAGE, dtype=np.uint8)
+    device, host = FakeDevice(request.param), MemoryHost(layout, RECORDS)
+    copier = CudaCopier(World(layout, memory).addressed(), device, host, NAMESPACE)
+    stage = Stage(copier, device, host, memory, keys_of(RECORDS))
+    yield stage
+    for stream in (device.engine, *device.lanes.values()):
+        device.freeze(stream, False)
+    copier.close()
+
+
+def stored(stage: Stage) -> None:
+    """All records hold their blocks."""
+    stage.submit(STORE, 0, 0, RECORDS, 0)
+    assert stage.result(0).ok
+
+
+def test_a_store_waits_for_what_the_engine_writes(stage: Stage) -> None:
+    stage.device.freeze(stage.device.engine, True)
+    stage.device.engine.do(lambda: stage.page(2).fill(42))
+    stage.submit(STORE, 1, 2, 1, 2)
+    stage.device.engine.do(lambda: stage.page(2).fill(43))
+    stage.device.drain()
+    assert not any(stage.host.record(2)[4096:]), "nothing was copied before its time"
+    stage.device.freeze(stage.device.lanes[False], True)
+    stage.device.freeze(stage.device.engine, False)
+    stage.device.drain()
+    stage.page(2).fill(42)
+    stage.device.freeze(stage.device.lanes[False], False)
+    assert stage.result(1).ok
+    assert set(stage.host.record(2)[4096 : 4096 + PAGE]) == {42}
+
+
+def test_a_load_waits_for_what_the_engine_writes_there(stage: Stage) -> None:
+    """An engine may still zero the blocks that it gives to a load."""
+    stored(stage)
+    wanted = stage.page(1).copy()
+    stage.device.freeze(stage.device.engine, True)
+    stage.device.engine.do(lambda: stage.page(20).fill(0))
+    stage.submit(LOAD, 1, 1, 1, 20)
+    stage.device.drain()
+    assert stage.copier.poll() == []
+    stage.device.freeze(stage.device.engine, False)
+    assert stage.result(1).ok
+    assert (stage.page(20) == wanted).all()
+
+
+def test_what_the_engine_reads_after_a_result_is_there(stage: Stage) -> None:
+    stored(stage)
+    seen: list[bytes] = []
+    stage.submit(LOAD, 1, 0, RECORDS, 20)
+    assert stage.result(1).ok
+    stage.device.engine.do(lambda: seen.append(bytes(stage.memory[20 * PAGE : 26 * PAGE])))
+    stage.device.drain()
+    assert seen == [bytes(stage.memory[: 6 * PAGE])]
+
+
+def test_loads_do_not_wait_for_stores(stage: Stage) -> None:
+    stored(stage)
+    stage.device.freeze(stage.device.lanes[False], True)
+    stage.submit(STORE, 1, 3, 3, 3)
+    stage.submit(LOAD, 2, 0, 3, 20)
+    assert stage.result(2).ok
+    assert stage.copier.poll() == []
+    stage.device.freeze(stage.device.lanes[False], False)
+    assert stage.result(1).ok
+
+
+def test_the_engines_thread_never_waits_for_the_device(stage: Stage) -> None:
+    stage.device.freeze(stage.device.engine, True)
+    stage.submit(STORE, 1, 0, RECORDS, 0)
+    assert stage.copier.poll() == []
+    stage.device.freeze(stage.device.engine, False)
+    assert stage.result(1).ok
+    assert threading.get_ident() not in stage.device.waiters
+
+
+class Sealing(threading.Event):
+    """Set when the copier may seal records."""
+
+
+def test_blocks_may_be_reused_before_a_store_is_sealed(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_seal = Sealing()
+    seal = stage.copier._prover.seal
+
+    def later(slot: int, key: BlockKey, group: int) -> None:
+        may_seal.wait()
+        seal(slot, key, group)
+
+    monkeypatch.setattr(stage.copier._prover, "seal", later)
+    wanted = bytes(stage.page(1))
+    stage.submit(STORE, 1, 1, 1, 1)
+    stage.copier.wait([1])
+    stage.page(1).fill(0)
+    assert stage.copier.poll() == [], "but it is not complete yet"
+    may_seal.set()
+    assert stage.result(1).ok
+    assert bytes(stage.host.record(1)[4096 : 4096 + PAGE]) == wanted
+
+
+@pytest.mark.parametrize("kind", [LOAD, STORE])
+def test_a_device_that_refuses_copies_fails_the_job_alone(
+    stage: Stage, kind: TransferKind, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored(stage)
+    stage.device.lanes[kind is LOAD].refuses = True
+    stage.submit(kind, 1, 0, 2, 20)
+    assert set(stage.result(1).outcomes) <= {Outcome.IO_ERROR, Outcome.CANCELLED}
+    assert "the device refused a" in caplog.text
+    stage.device.lanes[kind is LOAD].refuses = False
+    stage.submit(kind, 2, 2, 2, 24)
+    assert stage.result(2).ok
+
+
+@pytest.mark.parametrize("kind", [LOAD, STORE])
+def test_a_device_that_is_lost_fails_jobs_and_raises_nothing(
+    stage: Stage, kind: TransferKind, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored(stage)
+    stage.device.freeze(stage.device.engine, True)
+    stage.submit(kind, 1, 0, 2, 20)
+    stage.device.broken = True
+    stage.device.freeze(stage.device.engine, False)
+    assert set(stage.result(1).outcomes) <= {Outcome.IO_ERROR, Outcome.CANCELLED}
+    assert "the device failed a" in caplog.text
+
+
+def test_one_bad_record_does_not_stop_those_under_way(stage: Stage) -> None:
+    stored(stage)
+    stage.host.record(3)[5000] ^= 1
+    before = stage.memory.copy()
+    stage.submit(LOAD, 1, 0, RECORDS, 20)
+    result = stage.result(1)
+    assert result.outcomes[3] is Outcome.CORRUPT
+    assert not (stage.page(23) != before[23 * PAGE : 24 * PAGE]).any()
+    assert all(
+        (stage.page(20 + index) == stage.page(index)).all()
+        for index, outcome in enumerate(result.outcomes)
+        if outcome.ok
+    )
