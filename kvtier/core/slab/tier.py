@@ -228,7 +228,8 @@ class SlabTier(Tier):
         """Pass on what was touched: kept for a quiet moment, because requests wait for `touch`."""
         touched, self._touched = self._touched, []
         where = self._where
-        for keys in touched:
+        for offered in touched:
+            keys = list(dict.fromkeys(offered))  # a policy is told of a slot once a call
             hits = next((i for i, key in enumerate(keys) if key not in where), len(keys))
             if hits < len(keys):
                 self._expect(keys[max(0, hits - 1) :])
