@@ -24,6 +24,10 @@ SECRET_KEY = "secret-of-the-tests-0123456789"
 START_SECONDS_MAX = 60.0
 
 
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(") ")[2][0]
+
+
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -59,6 +63,10 @@ class ServerProcess:
 
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)
+        assert self._process is not None
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        while any(_state(task) != "T" for task in tasks.iterdir()):
+            time.sleep(0.001)  # a signal needs a moment
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
