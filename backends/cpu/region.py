@@ -181,8 +181,8 @@ class OwnedRegion:
     def _create(self, header: SlabHeader) -> Region:
         size = header.data_at + header.slots * header.slot_bytes
         making = self.path.with_suffix(".making")
-        self._disk.unlink(making)
         try:
+            self._disk.unlink(making)
             fd = self._disk.open(making, create=True)
             try:
                 self._disk.allocate(fd, size)
@@ -191,7 +191,8 @@ class OwnedRegion:
                 self._disk.close(fd)
             making.rename(self.path)
         except OSError as error:
-            self._disk.unlink(making)
+            with contextlib.suppress(OSError):
+                self._disk.unlink(making)
             free = self._disk.free_bytes(self.path.parent)
             raise MediumError(
                 f"cannot make a CPU region of {size} bytes in {self.path.parent} "
