@@ -53,7 +53,7 @@ class NvmeSubject(Subject):
     backend = NVME_BACKEND
     persistent = True
     shared = True
-    lands_committed = True
+    revives = True
     quarantine_blocks = 1
 
     def settings(self, folder: Path, blocks: int, record_bytes: int) -> NvmeSettings:

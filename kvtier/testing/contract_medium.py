@@ -210,7 +210,7 @@ class MediumContract:
         rig.tier.complete_store(aborted, failures(aborted, Outcome.IO_ERROR))
         rig.tier.forget(keys[3:])
         rig.reopen()
-        here = keys[:3] + (landed if self.subject.lands_committed else [])
+        here = keys[:3] + (landed if self.subject.revives else [])
         assert rig.resident(make_keys(100)) == here
         assert rig.get(here) == here
         assert rig.tier.stats().blocks == len(here)

@@ -62,6 +62,7 @@ class TierFaults:
         rig = self.rig(tmp_path, disk)
         disk.plan = seeded(seed, 0.25, [fault] if fault else SURVIVABLE)
         walk(rig, random.Random(seed), steps=60)
+        assert disk.happened
         disk.plan = never
         self.check_full_service(rig)
         rig.close()
@@ -204,7 +205,7 @@ def walk(rig: Rig, dice: random.Random, *, steps: int) -> None:
         if step < 0.45:
             rig.put(some)
         elif step < 0.85:
-            rig.get(some)
+            rig.get(universe)
         elif step < 0.9:
             rig.tier.forget(some)
         elif step < 0.95:

@@ -26,9 +26,9 @@ class Subject(ABC):
     """Committed blocks outlive `close` and the death of the process."""
     shared = False
     """Several tiers may be open on one medium; what one commits, the others find."""
-    lands_committed = False
-    """On the medium a block counts as committed once all its bytes are there: if the process dies
-    before `complete_store`, the block is served afterwards."""
+    revives = False
+    """A restart may also serve blocks that were evicted or not committed yet, but all of whose
+    bytes are still there. (Blocks that were dropped never come back, whatever the medium.)"""
     overhead_bytes = 0
     """What the files may take beyond the settings' capacity: locks, descriptions."""
 

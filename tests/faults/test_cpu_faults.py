@@ -1,0 +1,62 @@
+"""The CPU tier touches files only when it opens; from then on damage is done in memory."""
+
+import random
+from pathlib import Path
+
+import pytest
+from subjects import CPU
+
+from kvtier.errors import MediumError
+from kvtier.testing.faults import Fault, FaultyDisk, seeded
+from kvtier.testing.records import make_keys
+from kvtier.testing.subject import Rig
+
+BLOCKS = 6
+AT_OPEN = (Fault.EIO, Fault.ENOSPC, Fault.LATENCY)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_opening_fails_by_name_or_works(tmp_path: Path, seed: int) -> None:
+    keys = make_keys(BLOCKS)
+    try:
+        broken = Rig(CPU, tmp_path, blocks=BLOCKS, disk=FaultyDisk(seeded(seed, 0.5, AT_OPEN)))
+    except MediumError:
+        pass
+    else:
+        assert broken.put(keys) == keys
+        broken.close()
+    rig = Rig(CPU, tmp_path, blocks=BLOCKS)
+    rig.put(keys)
+    assert rig.get(keys) == keys
+    rig.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_flipped_bits_in_the_region_are_a_miss(tmp_path: Path, seed: int) -> None:
+    """While it is in use and while it is not: header page, table, records."""
+    dice = random.Random(seed)
+    rig = Rig(CPU, tmp_path, blocks=BLOCKS)
+    keys = rig.put(make_keys(BLOCKS))
+    flip_bits(tmp_path, dice)
+    rig.get(keys)
+    flip_bits(tmp_path, dice)
+    rig.reopen()
+    assert rig.get(keys) == rig.resident(keys)
+    new = make_keys(BLOCKS, start=100)
+    taken = rig.put(new)
+    assert len(taken) >= BLOCKS - 4  # what was found damaged may be kept out of use
+    assert rig.get(new) == taken
+    rig.close()
+
+
+def flip_bits(folder: Path, dice: random.Random) -> None:
+    """In the region's file, two in the part before the records and two anywhere."""
+    (path,) = folder.glob("*.region")
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        for limit in (64, 8192, size, size):
+            at = dice.randrange(limit)
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ (1 << dice.randrange(8))]))
