@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -160,5 +160,8 @@ class MemoryHost:
         self.entries[slot] = table.pack_entry(state, key, generation, 0)
 
 
-def keys_of(count: int, tag: int = 0) -> list[BlockKey]:
-    return [block_key(index.to_bytes(8, "big") + tag.to_bytes(8, "big")) for index in range(count)]
+def keys_of(count: int, tag: int = 0, groups: Sequence[int] = ()) -> list[BlockKey]:
+    return [
+        block_key(index.to_bytes(8, "big") + tag.to_bytes(8, "big"), groups[index] if groups else 0)
+        for index in range(count)
+    ]

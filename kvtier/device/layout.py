@@ -45,12 +45,16 @@ class DeviceLayout(msgspec.Struct, frozen=True, dict=True):
     blocks_per_chunk: int = 1
     part: int = 0
     parts: int = 1
+    group_ids: tuple[int, ...] = ()
+    """The index that keys of each group carry; the group's position if none are given."""
 
     def __post_init__(self) -> None:
         if self.blocks_per_chunk < 1 or not 0 <= self.part < self.parts:
             raise ValueError("blocks_per_chunk is at least 1, and part one of parts")
         if not self.groups or not all(self.groups):
             raise ValueError("every group must use at least one page")
+        if self.group_ids and len(self.group_ids) != len(self.groups):
+            raise ValueError("group_ids names every group, or none")
         for tensor in self.tensors:
             if not 0 < tensor.page_bytes <= tensor.stride or tensor.blocks < 1:
                 raise ValueError(f"pages overlap in {tensor}")
@@ -61,7 +65,14 @@ class DeviceLayout(msgspec.Struct, frozen=True, dict=True):
                 raise ValueError(f"{ref} is larger than the page it uses")
 
     @classmethod
-    def of_caches(cls, caches: Any, blocks_per_chunk: int, part: int = 0, parts: int = 1) -> Self:
+    def of_caches(
+        cls,
+        caches: Any,
+        blocks_per_chunk: int,
+        part: int = 0,
+        parts: int = 1,
+        group_ids: Sequence[int] = (),
+    ) -> Self:
         """Describe canonical KV caches: anything with vLLM's `tensors` and `group_data_refs`."""
         tensors = []
         for entry in caches.tensors:
@@ -75,7 +86,12 @@ class DeviceLayout(msgspec.Struct, frozen=True, dict=True):
             tuple(PageRef(ref.tensor_idx, ref.page_size_bytes) for ref in group)
             for group in caches.group_data_refs
         )
-        return cls(tuple(tensors), groups, blocks_per_chunk, part, parts)
+        return cls(tuple(tensors), groups, blocks_per_chunk, part, parts, tuple(group_ids))
+
+    @cached_property
+    def key_groups(self) -> tuple[int, ...]:
+        """The index that keys of each group carry."""
+        return self.group_ids or tuple(range(len(self.groups)))
 
     @cached_property
     def blocks(self) -> int:
@@ -106,10 +122,10 @@ class DeviceLayout(msgspec.Struct, frozen=True, dict=True):
         """The payload of a whole record by group: what the namespace has to state."""
         return tuple(size * self.parts for size in self.part_bytes)
 
-    def check(self, namespace: Namespace, group_ids: Sequence[int]) -> None:
+    def check(self, namespace: Namespace) -> None:
         """Raise ValueError unless the namespace states this geometry, group by group."""
         sizes = namespace.group_bytes
-        stated = tuple(sizes[min(group, len(sizes) - 1)] for group in group_ids)
+        stated = tuple(sizes[min(group, len(sizes) - 1)] for group in self.key_groups)
         if (stated, namespace.parts) != (self.group_bytes, self.parts):
             raise ValueError(
                 f"the namespace states payloads {stated} in {namespace.parts} parts, the KV caches "

@@ -9,13 +9,11 @@ from collections.abc import Callable, Collection
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kvtier.core.transfer import TransferKind
 from kvtier.device.jobs import Job, JobResult, Prover
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Pieces, cut, whole
-from kvtier.types import Outcome
+from kvtier.types import Outcome, group_of
 
 
 class Work:
@@ -101,16 +99,28 @@ class Desk:
         if not len(pieces) == len(job.keys) == len(job.slots):
             raise ValueError(f"{len(job.keys)} keys and {len(job.slots)} slots for {len(pieces)}")
         work = Work(job, pieces, mark, self._clock())
+        key_groups = self._layout.key_groups
+        if any(
+            group_of(key) != key_groups[group]
+            for key, group in zip(job.keys, work.groups, strict=True)
+        ):
+            raise ValueError("the keys are of other groups than the blocks")
         if not work.loading:
-            for row in np.flatnonzero(~whole(self._layout, pieces)).tolist():
-                work.waiting.remove(row)
-                work.outcomes[row] = Outcome.DROPPED  # a record is a whole chunk or nothing
+            self._drop_holes(work)
         with self._lock:
             if self._closing:
                 work.give_up(Outcome.CANCELLED)
             (self._loads if work.loading else self._stores).append(work)
             self._settle(work)
             self._woken.notify_all()
+
+    def _drop_holes(self, work: Work) -> None:
+        """A record is a whole chunk or nothing. Where a group's blocks are not whole chunks, some
+        are missing, and nobody can tell any more which of them belong to which key."""
+        partial = set(work.pieces.group[~whole(self._layout, work.pieces)].tolist())
+        for row in [row for row in work.waiting if work.groups[row] in partial]:
+            work.waiting.remove(row)
+            work.outcomes[row] = Outcome.DROPPED
 
     def poll(self) -> list[JobResult]:
         """Jobs that ended since the last call."""
