@@ -227,7 +227,10 @@ class TierChain(Tier):
             self._drop(self._ledger.release(ticket))
             missing = f"{len(ticket.missing)} of {len(keys)} keys"
             raise NotResident(f"{missing} are not here: look up first")
-        self._anonymous.append((ticket, set(ticket.keys)))
+        if keys:
+            self._anonymous.append((ticket, set(keys)))
+        else:
+            self._ledger.release(ticket)
         return ticket.spec
 
     def complete_load(

@@ -6,7 +6,7 @@ never an object for one block: a prompt has hundreds of them and the engine wait
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 
 import msgspec
@@ -87,23 +87,26 @@ def plan_lower(
 
 
 def plan_room(
-    keys: Sequence[BlockKey], origins: list[int], promised: Collection[BlockKey], room: int
+    keys: Sequence[BlockKey], origins: list[int], promised: Mapping[BlockKey, int], room: int
 ) -> list[int]:
     """Take back what host memory has no room for: a hit is a promise.
 
-    Every hit needs a slot that nobody else can have: a resident block will be pinned in its own,
-    a lower one reserves one. Those promised before have theirs.
+    Every hit needs a slot that nobody else can have: a resident block will be pinned in its own, a
+    lower one reserves one. What was promised before has its slot. Resident blocks come first; they
+    give way only if the slots they would be pinned in were promised to others.
     """
     if len(keys) <= room:
         return origins
-    kept = []
-    for key, origin in zip(keys, origins, strict=True):
-        if origin >= HOST and key not in promised:
-            if room > 0:
-                room -= 1
-            elif origin > HOST:
-                origin = NOWHERE
-        kept.append(origin)
+    fresh = [at for at, key in enumerate(keys) if origins[at] >= HOST and key not in promised]
+    resident = [at for at in fresh if origins[at] == HOST]
+    lower = [at for at in fresh if origins[at] > HOST]
+    kept = origins.copy()
+    left = max(0, room - len(resident))
+    for at in lower[left:]:
+        kept[at] = NOWHERE
+    if any(tier > HOST for tier in promised.values()):
+        for at in resident[max(0, room) :]:
+            kept[at] = NOWHERE
     return kept
 
 

@@ -1,0 +1,268 @@
+"""A chain of three tiers under everything at once: never a wrong block, never a leak.
+
+The mover is a script: it ends any transfer at any time, well or badly, or not before the very end.
+"""
+
+from __future__ import annotations
+
+from chains import REST, ChainRig, rule
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+)
+from hypothesis.stateful import rule as step
+
+from kvtier.core.flight import Ticket
+from kvtier.core.settings import Admission, WritePolicy
+from kvtier.errors import NotResident
+from kvtier.testing.records import make_keys
+from kvtier.types import BlockKey, EventKind, Outcome, Presence, Reservation
+
+UNIVERSE = make_keys(8)
+SLOTS = (4, 6, 8)
+REQUESTS = ("a", "b")
+
+some_keys = st.lists(st.sampled_from(UNIVERSE), min_size=1, max_size=6, unique=True)
+number = st.integers(0, 7)
+bad_outcomes = st.sampled_from([outcome for outcome in Outcome if not outcome.ok])
+bad_keys = st.dictionaries(st.sampled_from(UNIVERSE), bad_outcomes, max_size=3)
+policies = st.sampled_from(WritePolicy)
+admissions = st.sampled_from(Admission)
+
+
+class ChainMachine(RuleBasedStateMachine):
+    """Requests, stores, transfers and time in every order."""
+
+    @initialize(
+        writes=st.tuples(policies, policies),
+        admits=st.tuples(admissions, admissions),
+        near=some_keys,
+        far=some_keys,
+    )
+    def begin(
+        self,
+        writes: tuple[WritePolicy, ...],
+        admits: tuple[Admission, ...],
+        near: list[BlockKey],
+        far: list[BlockKey],
+    ) -> None:
+        rules = [rule(write, admit, 5) for write, admit in zip(writes, admits, strict=True)]
+        self.rig = ChainRig(SLOTS, [rule(), *rules])
+        for index, tier in enumerate(self.rig.tiers):
+            tier.medium = f"tier{index}"
+        self.chain = self.rig.chain
+        self.storing: list[Reservation] = []
+        self.tickets: list[Ticket] = []
+        self.unreported: list[Ticket] = []
+        self.visible: dict[str, set[BlockKey]] = {tier.medium: set() for tier in self.rig.tiers}
+        self.dead: set[BlockKey] = set(UNIVERSE)
+        """Never stored, or stored before everything was invalidated."""
+        self.appear_below(1, near)
+        self.appear_below(2, far)
+
+    # other engines, which share the lower tiers
+
+    @step(tier=st.sampled_from([1, 2]), keys=some_keys, appear=st.integers(0, 3))
+    def others(self, tier: int, keys: list[BlockKey], appear: int) -> None:
+        if appear:
+            self.appear_below(tier, keys)
+        else:
+            self.rig.tiers[tier].forget(keys)
+
+    def appear_below(self, tier: int, keys: list[BlockKey]) -> None:
+        self.dead.difference_update(self.rig.put(tier, keys))
+
+    # the engine
+
+    @step(keys=some_keys, evict=st.booleans(), hold=st.booleans())
+    def reserve(self, keys: list[BlockKey], evict: bool, hold: bool) -> None:
+        taken = self.chain.prepare_store(keys, evict=evict)
+        assert taken.keys == [key for key in keys if key in taken.keys]
+        self.storing.append(taken)
+        if not hold:
+            self.commit(-1, {})
+
+    @precondition(lambda self: self.storing)
+    @step(which=number, fails=bad_keys)
+    def commit(self, which: int, fails: dict[BlockKey, Outcome]) -> None:
+        taken = self.storing.pop(which % len(self.storing))
+        good = [at for at, key in enumerate(taken.keys) if key not in fails]
+        for at in good:
+            self.rig.write(0, [taken.keys[at]], taken.spec.select(at, at + 1))
+        before = self.dead
+        self.dead = before - {taken.keys[at] for at in good}
+        self.chain.complete_store(taken.keys, {k: o for k, o in fails.items() if k in taken.keys})
+        # What was invalidated while it was being stored does not come back.
+        found = self.rig.resident(0, taken.keys)
+        self.dead |= before.difference(found)
+
+    def look_up(self, keys: list[BlockKey]) -> list[BlockKey]:
+        before = [self.rig.resident(tier, keys) for tier in range(len(SLOTS))]
+        coming = {key for one in self.storing for key in one.keys}
+        answers = self.chain.lookup(keys)
+        for key, answer in zip(keys, answers, strict=True):
+            joinable = any(key in one.keys and one.target == 0 for one in self.rig.mover.queue)
+            if key in before[0]:
+                assert answer is Presence.HIT
+            elif key in coming:
+                assert answer is Presence.PENDING
+            elif not any(key in there for there in before) and not joinable:
+                assert answer is not Presence.HIT
+            if answer is Presence.HIT:
+                assert key not in self.dead
+        return [key for key, now in zip(keys, answers, strict=True) if now is Presence.HIT]
+
+    @step(keys=some_keys, request=st.sampled_from(REQUESTS), patience=st.integers(1, 20))
+    def load_what_is_a_hit(self, keys: list[BlockKey], request: str, patience: int) -> None:
+        hits = self.look_up(keys)
+        self.chain.touch(hits)
+        refusing = not self.rig.mover.accepting
+        ticket = self.chain.begin_load(hits, request, self.rig.now + patience)
+        assert refusing or not ticket.missing, "lookup promised what could not be taken in"
+        self.keep(ticket, hits)
+
+    @step(keys=some_keys, named=st.booleans())
+    def load_anything(self, keys: list[BlockKey], named: bool) -> None:
+        if named:
+            self.keep(self.chain.begin_load(keys, "other", self.rig.now + 5.0), keys)
+            return
+        try:
+            spec = self.chain.prepare_load(keys)
+        except NotResident:
+            return
+        assert len(spec) == len(keys)
+        self.chain.complete_load(keys[::2])
+        self.chain.complete_load(keys[1::2])
+
+    def keep(self, ticket: Ticket, asked: list[BlockKey]) -> None:
+        assert list(ticket.keys) == [key for key in asked if key not in ticket.missing]
+        assert len(ticket.keys) + len(ticket.missing) == len(asked)
+        assert set(ticket.keys) == {*ticket.pinned, *ticket.pending}
+        self.tickets.append(ticket)
+        if ticket.pending:
+            self.unreported.append(ticket)
+
+    @precondition(lambda self: self.tickets)
+    @step(which=number, fails=st.one_of(st.just({}), bad_keys), cancel=st.booleans())
+    def end(self, which: int, fails: dict[BlockKey, Outcome], cancel: bool) -> None:
+        ended = self.tickets[which % len(self.tickets)]
+        gone = [ended]
+        if cancel:
+            gone = [ticket for ticket in self.tickets if ticket.request == ended.request]
+            self.chain.cancel(ended.request)
+        else:
+            self.chain.end_load(ended, {k: o for k, o in fails.items() if k in ended.keys})
+        self.tickets = [ticket for ticket in self.tickets if ticket not in gone]
+        self.unreported = [ticket for ticket in self.unreported if ticket not in gone]
+
+    @step(how=st.sampled_from(["forget", "forget", "clear", "invalidate"]), keys=some_keys)
+    def lose(self, how: str, keys: list[BlockKey]) -> None:
+        if how == "clear":
+            self.chain.clear()
+        elif how == "invalidate":
+            self.chain.invalidate()
+            self.dead = set(UNIVERSE)
+        else:
+            self.chain.forget(keys)
+            # What the engine itself is storing is not resident yet, and will be.
+            self.dead |= set(keys) - {key for one in self.storing for key in one.keys}
+
+    # the mover, and time
+
+    @precondition(lambda self: self.rig.mover.queue)
+    @step(which=number, fails=st.one_of(st.just({}), bad_keys))
+    def carry_out(self, which: int, fails: dict[BlockKey, Outcome]) -> None:
+        queue = self.rig.mover.queue
+        self.rig.mover.run(queue[which % len(queue)], fails)
+
+    @precondition(lambda self: self.rig.mover.queue)
+    @step(bad=st.sampled_from([Outcome.OK, Outcome.OK, *Outcome]))
+    def carry_out_all(self, bad: Outcome) -> None:
+        self.rig.mover.run_all({} if bad.ok else dict.fromkeys(UNIVERSE, bad))
+        self.poll()
+
+    @step()
+    def poll(self) -> None:
+        ended = self.chain.poll()
+        for ticket in ended:
+            assert ticket.landed
+            if ticket in self.tickets:
+                assert set(ticket.keys) == {*ticket.pinned, *ticket.failed}
+                self.unreported.remove(ticket)
+        assert not any(ticket.landed for ticket in self.unreported), "a ticket was not handed out"
+
+    @step(seconds=st.sampled_from([0.5, 6.0, 11.0, 61.0, 10 * REST]), press=st.integers(0, 4))
+    def wait(self, seconds: float, press: int) -> None:
+        self.rig.now += seconds
+        self.rig.mover.accepting = press > 0
+        self.poll()
+
+    # what always holds
+
+    @invariant()
+    def every_block_stands_where_its_ticket_says(self) -> None:
+        for ticket in self.tickets:
+            owners = self.rig.tiers[0].store.owners
+            for at, key in enumerate(ticket.keys):
+                spec = ticket.spec.select(at, at + 1)
+                if key in ticket.pinned:
+                    self.rig.check([key], spec)
+                elif key in ticket.pending:
+                    assert owners[spec.slots[0]] == key
+
+    @invariant()
+    def no_slot_of_a_transfer_is_used_for_anything_else(self) -> None:
+        for transfer in self.rig.mover.queue:
+            for tier, spec in (
+                (transfer.source, transfer.source_spec),
+                (transfer.target, transfer.target_spec),
+            ):
+                owners = self.rig.tiers[tier].store.owners
+                assert [owners[slot] for slot in spec.slots] == list(transfer.keys)
+
+    @invariant()
+    def events_tell_what_is_there(self) -> None:
+        for event in self.chain.take_events():
+            there = self.visible[event.medium]
+            if event.kind is EventKind.STORED:
+                there.update(event.keys)
+            else:
+                there.difference_update(event.keys)
+        for index, tier in enumerate(self.rig.tiers):
+            assert set(self.rig.resident(index, UNIVERSE)) == self.visible[tier.medium]
+
+    @invariant()
+    def what_waits_is_bounded(self) -> None:
+        for link in self.chain.chain_stats().links:
+            assert link.waiting <= 5
+            assert 0 <= link.in_flight <= 5
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        self.rig.mover.accepting = True
+        for ticket in self.tickets:
+            self.chain.end_load(ticket)
+        self.tickets, self.unreported = [], []
+        while self.storing:
+            self.commit(0, {})
+        self.poll()
+        self.rig.settle(30)
+        assert not self.chain.has_pending_work
+        self.rig.assert_quiet()
+        assert self.chain._ledger.quiet
+        self.events_tell_what_is_there()
+
+
+TestChain = ChainMachine.TestCase
+TestChain.settings = settings(
+    max_examples=600,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
