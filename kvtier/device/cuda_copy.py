@@ -67,10 +67,12 @@ class CudaCopier(DeviceCopier):
         namespace: bytes,
         *,
         prove_threads: int = 4,
+        on_close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._layout = layout
         self._device = device
+        self._on_close = on_close
         self._prover = Prover(layout, host, namespace)
         self._desk = Desk(layout, self._prover, self._BATCH_BYTES, clock)
         first = host.record(0)
@@ -113,6 +115,7 @@ class CudaCopier(DeviceCopier):
         self._stores.flights.put(None)
         for thread in self._landing:
             thread.join()
+        self._on_close()
 
     # -- to the device ---------------------------------------------------------------------
 

@@ -1,0 +1,235 @@
+"""CUDA through torch: streams, events, pinning, and copies of many pieces in one call.
+
+Written against CUDA 12.8 to 13; docs/GPU.md says what of it has run on a device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvtier.core.record import Buffer
+from kvtier.device.accelerator import Event, Lane
+from kvtier.device.cuda_copy import CudaCopier
+from kvtier.device.jobs import Host
+from kvtier.device.layout import DeviceLayout
+from kvtier.device.pinned import PinnedMemory
+from kvtier.device.plan import Copies, Ints
+
+logger = logging.getLogger(__name__)
+
+BatchCopy = Callable[[Ints, Ints, Ints, bool], object]
+"""Queue copies (targets, sources, sizes) on torch's current stream; the flag says that no stream of
+the device writes to the sources meanwhile. Returns what must live until they are done."""
+
+KERNEL_BELOW = 28 << 10
+"""Below this page size a kernel that reads pinned memory is expected to beat the copy engine's cost
+for each piece; `make bench-gpu` measures where the two meet."""
+KERNEL_MIN_COPIES = 16
+
+
+class Cuda:
+    """One CUDA device as the copier's accelerator."""
+
+    def __init__(self, index: int, *, pinned: bool, batch_copy: BatchCopy | None = None) -> None:
+        import torch
+
+        self._torch: Any = torch
+        self._index = index
+        self._batch_copy = batch_copy or runtime_copy(torch)
+        self._kernel = kernel_copy(torch, index) if pinned else None
+
+    def attach(self) -> None:
+        self._torch.cuda.set_device(self._index)
+
+    def mark(self) -> Event:
+        event: Event = self._torch.cuda.Event(blocking=True)
+        event.record(self._torch.cuda.current_stream(self._index))  # type: ignore[attr-defined]
+        return event
+
+    def lane(self, *, urgent: bool) -> Lane:
+        stream = self._torch.cuda.Stream(self._index, priority=-1 if urgent else 0)
+        return _CudaLane(self._torch, stream, self._batch_copy, self._kernel)
+
+
+class _CudaLane:
+    """A stream of our own."""
+
+    def __init__(
+        self, torch: Any, stream: Any, batch_copy: BatchCopy, kernel: BatchCopy | None
+    ) -> None:
+        self._torch = torch
+        self._stream = stream
+        self._batch_copy = batch_copy
+        self._kernel = kernel
+
+    def after(self, event: Any) -> None:
+        self._stream.wait_event(event)
+
+    def to_device(self, copies: Copies) -> object:
+        small = len(copies.sizes) >= KERNEL_MIN_COPIES and copies.sizes.max() < KERNEL_BELOW
+        aligned = not ((copies.device | copies.host | copies.sizes) & 7).any()
+        with self._torch.cuda.stream(self._stream):
+            if self._kernel is not None and small and aligned:
+                return self._kernel(copies.device, copies.host, copies.sizes, True)
+            return self._batch_copy(copies.device, copies.host, copies.sizes, True)
+
+    def to_host(self, copies: Copies) -> object:
+        with self._torch.cuda.stream(self._stream):
+            return self._batch_copy(copies.host, copies.device, copies.sizes, False)
+
+    def record(self) -> Event:
+        event: Event = self._torch.cuda.Event(blocking=True)
+        event.record(self._stream)  # type: ignore[attr-defined]
+        return event
+
+
+def open_copier(
+    layout: DeviceLayout,
+    host: Host,
+    data: Buffer,
+    namespace: bytes,
+    *,
+    index: int,
+    batch_copy: BatchCopy | None = None,
+) -> CudaCopier:
+    """A copier between a CUDA device and a region whose slots are `data`, which it pins."""
+    memory = PinnedMemory(data, len(host.record(0)), CudaRegistrar())
+    try:
+        device = Cuda(index, pinned=memory.pinned, batch_copy=batch_copy)
+        return CudaCopier(layout, device, host, namespace, on_close=memory.close)
+    except BaseException:
+        memory.close()
+        raise
+
+
+class CudaRegistrar:
+    """Pins host memory for all contexts of the process."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._runtime: Any = torch.cuda.cudart()
+
+    def register(self, address: int, size: int) -> str | None:
+        result = self._runtime.cudaHostRegister(address, size, 1)
+        return None if int(result) == 0 else str(result)
+
+    def unregister(self, address: int) -> None:
+        result = self._runtime.cudaHostUnregister(address)
+        if int(result) != 0:
+            logger.warning("unpinning memory failed (%s)", result)
+
+
+def torch_copy(operation: Callable[[Any, Any, Any, bool], None]) -> BatchCopy:
+    """Wrap an operation on tensors of pointers, like vLLM's `swap_blocks_batch`, which takes
+    sources first."""
+    import torch
+
+    def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
+        tensors = [torch.from_numpy(column) for column in (sources, targets, sizes)]
+        operation(tensors[0], tensors[1], tensors[2], quiet_source)
+        return tensors
+
+    return copy
+
+
+class _Attributes(ctypes.Structure):
+    """cudaMemcpyAttributes."""
+
+    _fields_ = [
+        ("source_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+_IN_STREAM_ORDER = 1
+_ANY_ORDER = 3
+_OVERLAP_WITH_COMPUTE = 1
+
+
+def runtime_copy(torch: Any) -> BatchCopy:
+    """cudaMemcpyBatchAsync of the runtime that torch has loaded; piece by piece before 12.8."""
+    runtime = _runtime()
+    version = ctypes.c_int()
+    runtime.cudaRuntimeGetVersion(ctypes.byref(version))
+    if version.value < 12080:
+        return _piece_by_piece(torch, runtime)
+    fails_at = [ctypes.c_size_t()] if version.value < 13000 else []
+    call = runtime.cudaMemcpyBatchAsync
+    first = (ctypes.c_size_t * 1)(0)
+
+    def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
+        order = _ANY_ORDER if quiet_source else _IN_STREAM_ORDER
+        attributes = _Attributes(source_order=order, flags=_OVERLAP_WITH_COMPUTE)
+        columns = [np.ascontiguousarray(each) for each in (targets, sources, sizes)]
+        pointers = [ctypes.c_void_p(each.ctypes.data) for each in columns]
+        result = call(
+            *pointers,
+            ctypes.c_size_t(len(sizes)),
+            ctypes.byref(attributes),
+            first,
+            ctypes.c_size_t(1),
+            *(ctypes.byref(each) for each in fails_at),
+            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+        )
+        if result:
+            raise RuntimeError(f"cudaMemcpyBatchAsync: error {result}")
+        return columns
+
+    return copy
+
+
+def _piece_by_piece(torch: Any, runtime: ctypes.CDLL) -> BatchCopy:
+    logger.warning("CUDA before 12.8 has no batched copies: every page costs a call")
+
+    def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        pieces = zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)
+        for target, source, size in pieces:
+            result = runtime.cudaMemcpyAsync(
+                ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(size), 4, stream
+            )
+            if result:
+                raise RuntimeError(f"cudaMemcpyAsync: error {result}")
+        return None
+
+    return copy
+
+
+def _runtime() -> ctypes.CDLL:
+    """The CUDA runtime in this process: torch has loaded one, and there must not be two."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        paths = {line.split()[-1] for line in maps if "libcudart" in line}
+    if not paths:
+        raise RuntimeError("torch has loaded no CUDA runtime: this is a build without CUDA")
+    return ctypes.CDLL(sorted(paths)[0])
+
+
+def kernel_copy(torch: Any, index: int) -> BatchCopy | None:
+    """Copies by a kernel that reads pinned memory itself; None where Triton cannot build it."""
+    try:
+        from kvtier.device.kernels import ERRORS, scatter
+    except ImportError as error:
+        logger.info("small pages are copied by the copy engine: no Triton (%s)", error)
+        return None
+    try:  # builds it now, not in the middle of the first load
+        scatter(torch.zeros((3, 1), dtype=torch.int64, device=f"cuda:{index}"), 1)
+    except ERRORS as error:
+        logger.warning("small pages are copied by the copy engine: no kernel (%s)", error)
+        return None
+
+    def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
+        table = np.stack([targets, sources, sizes])
+        pinned = torch.from_numpy(table).pin_memory()
+        on_device = pinned.to(f"cuda:{index}", non_blocking=True)
+        scatter(on_device, len(sizes))
+        return pinned, on_device
+
+    return copy

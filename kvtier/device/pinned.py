@@ -1,0 +1,68 @@
+"""Host memory that a device can reach directly: registered in pieces, or not at all."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import numpy as np
+
+from kvtier.core.record import Buffer
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 16 << 30
+"""Drivers have refused larger ranges in one piece."""
+
+
+class Registrar(Protocol):
+    """The driver's two calls."""
+
+    def register(self, address: int, size: int) -> str | None:
+        """Pin a range; the reason if the driver refuses."""
+
+    def unregister(self, address: int) -> None:
+        """Give it back."""
+
+
+class PinnedMemory:
+    """A region's slots, pinned while this lives.
+
+    Pieces end where slots end, so that no copy crosses from one into the next. If one is refused,
+    those before are given back: copies then go through the driver's own buffers, which works and is
+    slower.
+    """
+
+    def __init__(
+        self, data: Buffer, slot_bytes: int, registrar: Registrar, piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        self._registrar = registrar
+        self._addresses: list[int] = []
+        base = int(np.frombuffer(data, np.uint8).ctypes.data)
+        step = max(piece_bytes // slot_bytes, 1) * slot_bytes
+        for at in range(0, len(data), step):
+            size = min(step, len(data) - at)
+            reason = registrar.register(base + at, size)
+            if reason is not None:
+                logger.warning(
+                    "the CPU region stays pageable, so that copies are slower: pinning %d bytes at "
+                    "%d of %d was refused (%s). Raise the memlock limit (ulimit -l), or make the "
+                    "cpu tier's capacity smaller",
+                    size,
+                    at,
+                    len(data),
+                    reason,
+                )
+                self.close()
+                return
+            self._addresses.append(base + at)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the device reaches the region directly."""
+        return bool(self._addresses)
+
+    def close(self) -> None:
+        """Give all pieces back, the last one first; nothing may be copying any more."""
+        while self._addresses:
+            self._registrar.unregister(self._addresses.pop())

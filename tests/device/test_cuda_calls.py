@@ -1,0 +1,138 @@
+"""What is said to CUDA: checked against a runtime that only listens."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier.device import cuda
+from kvtier.device.pinned import PinnedMemory
+
+
+class Listener:
+    """A registrar that refuses a range if told so."""
+
+    def __init__(self, refuse_at: int = -1) -> None:
+        self.ranges: list[tuple[int, int]] = []
+        self.returned: list[int] = []
+        self._refuse_at = refuse_at
+
+    def register(self, address: int, size: int) -> str | None:
+        if len(self.ranges) == self._refuse_at:
+            return "out of memory"
+        self.ranges.append((address, size))
+        return None
+
+    def unregister(self, address: int) -> None:
+        self.returned.append(address)
+
+
+def test_a_region_is_pinned_in_pieces_that_end_where_slots_end() -> None:
+    memory, registrar = np.zeros(10 * 4096, np.uint8), Listener()
+    pinned = PinnedMemory(memory.data, 2 * 4096, registrar, piece_bytes=5 * 4096)
+    base = memory.ctypes.data
+    assert registrar.ranges == [
+        (base, 4 * 4096), (base + 4 * 4096, 4 * 4096), (base + 8 * 4096, 2 * 4096)
+    ]  # fmt: skip
+    assert pinned.pinned
+    pinned.close()
+    pinned.close()
+    assert registrar.returned == [base + 8 * 4096, base + 4 * 4096, base]
+
+
+def test_a_refused_piece_gives_back_those_before_and_warns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory, registrar = np.zeros(10 * 4096, np.uint8), Listener(refuse_at=2)
+    pinned = PinnedMemory(memory.data, 4096, registrar, piece_bytes=4 * 4096)
+    assert not pinned.pinned
+    assert sorted(registrar.returned) == [address for address, _ in registrar.ranges]
+    assert "stays pageable" in caplog.text
+    assert "out of memory" in caplog.text
+
+
+class Runtime:
+    """Stands for libcudart: notes the arguments of each call."""
+
+    def __init__(self, version: int, result: int = 0) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._version = version
+        self._result = result
+
+    def cudaRuntimeGetVersion(self, into: Any) -> int:  # noqa: N802
+        ctypes.cast(into, ctypes.POINTER(ctypes.c_int))[0] = self._version
+        return 0
+
+    def cudaMemcpyBatchAsync(self, *arguments: Any) -> int:  # noqa: N802
+        self.calls.append(arguments)
+        return self._result
+
+    def cudaMemcpyAsync(self, *arguments: Any) -> int:  # noqa: N802
+        self.calls.append(arguments)
+        return self._result
+
+
+class Torch:
+    """Stands for torch: knows the current stream."""
+
+    class cuda:  # noqa: N801
+        class _Stream:
+            cuda_stream = 77
+
+        @classmethod
+        def current_stream(cls) -> Any:
+            return cls._Stream()
+
+
+def columns(*numbers: int) -> Any:
+    return np.array(numbers, np.int64)
+
+
+def copy_with(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> cuda.BatchCopy:
+    monkeypatch.setattr(cuda, "_runtime", lambda: runtime)
+    return cuda.runtime_copy(Torch)
+
+
+@pytest.mark.parametrize(("version", "arguments"), [(12080, 9), (12090, 9), (13000, 8)])
+def test_the_batched_copy_of_each_runtime(
+    monkeypatch: pytest.MonkeyPatch, version: int, arguments: int
+) -> None:
+    runtime = Runtime(version)
+    copy = copy_with(monkeypatch, runtime)
+    copy(columns(10, 20), columns(30, 40), columns(5, 6), False)
+    (call,) = runtime.calls
+    assert len(call) == arguments
+    read = [ctypes.cast(each, ctypes.POINTER(ctypes.c_int64))[:2] for each in call[:3]]
+    assert read == [[10, 20], [30, 40], [5, 6]]
+    assert (call[3].value, call[6].value, call[-1].value) == (2, 1, 77)
+    assert ctypes.sizeof(cuda._Attributes) == 24
+    assert call[4]._obj.source_order == 1
+
+
+def test_quiet_sources_may_be_read_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(13000)
+    copy_with(monkeypatch, runtime)(columns(1), columns(2), columns(3), True)
+    assert runtime.calls[0][4]._obj.source_order == 3
+
+
+def test_an_old_runtime_copies_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(12040)
+    copy_with(monkeypatch, runtime)(columns(10, 20), columns(30, 40), columns(5, 6), False)
+    assert [tuple(each.value for each in call[:3]) for call in runtime.calls] == [
+        (10, 30, 5), (20, 40, 6)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("version", [12040, 13000])
+def test_an_error_code_is_raised(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    copy = copy_with(monkeypatch, Runtime(version, result=700))
+    with pytest.raises(RuntimeError, match="700"):
+        copy(columns(1), columns(2), columns(3), False)
+
+
+def test_without_a_cuda_runtime_there_is_a_reason() -> None:
+    with pytest.raises(RuntimeError, match="without CUDA"):
+        cuda._runtime()
