@@ -30,7 +30,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     """The test's backends are found in the mover's process like those that anybody installs."""
     folder = tmp_path_factory.mktemp("site")
     install(folder)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
 
 
 @pytest.fixture

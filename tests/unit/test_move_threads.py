@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
 
 from kvtier.core.backend import TierContext
-from kvtier.core.transfer import Mover
+from kvtier.core.transfer import Mover, TransferKind
 from kvtier.move.threads import ThreadMover
 from kvtier.testing.media import FILE, HOST, FileSettings, MediumSettings
 from kvtier.testing.mover import MoverContract, MoverRig
@@ -56,6 +57,20 @@ class TestThreadMover(MoverContract):
         assert result.id == relay
         assert [result.outcomes[slot] for slot in started] == [Outcome.OK] * len(started)
         assert set(result.outcomes) == {Outcome.OK, Outcome.CANCELLED}
+
+    def test_a_relay_that_is_late_halfway_goes_no_further(self, rig: MoverRig) -> None:
+        rig.fill(1, range(4))
+        rig.media[2].hold([9])
+        busy = rig.store([9], 2)
+        rig.media[2].next_call()
+        relay = rig.transfer(TransferKind.STORE, 1, 2, range(4), seconds=0.2)
+        rig.submit(relay)
+        rig.media[1].next_call()
+        while time.monotonic() < relay.deadline:
+            rig.mover.wait(relay.deadline - time.monotonic())
+        rig.media[2].release()
+        assert rig.results(busy, relay.id)[1].outcomes == [Outcome.TIMEOUT] * 4
+        assert rig.empty(2, range(4))
 
     def test_close_does_not_wait_for_ever(
         self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch
