@@ -138,10 +138,13 @@ class Writer:
             self._report("G", list(failed))
 
     def _forget(self, rig: Rig, keys: Sequence[BlockKey]) -> None:
+        pinned = rig.resident(keys)[:1]
+        rig.tier.prepare_load(pinned)
         self._report("F", keys)
         rig.tier.forget(keys)
         rig.tier.flush()
         self._report("G", keys)
+        rig.tier.complete_load(pinned)
 
     def _report(self, what: str, keys: Sequence[BlockKey]) -> None:
         self._say(what, " ".join(key.hex() for key in keys))

@@ -1,0 +1,67 @@
+"""A newcomer's tier: installed beside kvtier by its own package, found, and held to the suites."""
+
+import os
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_tier"
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh environment that sees what is installed here, and has the example besides."""
+    home = tmp_path_factory.mktemp("newcomer")
+    venv.create(home, with_pip=True)
+    python = home / "bin" / "python"
+    (packages,) = home.glob("lib/python*/site-packages")
+    # Through site.addsitedir, so that an editable kvtier is found too.
+    here = sysconfig.get_path("purelib")
+    (packages / "here.pth").write_text(f"import site; site.addsitedir({here!r})\n")
+    source = home / "custom_tier"  # a build leaves files beside the source
+    subprocess.run(["cp", "-r", EXAMPLE, source], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", source], check=True)
+    return python
+
+
+def run(python: Path, *arguments: str | Path) -> str:
+    """Run in the new environment and nowhere near the sources."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [python, *arguments],
+        cwd=python.parents[1],
+        env=clean,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_kvtier_finds_the_new_kind(python: Path) -> None:
+    found = run(python, "-c", "from kvtier.core.backend import kinds; print(*kinds())")
+    assert {"folder", "memory", "cpu", "nvme"} <= set(found.split())
+
+
+def test_the_example_keeps_the_contract(python: Path) -> None:
+    tests = EXAMPLE / "tests"
+    said = run(python, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", tests, tests)
+    assert "passed" in said
+    assert "skipped" not in said
+
+
+def test_the_example_survives_crashes(python: Path) -> None:
+    said = run(
+        python,
+        "-c",
+        f"import sys; sys.path.insert(0, {str(EXAMPLE / 'tests')!r}); "
+        "sys.argv[1:] = ['folder_subject:SUBJECT', '--kills', '20']; "
+        "from kvtier.testing.crash import main; sys.exit(main())",
+    )
+    assert said.startswith("22 deaths")

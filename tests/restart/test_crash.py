@@ -1,0 +1,36 @@
+"""Writers killed at calls of the disk, at steps of the bytecode and at random instants."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def campaign(subject: str, kills: int, seed: int) -> str:
+    """Run in a process of its own, because it forks; raises with what broke."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            *("-m", "kvtier.testing.crash", subject),
+            *("--kills", str(kills), "--seed", str(seed)),
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("subject", ["subjects:CPU", "subjects:NVME"])
+def test_a_few_deaths(subject: str) -> None:
+    assert campaign(subject, kills=20, seed=1).startswith("22 deaths")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("subject", ["subjects:CPU", "subjects:NVME"])
+def test_hundreds_of_deaths(subject: str, seed: int) -> None:
+    assert campaign(subject, kills=200, seed=seed).startswith("202 deaths")
