@@ -13,20 +13,20 @@ _SPREAD = 0x9E3779B1
 class Ghosts:
     """At most `room` fingerprints, each in one of several lists from old to new.
 
-    An open-addressing table of twice the room finds them, so that one costs 21 bytes.
+    An open-addressing table of twice the room finds them, so that one costs 25 to 33 bytes.
     """
 
     def __init__(self, lists: int) -> None:
         self.room = 0
-        self._order = SlotLists(lists + 1)
-        self._unused = lists + 1
+        self._order = SlotLists(lists)
+        self._unused = array("i")
         self._prints = array("I")
         self._table = array("i")
         self._mask = 0
 
     @property
     def nbytes(self) -> int:
-        return self._order.nbytes + 4 * (len(self._prints) + len(self._table))
+        return self._order.nbytes + 4 * (2 * len(self._prints) + len(self._table))
 
     def length(self, which: int) -> int:
         return self._order.length[which]
@@ -37,12 +37,12 @@ class Ghosts:
             return
         self._prints.frombytes(bytes(4 * (room - self.room)))
         self._order.resize(room)
-        self._order.append_all(self._unused, range(self.room, room))
+        self._unused.extend(range(room - 1, self.room - 1, -1))
         self.room = room
         self._mask = (1 << (2 * room - 1).bit_length()) - 1
         self._table = array("i", bytes([255]) * (4 * (self._mask + 1)))
         for entry in range(room):
-            if self._order.member_of[entry] not in (NOWHERE, self._unused):
+            if self._order.member_of[entry] != NOWHERE:
                 self._table[self._cell(self._prints[entry])] = entry
 
     def _cell(self, print_: int) -> int:
@@ -65,7 +65,7 @@ class Ghosts:
             return NOWHERE
         which = self._order.member_of[entry]
         self._order.unlink(entry)
-        self._order.append(self._unused, entry)
+        self._unused.append(entry)
         self._close_gap(cell)
         return which
 
@@ -100,8 +100,9 @@ class Ghosts:
         cell = self._cell(print_)
         entry = self._table[cell]
         if entry == UNKNOWN:
-            entry = self._order.coldest(self._unused)
+            entry = self._unused.pop()
             self._prints[entry] = print_
             self._table[cell] = entry
-        self._order.unlink(entry)
+        else:
+            self._order.unlink(entry)
         self._order.append(which, entry)
