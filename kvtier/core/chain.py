@@ -129,8 +129,12 @@ class TierChain(Tier):
         answers = self.tiers[HOST].lookup(keys)
         if Presence.MISS not in answers and Presence.PENDING not in answers:
             return [HOST] * len(keys)
-        origins = plan_host(keys, answers, ledger.joinable, ledger.stranded)
-        asked = [at for at, answer in enumerate(answers) if answer is Presence.MISS]
+        # Their slots are not free yet: nothing could be loaded into host memory under these keys.
+        lost = ledger.stranded | ledger.doomed
+        origins = plan_host(keys, answers, ledger.joinable, lost)
+        asked = [at for at, origin in enumerate(origins) if origin == NOWHERE]
+        if lost:
+            asked = [at for at in asked if keys[at] not in lost]
         now = self._clock()
         for tier in range(HOST + 1, len(self.tiers)):
             if not asked:
@@ -327,24 +331,16 @@ class TierChain(Tier):
         self._ledger.void(keys)
         for tier in self.tiers:
             tier.forget(keys)
+        self._ledger.doom(keys)
         self._look_again()
 
     def clear(self) -> None:
         self._cascade.forget()
         for tier in self.tiers:
             tier.clear()
-        self._look_again()
-
-    def invalidate(self) -> None:
-        """Serve nothing any more of what was stored so far, or is being stored or moved now.
-
-        For weights that changed under the same name: stricter than `clear`, which leaves alone
-        what is in use.
-        """
-        self.clear()
         self._drop(self._ledger.void_all())
-        for index, tier in enumerate(self.tiers):
-            tier.forget(self._ledger.pinned(index))
+        self._ledger.doom(self._ledger.pinned(HOST))
+        self._look_again()
 
     def take_events(self) -> list[TierEvent]:
         return [event for tier in self.tiers for event in tier.take_events()]

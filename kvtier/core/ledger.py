@@ -35,6 +35,8 @@ class Ledger:
         """Promotions that another request may join."""
         self.stranded: set[BlockKey] = set()
         """Slots of promotions that nobody may join: given up, but the mover still has them."""
+        self.doomed: set[BlockKey] = set()
+        """Dropped from host memory while pinned: their slots are taken until the last unpin."""
         self.promised: dict[BlockKey, int] = {}
         """Keys that lookup has promised room for, and the tiers that were to give them."""
         self.watched: Collection[int] = ()
@@ -141,6 +143,8 @@ class Ledger:
             ours = set(pinned) if failed else ()
             blamed = {key: why for key, why in (failed or {}).items() if key in ours}
             self._tiers[HOST].complete_load(pinned, blamed or None)
+            if blamed:
+                self.doom(blamed)
         if failed and pending:
             self._spoil(ticket, {key: failed[key] for key in pending.intersection(failed)})
         if keys is None:
@@ -274,6 +278,8 @@ class Ledger:
         blamed = {key: why for key, why in failed.items() if why in _BLAMES_SOURCE}
         failed = {**move.spoiled, **failed}
         self._tiers[move.transfer.source].complete_load(keys, blamed or None)
+        if blamed and move.transfer.source == HOST:
+            self.doom(blamed)
         self._tiers[move.transfer.target].complete_store(keys, failed or None)
         for key in keys if move.purpose is Purpose.PROMOTION else ():
             self.joinable.pop(key, None)
@@ -320,6 +326,8 @@ class Ledger:
 
     def expire(self, now: float) -> tuple[list[Ticket], list[int]]:
         """End the waiting of what is late: tickets that failed, transfers to stop caring about."""
+        if self.doomed:
+            self.doomed.intersection_update(self.pinned(HOST))
         moves = self._moves.values()
         late = {m.transfer.id: None for m in moves if m.joinable and m.transfer.deadline <= now}
         slow = set(late)
@@ -352,6 +360,10 @@ class Ledger:
             move.spoiled = dict.fromkeys(move.keys, Outcome.CANCELLED)
         self._stores = dict.fromkeys(self._stores, False)
         return self.strand(list(self._moves))
+
+    def doom(self, keys: Iterable[BlockKey]) -> None:
+        """Host memory was told to drop these; those that are pinned take up their slots still."""
+        self.doomed.update(set(keys).intersection(self.pinned(HOST)))
 
     def pinned(self, tier: int) -> list[BlockKey]:
         """What this ledger has pinned in a tier."""

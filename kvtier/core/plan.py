@@ -57,8 +57,8 @@ def plan_host(
 ) -> list[int]:
     """The origin of each key as far as host memory knows it.
 
-    `ours` are on their way in and may be joined; `lost` are on their way in but given up: their
-    slots are not free before the mover has let go of them, and until then nobody gets them.
+    `ours` are on their way in and may be joined; `lost` were given up while their slots were in
+    use: nobody gets them before whoever uses those has let go.
     """
     hit, miss = Presence.HIT, Presence.MISS
     if not (ours or lost):

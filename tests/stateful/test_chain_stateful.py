@@ -60,7 +60,7 @@ class ChainMachine(RuleBasedStateMachine):
         self.unreported: list[Ticket] = []
         self.visible: dict[str, set[BlockKey]] = {tier.medium: set() for tier in self.rig.tiers}
         self.dead: set[BlockKey] = set(UNIVERSE)
-        """Never stored, or stored before everything was invalidated."""
+        """Never stored, or stored before everything was cleared."""
         self.appear_below(1, near)
         self.appear_below(2, far)
 
@@ -96,7 +96,7 @@ class ChainMachine(RuleBasedStateMachine):
         before = self.dead
         self.dead = before - {taken.keys[at] for at in good}
         self.chain.complete_store(taken.keys, {k: o for k, o in fails.items() if k in taken.keys})
-        # What was invalidated while it was being stored does not come back.
+        # What was cleared while it was being stored does not come back.
         found = self.rig.resident(0, taken.keys)
         self.dead |= before.difference(found)
 
@@ -105,7 +105,7 @@ class ChainMachine(RuleBasedStateMachine):
         coming = {key for one in self.storing for key in one.keys}
         answers = self.chain.lookup(keys)
         for key, answer in zip(keys, answers, strict=True):
-            joinable = any(key in one.keys and one.target == 0 for one in self.rig.mover.queue)
+            joinable = key in self.chain._ledger.joinable
             if key in before[0]:
                 assert answer is Presence.HIT
             elif key in coming:
@@ -159,12 +159,10 @@ class ChainMachine(RuleBasedStateMachine):
         self.tickets = [ticket for ticket in self.tickets if ticket not in gone]
         self.unreported = [ticket for ticket in self.unreported if ticket not in gone]
 
-    @step(how=st.sampled_from(["forget", "forget", "clear", "invalidate"]), keys=some_keys)
-    def lose(self, how: str, keys: list[BlockKey]) -> None:
-        if how == "clear":
+    @step(everything=st.sampled_from([False, False, True]), keys=some_keys)
+    def lose(self, everything: bool, keys: list[BlockKey]) -> None:
+        if everything:
             self.chain.clear()
-        elif how == "invalidate":
-            self.chain.invalidate()
             self.dead = set(UNIVERSE)
         else:
             self.chain.forget(keys)
