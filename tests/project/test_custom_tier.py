@@ -29,13 +29,13 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def run(python: Path, *arguments: str | Path) -> str:
+def run(python: Path, *arguments: str | Path, **variables: str | Path) -> str:
     """Run in the new environment and nowhere near the sources."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [python, *arguments],
         cwd=python.parents[1],
-        env=clean,
+        env=clean | {name: str(value) for name, value in variables.items()},
         capture_output=True,
         text=True,
         check=False,
@@ -57,11 +57,10 @@ def test_the_example_keeps_the_contract(python: Path) -> None:
 
 
 def test_the_example_survives_crashes(python: Path) -> None:
-    said = run(
-        python,
-        "-c",
-        f"import sys; sys.path.insert(0, {str(EXAMPLE / 'tests')!r}); "
-        "sys.argv[1:] = ['folder_subject:SUBJECT', '--kills', '20']; "
-        "from kvtier.testing.crash import main; sys.exit(main())",
-    )
-    assert said.startswith("22 deaths")
+    command = ["-m", "kvtier.testing.crash", "folder_subject:SUBJECT", "--kills", "50"]
+    assert run(python, *command, PYTHONPATH=EXAMPLE / "tests").startswith("52 deaths")
+
+
+def test_the_example_serves_a_stack_across_restarts(python: Path, tmp_path: Path) -> None:
+    said = run(python, EXAMPLE / "demo.py", BLOCKS=tmp_path / "blocks")
+    assert said == "stored 8 blocks\nfound 8 blocks after a restart\n"

@@ -17,9 +17,12 @@ __all__ = ["BACKEND", "FolderBackend", "FolderSettings", "FolderSpec", "FolderTi
 
 
 class FolderSettings(TierSettings, frozen=True, kw_only=True, tag="folder"):
-    """`path` is a folder that belongs to this tier alone."""
+    """One file a block, in a folder of its own; for one process at a time."""
 
     path: str
+    """The folder; it is made if its parent exists. Everything in it belongs to this tier."""
+    eviction: str = "lru"
+    """What must go when the tier is full: it knows only the least recently used."""
 
 
 class FolderBackend(Backend[FolderSettings]):
@@ -30,6 +33,8 @@ class FolderBackend(Backend[FolderSettings]):
     spec = FolderSpec
 
     def check(self, settings: FolderSettings, record_bytes: int | None) -> None:
+        if settings.eviction != "lru":
+            raise ConfigError(".eviction", f"no {settings.eviction!r} here", 'write "lru"')
         parent = Path(settings.path).parent
         if not os.access(parent, os.W_OK):
             raise ConfigError(".path", f"{parent} cannot be written", "create it, or name another")
