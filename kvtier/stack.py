@@ -46,10 +46,11 @@ class Stack:
         *,
         serving: bool = False,
         costs: CostModel | None = None,
+        engine: str | None = None,
     ) -> None:
         self.config = config
         self.namespace = namespace
-        self.context, tiers = _open_tiers(config, namespace)
+        self.context, tiers = _open_tiers(config, namespace, engine or config.name)
         opened: list[Handler | Mover] = []
         try:
             host = backend(config.tiers[0].kind).open_handler(config.tiers[0], self.context)
@@ -72,12 +73,14 @@ class Stack:
         *,
         serving: bool = False,
         costs: CostModel | None = None,
+        engine: str | None = None,
     ) -> Self:
         """Read a configuration and open what it describes. `serving` picks a mover in a process
-        of its own where the configuration leaves the choice."""
+        of its own where the configuration leaves the choice; `engine` is the name under which
+        private media are kept, the configuration's own if it is not given."""
         if not isinstance(source, StackConfig):
             source = load(source, record_bytes=record_bytes(namespace.payload_bytes))
-        return cls(source, namespace, serving=serving, costs=costs)
+        return cls(source, namespace, serving=serving, costs=costs, engine=engine)
 
     # -- for callers that may wait ---------------------------------------------------------
 
@@ -181,10 +184,12 @@ class Stack:
         self.close()
 
 
-def _open_tiers(config: StackConfig, namespace: Namespace) -> tuple[TierContext, list[Tier]]:
+def _open_tiers(
+    config: StackConfig, namespace: Namespace, name: str
+) -> tuple[TierContext, list[Tier]]:
     """All tiers, under the first engine name whose private media nobody uses."""
     for number in range(1, _ENGINES_MAX + 1):
-        engine = config.name if number == 1 else f"{config.name}-{number}"
+        engine = name if number == 1 else f"{name}-{number}"
         context = TierContext(namespace, engine)
         tiers: list[Tier] = []
         try:
@@ -201,7 +206,7 @@ def _open_tiers(config: StackConfig, namespace: Namespace) -> tuple[TierContext,
                 tier.close()
             raise
         if number > 1:
-            logger.info("engine name %r: %r is in use on this machine", engine, config.name)
+            logger.info("engine name %r: %r is in use on this machine", engine, name)
         return context, tiers
     raise AssertionError("the last round returns or raises")
 

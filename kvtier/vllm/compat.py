@@ -1,0 +1,278 @@
+"""Everything here that is private to vLLM or differs between its versions; nothing else may be.
+
+Supported are 0.31, 0.32 (the reference) and 0.33. vLLM's own offloading connector asserts that no
+transfer ever fails; the worker class below takes the place of its worker and lets them fail, one
+by one, and the metadata carries what became of each errand to the scheduler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+    build_offloading_config,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+    OffloadingConnectorWorker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+    TransferResult,
+)
+
+from kvtier.errors import ConfigError
+from kvtier.vllm.protocol import Errand, Report
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # 0.31 has none
+    CacheHitSource = None
+
+__all__ = [
+    "CacheHitSource",
+    "ErrandMetadata",
+    "FailureTolerantWorker",
+    "LookupResult",
+    "Medium",
+    "OffloadingConnector",
+    "OffloadingConnectorStats",
+    "OffloadingCounterMetadata",
+    "OffloadingEvent",
+    "OffloadingGaugeMetadata",
+    "OffloadingHistogramMetadata",
+    "OffloadingManager",
+    "OffloadingSpec",
+    "OffloadingWorker",
+    "PrepareStoreOutput",
+    "RequestOffloadingContext",
+    "TransferResult",
+    "check_version",
+    "errand_spec",
+    "group_payloads",
+    "transfer_results",
+]
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED = ((0, 31), (0, 33))
+
+
+def check_version(version: str) -> None:
+    """Raise ConfigError for a vLLM that this connector was not made for."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    numbers = (int(found.group(1)), int(found.group(2))) if found else (0, 0)
+    if not SUPPORTED[0] <= numbers <= SUPPORTED[1]:
+        first, last = (".".join(map(str, each)) for each in SUPPORTED)
+        raise ConfigError(
+            "vllm",
+            f"this kvtier works with vLLM {first} to {last}, and {version} is installed",
+            "install one of them, or a kvtier that knows this one",
+        )
+
+
+# -- configuration -----------------------------------------------------------------------------
+
+
+def block_tokens(kv_cache_config: Any) -> list[int]:
+    """Tokens a block, of every cache group."""
+    return [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+
+
+def is_recurrent(kv_cache_config: Any) -> bool:
+    """Whether some group keeps a state instead of one entry a token (Mamba and its kin)."""
+    return any(
+        "Mamba" in type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups
+    )
+
+
+def group_payloads(vllm_config: Any, kv_cache_config: Any) -> tuple[tuple[int, ...], list[int]]:
+    """The payload of a chunk of every cache group, all ranks together; and which are offloaded.
+
+    Groups that are not offloaded have no chunks: they are given the largest size, which no block
+    will ever have.
+    """
+    config = build_offloading_config(vllm_config, kv_cache_config)
+    offloaded = [group.group_id for group in config.groups]
+    scale = config.cache.blocks_per_chunk * config.parallel.world_size
+    sizes = {
+        group: scale * _page_bytes(kv_cache_config.kv_cache_groups[group]) for group in offloaded
+    }
+    largest = max(sizes.values())
+    count = len(kv_cache_config.kv_cache_groups)
+    return tuple(sizes.get(group, largest) for group in range(count)), offloaded
+
+
+def _page_bytes(group: Any) -> int:
+    """One block of all layers of a group on one rank, without padding."""
+    spec = group.kv_cache_spec
+    layers = getattr(spec, "kv_cache_specs", None)
+    if layers:
+        return sum(_unpadded(layers[name]) for name in group.layer_names)
+    return _unpadded(spec) * len(group.layer_names)
+
+
+def _unpadded(spec: Any) -> int:
+    size = getattr(spec, "unpadded_page_size_bytes", None)
+    if size is None:
+        size = dataclasses.replace(spec, page_size_padded=None).page_size_bytes
+    return int(size)
+
+
+def set_recompute_policy(vllm_config: Any) -> None:
+    """A failed load means that the request is recomputed, not that it ends with an error."""
+    vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+
+
+def policy_in_force() -> str | None:
+    """The failure policy that the scheduler will read, as far as it can be seen from here."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    transfer = getattr(config, "kv_transfer_config", None)
+    return None if transfer is None else str(transfer.kv_load_failure_policy)
+
+
+# -- requests ----------------------------------------------------------------------------------
+
+
+def positions(context: Any) -> Mapping[bytes, int]:
+    """A request's keys with the token after each, in order, group by group."""
+    ends: Mapping[bytes, int] = context._offload_key_positions
+    return ends
+
+
+def store_again(connector: Any, request: str) -> None:
+    """After a failed load: let the recomputed chunks be stored, as if nothing had been found."""
+    status = connector.connector_scheduler._req_status.get(request)
+    for group in status.group_states if status is not None else ():
+        group.next_stored_chunk_idx = 0
+
+
+@contextlib.contextmanager
+def manager_locked(connector: Any) -> Iterator[None]:
+    """0.33 guards the manager with a lock; earlier ones call it from one thread only."""
+    locked = getattr(connector.connector_scheduler, "_manager_locked", None)
+    with locked() if locked is not None else contextlib.nullcontext():
+        yield
+
+
+# -- errands across processes --------------------------------------------------------------------
+
+
+class ErrandSpec(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
+    """An errand, in the class that vLLM's jobs carry."""
+
+    def __init__(self, errand: Errand) -> None:
+        self.errand = errand
+
+
+def errand_spec(errand: Errand) -> Any:
+    """Wrap an errand for vLLM."""
+    return ErrandSpec(errand)
+
+
+@dataclass
+class ErrandMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
+    """What vLLM's workers tell its scheduler, and what became of our errands."""
+
+    reports: dict[int, Report] = field(default_factory=dict)
+
+    def aggregate(self, other: Any) -> Any:
+        base = super().aggregate(other)
+        reports = dict(self.reports)
+        for number, report in getattr(other, "reports", {}).items():
+            mine = reports.get(number)
+            reports[number] = report if mine is None else mine.merge(report)
+        return ErrandMetadata(
+            completed_jobs=base.completed_jobs,
+            transfer_stats=base.transfer_stats,
+            reports=reports,
+        )
+
+
+def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
+    """What the worker's side of a connector answers after a step."""
+    return KVConnectorTransferResults(sent, received, failed)
+
+
+class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
+    """vLLM's worker without its assertions: what fails is reported, once, like what succeeds."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._connector_worker_meta = ErrandMetadata()
+        self._unsubmitted_store_jobs: list[tuple[int, Any, Any]] = []
+        self.failed_requests: set[str] = set()
+
+    def _submit_stores(self) -> None:
+        jobs, self._unsubmitted_store_jobs = self._unsubmitted_store_jobs, []
+        for job_id, source, target in jobs:
+            self.worker.submit_store(job_id, source, target)
+
+    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
+        flushed = kv_connector_metadata.jobs_to_flush
+        for job_id in flushed or ():
+            entry = kv_connector_metadata.store_jobs.pop(job_id, None)
+            if entry is not None:
+                self._unsubmitted_store_jobs.append((job_id, entry.src_spec, entry.dst_spec))
+        self._submit_stores()
+        if flushed:
+            self.worker.wait(flushed)
+
+    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        self._submit_stores()
+        for job_id, entry in metadata.load_jobs.items():
+            self._load_jobs[job_id] = entry.req_id
+            self.worker.submit_load(job_id, entry.src_spec, entry.dst_spec)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        meta = self._connector_worker_meta
+        received: set[str] = set()
+        self.failed_requests = set()
+        for ended in self.worker.take_ended():
+            request = self._load_jobs.pop(ended.job_id, None)
+            meta.mark_completed(ended.job_id)
+            meta.reports[ended.number] = ended.report
+            if ended.ok:
+                stats = meta.transfer_stats
+                (stats.store if request is None else stats.load).record(
+                    ended.report.bytes_moved, ended.seconds
+                )
+            if request is not None:
+                received.add(request)
+                if not ended.ok:
+                    self.failed_requests.add(request)
+        return set(), received
+
+    def build_connector_worker_meta(self) -> Any:
+        meta = self._connector_worker_meta
+        if not meta.completed_jobs:
+            return None
+        self._connector_worker_meta = ErrandMetadata()
+        return meta

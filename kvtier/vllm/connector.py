@@ -1,0 +1,118 @@
+"""The connector that vLLM loads: its offloading connector, with kvtier's tiers behind it.
+
+--kv-transfer-config '{"kv_connector": "KVTierConnector",
+  "kv_connector_module_path": "kvtier.vllm", "kv_role": "kv_both",
+  "kv_connector_extra_config": {"stack": "stack.yaml"}}'
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cached_property
+from typing import Any
+
+import vllm
+
+from kvtier.config import StackConfig
+from kvtier.core.settings import Persistence
+from kvtier.vllm import compat, identity
+from kvtier.vllm.spec import KVTierSpec, read_stack
+
+logger = logging.getLogger(__name__)
+
+_OURS = {"spec_name": KVTierSpec.__name__, "spec_module_path": KVTierSpec.__module__}
+
+
+class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
+    """Keeps KV cache in the tiers of a stack. Works alone and under MultiConnector."""
+
+    connector_worker: Any
+    connector_scheduler: Any
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        compat.check_version(vllm.__version__)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        extra.update(_OURS)
+        stack = read_stack(extra)
+        _set_chunk(extra, stack, kv_cache_config)
+        compat.set_recompute_policy(vllm_config)
+        if role.name == "SCHEDULER":
+            self._introduce(vllm_config, kv_cache_config, stack, extra)
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self.connector_worker is not None:
+            self.connector_worker = compat.FailureTolerantWorker(
+                self.connector_worker.spec, vllm_config, kv_cache_config
+            )
+
+    @staticmethod
+    def _introduce(
+        vllm_config: Any,
+        kv_cache_config: Any,
+        stack: StackConfig,
+        extra: dict[str, Any],
+    ) -> None:
+        """Say who this engine is, before the scheduler's side is built."""
+        persistent = any(
+            getattr(tier, "persistence", Persistence.KEEP) is Persistence.KEEP
+            for tier in stack.tiers
+        )
+        algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+        if warning := identity.check_hash(algorithm, persistent=persistent):
+            logger.warning("%s", warning)
+        if compat.policy_in_force() == "fail":
+            logger.warning(
+                "under MultiConnector vLLM ends a request whose load failed: set "
+                '"kv_load_failure_policy": "recompute" at the top of --kv-transfer-config'
+            )
+        payloads, _ = compat.group_payloads(vllm_config, kv_cache_config)
+        namespace = identity.namespace_of(
+            vllm_config, payloads, int(extra.get("blocks_per_chunk", 1))
+        )
+        extra["kvtier_namespace"] = namespace.to_json().decode()
+
+    # -- the workers' side -------------------------------------------------------------------
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        sent, received = self.get_finished(finished_req_ids)
+        assert self.connector_worker is not None
+        return compat.transfer_results(sent, received, self.connector_worker.failed_requests)
+
+    # -- the scheduler's side ------------------------------------------------------------------
+
+    @cached_property
+    def _manager(self) -> Any:
+        assert self.connector_scheduler is not None
+        return self.connector_scheduler.manager
+
+    def on_new_request(self, request: Any) -> None:
+        self._manager.remember_adapter(request.request_id, getattr(request, "lora_request", None))
+        super().on_new_request(request)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        with compat.manager_locked(self):
+            for number, report in getattr(meta, "reports", {}).items():
+                request = self._manager.report(number, report)
+                if request is not None:
+                    compat.store_again(self, request)
+        super().update_connector_output(connector_output)
+
+    # -- the frontend --------------------------------------------------------------------------
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
+        # In this process __init__ has never run: say whose metrics these are.
+        vllm_config.kv_transfer_config.kv_connector_extra_config.update(_OURS)
+        return super().build_prom_metrics(vllm_config, *arguments)
+
+
+def _set_chunk(extra: dict[str, Any], stack: StackConfig, kv_cache: Any) -> None:
+    """How many of the engine's blocks make one stored block, unless the user has said so."""
+    if "blocks_per_chunk" in extra or "block_size" in extra:
+        return
+    tokens = compat.block_tokens(kv_cache)
+    if compat.is_recurrent(kv_cache) or len(set(tokens)) > 1:
+        # A state exists only at the end of a block: longer chunks would never be found.
+        extra["blocks_per_chunk"] = 1
+    else:
+        extra["blocks_per_chunk"] = max(1, stack.chunk_tokens // tokens[0])

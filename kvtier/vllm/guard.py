@@ -1,0 +1,45 @@
+"""The border between vLLM and kvtier: the one place where any exception is caught.
+
+An exception on vLLM's scheduler thread ends the engine, and a cache is not worth that. What is
+caught here is a mistake in kvtier: it is logged with its traceback, counted, and answered like a
+miss.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+LOGGED_MAX = 20
+"""After so many the log has said enough."""
+
+caught = 0
+"""How many exceptions have been caught in this process; a metric."""
+
+
+def guarded(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Answer `instead()` where the method raises."""
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(method)
+        def call(*arguments: P.args, **named: P.kwargs) -> R:
+            try:
+                return method(*arguments, **named)
+            except Exception:
+                global caught
+                caught += 1
+                if caught <= LOGGED_MAX:
+                    logger.exception("a mistake in kvtier; please report it")
+                answer: R = instead()
+                return answer
+
+        return call
+
+    return decorate

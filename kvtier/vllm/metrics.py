@@ -1,0 +1,138 @@
+"""What is seen of kvtier on vLLM's /metrics: counters, gauges and histograms, by tier."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from kvtier.core.tally import ChainStats
+from kvtier.vllm import compat, guard
+from kvtier.vllm.manager import ChainManager
+from kvtier.vllm.protocol import Report
+
+_EVERY_S = 0.25
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "kvtier:hit_blocks": ("Blocks that loads found in a tier", ("tier",)),
+    "kvtier:hit_bytes": ("Bytes that loads found in a tier", ("tier",)),
+    "kvtier:miss_blocks": ("Lookups of blocks that a tier did not hold", ("tier",)),
+    "kvtier:stored_blocks": ("Blocks committed to a tier", ("tier",)),
+    "kvtier:evicted_blocks": ("Blocks evicted from a tier", ("tier",)),
+    "kvtier:corrupt_blocks": ("Blocks that failed verification, quarantined", ("tier",)),
+    "kvtier:dropped_blocks": (
+        "Blocks that a tier had no room for, or whose store failed",
+        ("tier",),
+    ),
+    "kvtier:load_failures": ("Blocks that could not be loaded from a tier", ("tier", "reason")),
+    "kvtier:store_drops": ("Blocks that were not written to a tier", ("tier", "reason")),
+    "kvtier:store_failures": ("Blocks whose write to a tier failed", ("tier", "reason")),
+    "kvtier:failed_loads": ("Requests that were recomputed because a load failed", ()),
+    "kvtier:copied_bytes": ("Bytes between the device and the CPU tier, all ranks", ()),
+    "kvtier:mover_restarts": ("Deaths of the mover's process", ()),
+    "kvtier:mover_timeouts": ("Transfers that were given up", ()),
+    "kvtier:mistakes": ("Exceptions caught at the border to vLLM", ()),
+}
+_GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "kvtier:blocks": ("Blocks that a tier holds", ("tier",)),
+    "kvtier:bytes_used": ("Bytes in use of a tier's capacity", ("tier",)),
+    "kvtier:bytes_capacity": ("A tier's capacity", ("tier",)),
+    "kvtier:pinned_blocks": ("Blocks being read", ("tier",)),
+    "kvtier:queued_blocks": ("Blocks in the mover's hands", ()),
+    "kvtier:waiting_blocks": ("Blocks that wait to be written to a tier", ("tier",)),
+}
+_TRANSFER = "kvtier:transfer_seconds"
+
+
+def definitions(extra_config: Mapping[str, Any]) -> dict[str, Any]:
+    """All of kvtier's metrics, in vLLM's words."""
+    found: dict[str, Any] = {}
+    for name, (text, labels) in _COUNTERS.items():
+        found[name] = compat.OffloadingCounterMetadata(text, labels)
+    for name, (text, labels) in _GAUGES.items():
+        found[name] = compat.OffloadingGaugeMetadata(text, labels)
+    found[_TRANSFER] = compat.OffloadingHistogramMetadata(
+        "Seconds from the queueing of a transfer to its end", ("source", "target"), _SECONDS
+    )
+    return found
+
+
+class Meter:
+    """Reads the chain's counters a few times a second, and tells vLLM what has changed."""
+
+    def __init__(self, manager: ChainManager, clock: Callable[[], float] = time.monotonic) -> None:
+        self._manager = manager
+        self._clock = clock
+        self._told: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._copied = 0
+        self._next = 0.0
+        self._unread = True
+
+    def reported(self, report: Report) -> None:
+        """Count what workers have copied."""
+        self._copied += report.bytes_moved
+        self._unread = True
+
+    @property
+    def due(self) -> bool:
+        """Whether something has happened that nobody has been told yet."""
+        return self._unread
+
+    def read(self) -> Any:
+        """What has changed since the last answer; None if it is too soon to ask."""
+        now = self._clock()
+        if now < self._next:
+            return None
+        self._next = now + _EVERY_S
+        self._unread = False
+        stats = compat.OffloadingConnectorStats()
+        chain = self._manager.chain
+        found = chain.chain_stats()
+        for name, labels, value in self._counters(found):
+            grown = value - self._told.get((name, labels), 0)
+            if grown > 0:
+                self._told[name, labels] = value
+                stats.increase_counter(name, grown, labels)
+        for name, labels, value in _gauges(found):
+            if self._told.get((name, labels)) != value:
+                self._told[name, labels] = value
+                stats.set_gauge(name, value, labels)
+        for sample in chain.take_samples():
+            stats.observe_histogram(_TRANSFER, sample.seconds, (sample.source, sample.target))
+        return None if stats.is_empty() else stats
+
+    def _counters(self, found: ChainStats) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        for index, tier in enumerate(found.tiers):
+            label = (tier.medium,)
+            yield "kvtier:hit_blocks", label, found.hits[index]
+            yield "kvtier:hit_bytes", label, found.hit_bytes[index]
+            yield "kvtier:miss_blocks", label, tier.misses
+            yield "kvtier:stored_blocks", label, tier.stored
+            yield "kvtier:evicted_blocks", label, tier.evicted
+            yield "kvtier:corrupt_blocks", label, tier.corrupt
+            yield "kvtier:dropped_blocks", label, tier.dropped
+            for reason, count in found.failures[index].items():
+                yield "kvtier:load_failures", (tier.medium, reason), count
+        for link in found.links:
+            for reason, count in link.drops.items():
+                yield "kvtier:store_drops", (link.target, reason), count
+            for reason, count in link.failures.items():
+                yield "kvtier:store_failures", (link.target, reason), count
+        yield "kvtier:failed_loads", (), self._manager.failed_loads
+        yield "kvtier:copied_bytes", (), self._copied
+        yield "kvtier:mover_restarts", (), found.mover.restarts
+        yield "kvtier:mover_timeouts", (), found.mover.timeouts
+        yield "kvtier:mistakes", (), guard.caught
+
+
+def _gauges(found: ChainStats) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    for tier in found.tiers:
+        label = (tier.medium,)
+        yield "kvtier:blocks", label, tier.blocks
+        yield "kvtier:bytes_used", label, tier.bytes_used
+        yield "kvtier:bytes_capacity", label, tier.bytes_capacity
+        yield "kvtier:pinned_blocks", label, tier.pinned
+    for link in found.links:
+        yield "kvtier:waiting_blocks", (link.target,), link.waiting
+    yield "kvtier:queued_blocks", (), found.mover.in_flight_blocks

@@ -1,0 +1,266 @@
+"""What vLLM builds in its scheduler and in every worker: its words around ours.
+
+The methods of these classes are the border that no exception of kvtier may cross: each is guarded,
+and what goes wrong behind it is a miss or a store that did not happen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvtier import config as stack_config
+from kvtier.backends.cpu import CpuHandler
+from kvtier.core.costs import CostModel
+from kvtier.errors import ConfigError
+from kvtier.stack import Stack
+from kvtier.types import BlockKey, Namespace
+from kvtier.vllm import compat
+from kvtier.vllm.guard import guarded
+from kvtier.vllm.identity import fingerprint_folder
+from kvtier.vllm.manager import ChainManager, Positions
+from kvtier.vllm.metrics import Meter, definitions
+from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
+from kvtier.vllm.worker import Ended, RankWorker, blocks_of
+
+logger = logging.getLogger(__name__)
+
+
+class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
+    """Opens the stack for the scheduler, and a rank's copies for a worker."""
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, Any]:
+        return definitions(extra_config)
+
+    def get_manager(self) -> Any:
+        config = self.config
+        stack = read_stack(self.extra_config)
+        if stack.tiers[0].kind != "cpu":
+            raise ConfigError(
+                "$.tiers[0].kind",
+                f"is {stack.tiers[0].kind}, which the engine's workers cannot reach",
+                "put a tier of kind cpu first",
+            )
+        namespace = read_namespace(self.extra_config)
+        index = config.parallel.data_parallel_index
+        shared = config.parallel.data_parallel_size > 1
+        source = self.extra_config["stack"]
+        opened = Stack.open(
+            Path(source) if isinstance(source, str) else source,
+            namespace,
+            serving=True,
+            costs=CostModel(),
+            engine=f"{stack.name}-dp{index}" if shared else None,
+        )
+        assert isinstance(opened.host, CpuHandler)
+        manager = ChainManager(
+            opened,
+            region=str(opened.host.region.path),
+            ranks=config.parallel.world_size,
+            chunk_tokens=self.tokens_per_block[0] * self.blocks_per_chunk,
+            groups=len(config.groups),
+        )
+        return VllmManager(manager, events=config.enable_kv_cache_events)
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        config = self.config
+        return VllmWorker(
+            RankWorker(
+                kv_caches,
+                blocks_per_chunk=self.blocks_per_chunk,
+                group_ids=[group.group_id for group in config.groups],
+                rank=config.parallel.rank,
+                ranks=config.parallel.world_size,
+            )
+        )
+
+
+class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
+    """vLLM's manager: asks ours, and answers in vLLM's words."""
+
+    def __init__(self, manager: ChainManager, *, events: bool) -> None:
+        self._manager = manager
+        self._meter = Meter(manager)
+        self._events = events
+        self._adapters: dict[str, bytes] = {}
+
+    # -- loads
+
+    @guarded(lambda: compat.LookupResult.MISS)
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        ends = Positions(compat.positions(req_context))
+        found = self._manager.lookup(key, req_context.req_id, ends)
+        return compat.LookupResult.HIT if found else compat.LookupResult.MISS
+
+    @guarded(lambda: compat.CacheHitSource.EXTERNAL_UNSPECIFIED)
+    def get_load_source(self, key: bytes, req_context: Any) -> Any:
+        tier = self._manager.source_of(key, req_context.req_id)
+        sources = compat.CacheHitSource
+        if tier < 0 or self._manager.chain.tiers[tier].medium == "object":
+            return sources.EXTERNAL_UNSPECIFIED
+        return sources.HOST if tier == 0 else sources.DISK
+
+    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Any:
+        errand = self._prepare_load(keys, req_context.req_id) or _hopeless(keys)
+        return compat.errand_spec(errand)
+
+    @guarded(lambda: None)
+    def _prepare_load(self, keys: Collection[bytes], request: str) -> Errand | None:
+        return self._manager.prepare_load(keys, request)
+
+    def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
+        """The workers' reports have ended the load already, one way or the other."""
+
+    # -- stores
+
+    @guarded(lambda: compat.PrepareStoreOutput([], None, []))
+    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
+        taken, errand = self._manager.prepare_store(keys, req_context.req_id)
+        return compat.PrepareStoreOutput(
+            keys_to_store=taken, store_spec=compat.errand_spec(errand), evicted_keys=[]
+        )
+
+    def complete_store(
+        self, keys: Collection[bytes], req_context: Any, success: bool = True
+    ) -> None:
+        """The workers' reports have committed the store already, or aborted it."""
+
+    @guarded(lambda: None)
+    def report(self, number: int, report: Report) -> str | None:
+        """What ranks say of an errand; names the request if its load has now failed."""
+        self._meter.reported(report)
+        return self._manager.report(number, report)
+
+    # -- the life of requests and of the engine
+
+    def on_new_request(self, req_context: Any) -> Any:
+        self._begin(req_context.req_id)
+        return compat.RequestOffloadingContext()
+
+    @guarded(lambda: None)
+    def _begin(self, request: str) -> None:
+        self._manager.on_new_request(request, self._adapters.pop(request, b""))
+
+    @guarded(lambda: None)
+    def remember_adapter(self, request: str, adapter: Any) -> None:
+        """vLLM's hashes know an adapter by name and path only: its bytes belong in the keys."""
+        if adapter is not None:
+            path = Path(adapter.lora_path)
+            self._adapters[request] = fingerprint_folder(path).encode()
+
+    @guarded(lambda: None)
+    def on_request_finished(self, req_context: Any) -> None:
+        self._manager.on_request_finished(req_context.req_id)
+
+    @guarded(lambda: None)
+    def on_schedule_end(self, context: Any) -> None:
+        self._manager.on_schedule_end()
+
+    @guarded(lambda: False)
+    def has_pending_work(self) -> bool:
+        return self._manager.has_pending_work or self._meter.due
+
+    @guarded(lambda: None)
+    def reset_cache(self) -> None:
+        self._manager.reset()
+
+    @guarded(list)
+    def take_events(self) -> Iterable[Any]:
+        events = self._manager.chain.take_events()
+        return events_of(events) if self._events else []
+
+    @guarded(lambda: None)
+    def get_stats(self) -> Any:
+        return self._meter.read()
+
+    @guarded(lambda: None)
+    def shutdown(self) -> None:
+        self._manager.close()
+
+
+class VllmWorker(compat.OffloadingWorker):  # type: ignore[misc]
+    """vLLM's worker: whatever happens, every job ends and is reported."""
+
+    def __init__(self, worker: RankWorker) -> None:
+        self._worker = worker
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        if not self._submit(self._worker.store, job_id, dst_spec.errand, src_spec):
+            self._worker.abandon(job_id, dst_spec.errand)
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+    ) -> bool:
+        if not self._submit(self._worker.load, job_id, src_spec.errand, dst_spec):
+            self._worker.abandon(job_id, src_spec.errand)
+        return True
+
+    @guarded(lambda: False)
+    def _submit(self, move: Any, job_id: int, errand: Errand, device: Any) -> bool:
+        move(job_id, errand, blocks_of(device))
+        return True
+
+    @guarded(list)
+    def take_ended(self) -> list[Ended]:
+        """Jobs that ended since the last call, with what became of their errands."""
+        return self._worker.poll()
+
+    def get_finished(self) -> list[Any]:
+        """As vLLM's own worker class would ask; ours asks `take_ended`."""
+        return [
+            compat.TransferResult(ended.job_id, ended.ok, ended.report.bytes_moved, ended.seconds)
+            for ended in self.take_ended()
+        ]
+
+    @guarded(lambda: None)
+    def wait(self, job_ids: set[int]) -> None:
+        self._worker.wait(job_ids)
+
+    @guarded(lambda: None)
+    def shutdown(self) -> None:
+        self._worker.close()
+
+
+def read_stack(extra: Mapping[str, Any]) -> stack_config.StackConfig:
+    """The stack that `kv_connector_extra_config` names: a YAML file, or the same inline."""
+    source = extra.get("stack")
+    if not isinstance(source, str | Mapping):
+        raise ConfigError(
+            "kv_connector_extra_config.stack",
+            "is missing" if source is None else f"is {source!r}",
+            "give the path of a stack's YAML file, or its content as JSON",
+        )
+    return stack_config.load(Path(source) if isinstance(source, str) else source)
+
+
+def read_namespace(extra: Mapping[str, Any]) -> Namespace:
+    """What `_introduce` wrote."""
+    try:
+        return Namespace.from_json(extra["kvtier_namespace"].encode())
+    except (KeyError, msgspec.ValidationError) as error:
+        raise ConfigError("kvtier_namespace", f"cannot be read: {error}") from error
+
+
+def _hopeless(keys: Collection[bytes]) -> Errand:
+    """A load that fails on the worker: `prepare_load` cannot refuse."""
+    known = [BlockKey(key) for key in keys]
+    return Errand(0, "", Geometry(b"", (), 1), known, [NO_SLOT] * len(known), 0.0)
+
+
+def events_of(events: Iterable[Any]) -> list[Any]:
+    """The chain's events in vLLM's words."""
+    media = {"cpu": compat.Medium.CPU, "memory": compat.Medium.CPU}
+    return [
+        compat.OffloadingEvent(
+            keys=list(event.keys),
+            medium=media.get(event.medium, compat.Medium.STORAGE),
+            removed=event.kind.value == "removed",
+        )
+        for event in events
+    ]

@@ -1,0 +1,196 @@
+"""The workers' side: carries errands between a rank's KV tensors and the engine's region.
+
+The region is mapped when the first errand names it, and mapped anew when a later one names another.
+Nothing here raises: an errand that cannot be carried out is reported as failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvtier.backends.cpu import Region
+from kvtier.core.transfer import TransferKind
+from kvtier.device.cpu_copy import CpuCopier, host_arrays
+from kvtier.device.jobs import DeviceCopier, Job, JobResult
+from kvtier.device.layout import DeviceLayout
+from kvtier.device.plan import Blocks
+from kvtier.errors import KVTierError
+from kvtier.types import GROUP_BYTES, Outcome
+from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
+
+logger = logging.getLogger(__name__)
+
+
+class Ended(msgspec.Struct):
+    """A job of vLLM's that has ended on this rank."""
+
+    job_id: int
+    number: int
+    ok: bool
+    report: Report
+    seconds: float
+
+
+class RankWorker:
+    """Copies for one rank. Called from vLLM's worker thread only; the copier has its own."""
+
+    def __init__(
+        self,
+        caches: Any,
+        *,
+        blocks_per_chunk: int,
+        group_ids: Sequence[int],
+        rank: int,
+        ranks: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._caches = caches
+        self._layout = DeviceLayout.of_caches(caches, blocks_per_chunk, rank, ranks)
+        self._group_ids = list(group_ids)
+        self._clock = clock
+        self._copier: DeviceCopier | None = None
+        self._region: Region | None = None
+        self._region_name = ""
+        self._numbers: dict[int, tuple[int, int]] = {}
+        self._ended: list[Ended] = []
+
+    # -- jobs ------------------------------------------------------------------------------
+
+    def store(self, job_id: int, errand: Errand, blocks: Blocks) -> None:
+        """Copy blocks out of the device; reported later, like everything that goes wrong."""
+        if not self._whole(errand, blocks):
+            # A hole in a chunk would shift all blocks behind it.
+            self._fail(job_id, errand, Outcome.DROPPED)
+            return
+        self._submit(job_id, errand, blocks, TransferKind.STORE)
+
+    def load(self, job_id: int, errand: Errand, blocks: Blocks) -> None:
+        """Copy blocks into the device as they arrive in the region."""
+        if NO_SLOT in errand.slots:
+            self._fail(job_id, errand, Outcome.DROPPED)
+            return
+        self._submit(job_id, errand, blocks, TransferKind.LOAD)
+
+    def _submit(self, job_id: int, errand: Errand, blocks: Blocks, kind: TransferKind) -> None:
+        try:
+            copier = self._open(errand)
+            self._numbers[job_id] = (errand.number, len(errand.keys))
+            copier.submit(
+                Job(
+                    id=job_id,
+                    kind=kind,
+                    keys=errand.keys,
+                    slots=errand.slots,
+                    blocks=blocks,
+                    deadline=errand.deadline,
+                )
+            )
+        except (KVTierError, OSError, ValueError) as error:
+            logger.warning("a %s of %d blocks failed: %s", kind.value, len(errand.keys), error)
+            self._numbers.pop(job_id, None)
+            self._fail(job_id, errand, Outcome.IO_ERROR)
+
+    def _whole(self, errand: Errand, blocks: Blocks) -> bool:
+        """Whether every group gives all blocks of as many chunks as it has keys."""
+        per_chunk = self._layout.blocks_per_chunk
+        keys = dict.fromkeys(self._group_ids, 0)
+        for key in errand.keys:
+            group = int.from_bytes(key[-GROUP_BYTES:], "big")
+            if group not in keys:
+                return False
+            keys[group] += 1
+        return all(
+            size == keys[group] * per_chunk and (not size or start % per_chunk == 0)
+            for group, size, start in zip(self._group_ids, blocks.sizes, blocks.starts, strict=True)
+        )
+
+    def _fail(self, job_id: int, errand: Errand, outcome: Outcome) -> None:
+        failures = dict.fromkeys(range(len(errand.keys)), outcome)
+        self._ended.append(Ended(job_id, errand.number, False, Report(1, failures), 0.0))
+
+    def abandon(self, job_id: int, errand: Errand) -> None:
+        """Something unforeseen kept this job from being submitted."""
+        self._numbers.pop(job_id, None)
+        self._fail(job_id, errand, Outcome.IO_ERROR)
+
+    # -- results ---------------------------------------------------------------------------
+
+    def poll(self) -> list[Ended]:
+        """Jobs that ended since the last call."""
+        ended, self._ended = self._ended, []
+        if self._copier is not None:
+            ended += [self._report(result) for result in self._copier.poll()]
+        return ended
+
+    def _report(self, result: JobResult) -> Ended:
+        number, _ = self._numbers.pop(result.id)
+        failures = {
+            index: outcome for index, outcome in enumerate(result.outcomes) if not outcome.ok
+        }
+        report = Report(1, failures, result.bytes_moved, result.busy_seconds)
+        ok = not failures
+        return Ended(result.id, number, ok, report, result.seconds)
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        """Return when these jobs no longer touch device blocks."""
+        if self._copier is not None:
+            self._copier.wait(job_ids)
+
+    # -- the region ------------------------------------------------------------------------
+
+    def _open(self, errand: Errand) -> DeviceCopier:
+        if self._copier is not None and errand.region == self._region_name:
+            return self._copier
+        self._close_copier()
+        self._check(errand.geometry)
+        region = Region.attach(Path(errand.region))
+        self._region, self._region_name = region, errand.region
+        self._copier = open_copier(self._caches, self._layout, region, errand.geometry.digest)
+        return self._copier
+
+    def _check(self, geometry: Geometry) -> None:
+        sizes = geometry.group_bytes
+        stated = tuple(sizes[group] for group in self._group_ids)
+        if (stated, geometry.parts) != (self._layout.group_bytes, self._layout.parts):
+            raise ValueError(
+                f"the scheduler expects chunks of {stated} bytes in {geometry.parts} parts, the "
+                f"KV tensors give {self._layout.group_bytes} in {self._layout.parts}: this layout "
+                "is not supported, and nothing is kept"
+            )
+
+    def _close_copier(self) -> None:
+        if self._copier is not None:
+            self._ended += [self._report(result) for result in self._copier.poll()]
+            self._copier.close()
+            self._ended += [self._report(result) for result in self._copier.poll()]
+            self._copier = None
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+
+    def close(self) -> None:
+        """End the copier and let go of the region."""
+        self._close_copier()
+
+
+def open_copier(
+    caches: Any, layout: DeviceLayout, region: Region, namespace: bytes
+) -> DeviceCopier:
+    """The copier for the device that the KV tensors are on."""
+    device = caches.tensors[0].tensor.device.type
+    if device == "cpu":
+        return CpuCopier(layout, host_arrays(caches), region, namespace)
+    raise ValueError(f"KV tensors on a {device} device are not supported")
+
+
+def blocks_of(spec: Any) -> Blocks:
+    """vLLM's description of device blocks as plain numbers."""
+    ids = np.asarray(spec.block_ids, dtype=np.int64)
+    return Blocks(ids, list(spec.group_sizes), list(spec.block_indices))
