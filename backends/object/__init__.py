@@ -1,0 +1,220 @@
+"""The object tier: a bucket, or a folder, that many servers share and that outlives them."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote, urlsplit
+
+from kvtier.backends.object.errors import StoreError
+from kvtier.backends.object.handler import ObjectHandler
+from kvtier.backends.object.keeper import Keeper, Limits
+from kvtier.backends.object.open import StoreSettings, open_store
+from kvtier.backends.object.spec import ObjectSpec
+from kvtier.backends.object.store import Store
+from kvtier.backends.object.tier import ObjectTier
+from kvtier.backends.object.wire import Timeouts
+from kvtier.core.backend import Backend, TierContext
+from kvtier.core.codec import Codec, codec_for
+from kvtier.core.disk import Disk
+from kvtier.core.eviction import create_policy, policy_names
+from kvtier.core.settings import Count, Duration, TierSettings
+from kvtier.errors import ConfigError, MediumError
+
+__all__ = [
+    "BACKEND",
+    "ObjectBackend",
+    "ObjectHandler",
+    "ObjectSettings",
+    "ObjectSpec",
+    "ObjectTier",
+]
+
+_log = logging.getLogger(__name__)
+
+
+class ObjectSettings(TierSettings, frozen=True, kw_only=True, tag="object"):
+    """Blocks in an S3 bucket or in a folder, shared by every server that names the same url.
+
+    Credentials never stand here: they come from the environment, a profile or a role, as for every
+    other AWS tool.
+    """
+
+    url: str
+    """s3://bucket/prefix or file:///folder. Only objects below it are ever touched."""
+    endpoint: str | None = None
+    """An S3-compatible server, like https://minio.example:9000; without it, AWS."""
+    region: str | None = None
+    """The bucket's region, if the environment and the profile do not name it."""
+    addressing: Literal["auto", "path", "virtual"] = "auto"
+    """Whether the bucket is in the path or in the host name; auto: the host for AWS, else path."""
+    ca_bundle: str | None = None
+    """A file with the certificates of the authorities to trust, if not the system's."""
+    profile: str | None = None
+    """The AWS profile to take credentials from."""
+    conditional_put: bool = True
+    """Ask the store to refuse a block that is there already (If-None-Match)."""
+    codec: Literal["auto", "none", "zstd", "split-zstd"] = "auto"
+    """How payloads are compressed; auto: not in a folder, else by what suits the data type."""
+    age_max: Duration | None = None
+    """Blocks that were stored longer ago are deleted."""
+    refresh: Duration = Duration(5.0)
+    """How often to look at what other servers have added and removed."""
+    audit: Duration = Duration(600.0)
+    """How often to list everything: finds what no manifest knows, and what others deleted."""
+    connect_timeout: Duration = Duration(1.0)
+    """How long to wait for a connection."""
+    idle_timeout: Duration = Duration(2.0)
+    """How long to wait for the next byte."""
+    threads: Count = 32
+    """How many objects are on their way at once."""
+    unreachable: Literal["degrade", "refuse"] = "degrade"
+    """What to do if the store cannot be used at start: go on without it until it can, or stop."""
+
+
+class ObjectBackend(Backend[ObjectSettings]):
+    """Opens the catalogue (with its keeper) and the data side of a store."""
+
+    kind = "object"
+    settings = ObjectSettings
+    spec = ObjectSpec
+
+    def check(self, settings: ObjectSettings, record_bytes: int | None) -> None:
+        if settings.eviction not in policy_names():
+            raise ConfigError(
+                ".eviction",
+                f"there is no eviction policy {settings.eviction!r}",
+                f"write one of {', '.join(policy_names())}",
+            )
+        folder = _folder(settings.url)
+        if folder is not None:
+            _check_folder(folder)
+        elif not settings.url.startswith("s3://") or not urlsplit(settings.url).hostname:
+            raise ConfigError(
+                ".url",
+                f"{settings.url!r} is no store",
+                "write s3://bucket/prefix or file:///folder",
+            )
+        elif urlsplit(settings.url).username is not None:
+            raise ConfigError(
+                ".url", "a user name stands in the url", "credentials come from the environment"
+            )
+        elif importlib.util.find_spec("boto3") is None:
+            raise ConfigError(
+                ".url", "an s3:// store needs an optional package", "pip install 'kvtier[s3]'"
+            )
+        self._check_capacity(settings, folder, record_bytes or 4096)
+
+    def _check_capacity(
+        self, settings: ObjectSettings, folder: Path | None, record_bytes: int
+    ) -> None:
+        if folder is None and settings.capacity.share is not None:
+            raise ConfigError(
+                ".capacity", "a bucket has no size of its own", 'write a size, like "2TiB"'
+            )
+        size = _capacity(settings)
+        if size < record_bytes:
+            raise ConfigError(
+                ".capacity",
+                f"{settings.capacity} holds not one block",
+                f"write at least {record_bytes} bytes",
+            )
+
+    def open_tier(
+        self, settings: ObjectSettings, context: TierContext, store: Store | None = None
+    ) -> ObjectTier:
+        limits = Limits(
+            capacity=_capacity(settings),
+            refresh_s=settings.refresh.seconds,
+            audit_s=settings.audit.seconds,
+            age_max_s=settings.age_max.seconds if settings.age_max else None,
+        )
+        try:
+            keeper = Keeper(store or _open(settings), context.namespace, limits)
+        except StoreError as error:
+            raise MediumError(str(error)) from error
+        tier = ObjectTier(keeper, create_policy(settings.eviction))
+        try:
+            keeper.open(tier.generations)
+        except StoreError as error:
+            if settings.unreachable == "refuse":
+                keeper.close()
+                raise MediumError(str(error)) from error
+            _log.warning("the object store cannot be used yet, going on without it: %s", error)
+        tier.start()
+        keeper.start()
+        return tier
+
+    def open_handler(
+        self, settings: ObjectSettings, context: TierContext, store: Store | None = None
+    ) -> ObjectHandler:
+        try:
+            store = store or _open(settings)
+        except StoreError as error:
+            raise MediumError(str(error)) from error
+        return ObjectHandler(
+            store,
+            context.namespace,
+            _codec(settings, context.namespace.facts.get("dtype", "")),
+            threads=settings.threads,
+            load_s=settings.load_deadline.seconds,
+            store_s=settings.store_deadline.seconds,
+        )
+
+    def identity(self, settings: ObjectSettings) -> str | None:
+        folder = _folder(settings.url)
+        place = str(folder.resolve()) if folder else settings.url.rstrip("/")
+        return f"object:{settings.endpoint or ''}{place}"
+
+
+def _open(settings: ObjectSettings) -> Store:
+    total_s = max(settings.load_deadline.seconds, settings.store_deadline.seconds)
+    return open_store(
+        StoreSettings(
+            url=settings.url,
+            endpoint=settings.endpoint,
+            region=settings.region,
+            addressing=settings.addressing,
+            ca_bundle=settings.ca_bundle,
+            profile=settings.profile,
+            conditional_put=settings.conditional_put,
+            connections=settings.threads,
+            timeouts=Timeouts(
+                settings.connect_timeout.seconds, settings.idle_timeout.seconds, total_s
+            ),
+        )
+    )
+
+
+def _folder(url: str) -> Path | None:
+    parts = urlsplit(url)
+    return Path(unquote(parts.path)) if parts.scheme == "file" and not parts.netloc else None
+
+
+def _check_folder(folder: Path) -> None:
+    standing = folder if folder.exists() else folder.parent
+    if not standing.is_dir():
+        raise ConfigError(".url", f"{standing} is not a folder", "make it, or name one that exists")
+    if not os.access(standing, os.W_OK | os.X_OK):
+        raise ConfigError(".url", f"no right to write in {standing}", "change its owner")
+
+
+def _capacity(settings: ObjectSettings) -> int:
+    folder = _folder(settings.url)
+    if folder is None:
+        return settings.capacity.resolve(0)
+    return settings.capacity.resolve(
+        Disk().total_bytes(folder if folder.exists() else folder.parent)
+    )
+
+
+def _codec(settings: ObjectSettings, dtype: str) -> Codec:
+    if settings.codec == "auto" and _folder(settings.url) is not None:
+        return Codec.RAW
+    return codec_for(settings.codec, dtype)
+
+
+BACKEND = ObjectBackend()

@@ -53,8 +53,8 @@ def encode(codec: Codec, payload: Buffer) -> tuple[Codec, list[Buffer]]:
         pieces = [_compress(payload)]
     elif codec is Codec.SPLIT_ZSTD and len(payload) % 2 == 0:
         pairs = np.frombuffer(payload, np.uint8).reshape(-1, 2)
-        high = _compress(memoryview(np.ascontiguousarray(pairs[:, 1])))
-        low = memoryview(np.ascontiguousarray(pairs[:, 0]))
+        high = _compress(np.ascontiguousarray(pairs[:, 1]).data)
+        low = np.ascontiguousarray(pairs[:, 0]).data
         pieces = [memoryview(_PLANE.pack(len(high))), high, low]
     if not pieces or sum(map(len, pieces)) >= len(payload):
         return Codec.RAW, [payload]
@@ -81,7 +81,7 @@ def _join(stored: Buffer, into: Buffer) -> None:
     if odd or len(stored) != _PLANE.size + high_bytes + half:
         raise FormatError("the byte planes of a payload do not have the lengths they must have")
     plane = np.empty(half, np.uint8)
-    _decompress(stored[_PLANE.size : _PLANE.size + high_bytes], memoryview(plane))
+    _decompress(stored[_PLANE.size : _PLANE.size + high_bytes], plane.data)
     pairs = np.frombuffer(into, np.uint8).reshape(-1, 2)
     pairs[:, 0] = np.frombuffer(stored, np.uint8, half, _PLANE.size + high_bytes)
     pairs[:, 1] = plane

@@ -1,0 +1,154 @@
+"""What is written down about a store against what is there: the listing that rebuilds.
+
+Finds blocks that no manifest knows (their writer died), entries without an object (somebody
+deleted it), objects whose deletion was lost, and what other namespaces take of the budget. Deletes
+only objects that have the names of kvtier's blocks, and only what is removed, too old, or, in other
+namespaces, the oldest when the budget is exceeded.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+
+import msgspec
+
+from kvtier.backends.object import manifest
+from kvtier.backends.object.manifest import Entries
+from kvtier.backends.object.names import block_name, parse_block
+from kvtier.backends.object.store import ObjectInfo, Store
+from kvtier.types import BlockKey
+
+_LEFT_ALONE_S = 600.0
+"""A removed object may still be read by somebody who was told of it before."""
+_YOUNG_S = 120.0
+_HUNGER_SHARE = 16
+"""A namespace without room asks for so much of the budget."""
+_CANDIDATES_MAX = 1 << 16
+
+
+class Audit(msgspec.Struct, frozen=True):
+    """What an audit starts from."""
+
+    namespace: str
+    entries: Entries
+    """All that is written down."""
+    known: Mapping[BlockKey, int]
+    """What was offered before the listing began, with generations."""
+    capacity: int
+    hungry: bool
+    age_max_s: float | None
+    now: float
+
+
+class Finding(msgspec.Struct):
+    """What the store holds, as far as it is news."""
+
+    orphans: list[tuple[BlockKey, int, int, float]]
+    """Blocks that nobody wrote down, or of another size than stated."""
+    gone: list[tuple[BlockKey, int]]
+    """Known blocks without an object, or too old."""
+    foreign_bytes: int
+
+
+def audit(store: Store, case: Audit) -> Finding:
+    """List everything and compare; raises StoreError."""
+    stated = _by_name(case.entries)
+    finding = Finding([], [], 0)
+    present: set[tuple[BlockKey, int]] = set()
+    leftovers: list[str] = []
+    foreign: list[tuple[float, int, str]] = []
+    own_bytes = 0
+    for info in store.list():
+        parsed = parse_block(info.name)
+        if parsed is None:
+            continue
+        namespace, key, generation = parsed
+        if namespace != case.namespace:
+            finding.foreign_bytes += info.size
+            _remember(foreign, info)
+            continue
+        own_bytes += info.size
+        kind, at, size = stated.get((key, generation), (manifest.ADDED, 0.0, -1))
+        if kind == manifest.REMOVED:
+            if case.now - max(at, info.modified_s) > _LEFT_ALONE_S:
+                leftovers.append(info.name)
+        elif case.age_max_s is not None and case.now - info.modified_s > case.age_max_s:
+            leftovers.append(info.name)
+        else:
+            present.add((key, generation))
+            if size != info.size:
+                finding.orphans.append((key, generation, info.size, max(at, info.modified_s)))
+    finding.foreign_bytes -= _make_room(store, case, foreign, own_bytes, finding.foreign_bytes)
+    store.delete(leftovers)
+    finding.gone = _gone(store, case, stated, present)
+    return finding
+
+
+def _by_name(entries: Entries) -> dict[tuple[BlockKey, int], tuple[int, float, int]]:
+    """Kind, time and size by key and generation."""
+    return {
+        (key, generation): (kind, at / 1e6, size)
+        for key, generation, kind, at, size in zip(
+            manifest.keys_of(entries),
+            entries["generation"].tolist(),
+            entries["kind"].tolist(),
+            entries["time_us"].tolist(),
+            entries["size"].tolist(),
+            strict=True,
+        )
+    }
+
+
+def _remember(oldest: list[tuple[float, int, str]], info: ObjectInfo) -> None:
+    """Keep the oldest objects of other namespaces, a bounded number of them."""
+    entry = (-info.modified_s, info.size, info.name)
+    if len(oldest) < _CANDIDATES_MAX:
+        heapq.heappush(oldest, entry)
+    else:
+        heapq.heappushpop(oldest, entry)
+
+
+def _make_room(
+    store: Store,
+    case: Audit,
+    foreign: list[tuple[float, int, str]],
+    own_bytes: int,
+    foreign_bytes: int,
+) -> int:
+    """Delete the oldest of other namespaces, their share of what is too much; how many bytes."""
+    total = own_bytes + foreign_bytes
+    surplus = max(0, total - case.capacity)
+    if case.hungry:
+        surplus = max(surplus, total + case.capacity // _HUNGER_SHARE - case.capacity)
+    if surplus <= 0 or not foreign_bytes:
+        return 0
+    share = min(foreign_bytes, surplus * foreign_bytes // total + 1)
+    names: list[str] = []
+    freed = 0
+    for _, size, name in sorted(foreign, reverse=True):
+        if freed >= share:
+            break
+        names.append(name)
+        freed += size
+    failed = store.delete(names)
+    return freed if not failed else 0
+
+
+def _gone(
+    store: Store,
+    case: Audit,
+    stated: Mapping[tuple[BlockKey, int], tuple[int, float, int]],
+    present: set[tuple[BlockKey, int]],
+) -> list[tuple[BlockKey, int]]:
+    """What is offered or stated, but is not there. What is young is asked for once more, because
+    it may have come while the listing was under way."""
+    suspects = set(case.known.items())
+    suspects.update(name for name, (kind, _, _) in stated.items() if kind == manifest.ADDED)
+    gone = []
+    for key, generation in suspects - present:
+        kind, at, _ = stated.get((key, generation), (manifest.ADDED, case.now, 0))
+        young = kind == manifest.ADDED and at > case.now - _YOUNG_S
+        if not young or store.head(block_name(case.namespace, key, generation)) is None:
+            gone.append((key, generation))
+    return gone

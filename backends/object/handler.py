@@ -1,0 +1,148 @@
+"""Moves records between host memory and objects: one object a block, compressed or not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import ParamSpec
+
+from kvtier.backends.object.errors import LengthMismatch, StoreError, StoreFull, TimedOut
+from kvtier.backends.object.names import block_name
+from kvtier.backends.object.spec import ObjectSpec
+from kvtier.backends.object.store import Store
+from kvtier.core.codec import Codec, decode, encode
+from kvtier.core.record import HEADER_BYTES, Buffer, Header
+from kvtier.core.tier import Handler
+from kvtier.errors import FormatError
+from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
+
+_P = ParamSpec("_P")
+
+
+class ObjectHandler(Handler):
+    """An object is the record's header and its payload, without the padding of a slot.
+
+    A raw object is read straight into the record and written straight from it. A compressed one
+    is read into the record too, and unpacked from a copy of its few bytes.
+    """
+
+    batch_blocks = 2
+
+    def __init__(
+        self,
+        store: Store,
+        namespace: Namespace,
+        codec: Codec,
+        *,
+        threads: int,
+        load_s: float,
+        store_s: float,
+    ) -> None:
+        self.concurrency = threads
+        self._store = store
+        self._namespace = namespace
+        self._codec = codec
+        self._load_s = load_s
+        self._store_s = store_s
+
+    def load(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        deadline = time.monotonic() + self._load_s
+        generations = _own(spec).generations
+        return [
+            _outcome(self._load, key, generation, record, deadline)
+            for key, generation, record in zip(keys, generations, into, strict=True)
+        ]
+
+    def _load(self, key: BlockKey, generation: int, record: Buffer, deadline: float) -> Outcome:
+        size = HEADER_BYTES + self._namespace.payload_of(key)
+        name = block_name(self._namespace.id, key, generation)
+        length = self._store.get_up_to(name, [record[:size]], deadline=deadline)
+        if length is None:
+            return Outcome.GONE
+        header = Header.read(record[:length])
+        if header.codec == Codec.RAW:
+            return Outcome.OK if length == size else Outcome.CORRUPT
+        return _unpack(record[:size], header, length)
+
+    def store(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
+    ) -> list[Outcome]:
+        deadline = time.monotonic() + self._store_s
+        own = _own(spec)
+        victims = [name for names in own.instead_of for name in names]
+        if victims:
+            made_room = _outcome(self._delete, victims, deadline)
+            if not made_room.ok:
+                return [made_room] * len(keys)
+        return [
+            _outcome(self._put, key, generation, record, deadline)
+            for key, generation, record in zip(keys, own.generations, records, strict=True)
+        ]
+
+    def _delete(self, names: Sequence[str], deadline: float) -> Outcome:
+        failed = self._store.delete(names, deadline=deadline)
+        return Outcome.IO_ERROR if failed else Outcome.OK
+
+    def _put(self, key: BlockKey, generation: int, record: Buffer, deadline: float) -> Outcome:
+        name = block_name(self._namespace.id, key, generation)
+        size = HEADER_BYTES + self._namespace.payload_of(key)
+        pieces = _packed(record[:size], self._codec)
+        self._store.put(name, pieces, if_absent=True, deadline=deadline)
+        return Outcome.OK  # whoever was first has put the same bytes there
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def _own(spec: LoadStoreSpec) -> ObjectSpec:
+    if not isinstance(spec, ObjectSpec):
+        raise TypeError(f"an object tier cannot reach {type(spec).__name__}")
+    return spec
+
+
+def _outcome(call: Callable[_P, Outcome], *args: _P.args, **kwargs: _P.kwargs) -> Outcome:
+    """What a store's error means for one block."""
+    try:
+        return call(*args, **kwargs)
+    except (LengthMismatch, FormatError):
+        return Outcome.CORRUPT
+    except TimedOut:
+        return Outcome.TIMEOUT
+    except StoreFull:
+        return Outcome.NO_SPACE
+    except StoreError:
+        return Outcome.IO_ERROR
+
+
+def _packed(record: Buffer, codec: Codec) -> list[Buffer]:
+    """The pieces of an object for this record; the checksums in its header stay those of the raw
+    payload."""
+    if codec is Codec.RAW:
+        return [record]
+    try:
+        header = Header.read(record)
+    except FormatError:
+        return [record]  # not ours to judge: whoever loads it will find it corrupt
+    used, payload = encode(codec, record[HEADER_BYTES:])
+    if used is Codec.RAW:
+        return [record]
+    head = memoryview(bytearray(record[:HEADER_BYTES]))
+    header.codec = used
+    header.stored_bytes = sum(len(piece) for piece in payload)
+    header.write(head)
+    return [head, *payload]
+
+
+def _unpack(record: Buffer, header: Header, length: int) -> Outcome:
+    """Turn a compressed record, which lies at the beginning of its own place, into a raw one."""
+    payload_bytes = header.payload_bytes
+    if header.stored_bytes != length - HEADER_BYTES or payload_bytes != len(record) - HEADER_BYTES:
+        return Outcome.CORRUPT
+    stored = memoryview(bytes(record[HEADER_BYTES:length]))
+    decode(header.codec, stored, record[HEADER_BYTES:])
+    header.codec = Codec.RAW
+    header.stored_bytes = payload_bytes
+    header.write(record)
+    return Outcome.OK

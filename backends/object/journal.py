@@ -1,0 +1,169 @@
+"""The manifests of one namespace in a store: append, read what is new, join what has piled up."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from kvtier.backends.object import manifest
+from kvtier.backends.object.errors import LengthMismatch, Unavailable
+from kvtier.backends.object.manifest import Entries
+from kvtier.backends.object.names import manifest_name, manifest_prefix, parse_manifest
+from kvtier.backends.object.store import GetOutcome, Store
+from kvtier.errors import FormatError
+from kvtier.types import Namespace
+
+_log = logging.getLogger(__name__)
+
+MANIFEST_BYTES_MAX = 1 << 30
+_HEAD_READ_BYTES = 64 << 10
+_READERS = 8
+_LISTINGS_MAX = 4
+_PILE = 16
+"""So many manifests of similar size are joined into one."""
+_REMOVED_KEPT_S = 24 * 3600.0
+"""How long a removal is remembered: until then it hides an object whose deletion was lost."""
+
+
+class Journal:
+    """Reads and writes manifests. May block; used by one thread at a time.
+
+    Reading is safe against joining at any moment: a manifest that vanishes between its listing and
+    its reading is covered by one that a new listing shows.
+    """
+
+    def __init__(
+        self, store: Store, namespace: Namespace, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store = store
+        self._namespace = namespace
+        self._clock = clock
+        self._writer = secrets.token_hex(8)
+        self._number = 0
+        self._seen: set[str] = set()
+        self._broken: set[str] = set()
+
+    def append(self, entries: Entries, covers: Iterable[str] = ()) -> None:
+        """Write one manifest, which nobody else can overwrite."""
+        name = f"{self._writer}-{self._number:010d}"
+        self._number += 1
+        self._store.put(
+            manifest_name(self._namespace.id, self._writer, self._number - 1),
+            manifest.pack(self._namespace.digest, entries, covers),
+        )
+        self._seen.add(name)
+
+    def news(self) -> Entries:
+        """What others have written since the last call, merged."""
+        return manifest.merge(list(self._read(self._seen).values()))
+
+    def everything(self) -> Entries:
+        """The state of the namespace, from all manifests."""
+        return manifest.merge(list(self._read(set()).values()))
+
+    def join(self) -> bool:
+        """Join manifests if enough have piled up; whether it did.
+
+        Whoever does the same at the same time writes the same entries again: nothing is lost.
+        """
+        listed = self._listed()
+        chosen = _pile(listed)
+        if not chosen:
+            return False
+        found = self._fetch({name: listed[name] for name in chosen})
+        readable = [name for name, entries in found.items() if entries is not None]
+        pieces = [entries for entries in found.values() if entries is not None]
+        if len(found) < len(chosen) or len(pieces) < 2:
+            return False  # somebody else is joining them at this moment
+        entries = manifest.merge(pieces)
+        if len(readable) == len(listed):
+            horizon_us = (self._clock() - _REMOVED_KEPT_S) * 1e6
+            old = (entries["kind"] == manifest.REMOVED) & (entries["time_us"] < horizon_us)
+            entries = entries[~old]
+        self.append(entries, covers=readable)
+        namespace = self._namespace.id
+        self._store.delete([f"{manifest_prefix(namespace)}{name}" for name in readable])
+        return True
+
+    def _listed(self) -> dict[str, int]:
+        """Sizes of the manifests that are there, by name."""
+        found = {}
+        for info in self._store.list(manifest_prefix(self._namespace.id)):
+            name = parse_manifest(info.name)
+            if name is not None and name not in self._broken and info.size <= MANIFEST_BYTES_MAX:
+                found[name] = info.size
+        return found
+
+    def _read(self, known: set[str]) -> dict[str, Entries]:
+        """The entries of all manifests that are not known, until a listing finds no new one."""
+        found: dict[str, Entries] = {}
+        for _ in range(_LISTINGS_MAX):
+            listed = self._listed()
+            todo = {
+                name: size
+                for name, size in listed.items()
+                if name not in known and name not in found
+            }
+            self._seen = {name for name in self._seen if name in listed}
+            fetched = self._fetch(todo, skip_if_covered_by=known | found.keys())
+            found.update({n: entries for n, entries in fetched.items() if entries is not None})
+            self._seen.update(fetched)
+            if len(fetched) == len(todo):
+                return found
+        raise Unavailable("manifests keep vanishing while they are read: try again later")
+
+    def _fetch(
+        self, sizes: dict[str, int], skip_if_covered_by: Iterable[str] = ()
+    ) -> dict[str, Entries | None]:
+        """Entries by name; None where there is nothing new or readable; vanished ones left out."""
+        if not sizes:
+            return {}
+        covered = set(skip_if_covered_by)
+
+        def read(name: str) -> Entries | bool | None:
+            return self._read_one(name, sizes[name], covered)
+
+        found: dict[str, Entries | None] = {}
+        with ThreadPoolExecutor(min(_READERS, len(sizes))) as readers:
+            for name, entries in zip(sizes, readers.map(read, sizes), strict=True):
+                if not isinstance(entries, bool):
+                    found[name] = entries
+        return found
+
+    def _read_one(self, name: str, size: int, covered: set[str]) -> Entries | bool | None:
+        """As in `_fetch`; False if the manifest has vanished."""
+        full_name = f"{manifest_prefix(self._namespace.id)}{name}"
+        data = memoryview(bytearray(size))
+        try:
+            if covered and size > 2 * _HEAD_READ_BYTES:
+                head = data[:_HEAD_READ_BYTES]
+                if self._store.get(full_name, [head], offset=0) is GetOutcome.MISSING:
+                    return False
+                if covered.issuperset(self._covers(head)):
+                    return None
+            if self._store.get(full_name, [data]) is GetOutcome.MISSING:
+                return False
+            return manifest.unpack(data, self._namespace.digest)[0]
+        except (FormatError, LengthMismatch) as error:
+            self._broken.add(name)
+            _log.warning("manifest %s is left alone: %s", full_name, error)
+            return None
+
+    def _covers(self, head: memoryview) -> list[str]:
+        covers = manifest.unpack_head(head, self._namespace.digest)[2]
+        return covers or [""]  # one that covers none is never skipped
+
+
+def _pile(sizes: dict[str, int]) -> list[str]:
+    """The smaller manifests that are worth joining: many, or as much as the next larger one."""
+    chosen: list[str] = []
+    total = 0
+    for name in sorted(sizes, key=lambda name: sizes[name]):
+        if len(chosen) >= _PILE and sizes[name] > total:
+            break
+        chosen.append(name)
+        total += sizes[name]
+    return chosen if len(chosen) >= _PILE else []

@@ -1,0 +1,268 @@
+"""What an object tier must do in the store, kept off the thread that asks it questions.
+
+The keeper writes down what was added and removed, deletes what was dropped, reads what other
+writers did, and from time to time compares all that with what is really there. What it learns it
+hands over as `News`, which the tier takes in at its next call. A store that is away costs nothing
+but memory for what is still to be written down.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvtier.backends.object import manifest
+from kvtier.backends.object.audit import Audit, Finding, audit
+from kvtier.backends.object.errors import StoreError
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
+from kvtier.backends.object.names import description_name
+from kvtier.backends.object.store import Store
+from kvtier.types import BlockKey, Namespace
+
+_log = logging.getLogger(__name__)
+
+_WRITE_S = 0.5
+_NEWS_ROWS = 4096
+_ENTRIES_MAX = 1 << 16
+
+
+class News(msgspec.Struct):
+    """Something that the tier does not know yet: rows of one kind, or numbers."""
+
+    added: list[tuple[BlockKey, int, int, float]] = []
+    """Key, generation, size and time (seconds since the epoch) of blocks that others added."""
+    removed: list[tuple[BlockKey, int, float]] = []
+    """Key, generation and time of blocks that are gone."""
+    freed: list[int] = []
+    """Slots whose objects are deleted."""
+    foreign_bytes: int | None = None
+    """What other namespaces take of the budget."""
+    heard: bool = False
+    """All that others wrote down until now is known."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What the keeper must know of the settings."""
+
+    capacity: int
+    refresh_s: float
+    audit_s: float
+    age_max_s: float | None = None
+
+
+class Keeper:
+    """The store work of one tier: `news` leads to the tier, the methods lead here."""
+
+    def __init__(
+        self,
+        store: Store,
+        namespace: Namespace,
+        limits: Limits,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.namespace = namespace
+        self.limits = limits
+        self.news: deque[News] = deque()
+        self._store = store
+        self._clock = clock
+        self._journal = Journal(store, namespace, clock=clock)
+        self._entries: deque[Entries] = deque()
+        self._doomed: deque[tuple[int, list[str]]] = deque()
+        self._last_us = 0
+        self._hungry = False
+        self._mutex = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._next_look = self._next_audit = 0.0
+        self._thread: threading.Thread | None = None
+        self._known: Callable[[], dict[BlockKey, int]] = dict
+
+    # -- what the tier asks for ------------------------------------------------------------
+
+    def now_us(self) -> int:
+        """Microseconds since the epoch, each time later than the last."""
+        self._last_us = max(self._last_us + 1, int(self._clock() * 1e6))
+        return self._last_us
+
+    def added(
+        self, keys: Sequence[BlockKey], generations: Sequence[int], sizes: Sequence[int]
+    ) -> None:
+        """Write down soon that these blocks are there."""
+        now = [self.now_us()] * len(keys)
+        self._entries.append(manifest.pack_entries(ADDED, keys, generations, sizes, now))
+
+    def removed(self, keys: Sequence[BlockKey], generations: Sequence[int]) -> None:
+        """Write down soon that these blocks must not be found again."""
+        count = len(keys)
+        now = [self.now_us()] * count
+        self._entries.append(manifest.pack_entries(REMOVED, keys, generations, [0] * count, now))
+
+    def delete(self, slot: int, names: list[str]) -> None:
+        """Delete these objects soon; News says when the slot's room is free."""
+        self._doomed.append((slot, names))
+        self._wake.set()
+
+    def want_room(self) -> None:
+        """Other namespaces leave too little room."""
+        self._hungry = True
+
+    # -- beginning and end -----------------------------------------------------------------
+
+    def open(self, known: Callable[[], dict[BlockKey, int]]) -> None:
+        """Learn what is there; raises StoreError. `known` answers the tier's keys and their
+        generations, from any thread."""
+        self._known = known
+        with self._mutex:
+            self._store.put(
+                description_name(self.namespace.id),
+                [memoryview(self.namespace.to_json())],
+                if_absent=True,
+            )
+            self._audit()
+
+    def start(self) -> None:
+        """Begin to work in the background."""
+        self._thread = threading.Thread(target=self._run, name="kvtier-object-keeper", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._wake.wait(min(_WRITE_S, self.limits.refresh_s))
+            self._wake.clear()
+            if not self._stopping:
+                self.work()
+
+    def work(self) -> None:
+        """One round of whatever is due. Weather is no news: the store's breaker logs it."""
+        with self._mutex:
+            try:
+                self._write_down()
+                now = time.monotonic()
+                if now >= self._next_audit:
+                    self._audit()
+                elif now >= self._next_look:
+                    self._look()
+            except StoreError as error:
+                self._next_look = time.monotonic() + self.limits.refresh_s
+                _log.debug("object tier: %s", error)
+
+    def flush(self) -> None:
+        """Write everything down that the tier has said so far; quiet if the store is away."""
+        with self._mutex:
+            try:
+                self._write_down()
+            except StoreError as error:
+                _log.debug("object tier: %s", error)
+
+    def refresh(self) -> None:
+        """Learn everything now; quiet if the store is away."""
+        with self._mutex:
+            try:
+                self._write_down()
+                self._audit()
+            except StoreError as error:
+                _log.debug("object tier: %s", error)
+
+    def close(self) -> None:
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.flush()
+        self._store.close()
+
+    # -- the work ----------------------------------------------------------------------------
+
+    def _write_down(self) -> None:
+        # Removals first: what is hidden cannot be found again, whether or not it is deleted.
+        while self._entries:
+            taken = [self._entries[i] for i in range(min(len(self._entries), _ENTRIES_MAX))]
+            self._journal.append(manifest.merge(taken))
+            for _ in taken:
+                self._entries.popleft()
+        while self._doomed:
+            slots = list(self._doomed)[:_NEWS_ROWS]
+            names = [name for _, names in slots for name in names]
+            failed = self._store.delete(names)
+            for _ in slots:
+                self._doomed.popleft()
+            self._doomed.extend((slot, n) for slot, n in slots if not failed.keys().isdisjoint(n))
+            self.news.append(News(freed=[slot for slot, n in slots if failed.keys().isdisjoint(n)]))
+            if failed:
+                raise next(iter(failed.values()))
+
+    def _look(self) -> None:
+        """What others have written since the last look."""
+        self._next_look = time.monotonic() + self.limits.refresh_s
+        self._tell(self._journal.news())
+        self.news.append(News(heard=True))
+        self._journal.join()
+
+    def _tell(self, entries: Entries, known: dict[BlockKey, int] | None = None) -> None:
+        """Hand entries over; of a whole state only what is not `known` as it is stated."""
+        for kind in (REMOVED, ADDED):
+            rows = entries[entries["kind"] == kind]
+            keys = manifest.keys_of(rows)
+            generations = rows["generation"].tolist()
+            found = zip(
+                keys,
+                generations,
+                rows["size"].tolist(),
+                (rows["time_us"] / 1e6).tolist(),
+                strict=True,
+            )
+            if known is None:
+                told = list(found)
+            elif kind == ADDED:
+                told = [row for row in found if known.get(row[0]) != row[1]]
+            else:
+                told = [row for row in found if known.get(row[0]) == row[1]]
+            for start in range(0, len(told), _NEWS_ROWS):
+                part = told[start : start + _NEWS_ROWS]
+                if kind == ADDED:
+                    self.news.append(News(added=part))
+                else:
+                    self.news.append(News(removed=[(key, gen, at) for key, gen, _, at in part]))
+
+    def _audit(self) -> None:
+        """Everything that is written down, against everything that is there."""
+        now = time.monotonic()
+        self._next_look = now + self.limits.refresh_s
+        self._next_audit = now + self.limits.audit_s * random.uniform(0.8, 1.2)
+        before = dict(self._known())
+        entries = self._journal.everything()
+        self._tell(entries, before)
+        finding = audit(
+            self._store,
+            Audit(
+                namespace=self.namespace.id,
+                entries=entries,
+                known=before,
+                capacity=self.limits.capacity,
+                hungry=self._hungry,
+                age_max_s=self.limits.age_max_s,
+                now=self._clock(),
+            ),
+        )
+        self._hungry = False
+        self._take_in(finding)
+        self._journal.join()
+
+    def _take_in(self, finding: Finding) -> None:
+        for start in range(0, len(finding.orphans), _NEWS_ROWS):
+            self.news.append(News(added=finding.orphans[start : start + _NEWS_ROWS]))
+        if finding.gone:
+            keys = [key for key, _ in finding.gone]
+            generations = [generation for _, generation in finding.gone]
+            at = self._clock()
+            self.removed(keys, generations)
+            self.news.append(News(removed=[(key, gen, at) for key, gen in finding.gone]))
+        self.news.append(News(foreign_bytes=finding.foreign_bytes, heard=True))

@@ -1,0 +1,369 @@
+"""The catalogue of an object store: answers from memory, leaves all store work to its keeper.
+
+What a slab tier calls a slot is here only a handle: room is counted in bytes. A block takes its
+whole size when it is reserved, and what a listing says (it may be compressed) afterwards. The room
+of an evicted block is given on at once, because the handler deletes its object before it writes
+the new one; the room of a dropped block is free when the keeper has deleted it.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+
+from kvtier.backends.object.keeper import Keeper, News
+from kvtier.backends.object.names import GENERATION_MAX, block_name
+from kvtier.backends.object.spec import ObjectSpec
+from kvtier.core.eviction import EvictionPolicy
+from kvtier.core.record import HEADER_BYTES
+from kvtier.core.slab.tier import SlabTier
+from kvtier.types import BlockKey, EventKind, LoadStoreSpec, Outcome, Reservation, TierStats
+
+_ROWS_AT_ONCE = 8192
+"""So much news is taken in by one call: long work is spread over many."""
+_HANDLES_MIN = 1024
+_UNHEARD_SHARE = 8
+_UNHEARD_MIN = 1 << 30
+
+Object = tuple[BlockKey, int]
+"""A key and a generation: what a name is made of."""
+
+
+class ObjectTier(SlabTier):
+    """Blocks of one namespace below a prefix that any number of writers share.
+
+    All writers may evict and drop all blocks. Between two looks at what the others wrote, this one
+    stores at most an eighth of the budget (or 1 GiB), so that together they cannot run far over it.
+    """
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        policy: EvictionPolicy,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._namespace = keeper.namespace
+        whole = HEADER_BYTES + self._namespace.payload_bytes
+        super().__init__("object", whole, policy, clock)
+        self._keeper = keeper
+        self._capacity = keeper.limits.capacity
+        self._foreign_bytes = 0
+        self._used = 0
+        self._dying = 0
+        """Bytes of dropped objects that are still there."""
+        self._sizes = array("q")
+        self._times = array("d")
+        self._idle: list[int] = []
+        self._generation: dict[BlockKey, int] = {}
+        """Generations that are not 0, of blocks that are resident, reserved or doomed."""
+        self._leaving: dict[BlockKey, tuple[int, int]] = {}
+        """Of keys whose objects are being deleted: the latest generation, and how many objects."""
+        self._condemned: dict[int, list[Object]] = {}
+        """By slot, the objects to delete as soon as nobody reads there."""
+        self._deleting: dict[int, list[Object]] = {}
+        """By slot, the objects that the keeper is deleting."""
+        self._instead_of: dict[BlockKey, list[Object]] = {}
+        """By reserved key, the evicted objects whose room it takes."""
+        self._victims: list[Object] = []
+        self._unheard = 0
+
+    def start(self) -> None:
+        """Take in what the keeper has learnt while it was opened, and stay within the budget."""
+        while self._keeper.news:
+            self._take_in(self._keeper.news.popleft())
+        self._shrink()
+        self._events.clear()
+
+    # -- news --------------------------------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        news = self._keeper.news
+        rows = 0
+        while news and rows < _ROWS_AT_ONCE:
+            piece = news.popleft()
+            self._take_in(piece)
+            rows += 1 + len(piece.added) + len(piece.removed) + len(piece.freed)
+
+    def _take_in(self, news: News) -> None:
+        if news.added:
+            self._take_added(news.added)
+        if news.removed:
+            self._lose(
+                [
+                    key
+                    for key, generation, at in news.removed
+                    if key in self._where
+                    and self._generation.get(key, 0) == generation
+                    and self._times[self._where[key]] <= at
+                ]
+            )
+        for slot in news.freed:
+            self._freed(slot)
+        if news.foreign_bytes is not None:
+            self._foreign_bytes = news.foreign_bytes
+        if news.heard:
+            self._unheard = 0
+        if news.added or news.foreign_bytes is not None:
+            self._shrink()
+
+    def _take_added(self, rows: Sequence[tuple[BlockKey, int, int, float]]) -> None:
+        where, busy = self._where, self._reserved.keys() | self._doomed.keys()
+        fresh: dict[BlockKey, tuple[int, int, float]] = {}
+        for key, generation, size, at in rows:
+            if key in busy or self._leaving.get(key, (-1, 0))[0] >= generation:
+                continue
+            slot = where.get(key)
+            if slot is None:
+                if key not in fresh or fresh[key][0] <= generation:
+                    fresh[key] = (generation, size, at)
+            elif self._generation.get(key, 0) == generation:
+                self._resize(slot, size)
+                self._times[slot] = max(self._times[slot], at)
+        keys = sorted(fresh, key=lambda key: fresh[key][2])
+        slots = [self._handle() for _ in keys]
+        for key, slot in zip(keys, slots, strict=True):
+            generation, size, at = fresh[key]
+            self._hold(key, slot, generation, size, at)
+        self._adopt(slots, keys, [fresh[key][2] for key in keys])
+        self._announce(EventKind.STORED, keys)
+
+    def _lose(self, keys: Sequence[BlockKey]) -> None:
+        """Somebody else has deleted these blocks: nothing is left to be written down."""
+        now_free: list[int] = []
+        slots = [self._where.pop(key) for key in keys]
+        for key, slot in zip(keys, slots, strict=True):
+            if slot in self._pins:
+                self._doomed[key] = slot
+            else:
+                now_free.append(slot)
+        self._policy.remove(slots)
+        self._release(now_free)
+        self._announce(EventKind.REMOVED, keys)
+
+    def _shrink(self) -> None:
+        """Drop the coldest blocks while there is more than the budget."""
+        over = self._used + self._dying + self._foreign_bytes - self._capacity
+        while over > 0:
+            count = max(1, over // self.slot_bytes)
+            slots = self._policy.victims(count, self._pins)
+            if not slots:
+                return
+            over -= sum(self._sizes[slot] for slot in slots)
+            keys = [self._key_at(slot) for slot in slots]
+            self._drop(keys)
+            self._stats.evicted += len(keys)
+
+    # -- handles and bytes -------------------------------------------------------------------
+
+    def _handle(self) -> int:
+        """A slot number that nobody uses."""
+        if not self._idle:
+            first = len(self._key_of)
+            count = max(_HANDLES_MIN, first // 2)
+            self._key_of.extend([None] * count)
+            self._sizes.extend([0] * count)
+            self._times.extend([0.0] * count)
+            self._policy.resize(first + count)
+            self._idle.extend(range(first + count - 1, first - 1, -1))
+        return self._idle.pop()
+
+    def _hold(self, key: BlockKey, slot: int, generation: int, size: int, at: float) -> None:
+        self._used += size
+        self._sizes[slot] = size
+        self._times[slot] = at
+        if generation:
+            self._generation[key] = generation
+        else:
+            self._generation.pop(key, None)
+
+    def _resize(self, slot: int, size: int) -> None:
+        self._used += size - self._sizes[slot]
+        self._sizes[slot] = size
+
+    def _provide(self, count: int) -> None:
+        """Have as many free handles as there is room for blocks, at most `count`."""
+        room = self._capacity - self._foreign_bytes - self._used - self._dying
+        count = min(count, max(0, room // self.slot_bytes))
+        while len(self._free) > count:
+            self._idle.append(self._free.pop())
+        while len(self._free) < count:
+            self._free.append(self._handle())
+
+    # -- stores --------------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:
+        self._catch_up()
+        if self._unheard >= max(self._capacity // _UNHEARD_SHARE, _UNHEARD_MIN):
+            self._stats.dropped += len(keys)
+            return Reservation([], ObjectSpec([]), [])
+        self._provide(len(keys))
+        reservation = super().prepare_store(keys, evict=evict)
+        taken = reservation.keys
+        if len(taken) < len(keys) and self._foreign_bytes:
+            self._keeper.want_room()
+        victims, self._victims = self._victims, []
+        if victims and not taken:
+            self._delete_soon(self._handle(), victims)
+        elif victims:
+            # an evicted object is deleted before the block that takes its room is written
+            for index, victim in enumerate(victims):
+                key = taken[min(index, len(taken) - 1)]
+                self._instead_of.setdefault(key, []).append(victim)
+            names = [self._names(self._instead_of.get(key, [])) for key in taken]
+            generations = [self._generation.get(key, 0) for key in taken]
+            reservation.spec = ObjectSpec(generations, names)
+        return reservation
+
+    def _evict(self, count: int, spared: Sequence[BlockKey]) -> list[BlockKey]:
+        """Blocks are of different sizes: evict until there is room for so many more."""
+        wanted = len(self._free) + count
+        evicted: list[BlockKey] = []
+        while len(self._free) < wanted:
+            some = super()._evict(wanted - len(self._free), spared)
+            if not some:
+                break
+            self._victims += [self._leave(key) for key in some]
+            evicted += some
+            self._provide(wanted)
+        return evicted
+
+    def complete_store(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> None:
+        replaced: list[Object] = []
+        for key in keys:
+            victims = self._instead_of.pop(key, None)
+            if victims is None:
+                continue
+            if (failed and key in failed) or key in self._unwanted:
+                # nobody knows whether the handler came so far as to delete them
+                self._condemned.setdefault(self._reserved[key], []).extend(victims)
+            else:
+                replaced += victims
+        if replaced:
+            self._write_removed(replaced)
+            self._left(replaced)
+        super().complete_store(keys, failed)
+
+    # -- objects that go -------------------------------------------------------------------------
+
+    def _leave(self, key: BlockKey) -> Object:
+        """This key's object is to be deleted: until it is, the next one has another name."""
+        generation = self._generation.pop(key, 0)
+        self._leaving[key] = (generation, self._leaving.get(key, (0, 0))[1] + 1)
+        return key, generation
+
+    def _left(self, objects: Sequence[Object]) -> None:
+        """These objects are deleted."""
+        for key, _ in objects:
+            generation, count = self._leaving[key]
+            if count == 1:
+                del self._leaving[key]
+            else:
+                self._leaving[key] = (generation, count - 1)
+
+    def _delete_soon(self, slot: int, objects: list[Object]) -> None:
+        self._deleting[slot] = objects
+        self._keeper.delete(slot, self._names(objects))
+
+    def _freed(self, slot: int) -> None:
+        """The keeper has deleted what it was told to delete for this slot."""
+        self._left(self._deleting.pop(slot))
+        self._dying -= self._sizes[slot]
+        self._sizes[slot] = 0
+        self._idle.append(slot)
+
+    def _names(self, objects: Sequence[Object]) -> list[str]:
+        namespace = self._namespace.id
+        return [block_name(namespace, key, generation) for key, generation in objects]
+
+    def _write_removed(self, objects: Sequence[Object]) -> None:
+        self._keeper.removed([key for key, _ in objects], [gen for _, gen in objects])
+
+    def _fail(self, key: BlockKey, outcome: Outcome) -> None:
+        if outcome is Outcome.CORRUPT:
+            self._stats.corrupt += 1
+        elif outcome is Outcome.GONE:
+            self._stats.gone += 1
+        else:
+            self._stats.io_errors += 1
+        if key not in self._where:
+            return
+        if outcome in (Outcome.CORRUPT, Outcome.IO_ERROR):
+            self._drop([key])
+            return
+        if outcome is Outcome.GONE:
+            self._write_removed([(key, self._generation.get(key, 0))])
+        self._lose([key])  # weather: what is still there is found again by the next audit
+
+    # -- hooks -----------------------------------------------------------------------------------
+
+    def _locate(self, slots: list[int]) -> LoadStoreSpec:
+        key_of, generation = self._key_of, self._generation
+        if not generation:
+            return ObjectSpec([0] * len(slots))
+        return ObjectSpec([generation.get(key_of[slot] or BlockKey(b""), 0) for slot in slots])
+
+    def _on_reserved(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        now = self._clock()
+        for slot, key in zip(slots, keys, strict=True):
+            generation = (self._leaving.get(key, (-1, 0))[0] + 1) % GENERATION_MAX
+            size = HEADER_BYTES + self._namespace.payload_of(key)
+            self._hold(key, slot, generation, size, now)
+            self._unheard += size
+
+    def _on_committed(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        now = self._clock()
+        for slot in slots:
+            self._times[slot] = now
+        generations = [self._generation.get(key, 0) for key in keys]
+        self._keeper.added(keys, generations, [self._sizes[slot] for slot in slots])
+
+    def _on_dropped(self, slots: Sequence[int]) -> None:
+        objects = [self._leave(self._key_at(slot)) for slot in slots]
+        for slot, one in zip(slots, objects, strict=True):
+            self._condemned.setdefault(slot, []).append(one)
+        if objects:
+            self._write_removed(objects)
+
+    def _make_free(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._used -= self._sizes[slot]
+            objects = self._condemned.pop(slot, None)
+            if objects is None:
+                self._sizes[slot] = 0
+                self._idle.append(slot)
+            else:
+                self._dying += self._sizes[slot]
+                self._delete_soon(slot, objects)
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        super().tick()
+        self._catch_up()
+
+    def refresh(self) -> None:
+        self._keeper.refresh()
+
+    def flush(self) -> None:
+        self._keeper.flush()
+
+    def close(self) -> None:
+        self._keeper.close()
+
+    def generations(self) -> dict[BlockKey, int]:
+        """All offered keys and their generations; may be called from any thread."""
+        found = dict.fromkeys(list(self._where), 0)
+        for key, generation in list(self._generation.items()):
+            if key in found:
+                found[key] = generation
+        return found
+
+    def stats(self) -> TierStats:
+        stats = super().stats()
+        stats.bytes_used = self._used
+        stats.bytes_capacity = self._capacity
+        return copy(stats)
