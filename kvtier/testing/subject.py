@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -181,11 +182,12 @@ class Rig:
         assert self.occupied_bytes() <= self.capacity + self.subject.overhead_bytes
 
     def occupied_bytes(self) -> int:
-        """What the medium's files take; they may come and go meanwhile."""
+        """What the medium's files take; files and folders may come and go meanwhile."""
         total = 0
-        for path in self.folder.rglob("*"):
-            with suppress(FileNotFoundError):
-                total += path.stat().st_size if path.is_file() else 0
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                with suppress(FileNotFoundError):
+                    total += os.lstat(Path(folder) / name).st_size
         return total
 
 
