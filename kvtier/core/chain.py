@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.core.cascade import Cascade
 from kvtier.core.costs import CostModel
-from kvtier.core.flight import Ticket
+from kvtier.core.flight import Ticket, split
 from kvtier.core.health import Health
 from kvtier.core.ledger import Ledger
 from kvtier.core.plan import HOST, JOINING, NOWHERE, plan_host, plan_lower, plan_room, plan_runs
@@ -50,8 +50,6 @@ class TierChain(Tier):
     `poll`, as long as the engine stores nothing in between.
     """
 
-    medium = "chain"
-
     def __init__(
         self,
         tiers: Sequence[Tier],
@@ -64,6 +62,7 @@ class TierChain(Tier):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tiers = list(tiers)
+        self.medium = tiers[HOST].medium
         self._mover = mover
         self._costs = costs
         self._clock = clock
@@ -83,7 +82,7 @@ class TierChain(Tier):
         )
         self._names = [*[Presence.HIT] * len(tiers), Presence.HIT, Presence.PENDING, Presence.MISS]
         self._free: int | None = None
-        self._anonymous: list[tuple[Ticket, set[BlockKey]]] = []
+        self._anonymous: list[tuple[Ticket, Counter[BlockKey]]] = []
         self._ended: list[Ticket] = []
         self._stored: deque[TransferResult] = deque()
         self._uses: deque[Sequence[BlockKey]] = deque(maxlen=USES_KEPT)
@@ -232,7 +231,7 @@ class TierChain(Tier):
             missing = f"{len(ticket.missing)} of {len(keys)} keys"
             raise NotResident(f"{missing} are not here: look up first")
         if keys:
-            self._anonymous.append((ticket, set(keys)))
+            self._anonymous.append((ticket, Counter(keys)))
         else:
             self._ledger.release(ticket)
         return ticket.spec
@@ -240,16 +239,15 @@ class TierChain(Tier):
     def complete_load(
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
-        left = list(keys)
+        left: Sequence[BlockKey] = keys
         for ticket, unread in list(self._anonymous):
-            mine = [key for key in dict.fromkeys(left) if key in unread]
+            mine, left = split(left, unread)
             if not mine:
                 continue
-            for key in mine:
-                left.remove(key)
-            unread.difference_update(mine)
-            self._ledger.release(ticket, mine if unread else None, failed)
-            if not unread:
+            unread.subtract(mine)
+            done = not any(unread.values())
+            self._ledger.release(ticket, None if done else mine, failed)
+            if done:
                 self._anonymous.remove((ticket, unread))
         self._look_again(bool(failed))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -61,6 +61,20 @@ class Ticket:
             f"Ticket({self.request!r}, {len(self.keys)} keys, {len(self.missing)} missing, "
             f"{len(self.pending)} pending, {len(self.failed)} failed)"
         )
+
+
+def split(
+    keys: Sequence[BlockKey], among: Mapping[BlockKey, int]
+) -> tuple[list[BlockKey], list[BlockKey]]:
+    """The keys that are among others, each as often as there, and the rest: pins are counted."""
+    left = dict(among)
+    mine: list[BlockKey] = []
+    rest: list[BlockKey] = []
+    for key in keys:
+        count = left.get(key, 0)
+        (mine if count else rest).append(key)
+        left[key] = max(0, count - 1)
+    return mine, rest
 
 
 class Move:

@@ -8,10 +8,11 @@ has ended). Deadlines end the waiting instead: a load that is late fails, and no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 
-from kvtier.core.flight import Move, Purpose, Settled, Ticket
+from kvtier.core.flight import Move, Purpose, Settled, Ticket, split
 from kvtier.core.plan import HOST, gather
 from kvtier.core.tier import Tier
 from kvtier.core.transfer import Transfer, TransferKind, TransferResult
@@ -135,10 +136,10 @@ class Ledger:
         Answers with the transfers that nobody waits for any more.
         """
         pinned, pending = ticket.pinned, ticket.pending
+        kept: list[BlockKey] = []
         if keys is not None:
-            gone = set(keys)
-            pinned = [key for key in ticket.pinned if key in gone]
-            pending = ticket.pending & gone
+            pinned, kept = split(ticket.pinned, Counter(keys))
+            pending = ticket.pending.intersection(keys)
         if pinned:
             ours = set(pinned) if failed else ()
             blamed = {key: why for key, why in (failed or {}).items() if key in ours}
@@ -147,10 +148,7 @@ class Ledger:
                 self.doom(blamed)
         if failed and pending:
             self._spoil(ticket, {key: failed[key] for key in pending.intersection(failed)})
-        if keys is None:
-            ticket.pinned = []
-        else:
-            ticket.pinned = [key for key in ticket.pinned if key not in gone]
+        ticket.pinned = kept
         ticket.pending = ticket.pending - pending
         idle = [] if ticket.pending else self._leave(ticket)
         if not (ticket.pinned or ticket.pending):

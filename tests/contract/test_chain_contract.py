@@ -1,0 +1,29 @@
+"""A chain is a tier: it keeps the contract that every catalogue keeps, step by step too."""
+
+from __future__ import annotations
+
+from chains import ScriptedMover
+from subjects import MemorySubject
+
+from kvtier.core.backend import TierContext
+from kvtier.core.chain import TierChain
+from kvtier.core.disk import Disk
+from kvtier.core.settings import TierSettings
+from kvtier.core.tier import Tier
+from kvtier.testing.contract import CatalogueContract
+from kvtier.testing.stateful import tier_machine
+
+
+class ChainSubject(MemorySubject):
+    """Host memory with a chain around it."""
+
+    def open_tier(self, settings: TierSettings, context: TierContext, disk: Disk) -> Tier:
+        host = super().open_tier(settings, context, disk)
+        return TierChain([host], [settings], ScriptedMover([]), context.namespace)
+
+
+class TestChain(CatalogueContract):
+    subject = ChainSubject()
+
+
+TestChainMachine = tier_machine(ChainSubject()).TestCase
