@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
-import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -76,10 +76,11 @@ class VllmFiles:
         self._chunks = np.arange(count)
 
     def _keys(self) -> list[bytes]:
-        import hashlib
-
+        """New keys every round, in the same folders: those exist already in a cache that is used."""
         return [
-            hashlib.sha256(f"{self._round}/{i}".encode()).digest() + bytes(4)
+            hashlib.sha256(str(i).encode()).digest()[:4]
+            + hashlib.sha256(f"{self._round}/{i}".encode()).digest()[:28]
+            + bytes(4)
             for i in range(self._count)
         ]
 
@@ -117,10 +118,8 @@ class VllmFiles:
 
     def forget(self) -> None:
         """Remove the files: this tier never does."""
-        for folder in self._root.iterdir():
-            for sub in folder.iterdir():
-                if sub.is_dir():
-                    shutil.rmtree(sub)
+        for path in self._root.rglob("*.bin"):
+            path.unlink()
 
     def close(self) -> None:
         self._tier.shutdown()
