@@ -199,7 +199,7 @@ def _default(field: Any) -> str:
 
 def _type(kind: Any) -> str:
     if get_origin(kind) is Literal:
-        return " or ".join(f"`{value}`" for value in get_args(kind))
+        return " ".join(f"`{value}`" for value in get_args(kind))
     if get_origin(kind) is Annotated or hasattr(kind, "__metadata__"):
         return _type(get_args(kind)[0])
     if isinstance(kind, type) and issubclass(kind, enum.Enum):

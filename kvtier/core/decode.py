@@ -6,7 +6,8 @@ import enum
 import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -109,9 +110,14 @@ def _in_words(problem: str, value: object) -> str:
 
 
 def _remedy(kind: Any, value: object) -> str:
+    if get_origin(kind) in (Union, UnionType):
+        remedies = (_remedy(each, value) for each in get_args(kind) if each is not NoneType)
+        return next(filter(None, remedies), "")
     bare = get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
+    words = [str(word) for word in get_args(kind)] if get_origin(kind) is Literal else []
     if isinstance(bare, type) and issubclass(bare, enum.Enum):
         words = [str(member.value) for member in bare]
+    if words:
         near = get_close_matches(str(value), words, n=1)
         return f'did you mean "{near[0]}"?' if near else f"write one of {', '.join(words)}"
     if bare not in (int, float, str, bool):

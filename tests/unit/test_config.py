@@ -172,6 +172,25 @@ def test_nested_settings_have_places_too(shelf: dict[str, Any]) -> None:
     assert optional[0] == "$.tiers[1].access.tries"
 
 
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"colour": "gren"}, 'did you mean "green"?'),
+        ({"colour": "blue"}, "write one of red, green"),
+        ({"colour": 5}, "write one of red, green"),
+        ({"open": "yes"}, "write true or false"),
+        ({"open": 1}, "write true or false"),
+        ({"rate": "fast"}, "write a number"),
+        ({"path": 5}, "write a folder or file in quotes"),
+        ({"access": {"user": 5}}, ""),
+    ],
+)
+def test_remedies_follow_the_type(
+    shelf: dict[str, Any], change: dict[str, object], remedy: str
+) -> None:
+    assert the_one(stack(BENCH, shelf | change))[2] == remedy
+
+
 def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
     text = (
         "version: 1\ntires: []\ntiers:\n  - kind: bench\n    capacity: 5 apples\n  - kind: nope\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -42,6 +42,7 @@ class ShelfSettings(TierSettings, frozen=True, kw_only=True, tag="shelf"):
     door: Access = Access(user="nobody")
     rate: float = 1.0
     open: bool = True
+    colour: Literal["red", "green"] | None = None
     write: WritePolicy = WritePolicy.ON_EVICT
 
 
