@@ -35,6 +35,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for progra
 
 
 _FILE_COLUMNS = 160
+_FOLDED_COLUMNS = 3
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -67,6 +68,25 @@ def warn(text: str) -> None:
     print(f"kvtier: {text}", file=sys.stderr)
 
 
+def note(text: str) -> None:
+    """What is going on, to a person who waits: only on a terminal."""
+    if sys.stderr.isatty():
+        print(f"kvtier: {text} ...", file=sys.stderr)
+
+
+def parse_size(text: str | int) -> int:
+    """The value of an option that is a size, like 64MiB."""
+    from kvtier.core.values import ByteSize
+
+    try:
+        size = ByteSize.parse(text).bytes
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if size < 1:
+        raise typer.BadParameter("a size of nothing; write at least 1")
+    return size
+
+
 def print_json(value: object) -> None:
     """One JSON document to the program that called."""
     import msgspec
@@ -80,11 +100,21 @@ def print_json(value: object) -> None:
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[str] = ()
 ) -> None:
-    """A table; `numbers` names the columns that are aligned to the right."""
+    """A table; `numbers` names the columns that are aligned to the right.
+
+    Where it does not fit, rows with many columns are written as names and values.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
+    console = stdout()
+    widths = [max(len(str(cell)) for cell in column) for column in zip(columns, *rows, strict=True)]
+    if len(columns) > _FOLDED_COLUMNS and sum(widths) + 2 * len(columns) > console.width:
+        for index, row in enumerate(rows):
+            say() if index else None
+            print_values(dict(zip(columns, row, strict=True)))
+        return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in columns:
         table.add_column(
@@ -92,7 +122,7 @@ def print_table(
         )
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
-    stdout().print(table)
+    console.print(table)
 
 
 def print_values(values: Mapping[str, object]) -> None:

@@ -18,6 +18,7 @@ from kvtier.errors import KVTierError
 # Name, and what it does. The command is the Typer `app` of the file with its name in this folder.
 COMMANDS = {
     "config": "Check, show and start stack files.",
+    "bench": "Measure the tiers of a stack.",
 }
 
 

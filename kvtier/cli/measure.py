@@ -1,0 +1,310 @@
+"""How fast the tiers of a stack are here and now, measured beside it and never in it.
+
+Every tier is measured as part of a stack of its own: host memory under a name that no engine has,
+and below it that one tier, with a synthetic namespace. A tier that keeps its blocks in a folder
+gets an empty one beside it: neither the budget nor the blocks of a live engine are touched.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvtier.cli.opening import opened, uninterrupted
+from kvtier.config import StackConfig
+from kvtier.core.flight import Ticket
+from kvtier.core.record import HEADER_BYTES, record_bytes
+from kvtier.core.settings import (
+    Admission,
+    ByteSize,
+    Capacity,
+    Duration,
+    Persistence,
+    TierSettings,
+    WritePolicy,
+)
+from kvtier.core.slab.layout import ENTRY_BYTES
+from kvtier.errors import MediumError
+from kvtier.stack import Stack
+from kvtier.types import BlockKey, Namespace, block_key
+
+BENCH_MARK = ".kvtier-bench-"
+"""How the names of the folders begin that measuring makes, and removes."""
+_SLACK_BYTES = 1 << 20
+_PIECE_BYTES = 32 << 20
+_SINGLES = 32
+_SETTLE_S = 120.0
+_FOR_EVER = Duration(50 * 365 * 86400.0)
+
+
+class Size(msgspec.Struct, frozen=True):
+    """How much is stored and loaded, and how often."""
+
+    chunk_bytes: int
+    blocks: int
+    rounds: int
+
+
+class Measured(msgspec.Struct, kw_only=True):
+    """One tier's figures; medians of the rounds. Rates are 0 where nothing could be moved."""
+
+    tier: str
+    place: str = ""
+    blocks: int = 0
+    hits: int = 0
+    wrong: int = 0
+    """Blocks whose bytes were not those that were stored: there must be none, ever."""
+    store_bytes_per_s: float = 0.0
+    load_bytes_per_s: float = 0.0
+    block_s: float = 0.0
+    """Seconds until one block, asked for alone, is in host memory."""
+    block_worst_s: float = 0.0
+    note: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether everything that was stored came back right."""
+        return self.hits == self.blocks and not self.wrong
+
+
+Tell = Callable[[str], None]
+
+
+def measure(config: StackConfig, size: Size, tell: Tell) -> list[Measured]:
+    """Every tier of a stack, one after the other; `tell` hears which one is next."""
+    host = config.tiers[0]
+    tell(host.kind)
+    with _bench_stack(config, size, None) as stack:
+        found = [_measure_host(stack, host, size)]
+    for index, settings in enumerate(config.tiers[1:], 1):
+        tell(settings.kind)
+        if settings.write is WritePolicy.NEVER:
+            found.append(Measured(tier=settings.kind, place=_place(settings), note="only read"))
+            continue
+        with _bench_stack(config, size, index) as stack:
+            found.append(_measure_lower(stack, settings, size))
+    return found
+
+
+class Blocks:
+    """Keys and payloads of one round: distinct, and without room of their own."""
+
+    def __init__(self, size: Size) -> None:
+        source = memoryview(os.urandom(size.chunk_bytes + 8 * size.blocks))
+        mark = secrets.token_bytes(8)
+        self.payloads: dict[BlockKey, memoryview] = {
+            block_key(mark + index.to_bytes(8, "big")): source[8 * index :][: size.chunk_bytes]
+            for index in range(size.blocks)
+        }
+        self.keys = list(self.payloads)
+
+
+def _measure_host(stack: Stack, settings: TierSettings, size: Size) -> Measured:
+    result = Measured(tier=settings.kind, place=_place(settings))
+    stores, loads, singles = [], [], []
+    target = bytearray(size.chunk_bytes)
+    for number in range(size.rounds + 1):
+        blocks = Blocks(size)
+        start = time.perf_counter()
+        stack.store(blocks.payloads)
+        stored = time.perf_counter() - start
+        start = time.perf_counter()
+        ticket = stack.chain.begin_load(blocks.keys, "bench", float("inf"))
+        for record in stack.host.views(ticket.spec):
+            target[:] = record[HEADER_BYTES : HEADER_BYTES + size.chunk_bytes]
+        loaded = time.perf_counter() - start
+        _count(result, stack, ticket, blocks)
+        for key in blocks.keys[:_SINGLES]:
+            start = time.perf_counter()
+            single = stack.chain.begin_load([key], "bench", float("inf"))
+            target[:] = stack.host.views(single.spec)[0][HEADER_BYTES:][: size.chunk_bytes]
+            singles.append(time.perf_counter() - start)
+            stack.chain.end_load(single)
+        stack.chain.forget(blocks.keys)
+        if number:  # the first round warms up
+            stores.append(stored)
+            loads.append(loaded)
+    _conclude(result, size, stores, loads, singles)
+    return result
+
+
+def _measure_lower(stack: Stack, settings: TierSettings, size: Size) -> Measured:
+    result = Measured(tier=settings.kind, place=_place(settings))
+    host, lower = stack.chain.tiers
+    _warm_up(stack, size)
+    stores, loads, singles = [], [], []
+    for _ in range(size.rounds):
+        blocks = Blocks(size)
+        start = time.perf_counter()
+        stack.store(blocks.payloads)
+        stack.settle(_SETTLE_S)
+        stores.append(time.perf_counter() - start)
+        host.forget(blocks.keys)
+        start = time.perf_counter()
+        ticket = _load(stack, blocks.keys)
+        loads.append(time.perf_counter() - start)
+        _count(result, stack, ticket, blocks)
+        for key in blocks.keys[:_SINGLES]:
+            host.forget([key])
+            start = time.perf_counter()
+            single = _load(stack, [key])
+            singles.append(time.perf_counter() - start)
+            stack.chain.end_load(single)
+        stack.chain.forget(blocks.keys)
+        lower.flush()
+        lower.refresh()
+    drops = [link.drops for link in stack.chain.chain_stats().links if link.drops]
+    if not result.good:
+        result.note = f"not stored: {drops[0]}" if drops else "not all came back"
+    _conclude(result, size, stores, loads, singles)
+    return result
+
+
+def _warm_up(stack: Stack, size: Size) -> None:
+    """Write the tier's whole room once, in pieces, so that no round waits for it to be made."""
+    piece = max(1, min(size.blocks, _PIECE_BYTES // size.chunk_bytes))
+    keys = []
+    for _ in range(-(-size.blocks // piece)):
+        blocks = Blocks(Size(size.chunk_bytes, piece, 1))
+        keys += stack.store(blocks.payloads)
+        stack.settle(_SETTLE_S)
+        for tier in stack.chain.tiers:
+            tier.refresh()
+    stack.chain.forget(keys)
+    stack.chain.tiers[1].flush()
+    stack.chain.tiers[1].refresh()
+
+
+def _load(stack: Stack, keys: Sequence[BlockKey]) -> Ticket:
+    ticket = stack.chain.begin_load(keys, "bench", time.monotonic() + _SETTLE_S)
+    while not ticket.landed:
+        stack.mover.wait(0.05)
+        stack.chain.poll()
+    return ticket
+
+
+def _count(result: Measured, stack: Stack, ticket: Ticket, blocks: Blocks) -> None:
+    """Compare all that was loaded with what was stored, and let it go."""
+    result.blocks += len(blocks.keys)
+    for key, record in zip(ticket.keys, stack.host.views(ticket.spec), strict=True):
+        if key in ticket.failed:
+            continue
+        payload = blocks.payloads[key]
+        right = record[HEADER_BYTES : HEADER_BYTES + len(payload)] == payload
+        result.hits += right
+        result.wrong += not right
+    stack.chain.end_load(ticket)
+
+
+def _conclude(
+    result: Measured,
+    size: Size,
+    stores: Sequence[float],
+    loads: Sequence[float],
+    singles: Sequence[float],
+) -> None:
+    moved = size.chunk_bytes * size.blocks
+    if result.hits:
+        result.store_bytes_per_s = moved / statistics.median(stores)
+        result.load_bytes_per_s = moved / statistics.median(loads)
+        result.block_s = statistics.median(singles)
+        result.block_worst_s = max(singles)
+
+
+# -- a stack beside the stack ----------------------------------------------------------------
+
+
+@contextmanager
+def _bench_stack(config: StackConfig, size: Size, index: int | None) -> Iterator[Stack]:
+    """Host memory, and tier `index` below it if one is given; gone without a trace afterwards."""
+    namespace = Namespace(facts={"bench": secrets.token_hex(8)}, group_bytes=(size.chunk_bytes,))
+    room = (record_bytes(size.chunk_bytes) + ENTRY_BYTES) * size.blocks * 2 + _SLACK_BYTES
+    tiers = [_private(config.tiers[0], room)]
+    folder = None
+    try:
+        if index is not None:
+            settings = config.tiers[index]
+            with uninterrupted():
+                folder = _folder_beside(settings, room)
+            tiers.append(_lower(settings, room, folder))
+        measured = msgspec.structs.replace(config, tiers=tuple(tiers))
+        engine = f"bench-{os.getpid()}"
+        with opened(lambda: Stack(measured, namespace, engine=engine), _empty) as stack:
+            yield stack
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _empty(stack: Stack) -> None:
+    stack.chain.clear()
+    for tier in stack.chain.tiers:
+        tier.flush()
+
+
+def _private(settings: TierSettings, room: int) -> TierSettings:
+    wanted: dict[str, Any] = {
+        "capacity": Capacity(ByteSize(room)),
+        "write": WritePolicy.THROUGH,
+        "persistence": Persistence.DISCARD,
+        "keep_for": _FOR_EVER,  # measuring is no occasion to tidy up after others
+    }
+    return _replace(settings, wanted)
+
+
+def _lower(settings: TierSettings, room: int, folder: Path | None) -> TierSettings:
+    wanted: dict[str, Any] = {
+        "write": WritePolicy.THROUGH,
+        "admission": Admission.ALWAYS,
+        "load_deadline": Duration(_SETTLE_S),
+        "store_deadline": Duration(_SETTLE_S),
+        "queue_blocks": 1 << 20,
+    }
+    if folder is not None:
+        wanted |= {"path": str(folder), "capacity": Capacity(ByteSize(room + room // 8))}
+    return _replace(settings, wanted)
+
+
+def _replace(settings: TierSettings, wanted: dict[str, Any]) -> TierSettings:
+    """Change those of the fields that this kind of tier has."""
+    known = {name: value for name, value in wanted.items() if hasattr(settings, name)}
+    return msgspec.structs.replace(settings, **known)
+
+
+def _folder_beside(settings: TierSettings, room: int) -> Path | None:
+    """An empty folder on the disk of a tier's own, outside of what counts against its budget."""
+    path = getattr(settings, "path", None)
+    if path is None:
+        return None
+    home = Path(path)
+    near = home if home.exists() else home.parent
+    beside = home.parent
+    if near.stat().st_dev != beside.stat().st_dev or not os.access(beside, os.W_OK | os.X_OK):
+        beside = near  # the root of a disk: only in it there is room of this disk
+    floor = getattr(settings, "free_floor", None)
+    free = _free_bytes(beside) - (floor.bytes if floor is not None else 0)
+    if free < room + room // 8:
+        raise MediumError(
+            f"{beside} has too little free room to measure with {room + room // 8} bytes: "
+            "ask for fewer blocks, or free some"
+        )
+    return Path(tempfile.mkdtemp(prefix=f"{BENCH_MARK}{os.getpid()}-", dir=beside))
+
+
+def _free_bytes(folder: Path) -> int:
+    info = os.statvfs(folder)
+    return info.f_bavail * info.f_frsize
+
+
+def _place(settings: TierSettings) -> str:
+    return str(getattr(settings, "path", None) or getattr(settings, "url", None) or "")

@@ -1,0 +1,52 @@
+"""Opening stacks so that Ctrl-C, at whatever instant, leaves nothing half open."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from kvtier.stack import Stack
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put Ctrl-C off until the end of the block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending = False
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        nonlocal pending
+        pending = True
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pending:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def opened(
+    open_it: Callable[[], Stack], leave: Callable[[Stack], None] | None = None
+) -> Iterator[Stack]:
+    """A stack, and what is to be done with it before it is closed."""
+    stack: Stack | None = None
+    try:
+        with uninterrupted():
+            stack = open_it()
+        yield stack
+    finally:
+        if stack is not None:
+            with uninterrupted():
+                try:
+                    if leave is not None:
+                        leave(stack)
+                finally:
+                    stack.close()

@@ -1,0 +1,53 @@
+"""Stacks in folders of their own, and processes that use them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_world import HOLDER, STACK, Hold
+
+
+@pytest.fixture
+def stack_file(tmp_path: Path) -> Path:
+    """A stack of two tiers in which nothing has been stored yet."""
+    host, blocks = tmp_path / "host", tmp_path / "disk" / "blocks"
+    host.mkdir()
+    blocks.parent.mkdir()
+    path = tmp_path / "stack.yaml"
+    path.write_text(STACK.format(host=host, blocks=blocks))
+    return path
+
+
+@pytest.fixture
+def hold() -> Iterator[Hold]:
+    """Open a stack in another process, with blocks in it, until the test ends it or is over."""
+    held: list[subprocess.Popen[str]] = []
+
+    def start(path: Path, blocks: int = 8) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(path), str(blocks)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        held.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield start
+    for process in held:
+        process.communicate("go\n") if process.poll() is None else process.communicate()
+
+
+@pytest.fixture
+def filled(stack_file: Path, hold: Hold) -> Path:
+    """A stack with eight blocks in it that nobody uses."""
+    process = hold(stack_file)
+    process.communicate("go\n")
+    assert process.returncode == 0
+    return stack_file

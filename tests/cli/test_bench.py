@@ -1,0 +1,122 @@
+"""`kvtier bench`: measures beside a stack, and leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from cli_world import KVTIER, Hold, command
+
+from kvtier.cli import main, measure
+from kvtier.config import load
+from kvtier.stack import Stack
+from kvtier.testing.records import NAMESPACE, make_keys, payload
+
+SMALL = ["--chunk", "8KiB", "--blocks", "4", "--rounds", "2"]
+
+
+def everything(folder: Path) -> dict[str, int]:
+    """All files below a folder with their sizes, but for what the stack's own file is."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_every_tier_is_measured(stack_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["bench", "--config", str(stack_file), *SMALL, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"]
+    assert [(tier["tier"], tier["hits"], tier["blocks"]) for tier in report["tiers"]] == [
+        ("cpu", 12, 12),
+        ("nvme", 8, 8),
+    ]
+    for tier in report["tiers"]:
+        assert tier["store_bytes_per_s"] > 0
+        assert tier["load_bytes_per_s"] > 0
+        assert tier["block_worst_s"] >= tier["block_s"] > 0
+
+
+def test_a_table_and_a_plot(
+    stack_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "plot.svg"
+    assert main.run(["bench", "-c", str(stack_file), *SMALL, "--svg", str(plot)]) == 0
+    out = capsys.readouterr().out
+    assert "8/8" in out
+    assert "nvme" in out
+    assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+
+
+def test_nothing_is_left_behind(stack_file: Path, tmp_path: Path) -> None:
+    before = everything(tmp_path)
+    assert main.run(["bench", "-c", str(stack_file), *SMALL]) == 0
+    assert everything(tmp_path) == before
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_a_stack_in_use_is_not_disturbed(stack_file: Path, tmp_path: Path, hold: Hold) -> None:
+    hold(stack_file)
+    before = everything(tmp_path)
+    done = command("bench", "-c", stack_file, *SMALL)
+    assert (done.code, done.err) == (0, "")
+    assert everything(tmp_path) == before
+    wanted = {key: payload(key) for key in make_keys(8)}
+    with Stack.open(stack_file, NAMESPACE, engine="second") as stack:
+        assert stack.load(list(wanted)) == wanted
+
+
+def test_interrupted_it_leaves_nothing(stack_file: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [KVTIER, "bench", "-c", stack_file, "--rounds=100", "--blocks=2000", "--chunk=4KiB"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    host = tmp_path / "host"
+    while not list(host.glob("*.region")):
+        assert process.poll() is None
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "")
+    assert list(host.iterdir()) == []
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_wrong_bytes_are_told(
+    stack_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The check of the bytes is a real one: with another expectation, all of them are wrong."""
+    count = measure._count
+
+    def expect_others(result: object, stack: object, ticket: object, blocks: object) -> None:
+        for key in blocks.payloads:  # type: ignore[attr-defined]
+            blocks.payloads[key] = memoryview(bytes(8192))  # type: ignore[attr-defined]
+        count(result, stack, ticket, blocks)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(measure, "_count", expect_others)
+    assert main.run(["bench", "-c", str(stack_file), *SMALL]) == 1
+    assert "12 WRONG" in capsys.readouterr().out
+
+
+def test_a_tier_that_is_only_read_is_not_written(
+    stack_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack_file.write_text(stack_file.read_text().replace("free_floor: 0", "write: never"))
+    assert main.run(["bench", "-c", str(stack_file), *SMALL]) == 0
+    assert "only read" in capsys.readouterr().out
+
+
+def test_too_little_room_is_said_before(
+    stack_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack_file.write_text(stack_file.read_text().replace("free_floor: 0", "free_floor: 8000TiB"))
+    assert load(stack_file)
+    assert main.run(["bench", "-c", str(stack_file), *SMALL]) == 1
+    assert "ask for fewer blocks" in capsys.readouterr().err

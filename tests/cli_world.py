@@ -1,0 +1,57 @@
+"""How tests call the command line, and the stacks and processes that it meets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+KVTIER = Path(sys.executable).with_name("kvtier")
+
+STACK = """\
+version: 1
+name: cli
+tiers:
+  - {{kind: cpu, path: "{host}", capacity: 4MiB}}
+  - {{kind: nvme, path: "{blocks}", capacity: 16MiB, free_floor: 0}}
+"""
+
+# Fills a stack with as many blocks as it is told, says so, and holds it open until told to go.
+HOLDER = """
+import sys
+from pathlib import Path
+from kvtier import Stack
+from kvtier.testing.records import NAMESPACE, make_keys, payload
+with Stack.open(Path(sys.argv[1]), NAMESPACE) as stack:
+    stack.store({key: payload(key) for key in make_keys(int(sys.argv[2]))})
+    assert stack.settle()
+    print("ready", flush=True)
+    sys.stdin.readline()
+"""
+
+Hold = Callable[..., subprocess.Popen[str]]
+
+
+class Done:
+    """How a command ended."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+def command(*args: object, columns: int | None = None, typed: str = "") -> Done:
+    """Run the command line in a process of its own."""
+    environment = os.environ | ({"COLUMNS": str(columns)} if columns else {})
+    done = subprocess.run(
+        [KVTIER, *map(str, args)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        input=typed,
+        timeout=120,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "a mistake in kvtier" not in done.stderr, done.stderr
+    return Done(done.returncode, done.stdout, done.stderr)
