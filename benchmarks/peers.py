@@ -76,7 +76,7 @@ class VllmFiles:
         self._chunks = np.arange(count)
 
     def _keys(self) -> list[bytes]:
-        """New keys every round, in the same folders: those exist already in a cache that is used."""
+        """New keys every round, in the same folders: a cache in use has them already."""
         return [
             hashlib.sha256(str(i).encode()).digest()[:4]
             + hashlib.sha256(f"{self._round}/{i}".encode()).digest()[:28]
