@@ -1,0 +1,15 @@
+"""Every example runs as it stands (examples/custom_tier has a test of its own)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_embedded(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "embedded.py"), str(tmp_path / "blocks")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "nvme   100 blocks,  100 hits" in done.stdout
