@@ -98,5 +98,7 @@ class Settled(msgspec.Struct, frozen=True):
     move: Move
     committed: list[BlockKey]
     failed: dict[BlockKey, Outcome]
+    blamed: dict[BlockKey, Outcome]
+    """The part of `failed` that the source no longer offers."""
     landed: list[Ticket]
     """Tickets that waited for nothing but this."""

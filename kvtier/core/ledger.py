@@ -284,7 +284,7 @@ class Ledger:
             self.stranded.discard(key)
         committed = [key for key in keys if key not in failed] if failed else list(keys)
         landed = [ticket for ticket in move.waiters if self._land(ticket, move, failed)]
-        return Settled(move, committed, failed, landed)
+        return Settled(move, committed, failed, blamed, landed)
 
     def _land(self, ticket: Ticket, move: Move, failed: Mapping[BlockKey, Outcome]) -> bool:
         """Pin for a ticket what has become resident; whether it waits for nothing now."""

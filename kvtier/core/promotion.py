@@ -13,10 +13,6 @@ from kvtier.core.tally import Tally
 from kvtier.core.transfer import Mover, TransferResult
 from kvtier.types import BlockKey, Outcome
 
-_NOT_RESTED = (Outcome.GONE, Outcome.CORRUPT, Outcome.CANCELLED)
-"""The tier itself no longer offers what is gone or corrupt; what was cancelled is as good as it
-was. After any other failure a key rests: the same load would fail again at once."""
-
 
 class Promotion:
     """Starts loads and learns from how they end."""
@@ -56,8 +52,10 @@ class Promotion:
         """Book the end of a load."""
         source = settled.move.transfer.source
         self._health.observe(source, result.outcomes, now)
-        rest = [key for key, why in settled.failed.items() if why not in _NOT_RESTED]
-        self._health.rest(source, rest, now)
+        # What the source still offers would fail again at once; what was cancelled would not.
+        rest = settled.failed.keys() - settled.blamed.keys()
+        cancelled = Outcome.CANCELLED
+        self._health.rest(source, [k for k in rest if settled.failed[k] is not cancelled], now)
         self._tally.failed(source, settled.failed.values())
         if self._costs is not None:
             medium = self._tally.media[source]

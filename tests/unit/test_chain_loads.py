@@ -1,0 +1,409 @@
+"""Loads through a chain: one hop, shared, bounded in time, and failure is a miss."""
+
+from __future__ import annotations
+
+import pytest
+from chains import KEYS, LOAD_DEADLINE, REST, ChainRig, rule
+
+from kvtier.core.costs import DEVICE, CostModel
+from kvtier.core.plan import COMING, HOST, JOINING, NOWHERE
+from kvtier.core.settings import WritePolicy
+from kvtier.core.transfer import TransferKind
+from kvtier.errors import NotResident
+from kvtier.types import Outcome, Presence
+
+HIT, PENDING, MISS = Presence.HIT, Presence.PENDING, Presence.MISS
+READ_ONLY = [rule(), rule(WritePolicy.NEVER), rule(WritePolicy.NEVER)]
+FAR = 1e9
+
+
+@pytest.fixture
+def rig() -> ChainRig:
+    """Eight slots of host memory above two tiers that are only read."""
+    return ChainRig([8, 16, 32], READ_ONLY)
+
+
+def test_a_block_below_is_a_hit_at_once_and_lands_in_host_memory(rig: ChainRig) -> None:
+    keys = rig.put(1, KEYS[:4])
+    assert rig.chain.lookup(keys) == [HIT] * 4
+    ticket = rig.chain.begin_load(keys, "a", FAR)
+    assert ticket.keys == keys
+    assert ticket.pending == set(keys)
+    assert len(ticket.spec) == 4
+    (transfer,) = rig.mover.queue
+    assert (transfer.kind, transfer.source, transfer.target) == (TransferKind.LOAD, 1, 0)
+    assert transfer.keys == keys, "in the order asked for"
+    rig.mover.run_all()
+    assert rig.chain.poll() == [ticket]
+    assert ticket.landed
+    assert not ticket.failed
+    rig.check(keys, ticket.spec)
+    rig.chain.end_load(ticket)
+    rig.assert_quiet()
+    assert rig.resident(0, keys) == keys
+
+
+def test_a_load_has_one_spec_wherever_its_blocks_are(rig: ChainRig) -> None:
+    rig.put(0, [KEYS[1], KEYS[4]])
+    rig.put(1, [KEYS[0], KEYS[3]])
+    rig.put(2, [KEYS[2], KEYS[5]])
+    keys = KEYS[:6]
+    ticket = rig.chain.begin_load(keys, "a", FAR)
+    assert [(t.source, t.keys) for t in rig.mover.queue] == [
+        (1, [KEYS[0], KEYS[3]]),
+        (2, [KEYS[2], KEYS[5]]),
+    ]
+    assert ticket.pending == {KEYS[0], KEYS[2], KEYS[3], KEYS[5]}
+    rig.mover.run_all()
+    rig.chain.poll()
+    rig.check(keys, ticket.spec)
+
+
+def test_what_is_in_host_memory_needs_no_poll(rig: ChainRig) -> None:
+    keys = rig.put(0, KEYS[:3])
+    ticket = rig.chain.begin_load(keys, "a", FAR)
+    assert ticket.landed
+    assert not rig.chain.has_pending_work
+    assert rig.chain.poll() == []
+    assert rig.tiers[0].stats().pinned == 3
+    rig.chain.end_load(ticket)
+    rig.assert_quiet()
+
+
+def test_requests_share_what_is_on_its_way(rig: ChainRig) -> None:
+    keys = rig.put(1, KEYS[:4])
+    first = rig.chain.begin_load(keys[:3], "a", FAR)
+    assert rig.chain.lookup(keys) == [HIT] * 4
+    assert rig.chain.locate(keys) == [JOINING] * 3 + [1]
+    second = rig.chain.begin_load(keys[1:], "b", FAR)
+    assert [transfer.keys for transfer in rig.mover.queue] == [keys[:3], keys[3:]]
+    rig.mover.run(rig.mover.queue[0])
+    assert rig.chain.poll() == [first]
+    assert second.pending == {keys[3]}
+    rig.mover.run_all()
+    assert rig.chain.poll() == [second]
+    rig.check(second.keys, second.spec)
+    rig.chain.end_load(first)
+    rig.check(second.keys, second.spec)
+    assert rig.tiers[0].stats().pinned == 3
+    rig.chain.end_load(second)
+    rig.assert_quiet()
+
+
+def test_what_the_engine_is_storing_is_pending(rig: ChainRig) -> None:
+    taken = rig.chain.prepare_store(KEYS[:2])
+    rig.put(1, KEYS[:1])
+    assert rig.chain.lookup(KEYS[:2]) == [PENDING] * 2
+    assert rig.chain.locate(KEYS[:2]) == [COMING] * 2
+    assert rig.chain.begin_load(KEYS[:2], "a", FAR).missing == KEYS[:2]
+    rig.write(0, taken.keys, taken.spec)
+    rig.chain.complete_store(taken.keys)
+    assert rig.chain.lookup(KEYS[:2]) == [HIT] * 2
+
+
+def test_what_another_engine_is_storing_below_is_pending(rig: ChainRig) -> None:
+    rig.tiers[2].prepare_store(KEYS[:1])
+    assert rig.chain.lookup(KEYS[:1]) == [PENDING]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.GONE, Outcome.CORRUPT])
+def test_what_a_tier_cannot_prove_it_offers_no_more(rig: ChainRig, outcome: Outcome) -> None:
+    keys = rig.put(1, KEYS[:3])
+    ticket = rig.chain.begin_load(keys, "a", FAR)
+    rig.mover.run_all({keys[1]: outcome})
+    assert rig.chain.poll() == [ticket]
+    assert ticket.failed == {keys[1]: outcome}
+    assert rig.resident(1, keys) == [keys[0], keys[2]]
+    assert rig.chain.lookup(keys) == [HIT, MISS, HIT]
+    rig.now += 10 * REST
+    rig.chain.poll()
+    assert rig.chain.lookup(keys) == [HIT, MISS, HIT]
+    assert rig.chain.chain_stats().failures[1] == {outcome.value: 1}
+
+
+@pytest.mark.parametrize("outcome", [Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.DROPPED])
+def test_a_key_that_failed_rests(rig: ChainRig, outcome: Outcome) -> None:
+    keys = rig.put(1, KEYS[:2])
+    ticket = rig.chain.begin_load(keys, "a", FAR)
+    rig.mover.run_all({keys[0]: outcome})
+    rig.chain.poll()
+    assert ticket.failed == {keys[0]: outcome}
+    assert rig.resident(1, keys) == keys, "the tier itself still has it"
+    assert rig.chain.lookup(keys) == [MISS, HIT]
+    rig.now += REST
+    rig.chain.poll()
+    assert rig.chain.lookup(keys) == [HIT, HIT]
+
+
+def test_a_resting_key_may_come_from_further_below(rig: ChainRig) -> None:
+    rig.put(1, KEYS[:1])
+    rig.put(2, KEYS[:1])
+    ticket = rig.chain.begin_load(KEYS[:1], "a", FAR)
+    rig.mover.fail_all(Outcome.IO_ERROR)
+    rig.chain.poll()
+    rig.chain.end_load(ticket)
+    assert rig.chain.locate(KEYS[:1]) == [2]
+
+
+def test_everyone_who_waits_is_told_of_a_failure(rig: ChainRig) -> None:
+    keys = rig.put(1, KEYS[:2])
+    tickets = [rig.chain.begin_load(keys, request, FAR) for request in "abc"]
+    rig.mover.run_all({keys[0]: Outcome.CORRUPT})
+    assert rig.chain.poll() == tickets
+    for ticket in tickets:
+        assert ticket.failed == {keys[0]: Outcome.CORRUPT}
+        rig.check(keys[1:], ticket.spec.select(1, 2))
+        rig.chain.end_load(ticket)
+    rig.assert_quiet()
+
+
+def test_a_tier_that_keeps_failing_is_left_alone_for_longer_each_time(rig: ChainRig) -> None:
+    rig.put(1, KEYS[:16])
+    for key in KEYS[:3]:
+        rig.chain.begin_load([key], "a", FAR)
+        rig.mover.fail_all(Outcome.IO_ERROR)
+        rig.chain.poll()
+    assert rig.chain.lookup([KEYS[9]]) == [MISS]
+    rig.now += REST
+    rig.chain.poll()
+    assert rig.chain.lookup([KEYS[9]]) == [HIT]
+    rig.chain.begin_load([KEYS[9]], "a", FAR)
+    rig.mover.fail_all(Outcome.TIMEOUT)
+    rig.chain.poll()
+    rig.now += REST
+    rig.chain.poll()
+    assert rig.chain.lookup([KEYS[10]]) == [MISS], "the second rest is longer"
+    rig.now += REST
+    rig.chain.poll()
+    rig.chain.begin_load([KEYS[10]], "a", FAR)
+    rig.mover.run_all()
+    rig.chain.poll()
+    rig.chain.begin_load([KEYS[11]], "a", FAR)
+    rig.mover.fail_all(Outcome.IO_ERROR)
+    rig.chain.poll()
+    assert rig.chain.lookup([KEYS[12]]) == [HIT], "one success cleared it"
+
+
+def test_a_late_load_fails_and_is_not_joined(rig: ChainRig) -> None:
+    keys = rig.put(1, KEYS[:2])
+    ticket = rig.chain.begin_load(keys, "a", rig.now + 1.0)
+    patient = rig.chain.begin_load(keys, "b", FAR)
+    assert rig.mover.queue[0].deadline == rig.now + 1.0
+    rig.now += 1.0
+    assert rig.chain.poll() == [ticket, patient], "the transfer's own deadline is the first's"
+    assert ticket.failed == dict.fromkeys(keys, Outcome.TIMEOUT)
+    assert rig.mover.cancelled == {rig.mover.queue[0].id}
+    assert rig.chain.lookup(keys) == [MISS, MISS]
+    assert rig.chain.locate(keys) == [NOWHERE] * 2
+    rig.chain.end_load(ticket)
+    rig.chain.end_load(patient)
+    assert rig.tiers[0].stats().in_flight == 2, "the mover may still write there"
+    assert rig.chain.chain_stats().overdue == 1
+    assert rig.chain.chain_stats().expired == 2
+    rig.mover.run_all()
+    assert rig.chain.poll() == []
+    assert rig.chain.lookup(keys) == [HIT, HIT], "late, but right"
+    rig.assert_quiet()
+
+
+def test_who_joins_late_waits_for_itself_alone(rig: ChainRig) -> None:
+    keys = rig.put(1, KEYS[:1])
+    patient = rig.chain.begin_load(keys, "a", FAR)
+    hasty = rig.chain.begin_load(keys, "b", rig.now + 1.0)
+    rig.now += 1.0
+    assert rig.chain.poll() == [hasty]
+    assert patient.pending == set(keys)
+    assert rig.chain.lookup(keys) == [MISS], "nobody new joins what has just been too slow"
+    rig.mover.run_all()
+    assert rig.chain.poll() == [patient]
+    assert patient.failed == {}
+
+
+def test_a_load_ends_at_its_tiers_deadline_at_the_latest(rig: ChainRig) -> None:
+    keys = rig.put(1, KEYS[:1])
+    ticket = rig.chain.begin_load(keys, "a", FAR)
+    rig.now += LOAD_DEADLINE
+    assert rig.chain.poll() == [ticket]
+
+
+def test_cancelling_leaves_alone_what_others_wait_for(rig: ChainRig) -> None:
+    keys = rig.put(1, KEYS[:3])
+    rig.chain.begin_load(keys[:2], "a", FAR)
+    rig.chain.begin_load(keys[2:], "a", FAR)
+    kept = rig.chain.begin_load(keys[1:2], "b", FAR)
+    rig.chain.cancel("a")
+    assert rig.mover.cancelled == {rig.mover.queue[1].id}
+    assert rig.chain.lookup([keys[2]]) == [MISS]
+    rig.mover.run(rig.mover.queue[1], {keys[2]: Outcome.CANCELLED})
+    rig.mover.run_all()
+    assert rig.chain.poll() == [kept]
+    assert rig.chain.lookup(keys) == [HIT] * 3, "what was cancelled is as good as it was"
+    rig.chain.cancel("b")
+    rig.chain.cancel("nobody")
+    rig.assert_quiet()
+
+
+def test_a_reader_may_be_done_before_the_mover_says_so(rig: ChainRig) -> None:
+    keys = rig.put(1, KEYS[:2])
+    ticket = rig.chain.begin_load(keys, "a", FAR)
+    rig.mover.run_all()
+    rig.chain.end_load(ticket)
+    assert rig.mover.cancelled == set()
+    assert rig.chain.poll() == []
+    assert rig.resident(0, keys) == keys
+    rig.assert_quiet()
+
+
+def test_what_a_reader_found_bad_is_not_committed(rig: ChainRig) -> None:
+    keys = rig.put(1, KEYS[:3])
+    ticket = rig.chain.begin_load(keys, "a", FAR)
+    rig.chain.end_load(ticket, {keys[0]: Outcome.CORRUPT})
+    rig.mover.run_all()
+    rig.chain.poll()
+    assert rig.resident(0, keys) == keys[1:]
+    assert rig.chain.lookup(keys) == [MISS, HIT, HIT]
+    landed = rig.chain.begin_load(keys[1:], "a", FAR)
+    rig.chain.end_load(landed, {keys[1]: Outcome.CORRUPT})
+    assert rig.resident(0, keys) == keys[2:]
+    rig.assert_quiet()
+
+
+def test_a_mover_that_takes_nothing_is_a_miss(rig: ChainRig) -> None:
+    rig.put(0, KEYS[:1])
+    rig.put(1, KEYS[1:3])
+    rig.mover.accepting = False
+    ticket = rig.chain.begin_load(KEYS[:3], "a", FAR)
+    assert (ticket.keys, ticket.missing) == (KEYS[:1], KEYS[1:3])
+    assert ticket.landed
+    rig.check(ticket.keys, ticket.spec)
+    rig.chain.end_load(ticket)
+    rig.assert_quiet()
+    assert rig.chain.lookup(KEYS[:3]) == [HIT, MISS, MISS], "not at once again"
+    stats = rig.chain.chain_stats()
+    assert stats.failures[1] == {"dropped": 2}
+    assert stats.untaken == 2
+
+
+def test_no_more_is_promised_than_host_memory_can_take(rig: ChainRig) -> None:
+    keys = rig.put(1, KEYS[:12])
+    assert rig.chain.lookup(keys) == [HIT] * 8 + [MISS] * 4
+    assert [rig.chain.lookup([key]) for key in keys] == [[HIT]] * 8 + [[MISS]] * 4
+    ticket = rig.chain.begin_load(keys[:8], "a", FAR)
+    assert ticket.missing == []
+    rig.chain.poll()
+    assert rig.chain.lookup(keys[8:]) == [MISS] * 4, "all slots are taken"
+    rig.mover.run_all()
+    rig.chain.poll()
+    assert rig.chain.lookup(keys[8:]) == [MISS] * 4, "and pinned"
+    rig.chain.end_load(ticket)
+    assert rig.chain.lookup(keys[8:]) == [HIT] * 4
+
+
+def test_what_was_promised_and_evicted_is_no_hit(rig: ChainRig) -> None:
+    keys = rig.put(0, KEYS[:8])
+    assert rig.chain.lookup(keys) == [HIT] * 8
+    taken = rig.chain.prepare_store(KEYS[20:24])
+    assert len(taken.evicted) == 4
+    gone = set(taken.evicted)
+    assert rig.chain.lookup(keys) == [MISS if key in gone else HIT for key in keys]
+    ticket = rig.chain.begin_load(keys, "a", FAR)
+    assert set(ticket.missing) == gone
+
+
+def test_a_block_that_left_host_memory_meanwhile_comes_from_below(rig: ChainRig) -> None:
+    rig.put(1, KEYS[:1])
+    rig.put(0, KEYS[:1])
+    assert rig.chain.lookup(KEYS[:1]) == [HIT]
+    rig.tiers[0].forget(KEYS[:1])
+    ticket = rig.chain.begin_load(KEYS[:1], "a", FAR)
+    assert ticket.pending == {KEYS[0]}
+
+
+def test_a_block_that_left_a_shared_tier_meanwhile_is_missing(rig: ChainRig) -> None:
+    keys = rig.put(1, KEYS[:3])
+    assert rig.chain.lookup(keys) == [HIT] * 3
+    rig.tiers[1].forget(keys[1:2])
+    ticket = rig.chain.begin_load(keys, "a", FAR)
+    assert ticket.missing == keys[1:2]
+    rig.mover.run_all()
+    rig.chain.poll()
+    rig.check(ticket.keys, ticket.spec)
+
+
+def test_what_is_dropped_while_pinned_waits_for_its_slot(rig: ChainRig) -> None:
+    keys = rig.put(0, KEYS[:2])
+    ticket = rig.chain.begin_load(keys, "a", FAR)
+    rig.chain.forget(keys[:1])
+    rig.put(1, keys[:1])
+    assert rig.chain.lookup(keys) == [MISS, HIT]
+    rig.check(keys, ticket.spec)
+    rig.chain.end_load(ticket)
+    rig.chain.poll()
+    assert rig.chain.lookup(keys) == [HIT, HIT]
+
+
+def test_loads_without_requests_are_counted_pin_by_pin(rig: ChainRig) -> None:
+    rig.put(0, KEYS[:2])
+    rig.put(1, KEYS[2:4])
+    spec = rig.chain.prepare_load(KEYS[:4])
+    rig.mover.run_all()
+    rig.chain.poll()
+    rig.check(KEYS[:4], spec)
+    rig.chain.complete_load(KEYS[1:3])
+    assert rig.tiers[0].stats().pinned == 2
+    rig.chain.complete_load([KEYS[3], KEYS[0]])
+    rig.assert_quiet()
+    with pytest.raises(NotResident, match="1 of 2 keys"):
+        rig.chain.prepare_load([KEYS[0], KEYS[50]])
+    rig.assert_quiet()
+
+
+def test_the_worth_of_a_prefix_is_its_unbroken_head(rig: ChainRig) -> None:
+    rig.put(0, KEYS[:2])
+    rig.put(1, [*KEYS[2:4], KEYS[5]])
+    assert rig.chain.worth(KEYS[:6], 256) == 4
+    assert rig.chain.worth(KEYS[10:12], 256) == 0
+    rig.put(1, KEYS[6:14])
+    rig.chain.poll()
+    assert rig.chain.worth([*KEYS[:4], *KEYS[6:14]], 256) == 8, "no more than there is room for"
+
+
+def test_costs_decide_and_are_told(rig: ChainRig) -> None:
+    costs = CostModel(clock=lambda: rig.now)
+    costed = ChainRig([8, 16], READ_ONLY[:2], costs=costs, clock=lambda: rig.now)
+    keys = costed.put(1, KEYS[:4])
+    medium = costed.tiers[1].medium
+    costs.observe_prefill(1024, 1.0)
+    assert costed.chain.worth(keys, 256) == 4
+    costed.chain.begin_load(keys, "a", FAR)
+    costed.mover.run_all()
+    costed.chain.poll()
+    assert costs.stats()[medium].samples == 1
+    assert costs.stats()[medium].taken == 4
+    for _ in range(20):
+        costs.observe_load(medium, 4096, 1000.0)
+    assert costed.chain.worth(KEYS[:4], 256) == 4, "they are in host memory now"
+    assert costs.stats()[DEVICE].taken == 4
+    other = costed.put(1, KEYS[10:12])
+    rig.now += 1.0
+    assert costed.chain.worth(other, 256) <= 1, "slower than computing them again, but for a probe"
+
+
+def test_hits_are_counted_where_they_were_found(rig: ChainRig) -> None:
+    rig.put(0, KEYS[:1])
+    rig.put(1, KEYS[1:3])
+    rig.put(2, KEYS[3:6])
+    rig.chain.begin_load(KEYS[:6], "a", FAR)
+    rig.chain.begin_load(KEYS[4:6], "b", FAR)
+    stats = rig.chain.chain_stats()
+    assert stats.hits == [1, 2, 5]
+    assert stats.hit_bytes == [8192 * count for count in stats.hits]
+    assert HOST == 0
+    rig.mover.run_all()
+    rig.chain.poll()
+    samples = rig.chain.take_samples()
+    assert [(s.purpose.value, s.blocks, s.bytes) for s in samples] == [
+        ("promotion", 2, 2 * 8192),
+        ("promotion", 3, 3 * 8192),
+    ]
+    assert rig.chain.take_samples() == []

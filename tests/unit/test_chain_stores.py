@@ -1,0 +1,317 @@
+"""What runs behind an engine: write policies, admission, demotion, pressure and failure."""
+
+from __future__ import annotations
+
+from chains import KEYS, REST, SLOT, STORE_DEADLINE, ChainRig, rule
+
+from kvtier.core.cascade import STEP_BLOCKS
+from kvtier.core.settings import Admission, WritePolicy
+from kvtier.core.transfer import TransferKind
+from kvtier.testing.records import make_keys
+from kvtier.types import BlockKey, EventKind, Outcome, Presence
+
+THROUGH, ON_EVICT, NEVER = WritePolicy.THROUGH, WritePolicy.ON_EVICT, WritePolicy.NEVER
+SECOND = Admission.SECOND_TOUCH
+FAR = 1e9
+
+
+def load_once(rig: ChainRig, keys: list[BlockKey]) -> None:
+    ticket = rig.chain.begin_load(keys, "reader", FAR)
+    rig.settle()
+    rig.chain.end_load(ticket)
+    rig.chain.poll()
+
+
+def test_a_stored_block_goes_down_behind_the_engine() -> None:
+    rig = ChainRig([8, 16, 32])
+    keys = rig.store(KEYS[:4])
+    assert rig.mover.queue == [], "the engine waits for nothing"
+    assert rig.chain.has_pending_work
+    rig.chain.poll()
+    (transfer,) = rig.mover.queue
+    assert (transfer.kind, transfer.source, transfer.target) == (TransferKind.STORE, 0, 1)
+    assert transfer.deadline == rig.now + STORE_DEADLINE
+    rig.settle()
+    assert rig.resident(1, keys) == rig.resident(2, keys) == keys
+    assert not rig.chain.has_pending_work
+    rig.assert_quiet()
+
+
+def test_each_tier_is_offered_what_the_one_above_has_committed() -> None:
+    rig = ChainRig([16, 16, 32])
+    keys = rig.store(KEYS[:3])
+    rig.chain.poll()
+    rig.mover.run_all({keys[1]: Outcome.IO_ERROR})
+    rig.chain.poll()
+    rig.chain.poll()
+    (transfer,) = rig.mover.queue
+    assert (transfer.source, transfer.target) == (0, 2), "from host memory while it is there"
+    assert transfer.keys == [keys[0], keys[2]]
+    rig.settle()
+    assert rig.resident(1, keys) == [keys[0], keys[2]]
+    near, _ = rig.chain.chain_stats().links
+    assert near.failures == {"io_error": 1}
+    rig.assert_quiet()
+
+
+def test_what_host_memory_no_longer_has_comes_from_the_tier_between() -> None:
+    rig = ChainRig([8, 16, 32])
+    keys = rig.store(KEYS[:2])
+    rig.chain.poll()
+    rig.mover.run_all()
+    rig.tiers[0].forget(keys)
+    rig.chain.poll()
+    (transfer,) = rig.mover.queue
+    assert (transfer.source, transfer.target) == (1, 2)
+    rig.settle()
+    assert rig.resident(2, keys) == keys
+
+
+def test_what_nobody_has_any_more_is_dropped_and_counted() -> None:
+    rig = ChainRig([8, 16])
+    keys = rig.store(KEYS[:3])
+    rig.tiers[0].forget(keys[:2])
+    rig.settle()
+    (link,) = rig.chain.chain_stats().links
+    assert link.drops == {"gone": 2}
+    assert rig.resident(1, keys) == keys[2:]
+
+
+def test_a_tier_that_is_only_read_is_passed_over() -> None:
+    rig = ChainRig([8, 16, 32], [rule(), rule(NEVER), rule(THROUGH)])
+    keys = rig.store(KEYS[:3])
+    rig.settle()
+    assert rig.resident(1, keys) == []
+    assert rig.resident(2, keys) == keys
+
+
+def test_a_promoted_block_fills_the_tiers_that_it_passed() -> None:
+    rig = ChainRig([8, 16, 32])
+    keys = rig.put(2, KEYS[:3])
+    load_once(rig, keys)
+    rig.settle()
+    assert rig.resident(0, keys) == rig.resident(1, keys) == keys
+    assert [link.offered for link in rig.chain.chain_stats().links] == [3, 3]
+    rig.put(1, KEYS[5:7])
+    load_once(rig, KEYS[5:7])
+    assert rig.chain.chain_stats().links[0].offered == 3, "it came from there"
+
+
+def test_demotion_comes_before_eviction() -> None:
+    rig = ChainRig([16, 32], [rule(), rule(ON_EVICT)])
+    keys = rig.store(KEYS[:10])
+    rig.settle()
+    assert rig.resident(1, keys) == [], "there is room"
+    rig.store(KEYS[10:15])
+    rig.settle()
+    first = rig.resident(1, KEYS[:16])
+    assert len(first) == 1, "two slots shall be free or written down: one is free"
+    rig.store(KEYS[15:16])
+    rig.settle()
+    assert len(rig.resident(1, KEYS[:16])) == 2
+    assert rig.chain.prepare_store(KEYS[20:22]).evicted == rig.tiers[1].victims(2)
+    rig.chain.poll()
+    (link,) = rig.chain.chain_stats().links
+    assert (link.demoted, link.lost) == (2, 0)
+
+
+def test_a_block_that_is_being_demoted_is_not_evicted() -> None:
+    rig = ChainRig([8, 32], [rule(), rule(ON_EVICT)])
+    rig.store(KEYS[:8])
+    rig.chain.poll()
+    (transfer,) = rig.mover.queue
+    taken = rig.chain.prepare_store(KEYS[10:18])
+    assert len(taken.keys) == 7
+    assert not set(taken.evicted) & set(transfer.keys)
+    rig.mover.run_all()
+    rig.chain.poll()
+    assert rig.resident(1, transfer.keys) == list(transfer.keys)
+
+
+def test_what_eviction_takes_before_it_was_demoted_is_counted() -> None:
+    rig = ChainRig([8, 32], [rule(), rule(ON_EVICT)])
+    rig.store(KEYS[:8])
+    taken = rig.chain.prepare_store(KEYS[10:14])
+    assert len(taken.evicted) == 4
+    rig.chain.poll()
+    (link,) = rig.chain.chain_stats().links
+    assert link.lost == 4
+
+
+def test_second_touch_admits_what_was_loaded_after_it_was_stored() -> None:
+    rig = ChainRig([8, 16], [rule(), rule(THROUGH, SECOND)])
+    keys = rig.store(KEYS[:4])
+    rig.settle()
+    assert rig.resident(1, keys) == []
+    load_once(rig, keys[1:3])
+    rig.settle()
+    assert rig.resident(1, keys) == keys[1:3]
+    (link,) = rig.chain.chain_stats().links
+    assert (link.offered, link.admitted) == (6, 2)
+
+
+def test_second_touch_admits_what_is_stored_again() -> None:
+    rig = ChainRig([8, 16], [rule(), rule(THROUGH, SECOND)])
+    rig.store(KEYS[:2])
+    rig.tiers[0].forget(KEYS[:2])
+    rig.store(KEYS[:2])
+    rig.settle()
+    assert rig.resident(1, KEYS[:2]) == KEYS[:2]
+
+
+def test_second_touch_demotes_only_what_was_used_twice() -> None:
+    rig = ChainRig([8, 16], [rule(), rule(ON_EVICT, SECOND)])
+    keys = rig.store(KEYS[:7])
+    load_once(rig, keys[:3])
+    rig.store(KEYS[7:8])
+    for _ in range(12):
+        rig.settle(2)
+        rig.store(make_keys(1, start=1000 + rig.chain.stats().stored))
+    assert set(rig.resident(1, KEYS[:8])) <= set(keys[:3])
+    assert rig.resident(1, keys[:3])
+    (link,) = rig.chain.chain_stats().links
+    assert link.lost == 0, "what is not admitted is not lost"
+
+
+def test_a_queue_that_is_full_drops_and_counts() -> None:
+    rig = ChainRig([32, 64], [rule(), rule(queue_blocks=4)])
+    rig.store(KEYS[:10])
+    (link,) = rig.chain.chain_stats().links
+    assert (link.waiting, link.drops) == (4, {"full": 6})
+    rig.settle()
+    assert rig.resident(1, KEYS[:10]) == KEYS[:4]
+
+
+def test_a_mover_that_refuses_drops_and_counts() -> None:
+    rig = ChainRig([8, 16])
+    rig.store(KEYS[:3])
+    rig.mover.accepting = False
+    rig.chain.poll()
+    (link,) = rig.chain.chain_stats().links
+    assert link.drops == {"refused": 3}
+    assert link.in_flight == 0
+    rig.assert_quiet()
+
+
+def test_one_step_starts_a_bounded_number_of_blocks() -> None:
+    count = 4 * STEP_BLOCKS
+    rig = ChainRig([count, count], [rule(), rule(queue_blocks=count)])
+    keys = make_keys(count)
+    rig.store(keys)
+    rig.chain.poll()
+    assert sum(len(transfer.keys) for transfer in rig.mover.queue) == STEP_BLOCKS
+    rig.chain.poll()
+    rig.chain.poll()
+    under_way = sum(len(transfer.keys) for transfer in rig.mover.queue)
+    assert under_way == count // 2, "and half of host memory stays free of their pins"
+    rig.settle(20)
+    assert rig.resident(1, keys) == keys
+
+
+def test_a_tier_that_fails_is_not_written_to_but_read() -> None:
+    rig = ChainRig([8, 16])
+    rig.put(1, KEYS[20:22])
+    for key in KEYS[:3]:
+        rig.store([key])
+        rig.chain.poll()
+        rig.mover.fail_all(Outcome.IO_ERROR)
+        rig.chain.poll()
+    rig.store(KEYS[3:5])
+    rig.chain.poll()
+    (link,) = rig.chain.chain_stats().links
+    assert rig.mover.queue == []
+    assert link.drops == {"down": 2}
+    assert rig.chain.lookup(KEYS[20:22]) == [Presence.HIT] * 2
+    rig.now += REST
+    rig.store(KEYS[5:6])
+    rig.settle()
+    assert rig.resident(1, KEYS[5:6]) == KEYS[5:6]
+
+
+def test_a_record_that_is_bad_at_its_source_is_offered_no_more() -> None:
+    rig = ChainRig([8, 16])
+    keys = rig.store(KEYS[:2])
+    rig.chain.poll()
+    rig.mover.run_all({keys[0]: Outcome.CORRUPT})
+    rig.chain.poll()
+    assert rig.resident(0, keys) == keys[1:]
+    assert rig.chain.lookup(keys) == [Presence.MISS, Presence.HIT]
+    assert rig.chain.stats().corrupt == 1
+
+
+def test_a_full_disk_costs_the_store_and_nothing_else() -> None:
+    rig = ChainRig([8, 16])
+    keys = rig.store(KEYS[:3])
+    rig.chain.poll()
+    rig.mover.fail_all(Outcome.NO_SPACE)
+    rig.chain.poll()
+    assert rig.resident(0, keys) == keys
+    assert rig.resident(1, keys) == []
+    rig.assert_quiet()
+
+
+def test_what_was_cleared_does_not_come_back() -> None:
+    rig = ChainRig([8, 16, 32])
+    rig.store(KEYS[:2])
+    rig.chain.poll()
+    held = rig.chain.prepare_store(KEYS[2:4])
+    rig.put(1, KEYS[4:6])
+    ticket = rig.chain.begin_load(KEYS[4:6], "a", FAR)
+    rig.chain.clear()
+    rig.write(0, held.keys, held.spec)
+    rig.chain.complete_store(held.keys)
+    rig.settle()
+    assert ticket.failed == dict.fromkeys(KEYS[4:6], Outcome.CANCELLED)
+    rig.chain.end_load(ticket)
+    assert rig.chain.lookup(KEYS[:6]) == [Presence.MISS] * 6
+    assert all(rig.resident(tier, KEYS[:6]) == [] for tier in range(3))
+    rig.assert_quiet()
+
+
+def test_what_was_forgotten_is_not_written_down() -> None:
+    rig = ChainRig([8, 16])
+    keys = rig.store(KEYS[:4])
+    rig.chain.poll()
+    more = rig.store(KEYS[4:6])
+    rig.chain.forget([keys[0], more[0]])
+    rig.settle()
+    assert rig.resident(1, KEYS[:6]) == [*keys[1:], more[1]]
+    assert rig.chain.lookup([keys[0], more[0]]) == [Presence.MISS] * 2
+
+
+def test_events_come_from_every_tier() -> None:
+    rig = ChainRig([8, 16])
+    for index, tier in enumerate(rig.tiers):
+        tier.medium = f"tier{index}"
+    keys = rig.store(KEYS[:2])
+    rig.settle()
+    rig.tiers[0].forget(keys[:1])
+    assert [(event.kind, event.medium, event.keys) for event in rig.chain.take_events()] == [
+        (EventKind.STORED, "tier0", tuple(keys)),
+        (EventKind.REMOVED, "tier0", (keys[0],)),
+        (EventKind.STORED, "tier1", tuple(keys)),
+    ]
+    assert rig.chain.take_events() == []
+
+
+def test_the_chain_adds_up_its_tiers() -> None:
+    rig = ChainRig([8, 16])
+    rig.store(KEYS[:2])
+    rig.settle()
+    stats = rig.chain.stats()
+    assert (stats.blocks, stats.stored) == (4, 4)
+    assert stats.bytes_capacity == 24 * SLOT
+    assert rig.chain.victims(1) == rig.tiers[1].victims(1)
+    rig.chain.touch(KEYS[:1])
+    rig.chain.poll()
+    assert rig.tiers[1].victims(1) == [KEYS[1]], "use is passed on to lower tiers, a step later"
+
+
+def test_closing_commits_what_was_finished() -> None:
+    rig = ChainRig([8, 16])
+    keys = rig.store(KEYS[:3])
+    rig.chain.poll()
+    rig.mover.run_all()
+    rig.mover.close()
+    rig.chain.close()
+    assert rig.resident(1, keys) == keys

@@ -1,0 +1,127 @@
+"""Admission, the queue of a link, and what rests after a failure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.core.health import DOUBLINGS, KEYS_KEPT, Health
+from kvtier.core.links import Link, Touches
+from kvtier.core.plan import LinkPlan
+from kvtier.core.settings import Admission, WritePolicy
+from kvtier.testing.records import make_keys
+from kvtier.types import BlockKey, Outcome, block_key
+
+KEYS = make_keys(8)
+
+
+@given(st.lists(st.lists(st.sampled_from(KEYS), max_size=5), max_size=20))
+def test_touches_remember_the_most_recent_uses(batches: list[list[BlockKey]]) -> None:
+    touches = Touches(kept=4)
+    model: OrderedDict[BlockKey, int] = OrderedDict()
+    for batch in batches:
+        again = []
+        for key in batch:
+            count = model.pop(key, 0) + 1
+            model[key] = count
+            if count > 1:
+                again.append(key)
+        assert touches.note(batch) == again
+        while len(model) > 4:
+            model.popitem(last=False)
+        assert len(touches) == len(model) <= 4
+        assert touches.twice(KEYS) == [key for key in KEYS if model.get(key, 0) > 1]
+
+
+def test_groups_of_one_hash_are_touched_apart() -> None:
+    touches = Touches()
+    one, other = block_key(b"h" * 32, 0), block_key(b"h" * 32, 1)
+    assert touches.note([one]) == []
+    assert touches.note([other]) == []
+    assert touches.note([one]) == [one]
+
+
+def open_link(write: WritePolicy = WritePolicy.THROUGH, queue: int = 4, window: int = 100) -> Link:
+    return Link(LinkPlan(0, 1, write, Admission.ALWAYS), "nvme", queue, window)
+
+
+def test_a_link_queues_each_key_once_and_in_order() -> None:
+    link = open_link()
+    link.committed(KEYS[:3])
+    link.committed(KEYS[1:4])
+    assert link.backlog == 4
+    assert link.take(2) == KEYS[:2]
+    link.committed(KEYS[:1])
+    assert link.take(10) == [KEYS[2], KEYS[3], KEYS[0]]
+    assert link.take(1) == []
+
+
+def test_a_link_counts_what_it_has_no_room_for() -> None:
+    link = open_link(queue=3)
+    link.committed(KEYS[:5])
+    assert link.stats.drops == {"full": 2}
+    assert (link.stats.offered, link.stats.admitted) == (5, 3)
+
+
+def test_a_link_forgets() -> None:
+    link = open_link()
+    link.committed(KEYS[:4])
+    link.forget(KEYS[1:3])
+    assert link.take(9) == [KEYS[0], KEYS[3]]
+    link.committed(KEYS[:4])
+    link.forget()
+    assert link.backlog == 0
+
+
+def test_a_link_that_waits_for_eviction_is_offered_nothing() -> None:
+    link = open_link(WritePolicy.ON_EVICT)
+    link.committed(KEYS)
+    assert link.backlog == 0
+    assert link.pressed
+
+
+def test_a_window_is_at_least_one_block_and_at_most_the_queue() -> None:
+    assert open_link(queue=4, window=0).room == 1
+    assert open_link(queue=4, window=100).room == 4
+
+
+def test_what_rests_is_bounded_and_asked_again_in_time() -> None:
+    health = Health(2, 10.0)
+    health.rest(1, KEYS[:2], 0.0)
+    health.rest(1, KEYS[1:3], 5.0)
+    assert set(health.resting(1)) == set(KEYS[:3])
+    assert not health.resting(0)
+    health.tick(10.0)
+    assert set(health.resting(1)) == set(KEYS[1:3])
+    health.tick(15.0)
+    assert not health.resting(1)
+    health.rest(0, make_keys(KEYS_KEPT + 5), 0.0)
+    assert len(health.resting(0)) == KEYS_KEPT
+
+
+def test_a_tier_rests_longer_the_longer_it_fails() -> None:
+    health = Health(1, 10.0, strikes=2)
+    now, rests = 0.0, []
+    health.observe(0, [Outcome.IO_ERROR], now)
+    assert not health.down(0, now)
+    for _ in range(DOUBLINGS + 3):
+        health.observe(0, [Outcome.TIMEOUT, Outcome.CANCELLED], now)
+        start = now
+        while health.down(0, now):
+            now += 10.0
+        rests.append(now - start)
+    assert rests[:3] == [10.0, 20.0, 40.0]
+    assert rests[-1] == rests[-2] == 10.0 * 2**DOUBLINGS, "but not for ever longer"
+    health.observe(0, [Outcome.IO_ERROR, Outcome.OK], now)
+    health.observe(0, [Outcome.IO_ERROR], now)
+    assert not health.down(0, now)
+
+
+def test_what_is_not_the_tiers_fault_is_not_held_against_it() -> None:
+    health = Health(1, 10.0, strikes=1)
+    for outcome in (Outcome.GONE, Outcome.CORRUPT, Outcome.CANCELLED, Outcome.DROPPED):
+        health.observe(0, [outcome], 0.0)
+    health.observe(0, [], 0.0)
+    assert not health.down(0, 0.0)
