@@ -9,6 +9,7 @@ namespaces, the oldest when the budget is exceeded.
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Mapping
 
 import msgspec
@@ -19,12 +20,14 @@ from kvtier.backends.object.names import block_name, parse_block
 from kvtier.backends.object.store import ObjectInfo, Store
 from kvtier.types import BlockKey
 
-_LEFT_ALONE_S = 600.0
-"""A removed object may still be read by somebody who was told of it before."""
 _YOUNG_S = 120.0
 _HUNGER_SHARE = 16
 """A namespace without room asks for so much of the budget."""
 _CANDIDATES_MAX = 1 << 16
+
+
+class Unfinished(Exception):
+    """There is more to list than there was time for."""
 
 
 class Audit(msgspec.Struct, frozen=True):
@@ -38,7 +41,11 @@ class Audit(msgspec.Struct, frozen=True):
     capacity: int
     hungry: bool
     age_max_s: float | None
+    read_s: float
+    """How long a removed object may still be read by somebody who was told of it before."""
     now: float
+    stop_at: float | None = None
+    """When to give up (`time.monotonic`)."""
 
 
 class Finding(msgspec.Struct):
@@ -52,7 +59,7 @@ class Finding(msgspec.Struct):
 
 
 def audit(store: Store, case: Audit) -> Finding:
-    """List everything and compare; raises StoreError."""
+    """List everything and compare; raises StoreError, or Unfinished."""
     stated = _by_name(case.entries)
     finding = Finding([], [], 0)
     present: set[tuple[BlockKey, int]] = set()
@@ -60,6 +67,8 @@ def audit(store: Store, case: Audit) -> Finding:
     foreign: list[tuple[float, int, str]] = []
     own_bytes = 0
     for info in store.list():
+        if case.stop_at is not None and time.monotonic() > case.stop_at:
+            raise Unfinished
         parsed = parse_block(info.name)
         if parsed is None:
             continue
@@ -71,7 +80,7 @@ def audit(store: Store, case: Audit) -> Finding:
         own_bytes += info.size
         kind, at, size = stated.get((key, generation), (manifest.ADDED, 0.0, -1))
         if kind == manifest.REMOVED:
-            if case.now - max(at, info.modified_s) > _LEFT_ALONE_S:
+            if case.now - max(at, info.modified_s) > case.read_s:
                 leftovers.append(info.name)
         elif case.age_max_s is not None and case.now - info.modified_s > case.age_max_s:
             leftovers.append(info.name)

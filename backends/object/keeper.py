@@ -8,6 +8,7 @@ but memory for what is still to be written down.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvtier.backends.object import manifest
-from kvtier.backends.object.audit import Audit, Finding, audit
+from kvtier.backends.object.audit import Audit, Finding, Unfinished, audit
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
@@ -29,6 +30,8 @@ from kvtier.types import BlockKey, Namespace
 _log = logging.getLogger(__name__)
 
 _WRITE_S = 0.5
+_OPEN_S = 2.0
+"""How long opening may wait for a listing; what manifests say is known before."""
 _NEWS_ROWS = 4096
 _ENTRIES_MAX = 1 << 16
 
@@ -55,6 +58,7 @@ class Limits(msgspec.Struct, frozen=True):
     refresh_s: float
     audit_s: float
     age_max_s: float | None = None
+    read_s: float = 20.0
 
 
 class Keeper:
@@ -126,7 +130,8 @@ class Keeper:
                 [memoryview(self.namespace.to_json())],
                 if_absent=True,
             )
-            self._audit()
+            with contextlib.suppress(Unfinished):  # the rest is listed in the background
+                self._audit(stop_at=time.monotonic() + _OPEN_S)
 
     def start(self) -> None:
         """Begin to work in the background."""
@@ -152,6 +157,7 @@ class Keeper:
                     self._look()
             except StoreError as error:
                 self._next_look = time.monotonic() + self.limits.refresh_s
+                self._next_audit = max(self._next_audit, self._next_look)
                 _log.debug("object tier: %s", error)
 
     def flush(self) -> None:
@@ -232,11 +238,9 @@ class Keeper:
                 else:
                     self.news.append(News(removed=[(key, gen, at) for key, gen, _, at in part]))
 
-    def _audit(self) -> None:
+    def _audit(self, stop_at: float | None = None) -> None:
         """Everything that is written down, against everything that is there."""
-        now = time.monotonic()
-        self._next_look = now + self.limits.refresh_s
-        self._next_audit = now + self.limits.audit_s * random.uniform(0.8, 1.2)
+        self._next_look = time.monotonic() + self.limits.refresh_s
         before = dict(self._known())
         entries = self._journal.everything()
         self._tell(entries, before)
@@ -249,9 +253,12 @@ class Keeper:
                 capacity=self.limits.capacity,
                 hungry=self._hungry,
                 age_max_s=self.limits.age_max_s,
+                read_s=self.limits.read_s,
                 now=self._clock(),
+                stop_at=stop_at,
             ),
         )
+        self._next_audit = time.monotonic() + self.limits.audit_s * random.uniform(0.8, 1.2)
         self._hungry = False
         self._take_in(finding)
         self._journal.join()

@@ -70,10 +70,9 @@ class ObjectTier(SlabTier):
         self._unheard = 0
 
     def start(self) -> None:
-        """Take in what the keeper has learnt while it was opened, and stay within the budget."""
+        """Take in what the keeper has learnt while it was opened."""
         while self._keeper.news:
             self._take_in(self._keeper.news.popleft())
-        self._shrink()
         self._events.clear()
 
     # -- news --------------------------------------------------------------------------------
@@ -105,7 +104,6 @@ class ObjectTier(SlabTier):
             self._foreign_bytes = news.foreign_bytes
         if news.heard:
             self._unheard = 0
-        if news.added or news.foreign_bytes is not None:
             self._shrink()
 
     def _take_added(self, rows: Sequence[tuple[BlockKey, int, int, float]]) -> None:
@@ -144,7 +142,7 @@ class ObjectTier(SlabTier):
 
     def _shrink(self) -> None:
         """Drop the coldest blocks while there is more than the budget."""
-        over = self._used + self._dying + self._foreign_bytes - self._capacity
+        over = self._used + self._foreign_bytes - self._capacity
         while over > 0:
             count = max(1, over // self.slot_bytes)
             slots = self._policy.victims(count, self._pins)

@@ -1,7 +1,8 @@
-"""The object tier as the shipped suites see it."""
+"""The object tier as the shipped suites see it: over a folder, and over a bucket of a server."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from kvtier.backends.object import BACKEND, ObjectSettings
@@ -19,13 +20,35 @@ class FolderSubject(Subject):
     # manifests and the namespaces' descriptions, and what two engines store before they hear of
     # each other
     overhead_bytes = (64 << 10) + 8 * 12288
-    quarantine_blocks = 0
 
     def settings(self, folder: Path, blocks: int, record_bytes: int) -> ObjectSettings:
         return ObjectSettings(
             url=f"file://{folder}/store",
             capacity=Capacity(size=ByteSize(blocks * record_bytes)),
             refresh=Duration(0.2),
+            load_deadline=Duration(2.0),
+        )
+
+
+class BucketSubject(Subject):
+    """A prefix of a bucket, a new one for every folder."""
+
+    backend = BACKEND
+    persistent = True
+    shared = True
+    revives = True
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+
+    def settings(self, folder: Path, blocks: int, record_bytes: int) -> ObjectSettings:
+        prefix = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
+        return ObjectSettings(
+            url=f"s3://bucket/{prefix}",
+            endpoint=self._endpoint,
+            capacity=Capacity(size=ByteSize(blocks * record_bytes)),
+            codec="zstd",
+            idle_timeout=Duration(20.0),
         )
 
 

@@ -1,9 +1,30 @@
-"""The object tier keeps the contract of every tier."""
+"""The object tier keeps the contract of every tier, over each kind of store."""
 
-from object_subjects import FOLDER
+import pytest
+from object_servers import ServerProcess
+from object_subjects import FOLDER, BucketSubject
 
 from kvtier.testing.contract import TierContract
 
 
 class TestFolder(TierContract):
     subject = FOLDER
+
+
+@pytest.mark.s3
+class TestMoto(TierContract):
+    """A store that can refuse; blocks are compressed where that helps."""
+
+    @pytest.fixture(autouse=True)
+    def server(self, moto_server: ServerProcess) -> None:
+        type(self).subject = BucketSubject(moto_server.endpoint)
+
+
+@pytest.mark.s3
+@pytest.mark.slow
+class TestRclone(TierContract):
+    """A real process that checks signatures, and overwrites where it should refuse."""
+
+    @pytest.fixture(autouse=True)
+    def server(self, rclone_server: ServerProcess) -> None:
+        type(self).subject = BucketSubject(rclone_server.endpoint)

@@ -1,0 +1,24 @@
+"""Writers of one folder killed at steps of the bytecode and at random instants."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(("kills", "seed"), [(30, 1), pytest.param(200, 2, marks=pytest.mark.slow)])
+def test_what_was_committed_is_there(kills: int, seed: int) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            *("-m", "kvtier.testing.crash", "object_subjects:FOLDER"),
+            *("--kills", str(kills), "--seed", str(seed)),
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"{kills + 2} deaths")
