@@ -134,7 +134,7 @@ class ObjectBackend(Backend[ObjectSettings]):
             read_s=2 * settings.load_deadline.seconds,
         )
         try:
-            keeper = Keeper(store or _open(settings), context.namespace, limits)
+            keeper = Keeper(store or open_for(settings), context.namespace, limits)
         except StoreError as error:
             raise MediumError(str(error)) from error
         tier = ObjectTier(keeper, create_policy(settings.eviction))
@@ -153,7 +153,7 @@ class ObjectBackend(Backend[ObjectSettings]):
         self, settings: ObjectSettings, context: TierContext, store: Store | None = None
     ) -> ObjectHandler:
         try:
-            store = store or _open(settings)
+            store = store or open_for(settings)
         except StoreError as error:
             raise MediumError(str(error)) from error
         return ObjectHandler(
@@ -171,7 +171,8 @@ class ObjectBackend(Backend[ObjectSettings]):
         return f"object:{settings.endpoint or ''}{place}"
 
 
-def _open(settings: ObjectSettings) -> Store:
+def open_for(settings: ObjectSettings) -> Store:
+    """The store that a tier with these settings uses; raises StoreError, makes no request."""
     total_s = max(settings.load_deadline.seconds, settings.store_deadline.seconds)
     return open_store(
         StoreSettings(
