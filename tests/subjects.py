@@ -10,11 +10,20 @@ from kvtier.backends.memory import BACKEND as MEMORY_BACKEND
 from kvtier.backends.memory import MemorySettings
 from kvtier.backends.nvme import BACKEND as NVME_BACKEND
 from kvtier.backends.nvme import NvmeHandler, NvmeSettings, NvmeTier
+from kvtier.backends.nvme.folder import Limits, NvmeFolder
+from kvtier.backends.nvme.keeper import Keeper
 from kvtier.core.backend import TierContext
 from kvtier.core.disk import Disk
+from kvtier.core.eviction import create_policy
+from kvtier.core.record import record_bytes
 from kvtier.core.settings import ByteSize, Capacity, TierSettings
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
-from kvtier.testing.subject import Subject
+from kvtier.core.tier import Tier
+from kvtier.testing.records import make_keys
+from kvtier.testing.subject import Subject, failures
+from kvtier.types import BlockKey, Outcome
+
+SLAB_BLOCKS = 4
 
 
 def capacity(size: int) -> Capacity:
@@ -70,6 +79,39 @@ class NvmeSubject(Subject):
         return NVME_BACKEND.open_handler(settings, context, disk)
 
 
+class SlabsSubject(NvmeSubject):
+    """The same with slabs of four blocks, so that engines have something to share."""
+
+    def settings(self, folder: Path, blocks: int, record_bytes: int) -> NvmeSettings:
+        slabs = -(-blocks // SLAB_BLOCKS)
+        size = blocks * (record_bytes + ENTRY_BYTES) + slabs * TABLE_AT + 2048
+        return NvmeSettings(path=str(folder / "nvme"), capacity=capacity(size), eviction="lru")
+
+    def open_tier(self, settings: TierSettings, context: TierContext, disk: Disk) -> NvmeTier:
+        assert isinstance(settings, NvmeSettings)
+        slot = record_bytes(context.namespace.payload_bytes)
+        size = settings.capacity.resolve(0)
+        folder = NvmeFolder(Path(settings.path), context.namespace, disk)
+        limits = Limits(capacity=size, free_floor=0, slot_bytes=slot, slab_bytes=SLAB_BLOCKS * slot)
+        keeper = Keeper(folder, limits, keep=True)
+        tier = NvmeTier(keeper, create_policy(settings.eviction))
+        keeper.start()
+        _grow(tier)
+        return tier
+
+
+def _grow(tier: Tier) -> None:
+    """Ask for room until there is no more: slabs are made when wanted, and the suites count."""
+    held: list[BlockKey] = []
+    while more := tier.prepare_store(make_keys(64, start=10**15), evict=False).keys:
+        held += more
+        tier.refresh()
+    tier.complete_store(held, failures(held, Outcome.CANCELLED))
+    tier.flush()
+    tier.refresh()
+
+
 MEMORY = MemorySubject()
 CPU = CpuSubject()
 NVME = NvmeSubject()
+SLABS = SlabsSubject()

@@ -272,12 +272,12 @@ class CatalogueContract:
         assert rig.tier.victims(100) == []
         rig.settle()
         new = make_keys(BLOCKS, start=100)
-        taken = rig.put(new)
+        taken = rig.fill(new)
         assert len(taken) >= BLOCKS - 2
         assert set(rig.read(keys[:2], spec).values()) <= STILL_OR_NO_LONGER_THERE
         rig.tier.complete_load(keys[:2])
         rig.settle()
-        assert sorted(taken + rig.put(new, evict=False)) == sorted(new)
+        assert sorted(taken + rig.fill(new)) == sorted(new)
         assert rig.get(new) == new
 
     def test_clear_aborts_what_is_on_its_way(self, rig: Rig) -> None:

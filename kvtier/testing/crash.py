@@ -25,8 +25,10 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -56,28 +58,35 @@ class Books:
         self.committed = 0
         self.evicted = 0
 
-    def read(self, lines: Iterable[str]) -> None:
-        """Take in all that one writer said before it died."""
+    def read(self, writers: Sequence[Sequence[str]]) -> None:
+        """Take in all that some writers said before they died.
+
+        They lived at the same time: one may have evicted what another had committed, and which
+        pipe is read first means nothing. No key is ever stored twice, so that sets tell it all.
+        """
         self.slack = 0
-        for line in lines:
-            what, _, text = line.partition(" ")
-            if what == "N":
-                continue
-            keys = {BlockKey(bytes.fromhex(word)) for word in text.split()}
-            if what == "T":
-                self.slack = len(keys)
-                self.possible |= keys
-            elif what == "E":
-                self.slack = 0
-                self.due -= keys
-                self.evicted += len(keys)
-            elif what == "C":
-                self.due |= keys
-                self.committed += len(keys)
-            elif what == "F":
-                self.due -= keys
-            elif what == "G":
-                self.banned |= keys
+        committed: set[BlockKey] = set()
+        gone: set[BlockKey] = set()
+        for lines in writers:
+            unfinished = 0
+            for what, _, text in (line.partition(" ") for line in lines):
+                keys = set() if what == "N" else {_key(word) for word in text.split()}
+                if what == "T":
+                    unfinished = len(keys)
+                    self.possible |= keys
+                elif what == "E":
+                    unfinished = 0
+                    gone |= keys
+                    self.evicted += len(keys)
+                elif what == "C":
+                    committed |= keys
+                elif what == "F":
+                    gone |= keys
+                elif what == "G":
+                    self.banned |= keys
+            self.slack += unfinished
+        self.committed += len(committed)
+        self.due = (self.due | committed) - gone
 
     def check(self, finding: Finding, subject: Subject) -> None:
         """Raise Broken with the promises that the finding breaks; then go on from what is left."""
@@ -109,9 +118,10 @@ class Books:
 class Campaign:
     """One medium and its many deaths."""
 
-    def __init__(self, subject: Subject, folder: Path, seed: int) -> None:
+    def __init__(self, subject: Subject, folder: Path, seed: int, engines: int = 1) -> None:
         self.subject = subject
         self.folder = folder
+        self.engines = engines
         self.dice = random.Random(seed)
         self.seed = seed
         self.books = Books()
@@ -121,42 +131,48 @@ class Campaign:
         self._seconds = 1.0
 
     def run(self, kills: int) -> None:
-        """Measure a whole life once, then cut `kills` lives short."""
+        """Measure a whole life once, then cut `kills` lives short, as many at a time as engines."""
         begin = time.monotonic()
-        self._kill(0, Moment("call", -1))
+        self._live(0, [Moment("call", -1)])
         self._seconds = time.monotonic() - begin
-        self._kill(1, Moment("step", -1))
-        for number in range(2, kills + 2):
-            self._kill(number, self._moment(KINDS[number % len(KINDS)]))
+        self._live(1, [Moment("step", -1)])
+        for number in range(2, kills + 2, self.engines):
+            kinds = [KINDS[(number + engine) % len(KINDS)] for engine in range(self.engines)]
+            self._live(number, [self._moment(kind) for kind in kinds])
 
     def _moment(self, kind: str) -> Moment:
         if kind == "time":
             return Moment(kind, self.dice.uniform(0, self._seconds))
         return Moment(kind, self.dice.randrange(self._calls if kind == "call" else self._steps))
 
-    def _kill(self, number: int, moment: Moment) -> None:
-        """One life, one death, one look."""
-        seed = self.seed * 1_000_003 + number
-        said = _in_fork(
-            lambda pipe: Writer(self.subject, self.folder, pipe, seed).live(moment),
-            kill_after=moment.at if moment.kind == "time" else None,
-        )
-        self.deaths[moment.kind] += 1
-        for line in said:
+    def _live(self, number: int, moments: Sequence[Moment]) -> None:
+        """Some lives at once, a death of each, one look."""
+        lives = [self._life(number + index, moment) for index, moment in enumerate(moments)]
+        said = in_forks(lives)
+        when = f"deaths {number} ({', '.join(map(str, moments))})"
+        for line in chain.from_iterable(said):
             if line.startswith("N"):
                 _, calls, steps = line.split()
-                self._calls, self._steps = (
-                    max(self._calls, int(calls)),
-                    max(self._steps, int(steps)),
-                )
+                self._calls = max(self._calls, int(calls))
+                self._steps = max(self._steps, int(steps))
             elif line.startswith("X"):
-                raise Broken(f"life {number} ({moment}) raised: {line[2:]}")
+                raise Broken(f"a writer raised before {when}: {line[2:]}")
+        self.deaths.update(moment.kind for moment in moments)
         self.books.read(said)
         try:
             self.books.check(self._look(), self.subject)
         except Broken as broken:
-            raise Broken(f"after death {number} ({moment}): {broken}") from None
+            raise Broken(f"after {when}: {broken}") from None
         self.proved += len(self.books.due)
+
+    def _life(self, number: int, moment: Moment) -> Life:
+        seed = self.seed * 1_000_003 + number
+        engine = f"engine-{number % self.engines}" if self.engines > 1 else ""
+
+        def live(pipe: int) -> None:
+            Writer(self.subject, self.folder, pipe, seed, engine).live(moment)
+
+        return Life(live, moment.at if moment.kind == "time" else None)
 
     def _look(self) -> Finding:
         """What a fresh process finds; it shuts down in order, or just vanishes."""
@@ -170,42 +186,66 @@ class Campaign:
             if orderly:
                 rig.close()
 
-        said = _in_fork(check)
+        (said,) = in_forks([Life(check)])
         if not said or said[0].startswith("X"):
             raise Broken(f"the checker fails: {said}")
         return msgspec.json.decode(said[0], type=Finding)
 
 
-def _in_fork(work: Callable[[int], None], kill_after: float | None = None) -> list[str]:
-    """Run in a child of its own, killed after so many seconds if told; what it wrote, by line."""
+class Life(NamedTuple):
+    """What a child does with its pipe, and after how many seconds it is killed, if by the clock."""
+
+    work: Callable[[int], None]
+    kill_after: float | None = None
+
+
+def in_forks(lives: Sequence[Life]) -> list[list[str]]:
+    """Run each in a child of its own until it is dead; what each wrote, by line."""
+    children = [_fork(life.work) for life in lives]
+    said = [b""] * len(lives)
+    left = {pipe: index for index, (_, pipe) in enumerate(children)}
+    begin = time.monotonic()
+    due = sorted(
+        (life.kill_after, children[index][0])
+        for index, life in enumerate(lives)
+        if life.kill_after is not None
+    )
+    while left:
+        timeout = max(0.0, begin + due[0][0] - time.monotonic()) if due else None
+        ready, _, _ = select.select(list(left), [], [], timeout)
+        if not ready:
+            os.kill(due.pop(0)[1], signal.SIGKILL)
+        for pipe in ready:
+            chunk = os.read(pipe, 1 << 16)
+            if chunk:
+                said[left[pipe]] += chunk
+            else:
+                del left[pipe]
+    for process, pipe in children:
+        os.close(pipe)
+        os.waitpid(process, 0)
+    return [text.decode().splitlines() for text in said]
+
+
+def _fork(work: Callable[[int], None]) -> tuple[int, int]:
+    """Start a child; its process number and the pipe that it writes to."""
     read_end, write_end = os.pipe()
     child = os.fork()
-    if child == 0:
-        try:
-            os.close(read_end)
-            work(write_end)
-        except BaseException:  # noqa: BLE001 - a child must never return into its parent's stack
-            text = " | ".join(traceback.format_exc().splitlines())
-            os.write(write_end, f"X {text}\n".encode())
-        finally:
-            os._exit(0)
-    os.close(write_end)
-    said = b""
-    deadline = None if kill_after is None else time.monotonic() + kill_after
-    while True:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready, _, _ = select.select([read_end], [], [], left)
-        if not ready:
-            os.kill(child, signal.SIGKILL)
-            deadline = None
-            continue
-        chunk = os.read(read_end, 1 << 16)
-        if not chunk:
-            break
-        said += chunk
-    os.close(read_end)
-    os.waitpid(child, 0)
-    return said.decode().splitlines()
+    if child:
+        os.close(write_end)
+        return child, read_end
+    try:
+        os.close(read_end)
+        work(write_end)
+    except BaseException:  # noqa: BLE001 - a child must never return into its parent's stack
+        text = " | ".join(traceback.format_exc().splitlines())
+        os.write(write_end, f"X {text}\n".encode())
+    finally:
+        os._exit(0)
+
+
+def _key(word: str) -> BlockKey:
+    return BlockKey(bytes.fromhex(word))
 
 
 def load_subject(name: str) -> Subject:
@@ -223,9 +263,11 @@ def main() -> int:
     parser.add_argument("subject", help="a kvtier.testing.subject.Subject, as module:ATTRIBUTE")
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--engines", type=int, default=1, help="writers at once (a shared medium)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvtier-crash-") as folder:
-        campaign = Campaign(load_subject(options.subject), Path(folder), options.seed)
+        subject = load_subject(options.subject)
+        campaign = Campaign(subject, Path(folder), options.seed, options.engines)
         try:
             campaign.run(options.kills)
         except Broken as broken:

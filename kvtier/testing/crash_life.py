@@ -91,9 +91,12 @@ class Steps:
 class Writer:
     """Stores, loads and forgets on a medium until it is killed."""
 
-    def __init__(self, subject: Subject, folder: Path, pipe: int, seed: int) -> None:
+    def __init__(
+        self, subject: Subject, folder: Path, pipe: int, seed: int, engine: str = ""
+    ) -> None:
         self._subject = subject
         self._folder = folder
+        self._engine = engine
         self._pipe = pipe
         self._dice = random.Random(seed)
         self._keys = make_keys(ROUNDS * 8, start=1_000_000 * (seed + 1))
@@ -109,7 +112,7 @@ class Writer:
         steps = Steps(self._subject.backend, int(moment.at))
         if moment.kind == "step":
             steps.start()
-        rig = Rig(self._subject, self._folder, blocks=BLOCKS, disk=disk)
+        rig = Rig(self._subject, self._folder, blocks=BLOCKS, disk=disk, engine=self._engine)
         mine: list[BlockKey] = []
         for number in range(ROUNDS):
             keys = self._keys[number * 8 :][: self._dice.randint(1, 6)]
@@ -143,7 +146,8 @@ class Writer:
         self._report("F", keys)
         rig.tier.forget(keys)
         rig.tier.flush()
-        self._report("G", keys)
+        if not self._engine:  # else the room may be another engine's by now, and only it can tell
+            self._report("G", keys)
         rig.tier.complete_load(pinned)
 
     def _report(self, what: str, keys: Sequence[BlockKey]) -> None:
@@ -159,7 +163,10 @@ def look(rig: Rig, keys: Sequence[BlockKey]) -> Finding:
     resident = rig.resident(keys)
     served = rig.get(resident)
     stats = rig.tier.stats()
-    free = rig.reserve(make_keys(rig.blocks, start=10**12), evict=False).keys
+    free: list[BlockKey] = []
+    while more := rig.reserve(make_keys(rig.blocks, start=10**12), evict=False).keys:
+        free += more
+        rig.settle()  # a medium may grow in pieces
     rig.tier.complete_store(free, failures(free, Outcome.CANCELLED))
     return Finding(
         resident=[bytes(key) for key in resident],

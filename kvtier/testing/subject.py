@@ -134,6 +134,14 @@ class Rig:
         self.tier.complete_store(reservation.keys, failed)
         return [key for key in reservation.keys if key not in failed]
 
+    def fill(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Store without evicting until there is no more room: a medium may grow in pieces."""
+        stored: list[BlockKey] = []
+        while more := self.put([key for key in keys if key not in stored], evict=False):
+            stored += more
+            self.settle()
+        return stored
+
     def read(self, keys: Sequence[BlockKey], spec: LoadStoreSpec) -> dict[BlockKey, Outcome]:
         """Load pinned keys and prove each record, as the mover does."""
         records = [blank(self.namespace) for _ in keys]

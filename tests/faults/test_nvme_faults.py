@@ -1,9 +1,13 @@
-"""The nvme tier on a disk that fails."""
+"""The nvme tier on a disk that fails, with one slab and with many."""
 
-from subjects import NVME
+from subjects import NVME, SLABS
 
 from kvtier.testing.fault_suite import TierFaults
 
 
 class TestNvmeFaults(TierFaults):
     subject = NVME
+
+
+class TestNvmeSlabsFaults(TierFaults):
+    subject = SLABS

@@ -7,13 +7,13 @@ import sys
 import pytest
 
 
-def campaign(subject: str, kills: int, seed: int) -> str:
+def campaign(subject: str, kills: int, seed: int, engines: int = 1) -> str:
     """Run in a process of its own, because it forks; raises with what broke."""
     done = subprocess.run(
         [
             sys.executable,
             *("-m", "kvtier.testing.crash", subject),
-            *("--kills", str(kills), "--seed", str(seed)),
+            *("--kills", str(kills), "--seed", str(seed), "--engines", str(engines)),
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
@@ -34,3 +34,9 @@ def test_a_few_deaths(subject: str) -> None:
 @pytest.mark.parametrize("subject", ["subjects:CPU", "subjects:NVME"])
 def test_hundreds_of_deaths(subject: str, seed: int) -> None:
     assert campaign(subject, kills=200, seed=seed).startswith("202 deaths")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engines", [2, 4])
+def test_engines_that_share_a_folder_die_together(engines: int) -> None:
+    assert campaign("subjects:SLABS", kills=120, seed=engines, engines=engines)
