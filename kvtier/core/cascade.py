@@ -66,7 +66,10 @@ class Cascade:
     @property
     def waiting(self) -> bool:
         """Whether a step would start something."""
-        return any(link.backlog for link in self._links)
+        return any(
+            link.backlog or (link.pressed and link.write is WritePolicy.ON_EVICT)
+            for link in self._links
+        )
 
     def step(self, now: float) -> None:
         """Start what there is room for."""
@@ -74,6 +77,7 @@ class Cascade:
         for link in self._links:
             if self._health.down(link.target, now):
                 link.drop("down", len(link.take(link.backlog)))
+                link.pressed = False
                 continue
             self._write(link, now)
             if link.write is WritePolicy.ON_EVICT and link.pressed:

@@ -1,0 +1,147 @@
+"""What a chain promises on lookup, what it counts, and what becomes of a promise."""
+
+from __future__ import annotations
+
+import pytest
+from chains import KEYS, ChainRig, rule
+
+from kvtier.core.costs import DEVICE, CostModel
+from kvtier.core.plan import HOST
+from kvtier.core.settings import WritePolicy
+from kvtier.errors import NotResident
+from kvtier.types import Presence
+
+HIT, PENDING, MISS = Presence.HIT, Presence.PENDING, Presence.MISS
+READ_ONLY = [rule(), rule(WritePolicy.NEVER), rule(WritePolicy.NEVER)]
+FAR = 1e9
+
+
+@pytest.fixture
+def rig() -> ChainRig:
+    """Eight slots of host memory above two tiers that are only read."""
+    return ChainRig([8, 16, 32], READ_ONLY)
+
+
+def test_no_more_is_promised_than_host_memory_can_take(rig: ChainRig) -> None:
+    keys = rig.put(1, KEYS[:12])
+    assert rig.chain.lookup(keys) == [HIT] * 8 + [MISS] * 4
+    assert [rig.chain.lookup([key]) for key in keys] == [[HIT]] * 8 + [[MISS]] * 4
+    ticket = rig.chain.begin_load(keys[:8], "a", FAR)
+    assert ticket.missing == []
+    rig.chain.poll()
+    assert rig.chain.lookup(keys[8:]) == [MISS] * 4, "all slots are taken"
+    rig.mover.run_all()
+    rig.chain.poll()
+    assert rig.chain.lookup(keys[8:]) == [MISS] * 4, "and pinned"
+    rig.chain.end_load(ticket)
+    assert rig.chain.lookup(keys[8:]) == [HIT] * 4
+
+
+def test_what_was_promised_and_evicted_is_no_hit(rig: ChainRig) -> None:
+    keys = rig.put(0, KEYS[:8])
+    assert rig.chain.lookup(keys) == [HIT] * 8
+    taken = rig.chain.prepare_store(KEYS[20:24])
+    assert len(taken.evicted) == 4
+    gone = set(taken.evicted)
+    assert rig.chain.lookup(keys) == [MISS if key in gone else HIT for key in keys]
+    ticket = rig.chain.begin_load(keys, "a", FAR)
+    assert set(ticket.missing) == gone
+
+
+def test_a_block_that_left_host_memory_meanwhile_comes_from_below(rig: ChainRig) -> None:
+    rig.put(1, KEYS[:1])
+    rig.put(0, KEYS[:1])
+    assert rig.chain.lookup(KEYS[:1]) == [HIT]
+    rig.tiers[0].forget(KEYS[:1])
+    ticket = rig.chain.begin_load(KEYS[:1], "a", FAR)
+    assert ticket.pending == {KEYS[0]}
+
+
+def test_a_block_that_left_a_shared_tier_meanwhile_is_missing(rig: ChainRig) -> None:
+    keys = rig.put(1, KEYS[:3])
+    assert rig.chain.lookup(keys) == [HIT] * 3
+    rig.tiers[1].forget(keys[1:2])
+    ticket = rig.chain.begin_load(keys, "a", FAR)
+    assert ticket.missing == keys[1:2]
+    rig.mover.run_all()
+    rig.chain.poll()
+    rig.check(ticket.keys, ticket.spec)
+
+
+def test_what_is_dropped_while_pinned_waits_for_its_slot(rig: ChainRig) -> None:
+    keys = rig.put(0, KEYS[:2])
+    ticket = rig.chain.begin_load(keys, "a", FAR)
+    rig.chain.forget(keys[:1])
+    rig.put(1, keys[:1])
+    assert rig.chain.lookup(keys) == [MISS, HIT]
+    rig.check(keys, ticket.spec)
+    rig.chain.end_load(ticket)
+    rig.chain.poll()
+    assert rig.chain.lookup(keys) == [HIT, HIT]
+
+
+def test_loads_without_requests_are_counted_pin_by_pin(rig: ChainRig) -> None:
+    rig.put(0, KEYS[:2])
+    rig.put(1, KEYS[2:4])
+    spec = rig.chain.prepare_load(KEYS[:4])
+    rig.mover.run_all()
+    rig.chain.poll()
+    rig.check(KEYS[:4], spec)
+    rig.chain.complete_load(KEYS[1:3])
+    assert rig.tiers[0].stats().pinned == 2
+    rig.chain.complete_load([KEYS[3], KEYS[0]])
+    rig.assert_quiet()
+    with pytest.raises(NotResident, match="1 of 2 keys"):
+        rig.chain.prepare_load([KEYS[0], KEYS[50]])
+    rig.assert_quiet()
+
+
+def test_the_worth_of_a_prefix_is_its_unbroken_head(rig: ChainRig) -> None:
+    rig.put(0, KEYS[:2])
+    rig.put(1, [*KEYS[2:4], KEYS[5]])
+    assert rig.chain.worth(KEYS[:6], 256) == 4
+    assert rig.chain.worth(KEYS[10:12], 256) == 0
+    rig.put(1, KEYS[6:14])
+    rig.chain.poll()
+    assert rig.chain.worth([*KEYS[:4], *KEYS[6:14]], 256) == 8, "no more than there is room for"
+
+
+def test_costs_decide_and_are_told(rig: ChainRig) -> None:
+    costs = CostModel(clock=lambda: rig.now)
+    costed = ChainRig([8, 16], READ_ONLY[:2], costs=costs, clock=lambda: rig.now)
+    keys = costed.put(1, KEYS[:4])
+    medium = costed.tiers[1].medium
+    costs.observe_prefill(1024, 1.0)
+    assert costed.chain.worth(keys, 256) == 4
+    costed.chain.begin_load(keys, "a", FAR)
+    costed.mover.run_all()
+    costed.chain.poll()
+    assert costs.stats()[medium].samples == 1
+    assert costs.stats()[medium].taken == 4
+    for _ in range(20):
+        costs.observe_load(medium, 4096, 1000.0)
+    assert costed.chain.worth(KEYS[:4], 256) == 4, "they are in host memory now"
+    assert costs.stats()[DEVICE].taken == 4
+    other = costed.put(1, KEYS[10:12])
+    rig.now += 1.0
+    assert costed.chain.worth(other, 256) <= 1, "slower than computing them again, but for a probe"
+
+
+def test_hits_are_counted_where_they_were_found(rig: ChainRig) -> None:
+    rig.put(0, KEYS[:1])
+    rig.put(1, KEYS[1:3])
+    rig.put(2, KEYS[3:6])
+    rig.chain.begin_load(KEYS[:6], "a", FAR)
+    rig.chain.begin_load(KEYS[4:6], "b", FAR)
+    stats = rig.chain.chain_stats()
+    assert stats.hits == [1, 2, 5]
+    assert stats.hit_bytes == [8192 * count for count in stats.hits]
+    assert HOST == 0
+    rig.mover.run_all()
+    rig.chain.poll()
+    samples = rig.chain.take_samples()
+    assert [(s.purpose.value, s.blocks, s.bytes) for s in samples] == [
+        ("promotion", 2, 2 * 8192),
+        ("promotion", 3, 3 * 8192),
+    ]
+    assert rig.chain.take_samples() == []
