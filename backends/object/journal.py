@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from kvtier.backends.object import manifest
@@ -24,8 +23,6 @@ _READERS = 8
 _LISTINGS_MAX = 4
 _PILE = 16
 """So many manifests of similar size are joined into one."""
-_REMOVED_KEPT_S = 24 * 3600.0
-"""How long a removal is remembered: until then it hides an object whose deletion was lost."""
 
 
 class Journal:
@@ -35,12 +32,9 @@ class Journal:
     its reading is covered by one that a new listing shows.
     """
 
-    def __init__(
-        self, store: Store, namespace: Namespace, *, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, store: Store, namespace: Namespace) -> None:
         self._store = store
         self._namespace = namespace
-        self._clock = clock
         self._writer = secrets.token_hex(8)
         self._number = 0
         self._seen: set[str] = set()
@@ -64,10 +58,12 @@ class Journal:
         """The state of the namespace, from all manifests."""
         return manifest.merge(list(self._read(set()).values()))
 
-    def join(self) -> bool:
+    def join(self, purged_before: float) -> bool:
         """Join manifests if enough have piled up; whether it did.
 
         Whoever does the same at the same time writes the same entries again: nothing is lost.
+        Removals are forgotten when all that was removed `purged_before` that time (seconds since
+        the epoch) is known to be deleted; until then they hide objects whose deletion was lost.
         """
         listed = self._listed()
         chosen = _pile(listed)
@@ -80,8 +76,8 @@ class Journal:
             return False  # somebody else is joining them at this moment
         entries = manifest.merge(pieces)
         if len(readable) == len(listed):
-            horizon_us = (self._clock() - _REMOVED_KEPT_S) * 1e6
-            old = (entries["kind"] == manifest.REMOVED) & (entries["time_us"] < horizon_us)
+            old = entries["time_us"] < purged_before * 1e6
+            old &= entries["kind"] == manifest.REMOVED
             entries = entries[~old]
         self.append(entries, covers=readable)
         namespace = self._namespace.id

@@ -77,7 +77,7 @@ class Keeper:
         self.news: deque[News] = deque()
         self._store = store
         self._clock = clock
-        self._journal = Journal(store, namespace, clock=clock)
+        self._journal = Journal(store, namespace)
         self._entries: deque[Entries] = deque()
         self._doomed: deque[tuple[int, list[str]]] = deque()
         self._last_us = 0
@@ -86,6 +86,7 @@ class Keeper:
         self._wake = threading.Event()
         self._stopping = False
         self._next_look = self._next_audit = 0.0
+        self._purged_before = 0.0
         self._thread: threading.Thread | None = None
         self._known: Callable[[], dict[BlockKey, int]] = dict
 
@@ -210,7 +211,7 @@ class Keeper:
         self._next_look = time.monotonic() + self.limits.refresh_s
         self._tell(self._journal.news())
         self.news.append(News(heard=True))
-        self._journal.join()
+        self._journal.join(self._purged_before)
 
     def _tell(self, entries: Entries, known: dict[BlockKey, int] | None = None) -> None:
         """Hand entries over; of a whole state only what is not `known` as it is stated."""
@@ -242,6 +243,7 @@ class Keeper:
         """Everything that is written down, against everything that is there."""
         self._next_look = time.monotonic() + self.limits.refresh_s
         before = dict(self._known())
+        begun = self._clock()
         entries = self._journal.everything()
         self._tell(entries, before)
         finding = audit(
@@ -254,14 +256,15 @@ class Keeper:
                 hungry=self._hungry,
                 age_max_s=self.limits.age_max_s,
                 read_s=self.limits.read_s,
-                now=self._clock(),
+                now=begun,
                 stop_at=stop_at,
             ),
         )
         self._next_audit = time.monotonic() + self.limits.audit_s * random.uniform(0.8, 1.2)
+        self._purged_before = begun - self.limits.read_s
         self._hungry = False
         self._take_in(finding)
-        self._journal.join()
+        self._journal.join(self._purged_before)
 
     def _take_in(self, finding: Finding) -> None:
         for start in range(0, len(finding.orphans), _NEWS_ROWS):
