@@ -1,0 +1,183 @@
+"""The suites find what they are there to find: tiers that break one promise each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import Phase, settings
+from subjects import MemorySubject
+
+from kvtier.backends.memory import MemoryTier
+from kvtier.core.backend import TierContext
+from kvtier.core.disk import Disk
+from kvtier.core.settings import TierSettings
+from kvtier.testing.crash import Books, Broken
+from kvtier.testing.crash_life import Finding
+from kvtier.testing.records import make_keys, prove, sealed
+from kvtier.testing.stateful import SETTINGS, tier_machine
+from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Presence, Reservation, TierEvent
+
+
+class ShowsTooEarly(MemoryTier):
+    def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
+        found = super().lookup(keys)
+        return [Presence.HIT if now is Presence.PENDING else now for now in found]
+
+
+class CommitsWhatFailed(MemoryTier):
+    def complete_store(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> None:
+        super().complete_store(keys)
+
+
+class ForgetsToUnpin(MemoryTier):
+    def complete_load(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> None:
+        super().complete_load(keys[1:], failed)
+
+
+class PinsNothing(MemoryTier):
+    def prepare_load(self, keys: Sequence[BlockKey]) -> LoadStoreSpec:
+        spec = super().prepare_load(keys)
+        super().complete_load(keys)
+        return spec
+
+
+class OffersWhatFailed(MemoryTier):
+    def complete_load(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> None:
+        super().complete_load(keys)
+
+
+class TurnsTheOrder(MemoryTier):
+    def prepare_store(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:
+        return super().prepare_store(keys[::-1], evict=evict)
+
+
+class EvictsUnasked(MemoryTier):
+    def prepare_store(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:
+        return super().prepare_store(keys)
+
+
+class SaysNothingOfEvictions(MemoryTier):
+    def prepare_store(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:
+        reservation = super().prepare_store(keys, evict=evict)
+        return Reservation(reservation.keys, reservation.spec, [])
+
+
+class LosesEvents(MemoryTier):
+    def take_events(self) -> list[TierEvent]:
+        return super().take_events()[1:]
+
+
+class ForgetsToForget(MemoryTier):
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        super().forget(keys[1:])
+
+
+class ClearsLate(MemoryTier):
+    def clear(self) -> None:
+        self.forget(list(self._resident))
+
+
+class TakesTouchForStore(MemoryTier):
+    def touch(self, keys: Sequence[BlockKey], start: int = 0) -> None:
+        new = self.prepare_store(keys, evict=False).keys
+        self.complete_store(new)
+
+
+BROKEN = [
+    ShowsTooEarly,
+    CommitsWhatFailed,
+    ForgetsToUnpin,
+    PinsNothing,
+    OffersWhatFailed,
+    TurnsTheOrder,
+    EvictsUnasked,
+    SaysNothingOfEvictions,
+    LosesEvents,
+    ForgetsToForget,
+    ClearsLate,
+    TakesTouchForStore,
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_the_machine_finds_it(broken: type[MemoryTier]) -> None:
+    class BrokenSubject(MemorySubject):
+        def open_tier(self, settings: TierSettings, context: TierContext, disk: Disk) -> MemoryTier:
+            return broken(self.backend.open_tier(settings, context).store)
+
+    machine = tier_machine(BrokenSubject())
+    machine.TestCase.settings = settings(
+        SETTINGS, phases=[Phase.generate], report_multiple_bugs=False
+    )
+    with pytest.raises((AssertionError, BaseExceptionGroup)):
+        machine.TestCase().runTest()
+
+
+def test_wrong_bytes_that_verify_raise() -> None:
+    key, other = make_keys(2)
+    record = sealed(key)
+    assert prove(record, key) is Outcome.OK
+    assert prove(record, other) is Outcome.CORRUPT
+    record[5000] ^= 1
+    assert prove(record, key) is Outcome.CORRUPT
+
+
+class TestBooks:
+    """What a crash campaign holds against a medium."""
+
+    KEYS = make_keys(4)
+
+    def found(self, *keys: BlockKey, **different: int) -> Finding:
+        facts = {
+            "served": len(keys),
+            "bytes_used": 0,
+            "bytes_capacity": 10,
+            "occupied_bytes": 10,
+            "in_flight": 0,
+            "room": 16 - len(keys),
+            "blocks": 16,
+            "capacity": 10,
+        }
+        return Finding(resident=[bytes(key) for key in keys], **(facts | different))
+
+    def books(self, *lines: str) -> Books:
+        books = Books()
+        names = {f"k{number}": key.hex() for number, key in enumerate(self.KEYS)}
+        books.read([[" ".join(names.get(word, word) for word in line.split()) for line in lines]])
+        return books
+
+    def test_all_is_well(self) -> None:
+        books = self.books("T k0 k1 k2", "E", "C k0 k1", "F k0", "G k0", "T k3")
+        books.check(self.found(self.KEYS[1]), MemorySubject())
+        books.check(self.found(self.KEYS[1], self.KEYS[3]), MemorySubject())
+
+    @pytest.mark.parametrize(
+        ("lines", "found", "facts", "problem"),
+        [
+            (["T k0", "E", "C k0"], [], {}, "1 committed blocks are lost"),
+            (["T k0", "E", "C k0", "T k1 k2", "E"], [], {}, "1 committed blocks are lost"),
+            (["T k0", "E", "C k0", "F k0", "G k0"], [0], {}, "1 dropped blocks came back"),
+            ([], [0], {}, "1 blocks were never committed"),
+            (["T k0", "E", "C k0"], [0], {"served": 0}, "1 offers are not right"),
+            ([], [], {"occupied_bytes": 11}, "the files take 11 bytes"),
+            ([], [], {"in_flight": 1}, "1 reservations outlived their owner"),
+            ([], [], {"room": 15}, "only 15 blocks have room"),
+        ],
+    )
+    def test_a_broken_promise_is_named(
+        self, lines: list[str], found: list[int], facts: dict[str, int], problem: str
+    ) -> None:
+        keys = [self.KEYS[index] for index in found]
+        with pytest.raises(Broken, match=problem):
+            self.books(*lines).check(self.found(*keys, **facts), MemorySubject())
+
+    def test_an_unfinished_reservation_may_have_evicted(self) -> None:
+        books = self.books("T k0", "E", "C k0", "T k1")
+        books.check(self.found(), MemorySubject())
