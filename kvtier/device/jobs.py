@@ -99,6 +99,19 @@ class DeviceCopier(ABC):
         """End what runs, cancel the rest, release everything."""
 
 
+def header_fits(
+    layout: DeviceLayout, namespace: bytes, record: Buffer, key: BlockKey, group: int
+) -> bool:
+    """Whether a record's header proves this key, of this namespace, in this layout's geometry."""
+    try:
+        header = Header.read(record)
+    except FormatError:
+        return False
+    expected = (key, namespace, layout.group_bytes[group], layout.parts, CODEC_RAW)
+    stated = (header.key, header.namespace, header.payload_bytes, header.parts, header.codec)
+    return stated == expected
+
+
 class Prover:
     """Checks and makes the proofs of one rank's parts in host memory."""
 
@@ -136,16 +149,10 @@ class Prover:
     def verify(self, slot: int, key: BlockKey, group: int) -> Outcome:
         """Prove header and this rank's part, where they lie."""
         record = self._host.record(slot)
-        try:
-            header = Header.read(record)
-        except FormatError:
+        if not header_fits(self._layout, self._namespace, record, key, group):
             return Outcome.CORRUPT
-        layout = self._layout
-        expected = (key, self._namespace, layout.group_bytes[group], layout.parts, CODEC_RAW)
-        stated = (header.key, header.namespace, header.payload_bytes, header.parts, header.codec)
-        if stated != expected or not check_part(record, layout.part, self.part(slot, group)):
-            return Outcome.CORRUPT
-        return Outcome.OK
+        proved = check_part(record, self._layout.part, self.part(slot, group))
+        return Outcome.OK if proved else Outcome.CORRUPT
 
     def reserved(self, slot: int, key: BlockKey) -> bool:
         """Whether a slot waits for this key's bytes."""

@@ -1,0 +1,240 @@
+"""Records read straight from files into device memory, proved before anyone may use them.
+
+Header and checksums are read on the host, the payload goes to a staging buffer on the device. Its
+bytes are copied back on the otherwise idle way to the host and hashed there: direct or not, nothing
+is loaded unproved. A buffer and its file are kept until their read has ended, whatever becomes of
+the load, because a driver that writes to memory that was freed takes the process with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from kvtier.core.disk import Disk
+from kvtier.core.record import ALIGN, HEADER_BYTES, Buffer, check_part, padded
+from kvtier.device.jobs import header_fits
+from kvtier.device.layout import DeviceLayout
+from kvtier.types import BlockKey, Outcome
+
+logger = logging.getLogger(__name__)
+
+
+class DirectFuture(Protocol):
+    """A read under way."""
+
+    def done(self) -> bool:
+        """Whether `get` would answer at once."""
+
+    def get(self) -> int:
+        """Bytes read; raises OSError or RuntimeError."""
+
+
+class DirectFile(Protocol):
+    """A file opened for direct reads."""
+
+    def pread(self, buf: object, size: int, file_offset: int) -> DirectFuture:
+        """Begin a read into device memory."""
+
+    def close(self) -> None:
+        """Close it; no read may be under way."""
+
+
+class Stage(Protocol):
+    """A buffer on the device."""
+
+    buffer: object
+    address: int
+
+    def to_host(self, size: int) -> Buffer:
+        """Its first bytes, copied to host memory and there."""
+
+
+class DirectDriver(Protocol):
+    """What opens files and makes staging buffers."""
+
+    def open(self, path: Path) -> DirectFile:
+        """Open a file; raises OSError or RuntimeError."""
+
+    def stage(self, size: int) -> Stage:
+        """Make a staging buffer."""
+
+
+class DirectRead(NamedTuple):
+    """A record in a file."""
+
+    path: Path
+    at: int
+    key: BlockKey
+    group: int
+
+
+class Landing(NamedTuple):
+    """How a read ended; if it is OK, this rank's part lies in `stage`, as if the whole record lay
+    at the device address `record`."""
+
+    outcome: Outcome
+    stage: Stage | None = None
+    record: int = 0
+
+
+class _Flight(NamedTuple):
+    future: DirectFuture
+    file: DirectFile
+    stage: Stage
+    size: int
+
+
+_hanging: list[_Flight] = []
+
+_ERRORS = (OSError, RuntimeError, ValueError)
+
+
+class DirectLoader:
+    """Reads records through `stages` staging buffers. For one thread, which may block."""
+
+    def __init__(
+        self,
+        layout: DeviceLayout,
+        driver: DirectDriver,
+        namespace: bytes,
+        *,
+        stages: int = 8,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._layout = layout
+        self._driver = driver
+        self._namespace = namespace
+        self._disk = disk or Disk()
+        self._clock = clock
+        self._sleep = sleep
+        size = padded(max(layout.part_bytes)) + ALIGN
+        self._free = [driver.stage(size) for _ in range(stages)]
+        self._lost: list[_Flight] = []
+
+    @property
+    def free(self) -> int:
+        """How many reads can be begun now."""
+        self._reap()
+        return len(self._free)
+
+    def load(self, reads: Sequence[DirectRead], deadline: float) -> list[Landing]:
+        """Read at most `free` records; buffers of those that are OK are handed over."""
+        self._reap()
+        if len(reads) > len(self._free):
+            raise ValueError(f"{len(reads)} reads for {len(self._free)} staging buffers")
+        begun = [self._begin(read) for read in reads]
+        return [
+            self._end(read, flight, deadline) if isinstance(flight, _Flight) else Landing(flight)
+            for read, flight in zip(reads, begun, strict=True)
+        ]
+
+    def give_back(self, stage: Stage) -> None:
+        """A handed buffer has been copied from, and may be used again."""
+        self._free.append(stage)
+
+    def close(self) -> None:
+        """Release the buffers, but for those of reads that hang: they stay until the end."""
+        self._reap()
+        _hanging.extend(self._lost)
+        self._lost.clear()
+        self._free.clear()
+
+    def _begin(self, read: DirectRead) -> _Flight | Outcome:
+        header = self._header(read)
+        if isinstance(header, Outcome):
+            return header
+        start, stop = self._span(read.group)
+        try:
+            file = self._driver.open(read.path)
+        except _ERRORS as error:
+            return _io_error(read, error)
+        stage = self._free.pop()
+        try:
+            future = file.pread(stage.buffer, stop - start, read.at + start)
+        except _ERRORS as error:
+            self._free.append(stage)
+            file.close()
+            return _io_error(read, error)
+        return _Flight(future, file, stage, stop - start)
+
+    def _end(self, read: DirectRead, flight: _Flight, deadline: float) -> Landing:
+        while not flight.future.done():
+            if self._clock() >= deadline:
+                self._lost.append(flight)
+                return Landing(Outcome.TIMEOUT)
+            self._sleep(0.0002)
+        outcome = _end_of(flight)
+        if outcome.ok:
+            outcome = self._prove(read, flight)
+        if not outcome.ok:
+            self._free.append(flight.stage)
+            return Landing(outcome)
+        return Landing(outcome, flight.stage, flight.stage.address - self._span(read.group)[0])
+
+    def _prove(self, read: DirectRead, flight: _Flight) -> Outcome:
+        """Header, checksum and payload must agree; a slot that changed meanwhile is just gone."""
+        header = self._header(read)
+        if isinstance(header, Outcome):
+            return Outcome.GONE
+        layout = self._layout
+        size = layout.part_bytes[read.group]
+        skip = HEADER_BYTES + layout.part * size - self._span(read.group)[0]
+        try:
+            part = flight.stage.to_host(skip + size)[skip:]
+        except _ERRORS as error:
+            return _io_error(read, error)
+        return Outcome.OK if check_part(header, layout.part, part) else Outcome.CORRUPT
+
+    def _header(self, read: DirectRead) -> Buffer | Outcome:
+        """A record's header page, proved to be this key's."""
+        page = memoryview(bytearray(HEADER_BYTES))
+        try:
+            fd = self._disk.open(read.path)
+            try:
+                count = self._disk.readv(fd, [page], read.at)
+            finally:
+                self._disk.close(fd)
+        except FileNotFoundError:
+            return Outcome.GONE
+        except OSError as error:
+            return _io_error(read, error)
+        if count != HEADER_BYTES:
+            return Outcome.GONE
+        fits = header_fits(self._layout, self._namespace, page, read.key, read.group)
+        return page if fits else Outcome.CORRUPT
+
+    def _span(self, group: int) -> tuple[int, int]:
+        """The aligned bytes of a record in which this rank's part lies."""
+        size = self._layout.part_bytes[group]
+        start = HEADER_BYTES + self._layout.part * size
+        return start // ALIGN * ALIGN, padded(start + size)
+
+    def _reap(self) -> None:
+        """Take back the buffers of reads that were given up and have ended since."""
+        for flight in [each for each in self._lost if each.future.done()]:
+            self._lost.remove(flight)
+            _end_of(flight)
+            self._free.append(flight.stage)
+
+
+def _end_of(flight: _Flight) -> Outcome:
+    """Wait for a read, and close its file."""
+    try:
+        count = flight.future.get()
+    except _ERRORS as error:
+        logger.warning("a direct read failed: %s", error)
+        return Outcome.IO_ERROR
+    finally:
+        flight.file.close()
+    return Outcome.OK if count == flight.size else Outcome.IO_ERROR
+
+
+def _io_error(read: DirectRead, error: Exception) -> Outcome:
+    logger.warning("cannot read %s directly: %s", read.path, error)
+    return Outcome.IO_ERROR

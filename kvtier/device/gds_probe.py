@@ -1,0 +1,56 @@
+"""Run as a process of its own: can this machine read files of a folder straight into GPU memory?
+
+Prints one line of JSON, `{"reason": null}` if it can. Opening the cuFile driver without a device
+hangs for good, which is why the steps are taken in this order, and somebody else holds the clock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import tempfile
+
+SIZE = 1 << 20
+
+
+def reason_against(folder: str) -> str | None:
+    """Why not; None if a real file was written from a device and came back unchanged."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "there is no NVIDIA driver (libcuda.so.1)"
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return "there is no CUDA device"
+    try:
+        import kvikio
+        import kvikio.cufile_driver
+        import torch
+    except ImportError as error:
+        return f"{error.name} is not installed: pip install 'kvtier[gds]'"
+    if not kvikio.cufile_driver.get("is_gds_available"):
+        return "the nvidia-fs kernel module or the cuFile library does not offer it"
+    if "ON" in str(kvikio.defaults.get("compat_mode")):
+        return "kvikio is told to copy through host memory (KVIKIO_COMPAT_MODE)"
+    kvikio.defaults.set("compat_mode", "OFF")
+    sent = torch.randint(0, 255, (SIZE,), dtype=torch.uint8, device="cuda")
+    back = torch.zeros_like(sent)
+    torch.cuda.synchronize()
+    descriptor, path = tempfile.mkstemp(dir=folder, prefix=".kvtier-gds-")
+    os.close(descriptor)
+    try:
+        with kvikio.CuFile(path, "r+") as file:
+            moved = file.pwrite(sent, SIZE).get(), file.pread(back, SIZE).get()
+    except (OSError, RuntimeError) as error:
+        return f"the file system of {folder} refuses it ({error})"
+    finally:
+        os.unlink(path)  # noqa: PTH108
+    if moved != (SIZE, SIZE) or not bool((sent == back).all()):
+        return f"a file in {folder} did not come back as it was written"
+    return None
+
+
+if __name__ == "__main__":
+    print(json.dumps({"reason": reason_against(sys.argv[1])}), flush=True)

@@ -1,0 +1,145 @@
+"""Whether GPUDirect Storage is used: every reason against it, and what each setting makes of it."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvtier.device import gds_probe
+from kvtier.device.gds import Gds, decide, probe
+from kvtier.errors import MediumError
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("""print('noise'); print('{"reason": null}')""", None),
+        ("""print('{"reason": "there is no CUDA device"}')""", "there is no CUDA device"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "status -11 (without a word)"),
+        ("raise SystemExit('libcufile.so is broken')", "status 1 (libcufile.so is broken)"),
+        ("print('hello')", "died with status 0"),
+        ("print('[]')", "died with status 0"),
+    ],
+)
+def test_the_attempt_is_believed_only_if_it_says_so(
+    tmp_path: Path, code: str, reason: str | None
+) -> None:
+    found = probe(tmp_path, command=python(code))
+    assert (found is None) if reason is None else (found is not None and reason in found)
+
+
+def test_an_attempt_that_hangs_is_killed(tmp_path: Path) -> None:
+    reason = probe(tmp_path, seconds=0.3, command=python("import time; time.sleep(600)"))
+    assert reason is not None
+    assert "did not end within" in reason
+
+
+def test_an_attempt_that_cannot_start_is_a_reason(tmp_path: Path) -> None:
+    reason = probe(tmp_path, command=[str(tmp_path / "no-python")])
+    assert reason is not None
+    assert "No such file" in reason
+
+
+def works(folder: Path) -> str | None:
+    return None
+
+
+def works_not(folder: Path) -> str | None:
+    return "there is no CUDA device"
+
+
+def must_not_be_asked(folder: Path) -> str | None:
+    raise AssertionError("off means off")
+
+
+def test_each_setting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert not decide(Gds.OFF, tmp_path, must_not_be_asked)
+    assert decide(Gds.AUTO, tmp_path, works)
+    assert decide(Gds.REQUIRE, tmp_path, works)
+    assert not decide(Gds.AUTO, tmp_path, works_not)
+    assert "through pinned memory, not GPUDirect Storage: there is no CUDA device" in caplog.text
+    with pytest.raises(MediumError, match="there is no CUDA device: mend that, or set gds: auto"):
+        decide(Gds.REQUIRE, tmp_path, works_not)
+
+
+class Driver:
+    """Stands for libcuda."""
+
+    def __init__(self, started: int, devices: int) -> None:
+        self._started = started
+        self._devices = devices
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802
+        return self._started
+
+    def cuDeviceGetCount(self, into: Any) -> int:  # noqa: N802
+        ctypes.cast(into, ctypes.POINTER(ctypes.c_int))[0] = self._devices
+        return 0
+
+
+def with_driver(monkeypatch: pytest.MonkeyPatch, driver: Driver | None) -> None:
+    def load(name: str) -> Driver:
+        if driver is None:
+            raise OSError("cannot open shared object file")
+        return driver
+
+    monkeypatch.setattr(gds_probe.ctypes, "CDLL", load)
+
+
+@pytest.mark.parametrize(
+    ("driver", "reason"),
+    [
+        (None, "no NVIDIA driver"),
+        (Driver(100, 0), "no CUDA device"),
+        (Driver(0, 0), "no CUDA device"),
+    ],
+)
+def test_nothing_of_cufile_is_touched_without_a_device(
+    monkeypatch: pytest.MonkeyPatch, driver: Driver | None, reason: str
+) -> None:
+    with_driver(monkeypatch, driver)
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    found = gds_probe.reason_against("/nowhere")
+    assert found is not None
+    assert reason in found
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_driver(monkeypatch, Driver(0, 1))
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    assert "kvtier[gds]" in str(gds_probe.reason_against("/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("available", "mode", "reason"),
+    [(False, "AUTO", "nvidia-fs"), (True, "CompatMode.ON", "KVIKIO_COMPAT_MODE")],
+)
+def test_a_library_that_would_go_through_the_host_is_refused(
+    monkeypatch: pytest.MonkeyPatch, available: bool, mode: str, reason: str
+) -> None:
+    with_driver(monkeypatch, Driver(0, 1))
+    kvikio, driver, torch = (ModuleType(name) for name in ("kvikio", "driver", "torch"))
+    kvikio.cufile_driver = driver  # type: ignore[attr-defined]
+    kvikio.defaults = driver  # type: ignore[attr-defined]
+    driver.get = {"is_gds_available": available, "compat_mode": mode}.get  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvikio", kvikio)
+    monkeypatch.setitem(sys.modules, "kvikio.cufile_driver", driver)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert reason in str(gds_probe.reason_against("/nowhere"))
+
+
+def test_the_real_attempt_has_an_answer_here(tmp_path: Path) -> None:
+    """Whatever this machine is: an answer, within the time."""
+    reason = probe(tmp_path)
+    assert reason is None or reason
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,126 @@
+"""On a CUDA device: the same promises that the fake device keeps, and the bytes to prove it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from device_worlds import NAMESPACE, MemoryHost, keys_of
+
+from kvtier.core.slab import layout as table
+from kvtier.core.transfer import TransferKind
+from kvtier.device.cuda import open_copier
+from kvtier.device.cuda_copy import CudaCopier
+from kvtier.device.jobs import Job, JobResult
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.plan import Blocks, cut
+from kvtier.types import BlockKey, Outcome
+
+pytestmark = pytest.mark.gpu
+LOAD, STORE = TransferKind.LOAD, TransferKind.STORE
+BLOCKS = 64
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    module = pytest.importorskip("torch")
+    if not module.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return module
+
+
+class Stage:
+    """Two groups over four tensors: padded pages, one tensor shared, three blocks a chunk."""
+
+    def __init__(self, torch: Any, page: int) -> None:
+        self.torch = torch
+        self.pools = [
+            torch.randint(0, 255, (BLOCKS, page + pad), dtype=torch.uint8, device="cuda")
+            for pad in (0, 0, 64, 0)
+        ]
+        tensors = tuple(
+            DeviceTensor(pool.data_ptr(), BLOCKS, pool.stride(0), pool.shape[1])
+            for pool in self.pools
+        )
+        groups = (
+            tuple(PageRef(index, page) for index in (0, 1, 2)),
+            (PageRef(2, page - 8), PageRef(3, page)),
+        )
+        self.page = page
+        self.layout = DeviceLayout(tensors, groups, 3)
+        self.host = MemoryHost(self.layout, BLOCKS)
+        data = self.host.memory.data[self.host._skip :][: BLOCKS * self.host.slot_bytes]
+        self.copier: CudaCopier = open_copier(
+            self.layout, self.host, data, NAMESPACE, index=torch.cuda.current_device()
+        )
+        self.keys: list[BlockKey] = []
+
+    def run(self, kind: TransferKind, blocks: Blocks, first: int = 0) -> JobResult:
+        pieces = cut(self.layout, blocks)
+        keys = keys_of(len(pieces), groups=pieces.group.tolist())
+        state = table.RESERVED if kind is STORE else table.VALID
+        slots = list(range(first, first + len(keys)))
+        for slot, key in zip(slots, keys, strict=True):
+            self.host.put(slot, key, state)
+        self.copier.submit(
+            Job(id=1, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
+        )
+        self.copier.wait([1])
+        while not (results := self.copier.poll()):
+            pass
+        return results[0]
+
+
+@pytest.fixture(params=[1024, 16384, 262144])
+def stage(torch: Any, request: pytest.FixtureRequest) -> Iterator[Stage]:
+    stage = Stage(torch, request.param)
+    yield stage
+    stage.copier.close()
+
+
+def test_pages_out_and_back_to_other_blocks(stage: Stage) -> None:
+    ids = np.random.default_rng(0).permutation(BLOCKS)
+    away = Blocks(ids[:24], [12, 12], [0, 3])
+    back = Blocks(ids[24:48], [12, 12], [0, 3])
+    before = [pool.clone() for pool in stage.pools]
+    assert stage.run(STORE, away).ok
+    assert stage.run(LOAD, back).ok
+    for group, refs in enumerate(stage.layout.groups):
+        part = slice(group * 12, group * 12 + 12)
+        for ref in refs:
+            wanted = before[ref.tensor][ids[:24][part], : ref.page_bytes]
+            found = stage.pools[ref.tensor][ids[24:48][part], : ref.page_bytes]
+            assert (wanted == found).all()
+    untouched = ids[48:]
+    for pool, old in zip(stage.pools, before, strict=True):
+        assert (pool[untouched] == old[untouched]).all()
+
+
+def test_a_partial_first_chunk(stage: Stage) -> None:
+    before = stage.pools[0].clone()
+    assert stage.run(STORE, Blocks(np.arange(6), [6, 0], [0, 0])).ok
+    assert stage.run(LOAD, Blocks(np.arange(32, 36), [4, 0], [2, 0])).ok
+    assert (stage.pools[0][32:36, : stage.page] == before[2:6, : stage.page]).all()
+
+
+def test_a_store_sees_what_the_model_wrote_before_and_nothing_later(stage: Stage) -> None:
+    torch = stage.torch
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(50):
+        busy = busy @ busy / 64
+    stage.pools[0][:3].fill_(42)
+    assert stage.run(STORE, Blocks(np.arange(3), [3, 0], [0, 0])).ok
+    stage.pools[0][:3].fill_(43)
+    assert stage.run(LOAD, Blocks(np.arange(40, 43), [3, 0], [0, 0])).ok
+    assert (stage.pools[0][40:43, : stage.page] == 42).all()
+
+
+def test_a_flipped_bit_does_not_reach_the_device(stage: Stage) -> None:
+    assert stage.run(STORE, Blocks(np.arange(3), [3, 0], [0, 0])).ok
+    stage.host.record(0)[5000] ^= 1
+    before = stage.pools[0].clone()
+    result = stage.run(LOAD, Blocks(np.arange(32, 35), [3, 0], [0, 0]))
+    assert result.outcomes == [Outcome.CORRUPT]
+    assert (stage.pools[0] == before).all()
