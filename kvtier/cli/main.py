@@ -18,6 +18,10 @@ from kvtier.errors import KVTierError
 # Name, and what it does. The command is the Typer `app` of the file with its name in this folder.
 COMMANDS = {
     "config": "Check, show and start stack files.",
+    "serve": "Serve a model with vLLM, its KV cache kept in a stack.",
+    "ls": "List what a stack holds.",
+    "du": "Show how full each tier is.",
+    "show": "Show one namespace or one block.",
     "bench": "Measure the tiers of a stack.",
 }
 

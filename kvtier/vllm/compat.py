@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +45,6 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from kvtier.errors import ConfigError
 from kvtier.vllm.protocol import Errand, Report
 
 try:
@@ -72,28 +70,12 @@ __all__ = [
     "PrepareStoreOutput",
     "RequestOffloadingContext",
     "TransferResult",
-    "check_version",
     "errand_spec",
     "group_payloads",
     "transfer_results",
 ]
 
 logger = logging.getLogger(__name__)
-
-SUPPORTED = ((0, 31), (0, 33))
-
-
-def check_version(version: str) -> None:
-    """Raise ConfigError for a vLLM that this connector was not made for."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    numbers = (int(found.group(1)), int(found.group(2))) if found else (0, 0)
-    if not SUPPORTED[0] <= numbers <= SUPPORTED[1]:
-        first, last = (".".join(map(str, each)) for each in SUPPORTED)
-        raise ConfigError(
-            "vllm",
-            f"this kvtier works with vLLM {first} to {last}, and {version} is installed",
-            "install one of them, or a kvtier that knows this one",
-        )
 
 
 # -- configuration -----------------------------------------------------------------------------

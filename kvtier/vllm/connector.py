@@ -17,6 +17,7 @@ from kvtier.config import StackConfig
 from kvtier.core.settings import Persistence
 from kvtier.vllm import compat, identity
 from kvtier.vllm.spec import KVTierSpec, read_stack
+from kvtier.vllm.versions import check_version
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     connector_scheduler: Any
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        compat.check_version(vllm.__version__)
+        check_version(vllm.__version__)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         extra.update(_OURS)
         stack = read_stack(extra)

@@ -203,7 +203,9 @@ def _is_built(target: Path, description: dict[str, Any]) -> bool:
 def _save_weights(folder: Path, config: Any, seed: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -1,0 +1,108 @@
+"""`kvtier serve`: an OpenAI-compatible vLLM server whose KV cache is kept in a stack."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli import console
+from kvtier.config import load
+from kvtier.errors import ConfigError
+from kvtier.vllm.versions import installed
+
+app = console.new_app("Serve a model with vLLM, its KV cache kept in a stack.")
+
+_SERVER = "vllm.entrypoints.openai.api_server"
+_TRANSFER = "--kv-transfer-config"
+_HASH = "--prefix-caching-hash-algo"
+_PROMPT = "Tell me about caches. " * 100
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, **console.HELP},
+    epilog="Example: kvtier serve ./model --config stack.yaml -- --port 8001 --max-model-len 8192",
+)
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face hub.")],
+    config: console.ConfigOption,
+) -> None:
+    """Check the stack and vLLM's version, then become vLLM's server.
+
+    Everything after `--` is passed on to vLLM as it stands.
+    """
+    vllm = installed()
+    load(config)
+    flags = list(context.args)
+    command = server_command(model, config, flags)
+    prepare_environment(os.environ, model, cpu=vllm.cpu)
+    _say_what_to_try(model, flags, config)
+    sys.stdout.flush()
+    os.execv(sys.executable, command)
+
+
+def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
+    """What runs vLLM's server with kvtier's connector and these flags of the user's."""
+    if _value(flags, _TRANSFER) is not None:
+        raise ConfigError(
+            _TRANSFER,
+            "is what kvtier serve itself gives to vLLM",
+            "to combine connectors, run vLLM's own server: docs/VLLM.md says how",
+        )
+    transfer = {
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"stack": str(config.absolute())},
+    }
+    command = [sys.executable, "-m", _SERVER, "--model", model, _TRANSFER, json.dumps(transfer)]
+    if _value(flags, _HASH) is None:
+        command += [_HASH, "sha256_cbor"]
+    return [*command, *flags]
+
+
+def prepare_environment(environment: os._Environ[str], model: str, *, cpu: bool) -> None:
+    """Settings that suit the machine, where the user has none of his own."""
+    if Path(model).is_dir():
+        environment.setdefault("HF_HUB_OFFLINE", "1")
+    if not cpu:
+        return
+    # vLLM binds its threads to cores and lets them spin there; whatever else runs on these cores,
+    # like the copies of this cache, makes each step many times slower.
+    environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
+    environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+def _value(flags: Sequence[str], name: str) -> str | None:
+    """The value of one of vLLM's flags; the last one counts, as it does there."""
+    found = None
+    for index, flag in enumerate(flags):
+        if flag == name:
+            found = flags[index + 1] if index + 1 < len(flags) else ""
+        elif flag.startswith(f"{name}="):
+            found = flag.partition("=")[2]
+    return found
+
+
+def _say_what_to_try(model: str, flags: Sequence[str], config: Path) -> None:
+    host = _value(flags, "--host") or "localhost"
+    url = f"http://{host}:{_value(flags, '--port') or '8000'}"
+    name = _value(flags, "--served-model-name") or model
+    body = json.dumps({"model": name, "prompt": _PROMPT, "max_tokens": 16})
+    short = body.replace(_PROMPT, "'\"$PROMPT\"'")
+    console.say(f"kvtier: serving {model} on {url} with {config}. When it is up, try, twice:")
+    console.say()
+    console.say('  PROMPT=$(printf "Tell me about caches. %.0s" $(seq 100))')
+    console.say(f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{short}'")
+    console.say(f"  curl -s {url}/metrics | grep '^vllm:kvtier\\|^kvtier'")
+    console.say()
+    console.say("Then stop the server, start it again, and send the same: it is still known.")
+    console.say()

@@ -1,0 +1,179 @@
+"""A `kvtier serve` in a process of its own, for the demo, benchmarks and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvtier.errors import KVTierError
+
+_START_S = 180.0
+_SETTLE_S = 30.0
+_POLL_S = 0.1
+
+
+class Server:
+    """Started by `start`, ended by `kill` or the end of a `with`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+        self.process = process
+        self.url = url
+        self.log = log
+        self.started_in = 0.0
+
+    @classmethod
+    def start(
+        cls,
+        model: str,
+        stack: Path | None,
+        flags: Sequence[str] = (),
+        *,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Start a server on a free port and wait until it answers; without a stack, plain vLLM."""
+        port = _free_port()
+        flags = [*flags, "--host", "127.0.0.1", "--port", str(port)]
+        if stack is None:
+            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+            command += ["--model", model, *flags]
+        else:
+            command = [str(Path(sys.executable).with_name("kvtier")), "serve", model]
+            command += ["--config", str(stack), "--", *flags]
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # In development mode vLLM offers to empty its cache.
+                env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", **(environment or {})},
+            )
+        server = cls(process, f"http://127.0.0.1:{port}", log)
+        try:
+            server._wait_until_up()
+        except BaseException:
+            server.kill()
+            raise
+        return server
+
+    def _wait_until_up(self) -> None:
+        begin = time.monotonic()
+        while time.monotonic() - begin < _START_S:
+            if self.process.poll() is not None:
+                break
+            with contextlib.suppress(OSError):
+                self.get("/health")
+                self.started_in = time.monotonic() - begin
+                return
+            time.sleep(_POLL_S)
+        lines = self.log.read_text(errors="replace").splitlines()[-30:]
+        raise KVTierError("vLLM did not start; the end of its log:\n" + "\n".join(lines))
+
+    # -- requests --------------------------------------------------------------------------
+
+    def get(self, path: str) -> str:
+        """The body of a GET."""
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+            return str(answer.read().decode())
+
+    def post(self, path: str, body: object = None, seconds: float = 300) -> Any:
+        """The body of a POST, decoded if it is JSON."""
+        request = urllib.request.Request(
+            self.url + path,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+            method="POST",
+        )
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
+            content = answer.read()
+        return json.loads(content) if content else None
+
+    def complete(self, model: str, prompt: str | list[int], tokens: int, **more: Any) -> str:
+        """Continue a prompt with the likeliest tokens."""
+        body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        answer = self.post("/v1/completions", {**body, "ignore_eos": True, **more})
+        return str(answer["choices"][0]["text"])
+
+    def forget_engine_cache(self) -> None:
+        """Empty vLLM's own prefix cache, and nothing of kvtier's."""
+        self.post("/reset_prefix_cache")
+
+    # -- metrics -----------------------------------------------------------------------------
+
+    def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """All samples of /metrics by name and labels, without those that name the engine."""
+        found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+        for line in self.get("/metrics").splitlines():
+            sample = re.fullmatch(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)", line)
+            if sample is None:
+                continue
+            pairs = re.findall(r'(\w+)="([^"]*)"', sample[2] or "")
+            labels = frozenset(pair for pair in pairs if pair[0] not in ("engine", "model_name"))
+            key = (sample[1], labels)
+            found[key] = found.get(key, 0.0) + float(sample[3])
+        return found
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric over all samples that have these labels; 0 if there are none."""
+        wanted = set(labels.items())
+        return sum(
+            value
+            for (each, found), value in self.metrics().items()
+            if each == name and wanted <= found
+        )
+
+    def settle(self) -> None:
+        """Wait until everything that was stored has reached every tier."""
+        end = time.monotonic() + _SETTLE_S
+        last: object = None
+        while time.monotonic() < end:
+            found = self.metrics()
+            now = {key: value for key, value in found.items() if key[0].startswith("kvtier:")}
+            waiting = sum(
+                value
+                for (name, _), value in now.items()
+                if name in ("kvtier:queued_blocks", "kvtier:waiting_blocks")
+            )
+            if not waiting and now == last:
+                return
+            last = now
+            time.sleep(0.6)  # the counters are told a few times a second
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        """kill -9, the server and all of its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
