@@ -23,12 +23,16 @@ class Ticket:
     """What one request may read from host memory, and how far it has got there.
 
     `spec` says where all of `keys` are or will be; `missing` could not be taken in. Blocks in
-    `pending` are on their way. `failed` will never arrive: recompute them.
+    `pending` are on their way. `failed` will not arrive, or too late: recompute them.
+
+    Its reader may look at all of these slots until the ticket is released, whatever has become of
+    the blocks: pinned, still `unsettled`, or failed and so `held` for the reader's sake alone.
     """
 
     __slots__ = (
         "deadline",
         "failed",
+        "held",
         "keys",
         "missing",
         "moves",
@@ -37,6 +41,7 @@ class Ticket:
         "pinned",
         "request",
         "spec",
+        "unsettled",
     )
     spec: LoadStoreSpec
 
@@ -46,6 +51,8 @@ class Ticket:
         self.keys: Sequence[BlockKey] = []
         self.missing: list[BlockKey] = []
         self.pending: set[BlockKey] = set()
+        self.unsettled: set[BlockKey] = set()
+        self.held: list[BlockKey] = []
         self.failed: dict[BlockKey, Outcome] = {}
         self.pinned: Sequence[BlockKey] = []
         self.moves: list[Move] = []

@@ -2,7 +2,7 @@
 
 The ledger alone pins and reserves in the tiers, so that what it holds is what is held. Two things
 are never released on a clock, because somebody may still be touching the bytes: the target of a
-transfer (until the mover's result is there) and the pins of a load (until its reader says that it
+transfer (until the mover's result is there) and the slots of a load (until its reader says that it
 has ended). Deadlines end the waiting instead: a load that is late fails, and nobody joins it.
 """
 
@@ -32,10 +32,12 @@ class Ledger:
         self._moves: dict[int, Move] = {}
         self._tickets: dict[Ticket, None] = {}
         self._stores: dict[BlockKey, bool] = {}
+        self._held: dict[BlockKey, int] = {}
         self.joinable: dict[BlockKey, Move] = {}
         """Promotions that another request may join."""
         self.stranded: set[BlockKey] = set()
-        """Slots of promotions that nobody may join: given up, but the mover still has them."""
+        """Slots of promotions that nobody may join: given up, but the mover, or a reader that was
+        promised them, may still be touching them."""
         self.doomed: set[BlockKey] = set()
         """Dropped from host memory while pinned: their slots are taken until the last unpin."""
         self.promised: dict[BlockKey, int] = {}
@@ -49,7 +51,7 @@ class Ledger:
     @property
     def quiet(self) -> bool:
         """Whether nothing at all is in flight."""
-        return not (self._moves or self._tickets or self._stores)
+        return not (self._moves or self._tickets or self._stores or self._held)
 
     @property
     def moving(self) -> bool:
@@ -94,6 +96,7 @@ class Ledger:
             if move not in ticket.moves:
                 self._wait(ticket, move)
             ticket.pending.add(key)
+            ticket.unsettled.add(key)
 
     def promote(
         self, ticket: Ticket, source: int, keys: Sequence[BlockKey], deadline: float
@@ -105,6 +108,7 @@ class Ledger:
         self.joinable.update(dict.fromkeys(move.keys, move))
         self._wait(ticket, move)
         ticket.pending.update(move.keys)
+        ticket.unsettled.update(move.keys)
         return move.transfer
 
     def _wait(self, ticket: Ticket, move: Move) -> None:
@@ -135,25 +139,40 @@ class Ledger:
 
         Answers with the transfers that nobody waits for any more.
         """
-        pinned, pending = ticket.pinned, ticket.pending
+        pinned, unsettled, held = ticket.pinned, ticket.unsettled, ticket.held
         kept: list[BlockKey] = []
         if keys is not None:
-            pinned, kept = split(ticket.pinned, Counter(keys))
-            pending = ticket.pending.intersection(keys)
+            ended = Counter(keys)
+            pinned, kept = split(ticket.pinned, ended)
+            unsettled = ticket.unsettled.intersection(keys)
+            held = [key for key in ticket.held if key in ended]
         if pinned:
             ours = set(pinned) if failed else ()
             blamed = {key: why for key, why in (failed or {}).items() if key in ours}
             self._tiers[HOST].complete_load(pinned, blamed or None)
             if blamed:
                 self.doom(blamed)
-        if failed and pending:
-            self._spoil(ticket, {key: failed[key] for key in pending.intersection(failed)})
+        if failed and unsettled:
+            self._spoil(ticket, {key: failed[key] for key in unsettled.intersection(failed)})
+        self._unhold(ticket, held)
         ticket.pinned = kept
-        ticket.pending = ticket.pending - pending
-        idle = [] if ticket.pending else self._leave(ticket)
-        if not (ticket.pinned or ticket.pending):
+        ticket.unsettled = ticket.unsettled - unsettled
+        ticket.pending = ticket.pending & ticket.unsettled
+        idle = [] if ticket.unsettled else self._leave(ticket)
+        if not (ticket.pinned or ticket.unsettled or ticket.held):
             self._tickets.pop(ticket, None)
         return idle
+
+    def _unhold(self, ticket: Ticket, keys: list[BlockKey]) -> None:
+        """One reader less of slots whose blocks have failed: free those that have none left."""
+        ticket.held = [key for key in ticket.held if key not in keys]
+        for key in keys:
+            self._held[key] -= 1
+        free = dict.fromkeys((key for key in keys if not self._held[key]), Outcome.CANCELLED)
+        for key in free:
+            del self._held[key]
+        self.stranded.difference_update(free)
+        self._tiers[HOST].complete_store(list(free), free)
 
     def _spoil(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
         for move in ticket.moves:
@@ -172,8 +191,7 @@ class Ledger:
     def strand(self, ids: Iterable[int]) -> list[int]:
         """Let nobody join these transfers any more; answers with those still under way."""
         known = [id for id in ids if id in self._moves]
-        for id in known:
-            move = self._moves[id]
+        for move in [self._moves[id] for id in known]:
             if move.joinable:
                 move.joinable = False
                 self.stranded.update(move.keys)
@@ -249,26 +267,20 @@ class Ledger:
 
     def refuse(self, transfer: Transfer) -> None:
         """The mover did not take it: as if it had never been."""
-        result = TransferResult(
-            id=transfer.id,
-            outcomes=[Outcome.DROPPED] * len(transfer.keys),
-            bytes_moved=0,
-            seconds=0.0,
-            busy_seconds=0.0,
-        )
         for ticket in self._moves[transfer.id].waiters:
             ticket.pending.difference_update(transfer.keys)
+            ticket.unsettled.difference_update(transfer.keys)
             ticket.moves = [move for move in ticket.moves if move.transfer is not transfer]
-            ticket.pieces = [piece for piece in ticket.pieces if piece[0] is not transfer.keys]
         self._moves[transfer.id].waiters = []
-        self.settle(result)
+        self._close(transfer.id, [Outcome.DROPPED] * len(transfer.keys))
 
     def settle(self, result: TransferResult) -> Settled | None:
         """Commit what arrived, abort what did not; None for a transfer that is not ours."""
-        move = self._moves.pop(result.id, None)
-        if move is None:
-            return None
-        keys, outcomes = move.keys, result.outcomes
+        return self._close(result.id, result.outcomes) if result.id in self._moves else None
+
+    def _close(self, id: int, outcomes: list[Outcome]) -> Settled:
+        move = self._moves.pop(id)
+        keys = move.keys
         failed: dict[BlockKey, Outcome] = {}
         if outcomes.count(Outcome.OK) != len(keys):
             reported = [*outcomes, *[Outcome.DROPPED] * (len(keys) - len(outcomes))]
@@ -278,17 +290,30 @@ class Ledger:
         self._tiers[move.transfer.source].complete_load(keys, blamed or None)
         if blamed and move.transfer.source == HOST:
             self.doom(blamed)
-        self._tiers[move.transfer.target].complete_store(keys, failed or None)
         for key in keys if move.purpose is Purpose.PROMOTION else ():
             self.joinable.pop(key, None)
             self.stranded.discard(key)
         committed = [key for key in keys if key not in failed] if failed else list(keys)
+        ended = self._hold(move, failed) if failed and move.waiters else keys
+        self._tiers[move.transfer.target].complete_store(ended, failed or None)
         landed = [ticket for ticket in move.waiters if self._land(ticket, move, failed)]
         return Settled(move, committed, failed, blamed, landed)
 
+    def _hold(self, move: Move, failed: Mapping[BlockKey, Outcome]) -> list[BlockKey]:
+        """Keep the slots of failed blocks while somebody may be reading them: a block may have
+        landed, and been shown to its readers, before its transfer failed. Answers with the rest."""
+        for ticket in move.waiters:
+            read = [key for key in failed if key in ticket.unsettled and key in move.keys]
+            ticket.held += read
+            self._held.update((key, self._held.get(key, 0) + 1) for key in read)
+        self.stranded.update(key for key in failed if key in self._held)
+        return [key for key in move.keys if key not in self._held]
+
     def _land(self, ticket: Ticket, move: Move, failed: Mapping[BlockKey, Outcome]) -> bool:
         """Pin for a ticket what has become resident; whether it waits for nothing now."""
-        mine = [key for key in move.keys if key in ticket.pending]
+        waited = bool(ticket.pending)
+        mine = [key for key in move.keys if key in ticket.unsettled]
+        ticket.unsettled.difference_update(mine)
         ticket.pending.difference_update(mine)
         ticket.moves.remove(move)
         arrived = [key for key in mine if key not in failed] if failed else mine
@@ -297,8 +322,10 @@ class Ledger:
             ticket.pinned = [*ticket.pinned, *pinned]
         if len(pinned) < len(mine):
             here = set(pinned)
-            ticket.failed.update((k, failed.get(k, Outcome.GONE)) for k in mine if k not in here)
-        return not ticket.pending
+            for key in mine:
+                if key not in here:
+                    ticket.failed.setdefault(key, failed.get(key, Outcome.GONE))
+        return waited and not ticket.pending
 
     # stores of the engine: reserve, commit
 
@@ -326,21 +353,23 @@ class Ledger:
         """End the waiting of what is late: tickets that failed, transfers to stop caring about."""
         if self.doomed:
             self.doomed.intersection_update(self.pinned(HOST))
-        moves = self._moves.values()
-        late = {m.transfer.id: None for m in moves if m.joinable and m.transfer.deadline <= now}
+        joinable = [move for move in self._moves.values() if move.joinable]
+        late = {m.transfer.id: m for m in joinable if m.transfer.deadline <= now}
         slow = set(late)
         ended: list[Ticket] = []
         for ticket in self._tickets:
-            if ticket.deadline <= now and ticket.pending:
-                # Others may wait on, but nobody new shall join what has just taken too long.
-                late.update(dict.fromkeys(move.transfer.id for move in ticket.moves))
-            elif not any(move.transfer.id in slow for move in ticket.moves):
+            if not ticket.pending:
                 continue
+            if ticket.deadline > now and not any(m.transfer.id in slow for m in ticket.moves):
+                continue
+            # Others may wait on, but nobody new shall join what has just taken too long.
+            late.update((move.transfer.id, move) for move in ticket.moves)
             ticket.failed.update(dict.fromkeys(ticket.pending, Outcome.TIMEOUT))
             ticket.pending = set()
-            self._leave(ticket)
             ended.append(ticket)
-        return ended, self.strand(late)
+        self.strand(late)
+        waits = {id for id, m in late.items() if any(t.pending for t in m.waiters)}
+        return ended, [id for id in late if id not in waits]
 
     def void(self, keys: Iterable[BlockKey]) -> None:
         """What of these keys is moving between tiers shall not become visible."""

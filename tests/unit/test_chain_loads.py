@@ -127,6 +127,7 @@ def test_a_key_that_failed_rests(rig: ChainRig, outcome: Outcome) -> None:
     rig.chain.poll()
     assert ticket.failed == {keys[0]: outcome}
     assert rig.resident(1, keys) == keys, "the tier itself still has it"
+    rig.chain.end_load(ticket)
     assert rig.chain.lookup(keys) == [MISS, HIT]
     rig.now += REST
     rig.chain.poll()
@@ -222,6 +223,25 @@ def test_a_load_ends_at_its_tiers_deadline_at_the_latest(rig: ChainRig) -> None:
     ticket = rig.chain.begin_load(keys, "a", FAR)
     rig.now += LOAD_DEADLINE
     assert rig.chain.poll() == [ticket]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.IO_ERROR, Outcome.CANCELLED, Outcome.OK])
+def test_no_slot_is_reused_under_its_reader(rig: ChainRig, outcome: Outcome) -> None:
+    keys = rig.put(1, KEYS[:3])
+    readers = [rig.chain.begin_load(keys, "a", rig.now + 1.0) for _ in range(2)]
+    rig.now += 2.0
+    assert rig.chain.poll() == readers, "late: but who waited may not know it yet"
+    rig.mover.run_all({keys[0]: outcome})
+    rig.chain.poll()
+    for reader in readers:
+        for _ in range(2):
+            rig.chain.prepare_store(KEYS[20:28])
+            rig.chain.complete_store(KEYS[20:28], dict.fromkeys(KEYS[20:28], Outcome.DROPPED))
+        owners = rig.tiers[0].store.owners
+        assert [owners[slot] for slot in reader.spec.slots] == keys  # type: ignore[attr-defined]
+        rig.chain.end_load(reader)
+    rig.assert_quiet()
+    assert rig.resident(0, keys) == (keys if outcome.ok else keys[1:])
 
 
 def test_cancelling_leaves_alone_what_others_wait_for(rig: ChainRig) -> None:

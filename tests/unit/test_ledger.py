@@ -232,9 +232,11 @@ class Juggler:
             reserved = {k for t in self.transfers if t.target == index for k in t.keys}
             if index == 0:
                 reserved |= {key for keys in self.stores for key in keys}
-                assert set(self.ledger.joinable) | self.ledger.stranded == {
+                held = {key for ticket in self.tickets for key in ticket.held}
+                assert set(self.ledger.joinable) | self.ledger.stranded == held | {
                     key for t in self.transfers if t.target == 0 for key in t.keys
                 }
+                reserved |= held
                 assert not self.ledger.stranded & self.ledger.joinable.keys()
             assert tier.stats().in_flight == len(reserved)
 
