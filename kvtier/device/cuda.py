@@ -19,6 +19,7 @@ from kvtier.device.jobs import Host
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.pinned import PinnedMemory
 from kvtier.device.plan import Copies, Ints
+from kvtier.errors import MediumError
 
 logger = logging.getLogger(__name__)
 
@@ -97,14 +98,17 @@ def open_copier(
     index: int,
     batch_copy: BatchCopy | None = None,
 ) -> CudaCopier:
-    """A copier between a CUDA device and a region whose slots are `data`, which it pins."""
+    """A copier between a CUDA device and a region whose slots are `data`, which it pins.
+
+    Raises MediumError if the device cannot be used.
+    """
     memory = PinnedMemory(data, len(host.record(0)), CudaRegistrar())
     try:
         device = Cuda(index, pinned=memory.pinned, batch_copy=batch_copy)
         return CudaCopier(layout, device, host, namespace, on_close=memory.close)
-    except BaseException:
+    except RuntimeError as error:
         memory.close()
-        raise
+        raise MediumError(f"the CUDA device {index} cannot be used for copies ({error})") from error
 
 
 class CudaRegistrar:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,12 +70,21 @@ __all__ = [
     "PrepareStoreOutput",
     "RequestOffloadingContext",
     "TransferResult",
+    "batched_copy",
     "errand_spec",
     "group_payloads",
     "transfer_results",
 ]
 
 logger = logging.getLogger(__name__)
+
+
+def batched_copy() -> Callable[[Any, Any, Any, bool], None]:
+    """vLLM's own copy of many pieces in one call: tensors of sources, targets and sizes."""
+    from vllm import _custom_ops
+
+    copy: Callable[[Any, Any, Any, bool], None] = _custom_ops.swap_blocks_batch
+    return copy
 
 
 # -- configuration -----------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class RankWorker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._caches = caches
-        self._layout = DeviceLayout.of_caches(caches, blocks_per_chunk, rank, ranks)
+        self._layout = DeviceLayout.of_caches(caches, blocks_per_chunk, rank, ranks, group_ids)
         self._group_ids = list(group_ids)
         self._clock = clock
         self._copier: DeviceCopier | None = None
@@ -184,10 +184,18 @@ def open_copier(
     caches: Any, layout: DeviceLayout, region: Region, namespace: bytes
 ) -> DeviceCopier:
     """The copier for the device that the KV tensors are on."""
-    device = caches.tensors[0].tensor.device.type
-    if device == "cpu":
+    device = caches.tensors[0].tensor.device
+    if device.type == "cpu":
         return CpuCopier(layout, host_arrays(caches), region, namespace)
-    raise ValueError(f"KV tensors on a {device} device are not supported")
+    if device.type == "cuda":
+        from kvtier.device import cuda
+        from kvtier.vllm.compat import batched_copy
+
+        copy = cuda.torch_copy(batched_copy())
+        return cuda.open_copier(
+            layout, region, region.data, namespace, index=device.index or 0, batch_copy=copy
+        )
+    raise ValueError(f"KV tensors on a {device.type} device are not supported")
 
 
 def blocks_of(spec: Any) -> Blocks:
