@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -25,10 +26,14 @@ from pathlib import Path
 from kvtier import Stack
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 with Stack.open(Path(sys.argv[1]), NAMESPACE) as stack:
-    stack.store({key: payload(key) for key in make_keys(int(sys.argv[2]))})
+    wanted = {key: payload(key) for key in make_keys(int(sys.argv[2]))}
+    stack.store(wanted)
     assert stack.settle()
     print("ready", flush=True)
-    sys.stdin.readline()
+    if sys.stdin.readline() == "check\\n":
+        for tier in stack.chain.tiers:
+            assert stack.load(list(wanted)) == wanted
+            tier.forget(list(wanted))
 """
 
 Hold = Callable[..., subprocess.Popen[str]]
@@ -41,7 +46,9 @@ class Done:
         self.code, self.out, self.err = code, out, err
 
 
-def command(*args: object, columns: int | None = None, typed: str = "") -> Done:
+def command(
+    *args: object, columns: int | None = None, typed: str = "", rights: bool = True
+) -> Done:
     """Run the command line in a process of its own."""
     environment = os.environ | ({"COLUMNS": str(columns)} if columns else {})
     done = subprocess.run(
@@ -51,7 +58,15 @@ def command(*args: object, columns: int | None = None, typed: str = "") -> Done:
         env=environment,
         input=typed,
         timeout=120,
+        preexec_fn=None if rights else no_rights,
     )
     assert "Traceback" not in done.stderr, done.stderr
     assert "a mistake in kvtier" not in done.stderr, done.stderr
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+def no_rights() -> None:
+    """In a child before it begins: root's right to pass over the rights of files is taken away."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP

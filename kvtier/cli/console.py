@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,9 @@ from kvtier.errors import ConfigError, ConfigErrors, KVTierError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from kvtier.cli.holdings import Place
+    from kvtier.config import StackConfig
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -29,6 +32,12 @@ ConfigOption = Annotated[
     Path,
     typer.Option(
         "--config", "-c", envvar="KVTIER_CONFIG", metavar="FILE", help="The stack: a YAML file."
+    ),
+]
+TierOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tier", "-t", metavar="TIER", help="Only this one: its number, 0 first, or its kind."
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -87,6 +96,28 @@ def parse_size(text: str | int) -> int:
     return size
 
 
+def tier_of(text: str | None, config: StackConfig) -> int | None:
+    """The tier that an option names, by number or kind."""
+    if text is None:
+        return None
+    kinds = [settings.kind for settings in config.tiers]
+    if text.isdecimal() and int(text) < len(kinds):
+        return int(text)
+    if kinds.count(text) == 1:
+        return kinds.index(text)
+    numbered = ", ".join(f"{index} {kind}" for index, kind in enumerate(kinds))
+    raise typer.BadParameter(f"{text!r} is not one tier of {numbered}", param_hint="--tier")
+
+
+def end_with_troubles(places: Iterable[Place]) -> None:
+    """Say what could not be read, and end with a failure if there is any of it."""
+    troubles = [trouble for place in places for trouble in place.troubles]
+    for trouble in troubles:
+        warn(trouble)
+    if troubles:
+        raise typer.Exit(EXIT_FAILURE)
+
+
 def print_json(value: object) -> None:
     """One JSON document to the program that called."""
     import msgspec
@@ -122,7 +153,9 @@ def print_table(
         )
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
-    console.print(table)
+    with console.capture() as text:  # rich would end the process where the reader has gone
+        console.print(table)
+    print(text.get(), end="")
 
 
 def print_values(values: Mapping[str, object]) -> None:

@@ -1,0 +1,176 @@
+"""Single blocks on a stack's media, seen from outside, and whether their records are good."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import msgspec
+
+from kvtier.cli.holdings import Place, Slab, read_file
+from kvtier.config import StackConfig
+from kvtier.core.record import CODEC_RAW, MAGIC, VERSION, Header, check_header, verify
+from kvtier.core.slab.layout import (
+    BAD,
+    ENTRY_BYTES,
+    VALID,
+    committed,
+    entry_at,
+    keys_of,
+)
+from kvtier.errors import FormatError
+from kvtier.types import BlockKey, Namespace
+
+
+class Proof(enum.Enum):
+    """What reading a record has shown."""
+
+    GOOD = "good"
+    BAD = "bad"
+    GONE = "gone"
+    """Its slot was used again, or its object deleted, while it was read."""
+    NEWER = "newer"
+    """A newer kvtier has written it: it is left alone."""
+    UNREAD = "unread"
+    """The medium failed."""
+
+
+class Block(msgspec.Struct, kw_only=True):
+    """One committed or quarantined block."""
+
+    tier: int
+    kind: str
+    namespace: str
+    key: BlockKey
+    bytes: int
+    stored_at: float
+    quarantined: bool = False
+    slot: int = -1
+    slab: Slab | None = None
+    name: str = ""
+    """The object's name, in a store."""
+
+    @property
+    def where(self) -> str:
+        return self.name if self.slab is None else f"{self.slab.data}:{self.slot}"
+
+
+def blocks_of(config: StackConfig, place: Place, namespace: str = "") -> Iterator[Block]:
+    """The blocks of a place, or those of one namespace in it."""
+    if place.kind == "object":
+        from kvtier.cli.look_objects import list_blocks
+
+        yield from list_blocks(place.tier, config.tiers[place.tier], namespace)
+    for slab in place.slabs:
+        if slab.namespace.startswith(namespace):
+            yield from _blocks_of_slab(place, slab)
+
+
+def _blocks_of_slab(place: Place, slab: Slab) -> Iterator[Block]:
+    entries = slab.entries()
+    states = entries["state"]
+    rows = [*committed(entries).tolist(), *(states == BAD).nonzero()[0].tolist()]
+    chosen = entries[rows]
+    times = chosen["stored_at"].tolist()
+    for slot, key, at in zip(rows, keys_of(chosen), times, strict=True):
+        yield Block(
+            tier=place.tier,
+            kind=place.kind,
+            namespace=slab.namespace,
+            key=key,
+            bytes=slab.header.slot_bytes,
+            stored_at=float(at),
+            quarantined=bool(states[slot] == BAD),
+            slot=slot,
+            slab=slab,
+        )
+
+
+class Prover:
+    """Reads records and checks them as docs/FORMAT.md says."""
+
+    def __init__(self, config: StackConfig, namespaces: Mapping[str, Namespace]) -> None:
+        self._config = config
+        self._namespaces = namespaces
+        self._stores: dict[int, ObjectProver] = {}
+
+    def prove(self, block: Block) -> tuple[Proof, str]:
+        """What a block's record is worth, and why it is bad if it is."""
+        if block.slab is not None:
+            return _prove_slot(block, block.slab)
+        if block.tier not in self._stores:
+            from kvtier.cli.look_objects import StoreProver
+
+            self._stores[block.tier] = StoreProver(self._config.tiers[block.tier])
+        return self._stores[block.tier].prove(block, self._namespaces.get(block.namespace))
+
+    def close(self) -> None:
+        """Release connections."""
+        for store in self._stores.values():
+            store.close()
+
+
+class ObjectProver(Protocol):
+    """The part of a prover that reads from a store."""
+
+    def prove(self, block: Block, namespace: Namespace | None) -> tuple[Proof, str]: ...
+
+    def close(self) -> None: ...
+
+
+def _prove_slot(block: Block, slab: Slab) -> tuple[Proof, str]:
+    try:
+        before = _entry(slab, block.slot)
+        if before[0] != VALID:
+            return Proof.GONE, "its slot has changed"
+        size = slab.header.slot_bytes
+        text = read_file(slab.data, size, slab.header.slot_at(block.slot))
+        after = _entry(slab, block.slot)
+    except FileNotFoundError:
+        return Proof.GONE, "its slab was removed"
+    except OSError as error:
+        return Proof.UNREAD, str(error.strerror)
+    if before != after:
+        return Proof.GONE, "its slot was used again meanwhile"
+    if len(text) < size:
+        return Proof.BAD, "the file is cut short"
+    return judge(memoryview(text), block)
+
+
+def judge(record: memoryview, block: Block) -> tuple[Proof, str]:
+    """What a raw record is worth."""
+    if verify(record, block.key, bytes.fromhex(block.namespace)).ok:
+        return Proof.GOOD, ""
+    if is_newer(record):
+        return Proof.NEWER, "written by a newer kvtier"
+    return Proof.BAD, why_bad(record, block)
+
+
+def is_newer(record: memoryview) -> bool:
+    """Whether a newer kvtier has written this record, which is then to be left alone."""
+    if bytes(record[: len(MAGIC)]) != MAGIC:
+        return False
+    return int.from_bytes(record[len(MAGIC) : len(MAGIC) + 2], "little") > VERSION
+
+
+def why_bad(record: memoryview, block: Block) -> str:
+    """What is wrong with a record that fails, in words."""
+    try:
+        header = Header.read(record)
+    except FormatError as error:
+        return str(error)
+    if header.key != block.key:
+        return f"the record belongs to the key {header.key.hex()}"
+    if header.namespace.hex() != block.namespace:
+        return f"the record belongs to the namespace {header.namespace.hex()}"
+    if not check_header(record, block.key, header.namespace, len(record)).ok:
+        return f"a payload of {header.payload_bytes} bytes does not fit its slot"
+    if header.codec != CODEC_RAW and block.slab is not None:
+        return f"codec {header.codec}, where only raw records may be"
+    return "the payload fails its checksum"
+
+
+def _entry(slab: Slab, slot: int) -> bytes:
+    text = read_file(slab.table, ENTRY_BYTES, entry_at(slot))
+    return text.ljust(ENTRY_BYTES, b"\0")

@@ -1,0 +1,81 @@
+"""`kvtier du`: how full each tier is, with what, and a picture of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvtier.cli import console
+from kvtier.cli.holdings import Place, look, picture
+from kvtier.config import load
+from kvtier.observe import human
+
+app = console.new_app("Show how full each tier is.")
+
+_SLABS_SHOWN = 16
+
+
+@app.command(epilog="Example: kvtier du --config stack.yaml")
+def du(
+    config: console.ConfigOption,
+    tier: console.TierOption = None,
+    json: console.JsonOption = False,
+) -> None:
+    """Show capacity, room taken, and what the slabs hold: "·" is free, "█" full, "x" quarantined.
+
+    Files count with their length against a tier's capacity, blocks or not. Nothing is opened: a
+    running engine does not notice. Exit code 1 if something could not be read.
+    """
+    stack = load(config)
+    places = look(stack, console.tier_of(tier, stack))
+    if json:
+        console.print_json([_plain(place) for place in places])
+    else:
+        for index, place in enumerate(places):
+            if index:
+                console.say()
+            _show(place)
+    console.end_with_troubles(places)
+
+
+def _plain(place: Place) -> dict[str, object]:
+    return {
+        "tier": place.tier,
+        "kind": place.kind,
+        "where": place.where,
+        "capacity": place.capacity,
+        "used": place.used,
+        "free": place.free,
+        "blocks": sum(part.blocks for part in place.parts),
+        "block_bytes": sum(part.bytes for part in place.parts),
+        "namespaces": msgspec.to_builtins(place.parts),
+        "strangers": place.strangers,
+        "troubles": place.troubles,
+    }
+
+
+def _show(place: Place) -> None:
+    width = max(10, min(60, console.stdout().width - 20))
+    console.say(f"{place.tier} {place.kind}  {place.where}")
+    if place.capacity is not None:
+        share = human.share(place.used, place.capacity)
+        console.say(f"  {human.bar(place.used, place.capacity, width)} {share}")
+    blocks = sum(part.blocks for part in place.parts)
+    values: dict[str, object] = {}
+    if place.capacity is not None:
+        values["  capacity"] = human.size(place.capacity)
+        values["  taken"] = human.size(place.used)
+    values["  blocks"] = f"{blocks} ({human.size(sum(part.bytes for part in place.parts))})"
+    if place.free is not None:
+        values["  free there"] = human.size(place.free)
+    console.print_values(values)
+    for part in place.parts:
+        room = place.capacity or place.used
+        bar = human.bar(part.bytes, room, max(5, width // 4))
+        console.say(f"  {part.namespace[:12]}  {bar} {human.size(part.bytes)}")
+    for slab in place.slabs[:_SLABS_SHOWN]:
+        console.say(f"  {slab.engine[:10]:>10} {picture(slab, width)}")
+    if len(place.slabs) > _SLABS_SHOWN:
+        console.say(f"  ... and {len(place.slabs) - _SLABS_SHOWN} more slabs")
+    if place.strangers:
+        names = ", ".join(place.strangers[:3])
+        console.say(f"  also there, not kvtier's: {names} ({len(place.strangers)} in all)")

@@ -1,0 +1,224 @@
+"""What a stack's media hold, read from outside: nothing is opened as a tier, locked or written.
+
+A running engine does not notice. What is read may therefore be a moment old, and a block that is
+just being written may look as if it were not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.config import StackConfig
+from kvtier.core.settings import TierSettings
+from kvtier.core.slab.layout import (
+    BAD,
+    ENTRY_BYTES,
+    RESERVED,
+    TABLE_AT,
+    SlabHeader,
+    committed,
+    read_entries,
+)
+from kvtier.types import Namespace
+
+NAMESPACE_BYTES_MAX = 1 << 20
+
+
+class Slab(msgspec.Struct, kw_only=True):
+    """A table and its slots: a CPU region, or one slab of an NVMe folder."""
+
+    table: Path
+    data: Path
+    header: SlabHeader
+    in_use: bool
+    engine: str = ""
+
+    @property
+    def namespace(self) -> str:
+        return self.header.namespace.hex()
+
+    @property
+    def slots_at(self) -> int:
+        """Where slot 0 begins in the data file."""
+        return self.header.data_at
+
+    @property
+    def bytes(self) -> int:
+        """What the slab takes of its medium."""
+        return self.header.table_bytes + self.header.slots * self.header.slot_bytes
+
+    def entries(self) -> npt.NDArray[np.void]:
+        """The table as it is now; shorter if its file was cut meanwhile."""
+        text = read_file(self.table, self.header.table_bytes)
+        slots = max(0, min(self.header.slots, (len(text) - TABLE_AT) // ENTRY_BYTES))
+        return read_entries(text.ljust(TABLE_AT, b"\0"), slots)
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """What one tier holds of one namespace."""
+
+    tier: int
+    kind: str
+    namespace: str
+    blocks: int = 0
+    bytes: int = 0
+    """Records with their headers."""
+    quarantined: int = 0
+    oldest: float | None = None
+    newest: float | None = None
+    in_use: bool = False
+
+    def add_times(self, oldest: float, newest: float) -> None:
+        self.oldest = oldest if self.oldest is None else min(self.oldest, oldest)
+        self.newest = newest if self.newest is None else max(self.newest, newest)
+
+
+class Place(msgspec.Struct, kw_only=True):
+    """One tier's medium, seen from outside."""
+
+    tier: int
+    kind: str
+    where: str
+    capacity: int | None = None
+    """Bytes that the settings allow."""
+    used: int = 0
+    """Bytes that count against the capacity."""
+    free: int | None = None
+    """Bytes free on the file system."""
+    slabs: list[Slab] = []
+    parts: list[Part] = []
+    namespaces: dict[str, Namespace] = {}
+    strangers: list[str] = []
+    """Names of what lies there and is not kvtier's."""
+    troubles: list[str] = []
+    """What could not be read, and what to do."""
+
+
+Reader = Callable[[int, StackConfig], Place]
+
+
+def look(config: StackConfig, tier: int | None = None) -> list[Place]:
+    """Every tier of a stack, or one."""
+    return [
+        _reader(settings)(index, config)
+        for index, settings in enumerate(config.tiers)
+        if tier is None or index == tier
+    ]
+
+
+def _reader(settings: TierSettings) -> Reader:
+    from kvtier.cli import look_objects, look_slabs
+
+    readers: dict[str, Reader] = {
+        "cpu": look_slabs.look_at_regions,
+        "nvme": look_slabs.look_at_folder,
+        "object": look_objects.look_at_store,
+        "memory": _private,
+    }
+    return readers.get(settings.kind, _unknown)
+
+
+def _private(tier: int, config: StackConfig) -> Place:
+    return Place(tier=tier, kind=config.tiers[tier].kind, where="memory of each process")
+
+
+def _unknown(tier: int, config: StackConfig) -> Place:
+    kind = config.tiers[tier].kind
+    trouble = f"tiers of kind {kind} cannot be seen from outside: ask a running engine"
+    return Place(tier=tier, kind=kind, where="", troubles=[trouble])
+
+
+def known_namespaces(places: Iterable[Place]) -> dict[str, Namespace]:
+    """All namespaces whose description lies somewhere."""
+    return {name: each for place in places for name, each in place.namespaces.items()}
+
+
+def count_parts(place: Place) -> None:
+    """Sum the slabs of a place by namespace."""
+    parts: dict[str, Part] = {}
+    for slab in place.slabs:
+        part = parts.setdefault(
+            slab.namespace, Part(tier=place.tier, kind=place.kind, namespace=slab.namespace)
+        )
+        entries = slab.entries()
+        valid = committed(entries)
+        part.blocks += len(valid)
+        part.bytes += len(valid) * slab.header.slot_bytes
+        part.quarantined += int((entries["state"] == BAD).sum())
+        part.in_use |= slab.in_use
+        if len(valid):
+            times = entries["stored_at"][valid]
+            part.add_times(float(times.min()), float(times.max()))
+    place.parts += sorted(parts.values(), key=lambda part: -part.bytes)
+
+
+def picture(slab: Slab, width: int) -> str:
+    """The slots of a slab as a line: how full each stretch of it is, and what is quarantined."""
+    states = slab.entries()["state"]
+    if not len(states):
+        return ""
+    cells = np.array_split(states, min(width, len(states)))
+    shades = "·░▒▓█"
+    line = []
+    for cell in cells:
+        full = float((cell != 0).mean()) if not (cell == RESERVED).all() else 1.0
+        line.append("x" if (cell == BAD).any() else shades[min(4, round(full * 4 + 0.3))])
+    return "".join(line)
+
+
+# -- files, as somebody reads them who trusts none of them -----------------------------------
+
+
+def read_file(path: Path, most: int, at: int = 0) -> bytes:
+    """At most so many bytes of an ordinary file; raises OSError for anything else."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(22, "not an ordinary file", str(path))
+        pieces = []
+        while most > 0 and (piece := os.pread(fd, min(most, 1 << 24), at)):
+            pieces.append(piece)
+            at, most = at + len(piece), most - len(piece)
+        return b"".join(pieces)
+    finally:
+        os.close(fd)
+
+
+def read_namespace(text: bytes, name: str) -> Namespace | None:
+    """A namespace's description, if it is the one that its name says."""
+    try:
+        namespace = Namespace.from_json(text)
+    except (msgspec.DecodeError, ValueError):
+        return None
+    return namespace if namespace.id == name else None
+
+
+def locked_files() -> set[int]:
+    """Inodes of the files that live processes hold an flock on.
+
+    Read from the kernel's list: to try the lock could make an engine that starts just now believe
+    that another one is there.
+    """
+    found = set()
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if words[1] == "FLOCK":
+                found.add(int(words[5].rpartition(":")[2]))
+    return found
+
+
+def is_locked(path: Path, locked: set[int]) -> bool:
+    """Whether a live process holds this file."""
+    try:
+        return path.stat().st_ino in locked
+    except OSError:
+        return False

@@ -1,0 +1,135 @@
+"""An object store's prefix, seen through one listing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvtier.backends.object import open_for
+from kvtier.backends.object.errors import StoreError
+from kvtier.backends.object.names import description_name, parse_block
+from kvtier.backends.object.store import Store, read_object
+from kvtier.cli.blocks import Block, Proof, is_newer, judge
+from kvtier.cli.holdings import NAMESPACE_BYTES_MAX, Part, Place, read_namespace
+from kvtier.config import StackConfig
+from kvtier.core.codec import decode
+from kvtier.core.record import CODEC_RAW, HEADER_BYTES, Header, record_bytes
+from kvtier.errors import FormatError, MediumError
+from kvtier.types import Namespace
+
+_RECORD_BYTES_MAX = 1 << 32
+
+
+def look_at_store(tier: int, config: StackConfig) -> Place:
+    """All blocks below a url; a store that is down is a trouble, not an error."""
+    settings: Any = config.tiers[tier]
+    place = Place(tier=tier, kind="object", where=settings.url)
+    if settings.capacity.size is not None:
+        place.capacity = settings.capacity.size.bytes
+    try:
+        store = open_for(settings)
+    except StoreError as error:
+        place.troubles.append(str(error))
+        return place
+    try:
+        _list(place, store)
+    except StoreError as error:
+        place.troubles.append(str(error))
+    finally:
+        store.close()
+    return place
+
+
+def _list(place: Place, store: Store) -> None:
+    parts: dict[str, Part] = {}
+    for info in store.list():
+        place.used += info.size
+        parsed = parse_block(info.name)
+        if parsed is None:
+            continue
+        name = parsed[0]
+        part = parts.get(name)
+        if part is None:
+            part = parts[name] = Part(tier=place.tier, kind=place.kind, namespace=name)
+        part.blocks += 1
+        part.bytes += info.size
+        part.add_times(info.modified_s, info.modified_s)
+    place.parts = sorted(parts.values(), key=lambda part: -part.bytes)
+    for name in parts:
+        text = read_object(store, description_name(name), NAMESPACE_BYTES_MAX)
+        namespace = None if text is None else read_namespace(bytes(text), name)
+        if namespace is not None:
+            place.namespaces[name] = namespace
+
+
+def list_blocks(tier: int, settings: Any, namespace: str = "") -> Iterator[Block]:
+    """Every block below a url; raises MediumError if the store cannot be listed."""
+    try:
+        store = open_for(settings)
+        try:
+            for info in store.list(namespace):
+                parsed = parse_block(info.name)
+                if parsed is not None:
+                    yield Block(
+                        tier=tier,
+                        kind="object",
+                        namespace=parsed[0],
+                        key=parsed[1],
+                        bytes=info.size,
+                        stored_at=info.modified_s,
+                        name=info.name,
+                    )
+        finally:
+            store.close()
+    except StoreError as error:
+        raise MediumError(str(error)) from error
+
+
+class StoreProver:
+    """Reads objects whole and checks them."""
+
+    def __init__(self, settings: Any) -> None:
+        try:
+            self._store = open_for(settings)
+        except StoreError as error:
+            raise MediumError(str(error)) from error
+
+    def prove(self, block: Block, namespace: Namespace | None) -> tuple[Proof, str]:
+        """What an object is worth, and why it is bad if it is."""
+        try:
+            data = read_object(self._store, block.name, _RECORD_BYTES_MAX)
+        except StoreError as error:
+            return Proof.UNREAD, str(error)
+        if data is None:
+            return Proof.GONE, "it was deleted meanwhile"
+        stored = memoryview(data)
+        if is_newer(stored):
+            return Proof.NEWER, "written by a newer kvtier"
+        try:
+            return judge(_raw(stored, block, namespace), block)
+        except FormatError as error:
+            return Proof.BAD, str(error)
+
+    def close(self) -> None:
+        """Release connections."""
+        self._store.close()
+
+
+def _raw(stored: memoryview, block: Block, namespace: Namespace | None) -> memoryview:
+    """The record as it is on all other media; raises FormatError if it cannot be one."""
+    header = Header.read(stored)
+    if header.stored_bytes != len(stored) - HEADER_BYTES:
+        raise FormatError("the object is cut short")
+    if header.codec == CODEC_RAW:
+        return stored
+    if namespace is None:
+        raise FormatError("it is compressed, and nothing says how large its payload should be")
+    if header.payload_bytes != namespace.payload_of(block.key):
+        raise FormatError(f"a payload of {header.payload_bytes} bytes does not fit its namespace")
+    record = memoryview(bytearray(record_bytes(header.payload_bytes)))
+    decode(header.codec, stored[HEADER_BYTES:], record[HEADER_BYTES:][: header.payload_bytes])
+    record[:HEADER_BYTES] = stored[:HEADER_BYTES]
+    header.codec = CODEC_RAW
+    header.stored_bytes = header.payload_bytes
+    header.write(record)
+    return record

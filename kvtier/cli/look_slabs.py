@@ -1,0 +1,148 @@
+"""CPU regions and NVMe folders, read as docs/FORMAT.md says."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from kvtier.backends.cpu.region import SUFFIX, read_header
+from kvtier.backends.nvme.folder import DATA_SUFFIX, TABLE_SUFFIX, used_bytes
+from kvtier.cli.holdings import (
+    NAMESPACE_BYTES_MAX,
+    Place,
+    Slab,
+    count_parts,
+    is_locked,
+    locked_files,
+    read_file,
+    read_namespace,
+)
+from kvtier.cli.measure import BENCH_MARK
+from kvtier.config import StackConfig
+from kvtier.core.disk import Disk
+from kvtier.core.slab.layout import OWNER, OWNER_AT, TABLE_AT, SlabHeader
+from kvtier.errors import FormatError, NewerFormat
+
+NAMESPACE_ID = re.compile(r"[0-9a-f]{32}")
+_SLAB_ID = re.compile(r"[0-9a-f]{8}")
+
+
+def look_at_regions(tier: int, config: StackConfig) -> Place:
+    """The regions of a CPU tier: of the engine that the stack names, and of its namesakes."""
+    settings: Any = config.tiers[tier]
+    folder = Path(settings.path)
+    disk = Disk()
+    place = Place(tier=tier, kind="cpu", where=str(folder), free=disk.free_bytes(folder))
+    capacity = settings.capacity.resolve(disk.total_bytes(folder))
+    locked = locked_files()
+    prefix = f"kvtier-{os.getuid()}-{settings.name}-"
+    for path in sorted(folder.glob(f"{prefix}*{SUFFIX}")):
+        engine = path.name.removeprefix(prefix).removesuffix(SUFFIX)
+        if not _is_namesake(engine, config.name):
+            continue
+        place.used += path.stat().st_size
+        owner = path.with_suffix(".owner")
+        used = is_locked(path, locked) or is_locked(owner, locked)
+        try:
+            header = _region_header(path)
+        except (FormatError, OSError) as error:
+            place.troubles.append(_trouble(path, error))
+            continue
+        place.slabs.append(Slab(table=path, data=path, header=header, in_use=used, engine=engine))
+    place.capacity = capacity * max(1, len(place.slabs))
+    count_parts(place)
+    return place
+
+
+def _is_namesake(engine: str, name: str) -> bool:
+    """Whether an engine bears the name of a stack, or the number that a second one gets."""
+    return engine == name or re.fullmatch(re.escape(name) + r"-[0-9]{1,3}", engine) is not None
+
+
+def _region_header(path: Path) -> SlabHeader:
+    read_file(path, 0)  # raises for what is not an ordinary file, and would make `open` wait
+    with path.open("rb") as file:
+        return read_header(file.fileno())
+
+
+def look_at_folder(tier: int, config: StackConfig) -> Place:
+    """An NVMe folder with all namespaces in it."""
+    settings: Any = config.tiers[tier]
+    root = Path(settings.path)
+    disk = Disk()
+    standing = root if root.is_dir() else root.parent
+    place = Place(
+        tier=tier,
+        kind="nvme",
+        where=str(root),
+        capacity=settings.capacity.resolve(disk.total_bytes(standing)),
+        free=disk.free_bytes(standing),
+    )
+    if not root.is_dir():
+        return place
+    locked = locked_files()
+    try:
+        names = sorted(path.name for path in root.iterdir())
+    except OSError as error:
+        place.troubles.append(_trouble(root, error))
+        return place
+    place.used = used_bytes(root)
+    for name in names:
+        home = root / name
+        if NAMESPACE_ID.fullmatch(name) and home.is_dir():
+            _look_at_home(place, home, locked)
+        elif name != "lock" and not name.startswith(BENCH_MARK):
+            place.strangers.append(name)
+    count_parts(place)
+    return place
+
+
+def _look_at_home(place: Place, home: Path, locked: set[int]) -> None:
+    try:
+        text = read_file(home / "namespace.json", NAMESPACE_BYTES_MAX)
+        namespace = read_namespace(text, home.name)
+        names = sorted(path.name for path in home.iterdir())
+    except OSError as error:
+        place.troubles.append(_trouble(home, error))
+        return
+    if namespace is None:
+        place.troubles.append(
+            f"{home / 'namespace.json'} does not describe this namespace: kvtier verify --repair"
+        )
+    else:
+        place.namespaces[home.name] = namespace
+    for name in names:
+        path = home / name
+        if path.suffix != TABLE_SUFFIX or not _SLAB_ID.fullmatch(path.stem):
+            continue
+        try:
+            place.slabs.append(_slab(path, locked))
+        except FileNotFoundError:
+            continue  # removed since it was listed
+        except (FormatError, OSError) as error:
+            place.troubles.append(_trouble(path, error))
+
+
+def _slab(path: Path, locked: set[int]) -> Slab:
+    page = read_file(path, TABLE_AT)
+    header = SlabHeader.unpack(page)
+    if header.namespace.hex() != path.parent.name or f"{header.slab_id:08x}" != path.stem:
+        raise FormatError("it belongs to another slab or namespace")
+    data = path.with_suffix(DATA_SUFFIX)
+    if path.stat().st_size < header.table_bytes:
+        raise FormatError("it is cut short")
+    if data.stat().st_size < header.slot_at(header.slots):
+        raise FormatError(f"{data.name} is cut short")
+    (owner,) = OWNER.unpack_from(page, OWNER_AT)
+    in_use = is_locked(path.parent / "owners" / f"{owner:08x}", locked)
+    return Slab(table=path, data=data, header=header, in_use=in_use, engine=f"{owner:08x}")
+
+
+def _trouble(path: Path, error: FormatError | OSError) -> str:
+    if isinstance(error, NewerFormat):
+        return f"{path}: {error}; it is left alone: update kvtier to read it"
+    if isinstance(error, FormatError):
+        return f"{path}: {error}; kvtier verify --repair removes it"
+    return f"{path}: {error.strerror}; run this as its owner"

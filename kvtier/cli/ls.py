@@ -1,0 +1,138 @@
+"""`kvtier ls`: what is where, by namespace, or block by block."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+from typing import Annotated
+
+import msgspec
+import typer
+
+from kvtier.cli import console
+from kvtier.cli.blocks import blocks_of
+from kvtier.cli.holdings import Part, Place, known_namespaces, look
+from kvtier.config import StackConfig, load
+from kvtier.errors import KVTierError
+from kvtier.observe import human
+
+app = console.new_app("List what a stack holds.")
+
+
+@app.command(
+    epilog="Examples: kvtier ls --config stack.yaml; kvtier ls -c stack.yaml 3f2a --limit 20"
+)
+def ls(
+    config: console.ConfigOption,
+    namespace: Annotated[
+        str | None,
+        typer.Argument(metavar="NAMESPACE", help="List its blocks; the first digits will do."),
+    ] = None,
+    tier: console.TierOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many blocks.")] = 100,
+    json: console.JsonOption = False,
+) -> None:
+    """Say what lies where, without opening anything: a running engine does not notice.
+
+    Exit code 1 if something could not be read.
+    """
+    stack = load(config)
+    places = look(stack, console.tier_of(tier, stack))
+    if namespace is None:
+        _list_namespaces(places, json)
+    else:
+        _list_blocks(stack, places, find_namespace(places, namespace), limit, json)
+    console.end_with_troubles(places)
+
+
+def find_namespace(places: list[Place], text: str) -> str:
+    """The one namespace whose id begins so; raises KVTierError if there is none or several."""
+    ids = {part.namespace for place in places for part in place.parts}
+    ids |= known_namespaces(places).keys()
+    found = sorted(each for each in ids if each.startswith(text.lower()))
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise KVTierError(f"no namespace here begins with {text!r}: kvtier ls shows all")
+    raise KVTierError(f"{len(found)} namespaces begin with {text!r}: give more of its digits")
+
+
+def _list_namespaces(places: list[Place], json: bool) -> None:
+    known = known_namespaces(places)
+    parts = [part for place in places for part in place.parts]
+    if json:
+        rows = [
+            msgspec.to_builtins(part)
+            | {"facts": known[part.namespace].facts if part.namespace in known else None}
+            for part in parts
+        ]
+        troubles = [trouble for place in places for trouble in place.troubles]
+        console.print_json({"namespaces": rows, "troubles": troubles})
+    elif not parts:
+        console.say("nothing is stored here yet")
+    else:
+        columns = ["tier", "namespace", "model", "blocks", "size", "newest", "oldest", "in use"]
+        rows = [
+            _row(
+                part,
+                known[part.namespace].facts.get("model", "-") if part.namespace in known else "?",
+            )
+            for part in parts
+        ]
+        console.print_table(columns, rows, numbers=["blocks", "size", "newest", "oldest"])
+
+
+def _row(part: Part, model: str) -> list[str]:
+    return [
+        f"{part.tier} {part.kind}",
+        part.namespace[:12],
+        model,
+        str(part.blocks),
+        human.size(part.bytes),
+        _age(part.newest),
+        _age(part.oldest),
+        "yes" if part.in_use else "no",
+    ]
+
+
+def _age(at: float | None) -> str:
+    return "-" if at is None else human.duration(max(0.0, time.time() - at))
+
+
+def _list_blocks(
+    config: StackConfig, places: list[Place], namespace: str, limit: int, json: bool
+) -> None:
+    every = (block for place in places for block in blocks_of(config, place, namespace))
+    blocks = list(islice(every, limit + 1))
+    more, blocks = len(blocks) > limit, blocks[:limit]
+    if json:
+        rows = [
+            {
+                "tier": block.tier,
+                "kind": block.kind,
+                "key": block.key.hex(),
+                "bytes": block.bytes,
+                "stored_at": block.stored_at,
+                "quarantined": block.quarantined,
+                "where": block.where,
+            }
+            for block in blocks
+        ]
+        console.print_json({"namespace": namespace, "blocks": rows, "more": more})
+        return
+    console.print_table(
+        ["tier", "key", "size", "age", "state"],
+        [
+            [
+                f"{block.tier} {block.kind}",
+                block.key.hex(),
+                human.size(block.bytes),
+                _age(block.stored_at),
+                "quarantined" if block.quarantined else "",
+            ]
+            for block in blocks
+        ],
+        numbers=["size", "age"],
+    )
+    if more:
+        console.say(f"... and more: --limit {limit * 10}")

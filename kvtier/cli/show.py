@@ -1,0 +1,146 @@
+"""`kvtier show`: all there is to know of one namespace or of one block."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from kvtier.cli import console
+from kvtier.cli.blocks import Block, Prover, blocks_of
+from kvtier.cli.holdings import Place, known_namespaces, look
+from kvtier.config import StackConfig, load
+from kvtier.errors import KVTierError
+from kvtier.observe import human
+from kvtier.types import Namespace, group_of
+
+app = console.new_app("Show one namespace or one block.")
+
+_DIGITS_MIN = 4
+_BLOCKS_MAX = 64
+
+
+@app.command(epilog="Examples: kvtier show 3f2a -c stack.yaml; kvtier show 9c01d2e4 --json")
+def show(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="KEY|NAMESPACE", help="The first digits of a namespace, or of a block's key."
+        ),
+    ],
+    config: console.ConfigOption,
+    json: console.JsonOption = False,
+) -> None:
+    """Show the facts that a namespace stands for, or every copy of a block, read and checked.
+
+    Nothing is opened: a running engine does not notice. Exit code 1 if nothing was found, or a copy
+    of the block is bad.
+    """
+    text = what.lower()
+    if len(text) < _DIGITS_MIN or set(text) - set("0123456789abcdef"):
+        raise typer.BadParameter(
+            f"give at least {_DIGITS_MIN} hexadecimal digits", param_hint="KEY|NAMESPACE"
+        )
+    stack = load(config)
+    places = look(stack)
+    known = known_namespaces(places)
+    ids = known.keys() | {part.namespace for place in places for part in place.parts}
+    namespaces = sorted(each for each in ids if each.startswith(text))
+    for each in namespaces:
+        _show_namespace(each, known.get(each), places, json)
+    if not namespaces:
+        _show_blocks(stack, places, known, text, json)
+    console.end_with_troubles(places)
+
+
+def _show_namespace(
+    name: str, namespace: Namespace | None, places: list[Place], json: bool
+) -> None:
+    parts = [part for place in places for part in place.parts if part.namespace == name]
+    if json:
+        console.print_json(
+            {
+                "namespace": name,
+                "facts": namespace.facts if namespace else None,
+                "group_bytes": namespace.group_bytes if namespace else None,
+                "parts": namespace.parts if namespace else None,
+                "tiers": msgspec.to_builtins(parts),
+            }
+        )
+        return
+    console.say(f"namespace {name}")
+    if namespace is None:
+        console.say("its description is not here: only its digest is known")
+    else:
+        sizes = ", ".join(human.size(size) for size in namespace.group_bytes)
+        console.print_values(
+            {**namespace.facts, "block of each group": sizes, "parts": namespace.parts}
+        )
+    console.say()
+    console.print_table(
+        ["tier", "blocks", "size", "quarantined", "in use"],
+        [
+            [
+                f"{part.tier} {part.kind}",
+                part.blocks,
+                human.size(part.bytes),
+                part.quarantined,
+                "yes" if part.in_use else "no",
+            ]
+            for part in parts
+        ],
+        numbers=["blocks", "size", "quarantined"],
+    )
+
+
+def _show_blocks(
+    config: StackConfig,
+    places: list[Place],
+    known: dict[str, Namespace],
+    text: str,
+    json: bool,
+) -> None:
+    found: list[Block] = []
+    for place in places:
+        for block in blocks_of(config, place):
+            if block.key.hex().startswith(text):
+                found.append(block)
+        if len(found) > _BLOCKS_MAX:
+            raise KVTierError(f"many blocks begin with {text!r}: give more digits of the key")
+    if not found:
+        raise KVTierError(f"no block and no namespace here begins with {text!r}: see kvtier ls")
+    prover = Prover(config, known)
+    try:
+        rows = [_describe(block, prover) for block in found]
+    finally:
+        prover.close()
+    if json:
+        console.print_json(rows)
+    else:
+        for index, row in enumerate(rows):
+            if index:
+                console.say()
+            age = human.duration(max(0.0, time.time() - row.pop("stored_at")))
+            console.print_values({**row, "bytes": human.size(row["bytes"]), "age": age})
+    if any(row["record"].startswith("bad") for row in rows):
+        raise typer.Exit(console.EXIT_FAILURE)
+
+
+def _describe(block: Block, prover: Prover) -> dict[str, Any]:
+    if block.quarantined:
+        record = "quarantined: it failed its check when it was read"
+    else:
+        proof, why = prover.prove(block)
+        record = f"{proof.value}: {why}" if why else proof.value
+    return {
+        "key": block.key.hex(),
+        "group": group_of(block.key),
+        "namespace": block.namespace,
+        "tier": f"{block.tier} {block.kind}",
+        "where": block.where,
+        "bytes": block.bytes,
+        "stored_at": block.stored_at,
+        "record": record,
+    }

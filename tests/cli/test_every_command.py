@@ -1,0 +1,172 @@
+"""What every command that looks at a stack does where something is not as it should be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from cli_world import KVTIER, Hold, command
+
+from kvtier.testing.records import NAMESPACE
+
+QUICK_BENCH = ["bench", "--chunk", "4KiB", "--blocks", "2", "--rounds", "1"]
+LOOKS = [
+    ["ls"],
+    ["ls", NAMESPACE.id],
+    ["du"],
+    ["show", NAMESPACE.id],
+]
+ALL = [*LOOKS, QUICK_BENCH]
+
+
+def names(commands: list[list[str]]) -> list[str]:
+    return ["-".join(words[:2]).replace(NAMESPACE.id, "one") for words in commands]
+
+
+every = pytest.mark.parametrize("words", ALL, ids=names(ALL))
+every_look = pytest.mark.parametrize("words", LOOKS, ids=names(LOOKS))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@every
+def test_a_missing_file(words: list[str], tmp_path: Path) -> None:
+    done = command(*words, "-c", tmp_path / "none.yaml")
+    assert (done.code, done.out) == (2, "")
+    assert "there is no such file" in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+@every
+def test_no_file_named(words: list[str]) -> None:
+    done = command(*words)
+    assert done.code == 2
+    assert "--config" in done.err
+
+
+@every
+def test_an_empty_stack(words: list[str], stack_file: Path, tmp_path: Path) -> None:
+    before = files(tmp_path)
+    done = command(*words, "-c", stack_file)
+    if NAMESPACE.id in words:
+        assert done.code == 1
+        assert "kvtier ls" in done.err
+    else:
+        assert (done.code, done.err) == (0, "")
+        assert done.out
+    assert files(tmp_path) == before
+
+
+@every
+def test_a_stack_in_use_goes_on_undisturbed(words: list[str], stack_file: Path, hold: Hold) -> None:
+    engine = hold(stack_file)
+    done = command(*words, "-c", stack_file)
+    assert (done.code, done.err) == (0, "")
+    engine.communicate("check\n")
+    assert engine.returncode == 0
+
+
+@every_look
+def test_looking_changes_nothing(words: list[str], filled: Path, tmp_path: Path) -> None:
+    before = files(tmp_path)
+    done = command(*words, "-c", filled)
+    assert (done.code, done.err) == (0, "")
+    assert files(tmp_path) == before
+
+
+@every
+def test_a_folder_without_rights(words: list[str], filled: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "disk" / "blocks"
+    folder.chmod(0)
+    try:
+        done = command(*words, "-c", filled, rights=False)
+    finally:
+        folder.chmod(0o700)
+    assert done.code == 2
+    assert "no right to write" in done.err
+    assert "change its owner" in done.err
+
+
+@every_look
+def test_a_namespace_without_rights(words: list[str], filled: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "disk" / "blocks" / NAMESPACE.id
+    folder.chmod(0)
+    try:
+        done = command(*words, "-c", filled, rights=False)
+    finally:
+        folder.chmod(0o700)
+    assert done.code == 1
+    assert "Permission denied; run this as its owner" in done.err
+
+
+@every
+def test_a_folder_full_of_other_files(words: list[str], filled: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "disk" / "blocks"
+    (folder / "photos").mkdir()
+    (folder / "photos" / "owners").write_text("not a folder")
+    (folder / "notes.txt").write_text("mine")
+    (folder / ("ab" * 16)).mkdir()
+    (folder / ("ab" * 16) / "00000000.table").write_text("no table")
+    (folder / NAMESPACE.id / "letters.table").write_text("no table either")
+    (folder / "link").symlink_to("nowhere")
+    os.mkfifo(folder / "pipe")
+    os.mkfifo(folder / NAMESPACE.id / "0badbeef.table")
+    before = {str(path): path.lstat().st_mtime_ns for path in folder.rglob("*")}
+    done = command(*words, "-c", filled)
+    if words[0] == "bench":
+        assert done.code == 0
+    else:
+        assert done.code == 1
+        assert all("; " in line for line in done.err.splitlines())
+    assert {str(path): path.lstat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+@every_look
+def test_slabs_of_a_newer_version(words: list[str], filled: Path, tmp_path: Path) -> None:
+    tables = [*tmp_path.rglob("*.table"), *tmp_path.rglob("*.region")]
+    assert len(tables) == 2
+    for table in tables:
+        with table.open("r+b") as file:
+            file.seek(8)
+            file.write(b"\2")
+    before = files(tmp_path)
+    done = command(*words, "-c", filled)
+    assert done.code == 1
+    assert done.err.count("left alone: update kvtier") == 2
+    assert files(tmp_path) == before
+
+
+@every
+def test_forty_columns(words: list[str], filled: Path) -> None:
+    done = command(*words, "-c", filled, columns=40)
+    assert (done.code, done.err) == (0, "")
+    for line in done.out.splitlines():
+        one_long_word = max(map(len, line.split()), default=0) > 20
+        assert len(line) <= 40 or one_long_word, line
+
+
+@every
+def test_output_into_a_closed_pipe(words: list[str], filled: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [KVTIER, *words, "-c", filled], stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@every
+def test_json(words: list[str], filled: Path) -> None:
+    done = command(*words, "-c", filled, "--json")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out)
