@@ -68,8 +68,12 @@ test-vllm031:
 test-vllm033: $(VLLM_STAMP)
 	$(VLLM_BIN)/python -m tests.vllm.newest
 
-bench-nvme bench-object: bench-%: $(STAMP)
-	$(BIN)/python -m benchmarks.$*
+bench-object: $(STAMP)
+	$(BIN)/python -m benchmarks.object
+
+# Beside vLLM's own file tier, so in vLLM's environment.
+bench-nvme: $(VLLM_STAMP)
+	$(VLLM_BIN)/python -m benchmarks.nvme
 
 # On a machine with a CUDA device whose $(PYTHON) has torch: tests, then measurements, in under eight
 # minutes. Where nothing can be downloaded, `make gpu-wheels` elsewhere fills .gpu-wheels before.

@@ -41,7 +41,7 @@ class CpuSettings(TierSettings, frozen=True, kw_only=True, tag="cpu"):
     """Blocks in shared memory: the tier that engines copy from and to."""
 
     path: str = "/dev/shm"
-    """A folder on tmpfs (or hugetlbfs) in which the region lies."""
+    """A folder on tmpfs in which the region lies."""
     name: str = "kv"
     """Names the region: a restarted engine finds its blocks under the same name."""
     persistence: Persistence = Persistence.KEEP
