@@ -211,6 +211,7 @@ def test_who_joins_late_waits_for_itself_alone(rig: ChainRig) -> None:
     hasty = rig.chain.begin_load(keys, "b", rig.now + 1.0)
     rig.now += 1.0
     assert rig.chain.poll() == [hasty]
+    assert rig.mover.cancelled == set(), "somebody still waits for it"
     assert patient.pending == set(keys)
     assert rig.chain.lookup(keys) == [MISS], "nobody new joins what has just been too slow"
     rig.mover.run_all()

@@ -102,6 +102,7 @@ def test_demotion_comes_before_eviction() -> None:
     keys = rig.store(KEYS[:10])
     rig.settle()
     assert rig.resident(1, keys) == [], "there is room"
+    assert not rig.chain.has_pending_work
     rig.store(KEYS[10:15])
     rig.settle()
     first = rig.resident(1, KEYS[:16])
@@ -226,6 +227,21 @@ def test_a_tier_that_fails_is_not_written_to_but_read() -> None:
     rig.store(KEYS[5:6])
     rig.settle()
     assert rig.resident(1, KEYS[5:6]) == KEYS[5:6]
+
+
+def test_a_tier_that_is_left_alone_leaves_the_engine_alone() -> None:
+    rig = ChainRig([8, 16], [rule(), rule(ON_EVICT)])
+    for number in range(3):
+        rig.store(make_keys(8, start=100 * number))
+        rig.chain.poll()
+        rig.mover.fail_all(Outcome.IO_ERROR)
+        rig.chain.poll()
+    rig.settle()
+    rig.store(KEYS[:8])
+    assert rig.chain.has_pending_work
+    rig.chain.poll()
+    assert rig.mover.queue == []
+    assert not rig.chain.has_pending_work, "no steps for what cannot be done"
 
 
 def test_a_record_that_is_bad_at_its_source_is_offered_no_more() -> None:
