@@ -35,6 +35,8 @@ SETTINGS = settings(
 )
 
 some_keys = st.lists(st.sampled_from(UNIVERSE), max_size=8)
+held = st.sampled_from([1, 2, 0])  # how many stay in flight
+bad_places = st.sets(st.integers(0, BLOCKS - 1), max_size=2)
 load_failures = st.sampled_from([None, Outcome.CORRUPT, Outcome.GONE, Outcome.IO_ERROR])
 
 
@@ -54,11 +56,12 @@ class TierMachine(RuleBasedStateMachine):
         self.dropped: set[BlockKey] = set()
         self.storing: list[Reservation] = []
         self.loading: list[tuple[list[BlockKey], LoadStoreSpec]] = []
+        self.reserve(UNIVERSE[: BLOCKS - 1], evict=False, held=0, bad=set())
 
     # in
 
-    @rule(keys=some_keys, evict=st.booleans(), hold=st.booleans())
-    def reserve(self, keys: list[BlockKey], evict: bool, hold: bool) -> None:
+    @rule(keys=some_keys, evict=st.booleans(), held=held, bad=bad_places)
+    def reserve(self, keys: list[BlockKey], evict: bool, held: int, bad: set[int]) -> None:
         self.rig.settle()
         evictable = set(self.model.victims(BLOCKS))
         reservation = self.rig.reserve(keys, evict=evict)
@@ -66,47 +69,42 @@ class TierMachine(RuleBasedStateMachine):
         self.model.forget(reservation.evicted)
         assert reservation.keys == self.model.prepare_store(keys, evict=False).keys
         self.storing.append(reservation)
-        if not hold:
-            self.commit(-1, set())
+        while len(self.storing) > held:
+            self.commit(0, bad)
 
     @precondition(lambda self: self.storing)
-    @rule(which=st.integers(0, 7), bad=st.sets(st.sampled_from(UNIVERSE), max_size=2))
-    def commit(self, which: int, bad: set[BlockKey]) -> None:
+    @rule(which=st.integers(0, 7), bad=bad_places)
+    def commit(self, which: int, bad: set[int]) -> None:
         reservation = self.storing.pop(which % len(self.storing))
         keys = reservation.keys
         assert self.rig.write(reservation) == {}
-        failed = failures([key for key in keys if key in bad], Outcome.IO_ERROR)
+        failed = failures([key for n, key in enumerate(keys) if n in bad], Outcome.IO_ERROR)
         self.tier.complete_store(keys, failed)
         self.model.complete_store(keys, failed)
         self.dropped -= set(keys)
         self.dropped |= set(failed)
 
-    @rule(which=st.integers(0, 7), keys=some_keys)
-    def complete_what_is_not_reserved(self, which: int, keys: list[BlockKey]) -> None:
-        pending = {key for one in self.storing for key in one.keys}
-        strangers = [key for key in keys if key not in pending]
-        self.tier.complete_store(strangers)
-
     # out
 
     @precondition(lambda self: self.model_hits())
-    @rule(picks=st.lists(st.integers(0, BLOCKS), max_size=4), hold=st.booleans())
-    def load(self, picks: list[int], hold: bool) -> None:
+    @rule(picks=st.lists(st.integers(0, BLOCKS), max_size=4), held=held, outcome=load_failures)
+    def load(self, picks: list[int], held: int, outcome: Outcome | None) -> None:
         hits = self.model_hits()
         keys = [hits[pick % len(hits)] for pick in picks]
         spec = self.tier.prepare_load(keys)
         self.model.prepare_load(keys)
         assert len(spec) == len(keys)
         self.loading.append((keys, spec))
-        if not hold:
-            self.finish_load(-1, None)
+        while len(self.loading) > held:
+            self.finish_load(0, outcome)
 
     @rule(keys=some_keys)
-    def load_what_is_not_there(self, keys: list[BlockKey]) -> None:
-        if set(keys) <= set(self.model_hits()):
-            return
-        with pytest.raises(NotResident):
-            self.tier.prepare_load(keys)
+    def ask_for_what_is_not_there(self, keys: list[BlockKey]) -> None:
+        pending = {key for one in self.storing for key in one.keys}
+        self.tier.complete_store([key for key in keys if key not in pending])
+        if not set(keys) <= set(self.model_hits()):
+            with pytest.raises(NotResident):
+                self.tier.prepare_load(keys)
 
     @precondition(lambda self: self.loading)
     @rule(which=st.integers(0, 7), outcome=load_failures)
@@ -121,9 +119,13 @@ class TierMachine(RuleBasedStateMachine):
         self.model.complete_load(keys, failed)
         self.dropped |= set(failed or ())
 
-    @rule(keys=some_keys)
-    def forget(self, keys: list[BlockKey]) -> None:
-        self.dropped |= set(keys) & set(self.model_hits())
+    @rule(picks=st.lists(st.integers(0, BLOCKS), max_size=2), strangers=some_keys)
+    def forget(self, picks: list[int], strangers: list[BlockKey]) -> None:
+        hits = self.model_hits()
+        pinned = [key for keys, _ in self.loading for key in keys]
+        some = pinned[:2] + hits
+        keys = [some[pick] for pick in picks if pick < len(some)] + strangers[:1]
+        self.dropped |= set(keys) & set(hits)
         self.tier.forget(keys)
         self.model.forget(keys)
 
@@ -132,8 +134,10 @@ class TierMachine(RuleBasedStateMachine):
 
     # A medium that gives its files up whole has new room before the old one is out of use.
     @precondition(lambda self: not self.subject.revives or self.quiet())
-    @rule()
-    def clear(self) -> None:
+    @rule(dice=st.integers(0, 9))
+    def clear(self, dice: int) -> None:
+        if dice != 9:  # seldom, because an empty tier has little to get wrong
+            return
         self.dropped |= set(self.model_hits())
         self.tier.clear()
         self.model.clear()
@@ -146,9 +150,11 @@ class TierMachine(RuleBasedStateMachine):
     # time
 
     @precondition(lambda self: self.subject.persistent)
-    @rule()
-    def restart(self) -> None:
+    @rule(dice=st.integers(0, 3))
+    def restart(self, dice: int) -> None:
         """What was reserved or pinned is so no longer; what was committed is there."""
+        if dice != 3:
+            return
         while self.loading:
             self.finish_load(-1, None)
         self.rig.reopen()
