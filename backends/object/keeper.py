@@ -14,9 +14,11 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.backends.object import manifest
 from kvtier.backends.object.audit import Audit, Finding, Unfinished, audit
@@ -36,13 +38,31 @@ _NEWS_ROWS = 4096
 _ENTRIES_MAX = 1 << 16
 
 
-class News(msgspec.Struct):
-    """Something that the tier does not know yet: rows of one kind, or numbers."""
+class Rows(msgspec.Struct):
+    """Blocks, in columns; times in seconds since the epoch."""
 
-    added: list[tuple[BlockKey, int, int, float]] = []
-    """Key, generation, size and time (seconds since the epoch) of blocks that others added."""
-    removed: list[tuple[BlockKey, int, float]] = []
-    """Key, generation and time of blocks that are gone."""
+    keys: list[BlockKey]
+    generations: list[int]
+    sizes: list[int]
+    times: list[float]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def pieces(self) -> Iterator[Rows]:
+        """The same in portions that a caller can take in without being held up."""
+        for start in range(0, len(self), _NEWS_ROWS):
+            cut = slice(start, start + _NEWS_ROWS)
+            yield Rows(self.keys[cut], self.generations[cut], self.sizes[cut], self.times[cut])
+
+
+class News(msgspec.Struct):
+    """Something that the tier does not know yet."""
+
+    added: Rows | None = None
+    """Blocks that are there."""
+    removed: Rows | None = None
+    """Blocks that are gone."""
     freed: list[int] = []
     """Slots whose objects are deleted."""
     foreign_bytes: int | None = None
@@ -134,6 +154,10 @@ class Keeper:
             with contextlib.suppress(Unfinished):  # the rest is listed in the background
                 self._audit(stop_at=time.monotonic() + _OPEN_S)
 
+    def learn(self) -> None:
+        """What manifests say, without a look at the objects; raises StoreError."""
+        self._tell(self._journal.everything(), {})
+
     def start(self) -> None:
         """Begin to work in the background."""
         self._thread = threading.Thread(target=self._run, name="kvtier-object-keeper", daemon=True)
@@ -213,36 +237,25 @@ class Keeper:
         self.news.append(News(heard=True))
         self._journal.join(self._purged_before)
 
-    def _tell(self, entries: Entries, known: dict[BlockKey, int] | None = None) -> None:
+    def _tell(self, entries: Entries, known: Mapping[BlockKey, int] | None = None) -> None:
         """Hand entries over; of a whole state only what is not `known` as it is stated."""
         for kind in (REMOVED, ADDED):
             rows = entries[entries["kind"] == kind]
-            keys = manifest.keys_of(rows)
-            generations = rows["generation"].tolist()
-            found = zip(
-                keys,
-                generations,
+            if known is not None:
+                rows = rows[_news_among(rows, known)]
+            told = Rows(
+                manifest.keys_of(rows),
+                rows["generation"].tolist(),
                 rows["size"].tolist(),
                 (rows["time_us"] / 1e6).tolist(),
-                strict=True,
             )
-            if known is None:
-                told = list(found)
-            elif kind == ADDED:
-                told = [row for row in found if known.get(row[0]) != row[1]]
-            else:
-                told = [row for row in found if known.get(row[0]) == row[1]]
-            for start in range(0, len(told), _NEWS_ROWS):
-                part = told[start : start + _NEWS_ROWS]
-                if kind == ADDED:
-                    self.news.append(News(added=part))
-                else:
-                    self.news.append(News(removed=[(key, gen, at) for key, gen, _, at in part]))
+            for piece in told.pieces():
+                self.news.append(News(added=piece) if kind == ADDED else News(removed=piece))
 
     def _audit(self, stop_at: float | None = None) -> None:
         """Everything that is written down, against everything that is there."""
         self._next_look = time.monotonic() + self.limits.refresh_s
-        before = dict(self._known())
+        before = self._known()
         begun = self._clock()
         entries = self._journal.everything()
         self._tell(entries, before)
@@ -267,12 +280,29 @@ class Keeper:
         self._journal.join(self._purged_before)
 
     def _take_in(self, finding: Finding) -> None:
-        for start in range(0, len(finding.orphans), _NEWS_ROWS):
-            self.news.append(News(added=finding.orphans[start : start + _NEWS_ROWS]))
+        orphans = finding.orphans
+        if orphans:
+            keys, generations, sizes, times = (
+                list(column) for column in zip(*orphans, strict=True)
+            )
+            for piece in Rows(keys, generations, sizes, times).pieces():
+                self.news.append(News(added=piece))
         if finding.gone:
+            count = len(finding.gone)
             keys = [key for key, _ in finding.gone]
             generations = [generation for _, generation in finding.gone]
-            at = self._clock()
             self.removed(keys, generations)
-            self.news.append(News(removed=[(key, gen, at) for key, gen in finding.gone]))
+            gone = Rows(keys, generations, [0] * count, [self._clock()] * count)
+            self.news.append(News(removed=gone))
         self.news.append(News(foreign_bytes=finding.foreign_bytes, heard=True))
+
+
+def _news_among(rows: Entries, known: Mapping[BlockKey, int]) -> npt.NDArray[np.bool_]:
+    """Which added rows are not known, which removed ones are."""
+    added: npt.NDArray[np.bool_] = rows["kind"] == ADDED
+    if not known:
+        return added
+    keys, generations = manifest.keys_of(rows), rows["generation"].tolist()
+    same = [known.get(key) == gen for key, gen in zip(keys, generations, strict=True)]
+    news: npt.NDArray[np.bool_] = np.array(same, bool) != added
+    return news

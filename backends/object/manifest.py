@@ -156,10 +156,19 @@ def merge(pieces: Sequence[Entries]) -> Entries:
     for column, odd in enumerate(_ODD):
         mark = (mark ^ words[:, column]) * np.uint64(odd)
         mark ^= mark >> np.uint64(29)
-    # of equal times a removal counts: forgetting is safe
-    order = np.lexsort((entries["kind"], entries["time_us"], mark))
-    mark = mark[order]
-    last = np.append(mark[1:] != mark[:-1], True)
-    chosen: Entries = entries[order[last]]
+    chosen = entries if _unique(mark) else entries[_latest(mark, entries)]
     chosen = chosen[np.argsort(chosen["time_us"], kind="stable")]
     return chosen
+
+
+def _unique(mark: npt.NDArray[np.uint64]) -> bool:
+    in_order = np.sort(mark)
+    return bool((in_order[1:] != in_order[:-1]).all())
+
+
+def _latest(mark: npt.NDArray[np.uint64], entries: Entries) -> npt.NDArray[np.intp]:
+    """Rows of the latest entry of each mark; of equal times a removal counts, as the safer one."""
+    order = np.lexsort((entries["kind"], entries["time_us"], mark))
+    mark = mark[order]
+    latest: npt.NDArray[np.intp] = order[np.append(mark[1:] != mark[:-1], True)]
+    return latest

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 
-from kvtier.backends.object.keeper import Keeper, News
+from kvtier.backends.object.keeper import Keeper, News, Rows
 from kvtier.backends.object.names import GENERATION_MAX, block_name
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.core.eviction import EvictionPolicy
@@ -83,21 +83,13 @@ class ObjectTier(SlabTier):
         while news and rows < _ROWS_AT_ONCE:
             piece = news.popleft()
             self._take_in(piece)
-            rows += 1 + len(piece.added) + len(piece.removed) + len(piece.freed)
+            rows += 1 + len(piece.added or ()) + len(piece.removed or ()) + len(piece.freed)
 
     def _take_in(self, news: News) -> None:
-        if news.added:
+        if news.added is not None:
             self._take_added(news.added)
-        if news.removed:
-            self._lose(
-                [
-                    key
-                    for key, generation, at in news.removed
-                    if key in self._where
-                    and self._generation.get(key, 0) == generation
-                    and self._times[self._where[key]] <= at
-                ]
-            )
+        if news.removed is not None:
+            self._take_removed(news.removed)
         for slot in news.freed:
             self._freed(slot)
         if news.foreign_bytes is not None:
@@ -106,26 +98,42 @@ class ObjectTier(SlabTier):
             self._unheard = 0
             self._shrink()
 
-    def _take_added(self, rows: Sequence[tuple[BlockKey, int, int, float]]) -> None:
-        where, busy = self._where, self._reserved.keys() | self._doomed.keys()
-        fresh: dict[BlockKey, tuple[int, int, float]] = {}
-        for key, generation, size, at in rows:
-            if key in busy or self._leaving.get(key, (-1, 0))[0] >= generation:
-                continue
+    def _take_added(self, rows: Rows) -> None:
+        """Offer what is new; of what is known, correct the size."""
+        fresh: dict[BlockKey, int] = {}
+        where, leaving = self._where, self._leaving
+        busy = self._reserved.keys() | self._doomed.keys()
+        generations, sizes, times = rows.generations, rows.sizes, rows.times
+        for row, key in enumerate(rows.keys):
             slot = where.get(key)
-            if slot is None:
-                if key not in fresh or fresh[key][0] <= generation:
-                    fresh[key] = (generation, size, at)
-            elif self._generation.get(key, 0) == generation:
-                self._resize(slot, size)
-                self._times[slot] = max(self._times[slot], at)
-        keys = sorted(fresh, key=lambda key: fresh[key][2])
+            if slot is not None:
+                if self._generation.get(key, 0) == generations[row]:
+                    self._resize(slot, sizes[row])
+                    self._times[slot] = max(self._times[slot], times[row])
+            elif key in busy or (leaving and leaving.get(key, (-1, 0))[0] >= generations[row]):
+                continue
+            elif key not in fresh or generations[fresh[key]] <= generations[row]:
+                fresh[key] = row
+        keys = sorted(fresh, key=lambda key: times[fresh[key]])
         slots = [self._handle() for _ in keys]
         for key, slot in zip(keys, slots, strict=True):
-            generation, size, at = fresh[key]
-            self._hold(key, slot, generation, size, at)
-        self._adopt(slots, keys, [fresh[key][2] for key in keys])
+            row = fresh[key]
+            self._hold(key, slot, generations[row], sizes[row], times[row])
+        self._adopt(slots, keys, [times[fresh[key]] for key in keys])
         self._announce(EventKind.STORED, keys)
+
+    def _take_removed(self, rows: Rows) -> None:
+        """Stop offering what is gone, unless it has been added again since."""
+        gone = []
+        for key, generation, at in zip(rows.keys, rows.generations, rows.times, strict=True):
+            slot = self._where.get(key)
+            if (
+                slot is not None
+                and self._generation.get(key, 0) == generation
+                and self._times[slot] <= at
+            ):
+                gone.append(key)
+        self._lose(gone)
 
     def _lose(self, keys: Sequence[BlockKey]) -> None:
         """Somebody else has deleted these blocks: nothing is left to be written down."""
