@@ -203,3 +203,4 @@ class TierStats(msgspec.Struct):
     io_errors: int = 0
     pinned: int = 0
     in_flight: int = 0
+    quarantined: int = 0

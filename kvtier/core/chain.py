@@ -154,7 +154,8 @@ class TierChain(Tier):
         """Host slots that hits can still be promised."""
         if self._free is None:
             host = self.tiers[HOST].stats()
-            self._free = self._slots[HOST] - host.pinned - host.in_flight
+            taken = host.pinned + host.in_flight + host.quarantined
+            self._free = self._slots[HOST] - taken
         return self._free - len(self._promised)
 
     def _look_again(self, promises_too: bool = True) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from abc import abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 
@@ -73,7 +73,7 @@ class SlabTier(Tier):
         self._unwanted: set[BlockKey] = set()
         self._doomed: dict[BlockKey, int] = {}
         self._tainted: set[int] = set()
-        self._pins: Counter[int] = Counter()
+        self._pins: dict[int, int] = {}
         self._free: deque[int] = deque()
         self._quarantine: deque[int] = deque()
         self._events: list[TierEvent] = []
@@ -173,15 +173,8 @@ class SlabTier(Tier):
         """Make room, but not at the cost of the very keys that are being offered."""
         self._tell_policy()
         where, pins = self._where, self._pins
-        held = [where[key] for key in spared if key in where]
-        if held:
-            pins.update(held)
-        slots = self._policy.evict(count, pins)
-        if held:
-            pins.subtract(held)
-            for slot in held:
-                if not pins[slot]:
-                    del pins[slot]
+        held = {where[key] for key in spared if key in where}
+        slots = self._policy.evict(count, pins.keys() | held if held else pins)
         victims = [self._key_at(slot) for slot in slots]
         for key in victims:
             del where[key]
@@ -330,6 +323,7 @@ class SlabTier(Tier):
         stats.bytes_used = (len(self._where) + len(self._reserved)) * self.slot_bytes
         stats.pinned = len(self._pins)
         stats.in_flight = len(self._reserved)
+        stats.quarantined = len(self._quarantine)
         return copy(stats)
 
     def _adopt(
