@@ -45,6 +45,15 @@ class MoverSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Where bytes are moved."""
 
 
+class Loads(enum.Enum):
+    """Which hits are loaded."""
+
+    WORTHWHILE = "worthwhile"
+    """Those that cost less to load than to recompute, by the speeds of late."""
+    ALWAYS = "always"
+    """All of them."""
+
+
 class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one file says: the tiers of a stack, fastest first, and what they share."""
 
@@ -54,6 +63,8 @@ class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Names this engine among those of one machine: each has CPU memory of its own."""
     chunk_tokens: Count = 256
     """How many tokens one stored block covers: a multiple of the engine's own block size."""
+    loads: Loads = Loads.WORTHWHILE
+    """Which hits an engine loads: those that cost less than recomputing them, or all."""
     mover: MoverSettings = MoverSettings()
     """How bytes are moved between the tiers."""
     tiers: tuple[TierSettings, ...]

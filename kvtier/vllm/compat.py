@@ -73,10 +73,13 @@ __all__ = [
     "batched_copy",
     "errand_spec",
     "group_payloads",
+    "prompt_tokens",
     "transfer_results",
 ]
 
 logger = logging.getLogger(__name__)
+
+_PROMPT_TOKENS_MIN = 32
 
 
 def batched_copy() -> Callable[[Any, Any, Any, bool], None]:
@@ -156,6 +159,25 @@ def positions(context: Any) -> Mapping[bytes, int]:
     """A request's keys with the token after each, in order, group by group."""
     ends: Mapping[bytes, int] = context._offload_key_positions
     return ends
+
+
+def prompt_tokens(scheduled: Any) -> tuple[int, int]:
+    """The prompt tokens that a step computes, and how many stand before them on average.
+
+    Requests with a few tokens are decoding (speculatively, if more than one).
+    """
+    counts: Mapping[str, int] = scheduled.num_scheduled_tokens
+    if scheduled.total_num_scheduled_tokens < len(counts) + _PROMPT_TOKENS_MIN:
+        return 0, 0
+    cached = scheduled.scheduled_cached_reqs
+    before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    before.update({new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs})
+    prompts = {name: count for name, count in counts.items() if count >= _PROMPT_TOKENS_MIN}
+    tokens = sum(prompts.values())
+    if not tokens:
+        return 0, 0
+    middles = sum(count * (before.get(name, 0) + count / 2) for name, count in prompts.items())
+    return tokens, int(middles / tokens - tokens / 2)
 
 
 def store_again(connector: Any, request: str) -> None:

@@ -89,7 +89,14 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._manager.remember_adapter(request.request_id, getattr(request, "lora_request", None))
         super().on_new_request(request)
 
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        meta = super().build_connector_meta(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._manager.step_began(scheduler_output)
+        return meta
+
     def update_connector_output(self, connector_output: Any) -> None:
+        self._manager.step_ended()
         meta = connector_output.kv_connector_worker_meta
         with compat.manager_locked(self):
             for number, report in getattr(meta, "reports", {}).items():

@@ -16,9 +16,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 import xxhash
 
+from kvtier.core.costs import DEVICE, CostModel
 from kvtier.core.flight import Ticket
 from kvtier.stack import Stack
 from kvtier.types import GROUP_BYTES, BlockKey, Outcome, Presence
+from kvtier.vllm.pace import Pace
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ class ChainManager:
         ranks: int,
         chunk_tokens: int,
         groups: int,
+        costs: CostModel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stack = stack
@@ -95,6 +98,8 @@ class ChainManager:
         self._chunk_tokens = chunk_tokens
         self._single = groups == 1
         self._clock = clock
+        self._costs = costs
+        self._pace = Pace(costs, clock) if costs is not None else None
         namespace = stack.namespace
         self._geometry = Geometry(namespace.digest, namespace.group_bytes, namespace.parts)
         self._load_seconds = max(tier.load_deadline.seconds for tier in stack.config.tiers)
@@ -235,6 +240,9 @@ class ChainManager:
         }
         self.chain.end_load(ticket, blamed)
         if not failed:
+            if self._costs is not None:
+                report = pending.report
+                self._costs.observe_load(DEVICE, report.bytes_moved, report.busy_seconds)
             return None
         self.failed_loads += 1
         logger.warning(
@@ -253,6 +261,16 @@ class ChainManager:
         """Once a step: collect what the mover has done, start what is next."""
         self._step += 1
         self.chain.poll()
+
+    def step_began(self, tokens: int, context: int) -> None:
+        """The engine computes so many prompt tokens now, after so many others."""
+        if self._pace is not None:
+            self._pace.began(tokens, context)
+
+    def step_ended(self) -> None:
+        """The oldest step that began has ended."""
+        if self._pace is not None:
+            self._pace.ended()
 
     def on_request_finished(self, request: str) -> None:
         """The request asks for nothing any more; its errands may still be under way."""

@@ -50,11 +50,12 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
         index = config.parallel.data_parallel_index
         shared = config.parallel.data_parallel_size > 1
         source = self.extra_config["stack"]
+        costs = CostModel() if stack.loads is stack_config.Loads.WORTHWHILE else None
         opened = Stack.open(
             Path(source) if isinstance(source, str) else source,
             namespace,
             serving=True,
-            costs=CostModel(),
+            costs=costs,
             engine=f"{stack.name}-dp{index}" if shared else None,
         )
         assert isinstance(opened.host, CpuHandler)
@@ -64,6 +65,7 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
             ranks=config.parallel.world_size,
             chunk_tokens=self.tokens_per_block[0] * self.blocks_per_chunk,
             groups=len(config.groups),
+            costs=costs,
         )
         return VllmManager(manager, events=config.enable_kv_cache_events)
 
@@ -129,6 +131,18 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self, keys: Collection[bytes], req_context: Any, success: bool = True
     ) -> None:
         """The workers' reports have committed the store already, or aborted it."""
+
+    # -- steps
+
+    @guarded(lambda: None)
+    def step_began(self, scheduled: Any) -> None:
+        """The engine goes to work on this."""
+        self._manager.step_began(*compat.prompt_tokens(scheduled))
+
+    @guarded(lambda: None)
+    def step_ended(self) -> None:
+        """The oldest step that began has ended."""
+        self._manager.step_ended()
 
     @guarded(lambda: None)
     def report(self, number: int, report: Report) -> str | None:
