@@ -81,7 +81,7 @@ def boto3_tuned(endpoint: str) -> Client:
     def get(name: str, into: memoryview) -> None:
         body = client.get_object(Bucket="bucket", Key=name)["Body"]
         done = 0
-        while done < len(into) and (count := body.readinto(into[done:])):
+        while done < len(into) and (count := body.readinto(into[done : done + (1 << 20)])):
             done += count
         body.close()
 

@@ -117,6 +117,10 @@ class BreakerStore(Store):
         with self._guarded():
             return self._inner.delete(names, deadline=deadline)
 
+    def sweep(self, older_than_s: float) -> int:
+        with self._guarded():
+            return self._inner.sweep(older_than_s)
+
     def close(self) -> None:
         self._inner.close()
 

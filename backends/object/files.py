@@ -251,7 +251,7 @@ class FileStore(Store):
                 folder = folder.parent
 
     def sweep(self, older_than_s: float) -> int:
-        """Remove temporary files that a crash left behind; returns how many."""
+        """Temporary files are what a crash leaves behind."""
         removed = 0
         for folder, _, files in os.walk(self.root):
             for name in files:

@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 _WRITE_S = 0.5
 _OPEN_S = 2.0
 """How long opening may wait for a listing; what manifests say is known before."""
+_CRASHED_S = 3600.0
 _NEWS_ROWS = 4096
 _ENTRIES_MAX = 1 << 16
 
@@ -274,6 +275,7 @@ class Keeper:
             ),
         )
         self._next_audit = time.monotonic() + self.limits.audit_s * random.uniform(0.8, 1.2)
+        self._store.sweep(_CRASHED_S)
         self._purged_before = begun - self.limits.read_s
         self._hungry = False
         self._take_in(finding)

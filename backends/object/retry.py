@@ -109,6 +109,9 @@ class RetryingStore(Store):
     ) -> Mapping[str, StoreError]:
         return self._run(lambda end: self._inner.delete(names, deadline=end), deadline)
 
+    def sweep(self, older_than_s: float) -> int:
+        return self._inner.sweep(older_than_s)
+
     def close(self) -> None:
         self._inner.close()
 

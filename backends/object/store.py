@@ -115,6 +115,11 @@ class Store(ABC):
     ) -> Mapping[str, StoreError]:
         """Delete these objects; returns those that could not be. One that is gone is a success."""
 
+    def sweep(self, older_than_s: float) -> int:
+        """Remove what writers that died have left unfinished this long; how much it was. Stores
+        that show only whole objects and keep nothing else have nothing to do."""
+        return 0
+
     def close(self) -> None:  # noqa: B027 - not every store holds something
         """Release connections. The objects stay."""
 

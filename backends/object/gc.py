@@ -1,0 +1,105 @@
+"""Collects garbage below a url, without a server: too old, too much, left over by crashes.
+
+Any process may do it at any time beside running servers: what one of them is just reading becomes
+an ordinary miss there, and it hears of the rest by a manifest. Objects that kvtier did not name are
+never touched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+import msgspec
+
+from kvtier.backends.object import manifest
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.names import description_name, parse_block
+from kvtier.backends.object.store import Store, read_object
+from kvtier.types import BlockKey, Namespace
+
+_DESCRIPTION_BYTES_MAX = 1 << 20
+_CRASHED_S = 3600.0
+"""A temporary file that has not been touched for so long has no writer any more."""
+
+
+class Doomed(msgspec.Struct, frozen=True):
+    """An object that should go."""
+
+    name: str
+    size: int
+    modified_s: float
+    reason: str
+
+
+class Survey(msgspec.Struct):
+    """What lies below a url, and what of it should go, oldest first."""
+
+    blocks: int = 0
+    bytes: int = 0
+    doomed: list[Doomed] = []
+
+    @property
+    def doomed_bytes(self) -> int:
+        return sum(one.size for one in self.doomed)
+
+
+def survey(store: Store, capacity: int, age_max_s: float | None, now: float) -> Survey:
+    """List everything and decide; deletes nothing. Raises StoreError."""
+    found = Survey()
+    kept = []
+    for info in store.list():
+        if parse_block(info.name) is None:
+            continue
+        found.blocks += 1
+        found.bytes += info.size
+        if age_max_s is not None and now - info.modified_s > age_max_s:
+            found.doomed.append(Doomed(info.name, info.size, info.modified_s, "too old"))
+        else:
+            kept.append(info)
+    surplus = found.bytes - found.doomed_bytes - capacity
+    for info in sorted(kept, key=lambda info: info.modified_s):
+        if surplus <= 0:
+            break
+        found.doomed.append(Doomed(info.name, info.size, info.modified_s, "over the budget"))
+        surplus -= info.size
+    found.doomed.sort(key=lambda one: one.modified_s)
+    return found
+
+
+def collect(store: Store, found: Survey) -> tuple[int, int]:
+    """Write down that these objects go, and delete them; how many went, and how many temporary
+    files of crashed writers. Raises StoreError."""
+    by_namespace: dict[str, list[tuple[BlockKey, int]]] = defaultdict(list)
+    for one in found.doomed:
+        parsed = parse_block(one.name)
+        if parsed is not None:
+            by_namespace[parsed[0]].append(parsed[1:])
+    for name, objects in by_namespace.items():
+        _write_removed(store, name, objects)
+    failed = store.delete([one.name for one in found.doomed])
+    return len(found.doomed) - len(failed), store.sweep(_CRASHED_S)
+
+
+def _write_removed(store: Store, namespace: str, objects: list[tuple[BlockKey, int]]) -> None:
+    """Tell the servers of a namespace; where its description is unreadable they find out by
+    themselves."""
+    text = read_object(store, description_name(namespace), _DESCRIPTION_BYTES_MAX)
+    if text is None:
+        return
+    try:
+        described = Namespace.from_json(bytes(text))
+    except (msgspec.DecodeError, ValueError):
+        return
+    if described.id != namespace:
+        return
+    count = len(objects)
+    now_us = int(time.time() * 1e6)
+    entries = manifest.pack_entries(
+        manifest.REMOVED,
+        [key for key, _ in objects],
+        [generation for _, generation in objects],
+        [0] * count,
+        [now_us] * count,
+    )
+    Journal(store, described).append(entries)
