@@ -45,6 +45,7 @@ class CpuSubject(Subject):
 
     backend = CPU_BACKEND
     persistent = True
+    off_disk = True
     quarantine_blocks = 1
 
     def settings(self, folder: Path, blocks: int, record_bytes: int) -> CpuSettings:
@@ -63,6 +64,7 @@ class NvmeSubject(Subject):
     persistent = True
     shared = True
     revives = True
+    off_disk = True
     quarantine_blocks = 1
 
     def settings(self, folder: Path, blocks: int, record_bytes: int) -> NvmeSettings:

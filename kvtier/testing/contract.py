@@ -228,6 +228,7 @@ class CatalogueContract:
         assert rig.tier.lookup(keys) == [Presence.MISS] * 3 + [Presence.HIT] * 2
         stats = rig.tier.stats()
         assert (stats.corrupt, stats.gone, stats.io_errors) == (1, 1, 1)
+        rig.settle()
         assert rig.put(keys) == keys[:3]
         assert rig.get(keys) == keys
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvtier.core.record import ALIGN, HEADER_BYTES, record_bytes
 from kvtier.core.settings import ByteSize, Capacity, dec_hook, enc_hook
 from kvtier.core.tier import HostHandler
 from kvtier.errors import ConfigError
+from kvtier.testing.faults import Call, FaultyDisk
 from kvtier.testing.records import GROUPED, NAMESPACE, blank, fill, make_keys, prove, sealed
 from kvtier.testing.subject import Rig, Subject, failures
 from kvtier.types import BlockKey, EventKind, Outcome
@@ -102,6 +104,7 @@ class MediumContract:
         assert rig.get(keys) == keys[:1]
         assert rig.resident(keys) == keys[:1]
         assert rig.tier.stats().corrupt == 3
+        rig.settle()
         assert rig.put(keys) == keys[1:]
         assert rig.get(keys) == keys
 
@@ -196,6 +199,47 @@ class MediumContract:
             before = stats
             follow(rig, visible)
             assert visible == set(rig.resident(universe))
+
+    def test_the_catalogue_answers_from_memory(self, tmp_path: Path) -> None:
+        """A scheduler's thread calls it: the disk is touched by other threads or not at all."""
+        if not self.subject.off_disk:
+            return
+        disk = FaultyDisk()
+        rig = Rig(self.subject, tmp_path, blocks=BLOCKS, disk=disk)
+        scheduler, busy = threading.get_ident(), False
+
+        def plan(call: Call) -> None:
+            assert not (busy and threading.get_ident() == scheduler), f"{call.name} in the tier"
+
+        disk.plan = plan
+        for start in range(0, 5 * BLOCKS, BLOCKS):
+            keys = make_keys(BLOCKS, start=start)
+            busy = True
+            rig.tier.lookup(keys)
+            reservation = rig.tier.prepare_store(keys)
+            busy = False
+            failed = rig.write(reservation)
+            busy = True
+            rig.tier.complete_store(reservation.keys, failed)
+            rig.tier.touch(keys)
+            hits = rig.resident(keys)
+            rig.tier.prepare_load(hits)
+            rig.tier.complete_load(hits, failures(hits[:1], Outcome.IO_ERROR))
+            rig.tier.forget(hits[1:2])
+            rig.tier.victims(3)
+            rig.tier.take_events()
+            rig.tier.stats()
+            rig.tier.tick()
+            busy = False
+        busy = True
+        rig.tier.clear()
+        busy = False
+        rig.close()
+
+    def test_nobody_else_may_read_or_write(self, rig: Rig) -> None:
+        rig.put(make_keys(BLOCKS))
+        for path in rig.folder.rglob("*"):
+            assert path.stat().st_mode & 0o077 == 0, path
 
     # time: restarts and other engines
 

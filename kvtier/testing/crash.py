@@ -127,7 +127,7 @@ class Campaign:
         self.books = Books()
         self.deaths: Counter[str] = Counter()
         self.proved = 0
-        self._calls = self._steps = 1
+        self._calls = self._steps = 0
         self._seconds = 1.0
 
     def run(self, kills: int) -> None:
@@ -136,6 +136,8 @@ class Campaign:
         self._live(0, [Moment("call", -1)])
         self._seconds = time.monotonic() - begin
         self._live(1, [Moment("step", -1)])
+        if min(self._calls, self._steps) <= 1:
+            raise Broken("a whole life took no call of the disk or no step of the tier's own code")
         for number in range(2, kills + 2, self.engines):
             kinds = [KINDS[(number + engine) % len(KINDS)] for engine in range(self.engines)]
             self._live(number, [self._moment(kind) for kind in kinds])

@@ -30,6 +30,8 @@ class Subject(ABC):
     revives = False
     """A restart may also serve blocks that were evicted or not committed yet, but all of whose
     bytes are still there. (Blocks that were dropped never come back, whatever the medium.)"""
+    off_disk = False
+    """The catalogue leaves the disk to others: on its caller's thread it does not even rename."""
     overhead_bytes = 0
     """What the files may take beyond the settings' capacity: locks, descriptions."""
 

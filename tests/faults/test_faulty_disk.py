@@ -1,8 +1,9 @@
 """The faulty disk does what its model says, no more and no less."""
 
 import errno
-import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,13 +118,18 @@ def test_latency_lets_others_go_first(bench: Bench) -> None:
     assert seen == [Call("readv", 1)]
 
 
+DIE = """
+import sys
+from pathlib import Path
+from kvtier.testing.faults import Fault, FaultyDisk
+disk = FaultyDisk(lambda call: Fault.DEATH if call.name == "writev" else None, seed=3)
+disk.writev(disk.open(Path(sys.argv[1])), [memoryview(bytes([110]) * 16384)], 0)
+"""
+
+
 def test_death_is_a_kill_in_the_middle_of_a_write(bench: Bench) -> None:
-    bench.fail(Fault.DEATH)
-    child = os.fork()
-    if child == 0:
-        bench.write()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    done = subprocess.run([sys.executable, "-c", DIE, bench.path], check=False)
+    assert done.returncode == -signal.SIGKILL
     cut = bench.path.read_bytes().count(b"n")
     assert bench.path.read_bytes() == NEW[:cut] + OLD[cut:]
     assert cut < len(NEW)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -60,14 +62,15 @@ class FolderTier(Tier):
     def _attach(self) -> None:
         """Lock the folder and take in what earlier processes committed to it."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        self._lock = (self._folder / "lock").open("w")
+        self._lock = _open_private(self._folder / "lock")
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for path in self._folder.glob(f"*{PART}"):
             self._disk.unlink(path)
         if not self._is_ours():
             for path in self._folder.glob(f"*{BLOCK}"):
                 self._disk.unlink(path)
-            (self._folder / "namespace.json").write_bytes(self._namespace.to_json())
+            with _open_private(self._folder / "namespace.json") as file:
+                file.write(self._namespace.to_json())
         files = {path: path.stat() for path in self._folder.glob(f"*{BLOCK}")}
         for path in sorted(files, key=lambda path: files[path].st_mtime_ns):
             key = key_of(path)
@@ -240,3 +243,8 @@ class FolderTier(Tier):
 
 
 _COUNTERS = {Outcome.CORRUPT: "corrupt", Outcome.GONE: "gone"}
+
+
+def _open_private(path: Path) -> BinaryIO:
+    """A file that is nobody else's business, empty."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
