@@ -184,6 +184,30 @@ class TestAdaptive:
         policy.use([4, 5], keys(4, 2), 61.0, after=2)
         assert policy.evict(1) == [3]
 
+    def test_what_a_long_answer_goes_on_from_stays_as_young_as_the_answer(self) -> None:
+        policy = create_policy("adaptive", 20)
+        policy.use([0, 1], keys(0, 2), 0.0)
+        policy.use([0, 1], keys(0, 2), 100.0, ahead=1)
+        policy.use([2], keys(2, 1), 101.0, after=1)
+        policy.use([10, 11], keys(50, 2), 140.0)
+        policy.use([10, 11], keys(50, 2), 150.0)
+        for answer in range(3, 8):
+            policy.use([answer], keys(answer, 1), 100.0 + 30.0 * answer, after=answer - 1)
+        assert set(policy.evict(2)) == {10, 11}
+        assert policy.evict(8) == [7, 6, 5, 4, 3, 2, 1, 0]
+
+    def test_what_a_turn_adds_leaves_before_what_it_came_back_to(self) -> None:
+        policy = create_policy("adaptive", 1000)
+        for number in range(400):  # a document that everyone asks something else about
+            slots = [*policy.evict(2)] if len(policy) > 900 else [20 + 2 * number, 21 + 2 * number]
+            if number:
+                policy.use(range(20), keys(0, 20), 5.0 * number, ahead=2)
+                policy.use(slots, keys(1000 + 2 * number, 2), 5.0 * number + 1, after=19)
+            else:
+                policy.use([*range(20), *slots], [*keys(0, 20), *keys(1000, 2)], 0.0)
+        questions = len(policy) - 20
+        assert set(policy.evict(questions)).isdisjoint(range(20))
+
     def test_a_prefix_that_requests_share_does_not_leave_with_one_of_them(self) -> None:
         policy = create_policy("adaptive", 100)
         policy.use(range(10), keys(0, 10), 1.0)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvtier.core.eviction.forecast import Forecast
 from kvtier.core.eviction.history import SAMPLED_IN, History
 from kvtier.core.eviction.kinds import (
+    HEADS,
     KINDS,
     MARK_MAX,
     NEAR_TAIL,
@@ -25,8 +26,11 @@ from kvtier.core.eviction.kinds import (
     RESTORED,
     SHARED,
     SUPERSEDED,
+    TAILS,
     Seen,
     Story,
+    added_kind,
+    came_back,
     conclude,
     shared_kind,
 )
@@ -37,8 +41,8 @@ _REST_MAX = 3
 _REST_MAX_WATCHED = 16
 _LEARN_EVERY = 512
 """So many watched uses lie between two refreshes of the forecast."""
-_QUEUED_SHARE = 16
-"""The worst sixteenth of what is ranked is queued; then everything is ranked again."""
+_QUEUED_SHARE = 64
+"""The worst 1/64 of what is ranked is queued; when that is used up, all is ranked again."""
 _RANKED_MAX = 8192
 """At most so many runs are ranked at once, in turns: no request waits for more than that."""
 _RESTORED_RUN = 32
@@ -62,7 +66,7 @@ class Adaptive(EvictionPolicy):
         self._epoch: float | None = None
         self._now = 0.0
         self._until_learning = _LEARN_EVERY
-        self._forecast = Forecast(KINDS, POOLED)
+        self._forecast = Forecast(KINDS, POOLED, HEADS, TAILS)
         self._history = History(self._forecast)
         super().__init__(slots)
 
@@ -136,7 +140,7 @@ class Adaptive(EvictionPolicy):
         if left != NO_RUN and 0 < runs.size[left] <= NEAR_TAIL:
             runs.kind[left] = SUPERSEDED
             runs.queued[left] = 0
-        self._arrange(slots, story.kind, shared, depth, fresh, after)
+        self._arrange(slots, story.kind, shared, known + 1, depth, after)
         self._watch(slots, watched, ahead)
 
     def _tell_time(self, now: float) -> None:
@@ -207,26 +211,57 @@ class Adaptive(EvictionPolicy):
                 behind += 1
 
     def _arrange(
-        self, slots: Sequence[int], kind: int, shared: int, depth: int, fresh: int, after: int
+        self, slots: Sequence[int], kind: int, shared: int, known: int, depth: int, after: int
     ) -> None:
-        """Put the blocks into runs: what is shared by how much it is, the rest together."""
-        runs, marks, now = self._runs, self._marks, self._now
-        base = depth - len(slots)
+        """Put the blocks into runs: what is shared by how much it is, what was known before, and
+        what is new. Behind the blocks of the same request they go on from theirs."""
+        runs, marks = self._runs, self._marks
+        count = len(slots)
+        base = depth - count
         first = 0
         while first < shared:
             level = shared_kind(marks[slots[first]])
             end = first + 1
             while end < shared and shared_kind(marks[slots[end]]) == level:
                 end += 1
-            runs.open(slots[first:end], now, level, base + end, 0)
+            runs.open(slots[first:end], self._now, level, base + end)
             first = end
-        if first == len(slots):
-            return
-        parent = NO_RUN if first or after == UNKNOWN else runs.run_of[after]
-        if parent != NO_RUN and runs.tail[parent] == after and runs.kind[parent] < POOLED:
-            runs.extend(parent, slots, now, kind, fresh)
+        if first:
+            after = slots[first - 1]
+        if first < known:
+            self._continue(after, slots[first:known], kind, base + known, 0)
+            after = slots[known - 1]
+        elif after != UNKNOWN:
+            self._renew(after, kind)
+        first = max(first, known)
+        if first < count:
+            self._continue(after, slots[first:], added_kind(kind), depth, count - first)
+
+    def _continue(
+        self, after: int, slots: Sequence[int], kind: int, depth: int, fresh: int
+    ) -> None:
+        """Extend the run that ends with `after` if it is of the same sort, else open one."""
+        runs = self._runs
+        run = NO_RUN if after == UNKNOWN else runs.run_of[after]
+        if (
+            run != NO_RUN
+            and runs.tail[run] == after
+            and runs.kind[run] < POOLED
+            and came_back(int(runs.kind[run])) == came_back(kind)
+        ):
+            runs.extend(run, slots, self._now, kind, fresh)
         else:
-            runs.open(slots[first:], now, kind, depth, fresh)
+            runs.open(slots, self._now, kind, depth, fresh, after)
+
+    def _renew(self, slot: int, kind: int) -> None:
+        """What this request came back to, which ends here or before what it added here, is used."""
+        runs = self._runs
+        run = runs.run_of[slot]
+        if not came_back(int(runs.kind[run])):
+            slot = runs.before[run]
+            run = NO_RUN if slot == UNKNOWN else runs.run_of[slot]
+        if run != NO_RUN and runs.tail[run] == slot and came_back(int(runs.kind[run])):
+            runs.renew(run, self._now, kind)
 
     def _watch(self, slots: Sequence[int], watched: _Watched, ahead: int) -> None:
         """Write down the watched blocks, and learn from time to time."""

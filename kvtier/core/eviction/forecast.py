@@ -30,8 +30,6 @@ _LEVEL_WEIGHT = 10.0
 """So many observations a kind needs before its own curve, and its own level, count more than those
 of all kinds together."""
 _SMOOTHINGS = 2
-_MEMORY = 1 << 17
-"""When so many uses were counted, all counts are halved: what is old counts less and less."""
 
 
 def age_step(age: float) -> int:
@@ -58,11 +56,17 @@ class Forecast:
     """Counts of what happened at each age, and the rates that follow, for `kinds` kinds of block.
 
     The first `pooled` kinds lean on each other where they have seen little, the others stand alone.
+    A kind in `heads` is never worth less than the one in `tails` that follows it in a prefix.
     """
 
-    def __init__(self, kinds: int, pooled: int) -> None:
+    def __init__(
+        self, kinds: int, pooled: int, heads: slice = slice(0), tails: slice = slice(0)
+    ) -> None:
         self._kinds = kinds
         self._pooled = pooled
+        self._heads, self._tails = heads, tails
+        self.memory = 1 << 14
+        """When so many uses were counted, all counts are halved: the old count less and less."""
         self._reused = array("d", bytes(8 * kinds * AGES))
         self._lost = array("d", bytes(8 * kinds * AGES))
         edges = _YOUNGEST_S * 2 ** (np.arange(AGES + 1) / _STEPS_PER_OCTAVE)
@@ -94,7 +98,8 @@ class Forecast:
         self.rates[: self._kinds] = self._best_rates(
             self._hazards(_smooth(reused), _smooth(at_risk))
         )
-        if reused.sum() + lost.sum() > _MEMORY:
+        self.rates[self._heads] = np.maximum(self.rates[self._heads], self.rates[self._tails])
+        if reused.sum() + lost.sum() > self.memory:
             reused *= 0.5
             lost *= 0.5
 

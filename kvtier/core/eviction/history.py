@@ -30,7 +30,7 @@ class History:
         self._reset(_CELLS_MIN)
 
     def _reset(self, cells: int) -> None:
-        self.cells = cells
+        self.cells = self._forecast.memory = cells
         self.tags = array("I", bytes(4 * cells))
         self.times = array("f", bytes(4 * cells))
         self.kinds = bytearray(cells)

@@ -19,12 +19,17 @@ _FORKED = _FRESH + _LENGTHS
 _RETURNED = _FORKED + 1
 _TURN_LEVELS = 6
 _GREW = _RETURNED + _TURN_LEVELS
-RESTORED = _GREW + 1
+_ADDED = _GREW + 1 - _RETURNED
+"""What a turn adds is of a kind of its own, so far behind that of what it came back to."""
+RESTORED = _GREW + 1 + _ADDED
 POOLED = RESTORED + 1
 _SHARE_LEVELS = 7
 KINDS = POOLED + _SHARE_LEVELS
 SUPERSEDED = KINDS
 """What a conversation left behind when its next turn wrote its last block anew: worth nothing."""
+
+HEADS = slice(_RETURNED, _GREW + 1)
+TAILS = slice(_RETURNED + _ADDED, _GREW + 1 + _ADDED)
 
 NEAR_TAIL = 2
 """A request that goes on from one of the last blocks of another continues it. (Its very last block
@@ -52,6 +57,16 @@ def turn_kind(turn: int, fresh: int, length: int) -> int:
     if fresh > _GREW_BLOCKS:
         return _GREW
     return _RETURNED + min(turn.bit_length(), _TURN_LEVELS) - 1
+
+
+def added_kind(kind: int) -> int:
+    """The kind of what this request adds, where `kind` is that of the blocks it came back to."""
+    return kind + _ADDED if came_back(kind) else kind
+
+
+def came_back(kind: int) -> bool:
+    """Whether blocks of this kind are those that a turn came back to, without what it added."""
+    return HEADS.start <= kind < HEADS.stop
 
 
 def shared_kind(mark: int) -> int:

@@ -15,7 +15,7 @@ _END = -1
 class Runs:
     """Every resident slot is in exactly one run; a run without slots is free for the next.
 
-    Twelve bytes a slot and 26 a run. Runs are numbered densely, so that all can be ranked at once.
+    Twelve bytes a slot and 30 a run. Runs are numbered densely, so that all can be ranked at once.
     """
 
     def __init__(self) -> None:
@@ -28,6 +28,8 @@ class Runs:
         """How long the prefix is, from its first block to the tail of the run."""
         self.fresh = array("i")
         """How many blocks of the run are new in its last request."""
+        self.before = array("i")
+        """The slot before the head of the run when it was opened; another may be there now."""
         self.used_at = np.zeros(0)
         self.kind = np.zeros(0, dtype=np.uint8)
         self.queued = bytearray()
@@ -36,7 +38,7 @@ class Runs:
 
     @property
     def nbytes(self) -> int:
-        return len(self.run_of) * 12 + len(self.queued) * 26 + len(self._free) * 8
+        return len(self.run_of) * 12 + len(self.queued) * 30 + len(self._free) * 8
 
     def resize(self, slots: int) -> None:
         more = slots - len(self.run_of)
@@ -50,19 +52,28 @@ class Runs:
         if missing > 0:
             have = len(self.queued)
             more = max(64, have // 4, missing)
-            for column in (self.tail, self.size, self.depth, self.fresh):
+            for column in (self.tail, self.size, self.depth, self.fresh, self.before):
                 column.frombytes(bytes(more * column.itemsize))
             self.queued.extend(bytes(more))
             self.used_at = np.concatenate([self.used_at, np.zeros(more)])
             self.kind = np.concatenate([self.kind, np.zeros(more, dtype=np.uint8)])
             self._free.extend(range(have + more - 1, have - 1, -1))
 
-    def open(self, slots: Sequence[int], now: float, kind: int, depth: int, fresh: int) -> int:
+    def open(
+        self,
+        slots: Sequence[int],
+        now: float,
+        kind: int,
+        depth: int,
+        fresh: int = 0,
+        before: int = _END,
+    ) -> int:
         """A new run of slots that are in none, the head of the prefix first."""
         self._reserve(1)
         run = self._free.pop()
         self.size[run] = 0
         self.fresh[run] = 0
+        self.before[run] = before
         self.depth[run] = depth - len(slots)
         self.tail[run] = _END
         self.extend(run, slots, now, kind, fresh)
@@ -84,6 +95,10 @@ class Runs:
         self.depth[run] += len(slots)
         self.fresh[run] += fresh
         self.resident += len(slots)
+        self.renew(run, now, kind)
+
+    def renew(self, run: int, now: float, kind: int) -> None:
+        """The blocks of a run are used now, and are of this kind."""
         self.queued[run] = 0
         self.used_at[run] = now
         self.kind[run] = kind
@@ -140,6 +155,7 @@ class Runs:
             (self.size, lengths),
             (self.depth, lengths),
             (self.fresh, lengths),
+            (self.before, np.full(len(numbers), _END)),
         ):
             np.frombuffer(column, dtype=np.int32)[numbers] = value
         self.used_at[numbers] = used_at[begins]
