@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -111,9 +112,11 @@ def test_three_writers_a_collector_and_a_death(tmp_path: Path, seed: int) -> Non
     resident = rig.resident(make_keys(200))
     assert rig.get(resident) == resident
     assert resident
-    rig.tier.flush()
-    rig.settle()
-    assert block_bytes(tmp_path) <= BLOCKS * RECORD
+    end = time.monotonic() + 60
+    while block_bytes(tmp_path) > BLOCKS * RECORD:
+        # what the dead were about to delete may still be read by others for a moment
+        assert time.monotonic() < end, "the budget is never reached"
+        rig.settle()
     entries = Journal(FileStore(tmp_path / "store"), NAMESPACE).everything()
     stated = set(keys_of(entries[entries["kind"] == ADDED]))
     survivors_said = {
