@@ -32,7 +32,7 @@ class MemoryTier(Tier):
 
     def __init__(self, store: MemoryStore) -> None:
         self.store = store
-        self._free = list(range(store.slots))
+        self._free = list(reversed(range(store.slots)))
         self._reserved: dict[BlockKey, int] = {}
         self._resident: OrderedDict[BlockKey, int] = OrderedDict()  # coldest first
         self._doomed: dict[BlockKey, int] = {}
