@@ -6,9 +6,12 @@ wrong, 130 interrupted, 141 the reader of the output went away.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,6 +86,65 @@ def note(text: str) -> None:
         print(f"kvtier: {text} ...", file=sys.stderr)
 
 
+class Progress:
+    """How far something has come: shown on a terminal only, a few times a second."""
+
+    def __init__(self, what: str, total: int, unit: str) -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._shown = sys.stderr.isatty()
+        self._start = self._next = time.monotonic()
+        self.done = self.bytes = 0
+
+    def advance(self, count: int, size: int = 0) -> None:
+        """So much more is done."""
+        self.done += count
+        self.bytes += size
+        now = time.monotonic()
+        if self._shown and now >= self._next:
+            self._next = now + 0.2
+            print(f"\r\033[K{self.line(now - self._start)}", end="", file=sys.stderr, flush=True)
+
+    def line(self, seconds: float) -> str:
+        """How much of what is done, how fast, and the time left."""
+        from kvtier.observe import human
+
+        text = f"{self._what} {self.done}"
+        if self._total:
+            text += f" of {self._total} {self._unit} {human.share(self.done, self._total)}"
+        if self.bytes and seconds > 0:
+            text += f", {human.rate(self.bytes / seconds)}"
+        if 0 < self.done < self._total:
+            left = seconds * (self._total - self.done) / self.done
+            text += f", {human.duration(left)} left"
+        return text
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(what: str, total: int, unit: str) -> Iterator[Progress]:
+    """A line that says how far something has come, gone at the end."""
+    bar = Progress(what, total, unit)
+    try:
+        yield bar
+    finally:
+        bar.clear()
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Ask before what cannot be undone; raises typer.Exit or a wrong call without an answer."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise typer.BadParameter("nobody can be asked here: say --yes", param_hint="--yes")
+    if not typer.confirm(question, err=True):
+        say("nothing was changed")
+        raise typer.Exit(EXIT_FAILURE)
+
+
 def parse_size(text: str | int) -> int:
     """The value of an option that is a size, like 64MiB."""
     from kvtier.core.values import ByteSize
@@ -94,6 +156,16 @@ def parse_size(text: str | int) -> int:
     if size < 1:
         raise typer.BadParameter("a size of nothing; write at least 1")
     return size
+
+
+def parse_duration(text: str | float) -> float:
+    """The value of an option that is a length of time, like 30d, in seconds."""
+    from kvtier.core.values import Duration
+
+    try:
+        return Duration.parse(text).seconds
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def tier_of(text: str | None, config: StackConfig) -> int | None:
@@ -165,6 +237,15 @@ def print_values(values: Mapping[str, object]) -> None:
         say(f"{name:<{width}}  {value}")
 
 
+_REMEDIES = {
+    errno.EACCES: "run this as its owner, or change its rights",
+    errno.EPERM: "run this as its owner",
+    errno.ENOENT: "name one that exists",
+    errno.ENOSPC: "free some room there",
+    errno.EROFS: "name a place that can be written to",
+}
+
+
 def explain(error: KVTierError | OSError) -> int:
     """Say what went wrong in one sentence a mistake, and answer the exit code."""
     if isinstance(error, ConfigErrors):
@@ -172,7 +253,8 @@ def explain(error: KVTierError | OSError) -> int:
             warn(str(each))
     elif isinstance(error, OSError):
         name = f"{error.filename}: " if error.filename else ""
-        warn(f"{name}{error.strerror or error}")
+        remedy = _REMEDIES.get(error.errno or 0, "")
+        warn(f"{name}{error.strerror or error}" + (f"; {remedy}" if remedy else ""))
     else:
         warn(str(error))
     return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE

@@ -98,6 +98,8 @@ class Place(msgspec.Struct, kw_only=True):
     namespaces: dict[str, Namespace] = {}
     strangers: list[str] = []
     """Names of what lies there and is not kvtier's."""
+    broken: list[Path] = []
+    """Tables of this version that are not as they must be."""
     troubles: list[str] = []
     """What could not be read, and what to do."""
 

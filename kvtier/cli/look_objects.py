@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvtier.backends.object import open_for
@@ -133,3 +133,27 @@ def _raw(stored: memoryview, block: Block, namespace: Namespace | None) -> memor
     header.stored_bytes = header.payload_bytes
     header.write(record)
     return record
+
+
+def delete_objects(settings: Any, names: Sequence[str]) -> int:
+    """Delete objects; how many. Raises MediumError if the store cannot be reached."""
+    try:
+        store = open_for(settings)
+        try:
+            return len(names) - len(store.delete(names))
+        finally:
+            store.close()
+    except StoreError as error:
+        raise MediumError(str(error)) from error
+
+
+def objects_of(settings: Any, namespace: str) -> list[str]:
+    """The names of all objects of a namespace: blocks, manifests and its description."""
+    try:
+        store = open_for(settings)
+        try:
+            return [info.name for info in store.list(f"{namespace}/")]
+        finally:
+            store.close()
+    except StoreError as error:
+        raise MediumError(str(error)) from error

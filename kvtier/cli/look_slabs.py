@@ -48,7 +48,7 @@ def look_at_regions(tier: int, config: StackConfig) -> Place:
         try:
             header = _region_header(path)
         except (FormatError, OSError) as error:
-            place.troubles.append(_trouble(path, error))
+            _note(place, path, error)
             continue
         place.slabs.append(Slab(table=path, data=path, header=header, in_use=used, engine=engine))
     place.capacity = capacity * max(1, len(place.slabs))
@@ -91,7 +91,7 @@ def look_at_folder(tier: int, config: StackConfig) -> Place:
     place.used = used_bytes(root)
     for name in names:
         home = root / name
-        if NAMESPACE_ID.fullmatch(name) and home.is_dir():
+        if NAMESPACE_ID.fullmatch(name) and home.is_dir() and not home.is_symlink():
             _look_at_home(place, home, locked)
         elif name != "lock" and not name.startswith(BENCH_MARK):
             place.strangers.append(name)
@@ -122,7 +122,7 @@ def _look_at_home(place: Place, home: Path, locked: set[int]) -> None:
         except FileNotFoundError:
             continue  # removed since it was listed
         except (FormatError, OSError) as error:
-            place.troubles.append(_trouble(path, error))
+            _note(place, path, error)
 
 
 def _slab(path: Path, locked: set[int]) -> Slab:
@@ -138,6 +138,12 @@ def _slab(path: Path, locked: set[int]) -> Slab:
     (owner,) = OWNER.unpack_from(page, OWNER_AT)
     in_use = is_locked(path.parent / "owners" / f"{owner:08x}", locked)
     return Slab(table=path, data=data, header=header, in_use=in_use, engine=f"{owner:08x}")
+
+
+def _note(place: Place, path: Path, error: FormatError | OSError) -> None:
+    place.troubles.append(_trouble(path, error))
+    if isinstance(error, FormatError) and not isinstance(error, NewerFormat):
+        place.broken.append(path)
 
 
 def _trouble(path: Path, error: FormatError | OSError) -> str:

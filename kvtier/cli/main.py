@@ -22,6 +22,9 @@ COMMANDS = {
     "ls": "List what a stack holds.",
     "du": "Show how full each tier is.",
     "show": "Show one namespace or one block.",
+    "verify": "Check every record of a stack.",
+    "gc": "Remove what nobody will ask for again.",
+    "clear": "Remove blocks.",
     "bench": "Measure the tiers of a stack.",
 }
 

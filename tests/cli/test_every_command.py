@@ -18,6 +18,9 @@ LOOKS = [
     ["ls", NAMESPACE.id],
     ["du"],
     ["show", NAMESPACE.id],
+    ["verify"],
+    ["verify", "--sample=50%"],
+    ["gc", "--dry-run"],
 ]
 ALL = [*LOOKS, QUICK_BENCH]
 

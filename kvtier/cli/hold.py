@@ -1,0 +1,72 @@
+"""Holding what nobody uses, so that it can be mended or removed: the locks of docs/FORMAT.md."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtier.errors import MediumError, MediumInUse
+
+_LOCK_WAIT_S = 10.0
+
+
+def is_held(path: Path) -> bool:
+    """Whether a live process holds a lock on this file."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+@contextlib.contextmanager
+def folder_locked(root: Path) -> Iterator[None]:
+    """Hold the lock under which an NVMe folder's slabs change hands."""
+    fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        end = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise MediumError(
+                        f"{root} is locked by another process: try again, or find what hangs"
+                    ) from None
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+def has_live_owner(home: Path) -> bool:
+    """Whether a process acts for any owner of this namespace's folder."""
+    owners = home / "owners"
+    return owners.is_dir() and any(is_held(path) for path in owners.iterdir())
+
+
+@contextlib.contextmanager
+def region_held(path: Path) -> Iterator[None]:
+    """Be the owner of a CPU region that nobody maps; raises MediumInUse if somebody does."""
+    owner = path.with_suffix(".owner")
+    with contextlib.ExitStack() as held:
+        for file in (owner, path):
+            create = os.O_CREAT if file == owner else 0
+            fd = os.open(file, os.O_RDWR | create | os.O_CLOEXEC, 0o600)
+            held.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise MediumInUse(f"{path} is in use: stop its engine first") from None
+        yield

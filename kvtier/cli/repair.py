@@ -1,0 +1,78 @@
+"""Taking bad blocks and broken slabs out of use, where no live process owns them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtier.backends.nvme.folder import DATA_SUFFIX
+from kvtier.cli.blocks import Block
+from kvtier.cli.hold import folder_locked, has_live_owner, is_held, region_held
+from kvtier.cli.holdings import Place, Slab
+from kvtier.config import StackConfig
+from kvtier.core.slab.layout import BAD, ENTRY_BYTES, VALID, entry_at
+from kvtier.errors import MediumInUse
+
+
+def quarantine(slab: Slab, blocks: Sequence[Block]) -> int:
+    """Mark these slots so that no engine takes them over; raises MediumInUse if one has them."""
+    if slab.table == slab.data:
+        with region_held(slab.table):
+            return _mark(slab.table, blocks)
+    home = slab.table.parent
+    with folder_locked(home.parent):
+        if is_held(home / "owners" / slab.engine):
+            raise MediumInUse(f"{slab.table} is in use: stop its engine first")
+        return _mark(slab.table, blocks)
+
+
+def _mark(table: Path, blocks: Sequence[Block]) -> int:
+    marked = 0
+    fd = os.open(table, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        for block in blocks:
+            at = entry_at(block.slot)
+            entry = os.pread(fd, ENTRY_BYTES, at)
+            same_key = entry[24 : 24 + len(block.key)] == block.key
+            if entry[:1] == bytes([VALID]) and same_key:
+                marked += os.pwrite(fd, bytes([BAD]), at)
+    finally:
+        os.close(fd)
+    return marked
+
+
+def drop_objects(config: StackConfig, tier: int, blocks: Sequence[Block]) -> int:
+    """Delete bad objects: a reader that meets the gap counts a miss."""
+    from kvtier.cli.look_objects import delete_objects
+
+    return delete_objects(config.tiers[tier], [block.name for block in blocks])
+
+
+def remove_broken(place: Place) -> list[str]:
+    """Remove slabs whose table or data cannot be what kvtier writes; what was left, and why."""
+    left = []
+    for path in place.broken:
+        try:
+            if place.kind == "cpu":
+                _remove_region(path)
+            else:
+                _remove_slab(path)
+        except MediumInUse as error:
+            left.append(str(error))
+    return left
+
+
+def _remove_region(path: Path) -> None:
+    with region_held(path):
+        path.unlink(missing_ok=True)
+        path.with_suffix(".owner").unlink(missing_ok=True)
+
+
+def _remove_slab(table: Path) -> None:
+    home = table.parent
+    with folder_locked(home.parent):
+        if has_live_owner(home):
+            raise MediumInUse(f"{table} is broken, and {home} is in use: stop its engines first")
+        table.unlink(missing_ok=True)
+        table.with_suffix(DATA_SUFFIX).unlink(missing_ok=True)

@@ -1,0 +1,255 @@
+"""What a stack's media hold that nobody will ask for again: found first, then removed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvtier.backends.cpu.region import SUFFIX, in_use, leftovers, remove
+from kvtier.backends.nvme.folder import DATA_SUFFIX, TABLE_SUFFIX
+from kvtier.cli.hold import folder_locked, has_live_owner, is_held
+from kvtier.cli.holdings import Place, Slab
+from kvtier.cli.look_slabs import NAMESPACE_ID
+from kvtier.cli.measure import BENCH_MARK
+from kvtier.config import StackConfig
+
+_MAKING = ".making"
+_BENCH_S = 600.0
+"""Measuring claims its folder within this time; younger ones may be about to."""
+
+
+class Rubbish(msgspec.Struct):
+    """Something to be removed. `remove` looks once more whether it still is, and says so."""
+
+    what: str
+    where: str
+    bytes: int
+    remove: Callable[[], bool]
+
+
+def find(config: StackConfig, places: list[Place], idle_s: float | None) -> Iterator[Rubbish]:
+    """All rubbish of these places, of what is idle for `idle_s` seconds too."""
+    for place in places:
+        if place.kind == "cpu":
+            yield from _of_regions(config.tiers[place.tier])
+        elif place.kind == "nvme" and Path(place.where).is_dir():
+            yield from _of_folder(place, idle_s)
+        elif place.kind == "object":
+            yield from _of_store(config, place, idle_s)
+
+
+# -- CPU regions -----------------------------------------------------------------------------
+
+
+def _of_regions(settings: Any) -> Iterator[Rubbish]:
+    folder, keep_s = Path(settings.path), settings.keep_for.seconds
+    for path in leftovers(folder, keep_s, time.time()):
+
+        def remove_region(path: Path = path) -> bool:
+            if path not in leftovers(folder, keep_s, time.time()):
+                return False
+            remove(path)
+            return True
+
+        size = path.stat().st_size
+        yield Rubbish("region that nobody will come back to", str(path), size, remove_region)
+    for path in sorted(folder.glob(f"kvtier-{os.getuid()}-*{_MAKING}")):
+        yield from _unless_used(path, "region that was never finished")
+    for path in sorted(folder.glob(f"kvtier-{os.getuid()}-*.owner")):
+        if not path.with_suffix(SUFFIX).exists():
+            yield from _unless_used(path, "lock without its region")
+
+
+def _unless_used(path: Path, what: str) -> Iterator[Rubbish]:
+    region = path.with_suffix(SUFFIX)
+
+    def remove_file() -> bool:
+        if in_use(region):
+            return False
+        path.unlink(missing_ok=True)
+        return True
+
+    if not in_use(region):
+        with contextlib.suppress(FileNotFoundError):
+            yield Rubbish(what, str(path), path.stat().st_size, remove_file)
+
+
+# -- NVMe folders ----------------------------------------------------------------------------
+
+
+def _of_folder(place: Place, idle_s: float | None) -> Iterator[Rubbish]:
+    root = Path(place.where)
+    for folder in {root, root.parent}:
+        for path in sorted(folder.glob(f"{BENCH_MARK}*")):
+            if not _bench_lives(path):
+                yield Rubbish(
+                    "folder of a measurement that was killed",
+                    str(path),
+                    _size_of(path),
+                    partial(_remove_bench, path),
+                )
+    homes = [path for path in sorted(root.iterdir()) if _is_home(path)]
+    for home in homes:
+        yield from _left_by_the_dead(root, home)
+    idle = [home for home in homes if _idle_for(home, idle_s)]
+    for home in idle:
+        yield Rubbish(
+            "namespace that nobody used for so long",
+            str(home),
+            _size_of(home),
+            partial(remove_home, root, home),
+        )
+    yield from _over_budget(place, root, {home.name for home in idle})
+
+
+def _is_home(path: Path) -> bool:
+    """Whether this is a namespace's folder in which we may remove something."""
+    named = NAMESPACE_ID.fullmatch(path.name) is not None
+    real = path.is_dir() and not path.is_symlink()
+    return named and real and os.access(path, os.R_OK | os.W_OK | os.X_OK)
+
+
+def _left_by_the_dead(root: Path, home: Path) -> Iterator[Rubbish]:
+    for path in sorted((home / "owners").glob("*")):
+        if not is_held(path):
+            yield _file(root, path, "mark of a dead owner", partial(_is_free, path))
+    for path in sorted(home.glob(f"*{_MAKING}")):
+        yield from _unfinished(root, path)
+    for path in sorted(home.glob(f"*{DATA_SUFFIX}")):
+        table = path.with_suffix(TABLE_SUFFIX)
+        if not table.exists():
+            yield _file(root, path, "slab without a table", partial(_is_missing, table))
+
+
+def _is_free(path: Path) -> bool:
+    return not is_held(path)
+
+
+def _is_missing(path: Path) -> bool:
+    return not path.exists()
+
+
+def _unfinished(root: Path, path: Path) -> Iterator[Rubbish]:
+    maker = path.parent / "owners" / path.name.split(".")[1]
+
+    def dead() -> bool:
+        return not is_held(maker)
+
+    if dead():
+        yield _file(root, path, "file that a dead process was making", dead)
+
+
+def _file(root: Path, path: Path, what: str, still: Callable[[], bool]) -> Rubbish:
+    """A file that goes, under the folder's lock, if it is still rubbish then."""
+
+    def remove_file() -> bool:
+        with folder_locked(root):
+            if not still():
+                return False
+            path.unlink(missing_ok=True)
+            return True
+
+    with contextlib.suppress(FileNotFoundError):
+        return Rubbish(what, str(path), path.stat().st_size, remove_file)
+    return Rubbish(what, str(path), 0, remove_file)
+
+
+def _idle_for(home: Path, idle_s: float | None) -> bool:
+    if idle_s is None or has_live_owner(home):
+        return False
+    times = [path.stat().st_mtime for path in home.glob(f"*{TABLE_SUFFIX}")]
+    return time.time() - max(times, default=home.stat().st_mtime) > idle_s
+
+
+def remove_home(root: Path, home: Path) -> bool:
+    """Remove a namespace's folder and what kvtier made in it; False if somebody uses it."""
+    with folder_locked(root):
+        if has_live_owner(home):
+            return False
+        for path in sorted(home.iterdir(), key=lambda path: path.suffix != TABLE_SUFFIX):
+            if path.suffix in (TABLE_SUFFIX, DATA_SUFFIX, _MAKING) or path.name in (
+                "namespace.json",
+            ):
+                path.unlink(missing_ok=True)
+        shutil.rmtree(home / "owners", ignore_errors=True)
+        with contextlib.suppress(OSError):  # what else lies there is not ours
+            home.rmdir()
+    return True
+
+
+def _over_budget(place: Place, root: Path, going: set[str]) -> Iterator[Rubbish]:
+    """The slabs of nobody that were written longest ago, until the rest is within the budget."""
+    if place.capacity is None:
+        return
+    over = place.used - place.capacity
+    over -= sum(_size_of(root / name) for name in going)
+    slabs = [slab for slab in place.slabs if not slab.in_use and slab.namespace not in going]
+    for slab in sorted(slabs, key=lambda slab: slab.table.stat().st_mtime):
+        if over <= 0:
+            return
+        over -= slab.bytes
+        yield Rubbish(
+            "slab beyond the capacity, written longest ago",
+            str(slab.data),
+            slab.bytes,
+            partial(_remove_slab, root, slab),
+        )
+
+
+def _remove_slab(root: Path, slab: Slab) -> bool:
+    with folder_locked(root):
+        if is_held(slab.table.parent / "owners" / slab.engine):
+            return False
+        slab.table.unlink(missing_ok=True)
+        slab.data.unlink(missing_ok=True)
+        return True
+
+
+def _bench_lives(path: Path) -> bool:
+    young = time.time() - path.stat().st_mtime < _BENCH_S
+    return young or any(is_held(owner) for owner in path.glob("*/owners/*"))
+
+
+def _remove_bench(path: Path) -> bool:
+    if _bench_lives(path):
+        return False
+    shutil.rmtree(path, ignore_errors=True)
+    return not path.exists()
+
+
+def _size_of(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.lstat().st_size if path.is_file() else 0
+    return total
+
+
+# -- object stores ---------------------------------------------------------------------------
+
+
+def _of_store(config: StackConfig, place: Place, idle_s: float | None) -> Iterator[Rubbish]:
+    """Idle namespaces; the budget and what was lost a running tier's audit looks after."""
+    from kvtier.cli.look_objects import delete_objects, objects_of
+
+    settings = config.tiers[place.tier]
+    for part in place.parts:
+        if idle_s is None or part.newest is None or time.time() - part.newest <= idle_s:
+            continue
+
+        def remove_objects(name: str = part.namespace) -> bool:
+            names = objects_of(settings, name)
+            return delete_objects(settings, names) == len(names)
+
+        where = f"{place.where.rstrip('/')}/{part.namespace}"
+        yield Rubbish(
+            "namespace to which nothing was added for so long", where, part.bytes, remove_objects
+        )

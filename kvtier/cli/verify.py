@@ -1,0 +1,185 @@
+"""`kvtier verify`: read blocks back and check every record, and take bad ones out of use."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from typing import Annotated
+
+import msgspec
+import typer
+
+from kvtier.cli import console
+from kvtier.cli.blocks import Block, Proof, Prover, blocks_of
+from kvtier.cli.holdings import Place, known_namespaces, look
+from kvtier.cli.ls import find_namespace
+from kvtier.cli.repair import drop_objects, quarantine, remove_broken
+from kvtier.cli.work import bounded_map
+from kvtier.config import StackConfig, load
+from kvtier.errors import KVTierError, MediumInUse
+from kvtier.observe import human
+
+app = console.new_app("Check every record of a stack.")
+
+_THREADS = 4
+_SHOWN = 50
+
+
+class Found(msgspec.Struct):
+    """What a verification has come to."""
+
+    counts: dict[str, int]
+    bytes: int = 0
+    bad: list[tuple[Block, str]] = []
+    unread: list[tuple[Block, str]] = []
+
+
+@app.command(
+    epilog="Examples: kvtier verify -c stack.yaml; kvtier verify -c stack.yaml --sample 5%; "
+    "kvtier verify -c stack.yaml --tier nvme --repair"
+)
+def verify(
+    config: console.ConfigOption,
+    namespace: Annotated[
+        str | None, typer.Option(metavar="NAMESPACE", help="Only this one; its first digits.")
+    ] = None,
+    tier: console.TierOption = None,
+    sample: Annotated[
+        str | None, typer.Option(metavar="N|P%", help="Only so many blocks, drawn at random.")
+    ] = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Take out of use what is bad.")] = False,
+    json: console.JsonOption = False,
+) -> None:
+    """Read blocks and check header, key, namespace and checksums of each.
+
+    Without --repair nothing is written, and a running engine does not notice. With it, bad blocks
+    are quarantined, broken slabs and bad objects removed, where no running engine owns them. What a
+    newer kvtier wrote is left alone. Exit code 1 if anything is bad, or could not be read.
+    """
+    stack = load(config)
+    places = look(stack, console.tier_of(tier, stack))
+    chosen = "" if namespace is None else find_namespace(places, namespace)
+    total = sum(
+        part.blocks for place in places for part in place.parts if part.namespace.startswith(chosen)
+    )
+    wanted = total if sample is None else _sample_size(sample, total)
+    blocks = (block for place in places for block in blocks_of(stack, place, chosen))
+    sound = (block for block in blocks if not block.quarantined)
+    found = _prove(stack, places, _draw(sound, total, wanted), wanted)
+    found.counts["quarantined"] = sum(part.quarantined for place in places for part in place.parts)
+    left: list[str] = []
+    repaired = 0
+    if repair:
+        repaired, left = _repair(stack, places, found)
+    _report(found, places, repaired if repair else None, left, json)
+
+
+def _sample_size(text: str, total: int) -> int:
+    try:
+        if text.endswith("%"):
+            share = float(text[:-1])
+            if 0 < share <= 100:
+                return max(1, round(total * share / 100))
+        elif int(text) > 0:
+            return min(total, int(text))
+    except ValueError:
+        pass
+    raise typer.BadParameter(f"{text!r}: write a number of blocks, or 1% to 100%")
+
+
+def _draw(blocks: Iterable[Block], total: int, wanted: int) -> Iterator[Block]:
+    """So many of all blocks, each as likely as any other; all that is new while it runs too."""
+    chance = random.Random()
+    for block in blocks:
+        if wanted >= total or chance.random() * total < wanted:
+            wanted -= 1
+            yield block
+        total -= 1
+        if wanted <= 0 and total > 0:
+            return
+
+
+def _prove(
+    config: StackConfig, places: list[Place], blocks: Iterable[Block], expected: int
+) -> Found:
+    found = Found({proof.value: 0 for proof in Proof})
+    prover = Prover(config, known_namespaces(places))
+    try:
+        with console.progress("checking", expected, "blocks") as bar:
+            for block, (proof, why) in bounded_map(prover.prove, blocks, _THREADS):
+                found.counts[proof.value] += 1
+                found.bytes += block.bytes
+                if proof is Proof.BAD:
+                    found.bad.append((block, why))
+                elif proof is Proof.UNREAD:
+                    found.unread.append((block, why))
+                bar.advance(1, block.bytes)
+    finally:
+        prover.close()
+    return found
+
+
+def _repair(config: StackConfig, places: list[Place], found: Found) -> tuple[int, list[str]]:
+    """Take out of use what is bad; how many blocks, and what was left and why."""
+    repaired, left = 0, []
+    by_home: dict[str, list[Block]] = {}
+    for block, _ in found.bad:
+        home = f"{block.tier}" if block.slab is None else str(block.slab.table)
+        by_home.setdefault(home, []).append(block)
+    for blocks in by_home.values():
+        slab = blocks[0].slab
+        try:
+            if slab is None:
+                repaired += drop_objects(config, blocks[0].tier, blocks)
+            else:
+                repaired += quarantine(slab, blocks)
+        except MediumInUse as error:
+            left.append(f"{len(blocks)} bad blocks stay: {error}")
+        except KVTierError as error:
+            left.append(str(error))
+    for place in places:
+        left += remove_broken(place)
+        if not left:
+            place.troubles = [text for text in place.troubles if "--repair" not in text]
+    return repaired, left
+
+
+def _report(
+    found: Found, places: list[Place], repaired: int | None, left: list[str], json: bool
+) -> None:
+    troubles = [trouble for place in places for trouble in place.troubles] + left
+    for block, why in found.unread[:_SHOWN]:
+        troubles.append(f"{block.where}: cannot be read: {why}")
+    if json:
+        bad = [
+            {"tier": b.tier, "key": b.key.hex(), "namespace": b.namespace, "where": b.where}
+            | {"why": why}
+            for b, why in found.bad
+        ]
+        console.print_json(
+            {
+                "ok": not (found.bad or troubles),
+                "counts": found.counts,
+                "bytes": found.bytes,
+                "bad": bad,
+                "repaired": repaired,
+                "troubles": troubles,
+            }
+        )
+    else:
+        if found.bad:
+            rows = [
+                [f"{b.tier} {b.kind}", b.key.hex()[:24], b.where, why]
+                for b, why in found.bad[:_SHOWN]
+            ]
+            console.print_table(["tier", "key", "where", "why"], rows)
+        counts = ", ".join(f"{count} {name}" for name, count in found.counts.items() if count)
+        console.say(f"{human.size(found.bytes)} read: {counts or 'no blocks'}")
+        if repaired is not None:
+            console.say(f"{repaired} bad blocks taken out of use")
+        elif found.bad:
+            console.say("to take them out of use: stop their engines, then kvtier verify --repair")
+    for trouble in troubles:
+        console.warn(trouble)
+    if troubles or found.counts["unread"] or (len(found.bad) > (repaired or 0)):
+        raise typer.Exit(console.EXIT_FAILURE)

@@ -1,0 +1,254 @@
+"""`kvtier verify`, `gc` and `clear`: what they find, change, and never touch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_world import KVTIER, Hold, command
+
+from kvtier import Stack
+from kvtier.cli.measure import BENCH_MARK
+from kvtier.config import load
+from kvtier.core.record import HEADER_BYTES, record_bytes
+from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.types import Namespace
+
+SLOT = record_bytes(NAMESPACE.payload_bytes)
+OTHER = Namespace(facts={"model": "another"}, group_bytes=(4096,))
+
+
+def run(*args: object, code: int = 0) -> Any:
+    done = command(*args, "--json")
+    assert done.code == code, done.err
+    return json.loads(done.out)
+
+
+def flip(file: Path, at: int) -> None:
+    with file.open("r+b") as data:
+        data.seek(at)
+        byte = data.read(1)
+        data.seek(at)
+        data.write(bytes([byte[0] ^ 1]))
+
+
+def one(folder: Path, pattern: str) -> Path:
+    (found,) = folder.rglob(pattern)
+    return found
+
+
+def served(stack_file: Path, count: int = 8) -> int:
+    """How many of the blocks that were stored a new engine serves, none of them wrong."""
+    wanted = {key: payload(key) for key in make_keys(count)}
+    with Stack.open(stack_file, NAMESPACE) as stack:
+        found = stack.load(list(wanted))
+    assert all(wanted[key] == data for key, data in found.items())
+    return len(found)
+
+
+class TestVerify:
+    def test_all_is_well(self, filled: Path) -> None:
+        report = run("verify", "-c", filled)
+        assert report["ok"]
+        assert report["counts"]["good"] == 16
+        assert report["bytes"] == 16 * SLOT
+
+    @pytest.mark.parametrize("at", [0, 20, 50, 88, 128, HEADER_BYTES, HEADER_BYTES + 8191])
+    def test_any_flipped_bit_is_found(self, filled: Path, tmp_path: Path, at: int) -> None:
+        flip(one(tmp_path, "*.slab"), at)
+        report = run("verify", "-c", filled, "--tier", "nvme", code=1)
+        assert report["counts"]["good"] == 7
+        assert len(report["bad"]) == 1
+        assert report["bad"][0]["key"] in {key.hex() for key in make_keys(8)}
+        assert report["bad"][0]["why"]
+
+    def test_a_record_of_a_newer_version_is_left_alone(self, filled: Path, tmp_path: Path) -> None:
+        slab = one(tmp_path, "*.slab")
+        with slab.open("r+b") as data:
+            data.seek(8)
+            data.write(b"\2")
+        before = slab.read_bytes(), one(tmp_path, "*.table").read_bytes()
+        report = run("verify", "-c", filled, "--tier", "nvme", "--repair")
+        assert report["counts"]["newer"] == 1
+        assert (slab.read_bytes(), one(tmp_path, "*.table").read_bytes()) == before
+
+    def test_a_sample_reads_so_many(self, filled: Path) -> None:
+        assert run("verify", "-c", filled, "--sample", "3")["counts"]["good"] == 3
+        assert run("verify", "-c", filled, "--sample", "25%")["counts"]["good"] == 4
+        assert "write a number" in command("verify", "-c", filled, "--sample", "0%").err
+
+    @pytest.mark.parametrize("pattern", ["*.slab", "*.region"])
+    def test_repair_takes_it_out_of_use(self, filled: Path, tmp_path: Path, pattern: str) -> None:
+        slab = one(tmp_path, pattern)
+        flip(slab, slab.read_bytes().index(b"KVTBLK") + HEADER_BYTES)
+        assert len(run("verify", "-c", filled, code=1)["bad"]) == 1
+        assert run("verify", "-c", filled, "--repair")["repaired"] == 1
+        report = run("verify", "-c", filled)
+        assert report["counts"] == report["counts"] | {"bad": 0, "quarantined": 1, "good": 15}
+        assert served(filled) == 8, "the other tier has it still"
+
+    def test_repair_waits_for_the_owner(self, stack_file: Path, tmp_path: Path, hold: Hold) -> None:
+        engine = hold(stack_file)
+        flip(one(tmp_path, "*.slab"), HEADER_BYTES)
+        table = one(tmp_path, "*.table").read_bytes()
+        done = command("verify", "-c", stack_file, "--repair")
+        assert done.code == 1
+        assert "stop its engine first" in done.err
+        assert one(tmp_path, "*.table").read_bytes() == table
+        engine.communicate("go\n")
+        assert run("verify", "-c", stack_file, "--repair")["repaired"] == 1
+
+    @pytest.mark.parametrize("size", [0, 100, 5000])
+    def test_a_table_cut_short_is_removed(self, filled: Path, tmp_path: Path, size: int) -> None:
+        table = one(tmp_path, "*.table")
+        os.truncate(table, size)
+        assert "kvtier verify --repair" in command("verify", "-c", filled).err
+        done = command("verify", "-c", filled, "--repair")
+        assert done.code == 0, done.err
+        assert not table.exists()
+        assert command("verify", "-c", filled).code == 0
+
+    def test_a_damaged_region_is_removed(self, filled: Path, tmp_path: Path) -> None:
+        region = one(tmp_path, "*.region")
+        flip(region, 20)
+        assert command("verify", "-c", filled).code == 1
+        assert command("verify", "-c", filled, "--repair").code == 0
+        assert not region.exists()
+        assert served(filled) == 8
+
+
+class TestGc:
+    def found(self, *args: object) -> list[str]:
+        return [row["what"] for row in run("gc", *args)["found"]]
+
+    def test_nothing_to_do(self, stack_file: Path) -> None:
+        assert self.found("-c", stack_file) == []
+
+    def test_what_dead_processes_leave(self, filled: Path, tmp_path: Path) -> None:
+        home = tmp_path / "disk" / "blocks" / NAMESPACE.id
+        (home / "0000aaaa.0000bbbb.data.making").write_bytes(b"x" * 100)
+        (home / "0000cccc.slab").write_bytes(b"x" * 100)
+        host = tmp_path / "host"
+        (host / f"kvtier-{os.getuid()}-kv-gone.owner").touch()
+        (host / f"kvtier-{os.getuid()}-kv-half.making").write_bytes(b"x")
+        bench = tmp_path / "disk" / f"{BENCH_MARK}1-x"
+        bench.mkdir()
+        os.utime(bench, (0, 0))
+        young = tmp_path / "disk" / f"{BENCH_MARK}2-y"
+        young.mkdir()
+        would = self.found("-c", filled, "--dry-run")
+        assert (home / "0000cccc.slab").exists()
+        assert self.found("-c", filled) == would
+        assert sorted(would) == [
+            "file that a dead process was making",
+            "folder of a measurement that was killed",
+            "lock without its region",
+            "mark of a dead owner",
+            "region that was never finished",
+            "slab without a table",
+        ]
+        assert self.found("-c", filled) == []
+        assert not bench.exists()
+        assert young.exists()
+        assert served(filled) == 8
+
+    def test_what_is_in_use_stays(self, stack_file: Path, hold: Hold) -> None:
+        engine = hold(stack_file)
+        assert self.found("-c", stack_file, "--idle", "0s") == []
+        engine.communicate("check\n")
+        assert engine.returncode == 0
+
+    def test_idle_namespaces(self, filled: Path, tmp_path: Path) -> None:
+        assert self.found("-c", filled, "--idle", "1h") == ["mark of a dead owner"]
+        for path in (tmp_path / "disk").rglob("*.table"):
+            os.utime(path, (time.time() - 7200,) * 2)
+        assert "namespace that nobody used for so long" in self.found("-c", filled, "--idle", "1h")
+        assert not (tmp_path / "disk" / "blocks" / NAMESPACE.id).exists()
+
+    def test_beyond_the_capacity(self, filled: Path, tmp_path: Path) -> None:
+        filled.write_text(filled.read_text().replace("16MiB", "1MiB"))
+        assert "slab beyond the capacity, written longest ago" in self.found("-c", filled)
+        taken = sum(p.stat().st_size for p in (tmp_path / "disk").rglob("*") if p.is_file())
+        assert taken <= 1 << 20
+
+    def test_discarded_regions(self, filled: Path, tmp_path: Path) -> None:
+        os.utime(one(tmp_path, "*.region"), (0, 0))
+        assert "region that nobody will come back to" in self.found("-c", filled)
+        assert list((tmp_path / "host").iterdir()) == []
+
+
+class TestClear:
+    def test_it_asks(self, filled: Path) -> None:
+        done = command("clear", "-c", filled)
+        assert done.code == 2
+        assert "--yes" in done.err
+        assert served(filled) == 8
+
+    def test_an_answer_is_heard(self, filled: Path) -> None:
+        assert talk(filled, "n\n") == 1
+        assert served(filled) == 8
+        assert talk(filled, "y\n") == 0
+        assert served(filled) == 0
+
+    def test_one_tier(self, filled: Path, tmp_path: Path) -> None:
+        assert [row["kind"] for row in run("clear", "-c", filled, "--tier", "1", "--yes")] == [
+            "nvme"
+        ]
+        assert list((tmp_path / "disk" / "blocks").iterdir()) == [
+            tmp_path / "disk" / "blocks" / "lock"
+        ]
+        assert served(filled) == 8
+
+    def test_one_namespace_of_two(self, filled: Path) -> None:
+        key = make_keys(1)[0]
+        with Stack(load(filled), OTHER, engine="other") as stack:
+            stack.store({key: bytes(4096)})
+            assert stack.settle()
+        run("clear", NAMESPACE.id[:8], "-c", filled, "--yes")
+        with Stack(load(filled), OTHER, engine="other") as stack:
+            assert stack.load([key]) == {key: bytes(4096)}
+        assert served(filled) == 0
+
+    def test_what_is_in_use_stays(self, stack_file: Path, hold: Hold) -> None:
+        engine = hold(stack_file)
+        done = command("clear", "-c", stack_file, "--yes")
+        assert done.code == 1
+        assert done.err.count("stop its engine") == 2
+        engine.communicate("check\n")
+        assert engine.returncode == 0
+
+    def test_other_files_stay(self, filled: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "disk" / "blocks"
+        (folder / "notes.txt").write_text("mine")
+        (folder / NAMESPACE.id / "letter.txt").write_text("mine")
+        run("clear", "-c", filled, "--yes")
+        assert (folder / "notes.txt").read_text() == "mine"
+        assert [path.name for path in (folder / NAMESPACE.id).iterdir()] == ["letter.txt"]
+
+    def test_nothing_to_remove(self, stack_file: Path) -> None:
+        assert command("clear", "-c", stack_file).out == "0 blocks (0 B) were removed\n"
+
+    def test_an_unknown_namespace(self, filled: Path) -> None:
+        assert "kvtier ls" in command("clear", "ffffffff", "-c", filled, "--yes").err
+
+
+def talk(stack_file: Path, answer: str) -> int:
+    """Run `clear` on a terminal and answer its question."""
+    main, child = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, KVTIER, "clear", "-c", stack_file],
+        stdin=child,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    os.close(child)
+    os.write(main, answer.encode())
+    process.communicate(timeout=60)
+    os.close(main)
+    return process.returncode
