@@ -1,0 +1,86 @@
+"""Stacks with an object tier: cascade, one-hop loads, prewarming of a machine that has nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from object_servers import SECRET_KEY, ServerProcess
+
+from kvtier import Stack
+from kvtier.core.record import record_bytes
+from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.types import BlockKey
+
+SLOT = record_bytes(NAMESPACE.payload_bytes)
+
+
+def stack_of(folder: Path, url: str, *, mode: str, nvme: bool, **more: Any) -> dict[str, Any]:
+    (folder / "host").mkdir(parents=True, exist_ok=True)
+    tiers: list[dict[str, Any]] = [
+        {"kind": "cpu", "path": str(folder / "host"), "capacity": 8 * (SLOT + 64) + 12288}
+    ]
+    if nvme:
+        path = str(folder / "nvme")
+        tiers.append({"kind": "nvme", "path": path, "capacity": "4MiB", "free_floor": 0})
+    tiers.append({"kind": "object", "url": url, "capacity": "64MiB", **more})
+    return {"version": 1, "name": "unit", "mover": {"mode": mode}, "tiers": tiers}
+
+
+def blocks(count: int, start: int = 0) -> dict[BlockKey, bytes]:
+    return {key: payload(key) for key in make_keys(count, start=start)}
+
+
+def fill_here_and_read_there(here: dict[str, Any], there: dict[str, Any]) -> None:
+    wanted = blocks(24)
+    with Stack.open(here, NAMESPACE) as stack:
+        for start in range(0, 24, 4):
+            assert len(stack.store(blocks(4, start))) == 4
+            assert stack.settle()
+        assert stack.load(list(wanted)) == wanted
+    with Stack.open(there, NAMESPACE) as stack:
+        assert stack.load(list(wanted)) == wanted
+        assert stack.chain.chain_stats().hits[-1] == 24
+
+
+@pytest.mark.parametrize("nvme", [False, True], ids=["cpu-object", "cpu-nvme-object"])
+@pytest.mark.parametrize("mode", ["threads", "process"])
+def test_another_machine_starts_warm_from_a_folder(tmp_path: Path, nvme: bool, mode: str) -> None:
+    url = f"file://{tmp_path}/shared"
+    fill_here_and_read_there(
+        stack_of(tmp_path / "here", url, mode=mode, nvme=nvme),
+        stack_of(tmp_path / "there", url, mode=mode, nvme=nvme),
+    )
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("mode", ["threads", "process"])
+def test_another_machine_starts_warm_from_a_bucket(
+    tmp_path: Path, rclone_server: ServerProcess, mode: str
+) -> None:
+    url = f"s3://bucket/stack-{mode}"
+    more = {"endpoint": rclone_server.endpoint, "codec": "split-zstd"}
+    fill_here_and_read_there(
+        stack_of(tmp_path / "here", url, mode=mode, nvme=True, **more),
+        stack_of(tmp_path / "there", url, mode=mode, nvme=False, **more),
+    )
+
+
+@pytest.mark.s3
+def test_a_dead_bucket_leaves_the_rest_serving(
+    tmp_path: Path, own_rclone: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = {"endpoint": own_rclone.endpoint, "load_deadline": "1s", "store_deadline": "1s"}
+    config = stack_of(tmp_path, "s3://bucket/p", mode="threads", nvme=True, **more)
+    wanted = blocks(16)
+    with Stack.open(config, NAMESPACE) as stack:
+        own_rclone.kill()
+        for start in range(0, 16, 4):
+            assert len(stack.store(blocks(4, start))) == 4
+            assert stack.settle()
+        assert stack.load(list(wanted)) == wanted
+    with Stack.open(config, NAMESPACE) as stack:  # opens without it, too
+        assert stack.load(list(wanted)) == wanted
+    assert "object store" in caplog.text
+    assert SECRET_KEY not in caplog.text
