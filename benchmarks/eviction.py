@@ -115,10 +115,10 @@ def measure(
             hits[name].append(result.percent)
             report.add(f"{name} at {capacity} blocks", result.percent, "% hits")
         hits["belady"].append(replay_belady(requests, capacity, count_from).percent)
-        references = [hits[name][-1] for name in REFERENCES if name in hits]
+        references = [name for name in REFERENCES if name in hits]
         if DEFAULT in hits and references:
-            ahead = hits[DEFAULT][-1] - max(references)
-            what = f"{DEFAULT} above the best of {', '.join(REFERENCES)} at {capacity} blocks"
+            ahead = hits[DEFAULT][-1] - max(hits[name][-1] for name in references)
+            what = f"{DEFAULT} above the best of {', '.join(references)} at {capacity} blocks"
             report.at_least(what, ahead, "points", MARGIN_POINTS)
     table = Table(title="hits in % of all references")
     headings = ("policy", *map(str, capacities), "use us", "evict us", "bytes a slot")
@@ -137,12 +137,19 @@ def measure(
     return table
 
 
+def _capacities(text: str) -> tuple[int, ...]:
+    numbers = tuple(int(part) for part in text.split(","))
+    if min(numbers) < 1:
+        raise ValueError
+    return numbers
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.eviction", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, help="a file of requests, one JSON object a line")
     source.add_argument("--synthetic", choices=sorted(WORKLOADS), help="a made-up workload")
-    parser.add_argument("--capacities", help="blocks, with commas between")
+    parser.add_argument("--capacities", type=_capacities, help="blocks, with commas between")
     parser.add_argument("--half", choices=("first", "second", "whole"), default="whole")
     parser.add_argument("--policies", help="names, with commas between")
     options = parser.parse_args(arguments)
@@ -156,7 +163,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     half = len(requests) // 2
     if options.capacities:
-        capacities = tuple(int(text) for text in options.capacities.split(","))
+        capacities = options.capacities
     elif options.trace:
         distinct = len({block for request in requests for block in request.blocks})
         capacities = tuple(max(1, int(distinct * share)) for share in SHARES)

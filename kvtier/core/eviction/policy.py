@@ -59,7 +59,8 @@ class EvictionPolicy(ABC):
 
         So a request is told in two calls: `use(hits, ..., ahead=misses)` when it is looked up, and
         `use(stored, ..., after=hits[-1])` when its new blocks have landed. Both may leave out what
-        they do not know: the policy then decides with less. `now` is in seconds on any clock that
+        they do not know: the policy then decides with less. A lookup that is only repeated for the
+        same request is no further use: do not tell it again. `now` is in seconds on any clock that
         does not run backwards (a step back counts as no time passed).
         """
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Sequence
+from itertools import islice
 from typing import ClassVar
 
 from kvtier.core.eviction.ghosts import Ghosts
@@ -70,26 +71,44 @@ class S3FIFO(EvictionPolicy):
             lists.append(_MAIN if self._ghosts.take(print_) else _SMALL, slot)
 
     def victims(self, count: int, pinned: Container[int] = ()) -> list[int]:
+        slots = self._take(count, pinned)
+        for slot in slots:
+            self._lists.append(_LEAVING, slot)
+        return slots
+
+    def evict(self, count: int, pinned: Container[int] = ()) -> list[int]:
+        slots = self._take(count, pinned)
+        ghosts, prints = self._ghosts, self._prints
+        for slot in slots:
+            if ghosts.length(_GHOSTS) == ghosts.room:
+                ghosts.drop_oldest(_GHOSTS)
+            ghosts.add(_GHOSTS, prints[slot])
+        return slots
+
+    def _take(self, count: int, pinned: Container[int]) -> list[int]:
+        """Take up to `count` slots out of the queues, those chosen earlier first."""
         lists = self._lists
-        found = [slot for slot in lists.from_coldest(_LEAVING) if slot not in pinned]
+        leaving = (slot for slot in lists.from_coldest(_LEAVING) if slot not in pinned)
+        taken = list(islice(leaving, max(count, 0)))
+        for slot in taken:
+            lists.unlink(slot)
         # A count of uses is at most 3: who has not left after four turns is pinned.
         chances = (_USES_MAX + 1) * len(self)
-        while len(found) < count and chances > 0:
+        while len(taken) < count and chances > 0:
             slot = self._choose(pinned)
             if slot == UNKNOWN:
                 chances -= 1
             else:
-                found.append(slot)
-        if len(found) < count:
+                taken.append(slot)
+        if len(taken) < count:
             left = [*lists.from_coldest(_SMALL), *lists.from_coldest(_MAIN)]
-            for slot in [slot for slot in left if slot not in pinned][: count - len(found)]:
+            for slot in [slot for slot in left if slot not in pinned][: count - len(taken)]:
                 lists.unlink(slot)
-                lists.append(_LEAVING, slot)
-                found.append(slot)
-        return found[: max(count, 0)]
+                taken.append(slot)
+        return taken
 
     def _choose(self, pinned: Container[int]) -> int:
-        """Look at one slot at the cold end: it leaves and is returned, or gets another chance."""
+        """Look at one slot at the cold end: it is taken out, or gets another chance."""
         lists, uses = self._lists, self._uses
         small = lists.length[_SMALL]
         if small and (small * _SMALL_SHARE >= self.slots or not lists.length[_MAIN]):
@@ -107,19 +126,7 @@ class S3FIFO(EvictionPolicy):
             uses[slot] = kept
             lists.append(_MAIN, slot)
             return UNKNOWN
-        lists.append(_LEAVING, slot)
         return slot
-
-    def evict(self, count: int, pinned: Container[int] = ()) -> list[int]:
-        slots = super().evict(count, pinned)
-        ghosts = self._ghosts
-        for slot in slots:
-            if not ghosts.room:
-                break
-            if ghosts.length(_GHOSTS) == ghosts.room:
-                ghosts.drop_oldest(_GHOSTS)
-            ghosts.add(_GHOSTS, self._prints[slot])
-        return slots
 
     def remove(self, slots: Sequence[int]) -> None:
         for slot in slots:
