@@ -75,7 +75,9 @@ class Arena:
         self.host = Host(records, record_bytes(self.layout.part_bytes[0]))
         slot_bytes = len(self.host.record(0))
         self.memory = PinnedMemory(self.host.data, slot_bytes, CudaRegistrar())
-        self.device = Cuda(0, pinned=self.memory.pinned)
+        self.device = Cuda(0)
+        if self.memory.pin():
+            self.device.build_kernel()
         self.copier = CudaCopier(
             self.layout, self.device, self.host, NAMESPACE, on_close=self.memory.close
         )

@@ -36,13 +36,17 @@ KERNEL_MIN_COPIES = 16
 class Cuda:
     """One CUDA device as the copier's accelerator."""
 
-    def __init__(self, index: int, *, pinned: bool, batch_copy: BatchCopy | None = None) -> None:
+    def __init__(self, index: int, batch_copy: BatchCopy | None = None) -> None:
         import torch
 
         self._torch: Any = torch
         self._index = index
         self._batch_copy = batch_copy or runtime_copy(torch)
-        self._kernel = kernel_copy(torch, index) if pinned else None
+        self._kernel: BatchCopy | None = None
+
+    def build_kernel(self) -> None:
+        """From now on, copy small pages with a kernel: all host memory must be pinned."""
+        self._kernel = kernel_copy(self._torch, self._index)
 
     def attach(self) -> None:
         self._torch.cuda.set_device(self._index)
@@ -54,14 +58,18 @@ class Cuda:
 
     def lane(self, *, urgent: bool) -> Lane:
         stream = self._torch.cuda.Stream(self._index, priority=-1 if urgent else 0)
-        return _CudaLane(self._torch, stream, self._batch_copy, self._kernel)
+        return _CudaLane(self._torch, stream, self._batch_copy, lambda: self._kernel)
 
 
 class _CudaLane:
     """A stream of our own."""
 
     def __init__(
-        self, torch: Any, stream: Any, batch_copy: BatchCopy, kernel: BatchCopy | None
+        self,
+        torch: Any,
+        stream: Any,
+        batch_copy: BatchCopy,
+        kernel: Callable[[], BatchCopy | None],
     ) -> None:
         self._torch = torch
         self._stream = stream
@@ -75,8 +83,9 @@ class _CudaLane:
         small = len(copies.sizes) >= KERNEL_MIN_COPIES and copies.sizes.max() < KERNEL_BELOW
         aligned = not ((copies.device | copies.host | copies.sizes) & 7).any()
         with self._torch.cuda.stream(self._stream):
-            if self._kernel is not None and small and aligned:
-                return self._kernel(copies.device, copies.host, copies.sizes, True)
+            kernel = self._kernel()
+            if kernel is not None and small and aligned:
+                return kernel(copies.device, copies.host, copies.sizes, True)
             return self._batch_copy(copies.device, copies.host, copies.sizes, True)
 
     def to_host(self, copies: Copies) -> object:
@@ -102,12 +111,16 @@ def open_copier(
 
     Raises MediumError if the device cannot be used.
     """
-    memory = PinnedMemory(data, len(host.record(0)), CudaRegistrar())
     try:
-        device = Cuda(index, pinned=memory.pinned, batch_copy=batch_copy)
-        return CudaCopier(layout, device, host, namespace, on_close=memory.close)
+        device = Cuda(index, batch_copy)
+        memory = PinnedMemory(data, len(host.record(0)), CudaRegistrar())
+
+        def prepare() -> None:
+            if memory.pin():
+                device.build_kernel()
+
+        return CudaCopier(layout, device, host, namespace, prepare=prepare, on_close=memory.close)
     except RuntimeError as error:
-        memory.close()
         raise MediumError(f"the CUDA device {index} cannot be used for copies ({error})") from error
 
 

@@ -67,6 +67,7 @@ class CudaCopier(DeviceCopier):
         namespace: bytes,
         *,
         prove_threads: int = 4,
+        prepare: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -80,6 +81,9 @@ class CudaCopier(DeviceCopier):
         self._slot_bytes = len(first)
         self._loads = _Pipe(device.lane(urgent=True))
         self._stores = _Pipe(device.lane(urgent=False))
+        self._prepare = prepare
+        self._ready = threading.Event()
+        self._opening = self._start([self._open])
         self._issuing = self._start([self._issue_loads] * prove_threads + [self._issue_stores])
         self._landing = self._start([self._land_loads] + [self._land_stores] * prove_threads)
 
@@ -96,6 +100,19 @@ class CudaCopier(DeviceCopier):
             thread.start()
         return threads
 
+    def _open(self) -> None:
+        """What takes long, like pinning memory, is done while the engine goes on; jobs wait."""
+        try:
+            self._prepare()
+        except _ERRORS:
+            logger.exception("the device's copies are slower than they could be")
+        finally:
+            self._ready.set()
+
+    def _wait_until_ready(self) -> None:
+        while not self._ready.wait(0.1):
+            self._desk.expire()
+
     # -- the engine's side -----------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
@@ -109,7 +126,7 @@ class CudaCopier(DeviceCopier):
 
     def close(self) -> None:
         self._desk.close()
-        for thread in self._issuing:
+        for thread in [*self._opening, *self._issuing]:
             thread.join()
         self._loads.flights.put(None)
         self._stores.flights.put(None)
@@ -120,6 +137,7 @@ class CudaCopier(DeviceCopier):
     # -- to the device ---------------------------------------------------------------------
 
     def _issue_loads(self) -> None:
+        self._wait_until_ready()
         while (batch := self._desk.next(self._desk.load)) is not None:
             stamps = [self._prover.stamp(slot) for slot in _slots(batch)]
             outcomes = self._guard(batch, self._prove)
@@ -142,6 +160,7 @@ class CudaCopier(DeviceCopier):
     # -- from the device -------------------------------------------------------------------
 
     def _issue_stores(self) -> None:
+        self._wait_until_ready()
         while (batch := self._desk.next(self._desk.store)) is not None:
             outcomes = self._guard(batch, self._reserved)
             flight = self._queue(self._stores, batch, outcomes, self._stores.lane.to_host, [])

@@ -26,7 +26,7 @@ class Registrar(Protocol):
 
 
 class PinnedMemory:
-    """A region's slots, pinned while this lives.
+    """A region's slots, to be pinned until this is closed.
 
     Pieces end where slots end, so that no copy crosses from one into the next. If one is refused,
     those before are given back: copies then go through the driver's own buffers, which works and is
@@ -38,11 +38,15 @@ class PinnedMemory:
     ) -> None:
         self._registrar = registrar
         self._addresses: list[int] = []
-        base = int(np.frombuffer(data, np.uint8).ctypes.data)
-        step = max(piece_bytes // slot_bytes, 1) * slot_bytes
-        for at in range(0, len(data), step):
-            size = min(step, len(data) - at)
-            reason = registrar.register(base + at, size)
+        self._base = int(np.frombuffer(data, np.uint8).ctypes.data)
+        self._size = len(data)
+        self._step = max(piece_bytes // slot_bytes, 1) * slot_bytes
+
+    def pin(self) -> bool:
+        """Register all of it, which takes a while; whether the device reaches it directly now."""
+        for at in range(0, self._size, self._step):
+            size = min(self._step, self._size - at)
+            reason = self._registrar.register(self._base + at, size)
             if reason is not None:
                 logger.warning(
                     "the CPU region stays pageable, so that copies are slower: pinning %d bytes at "
@@ -50,17 +54,13 @@ class PinnedMemory:
                     "cpu tier's capacity smaller",
                     size,
                     at,
-                    len(data),
+                    self._size,
                     reason,
                 )
                 self.close()
-                return
-            self._addresses.append(base + at)
-
-    @property
-    def pinned(self) -> bool:
-        """Whether the device reaches the region directly."""
-        return bool(self._addresses)
+                return False
+            self._addresses.append(self._base + at)
+        return True
 
     def close(self) -> None:
         """Give all pieces back, the last one first; nothing may be copying any more."""

@@ -170,9 +170,7 @@ class Desk:
                 for row in rows:
                     work.waiting.remove(row)
                 return Batch(work, rows)
-            if work.waiting and self._clock() >= work.job.deadline:
-                work.give_up(Outcome.TIMEOUT)
-                self._settle(work)
+            self._expire(work)
         return None
 
     def store(self) -> Batch | None:
@@ -186,6 +184,17 @@ class Desk:
     def store_after_loads(self) -> Batch | None:
         """Rows of the oldest store, if no load could use the time."""
         return None if any(self._arrived(work) for work in self._loads) else self.store()
+
+    def expire(self) -> None:
+        """Give up loads whose deadline has passed, when nobody takes batches."""
+        with self._lock:
+            for work in list(self._loads):
+                self._expire(work)
+
+    def _expire(self, work: Work) -> None:
+        if work.waiting and self._clock() >= work.job.deadline:
+            work.give_up(Outcome.TIMEOUT)
+            self._settle(work)
 
     def released(self, batch: Batch) -> None:
         """The batch no longer touches the device, though its outcome is not known."""

@@ -34,10 +34,10 @@ def test_a_region_is_pinned_in_pieces_that_end_where_slots_end() -> None:
     memory, registrar = np.zeros(10 * 4096, np.uint8), Listener()
     pinned = PinnedMemory(memory.data, 2 * 4096, registrar, piece_bytes=5 * 4096)
     base = memory.ctypes.data
+    assert pinned.pin()
     assert registrar.ranges == [
         (base, 4 * 4096), (base + 4 * 4096, 4 * 4096), (base + 8 * 4096, 2 * 4096)
     ]  # fmt: skip
-    assert pinned.pinned
     pinned.close()
     pinned.close()
     assert registrar.returned == [base + 8 * 4096, base + 4 * 4096, base]
@@ -48,7 +48,7 @@ def test_a_refused_piece_gives_back_those_before_and_warns(
 ) -> None:
     memory, registrar = np.zeros(10 * 4096, np.uint8), Listener(refuse_at=2)
     pinned = PinnedMemory(memory.data, 4096, registrar, piece_bytes=4 * 4096)
-    assert not pinned.pinned
+    assert not pinned.pin()
     assert sorted(registrar.returned) == [address for address, _ in registrar.ranges]
     assert "stays pageable" in caplog.text
     assert "out of memory" in caplog.text

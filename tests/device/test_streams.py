@@ -187,6 +187,46 @@ def test_a_device_that_is_lost_fails_jobs_and_raises_nothing(
     assert "the device failed a" in caplog.text
 
 
+def test_jobs_wait_while_memory_is_pinned_but_not_beyond_their_deadline(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    pinned, now = threading.Event(), [0.0]
+
+    def prepare() -> None:
+        pinned.wait()
+        raise RuntimeError("no kernel for this device")
+
+    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
+    world = World(layout, stage.memory)
+    copier = CudaCopier(
+        world.addressed(),
+        FakeDevice(),
+        stage.host,
+        NAMESPACE,
+        prepare=prepare,
+        clock=lambda: now[0],
+    )
+    for slot, state in ((0, table.VALID), (1, table.RESERVED)):
+        stage.host.put(slot, stage.keys[slot], state)
+    for name, kind in ((0, LOAD), (1, STORE)):
+        blocks = Blocks(np.array([name]), [1], [0])
+        copier.submit(
+            Job(
+                id=name, kind=kind, keys=[stage.keys[name]], slots=[name], blocks=blocks, deadline=5
+            )
+        )
+    assert copier.poll() == []
+    now[0] = 5.0
+    copier.wait([0])
+    assert [result.outcomes for result in copier.poll()] == [[Outcome.TIMEOUT]]
+    pinned.set()
+    while not (results := copier.poll()):
+        pass
+    assert [result.ok for result in results] == [True]
+    copier.close()
+    assert "slower than they could be" in caplog.text
+
+
 def test_one_bad_record_does_not_stop_those_under_way(stage: Stage) -> None:
     stored(stage)
     stage.host.record(3)[5000] ^= 1
