@@ -266,6 +266,18 @@ class MediumContract:
         assert rig.put(make_keys(1, start=300), evict=False) == []
         assert rig.get(keys + new) == keys[:3] + new
 
+    def test_what_was_dropped_while_it_was_read_stays_dropped(self, rig: Rig) -> None:
+        if not self.subject.persistent:
+            return
+        keys = rig.put(make_keys(4))
+        rig.tier.prepare_load(keys)
+        rig.tier.forget(keys[:1])
+        rig.tier.prepare_load(keys[1:2])
+        rig.tier.complete_load(keys[1:2], failures(keys[1:2], Outcome.IO_ERROR))
+        rig.tier.flush()
+        rig.reopen()  # with pins, which go with the process that held them
+        assert rig.get(keys) == keys[2:]
+
     def test_a_smaller_capacity_holds_after_a_restart(self, rig: Rig) -> None:
         keys = rig.put(make_keys(BLOCKS))
         rig.close()

@@ -1,6 +1,7 @@
 """A newcomer's tier: installed beside kvtier by its own package, found, and held to the suites."""
 
 import os
+import shutil
 import subprocess
 import sysconfig
 import venv
@@ -23,10 +24,14 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Through site.addsitedir, so that an editable kvtier is found too.
     here = sysconfig.get_path("purelib")
     (packages / "here.pth").write_text(f"import site; site.addsitedir({here!r})\n")
-    source = home / "custom_tier"  # a build leaves files beside the source
-    subprocess.run(["cp", "-r", EXAMPLE, source], check=True)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", source], check=True)
+    shutil.copytree(EXAMPLE, source(python))  # a build leaves files beside the source
+    subprocess.run([python, "-m", "pip", "install", "--quiet", source(python)], check=True)
     return python
+
+
+def source(python: Path) -> Path:
+    """The newcomer's copy of the example."""
+    return python.parents[1] / "custom_tier"
 
 
 def run(python: Path, *arguments: str | Path, **variables: str | Path) -> str:
@@ -50,17 +55,17 @@ def test_kvtier_finds_the_new_kind(python: Path) -> None:
 
 
 def test_the_example_keeps_the_contract(python: Path) -> None:
-    tests = EXAMPLE / "tests"
-    said = run(python, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", tests, tests)
+    said = run(python, "-m", "pytest", "-p", "no:cacheprovider", source(python))
     assert "passed" in said
     assert "skipped" not in said
 
 
 def test_the_example_survives_crashes(python: Path) -> None:
     command = ["-m", "kvtier.testing.crash", "folder_subject:SUBJECT", "--kills", "50"]
-    assert run(python, *command, PYTHONPATH=EXAMPLE / "tests").startswith("52 deaths")
+    said = run(python, *command, PYTHONPATH=source(python) / "tests")
+    assert said.startswith("52 deaths")
 
 
 def test_the_example_serves_a_stack_across_restarts(python: Path, tmp_path: Path) -> None:
-    said = run(python, EXAMPLE / "demo.py", BLOCKS=tmp_path / "blocks")
+    said = run(python, source(python) / "demo.py", BLOCKS=tmp_path / "blocks")
     assert said == "stored 8 blocks\nfound 8 blocks after a restart\n"

@@ -109,6 +109,15 @@ class FolderTier(Tier):
             self._doomed.discard(key)
             self._stats.bytes_used -= self._size(key)
 
+    def _rename(self, key: BlockKey, old: str, new: str) -> bool:
+        """A block is there when it has its name, and whole: so a rename commits, or takes back."""
+        try:
+            self._disk.rename(self._folder / (key.hex() + old), self._folder / (key.hex() + new))
+        except OSError as error:
+            log.warning("cannot rename %s to %s: %s", key.hex(), new, error)
+            return False
+        return True
+
     def _make_room(self, size: int, spared: Collection[BlockKey]) -> list[BlockKey]:
         """Evict until `size` bytes fit, if they can."""
         evicted = []
@@ -127,6 +136,8 @@ class FolderTier(Tier):
         for key in keys:
             del self._resident[key]
             self._doomed.add(key)
+            if key in self._pins:  # not removed yet, but a restart must not find it
+                self._rename(key, BLOCK, PART)
         self._sweep()
         self._announce(EventKind.REMOVED, keys)
 
@@ -186,7 +197,11 @@ class FolderTier(Tier):
             if key not in self._reserved:
                 continue
             self._reserved.discard(key)
-            if key not in self._unwanted and key not in (failed or {}) and self._publish(key):
+            if (
+                key not in self._unwanted
+                and key not in (failed or {})
+                and self._rename(key, PART, BLOCK)
+            ):
                 self._resident[key] = None
                 committed.append(key)
             else:
@@ -196,15 +211,6 @@ class FolderTier(Tier):
         self._sweep()
         self._stats.stored += len(committed)
         self._announce(EventKind.STORED, committed)
-
-    def _publish(self, key: BlockKey) -> bool:
-        """The commit: before the rename the block is not there, after it the block is whole."""
-        try:
-            self._disk.rename(self._folder / (key.hex() + PART), self._folder / (key.hex() + BLOCK))
-        except OSError as error:
-            log.warning("cannot commit %s: %s", key.hex(), error)
-            return False
-        return True
 
     def touch(self, keys: Sequence[BlockKey], start: int = 0) -> None:
         for key in reversed(keys):  # so that the head of a prefix outlives its tail
