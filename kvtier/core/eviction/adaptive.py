@@ -39,8 +39,8 @@ from kvtier.core.eviction.runs import NO_RUN, Runs
 
 _REST_MAX = 3
 _REST_MAX_WATCHED = 16
-_LEARN_EVERY = 512
-"""So many watched uses lie between two refreshes of the forecast."""
+_REFRESHES = 32
+"""The forecast is refreshed so often while as many uses are watched as the history has cells."""
 _QUEUED_SHARE = 64
 """The worst 1/64 of what is ranked is queued; when that is used up, all is ranked again."""
 _RANKED_MAX = 8192
@@ -65,7 +65,7 @@ class Adaptive(EvictionPolicy):
         self._ranked_to = 0
         self._epoch: float | None = None
         self._now = 0.0
-        self._until_learning = _LEARN_EVERY
+        self._until_learning = 0
         self._forecast = Forecast(KINDS, POOLED, HEADS, TAILS)
         self._history = History(self._forecast)
         super().__init__(slots)
@@ -274,7 +274,7 @@ class Adaptive(EvictionPolicy):
             history.write(cell, tag, self._now, kind, marks[slot], rest)
         self._until_learning -= len(watched)
         if self._until_learning <= 0:
-            self._until_learning = _LEARN_EVERY
+            self._until_learning = self._history.cells // _REFRESHES
             self._forecast.refresh(self._history.waiting(self._now, KINDS))
 
     # -- what must go --------------------------------------------------------------------------
