@@ -81,8 +81,11 @@ class KvikioDriver:
     def __init__(self, index: int) -> None:
         import kvikio
         import kvikio.buffer
+        import kvikio.defaults
         import torch
 
+        # Fail rather than go through host memory unasked.
+        kvikio.defaults.set("compat_mode", type(kvikio.defaults.get("compat_mode")).OFF)
         self._kvikio: Any = kvikio
         self._torch: Any = torch
         self._device = f"cuda:{index}"

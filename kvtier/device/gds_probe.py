@@ -27,14 +27,16 @@ def reason_against(folder: str) -> str | None:
     try:
         import kvikio
         import kvikio.cufile_driver
+        import kvikio.defaults
         import torch
     except ImportError as error:
         return f"{error.name} is not installed: pip install 'kvtier[gds]'"
     if not kvikio.cufile_driver.get("is_gds_available"):
         return "the nvidia-fs kernel module or the cuFile library does not offer it"
-    if "ON" in str(kvikio.defaults.get("compat_mode")):
+    mode = kvikio.defaults.get("compat_mode")
+    if mode.name == "ON":
         return "kvikio is told to copy through host memory (KVIKIO_COMPAT_MODE)"
-    kvikio.defaults.set("compat_mode", "OFF")
+    kvikio.defaults.set("compat_mode", type(mode).OFF)
     sent = torch.randint(0, 255, (SIZE,), dtype=torch.uint8, device="cuda")
     back = torch.zeros_like(sent)
     torch.cuda.synchronize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -120,12 +121,20 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     assert "kvtier[gds]" in str(gds_probe.reason_against("/nowhere"))
 
 
+class CompatMode(enum.IntEnum):
+    """As kvikio's."""
+
+    OFF = 0
+    ON = 1
+    AUTO = 2
+
+
 @pytest.mark.parametrize(
     ("available", "mode", "reason"),
-    [(False, "AUTO", "nvidia-fs"), (True, "CompatMode.ON", "KVIKIO_COMPAT_MODE")],
+    [(False, CompatMode.AUTO, "nvidia-fs"), (True, CompatMode.ON, "KVIKIO_COMPAT_MODE")],
 )
 def test_a_library_that_would_go_through_the_host_is_refused(
-    monkeypatch: pytest.MonkeyPatch, available: bool, mode: str, reason: str
+    monkeypatch: pytest.MonkeyPatch, available: bool, mode: CompatMode, reason: str
 ) -> None:
     with_driver(monkeypatch, Driver(0, 1))
     kvikio, driver, torch = (ModuleType(name) for name in ("kvikio", "driver", "torch"))
@@ -134,6 +143,7 @@ def test_a_library_that_would_go_through_the_host_is_refused(
     driver.get = {"is_gds_available": available, "compat_mode": mode}.get  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kvikio", kvikio)
     monkeypatch.setitem(sys.modules, "kvikio.cufile_driver", driver)
+    monkeypatch.setitem(sys.modules, "kvikio.defaults", driver)
     monkeypatch.setitem(sys.modules, "torch", torch)
     assert reason in str(gds_probe.reason_against("/nowhere"))
 
