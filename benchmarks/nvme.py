@@ -75,6 +75,17 @@ class Kvtier:
         self._round = 0
         self._host = [block_key(f"host{i}".encode()) for i in range(count)]
         self._fill()
+        self._grow()
+
+    def _grow(self) -> None:
+        """Have all slabs made: what is measured is a cache that is in use, not an empty folder."""
+        held: list[BlockKey] = []
+        keys = (block_key(b"room%d" % i) for i in itertools.count())
+        while more := self._nvme.prepare_store(list(itertools.islice(keys, 64)), evict=False).keys:
+            held += more
+            self._nvme.refresh()
+        self._nvme.complete_store(held, dict.fromkeys(held, Outcome.CANCELLED))
+        self._nvme.flush()
 
     def _fill(self) -> None:
         reservation = self._cpu.prepare_store(self._host)

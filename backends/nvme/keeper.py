@@ -71,7 +71,7 @@ class Keeper:
         self._known: dict[int, Known] = {}
         self._todo: deque[tuple[int, int, bytes]] = deque()
         self._released: deque[tuple[int, bool]] = deque()
-        self._room_wanted = False
+        self._slots_wanted = 0
         self._hungry = False
         self._mutex = threading.Lock()
         self._wake = threading.Event()
@@ -104,7 +104,7 @@ class Keeper:
                 self._write_down()
                 self._look_around()
                 now = time.monotonic()
-                if thorough or now >= self._next_housekeeping or self._room_wanted:
+                if thorough or now >= self._next_housekeeping or self._slots_wanted:
                     self._next_housekeeping = now + _HOUSEKEEPING_S
                     self._adopt_orphans()
                     self._make_room()
@@ -199,21 +199,25 @@ class Keeper:
         self.news.append(News(slab, mine=True, table=table))
 
     def _make_room(self) -> None:
-        """Another slab, if one is wanted and the budget and the floor allow it."""
+        """More slabs, if they are wanted and the budget and the floor allow it."""
         mine = sum(known.mine for known in self._known.values())
-        if not self._room_wanted and mine:
+        wanted, self._slots_wanted = self._slots_wanted, 0
+        if not mine:
+            wanted = max(wanted, 1)
+        elif not wanted:
             self._set_hungry(False)
-            return
-        self._room_wanted = False
         slots = max(1, self.limits.slab_bytes // self.limits.slot_bytes)
-        slab = self.folder.create_slab(self.owner, slots, self.limits)
-        if slab is None:
-            self._full_until = time.monotonic() + _HOUSEKEEPING_S
-            self._set_hungry(mine * self._living() < len(self._known) or not mine)
-            return
-        self._known[slab.id] = Known(slab, True)
-        self.news.append(News(slab, mine=True))
-        self._set_hungry(False)
+        while wanted > 0 and not self._stopping:
+            slab = self.folder.create_slab(self.owner, slots, self.limits)
+            if slab is None:
+                self._full_until = time.monotonic() + _HOUSEKEEPING_S
+                self._set_hungry(mine * self._living() < len(self._known) or not mine)
+                return
+            mine += 1
+            wanted -= slab.header.slots
+            self._known[slab.id] = Known(slab, True)
+            self.news.append(News(slab, mine=True))
+            self._set_hungry(False)
 
     def _living(self) -> int:
         return max(1, self.folder.hungry_neighbours(self.owner)[0])
@@ -242,10 +246,10 @@ class Keeper:
 
     # -- what the tier asks for --------------------------------------------------------------
 
-    def want_room(self) -> None:
-        """Slots are running out."""
-        if not self._room_wanted and time.monotonic() >= self._full_until:
-            self._room_wanted = True
+    def want_room(self, slots: int) -> None:
+        """So many slots should be made."""
+        if time.monotonic() >= self._full_until:
+            self._slots_wanted = max(self._slots_wanted, slots)
             self._wake.set()
 
     def record(self, slab_id: int, slot: int, state: int, key: BlockKey) -> None:

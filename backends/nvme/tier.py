@@ -17,6 +17,10 @@ from kvtier.core.slab import layout
 from kvtier.core.slab.tier import SlabTier, give_back_memory
 from kvtier.types import BlockKey, EventKind, TierStats
 
+_AHEAD_BYTES = 1 << 30
+"""So much room is made before it is needed, what a burst of stores may ask for; but no more than a
+quarter of the capacity, so that a second engine finds some left."""
+
 
 class Place:
     """A slab's range of this process's slot numbers."""
@@ -52,12 +56,12 @@ class NvmeTier(SlabTier):
         self._origins: list[int] = []
         self._unwritten: set[int] = set()
         """Slots whose entries the keeper has still to write: not to be used before."""
-        self._low_water = max(1, keeper.limits.slab_bytes // keeper.limits.slot_bytes)
-        keeper.work(thorough=True)
-        self._catch_up()
+        ahead = max(keeper.limits.slab_bytes, min(keeper.limits.capacity // 4, _AHEAD_BYTES))
+        self._low_water = max(1, ahead // keeper.limits.slot_bytes)
+        self.refresh()
+        self._want_room()
+        self.refresh()
         give_back_memory()
-        if not self._free:
-            keeper.want_room()
 
     # -- news ------------------------------------------------------------------------------
 
@@ -216,8 +220,13 @@ class NvmeTier(SlabTier):
         return self._by_index[self._place_of[slot]].mine
 
     def _on_reserved(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
-        if len(self._free) < self._low_water:
-            self._keeper.want_room()
+        self._want_room()
+
+    def _want_room(self) -> None:
+        """Have more slabs made before they are needed: that takes longer than a request waits."""
+        missing = self._low_water - len(self._free)
+        if missing > 0:
+            self._keeper.want_room(missing)
 
     def _on_dropped(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -252,7 +261,7 @@ class NvmeTier(SlabTier):
         for place in [place for place in self._places.values() if place.mine]:
             self._lose(place)
             self._keeper.release(place.slab.id, remove=True)
-        self._keeper.want_room()
+        self._want_room()
 
     def tick(self) -> None:
         super().tick()
