@@ -107,10 +107,10 @@ class Response:
 class _Connection:
     """One socket, and the bytes read from it beyond what was asked for."""
 
-    def __init__(self, wire: Wire, address: Address, idle_s: float) -> None:
+    def __init__(self, wire: Wire, address: Address) -> None:
         self._wire = wire
         self._address = address
-        self._idle_s = idle_s
+        self.idle_s = 0.0
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = 0
@@ -224,7 +224,7 @@ class _Connection:
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimedOut(f"{self._address} was not done in time")
-        return min(left, self._idle_s)
+        return min(left, self.idle_s)
 
     def quiet(self) -> bool:
         """Whether the server has neither closed nor said anything since the last answer."""
@@ -278,7 +278,7 @@ class Pool:
                 pass  # an ordinary race with a server that closes idle connections
         with explain(self.address):
             wire = connect(self.address, self._timeouts, self._tls, deadline)
-            fresh = _Connection(wire, self.address, self._timeouts.idle_s)
+            fresh = _Connection(wire, self.address)
             return fresh, self._try(fresh, method, head, body, deadline)
 
     def _try(
@@ -289,6 +289,8 @@ class Pool:
         body: Sequence[Buffer],
         deadline: float,
     ) -> Response:
+        uploads = method == "PUT"
+        connection.idle_s = self._timeouts.upload_s if uploads else self._timeouts.idle_s
         try:
             return connection.ask(method, head, body, deadline)
         except (BrokenPipeError, ConnectionResetError) as error:

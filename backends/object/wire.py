@@ -27,11 +27,15 @@ _TIMEVAL = struct.Struct("@ll")
 
 
 class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long to wait: to connect, for the next byte, and for one call as a whole."""
+    """How long to wait: to connect, for the next byte, and for one call as a whole.
+
+    A store that takes an upload in may be silent for longer (`upload_s`); nobody waits for that.
+    """
 
     connect_s: float = 1.0
     idle_s: float = 2.0
     total_s: float = 10.0
+    upload_s: float = 15.0
 
 
 class Address(NamedTuple):

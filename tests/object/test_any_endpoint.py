@@ -1,0 +1,80 @@
+"""Conformance of any S3 endpoint: set KVTIER_TEST_ENDPOINT, and credentials as AWS tools take them.
+
+    KVTIER_TEST_ENDPOINT=https://... KVTIER_TEST_BUCKET=scratch \\
+        pytest tests/object/test_any_endpoint.py
+
+Everything is written below a prefix of its own. `tests/object/radosgw.sh` starts a Ceph gateway.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+from collections.abc import Iterator
+
+import pytest
+from object_subjects import BucketSubject
+from store_contract import StoreContract
+
+from kvtier.backends.object.probe import probe
+from kvtier.backends.object.s3 import S3Settings, S3Store
+from kvtier.backends.object.store import PutOutcome, Store
+from kvtier.backends.object.wire import Timeouts
+from kvtier.testing.contract import TierContract
+
+ENDPOINT = os.environ.get("KVTIER_TEST_ENDPOINT", "")
+BUCKET = os.environ.get("KVTIER_TEST_BUCKET", "bucket")
+RUN = secrets.token_hex(4)
+
+pytestmark = [
+    pytest.mark.s3,
+    pytest.mark.skipif(not ENDPOINT, reason="KVTIER_TEST_ENDPOINT names no endpoint"),
+]
+_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def credentials() -> None:
+    """Here they are the caller's own."""
+
+
+def open_prefix() -> S3Store:
+    return S3Store(
+        S3Settings(
+            bucket=BUCKET,
+            prefix=f"kvtier-test-{RUN}/{next(_numbers)}",
+            endpoint=ENDPOINT,
+            timeouts=Timeouts(5.0, 30.0, 60.0),
+        )
+    )
+
+
+@pytest.fixture(scope="session")
+def refuses() -> bool:
+    store = open_prefix()
+    view = memoryview(b"x")
+    store.put("once", [view])
+    outcome = store.put("once", [view], if_absent=True)
+    store.close()
+    return outcome is PutOutcome.ALREADY_THERE
+
+
+class TestStore(StoreContract):
+    @pytest.fixture
+    def store(self, refuses: bool) -> Iterator[Store]:
+        type(self).can_refuse = refuses
+        store = open_prefix()
+        yield store
+        store.delete([info.name for info in store.list()])
+        store.close()
+
+
+class TestTier(TierContract):
+    subject = BucketSubject(ENDPOINT, BUCKET)
+
+
+def test_the_probe_is_content() -> None:
+    store = open_prefix()
+    assert all(step.ok for step in probe(store))
+    store.close()
