@@ -58,7 +58,7 @@ class Block(msgspec.Struct, kw_only=True):
 
 def blocks_of(config: StackConfig, place: Place, namespace: str = "") -> Iterator[Block]:
     """The blocks of a place, or those of one namespace in it."""
-    if place.kind == "object":
+    if place.kind == "object" and not place.troubles:
         from kvtier.cli.look_objects import list_blocks
 
         yield from list_blocks(place.tier, config.tiers[place.tier], namespace)

@@ -75,6 +75,18 @@ def say(text: str = "") -> None:
     print(text)
 
 
+def say_wrapped(text: str, indent: int = 0) -> None:
+    """A sentence, broken where the terminal ends; later lines are indented."""
+    import textwrap
+
+    later = " " * indent
+    width = max(20, stdout().width)
+    lines = textwrap.wrap(
+        text, width, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )
+    say("\n".join(lines))
+
+
 def warn(text: str) -> None:
     """One line to standard error."""
     print(f"kvtier: {text}", file=sys.stderr)

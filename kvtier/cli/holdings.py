@@ -30,6 +30,8 @@ from kvtier.core.slab.layout import (
 from kvtier.types import Namespace
 
 NAMESPACE_BYTES_MAX = 1 << 20
+BENCH_MARK = ".kvtier-bench-"
+"""How the names of the folders begin that measuring makes, and removes."""
 
 
 class Slab(msgspec.Struct, kw_only=True):

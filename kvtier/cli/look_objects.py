@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from kvtier.backends.object import open_for
 from kvtier.backends.object.errors import StoreError
@@ -26,18 +28,25 @@ def look_at_store(tier: int, config: StackConfig) -> Place:
     place = Place(tier=tier, kind="object", where=settings.url)
     if settings.capacity.size is not None:
         place.capacity = settings.capacity.size.bytes
+    folder = local_folder(settings.url)
+    if folder is not None and not folder.exists():
+        return place  # opening the store would make it
     try:
         store = open_for(settings)
     except StoreError as error:
-        place.troubles.append(str(error))
+        place.troubles.append(_down(error))
         return place
     try:
         _list(place, store)
     except StoreError as error:
-        place.troubles.append(str(error))
+        place.troubles.append(_down(error))
     finally:
         store.close()
     return place
+
+
+def _down(error: StoreError) -> str:
+    return f"{error}; see that the store is running, and kvtier doctor"
 
 
 def _list(place: Place, store: Store) -> None:
@@ -64,6 +73,9 @@ def _list(place: Place, store: Store) -> None:
 
 def list_blocks(tier: int, settings: Any, namespace: str = "") -> Iterator[Block]:
     """Every block below a url; raises MediumError if the store cannot be listed."""
+    folder = local_folder(settings.url)
+    if folder is not None and not folder.exists():
+        return
     try:
         store = open_for(settings)
         try:
@@ -147,12 +159,23 @@ def delete_objects(settings: Any, names: Sequence[str]) -> int:
         raise MediumError(str(error)) from error
 
 
+def empty_store(settings: Any) -> None:
+    """Delete every object of kvtier's below a url that is nobody else's."""
+    delete_objects(settings, objects_of(settings, ""))
+
+
+def local_folder(url: str) -> Path | None:
+    """The folder of a file:// url."""
+    parts = urlsplit(url)
+    return Path(unquote(parts.path)) if parts.scheme == "file" and not parts.netloc else None
+
+
 def objects_of(settings: Any, namespace: str) -> list[str]:
     """The names of all objects of a namespace: blocks, manifests and its description."""
     try:
         store = open_for(settings)
         try:
-            return [info.name for info in store.list(f"{namespace}/")]
+            return [info.name for info in store.list(f"{namespace}/" if namespace else "")]
         finally:
             store.close()
     except StoreError as error:

@@ -10,6 +10,7 @@ from typing import Any
 from kvtier.backends.cpu.region import SUFFIX, read_header
 from kvtier.backends.nvme.folder import DATA_SUFFIX, TABLE_SUFFIX, used_bytes
 from kvtier.cli.holdings import (
+    BENCH_MARK,
     NAMESPACE_BYTES_MAX,
     Place,
     Slab,
@@ -19,7 +20,6 @@ from kvtier.cli.holdings import (
     read_file,
     read_namespace,
 )
-from kvtier.cli.measure import BENCH_MARK
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk
 from kvtier.core.slab.layout import OWNER, OWNER_AT, TABLE_AT, SlabHeader

@@ -25,6 +25,7 @@ COMMANDS = {
     "verify": "Check every record of a stack.",
     "gc": "Remove what nobody will ask for again.",
     "clear": "Remove blocks.",
+    "doctor": "Look for what is wrong, and say what to do.",
     "bench": "Measure the tiers of a stack.",
 }
 

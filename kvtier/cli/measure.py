@@ -20,6 +20,8 @@ from typing import Any
 
 import msgspec
 
+from kvtier.cli.holdings import BENCH_MARK
+from kvtier.cli.look_objects import empty_store, local_folder
 from kvtier.cli.opening import opened, uninterrupted
 from kvtier.config import StackConfig
 from kvtier.core.flight import Ticket
@@ -34,17 +36,19 @@ from kvtier.core.settings import (
     WritePolicy,
 )
 from kvtier.core.slab.layout import ENTRY_BYTES
-from kvtier.errors import MediumError
+from kvtier.errors import KVTierError, MediumError
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Namespace, block_key
 
-BENCH_MARK = ".kvtier-bench-"
-"""How the names of the folders begin that measuring makes, and removes."""
 _SLACK_BYTES = 1 << 20
 _PIECE_BYTES = 32 << 20
 _SINGLES = 32
 _SETTLE_S = 120.0
 _FOR_EVER = Duration(50 * 365 * 86400.0)
+
+
+class MediumDown(KVTierError):
+    """A store went away, or was never there: the other tiers can be measured even so."""
 
 
 class Size(msgspec.Struct, frozen=True):
@@ -91,8 +95,13 @@ def measure(config: StackConfig, size: Size, tell: Tell) -> list[Measured]:
         if settings.write is WritePolicy.NEVER:
             found.append(Measured(tier=settings.kind, place=_place(settings), note="only read"))
             continue
-        with _bench_stack(config, size, index) as stack:
-            found.append(_measure_lower(stack, settings, size))
+        try:
+            with _bench_stack(config, size, index) as stack:
+                result = _measure_lower(stack, settings, size)
+        except MediumDown as error:
+            result = Measured(tier=settings.kind, place=_place(settings), blocks=size.blocks)
+            result.note = str(error)
+        found.append(result)
     return found
 
 
@@ -230,26 +239,37 @@ def _bench_stack(config: StackConfig, size: Size, index: int | None) -> Iterator
     namespace = Namespace(facts={"bench": secrets.token_hex(8)}, group_bytes=(size.chunk_bytes,))
     room = (record_bytes(size.chunk_bytes) + ENTRY_BYTES) * size.blocks * 2 + _SLACK_BYTES
     tiers = [_private(config.tiers[0], room)]
-    folder = None
+    folder, settings = None, None
     try:
         if index is not None:
             settings = config.tiers[index]
             with uninterrupted():
                 folder = _folder_beside(settings, room)
-            tiers.append(_lower(settings, room, folder))
+            settings = _lower(settings, room, folder)
+            tiers.append(settings)
         measured = msgspec.structs.replace(config, tiers=tuple(tiers))
         engine = f"bench-{os.getpid()}"
         with opened(lambda: Stack(measured, namespace, engine=engine), _empty) as stack:
             yield stack
     finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        with uninterrupted():
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            elif settings is not None and hasattr(settings, "url"):
+                _empty_store(settings)
 
 
 def _empty(stack: Stack) -> None:
     stack.chain.clear()
     for tier in stack.chain.tiers:
         tier.flush()
+
+
+def _empty_store(settings: TierSettings) -> None:
+    try:
+        empty_store(settings)
+    except MediumError as error:
+        raise MediumDown(str(error)) from error
 
 
 def _private(settings: TierSettings, room: int) -> TierSettings:
@@ -270,8 +290,13 @@ def _lower(settings: TierSettings, room: int, folder: Path | None) -> TierSettin
         "store_deadline": Duration(_SETTLE_S),
         "queue_blocks": 1 << 20,
     }
+    url = getattr(settings, "url", None)
     if folder is not None:
-        wanted |= {"path": str(folder), "capacity": Capacity(ByteSize(room + room // 8))}
+        wanted |= {"capacity": Capacity(ByteSize(room + room // 8))}
+        wanted |= {"path": str(folder)} if url is None else {"url": folder.as_uri()}
+    elif url is not None:
+        # A prefix of its own: a tier may delete what is beyond its capacity from all that it sees.
+        wanted["url"] = f"{url.rstrip('/')}/kvtier-bench-{secrets.token_hex(8)}"
     return _replace(settings, wanted)
 
 
@@ -283,7 +308,7 @@ def _replace(settings: TierSettings, wanted: dict[str, Any]) -> TierSettings:
 
 def _folder_beside(settings: TierSettings, room: int) -> Path | None:
     """An empty folder on the disk of a tier's own, outside of what counts against its budget."""
-    path = getattr(settings, "path", None)
+    path = getattr(settings, "path", None) or local_folder(getattr(settings, "url", ""))
     if path is None:
         return None
     home = Path(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -68,7 +68,7 @@ def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
     return [*command, *flags]
 
 
-def prepare_environment(environment: os._Environ[str], model: str, *, cpu: bool) -> None:
+def prepare_environment(environment: MutableMapping[str, str], model: str, *, cpu: bool) -> None:
     """Settings that suit the machine, where the user has none of his own."""
     if Path(model).is_dir():
         environment.setdefault("HF_HUB_OFFLINE", "1")

@@ -14,7 +14,7 @@ import pytest
 from cli_world import KVTIER, Hold, command
 
 from kvtier import Stack
-from kvtier.cli.measure import BENCH_MARK
+from kvtier.cli.holdings import BENCH_MARK
 from kvtier.config import load
 from kvtier.core.record import HEADER_BYTES, record_bytes
 from kvtier.testing.records import NAMESPACE, make_keys, payload

@@ -25,7 +25,10 @@ LAYERS = {
     "testing": {"base", "core", "backends", "move", "observe", "config", "stack"},
     "vllm": {"base", "core", "move", "observe", "config", "stack", "backends", "device"},
     "door": {"base", "config", "stack"},  # kvtier/__init__.py: the names that users begin with
-    "cli": {"base", "core", "move", "observe", "config", "stack", "vllm", "backends", "testing"},
+    "cli": {
+        *("base", "core", "move", "observe", "config", "stack"),
+        *("vllm", "device", "backends", "testing"),
+    },
 }
 SINGLE_FILES = {
     "": "door",

@@ -1,0 +1,122 @@
+"""What `kvtier doctor` looks at in an object store: each right that a tier needs, one by one."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvtier.backends.object import open_for
+from kvtier.backends.object.errors import ConditionalPutUnsupported, StoreError
+from kvtier.backends.object.store import GetOutcome, PutOutcome, Store
+from kvtier.cli.checks import Finding, Level
+from kvtier.cli.look_objects import local_folder
+from kvtier.observe import human
+
+_SKEW_S = 60.0
+_BODY = b"kvtier doctor"
+
+
+def check_store(area: str, settings: Any) -> Iterator[Finding]:
+    """List, put, conditional put, get and delete, with one small object that is removed again."""
+    folder = local_folder(settings.url)
+    if folder is not None and not folder.exists():
+        yield Finding(area, Level.OK, f"{folder} will be made")
+        return
+    try:
+        store = open_for(settings)
+    except StoreError as error:
+        yield _refused(area, "open", error)
+        return
+    name = f"kvtier-doctor/{secrets.token_hex(8)}"
+    try:
+        yield from _rights(area, settings, store, name)
+    finally:
+        store.close()
+
+
+def _rights(area: str, settings: Any, store: Store, name: str) -> Iterator[Finding]:
+    start = time.perf_counter()
+    listed = _try(area, "list", lambda: next(iter(store.list("kvtier-doctor/")), None))
+    if listed is not None:
+        yield listed
+        return
+    took = human.duration(time.perf_counter() - start)
+    yield Finding(area, Level.OK, f"{settings.url} answers within {took}, and may be listed")
+    failed = _try(area, "put", lambda: store.put(name, [memoryview(_BODY)]))
+    if failed is not None:
+        yield failed
+        return
+    try:
+        yield Finding(area, Level.OK, "objects may be written")
+        if settings.conditional_put:
+            yield _conditional(area, store, name)
+        yield from _read_back(area, store, name)
+    finally:
+        failed = _try(area, "delete", lambda: _delete(store, name))
+        yield failed or Finding(area, Level.OK, "objects may be deleted")
+
+
+def _conditional(area: str, store: Store, name: str) -> Finding:
+    remedy = "set conditional_put: false, which says the same without the attempt"
+    try:
+        outcome = store.put(name, [memoryview(_BODY)], if_absent=True)
+    except ConditionalPutUnsupported as error:
+        return Finding(area, Level.NOTE, str(error), remedy)
+    except StoreError as error:
+        return _refused(area, "put with If-None-Match", error)
+    if outcome is PutOutcome.ALREADY_THERE:
+        return Finding(area, Level.OK, "what is there already is refused (If-None-Match)")
+    return Finding(
+        area,
+        Level.NOTE,
+        "the store ignores If-None-Match: a block may be written twice, with equal bytes",
+        remedy,
+    )
+
+
+def _read_back(area: str, store: Store, name: str) -> Iterator[Finding]:
+    body = bytearray(len(_BODY))
+    try:
+        found = store.get(name, [memoryview(body)])
+        info = store.head(name)
+    except StoreError as error:
+        yield _refused(area, "get", error)
+        return
+    if found is not GetOutcome.FOUND or bytes(body) != _BODY or info is None:
+        yield Finding(
+            area, Level.BAD, "what was written does not come back", "ask who runs the store"
+        )
+        return
+    yield Finding(area, Level.OK, "objects may be read")
+    skew = info.modified_s - time.time()
+    if abs(skew) > _SKEW_S:
+        yield Finding(
+            area,
+            Level.WARN,
+            f"the store's clock and this machine's are {human.duration(abs(skew))} apart",
+            "set the clock (ntp): beyond 15 minutes a store refuses what is signed",
+        )
+    else:
+        yield Finding(area, Level.OK, "the clocks agree")
+
+
+def _delete(store: Store, name: str) -> None:
+    for error in store.delete([name]).values():
+        raise error
+
+
+def _try(area: str, what: str, call: Callable[[], object]) -> Finding | None:
+    try:
+        call()
+    except StoreError as error:
+        return _refused(area, what, error)
+    return None
+
+
+def _refused(area: str, what: str, error: StoreError) -> Finding:
+    look = f"look at the setting {error.setting}" if error.setting else "see that it is running"
+    if error.unwell:
+        look = "see that it is running and can be reached from here"
+    return Finding(area, Level.BAD, f"{what}: {error}", look)

@@ -1,0 +1,273 @@
+"""What `kvtier doctor` looks at on this machine: memory, disks, devices, vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import mmap
+import os
+import resource
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvtier.config import StackConfig
+from kvtier.core.disk import Disk
+from kvtier.device.gds import probe as probe_gds
+from kvtier.errors import ConfigError
+from kvtier.observe import human
+from kvtier.vllm.versions import installed
+
+_BLOCK = 4096
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "glusterfs"}
+_MEMORY_SHARE_MAX = 0.8
+_ONE_SLAB = 64 << 20
+
+
+class Level(enum.Enum):
+    """How much a finding matters."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Good to know; nothing has to be done."""
+    WARN = "warn"
+    """It works, but not as well as it could."""
+    BAD = "bad"
+    """It will not work."""
+
+
+class Finding(msgspec.Struct):
+    """One thing that was looked at, and what to do about it."""
+
+    area: str
+    level: Level
+    what: str
+    remedy: str = ""
+
+
+def check_machine(config: StackConfig) -> Iterator[Finding]:
+    """What concerns all tiers."""
+    try:
+        vllm = installed()
+        kind = " (CPU build)" if vllm.cpu else ""
+        yield Finding("vllm", Level.OK, f"vLLM {vllm.version}{kind} is supported")
+    except ConfigError as error:
+        known = "not installed" not in error.problem
+        level = Level.BAD if known else Level.NOTE
+        yield Finding("vllm", level, f"vLLM {error.problem}", error.remedy)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < 1024:
+        yield Finding(
+            "files",
+            Level.WARN,
+            f"a process may open {limit} files",
+            "raise it to 4096 or more: ulimit -n 4096",
+        )
+
+
+def check_tier(config: StackConfig, tier: int) -> Iterator[Finding]:
+    """What concerns one tier."""
+    settings = config.tiers[tier]
+    area = f"{tier} {settings.kind}"
+    if settings.kind == "cpu":
+        yield from _check_memory(area, settings)
+    elif settings.kind == "nvme":
+        yield from _check_disk(area, settings)
+    elif settings.kind == "object":
+        from kvtier.cli.check_store import check_store
+
+        yield from check_store(area, settings)
+
+
+# -- host memory -----------------------------------------------------------------------------
+
+
+def _check_memory(area: str, settings: Any) -> Iterator[Finding]:
+    folder = Path(settings.path)
+    kind = file_system(folder)
+    if kind in ("tmpfs", "hugetlbfs"):
+        yield Finding(area, Level.OK, f"{folder} is {kind}")
+    else:
+        yield Finding(
+            area,
+            Level.WARN,
+            f"{folder} is {kind}, not memory: the region will be written to a disk",
+            "set path to a folder on tmpfs, like /dev/shm",
+        )
+    disk = Disk()
+    size = settings.capacity.resolve(disk.total_bytes(folder))
+    free = disk.free_bytes(folder)
+    sizes = f"{human.size(size)} wanted, {human.size(free)} free in {folder}"
+    if free < size:
+        yield Finding(
+            area,
+            Level.WARN,
+            f"{sizes}: a new region does not fit (one that is there already counts as taken)",
+            "lower capacity, or enlarge it: mount -o remount,size=... (containers: --shm-size)",
+        )
+    else:
+        yield Finding(area, Level.OK, sizes)
+    memory = memory_bytes()
+    if size > memory * _MEMORY_SHARE_MAX:
+        yield Finding(
+            area,
+            Level.WARN,
+            f"{human.size(size)} of the {human.size(memory)} of memory that this process may use",
+            "leave a fifth of it to the engine and the system: lower capacity",
+        )
+    yield _check_locking(area, size)
+    if settings.huge_pages:
+        yield _check_huge_pages(area)
+
+
+def _check_locking(area: str, size: int) -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or soft >= size:
+        return Finding(area, Level.OK, "memory may be locked")
+    return Finding(
+        area,
+        Level.NOTE,
+        f"only {human.size(soft)} may be locked, the region has {human.size(size)}; CUDA pins it "
+        "even so, other devices may not",
+        "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)",
+    )
+
+
+def _check_huge_pages(area: str) -> Finding:
+    switch = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    try:
+        mode = switch.read_text()
+    except OSError:
+        return Finding(area, Level.WARN, "this kernel has no huge pages", "set huge_pages: false")
+    if "[never]" in mode or "[deny]" in mode:
+        return Finding(area, Level.WARN, "huge pages are off", f"echo advise > {switch}, as root")
+    return Finding(area, Level.OK, "huge pages can be had")
+
+
+def memory_bytes() -> int:
+    """What this process may use: the machine's memory, or less in a container."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError):
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit.isdecimal():
+            return min(total, int(limit))
+    return total
+
+
+# -- disks -----------------------------------------------------------------------------------
+
+
+def _check_disk(area: str, settings: Any) -> Iterator[Finding]:
+    root = Path(settings.path)
+    folder = root if root.is_dir() else root.parent
+    kind = file_system(folder)
+    if kind in _NETWORK or kind.startswith("fuse"):
+        yield Finding(
+            area,
+            Level.WARN,
+            f"{folder} is {kind}: locks and speed of a network are not those of a disk",
+            "use a folder on a local disk, or an object tier with a file:// url",
+        )
+    elif kind == "tmpfs":
+        yield Finding(
+            area, Level.WARN, f"{folder} is tmpfs: memory, not a disk", "name a folder on a disk"
+        )
+    else:
+        yield Finding(area, Level.OK, f"{folder} is {kind}")
+    if _rotates(folder):
+        yield Finding(
+            area,
+            Level.NOTE,
+            "the disk says that it rotates, as virtual disks often do",
+            "if it is true, blocks will load slowly: use flash, if there is",
+        )
+    if settings.direct:
+        yield _check_direct(area, folder)
+    yield _check_room(area, settings, folder)
+    reason = probe_gds(folder)
+    if reason is None:
+        yield Finding(area, Level.OK, "GPUDirect Storage works here")
+    else:
+        yield Finding(
+            area,
+            Level.NOTE,
+            f"no GPUDirect Storage: {reason}",
+            "blocks go through pinned memory, which is what most machines do",
+        )
+
+
+def _check_direct(area: str, folder: Path) -> Finding:
+    """Write and read a block around the page cache, in a file without a name."""
+    block = mmap.mmap(-1, _BLOCK)
+    path = ""
+    try:
+        fd, path = tempfile.mkstemp(prefix=".kvtier-doctor-", dir=folder)
+        os.close(fd)
+        fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        try:
+            os.pwritev(fd, [block], 0)
+            os.preadv(fd, [block], 0)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return Finding(
+                area,
+                Level.WARN,
+                f"{folder} has no O_DIRECT: everything goes through the page cache too",
+                "set direct: false to save the attempt, or use ext4 or xfs",
+            )
+        return Finding(area, Level.BAD, f"{folder}: {error.strerror}", "name one that you may use")
+    finally:
+        if path:
+            Path(path).unlink(missing_ok=True)
+    return Finding(area, Level.OK, "O_DIRECT works")
+
+
+def _check_room(area: str, settings: Any, folder: Path) -> Finding:
+    from kvtier.backends.nvme.folder import used_bytes
+
+    disk = Disk()
+    size = settings.capacity.resolve(disk.total_bytes(folder))
+    used = used_bytes(Path(settings.path)) if Path(settings.path).is_dir() else 0
+    room = used + disk.free_bytes(folder) - settings.free_floor.bytes
+    what = f"{human.size(size)} allowed, room for {human.size(max(0, room))}"
+    if room < min(size, _ONE_SLAB):
+        return Finding(
+            area, Level.BAD, f"{what}: nothing can be stored", "free some, or lower free_floor"
+        )
+    if room < size:
+        return Finding(
+            area,
+            Level.WARN,
+            f"{what} above the free floor: the tier will stay smaller",
+            "lower capacity to what there is, or free some",
+        )
+    return Finding(area, Level.OK, what)
+
+
+def file_system(folder: Path) -> str:
+    """The kind of file system that a folder is on."""
+    real = str(folder.resolve())
+    best, kind = "", "unknown"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            words = line.split()
+            point = words[1].encode().decode("unicode_escape")
+            inside = real == point or real.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(best):
+                best, kind = point, words[2]
+    return kind
+
+
+def _rotates(folder: Path) -> bool:
+    device = folder.stat().st_dev
+    base = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    for queue in (base / "queue", base.parent / "queue", base.resolve().parent / "queue"):
+        with contextlib.suppress(OSError):
+            return (queue / "rotational").read_text().strip() == "1"
+    return False

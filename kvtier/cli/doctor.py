@@ -1,0 +1,109 @@
+"""`kvtier doctor`: what is good and what is not about this machine, for this stack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+import typer
+
+from kvtier.cli import console
+from kvtier.cli.checks import Finding, Level, check_machine, check_tier
+from kvtier.cli.measure import Measured, Size, measure
+from kvtier.config import StackConfig, load
+from kvtier.errors import KVTierError
+from kvtier.observe import human
+
+app = console.new_app("Look for what is wrong, and say what to do.")
+
+_SIZE = Size(chunk_bytes=1 << 20, blocks=32, rounds=1)
+_SLOW_BYTES_PER_S = 100e6
+_INDENT = 6
+_MARKS = {Level.OK: "ok  ", Level.NOTE: "note", Level.WARN: "WARN", Level.BAD: "BAD "}
+
+
+@app.command(
+    epilog="Examples: kvtier doctor --config stack.yaml; kvtier doctor -c stack.yaml --no-measure"
+)
+def doctor(
+    config: console.ConfigOption,
+    do_measure: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Also store and load some blocks.")
+    ] = True,
+    json: console.JsonOption = False,
+) -> None:
+    """Look at memory, disks, stores and versions, and measure every tier.
+
+    What is tried leaves no trace, and a running engine does not notice. Exit code 1 if something
+    will not work; what only could be better is no failure.
+    """
+    stack = load(config)
+    findings: list[Finding] = []
+    for finding in _findings(stack):
+        findings.append(finding)
+        if not json:
+            _show(finding)
+    measured: list[Measured] = []
+    if do_measure and not any(finding.level is Level.BAD for finding in findings):
+        for finding in _measure(stack, measured):
+            findings.append(finding)
+            if not json:
+                _show(finding)
+    bad = any(finding.level is Level.BAD for finding in findings)
+    if json:
+        console.print_json(
+            {
+                "ok": not bad,
+                "findings": msgspec.to_builtins(findings),
+                "measured": msgspec.to_builtins(measured),
+            }
+        )
+    if bad:
+        raise typer.Exit(console.EXIT_FAILURE)
+
+
+def _findings(config: StackConfig) -> Iterator[Finding]:
+    yield from check_machine(config)
+    for tier in range(len(config.tiers)):
+        yield from check_tier(config, tier)
+
+
+def _measure(config: StackConfig, measured: list[Measured]) -> Iterator[Finding]:
+    try:
+        measured += measure(config, _SIZE, console.note)
+    except (KVTierError, OSError) as error:
+        yield Finding("speed", Level.WARN, f"could not be measured: {error}")
+        return
+    for index, tier in enumerate(measured):
+        area = f"{index} {tier.tier}"
+        if tier.note and not tier.hits:
+            yield Finding(area, Level.NOTE, f"not measured: {tier.note}")
+            continue
+        speed = (
+            f"stores {human.rate(tier.store_bytes_per_s)}, loads "
+            f"{human.rate(tier.load_bytes_per_s)}, one block of 1 MiB in "
+            f"{human.duration(tier.block_s)}"
+        )
+        if tier.wrong:
+            yield Finding(area, Level.BAD, f"{tier.wrong} blocks came back wrong", "run memtest")
+        elif tier.hits < tier.blocks:
+            lost = tier.blocks - tier.hits
+            yield Finding(
+                area, Level.BAD, f"{lost} of {tier.blocks} blocks did not come back", tier.note
+            )
+        elif tier.load_bytes_per_s < _SLOW_BYTES_PER_S:
+            yield Finding(
+                area,
+                Level.WARN,
+                speed,
+                "so slow a tier seldom beats recomputing: kvtier plan says from which length on",
+            )
+        else:
+            yield Finding(area, Level.OK, speed)
+
+
+def _show(finding: Finding) -> None:
+    console.say_wrapped(f"{_MARKS[finding.level]}  {finding.area}: {finding.what}", _INDENT)
+    if finding.remedy and finding.level is not Level.OK:
+        console.say_wrapped(" " * _INDENT + finding.remedy, _INDENT)

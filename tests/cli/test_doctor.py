@@ -1,0 +1,97 @@
+"""`kvtier doctor`: what it finds on machines and stacks of different kinds."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_world import command
+
+from kvtier.cli import checks
+from kvtier.cli.checks import Level, check_tier
+from kvtier.config import load
+
+
+def run(stack_file: Path, *args: str, code: int = 0) -> Any:
+    done = command("doctor", "-c", stack_file, "--json", *args)
+    assert done.code == code, done.err
+    return json.loads(done.out)
+
+
+def levels(stack_file: Path, tier: int) -> dict[str, Level]:
+    return {finding.what: finding.level for finding in check_tier(load(stack_file), tier)}
+
+
+def test_a_good_stack(stack_file: Path) -> None:
+    report = run(stack_file)
+    assert report["ok"]
+    assert [tier["hits"] for tier in report["measured"]] == [64, 32]
+    assert any("O_DIRECT works" in finding["what"] for finding in report["findings"])
+
+
+def test_every_finding_that_matters_says_what_to_do(stack_file: Path) -> None:
+    for finding in run(stack_file, "--no-measure")["findings"]:
+        assert finding["remedy"] or finding["level"] == "ok"
+
+
+def test_for_people(stack_file: Path) -> None:
+    done = command("doctor", "-c", stack_file, "--no-measure")
+    assert done.code == 0
+    assert "ok    1 nvme: O_DIRECT works" in done.out
+
+
+def test_nothing_is_left_behind(stack_file: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    run(stack_file)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_host_memory_on_a_disk_is_said(stack_file: Path) -> None:
+    found = levels(stack_file, 0)
+    if checks.file_system(stack_file.parent) != "tmpfs":
+        assert any("not memory" in what for what, level in found.items() if level is Level.WARN)
+
+
+def test_a_region_larger_than_what_is_free(stack_file: Path) -> None:
+    stack_file.write_text(stack_file.read_text().replace("4MiB", "100%"))
+    found = levels(stack_file, 0)
+    assert any("does not fit" in what for what, level in found.items() if level is Level.WARN)
+
+
+def test_memory_on_a_disk_that_is_full(stack_file: Path) -> None:
+    stack_file.write_text(stack_file.read_text().replace("free_floor: 0", "free_floor: 8000TiB"))
+    report = run(stack_file, code=1)
+    assert any("nothing can be stored" in finding["what"] for finding in report["findings"])
+    assert report["measured"] == []
+
+
+def test_a_disk_that_is_memory(stack_file: Path) -> None:
+    folder = Path("/dev/shm") / f"kvtier-test-{os.getpid()}"
+    folder.mkdir()
+    try:
+        text = stack_file.read_text().replace(str(stack_file.parent / "disk"), str(folder))
+        stack_file.write_text(text)
+        found = levels(stack_file, 1)
+    finally:
+        folder.rmdir()
+    assert found["/dev/shm/" + folder.name + " is tmpfs: memory, not a disk"] is Level.WARN
+
+
+@pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0"])
+def test_a_vllm_that_is_not_supported(
+    stack_file: Path, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.vllm.versions.version", lambda name: version)
+    (finding,) = [each for each in checks.check_machine(load(stack_file)) if each.area == "vllm"]
+    assert finding.level is Level.BAD
+    assert version in finding.what
+    assert finding.remedy
+
+
+def test_a_vllm_that_is(stack_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.vllm.versions.version", lambda name: "0.32.1+cpu")
+    (finding,) = [each for each in checks.check_machine(load(stack_file)) if each.area == "vllm"]
+    assert (finding.level, finding.what) == (Level.OK, "vLLM 0.32.1+cpu (CPU build) is supported")

@@ -1,0 +1,137 @@
+"""The command line with an object store: a folder, a real server, one that is down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_world import command
+from object import object_servers  # type: ignore[attr-defined]
+
+from kvtier import Stack
+from kvtier.testing.records import NAMESPACE, make_keys, payload
+
+BLOCKS = 8
+
+
+def with_store(stack_file: Path, text: str) -> Path:
+    stack_file.write_text(
+        f"{stack_file.read_text()}  - {{kind: object, capacity: 64MiB, {text}}}\n"
+    )
+    return stack_file
+
+
+@pytest.fixture
+def in_a_folder(stack_file: Path, tmp_path: Path) -> Path:
+    return with_store(stack_file, f'url: "file://{tmp_path}/store"')
+
+
+@pytest.fixture
+def server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[object_servers.ServerProcess]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", object_servers.ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", object_servers.SECRET_KEY)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with object_servers.rclone(tmp_path) as process:
+        yield process
+
+
+@pytest.fixture
+def on_a_server(stack_file: Path, server: object_servers.ServerProcess) -> Path:
+    return with_store(stack_file, f'url: "s3://bucket/kv", endpoint: "{server.endpoint}"')
+
+
+@pytest.fixture(params=["in_a_folder", "on_a_server"])
+def stack(request: pytest.FixtureRequest) -> Path:
+    """A stack with blocks in all three tiers."""
+    path: Path = request.getfixturevalue(request.param)
+    with Stack.open(path, NAMESPACE) as opened:
+        opened.store({key: payload(key) for key in make_keys(BLOCKS)})
+        assert opened.settle()
+    return path
+
+
+def run(*args: object, code: int = 0) -> Any:
+    done = command(*args, "--json")
+    assert done.code == code, done.err
+    return json.loads(done.out)
+
+
+def test_all_is_seen(stack: Path) -> None:
+    rows = run("ls", "-c", stack)["namespaces"]
+    assert [(row["kind"], row["blocks"]) for row in rows] == [
+        ("cpu", BLOCKS),
+        ("nvme", BLOCKS),
+        ("object", BLOCKS),
+    ]
+    assert all(row["facts"] == NAMESPACE.facts for row in rows)
+    assert len(run("ls", NAMESPACE.id, "-c", stack)["blocks"]) == 3 * BLOCKS
+    assert run("du", "-c", stack)[2]["blocks"] == BLOCKS
+    key = make_keys(1)[0]
+    assert [row["record"] for row in run("show", key.hex(), "-c", stack)] == ["good"] * 3
+
+
+def test_bad_objects_are_found_and_removed(stack: Path, tmp_path: Path) -> None:
+    assert run("verify", "-c", stack)["counts"]["good"] == 3 * BLOCKS
+    victim = next(path for path in tmp_path.rglob("*-0") if path.is_file())
+    body = bytearray(victim.read_bytes())
+    body[-1] ^= 1
+    victim.write_bytes(body)
+    assert [row["tier"] for row in run("verify", "-c", stack, code=1)["bad"]] == [2]
+    assert run("verify", "-c", stack, "--repair")["repaired"] == 1
+    assert run("verify", "-c", stack)["counts"]["good"] == 3 * BLOCKS - 1
+
+
+def test_a_namespace_is_cleared(stack: Path) -> None:
+    run("clear", NAMESPACE.id, "-c", stack, "--tier", "object", "--yes")
+    assert run("du", "-c", stack, "--tier", "object")[0]["used"] == 0
+    assert [row["kind"] for row in run("ls", "-c", stack)["namespaces"]] == ["cpu", "nvme"]
+
+
+def test_idle_namespaces_go(stack: Path) -> None:
+    found = run("gc", "-c", stack, "--tier", "object", "--idle", "0s")["found"]
+    assert len(found) == 1
+    assert run("du", "-c", stack, "--tier", "object")[0]["used"] == 0
+
+
+def test_bench_leaves_the_store_as_it_was(stack: Path) -> None:
+    before = run("du", "-c", stack, "--tier", "object")[0]["used"]
+    report = run("bench", "-c", stack, "--chunk=8KiB", "--blocks=4", "--rounds=1")
+    assert [tier["hits"] for tier in report["tiers"]] == [8, 4, 4]
+    assert run("du", "-c", stack, "--tier", "object")[0]["used"] == before
+
+
+def test_the_doctor_tries_every_right(stack: Path) -> None:
+    report = run("doctor", "-c", stack, "--no-measure")
+    found = [each["what"] for each in report["findings"] if each["area"] == "2 object"]
+    for right in ("listed", "written", "read", "deleted"):
+        assert any(right in what for what in found)
+    assert run("verify", "-c", stack)["counts"]["good"] == 3 * BLOCKS
+
+
+class TestAStoreThatIsDown:
+    @pytest.fixture
+    def down(self, on_a_server: Path, server: object_servers.ServerProcess) -> Path:
+        server.kill()
+        return on_a_server
+
+    @pytest.mark.parametrize("words", [["ls"], ["du"], ["verify"], ["gc", "--dry-run"]])
+    def test_the_rest_is_still_seen(self, words: list[str], down: Path) -> None:
+        done = command(*words, "-c", down)
+        assert done.code == 1
+        assert "see that the store is running" in done.err
+        assert done.out
+
+    def test_the_doctor_says_so(self, down: Path) -> None:
+        report = run("doctor", "-c", down, code=1)
+        (bad,) = [each for each in report["findings"] if each["level"] == "bad"]
+        assert bad["area"] == "2 object"
+        assert "running" in bad["remedy"]
+
+    def test_bench_measures_the_rest(self, down: Path) -> None:
+        report = run("bench", "-c", down, "--chunk=8KiB", "--blocks=2", "--rounds=1", code=1)
+        assert [tier["good"] for tier in report["tiers"]] == [True, True, False]
