@@ -52,7 +52,7 @@ docs: $(STAMP)
 	$(BIN)/kvtier config reference --built-in > $(VENV)/made && mv $(VENV)/made docs/CONFIGURATION.md
 
 bench-vllm: $(VLLM_STAMP)
-	$(VLLM_BIN)/python -m benchmarks.vllm
+	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.vllm
 
 # The tests on a real engine alone; then those of the oldest and the newest version that is known.
 test-vllm: $(VLLM_STAMP)

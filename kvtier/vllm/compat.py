@@ -73,8 +73,10 @@ __all__ = [
     "batched_copy",
     "errand_spec",
     "group_payloads",
+    "prefills_whole_only",
     "prompt_tokens",
     "transfer_results",
+    "without_hits",
 ]
 
 logger = logging.getLogger(__name__)
@@ -178,6 +180,25 @@ def prompt_tokens(scheduled: Any) -> tuple[int, int]:
         return 0, 0
     middles = sum(count * (before.get(name, 0) + count / 2) for name, count in prompts.items())
     return tokens, int(middles / tokens - tokens / 2)
+
+
+def prefills_whole_only(vllm_config: Any) -> bool:
+    """Whether the engine cannot compute a prompt from its middle on.
+
+    vLLM's plain MLA for CPUs does not look at the tokens before; vLLM turns its own prefix cache
+    and chunked prefill off there.
+    """
+    from vllm.platforms import current_platform
+
+    chunked = vllm_config.scheduler_config.enable_chunked_prefill
+    return bool(current_platform.is_cpu() and vllm_config.model_config.use_mla and not chunked)
+
+
+def without_hits(connector: Any, request: Any, computed: int) -> tuple[int | None, bool]:
+    """What the scheduler's side answers if it finds nothing."""
+    scheduler = connector.connector_scheduler
+    answer: tuple[int | None, bool] = scheduler.get_num_new_matched_tokens(request, computed, 0)
+    return answer
 
 
 def store_again(connector: Any, request: str) -> None:

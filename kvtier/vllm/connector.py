@@ -37,6 +37,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         stack = read_stack(extra)
         _set_chunk(extra, stack, kv_cache_config)
         compat.set_recompute_policy(vllm_config)
+        self._whole_only = compat.prefills_whole_only(vllm_config)
         if role.name == "SCHEDULER":
             self._introduce(vllm_config, kv_cache_config, stack, extra)
         super().__init__(vllm_config, role, kv_cache_config)
@@ -60,6 +61,11 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
         if warning := identity.check_hash(algorithm, persistent=persistent):
             logger.warning("%s", warning)
+        if compat.prefills_whole_only(vllm_config):
+            logger.warning(
+                "vLLM's MLA for this CPU (without AMX) computes prompts as a whole only: nothing "
+                "that is kept can be used here"
+            )
         if compat.policy_in_force() == "fail":
             logger.warning(
                 "under MultiConnector vLLM ends a request whose load failed: set "
@@ -88,6 +94,16 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         self._manager.remember_adapter(request.request_id, getattr(request, "lora_request", None))
         super().on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._whole_only:
+            return compat.without_hits(self, request, num_computed_tokens)
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        return found
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         meta = super().build_connector_meta(scheduler_output)

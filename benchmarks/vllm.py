@@ -1,0 +1,212 @@
+"""vLLM with and without kvtier: first tokens, decoding, and what the scheduler spends.
+
+    make bench-vllm            # TOKENS=8192 LAYERS=16 HIDDEN=1024 ROUNDS=5 JSON=figures.json
+
+Both engines live at the same time and take turns, so that a noisy machine is noisy for both.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import engines.engine
+import numpy as np
+from engines.engine import Engine
+
+from benchmarks.report import Report
+from kvtier.vllm import tiny_model
+
+HOST = Path(engines.engine.__file__).with_name("stopwatch.py")
+TOKENS = int(os.environ.get("TOKENS", "8192"))
+LAYERS = int(os.environ.get("LAYERS", "16"))
+HIDDEN = int(os.environ.get("HIDDEN", "1024"))
+ROUNDS = int(os.environ.get("ROUNDS", "5"))
+_PIECE = 4 << 20
+_THREADS = 8
+
+
+class Bench:
+    """A model, a stack in folders of its own, and engines on them."""
+
+    def __init__(self, folder: Path, region: Path) -> None:
+        self.folder = folder
+        self.region = region
+        self.blocks = folder / "blocks"
+        self.report = Report(f"vLLM, {LAYERS} layers, hidden {HIDDEN}, {TOKENS} tokens")
+        name = f"bench-{LAYERS}-{HIDDEN}"
+        self.model = tiny_model.build(Path(sys.prefix) / "models" / name, "llama", LAYERS, HIDDEN)
+        self._seed = 0
+
+    def engine(self, *, kept: bool) -> Engine:
+        """An engine; `kept`: with the stack."""
+        cpu = {"kind": "cpu", "path": str(self.region), "capacity": "2GiB"}
+        nvme = {"kind": "nvme", "path": str(self.blocks), "capacity": "4GiB"}
+        stack = {"version": 1, "name": "bench", "tiers": [cpu, nvme]}
+        return Engine(
+            self.folder / "engine.log",
+            host=HOST,
+            stack=stack if kept else None,
+            environment={"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))},
+            model=str(self.model),
+            max_model_len=TOKENS + 64,
+            max_num_batched_tokens=2048,
+        )
+
+    def prompt(self, tokens: int) -> list[int]:
+        """A prompt that nobody has seen."""
+        self._seed += 1
+        return random.Random(self._seed).choices(range(256), k=tokens)
+
+
+def main() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=os.environ.get("FOLDER")))
+    region = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir="/dev/shm"))
+    try:
+        bench = Bench(folder, region)
+        with bench.engine(kept=False) as plain, bench.engine(kept=True) as kept:
+            for engine in (plain, kept):
+                engine.first_token(prompt=bench.prompt(600))
+            scheduler(bench, kept)
+            decoding(bench, plain, kept)
+            prompt, cold = first_tokens(bench, plain, kept)
+        after_restart(bench, prompt, cold)
+        bench.report.finish()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(region, ignore_errors=True)
+
+
+def scheduler(bench: Bench, kept: Engine) -> None:
+    """32 requests: what the scheduler's calls into kvtier cost each step."""
+    prompts = [bench.prompt(300) for _ in range(32)]
+    spent = kept.scheduler_seconds(prompts=prompts, tokens=64)
+    microseconds = [each * 1e6 for each in spent]
+    report = bench.report
+    report.at_most("scheduler, mean of a step, 32 requests", mean(microseconds), "us", 200)
+    report.add("scheduler, 99 of 100 steps", float(np.percentile(microseconds, 99)), "us")
+    kept.settle()
+
+
+def decoding(bench: Bench, plain: Engine, kept: Engine) -> None:
+    """Prompts, then decoding while their blocks are stored behind."""
+    steps: dict[str, list[float]] = {"plain": [], "kept": []}
+    prefills: dict[str, list[float]] = {"plain": [], "kept": []}
+    for _ in range(ROUNDS):
+        for name, engine in (("plain", plain), ("kept", kept)):
+            found = engine.decode(prompts=[bench.prompt(512) for _ in range(8)], tokens=96)
+            steps[name].append(found["step"])
+            prefills[name].append(found["prefill"])
+    slower = median(steps["kept"]) / median(steps["plain"])
+    report = bench.report
+    report.add("decode step without kvtier", median(steps["plain"]) * 1e3, "ms")
+    report.at_most("decode step, against it", slower, "x", 1.02)
+    slower = median(prefills["kept"]) / median(prefills["plain"])
+    report.add("8 x 512 tokens of prefill without kvtier", median(prefills["plain"]), "s")
+    report.at_most("cold prefill, against it", slower, "x", 1.03)
+    kept.settle()
+
+
+def first_tokens(bench: Bench, plain: Engine, kept: Engine) -> tuple[list[int], float]:
+    """One long prompt, from wherever it may be."""
+    report = bench.report
+    prompt = bench.prompt(TOKENS)
+    without = plain.first_token(prompt=prompt)["seconds"]
+    cold = kept.first_token(prompt=prompt)["seconds"]
+    kept.settle()
+    near = _median(lambda: _warm(kept, prompt))
+    report.add("first token without kvtier", without, "s")
+    report.add("first token, cold", cold, "s")
+    report.add("first token, engine's own cache", near, "s")
+
+    copies, reads, cpu, nvme = [], [], [], []
+    size = int(kept.loaded_bytes(tokens=TOKENS))
+    file = bench.folder / "plain"
+    file.write_bytes(os.urandom(_PIECE) * -(-size // _PIECE))
+    os.sync()
+    for _ in range(ROUNDS):
+        copies.append(copy_seconds(size))
+        kept.forget_engine_cache()
+        cpu.append(_warm(kept, prompt))
+        reads.append(read_seconds(file))
+        kept.forget_engine_cache()
+        kept.clear(tier=0)
+        nvme.append(_warm(kept, prompt))
+    file.unlink()
+    report.add("first token, CPU", median(cpu), "s")
+    report.add("first token, NVMe", median(nvme), "s")
+    plain_copy, plain_read = median(copies), median(reads)
+    report.add(f"plain copy of {size >> 20} MiB", plain_copy, "s")
+    report.add("plain read of as much", plain_read, "s")
+    report.add("load from CPU, against copy", (median(cpu) - near) / plain_copy, "x")
+    report.at_most(
+        "load from NVMe, against read + copy",
+        (median(nvme) - near) / (plain_read + plain_copy),
+        "x",
+        1.5,
+    )
+    return prompt, cold
+
+
+def after_restart(bench: Bench, prompt: list[int], cold: float) -> None:
+    """The engines were killed; the first request of a new one, shared memory kept and lost."""
+    for name, lost in (("kill -9", False), ("reboot", True)):
+        if lost:
+            for path in bench.region.iterdir():
+                path.unlink()
+        with bench.engine(kept=True) as engine:
+            engine.first_token(prompt=bench.prompt(600))
+            seconds = _warm(engine, prompt)
+        bench.report.add(f"first token, after {name}", seconds, "s")
+        bench.report.at_least(f"faster than cold, after {name}", cold / seconds, "x", 20)
+
+
+def _warm(engine: Engine, prompt: list[int]) -> float:
+    found = engine.first_token(prompt=prompt)
+    assert found["cached"] >= len(prompt) - 512, f"only {found['cached']} tokens were found"
+    return float(found["seconds"])
+
+
+def _median(run: Callable[[], float]) -> float:
+    return median([run() for _ in range(ROUNDS)])
+
+
+def copy_seconds(size: int) -> float:
+    """A plain copy from one piece of memory to another, both touched before."""
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    begin = time.perf_counter()
+    np.copyto(target, source)
+    return time.perf_counter() - begin
+
+
+def read_seconds(path: Path) -> float:
+    """A plain read of a file around the page cache, with as many threads as the tier has."""
+    size = path.stat().st_size
+    target = mmap.mmap(-1, size)
+    np.frombuffer(target, np.uint8)[:] = 0
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    view = memoryview(target)
+
+    def read(at: int) -> Any:
+        return os.preadv(fd, [view[at : at + _PIECE]], at)
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(read, range(0, size, _PIECE)))
+    seconds = time.perf_counter() - begin
+    os.close(fd)
+    return seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The tests' end of `host.py`: starts it, tells it what to do, kills it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+HOST = Path(__file__).with_name("host.py")
+START_S = 240.0
+COMMAND_S = 240.0
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+class EngineError(Exception):
+    """The engine refused, or died."""
+
+
+class Engine:
+    """One engine in a process; every method that is not defined here is one of its commands."""
+
+    def __init__(
+        self,
+        log: Path,
+        *,
+        host: Path = HOST,
+        stack: Mapping[str, Any] | None = None,
+        transfer: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        **arguments: Any,
+    ) -> None:
+        self.log = log
+        mine, theirs = os.pipe()
+        self._answers = mine
+        self._unread = b""
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(host), str(theirs)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs,),
+                start_new_session=True,
+                env={
+                    **os.environ,
+                    **_ENVIRONMENT,
+                    "PYTHONPATH": str(HOST.parent),
+                    **(environment or {}),
+                },
+            )
+        os.close(theirs)
+        if stack is not None:
+            transfer = connector(stack)
+        if transfer is not None:
+            arguments["kv_transfer_config"] = transfer
+            arguments.setdefault("prefix_caching_hash_algo", "sha256_cbor")
+        try:
+            self.call("start", START_S, **arguments)
+        except BaseException:
+            self.kill()
+            raise
+
+    def call(self, name: str, seconds: float = COMMAND_S, **arguments: Any) -> Any:
+        """Run a command; raises EngineError if it fails, or takes too long."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps([name, arguments]).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise EngineError(f"the engine is gone\n{self.tail()}") from None
+        answer = json.loads(self._line(name, time.monotonic() + seconds))
+        if "error" in answer:
+            raise EngineError(f"{name}: {answer['error']}\n{self.tail()}")
+        return answer["value"]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda **arguments: self.call(name, **arguments)
+
+    def _line(self, name: str, end: float) -> bytes:
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([self._answers], [], [], max(0, end - time.monotonic()))
+            if not ready:
+                raise EngineError(f"{name} takes too long\n{self.tail()}")
+            piece = os.read(self._answers, 1 << 20)
+            if not piece:
+                raise EngineError(f"the engine died in {name}\n{self.tail()}")
+            self._unread += piece
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def tail(self) -> str:
+        """The end of the engine's log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+
+    def kill(self) -> None:
+        """kill -9, with everything that belongs to the engine."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        if self._answers >= 0:
+            os.close(self._answers)
+            self._answers = -1
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+
+def connector(stack: Mapping[str, Any]) -> dict[str, Any]:
+    """The value of --kv-transfer-config for a stack."""
+    return {
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"stack": stack},
+    }

@@ -1,0 +1,218 @@
+"""A vLLM engine in a process of its own that does what it is told: one JSON line a command.
+
+    python host.py FD      # answers are written to the file descriptor FD
+
+Scheduler and worker live in this process, so that a command can look at both.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SETTLE_S = 60.0
+
+
+class Host:
+    """The commands; each method whose name does not begin with `_` is one."""
+
+    def __init__(self) -> None:
+        self._llm: Any = None
+        self._serial = 0
+
+    def start(self, **arguments: Any) -> dict[str, Any]:
+        """Build the engine."""
+        from vllm import LLM
+
+        self._llm = LLM(enforce_eager=True, seed=0, disable_log_stats=False, **arguments)
+        return {"pid": os.getpid()}
+
+    # -- requests
+
+    def generate(
+        self, prompts: list[list[int]], tokens: int = 16, more: list[dict[str, Any]] | None = None
+    ) -> list[dict[str, Any]]:
+        """Greedy continuations, all prompts at once; `more` holds what else a prompt carries."""
+        given = [
+            {"prompt_token_ids": prompt, **extra}
+            for prompt, extra in zip(prompts, more or [{}] * len(prompts), strict=True)
+        ]
+        found = self._llm.generate(given, self._greedy(tokens), use_tqdm=False)
+        return [_shown(each) for each in found]
+
+    def generate_with(self, prompt: list[int], tokens: int = 16, **more: Any) -> dict[str, Any]:
+        """One continuation with an adapter, a priority or a pattern to follow."""
+        parameters = self._greedy(tokens)
+        named: dict[str, Any] = {}
+        if "adapter" in more:
+            from vllm.lora.request import LoRARequest
+
+            name, number, path = more["adapter"]
+            named["lora_request"] = LoRARequest(name, number, path)
+        if "priority" in more:
+            named["priority"] = [more["priority"]]
+        if "regex" in more:
+            from vllm.sampling_params import StructuredOutputsParams
+
+            parameters.structured_outputs = StructuredOutputsParams(regex=more["regex"])
+            parameters.ignore_eos = False
+        found = self._llm.generate(
+            [{"prompt_token_ids": prompt}], parameters, use_tqdm=False, **named
+        )
+        return _shown(found[0])
+
+    def begin(self, prompt: list[int], tokens: int) -> None:
+        """Send a request and step until what it loads is under way."""
+        engine = self._llm.llm_engine
+        self._serial += 1
+        engine.add_request(
+            f"begun-{self._serial}", {"prompt_token_ids": prompt}, self._greedy(tokens)
+        )
+        for _ in range(3):
+            engine.step()
+
+    def end(self) -> dict[str, Any]:
+        """Step until the request that was begun has ended."""
+        engine = self._llm.llm_engine
+        while True:
+            for output in engine.step():
+                if output.finished:
+                    return _shown(output)
+
+    def storm(self, **arguments: Any) -> dict[str, Any]:
+        """Many requests at once, some of them aborted."""
+        from storm import storm
+
+        return storm(self._llm.llm_engine, self._greedy, self._step, **arguments)
+
+    def _greedy(self, tokens: int) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+
+    # -- the engine and its caches
+
+    @property
+    def _core(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core
+
+    @property
+    def _manager(self) -> Any:
+        connector = self._core.scheduler.connector
+        connector = getattr(connector, "_connectors", [connector])[0]
+        return connector.connector_scheduler.manager._manager
+
+    def _step(self) -> None:
+        self._core.step_fn()
+
+    def forget_engine_cache(self) -> bool:
+        """Empty vLLM's own prefix cache."""
+        self.settle()
+        return bool(self._llm.reset_prefix_cache())
+
+    def forget_everything(self) -> bool:
+        """What vLLM does when its weights may have changed."""
+        return bool(self._llm.reset_prefix_cache(reset_connector=True))
+
+    def settle(self) -> bool:
+        """Let the engine step until nothing is under way."""
+        manager = self._manager
+        end = time.monotonic() + SETTLE_S
+        while time.monotonic() < end:
+            self._step()
+            if not manager.has_pending_work:
+                return True
+            time.sleep(0.002)
+        return False
+
+    def mover(self) -> int:
+        """The process of the mover; waits for it if it is being started."""
+        end = time.monotonic() + SETTLE_S
+        while (found := self._manager.stack.mover.pid) is None:
+            if time.monotonic() > end:
+                raise TimeoutError("no mover")
+            self._step()
+            time.sleep(0.01)
+        return int(found)
+
+    def clear(self, tier: int) -> None:
+        """Forget all that one tier holds."""
+        self._manager.chain.tiers[tier].clear()
+        self._step()
+
+    def record_events(self) -> None:
+        """Keep what is published from now on."""
+        self._events: list[tuple[str, str]] = []
+
+        def publish(batch: Any) -> None:
+            self._events += [(type(each).__name__, str(each.medium)) for each in batch.events]
+
+        self._core.scheduler.kv_event_publisher.publish = publish
+
+    def events(self) -> list[tuple[str, str]]:
+        """What was published, as kind and medium."""
+        self._step()
+        return self._events
+
+    def loaded_bytes(self, tokens: int) -> int:
+        """The payload of so many tokens' blocks."""
+        manager = self._manager
+        return int(tokens // manager._chunk_tokens * sum(manager.stack.namespace.group_bytes))
+
+    def facts(self) -> dict[str, Any]:
+        """What the counters say, and what is still held."""
+        import msgspec
+
+        from kvtier.vllm import guard
+
+        gc.collect()
+        manager = self._manager
+        return {
+            "chain": msgspec.to_builtins(manager.chain.chain_stats()),
+            "failed_loads": manager.failed_loads,
+            "failed_stores": manager.failed_stores,
+            "pending": len(manager._pending),
+            "requests": len(manager._requests),
+            "busy": manager.has_pending_work,
+            "mistakes": guard.caught,
+            "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
+            "resident": _resident_bytes(),
+            "region": manager._region,
+            "namespace": dict(manager.stack.namespace.facts),
+            "free_blocks": self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        }
+
+
+def _shown(output: Any) -> dict[str, Any]:
+    return {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens or 0}
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main(kind: type[Host] = Host) -> None:
+    answers = os.fdopen(int(sys.argv[1]), "w")
+    host = kind()
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        command: Callable[..., Any] = getattr(host, name)
+        try:
+            answer = {"value": command(**arguments)}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The engine of `benchmarks.vllm`, in a process of its own: the tests' host with a stop-watch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from host import Host, main
+
+
+class TimedHost(Host):
+    """Commands that answer with seconds."""
+
+    def first_token(self, prompt: list[int]) -> dict[str, Any]:
+        """Seconds from the request to its first token."""
+        engine = self._llm.llm_engine
+        self._serial += 1
+        begin = time.perf_counter()
+        engine.add_request(f"timed-{self._serial}", {"prompt_token_ids": prompt}, self._greedy(1))
+        while True:
+            for output in engine.step():
+                if output.finished:
+                    seconds = time.perf_counter() - begin
+                    return {"seconds": seconds, "cached": output.num_cached_tokens or 0}
+
+    def decode(self, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+        """Seconds for all first tokens, and seconds a step once all requests are decoding."""
+        engine = self._llm.llm_engine
+        begin = time.perf_counter()
+        for prompt in prompts:
+            self._serial += 1
+            engine.add_request(
+                f"timed-{self._serial}", {"prompt_token_ids": prompt}, self._greedy(tokens)
+            )
+        waiting = len(prompts)
+        started: set[str] = set()
+        while len(started) < waiting:
+            started |= {each.request_id for each in engine.step() if each.outputs[0].token_ids}
+        prefilled = time.perf_counter()
+        steps = 0
+        while engine.has_unfinished_requests():
+            engine.step()
+            steps += 1
+        end = time.perf_counter()
+        return {"prefill": prefilled - begin, "step": (end - prefilled) / max(1, steps)}
+
+    def scheduler_seconds(self, prompts: list[list[int]], tokens: int) -> list[float]:
+        """Of every step, the seconds that vLLM's scheduler spends in kvtier."""
+        spent = [0.0]
+        manager = self._core.scheduler.connector.connector_scheduler.manager
+        for name in dir(type(manager)):
+            if not name.startswith("_") and callable(getattr(manager, name)):
+                setattr(manager, name, _timed(getattr(manager, name), spent))
+        engine = self._llm.llm_engine
+        for prompt in prompts:
+            self._serial += 1
+            engine.add_request(
+                f"timed-{self._serial}", {"prompt_token_ids": prompt}, self._greedy(tokens)
+            )
+        found = []
+        while engine.has_unfinished_requests():
+            spent[0] = 0.0
+            engine.step()
+            found.append(spent[0])
+        return found
+
+
+def _timed(method: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return method(*arguments, **named)
+        finally:
+            spent[0] += time.perf_counter() - begin
+
+    return call
+
+
+if __name__ == "__main__":
+    main(TimedHost)

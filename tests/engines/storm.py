@@ -1,0 +1,75 @@
+"""Many requests at once on a real engine: shared prefixes, aborts, and forgotten caches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+STEPS_MAX = 40_000
+
+
+def storm(
+    engine: Any,
+    greedy: Callable[[int], Any],
+    step: Callable[[], None],
+    prompts: list[list[int]],
+    tokens: int,
+    seed: int,
+    running: int = 12,
+    abort: float = 0.0,
+    forget: float = 0.0,
+) -> dict[str, Any]:
+    """Send the prompts at random moments; answers with the outputs of those not aborted.
+
+    `abort` and `forget` are chances a step: of aborting some request, and of emptying vLLM's
+    own prefix cache (which it refuses while blocks are in use).
+    """
+    rng = random.Random(seed)
+    scheduler = engine.engine_core.engine_core.scheduler
+    counts = _count_preemptions(scheduler)
+    todo = list(range(len(prompts)))
+    live: set[int] = set()
+    outputs: dict[int, list[int]] = {}
+    aborted: list[int] = []
+    cached = steps = 0
+    while todo or live:
+        while todo and len(live) < running and rng.random() < 0.5:
+            at = todo.pop(0)
+            engine.add_request(str(at), {"prompt_token_ids": prompts[at]}, greedy(tokens))
+            live.add(at)
+        if live and rng.random() < abort:
+            at = rng.choice(sorted(live))
+            live.discard(at)
+            aborted.append(at)
+            engine.abort_request([str(at)])
+        if rng.random() < forget:
+            scheduler.reset_prefix_cache()
+        for output in engine.step():
+            at = int(output.request_id)
+            if output.finished and at in live:
+                live.discard(at)
+                outputs[at] = list(output.outputs[0].token_ids)
+                cached += output.num_cached_tokens or 0
+        steps += 1
+        if steps > STEPS_MAX:
+            raise TimeoutError(f"requests that never end: {sorted(live)}")
+    return {
+        "outputs": {str(at): found for at, found in outputs.items()},
+        "aborted": aborted,
+        "cached": cached,
+        "steps": steps,
+        "preempted": counts["preempted"],
+    }
+
+
+def _count_preemptions(scheduler: Any) -> dict[str, int]:
+    counts = {"preempted": 0}
+    preempt = scheduler._preempt_request
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        counts["preempted"] += 1
+        return preempt(*arguments, **named)
+
+    scheduler._preempt_request = counted
+    return counts

@@ -1,0 +1,49 @@
+"""A test's folders, the stacks in them, and the engines on these."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from pathlib import Path
+from typing import Any
+
+from engines.engine import Engine
+
+
+class World:
+    """Folders of one test, and stacks in them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.region = Path("/dev/shm") / f"kvtier-test-{uuid.uuid4().hex}"
+        self.region.mkdir(mode=0o700)
+        self.blocks = folder / "blocks"
+        self._engines: list[Engine] = []
+
+    def stack(self, *, capacity: str = "64MiB", **more: Any) -> dict[str, Any]:
+        """CPU and NVMe; `more` is given to the NVMe tier."""
+        nvme = {"kind": "nvme", "path": str(self.blocks), "capacity": "512MiB", "free_floor": 0}
+        cpu = {"kind": "cpu", "path": str(self.region), "capacity": capacity}
+        if "load_deadline" in more:
+            cpu["load_deadline"] = more["load_deadline"]
+        return {"version": 1, "name": "test", "loads": "always", "tiers": [cpu, nvme | more]}
+
+    def engine(self, model: Path, **arguments: Any) -> Engine:
+        """An engine that is killed with the test at the latest."""
+        arguments = {"max_model_len": 4096, "dtype": "float32"} | arguments
+        number = len(self._engines)
+        engine = Engine(self.folder / f"engine-{number}.log", model=str(model), **arguments)
+        self._engines.append(engine)
+        return engine
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.kill()
+        for path in sorted(self.region.iterdir()):
+            path.unlink()
+        self.region.rmdir()
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Random text, the same for the same seed."""
+    return random.Random(seed).choices(range(256), k=length)

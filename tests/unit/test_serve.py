@@ -1,0 +1,65 @@
+"""What `kvtier serve` makes of its arguments, without vLLM."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli import serve
+from kvtier.errors import ConfigError
+from kvtier.vllm import versions
+
+
+def transfer(command: list[str]) -> dict[str, object]:
+    value: dict[str, object] = json.loads(command[command.index("--kv-transfer-config") + 1])
+    return value
+
+
+def test_the_connector_is_given_to_vllm() -> None:
+    command = serve.server_command("a/model", Path("stack.yaml"), ["--port", "8001"])
+    assert command[command.index("--model") + 1] == "a/model"
+    assert command[-2:] == ["--port", "8001"]
+    assert command[command.index("--prefix-caching-hash-algo") + 1] == "sha256_cbor"
+    found = transfer(command)
+    assert found["kv_connector_module_path"] == "kvtier.vllm"
+    assert found["kv_load_failure_policy"] == "recompute"
+    assert found["kv_connector_extra_config"] == {"stack": str(Path("stack.yaml").absolute())}
+
+
+@pytest.mark.parametrize(
+    "flags", [["--prefix-caching-hash-algo", "sha256"], ["--prefix-caching-hash-algo=sha256"]]
+)
+def test_what_the_user_says_of_hashes_counts(flags: list[str]) -> None:
+    assert "sha256_cbor" not in serve.server_command("m", Path("s.yaml"), flags)
+
+
+def test_a_connector_of_the_users_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--kv-transfer-config"):
+        serve.server_command("m", Path("s.yaml"), ["--kv-transfer-config={}"])
+
+
+def test_what_the_user_has_set_stays() -> None:
+    environment = {"OMP_NUM_THREADS": "7"}
+    serve.prepare_environment(environment, "m", cpu=True)
+    assert environment["OMP_NUM_THREADS"] == "7"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert "HF_HUB_OFFLINE" not in environment
+
+
+def test_a_gpu_needs_no_settings(tmp_path: Path) -> None:
+    environment: dict[str, str] = {}
+    serve.prepare_environment(environment, str(tmp_path), cpu=False)
+    assert environment == {"HF_HUB_OFFLINE": "1"}
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1.dev3+cpu", "0.33.0"])
+def test_supported_versions(version: str) -> None:
+    versions.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0", "unknown"])
+def test_other_versions_are_refused_with_a_sentence(version: str) -> None:
+    with pytest.raises(ConfigError, match=f"works with vLLM 0.31 to 0.33, and {version} is"):
+        versions.check_version(version)

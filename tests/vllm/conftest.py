@@ -1,0 +1,51 @@
+"""Small models, stacks in folders of the test, and engines that do not outlive it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engines.world import World
+
+MODELS = Path(sys.prefix) / "models"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def model() -> Callable[..., Path]:
+    """Builds a small model in the virtual environment, where it is found the next time."""
+
+    def build(family: str, seed: int = 0) -> Path:
+        target = MODELS / f"{family}-{seed}"
+        command = [sys.executable, "-m", "kvtier.vllm.tiny_model", str(target)]
+        command += ["--family", family, "--seed", str(seed)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return target
+
+    return build
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """Folders and engines of one test."""
+    world = World(tmp_path)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def shared_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Folders and engines of all tests of a file."""
+    world = World(tmp_path_factory.mktemp("world"))
+    yield world
+    world.close()

@@ -1,0 +1,70 @@
+"""The same tokens from every tier, and after the engine was killed, for each kind of model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engines.engine import Engine
+from engines.world import World, prompt
+
+FAMILIES = ["llama", "gemma3", "gpt_oss", "deepseek_v2", "qwen3_next"]
+CHUNK = 256
+LENGTHS = (1500, 700, 300)
+TOKENS = 16
+
+
+def usable_hits(family: str) -> list[int]:
+    """Whole chunks, and at least one token is left to compute; none where vLLM can use none.
+
+    vLLM's plain MLA for CPUs does not see what is before a prompt's first computed token.
+    """
+    if family == "deepseek_v2" and "amx_tile" not in Path("/proc/cpuinfo").read_text():
+        return [0] * len(LENGTHS)
+    return [(length - 1) // CHUNK * CHUNK for length in LENGTHS]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_tokens_from_every_tier(world: World, model: Callable[..., Path], family: str) -> None:
+    folder = model(family)
+    prompts = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+    # Gated delta nets are made for bfloat16, where neighbours in a batch change the rounding.
+    dtype = "bfloat16" if family == "qwen3_next" else "float32"
+    hits = usable_hits(family)
+
+    def ask(engine: Engine) -> tuple[list[list[int]], list[int]]:
+        found = [engine.generate(prompts=[each], tokens=TOKENS)[0] for each in prompts]
+        return [each["tokens"] for each in found], [each["cached"] for each in found]
+
+    with world.engine(folder, dtype=dtype) as plain:
+        reference, _ = ask(plain)
+    assert len({tuple(tokens) for tokens in reference}) == len(prompts)
+
+    with world.engine(folder, dtype=dtype, stack=world.stack()) as engine:
+        assert ask(engine) == (reference, [0, 0, 0]), "cold"
+        engine.forget_engine_cache()
+        before = engine.facts()["chain"]["hits"]
+        assert ask(engine) == (reference, hits), "from the CPU tier"
+        after = engine.facts()["chain"]["hits"]
+        assert (after[0] > before[0]) is any(hits)
+        assert after[1] == before[1]
+        engine.forget_engine_cache()
+        engine.clear(tier=0)
+        assert ask(engine) == (reference, hits), "from the NVMe tier"
+        last = engine.facts()
+        assert (last["chain"]["hits"][1] > after[1]) is any(hits)
+        assert (last["failed_loads"], last["failed_stores"], last["mistakes"]) == (0, 0, 0)
+        engine.settle()
+        engine.kill()
+
+    with world.engine(folder, dtype=dtype, stack=world.stack()) as engine:
+        assert ask(engine) == (reference, hits), "after kill -9"
+        engine.kill()
+
+    for region in world.region.iterdir():
+        region.unlink()
+    with world.engine(folder, dtype=dtype, stack=world.stack()) as engine:
+        assert ask(engine) == (reference, hits), "after kill -9 and loss of the memory"
+        assert engine.facts()["chain"]["hits"][0] == 0

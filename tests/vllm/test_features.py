@@ -1,0 +1,134 @@
+"""What else vLLM's scheduler can do, with a stack below it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines.engine import Engine, connector
+from engines.world import World, prompt
+
+PROMPT = prompt(21, 1100)
+HIT = 1024
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def reference(model: Callable[..., Path], shared_world: World) -> dict[str, Any]:
+    with shared_world.engine(model("llama")) as plain:
+        (found,) = plain.generate(prompts=[PROMPT])
+    return dict(found)
+
+
+def check_cold_and_warm(engine: Engine, reference: dict[str, Any]) -> None:
+    """Cold, then from the CPU tier, then from the NVMe tier."""
+    assert engine.generate(prompts=[PROMPT]) == [reference]
+    engine.forget_engine_cache()
+    assert engine.generate(prompts=[PROMPT]) == [{**reference, "cached": HIT}]
+    engine.forget_engine_cache()
+    engine.clear(tier=0)
+    assert engine.generate(prompts=[PROMPT]) == [{**reference, "cached": HIT}]
+    engine.settle()
+    facts = engine.facts()
+    assert (facts["failed_loads"], facts["failed_stores"], facts["mistakes"]) == (0, 0, 0)
+    assert (facts["pending"], facts["requests"]) == (0, 0)
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks_and_a_restart(
+    world: World, model: Callable[..., Path], reference: dict[str, Any]
+) -> None:
+    """Each rank writes its part of every record."""
+    options = {"tensor_parallel_size": 2, "stack": world.stack()}
+    with world.engine(model("llama"), **options) as engine:
+        check_cold_and_warm(engine, reference)
+        assert engine.facts()["namespace"]["tensor_parallel"] == "2"
+        engine.kill()
+    with world.engine(model("llama"), **options) as engine:
+        assert engine.generate(prompts=[PROMPT]) == [{**reference, "cached": HIT}]
+
+
+@pytest.mark.timeout(600)
+def test_two_engines_share_a_folder(
+    world: World, model: Callable[..., Path], reference: dict[str, Any]
+) -> None:
+    """What one has stored the other finds, while both serve."""
+    other_prompt = prompt(22, 1100)
+    with (
+        world.engine(model("llama"), stack=world.stack()) as first,
+        world.engine(model("llama"), stack=world.stack()) as second,
+    ):
+        assert first.generate(prompts=[PROMPT]) == [reference]
+        first.settle()
+        second.settle()
+        assert second.generate(prompts=[PROMPT]) == [{**reference, "cached": HIT}]
+        assert second.facts()["chain"]["hits"] == [0, HIT // 256]
+        (found,) = second.generate(prompts=[other_prompt])
+        second.settle()
+        second.kill()
+        first.settle()
+        assert first.generate(prompts=[other_prompt]) == [{**found, "cached": HIT}]
+
+
+@pytest.mark.timeout(600)
+def test_priorities_drafts_and_patterns(world: World, model: Callable[..., Path]) -> None:
+    """Scheduling by priority, speculative decoding by n-grams, structured output."""
+    options = {"scheduling_policy": "priority", "speculative_config": NGRAM}
+    pattern = "(yes|no|perhaps){1,4}"
+
+    def ask(engine: Engine) -> list[dict[str, Any]]:
+        return [
+            engine.generate_with(prompt=PROMPT, tokens=40, priority=3),
+            engine.generate_with(prompt=PROMPT, tokens=12, regex=pattern),
+        ]
+
+    with world.engine(model("llama"), **options) as plain:
+        expected = [each["tokens"] for each in ask(plain)]
+    with world.engine(model("llama"), stack=world.stack(), **options) as engine:
+        assert [each["tokens"] for each in ask(engine)] == expected
+        engine.forget_engine_cache()
+        warm = ask(engine)
+        assert [each["tokens"] for each in warm] == expected
+        assert warm[0]["cached"] == HIT
+
+
+@pytest.mark.timeout(600)
+def test_without_an_engine_cache(
+    world: World, model: Callable[..., Path], reference: dict[str, Any]
+) -> None:
+    with world.engine(model("llama"), stack=world.stack(), enable_prefix_caching=False) as engine:
+        check_cold_and_warm(engine, reference)
+
+
+@pytest.mark.timeout(600)
+def test_among_several_connectors(
+    world: World, model: Callable[..., Path], reference: dict[str, Any]
+) -> None:
+    """It works, and says what a person must set there."""
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [connector(world.stack())]},
+    }
+    with world.engine(model("llama"), transfer=several) as engine:
+        assert '"kv_load_failure_policy": "recompute"' in engine.log.read_text()
+        check_cold_and_warm(engine, reference)
+
+
+@pytest.mark.timeout(600)
+def test_events_name_the_medium(world: World, model: Callable[..., Path]) -> None:
+    events = {"enable_kv_cache_events": True, "publisher": "null"}
+    with world.engine(model("llama"), stack=world.stack(), kv_events_config=events) as engine:
+        engine.record_events()
+        engine.generate(prompts=[PROMPT])
+        engine.settle()
+        engine.clear(tier=0)
+        found = {tuple(each) for each in engine.events()}
+    assert {("BlockStored", "CPU"), ("BlockRemoved", "CPU"), ("BlockStored", "STORAGE")} <= found

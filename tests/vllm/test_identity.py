@@ -1,0 +1,130 @@
+"""What makes KV cache another one: weights, adapters, salts, chunks, and a reset."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engines.engine import EngineError
+from engines.world import World, prompt
+
+PROMPT = prompt(7, 1100)
+HIT = 1024
+
+ADAPTER = """
+import json, sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+folder, seed, hidden, layers = Path(sys.argv[1]), int(sys.argv[2]), 256, 4
+folder.mkdir(exist_ok=True)
+torch.manual_seed(seed)
+tensors = {}
+for layer in range(layers):
+    base = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+    tensors[f"{base}.lora_A.weight"] = torch.randn(8, hidden)
+    tensors[f"{base}.lora_B.weight"] = torch.randn(hidden, 8)
+save_file(tensors, folder / "adapter_model.safetensors")
+config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"],
+          "bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": "x"}
+(folder / "adapter_config.json").write_text(json.dumps(config))
+"""
+
+
+def make_adapter(folder: Path, seed: int) -> None:
+    subprocess.run([sys.executable, "-c", ADAPTER, str(folder), str(seed)], check=True)
+
+
+@pytest.mark.timeout(900)
+def test_weights_chunks_and_resets(world: World, model: Callable[..., Path]) -> None:
+    """Five lives on the same folders; what each may find of the earlier ones."""
+    served = world.folder / "model"
+    shutil.copytree(model("llama"), served)
+    stack = world.stack()
+
+    with world.engine(served, stack=stack) as engine:
+        (first,) = engine.generate(prompts=[PROMPT])
+        (salted,) = engine.generate(prompts=[PROMPT], more=[{"cache_salt": "other"}])
+        assert salted == {**first, "cached": 0}
+        engine.forget_engine_cache()
+        (again,) = engine.generate(prompts=[PROMPT], more=[{"cache_salt": "third"}])
+        assert again["cached"] == 0
+        engine.settle()
+
+    for path in model("llama", seed=1).glob("*.safetensors"):
+        shutil.copy(path, served / path.name)
+    with world.engine(served, stack=stack) as engine:
+        (other,) = engine.generate(prompts=[PROMPT])
+        assert other["cached"] == 0
+        assert other["tokens"] != first["tokens"]
+        assert engine.forget_everything()
+        (again,) = engine.generate(prompts=[PROMPT])
+        assert again == other, "a reset leaves no tier that serves"
+        engine.forget_engine_cache()
+        (warm,) = engine.generate(prompts=[PROMPT])
+        assert warm == {**other, "cached": HIT}, "what was stored after the reset serves this run"
+        engine.settle()
+
+    with world.engine(served, stack=stack) as engine:
+        (fresh,) = engine.generate(prompts=[PROMPT])
+        assert fresh == other, "what was stored after a reset is for no other run"
+        engine.settle()
+
+    with world.engine(served, stack=stack | {"chunk_tokens": 128}) as engine:
+        (smaller,) = engine.generate(prompts=[PROMPT])
+        assert smaller == other
+        engine.settle()
+
+    with world.engine(served, stack=stack) as engine:
+        (known,) = engine.generate(prompts=[PROMPT])
+        assert known == {**other, "cached": HIT}, "and what was right all the time is still there"
+
+
+@pytest.mark.timeout(600)
+def test_adapters(world: World, model: Callable[..., Path]) -> None:
+    """vLLM's hashes know an adapter by name and path: other bytes must be another adapter."""
+    adapter = world.folder / "adapter"
+    make_adapter(adapter, 1)
+    named = {"adapter": ["tuned", 1, str(adapter)]}
+    options = {"enable_lora": True, "max_lora_rank": 8, "stack": world.stack()}
+
+    with world.engine(model("llama"), **options) as engine:
+        (plain,) = engine.generate(prompts=[PROMPT])
+        tuned = engine.generate_with(prompt=PROMPT, **named)
+        assert tuned["cached"] == 0
+        assert tuned["tokens"] != plain["tokens"]
+        engine.forget_engine_cache()
+        assert engine.generate_with(prompt=PROMPT, **named) == {**tuned, "cached": HIT}
+        engine.settle()
+
+    make_adapter(adapter, 2)
+    with world.engine(model("llama"), **options) as engine:
+        other = engine.generate_with(prompt=PROMPT, **named)
+        assert other["cached"] == 0
+        assert other["tokens"] != tuned["tokens"]
+        assert engine.generate(prompts=[PROMPT]) == [{**plain, "cached": HIT}]
+
+
+def test_random_hashes_are_refused(world: World, model: Callable[..., Path]) -> None:
+    with pytest.raises(EngineError, match="use --prefix-caching-hash-algo sha256_cbor"):
+        world.engine(model("llama"), stack=world.stack(), prefix_caching_hash_algo="xxhash")
+
+
+def test_a_stack_that_is_wrong_is_refused(world: World, model: Callable[..., Path]) -> None:
+    stack = world.stack()
+    stack["tiers"][0]["capacity"] = "a lot"
+    with pytest.raises(EngineError, match=r"tiers\[0\].capacity"):
+        world.engine(model("llama"), stack=stack)
+
+
+def test_facts_are_written_beside_the_blocks(world: World, model: Callable[..., Path]) -> None:
+    with world.engine(model("llama"), stack=world.stack()) as engine:
+        engine.generate(prompts=[PROMPT])
+        engine.settle()
+        facts = engine.facts()["namespace"]
+    (described,) = world.blocks.rglob("namespace.json")
+    assert json.loads(described.read_text())["facts"] == facts

@@ -1,0 +1,84 @@
+"""The server as people run it: `kvtier serve`, with vLLM's own processes, and its metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engines.world import World
+
+from kvtier.vllm.metrics import definitions
+from kvtier.vllm.server import Server
+
+TEXT = "Tell me about caches. " * 50
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+FLAGS = ["--max-model-len", "4096", "--dtype", "float32", "--enforce-eager"]
+
+
+class Serving:
+    """A model, a stack in a file, and servers on them."""
+
+    def __init__(self, world: World, model: Path) -> None:
+        self.model = str(model)
+        self.stack = world.folder / "stack.yaml"
+        self.stack.write_text(json.dumps(world.stack()))
+        self.log = world.folder / "server.log"
+
+    def start(self, *flags: str) -> Server:
+        return Server.start(
+            self.model, self.stack, [*FLAGS, *flags], log=self.log, environment=ENVIRONMENT
+        )
+
+    def ask(self, server: Server) -> str:
+        return server.complete(self.model, TEXT, 12)
+
+
+@pytest.fixture(scope="module")
+def serving(shared_world: World, model: Callable[..., Path]) -> Serving:
+    return Serving(shared_world, model("llama"))
+
+
+@pytest.fixture(scope="module")
+def server(serving: Serving) -> Iterator[Server]:
+    with serving.start() as server:
+        yield server
+
+
+@pytest.mark.timeout(600)
+def test_metrics_and_restart(serving: Serving, server: Server) -> None:
+    text = serving.ask(server)
+    server.settle()
+    server.forget_engine_cache()
+    assert serving.ask(server) == text
+    server.settle()
+
+    chunks = len(TEXT) // 256
+    hits = {tier: server.metric("kvtier:hit_blocks_total", tier=tier) for tier in ("cpu", "nvme")}
+    assert hits == {"cpu": chunks, "nvme": 0}
+    for tier in ("cpu", "nvme"):
+        assert server.metric("kvtier:blocks", tier=tier) == chunks
+        assert server.metric("kvtier:stored_blocks_total", tier=tier) == chunks
+        used = server.metric("kvtier:bytes_used", tier=tier)
+        assert 0 < used < server.metric("kvtier:bytes_capacity", tier=tier)
+    assert server.metric("kvtier:copied_bytes_total") > 0
+    assert server.metric("kvtier:transfer_seconds_count", source="cpu", target="nvme") > 0
+    assert server.metric("kvtier:queued_blocks") == 0
+    assert server.metric("kvtier:mistakes_total") == 0
+    assert server.metric("vllm:external_prefix_cache_hits_total") == chunks * 256
+
+    known = {line.split()[2] for line in server.get("/metrics").splitlines() if "# HELP" in line}
+    assert set(definitions({})) <= {name.removesuffix("_total") for name in known}
+
+    server.kill()
+    with serving.start() as again:
+        assert serving.ask(again) == text
+        again.settle()
+        assert again.metric("kvtier:hit_blocks_total") == chunks
+
+
+@pytest.mark.timeout(600)
+def test_flags_reach_vllm(serving: Serving) -> None:
+    with serving.start("--served-model-name", "small") as server:
+        assert server.complete("small", "Hello", 2)

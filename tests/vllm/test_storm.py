@@ -1,0 +1,78 @@
+"""Requests at random in a KV cache that is too small for them: right tokens, and no leaks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines.world import World, prompt
+
+TOKENS = 24
+GPU_BLOCKS = 60
+GROWTH_MAX = 64 << 20
+
+
+def shared_prefixes(seed: int, count: int) -> list[list[int]]:
+    """Prompts that begin alike, in a few families."""
+    rng = random.Random(seed)
+    bases = [prompt(1000 + each, 1400) for each in range(5)]
+    return [
+        rng.choice(bases)[: rng.randrange(100, 1400)]
+        + rng.choices(range(256), k=rng.randrange(300))
+        for _ in range(count)
+    ]
+
+
+def check_outputs(found: dict[str, Any], reference: list[list[int]]) -> None:
+    wrong = [at for at, tokens in found["outputs"].items() if tokens != reference[int(at)]]
+    assert not wrong
+    assert len(found["outputs"]) + len(found["aborted"]) == len(reference)
+
+
+def check_nothing_held(facts: dict[str, Any]) -> None:
+    assert (facts["pending"], facts["requests"], facts["busy"]) == (0, 0, False)
+    assert facts["mistakes"] == 0
+    for tier in facts["chain"]["tiers"]:
+        assert (tier["pinned"], tier["in_flight"]) == (0, 0), tier["medium"]
+    assert facts["chain"]["mover"]["in_flight_blocks"] == 0
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("family", "count"), [("llama", 100), ("gemma3", 50)])
+def test_storm(world: World, model: Callable[..., Path], family: str, count: int) -> None:
+    """Twice over: the second round must not hold more than the first."""
+    folder = model(family)
+    rounds = [shared_prefixes(seed, count) for seed in (1, 2)]
+    with world.engine(folder) as plain:
+        answers = plain.generate(prompts=rounds[0] + rounds[1], tokens=TOKENS)
+        reference = [each["tokens"] for each in answers]
+
+    engine = world.engine(
+        folder,
+        stack=world.stack(capacity="24MiB"),
+        num_gpu_blocks_override=GPU_BLOCKS,
+        max_num_seqs=16,
+        max_num_batched_tokens=1024,
+        max_model_len=2048,
+    )
+    empty = engine.facts()
+    after = []
+    preempted = cached = 0
+    for seed, prompts in enumerate(rounds):
+        found = engine.storm(prompts=prompts, tokens=TOKENS, seed=seed, abort=0.03, forget=0.01)
+        check_outputs(found, reference[seed * count : (seed + 1) * count])
+        preempted += found["preempted"]
+        cached += found["cached"]
+        assert engine.forget_engine_cache()
+        facts = engine.facts()
+        check_nothing_held(facts)
+        assert facts["free_blocks"] == empty["free_blocks"]
+        after.append(facts)
+    assert preempted > 0
+    assert cached > 0
+    assert after[1]["chain"]["hits"][1] > 0, "the NVMe tier has served, too"
+    assert after[1]["descriptors"] <= after[0]["descriptors"]
+    assert after[1]["resident"] - after[0]["resident"] < GROWTH_MAX
