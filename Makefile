@@ -31,7 +31,7 @@ serve: $(VLLM_STAMP)
 
 # A long prompt cold, warm, after the server was killed, and after the memory was lost, too.
 demo: $(VLLM_STAMP)
-	@$(VLLM_BIN)/python -m kvtier.vllm.demo
+	@$(VLLM_BIN)/kvtier demo
 
 # The quick part of `make test`, for every change.
 check: lint

@@ -19,6 +19,7 @@ from kvtier.errors import KVTierError
 COMMANDS = {
     "config": "Check, show and start stack files.",
     "serve": "Serve a model with vLLM, its KV cache kept in a stack.",
+    "demo": "See what it is good for: a long prompt cold, warm, and after a crash.",
     "ls": "List what a stack holds.",
     "du": "Show how full each tier is.",
     "show": "Show one namespace or one block.",

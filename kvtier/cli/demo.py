@@ -1,25 +1,23 @@
-"""What kvtier is for, in one go: a long prompt cold, warm, and after the server was killed.
-
-    python -m kvtier.vllm.demo
-
-Everything happens in a folder of its own, which is removed at the end.
-"""
+"""`kvtier demo`: what kvtier is for, in one go."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import typer
 
-from kvtier.errors import KVTierError
+from kvtier.cli import console
 from kvtier.vllm import tiny_model
 from kvtier.vllm.server import Server
+from kvtier.vllm.versions import installed
+
+app = console.new_app("See what it is good for: a long prompt cold, warm, and after a crash.")
 
 _MEDIA = ("cpu", "nvme")
 _CHUNK_TOKENS = 128
@@ -34,27 +32,29 @@ class Row(msgspec.Struct):
     text: str
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=6000, help="length of the prompt")
-    parser.add_argument("--layers", type=int, default=8, help="layers of the small model")
-    parser.add_argument("--hidden", type=int, default=512, help="its hidden size")
-    options = parser.parse_args(arguments)
+@app.command(epilog="Example: kvtier demo --tokens 4000")
+def demo(
+    tokens: Annotated[int, typer.Option(min=600, max=30000, help="Length of the prompt.")] = 6000,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the small model.")] = 8,
+    hidden: Annotated[int, typer.Option(min=128, help="Its hidden size.")] = 512,
+) -> None:
+    """A long prompt on a real server: cold, warm, and after the server was killed.
+
+    Builds a small model with random weights. Everything happens in folders of its own, which are
+    removed at the end. Exit code 1 if an output differs.
+    """
+    installed()
     folder = Path(tempfile.mkdtemp(prefix="kvtier-demo-"))
     region = Path(tempfile.mkdtemp(prefix="kvtier-demo-", dir="/dev/shm"))
     try:
-        model = tiny_model.build(
-            folder / "model", layers=options.layers, hidden=options.hidden, seed=1
-        )
-        rows = _run(folder, region, model, options.tokens)
-    except KVTierError as error:
-        print(f"kvtier: {error}", file=sys.stderr)
-        return 1
+        model = tiny_model.build(folder / "model", layers=layers, hidden=hidden, seed=1)
+        rows = _run(folder, region, model, tokens)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(region, ignore_errors=True)
-    _show(rows, options.tokens)
-    return 0 if len({row.text for row in rows}) == 1 else 1
+    _show(rows, tokens)
+    if len({row.text for row in rows}) > 1:
+        raise typer.Exit(console.EXIT_FAILURE)
 
 
 def _run(folder: Path, region: Path, model: Path, tokens: int) -> list[Row]:
@@ -124,8 +124,6 @@ def _ask(server: Server, model: Path, prompt: str, name: str) -> Row:
 
 
 def _show(rows: list[Row], tokens: int) -> None:
-    from kvtier.cli import console
-
     cold = rows[0]
     columns = [
         f"a prompt of {tokens} tokens",
@@ -152,7 +150,3 @@ def _show(rows: list[Row], tokens: int) -> None:
 
 def _say(text: str) -> None:
     print(f"demo: {text}", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
