@@ -152,6 +152,12 @@ class Kvtier:
                 left -= 1
                 assert all(outcome is Outcome.OK for outcome in result.outcomes)
 
+    def prove(self, jobs: int) -> None:
+        """The checksums of the last load alone: what the peers do without."""
+        end = records.HEADER_BYTES + self._payload
+        for view in self._views:
+            records.part_sum(view[records.HEADER_BYTES : end])
+
     def forget(self) -> None:
         """The tier evicts by itself."""
 
@@ -197,6 +203,8 @@ def compare(report: Report, label: str, payload: int, folder: Path, rounds: int)
                     if number >= 2:  # the first rounds warm up, and fill the slabs once
                         walls[contestant.name, what, jobs].append(wall)
                         cpus[contestant.name, what, jobs].append(cpu)
+                if contestant is kvtier and number >= 2:
+                    cpus["checksums", "load", jobs].append(timed(kvtier.prove, jobs)[1])
                 contestant.forget()
     for contestant in contestants:
         contestant.close()
@@ -228,7 +236,10 @@ def summarize(
             report.at_least(f"{label} {what} x{jobs} against vllm", ratio, "x", target)
             share = cpu["kvtier", what, jobs] / cpu["vllm", what, jobs]
             report.at_most(f"{label} {what} x{jobs} CPU against vllm", share, "x", 1.0)
-        report.add(f"{label} {what} x{jobs} CPU", cpu["kvtier", what, jobs] / gigabytes, "s/GB")
+        for name in ("kvtier", "bare", "vllm", "checksums"):
+            if (name, what, jobs) in cpu:
+                seconds = cpu[name, what, jobs] / gigabytes
+                report.add(f"{label} {what} x{jobs} CPU of {name}", seconds, "s/GB")
 
 
 def main() -> None:
