@@ -37,6 +37,7 @@ from kvtier.backends.object.store import (
     is_name,
     wrong_length,
 )
+from kvtier.core.disk import Disk
 
 _TMP = ".tmp-"
 _IOV_MAX = 512
@@ -50,9 +51,12 @@ class FileStore(Store):
     cost recent objects (a short or empty file is caught by the reader's checks).
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, sync: bool = False) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], *, sync: bool = False, disk: Disk | None = None
+    ) -> None:
         self.root = Path(root)
         self.sync = sync
+        self._disk = disk or Disk()
         with _mapped(str(self.root)):
             self.root.mkdir(mode=0o700, exist_ok=True)
             if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
@@ -86,28 +90,27 @@ class FileStore(Store):
 
     def _write_temporary(self, target: Path, buffers: Sequence[Buffer]) -> Path:
         temporary = target.with_name(f"{_TMP}{os.getpid()}-{secrets.token_hex(8)}")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         for _ in range(8):  # a folder that `delete` found empty may vanish between the two calls
             self._make_folder(target.parent)
             with contextlib.suppress(FileNotFoundError):
-                fd = os.open(temporary, flags, 0o600)
+                fd = self._disk.open(temporary, create=True)
                 break
         else:
             raise FileNotFoundError(errno.ENOENT, "the folder keeps vanishing", str(target.parent))
         try:
-            _write_all(fd, buffers)
+            self._write_all(fd, buffers)
             if self.sync:
-                os.fdatasync(fd)
+                self._disk.sync(fd)
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
         finally:
-            os.close(fd)
+            self._disk.close(fd)
         return temporary
 
     def _publish(self, temporary: Path, target: Path, if_absent: bool) -> PutOutcome:
         if not if_absent:
-            temporary.replace(target)
+            self._disk.rename(temporary, target)
             return PutOutcome.STORED
         try:
             os.link(temporary, target)
@@ -116,7 +119,9 @@ class FileStore(Store):
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            temporary.replace(target)  # this file system cannot refuse: the last writer wins
+            self._disk.rename(
+                temporary, target
+            )  # this file system cannot refuse: the last writer wins
             return PutOutcome.STORED
         finally:
             temporary.unlink(missing_ok=True)
@@ -165,20 +170,20 @@ class FileStore(Store):
         _check_deadline(deadline, name)
         with _mapped(name):
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                if not stat.S_ISREG(path.lstat().st_mode):  # a link may lead anywhere
+                    return None
+                fd = self._disk.open(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
             try:
-                found = os.fstat(fd)
-                if not stat.S_ISREG(found.st_mode):
-                    return None
-                wanted = min(sum(view.nbytes for view in into), max(0, found.st_size - offset))
-                if not fits(found.st_size) or _read_all(fd, first_bytes(into, wanted), offset) != (
-                    wanted
+                size = os.fstat(fd).st_size
+                wanted = min(sum(view.nbytes for view in into), max(0, size - offset))
+                if not fits(size) or (
+                    self._read_all(fd, first_bytes(into, wanted), offset) != wanted
                 ):
-                    raise wrong_length(name, found.st_size)
+                    raise wrong_length(name, size)
             finally:
-                os.close(fd)
+                self._disk.close(fd)
         return wanted
 
     def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
@@ -238,7 +243,7 @@ class FileStore(Store):
             try:
                 _check_deadline(deadline, name)
                 with _mapped(name), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    path.unlink()
+                    self._disk.unlink(path)
                     self._prune(path.parent)
             except StoreError as error:
                 failed[name] = error
@@ -262,28 +267,28 @@ class FileStore(Store):
                         removed += 1
         return removed
 
+    def _write_all(self, fd: int, buffers: Sequence[Buffer]) -> None:
+        rest = [view.cast("B") for view in buffers if view.nbytes]
+        offset = 0
+        while rest:
+            written = self._disk.writev(fd, rest[:_IOV_MAX], offset)
+            offset += written
+            rest = _advance(rest, written)
+
+    def _read_all(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        rest = [view.cast("B") for view in buffers if view.nbytes]
+        start = offset
+        while rest and (count := self._disk.readv(fd, rest[:_IOV_MAX], offset)):
+            offset += count
+            rest = _advance(rest, count)
+        return offset - start
+
     def _path(self, name: str) -> Path:
         return self.root / check_name(name)
 
 
 def _info(name: str, found: os.stat_result) -> ObjectInfo:
     return ObjectInfo(name, found.st_size, found.st_mtime)
-
-
-def _write_all(fd: int, buffers: Sequence[Buffer]) -> None:
-    rest = [view.cast("B") for view in buffers if view.nbytes]
-    while rest:
-        written = os.writev(fd, rest[:_IOV_MAX])
-        rest = _advance(rest, written)
-
-
-def _read_all(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-    rest = [view.cast("B") for view in buffers if view.nbytes]
-    start = offset
-    while rest and (count := os.preadv(fd, rest[:_IOV_MAX], offset)):
-        offset += count
-        rest = _advance(rest, count)
-    return offset - start
 
 
 def _advance(rest: Sequence[Buffer], count: int) -> list[Buffer]:

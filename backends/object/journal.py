@@ -12,7 +12,7 @@ from kvtier.backends.object.errors import LengthMismatch, Unavailable
 from kvtier.backends.object.manifest import Entries
 from kvtier.backends.object.names import manifest_name, manifest_prefix, parse_manifest
 from kvtier.backends.object.store import GetOutcome, Store
-from kvtier.errors import FormatError
+from kvtier.errors import FormatError, NewerFormat
 from kvtier.types import Namespace
 
 _log = logging.getLogger(__name__)
@@ -39,6 +39,9 @@ class Journal:
         self._number = 0
         self._seen: set[str] = set()
         self._broken: set[str] = set()
+        """Damaged ones, which say nothing."""
+        self._newer: set[str] = set()
+        """Those that a newer kvtier wrote, which are not ours to touch."""
 
     def append(self, entries: Entries, covers: Iterable[str] = ()) -> None:
         """Write one manifest, which nobody else can overwrite."""
@@ -84,12 +87,20 @@ class Journal:
         self._store.delete([f"{manifest_prefix(namespace)}{name}" for name in readable])
         return True
 
+    def drop_broken(self) -> None:
+        """Delete damaged manifests: a listing of the blocks has replaced what they said."""
+        prefix = manifest_prefix(self._namespace.id)
+        self._store.delete([f"{prefix}{name}" for name in self._broken])
+        self._broken.clear()
+
     def _listed(self) -> dict[str, int]:
         """Sizes of the manifests that are there, by name."""
         found = {}
         for info in self._store.list(manifest_prefix(self._namespace.id)):
             name = parse_manifest(info.name)
-            if name is not None and name not in self._broken and info.size <= MANIFEST_BYTES_MAX:
+            if name is None or name in self._broken or name in self._newer:
+                continue
+            if info.size <= MANIFEST_BYTES_MAX:
                 found[name] = info.size
         return found
 
@@ -143,9 +154,13 @@ class Journal:
             if self._store.get(full_name, [data]) is GetOutcome.MISSING:
                 return False
             return manifest.unpack(data, self._namespace.digest)[0]
+        except NewerFormat as error:
+            self._newer.add(name)
+            _log.warning("manifest %s is left alone: %s", full_name, error)
+            return None
         except (FormatError, LengthMismatch) as error:
             self._broken.add(name)
-            _log.warning("manifest %s is left alone: %s", full_name, error)
+            _log.warning("manifest %s is damaged, a listing will tell: %s", full_name, error)
             return None
 
     def _covers(self, head: memoryview) -> list[str]:

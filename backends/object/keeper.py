@@ -276,6 +276,7 @@ class Keeper:
         )
         self._next_audit = time.monotonic() + self.limits.audit_s * random.uniform(0.8, 1.2)
         self._store.sweep(_CRASHED_S)
+        self._journal.drop_broken()
         self._purged_before = begun - self.limits.read_s
         self._hungry = False
         self._take_in(finding)
@@ -289,6 +290,8 @@ class Keeper:
             )
             for piece in Rows(keys, generations, sizes, times).pieces():
                 self.news.append(News(added=piece))
+            times_us = [int(at * 1e6) + 1 for at in times]  # later than what it corrects
+            self._entries.append(manifest.pack_entries(ADDED, keys, generations, sizes, times_us))
         if finding.gone:
             count = len(finding.gone)
             keys = [key for key, _ in finding.gone]

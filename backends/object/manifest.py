@@ -22,7 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvtier.core.record import Buffer
-from kvtier.errors import FormatError
+from kvtier.errors import FormatError, NewerFormat
 from kvtier.types import GROUP_BYTES, KEY_BYTES_MAX, BlockKey
 
 MAGIC = b"KVTMAN\r\n"
@@ -110,7 +110,7 @@ def unpack_head(data: Buffer, namespace: bytes) -> tuple[int, int, list[str]]:
     if magic != MAGIC:
         raise FormatError("not a manifest")
     if version != VERSION:
-        raise FormatError(f"manifest version {version}; this kvtier reads version {VERSION}")
+        raise NewerFormat(f"manifest version {version}; this kvtier reads version {VERSION}")
     end = HEAD_BYTES + names_bytes
     if names_bytes > COVERS_BYTES_MAX or len(data) < end:
         raise FormatError("the cover list of a manifest is too long")

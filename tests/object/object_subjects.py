@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from kvtier.backends.object import BACKEND, ObjectSettings
-from kvtier.core.settings import ByteSize, Capacity, Duration
+from kvtier.backends.object import BACKEND, ObjectHandler, ObjectSettings, ObjectTier
+from kvtier.backends.object.files import FileStore
+from kvtier.core.backend import TierContext
+from kvtier.core.disk import Disk
+from kvtier.core.settings import ByteSize, Capacity, Duration, TierSettings
 from kvtier.testing.subject import Subject
 
 
@@ -28,6 +32,22 @@ class FolderSubject(Subject):
             refresh=Duration(0.2),
             load_deadline=Duration(2.0),
         )
+
+    def open_tier(self, settings: TierSettings, context: TierContext, disk: Disk) -> ObjectTier:
+        assert isinstance(settings, ObjectSettings)
+        return BACKEND.open_tier(settings, context, self._store(settings, disk))
+
+    def open_handler(
+        self, settings: TierSettings, context: TierContext, disk: Disk
+    ) -> ObjectHandler:
+        assert isinstance(settings, ObjectSettings)
+        return BACKEND.open_handler(settings, context, self._store(settings, disk))
+
+    def _store(self, settings: ObjectSettings, disk: Disk) -> FileStore:
+        return FileStore(urlsplit(settings.url).path, disk=disk)
+
+    def block_files(self, folder: Path) -> list[Path]:
+        return sorted(path for path in folder.glob("store/*/blocks/**/*") if path.is_file())
 
 
 class BucketSubject(Subject):
