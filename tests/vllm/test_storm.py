@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from engines.world import World, prompt
 
-TOKENS = 24
-GPU_BLOCKS = 60
+TOKENS = 48
+GPU_BLOCKS = 44
 GROWTH_MAX = 64 << 20
 
 
