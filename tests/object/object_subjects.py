@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -47,7 +48,8 @@ class FolderSubject(Subject):
         return FileStore(urlsplit(settings.url).path, disk=disk)
 
     def block_files(self, folder: Path) -> list[Path]:
-        return sorted(path for path in folder.glob("store/*/blocks/**/*") if path.is_file())
+        walked = os.walk(folder / "store")  # which does not mind what vanishes meanwhile
+        return [Path(at) / name for at, _, names in walked if "/blocks/" in at for name in names]
 
 
 class BucketSubject(Subject):
