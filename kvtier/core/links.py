@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -58,7 +59,7 @@ class Touches:
                 seen[mark] = True
             else:
                 seen[mark] = False
-        for mark in list(seen)[: max(0, len(seen) - self._kept)]:
+        for mark in list(islice(seen, max(0, len(seen) - self._kept))):
             del seen[mark]
         return again
 
