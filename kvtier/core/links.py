@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 import msgspec
 
@@ -46,7 +45,8 @@ class Touches:
 
     def __init__(self, kept: int = TOUCHES_KEPT) -> None:
         self._kept = kept
-        self._seen: dict[bytes, bool] = {}
+        # Ordered, because a plain dict finds its oldest entry by passing all that were deleted.
+        self._seen: OrderedDict[bytes, bool] = OrderedDict()
 
     def note(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Remember one more use of each key; answers with those that were used before."""
@@ -59,8 +59,8 @@ class Touches:
                 seen[mark] = True
             else:
                 seen[mark] = False
-        for mark in list(islice(seen, max(0, len(seen) - self._kept))):
-            del seen[mark]
+        while len(seen) > self._kept:
+            seen.popitem(last=False)
         return again
 
     def twice(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
