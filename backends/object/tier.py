@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from itertools import pairwise
 
 from kvtier.backends.object.keeper import Keeper, News, Rows
 from kvtier.backends.object.names import GENERATION_MAX, block_name
@@ -100,27 +101,55 @@ class ObjectTier(SlabTier):
 
     def _take_added(self, rows: Rows) -> None:
         """Offer what is new; of what is known, correct the size."""
+        if not self._all_new(rows):
+            rows = self._new_among(rows)
+        slots = self._handles(len(rows))
+        for slot, size, at in zip(slots, rows.sizes, rows.times, strict=True):
+            self._sizes[slot] = size
+            self._times[slot] = at
+        self._used += sum(rows.sizes)
+        if any(rows.generations):
+            found = zip(rows.keys, rows.generations, strict=True)
+            self._generation.update({key: generation for key, generation in found if generation})
+        self._adopt(slots, rows.keys, rows.times)
+        self._announce(EventKind.STORED, rows.keys)
+
+    def _all_new(self, rows: Rows) -> bool:
+        """Whether these rows can be taken as they are: so it is when a tier is opened."""
+        tables = (self._where, self._reserved, self._doomed, self._leaving)
+        return (
+            all(table.keys().isdisjoint(rows.keys) for table in tables)
+            and len(set(rows.keys)) == len(rows)
+            and all(before <= after for before, after in pairwise(rows.times))
+        )
+
+    def _new_among(self, rows: Rows) -> Rows:
+        """The rows that are new, oldest first, the latest generation of each key."""
         fresh: dict[BlockKey, int] = {}
-        where, leaving = self._where, self._leaving
-        busy = self._reserved.keys() | self._doomed.keys()
-        generations, sizes, times = rows.generations, rows.sizes, rows.times
+        generations, times = rows.generations, rows.times
         for row, key in enumerate(rows.keys):
-            slot = where.get(key)
+            slot = self._where.get(key)
             if slot is not None:
                 if self._generation.get(key, 0) == generations[row]:
-                    self._resize(slot, sizes[row])
+                    self._resize(slot, rows.sizes[row])
                     self._times[slot] = max(self._times[slot], times[row])
-            elif key in busy or (leaving and leaving.get(key, (-1, 0))[0] >= generations[row]):
+            elif self._on_its_way(key, generations[row]):
                 continue
             elif key not in fresh or generations[fresh[key]] <= generations[row]:
                 fresh[key] = row
-        keys = sorted(fresh, key=lambda key: times[fresh[key]])
-        slots = [self._handle() for _ in keys]
-        for key, slot in zip(keys, slots, strict=True):
-            row = fresh[key]
-            self._hold(key, slot, generations[row], sizes[row], times[row])
-        self._adopt(slots, keys, [times[fresh[key]] for key in keys])
-        self._announce(EventKind.STORED, keys)
+        order = sorted(fresh.values(), key=times.__getitem__)
+        return Rows(
+            [rows.keys[row] for row in order],
+            [generations[row] for row in order],
+            [rows.sizes[row] for row in order],
+            [times[row] for row in order],
+        )
+
+    def _on_its_way(self, key: BlockKey, generation: int) -> bool:
+        """Whether this object is one that is being written, read for the last time, or deleted."""
+        if key in self._reserved or key in self._doomed:
+            return True
+        return self._leaving.get(key, (-1, 0))[0] >= generation
 
     def _take_removed(self, rows: Rows) -> None:
         """Stop offering what is gone, unless it has been added again since."""
@@ -140,6 +169,7 @@ class ObjectTier(SlabTier):
         now_free: list[int] = []
         slots = [self._where.pop(key) for key in keys]
         for key, slot in zip(keys, slots, strict=True):
+            self._generation.pop(key, None)
             if slot in self._pins:
                 self._doomed[key] = slot
             else:
@@ -163,17 +193,20 @@ class ObjectTier(SlabTier):
 
     # -- handles and bytes -------------------------------------------------------------------
 
-    def _handle(self) -> int:
-        """A slot number that nobody uses."""
-        if not self._idle:
+    def _handles(self, count: int) -> list[int]:
+        """Slot numbers that nobody uses."""
+        idle = self._idle
+        if len(idle) < count:
             first = len(self._key_of)
-            count = max(_HANDLES_MIN, first // 2)
-            self._key_of.extend([None] * count)
-            self._sizes.extend([0] * count)
-            self._times.extend([0.0] * count)
-            self._policy.resize(first + count)
-            self._idle.extend(range(first + count - 1, first - 1, -1))
-        return self._idle.pop()
+            more = max(_HANDLES_MIN, first // 2, count)
+            self._key_of.extend([None] * more)
+            self._sizes.extend([0] * more)
+            self._times.extend([0.0] * more)
+            self._policy.resize(first + more)
+            idle[:0] = range(first + more - 1, first - 1, -1)
+        taken = idle[len(idle) - count :]
+        del idle[len(idle) - count :]
+        return taken
 
     def _hold(self, key: BlockKey, slot: int, generation: int, size: int, at: float) -> None:
         self._used += size
@@ -194,8 +227,7 @@ class ObjectTier(SlabTier):
         count = min(count, max(0, room // self.slot_bytes))
         while len(self._free) > count:
             self._idle.append(self._free.pop())
-        while len(self._free) < count:
-            self._free.append(self._handle())
+        self._free.extend(self._handles(count - len(self._free)))
 
     # -- stores --------------------------------------------------------------------------------
 
@@ -211,7 +243,7 @@ class ObjectTier(SlabTier):
             self._keeper.want_room()
         victims, self._victims = self._victims, []
         if victims and not taken:
-            self._delete_soon(self._handle(), victims)
+            self._delete_soon(self._handles(1)[0], victims)
         elif victims:
             # an evicted object is deleted before the block that takes its room is written
             for index, victim in enumerate(victims):
