@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,16 +143,25 @@ def _unpadded(spec: Any) -> int:
 
 def set_recompute_policy(vllm_config: Any) -> None:
     """A failed load means that the request is recomputed, not that it ends with an error."""
-    vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+    for config in (vllm_config, _enclosing_config()):
+        if config is not None:
+            config.kv_transfer_config.kv_load_failure_policy = "recompute"
 
 
-def policy_in_force() -> str | None:
-    """The failure policy that the scheduler will read, as far as it can be seen from here."""
-    from vllm.config import get_current_vllm_config_or_none
+def _enclosing_config() -> Any:
+    """The configuration of the MultiConnector that is constructing this connector, if one is.
 
-    config = get_current_vllm_config_or_none()
-    transfer = getattr(config, "kv_transfer_config", None)
-    return None if transfer is None else str(transfer.kv_load_failure_policy)
+    It gives its connectors copies, and the scheduler reads the policy in the original, to which
+    nothing else leads.
+    """
+    frame = sys._getframe()
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        names = frame.f_locals
+        maker = type(names.get("self")).__name__
+        if maker == "MultiConnector" and frame.f_code.co_name == "__init__":
+            return names["vllm_config"]
+    return None
 
 
 # -- requests ----------------------------------------------------------------------------------

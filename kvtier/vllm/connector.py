@@ -66,11 +66,6 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 "vLLM's MLA for this CPU (without AMX) computes prompts as a whole only: nothing "
                 "that is kept can be used here"
             )
-        if compat.policy_in_force() == "fail":
-            logger.warning(
-                "under MultiConnector vLLM ends a request whose load failed: set "
-                '"kv_load_failure_policy": "recompute" at the top of --kv-transfer-config'
-            )
         payloads, _ = compat.group_payloads(vllm_config, kv_cache_config)
         namespace = identity.namespace_of(
             vllm_config, payloads, int(extra.get("blocks_per_chunk", 1))

@@ -29,6 +29,12 @@ _ENVIRONMENT = {
 }
 
 
+def _python_path() -> list[str]:
+    """The folders that were named when the tests were started: another vLLM, maybe."""
+    named = os.environ.get("PYTHONPATH", "")
+    return [str(Path(each).absolute()) for each in named.split(os.pathsep) if each]
+
+
 class EngineError(Exception):
     """The engine refused, or died."""
 
@@ -61,7 +67,7 @@ class Engine:
                 env={
                     **os.environ,
                     **_ENVIRONMENT,
-                    "PYTHONPATH": str(HOST.parent),
+                    "PYTHONPATH": os.pathsep.join([str(HOST.parent), *_python_path()]),
                     **(environment or {}),
                 },
             )

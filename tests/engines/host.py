@@ -147,6 +147,26 @@ class Host:
         self._manager.chain.tiers[tier].clear()
         self._step()
 
+    def slow_reads(self, seconds: float) -> None:
+        """Let every read of a disk in this process take so long."""
+        from kvtier.core.disk import Disk
+
+        read = Disk.readv
+
+        def slow(*arguments: Any) -> int:
+            time.sleep(seconds)
+            return read(*arguments)
+
+        Disk.readv = slow  # type: ignore[method-assign]
+
+    def costs(self) -> dict[str, Any]:
+        """What the cost model knows of each link, and of a prompt of 1000 tokens."""
+        import msgspec
+
+        costs = self._manager._costs
+        links = {name: msgspec.to_builtins(link) for name, link in costs.stats().items()}
+        return links | {"prefill_seconds": costs.recompute_seconds(0, 1000)}
+
     def record_events(self) -> None:
         """Keep what is published from now on."""
         self._events: list[tuple[str, str]] = []
@@ -166,13 +186,19 @@ class Host:
         manager = self._manager
         return int(tokens // manager._chunk_tokens * sum(manager.stack.namespace.group_bytes))
 
+    def resident(self) -> int:
+        """The bytes of memory that are this process's own."""
+        gc.collect()
+        with open("/proc/self/statm") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+        return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
     def facts(self) -> dict[str, Any]:
         """What the counters say, and what is still held."""
         import msgspec
 
         from kvtier.vllm import guard
 
-        gc.collect()
         manager = self._manager
         return {
             "chain": msgspec.to_builtins(manager.chain.chain_stats()),
@@ -183,7 +209,6 @@ class Host:
             "busy": manager.has_pending_work,
             "mistakes": guard.caught,
             "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
-            "resident": _resident_bytes(),
             "region": manager._region,
             "namespace": dict(manager.stack.namespace.facts),
             "free_blocks": self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
@@ -192,11 +217,6 @@ class Host:
 
 def _shown(output: Any) -> dict[str, Any]:
     return {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens or 0}
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def main(kind: type[Host] = Host) -> None:

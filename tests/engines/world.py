@@ -47,3 +47,13 @@ class World:
 def prompt(seed: int, length: int) -> list[int]:
     """Random text, the same for the same seed."""
     return random.Random(seed).choices(range(256), k=length)
+
+
+def flip(path: Path, start: int) -> None:
+    """Change one bit in every 8 KiB from `start` on."""
+    with path.open("r+b") as file:
+        for at in range(start, path.stat().st_size, 8192):
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 4]))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines.world import World, prompt
+from engines.world import World, flip, prompt
 
 LENGTH = 1100
 CHUNK = 256
@@ -78,16 +78,6 @@ def nothing_is_left(served: Served) -> Iterator[None]:
     assert (facts["pending"], facts["mistakes"]) == (0, 0)
     assert [tier["pinned"] for tier in facts["chain"]["tiers"]] == [0, 0]
     assert [tier["in_flight"] for tier in facts["chain"]["tiers"]] == [0, 0]
-
-
-def flip(path: Path, start: int) -> None:
-    """Change one bit in every 8 KiB from `start` on."""
-    with path.open("r+b") as file:
-        for at in range(start, path.stat().st_size, 8192):
-            file.seek(at)
-            byte = file.read(1)
-            file.seek(at)
-            file.write(bytes([byte[0] ^ 4]))
 
 
 def test_bits_flipped_in_cpu_memory(served: Served) -> None:

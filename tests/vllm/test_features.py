@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from engines.engine import Engine, connector
-from engines.world import World, prompt
+from engines.world import World, flip, prompt
 
 PROMPT = prompt(21, 1100)
 HIT = 1024
@@ -111,15 +111,18 @@ def test_without_an_engine_cache(
 def test_among_several_connectors(
     world: World, model: Callable[..., Path], reference: dict[str, Any]
 ) -> None:
-    """It works, and says what a person must set there."""
+    """It works, and a load that fails is recomputed there, too."""
     several = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": [connector(world.stack())]},
     }
     with world.engine(model("llama"), transfer=several) as engine:
-        assert '"kv_load_failure_policy": "recompute"' in engine.log.read_text()
         check_cold_and_warm(engine, reference)
+        engine.forget_engine_cache()
+        flip(Path(engine.facts()["region"]), 1 << 20)
+        assert engine.generate(prompts=[PROMPT]) == [reference]
+        assert engine.facts()["failed_loads"] == 1
 
 
 @pytest.mark.timeout(600)

@@ -1,0 +1,41 @@
+"""Never slower than recomputing: a tier that has become slow is not asked for long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engines.world import World, prompt
+
+PROMPTS = [prompt(300 + seed, 1100) for seed in range(4)]
+HIT = 1024
+SLOW_S = 3.0
+"""Much longer than the prompts take to compute, on any machine."""
+
+
+@pytest.mark.timeout(600)
+def test_a_slow_tier_is_left_alone(world: World, model: Callable[..., Path]) -> None:
+    stack = world.stack() | {"loads": "worthwhile", "mover": {"mode": "threads"}}
+    with world.engine(model("llama"), stack=stack) as engine:
+        cold = engine.generate(prompts=PROMPTS)
+        reference = [each["tokens"] for each in cold]
+        engine.settle()
+
+        def ask_disk() -> list[int]:
+            cached = []
+            for number, each in enumerate(PROMPTS):
+                engine.forget_engine_cache()
+                engine.clear(tier=0)
+                (found,) = engine.generate(prompts=[each])
+                assert found["tokens"] == reference[number]
+                cached.append(found["cached"])
+            return cached
+
+        assert ask_disk() == [HIT] * len(PROMPTS)
+        engine.slow_reads(seconds=SLOW_S)
+        assert ask_disk() == [HIT, 0, 0, 0]
+        costs = engine.costs()
+        assert costs["nvme"]["refused"] >= 3 * HIT // 256
+        assert costs["device"]["samples"] > 0
+        assert costs["prefill_seconds"] < SLOW_S
