@@ -27,6 +27,7 @@ COMMANDS = {
     "gc": "Remove what nobody will ask for again.",
     "clear": "Remove blocks.",
     "doctor": "Look for what is wrong, and say what to do.",
+    "plan": "Say what a stack is worth for a model.",
     "bench": "Measure the tiers of a stack.",
 }
 

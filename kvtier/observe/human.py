@@ -27,7 +27,7 @@ def count(number: float) -> str:
     step = 0
     while abs(number) >= 1000 and step < len(_COUNTS) - 1:
         number, step = number / 1000, step + 1
-    return f"{_digits(number)}{_COUNTS[step]}" if step else f"{number:.0f}"
+    return f"{_digits(number)}{_COUNTS[step]}"
 
 
 def duration(seconds: float) -> str:

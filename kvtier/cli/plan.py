@@ -1,0 +1,176 @@
+"""`kvtier plan`: what a stack is worth for a model, and what it would have served of a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli import console
+from kvtier.cli.measure import Size, measure
+from kvtier.cli.outlook import DEVICE, Expectation, Link, Outlook, expect, links_of
+from kvtier.cli.sweep import Row, plot, run_sweep, show_sweep
+from kvtier.config import StackConfig, load
+from kvtier.core.eviction.trace import read_trace
+from kvtier.core.record import record_bytes
+from kvtier.observe import human
+from kvtier.observe.kv_shape import read_shape
+
+app = console.new_app("Say what a stack is worth for a model.")
+
+_MEASURED_BYTES = 64 << 20
+_BLOCK_BYTES_MAX = 32 << 20
+
+
+@app.command(
+    epilog="Examples: kvtier plan ./model -c stack.yaml --prefill 8000; "
+    "kvtier plan ./model -c stack.yaml --no-measure --bandwidth nvme=3GB/s --trace trace.jsonl"
+)
+def plan(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A model's folder, or its config.json.")
+    ],
+    config: console.ConfigOption,
+    prefill: Annotated[
+        float | None, typer.Option(min=1, help="Tokens a second that the engine computes.")
+    ] = None,
+    prompt: Annotated[int, typer.Option(min=1, help="The length that times are for.")] = 8192,
+    kv_dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="vLLM's --kv-cache-dtype, like fp8.")
+    ] = "auto",
+    ranks: Annotated[int, typer.Option(min=1, max=256, help="Tensor parallel ranks.")] = 1,
+    bandwidth: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TIER=RATE[,LATENCY]",
+            help="Instead of measuring, like nvme=3GB/s,1ms; device is the way to the GPU.",
+        ),
+    ] = None,
+    do_measure: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Measure tiers whose rate is not given.")
+    ] = True,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Requests to simulate: JSON lines, timestamp and hash_ids."
+        ),
+    ] = None,
+    block_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that one of the trace's hash_ids stands for.")
+    ] = 512,
+    scale: Annotated[
+        str, typer.Option(metavar="LIST", help="Sizes to try, as multiples of the stack's.")
+    ] = "0.25,0.5,1,2,4",
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plot the simulation, as SVG.")
+    ] = None,
+    json: console.JsonOption = False,
+) -> None:
+    """Say how many tokens each tier holds, from which length on loading beats recomputing, and the
+    time to the first token; with a trace, hits by tier over a sweep of sizes.
+
+    The answer is arithmetic on measured or given rates. What it leaves out is said.
+    """
+    stack = load(config)
+    shape = read_shape(model, kv_dtype, ranks)
+    factors = _factors(scale)
+    if svg is not None and trace is None:
+        raise typer.BadParameter("there is a plot of a --trace only", param_hint="--svg")
+    links = _links(stack, shape.token_bytes * stack.chunk_tokens, bandwidth or [], do_measure)
+    device = links.pop(-1, None)
+    expectation = expect(stack, shape, links, device, prefill, prompt)
+    rows: list[Row] = []
+    if trace is not None:
+        requests = read_trace(trace)
+        rows = run_sweep(stack, expectation, requests, block_tokens, factors)
+    if json:
+        console.print_json({"model": expectation, "trace": rows})
+    else:
+        _show(expectation)
+        if rows:
+            console.say()
+            show_sweep(rows)
+    if svg is not None:
+        svg.write_text(plot(rows), encoding="utf-8")
+
+
+def _factors(text: str) -> list[float]:
+    try:
+        factors = [float(word) for word in text.split(",")]
+    except ValueError:
+        factors = []
+    if not factors or not all(0 < factor <= 1e6 for factor in factors):
+        raise typer.BadParameter(f"{text!r}: write numbers like 0.5,1,2", param_hint="--scale")
+    return sorted(set(factors))
+
+
+def _links(
+    config: StackConfig, chunk_bytes: int, given: list[str], do_measure: bool
+) -> dict[int, Link]:
+    """By tier, given or measured; under -1 the way to the device."""
+    links = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        rate, _, latency = value.partition(",")
+        tier = -1 if name == DEVICE else console.tier_of(name, config)
+        assert tier is not None
+        seconds = console.parse_duration(latency) if latency else 0.0
+        links[tier] = Link(float(console.parse_size(rate.removesuffix("/s"))), seconds, "given")
+    if do_measure and not links.keys() >= set(range(len(config.tiers))):
+        block = min(record_bytes(chunk_bytes) - 4096, _BLOCK_BYTES_MAX)
+        size = Size(block, max(4, _MEASURED_BYTES // block), 1)
+        links = links_of(measure(config, size, console.note), block) | links
+    return links
+
+
+def _show(found: Expectation) -> None:
+    shape = found.shape
+    layers = ", ".join(f"{count} {name}" for name, count in shape.layers.items() if count)
+    console.print_values(
+        {
+            "model": shape.model,
+            "attention": f"{shape.attention}, layers: {layers}"
+            + (f", window of {shape.window} tokens" if shape.window else ""),
+            "KV cache": f"{shape.dtype}, {human.size(shape.token_bytes)} a token",
+            "chunk": f"{found.chunk_tokens} tokens, {human.size(found.chunk_bytes)}",
+        }
+    )
+    for each in shape.unknown:
+        console.say_wrapped(f"not counted: {each}", 2)
+    console.say()
+    columns = ["tier", "capacity", "tokens", "loads", "loads tokens/s"]
+    timed = found.prefill_tokens_per_s is not None
+    if timed:
+        columns += ["break-even", "first token"]
+    rows = [_row(tier, timed) for tier in found.tiers]
+    console.print_table(columns, rows, numbers=columns[1:])
+    if found.recompute_s is not None:
+        console.say_wrapped(
+            f"a prompt of {found.prompt_tokens} tokens takes "
+            f"{human.duration(found.recompute_s)} to compute; first token: its whole chunks loaded "
+            "from that tier, the rest computed"
+        )
+    else:
+        console.say_wrapped(
+            "loading wins where the engine computes fewer tokens a second than a tier loads; "
+            "--prefill RATE says from which length on"
+        )
+
+
+def _row(tier: Outlook, timed: bool) -> list[str]:
+    link = tier.link
+    cells = [
+        f"{tier.tier} {tier.kind}",
+        human.size(tier.capacity),
+        human.count(tier.tokens),
+        human.rate(link.bytes_per_s) if link else "unknown",
+        human.count(tier.load_tokens_per_s) if tier.load_tokens_per_s else "-",
+    ]
+    if timed:
+        even = "-" if link is None else "never"
+        cells += [
+            str(tier.break_even_tokens) if tier.break_even_tokens else even,
+            human.duration(tier.first_token_s) if tier.first_token_s else "-",
+        ]
+    return cells
