@@ -15,7 +15,8 @@ from copy import copy
 from itertools import pairwise
 
 from kvtier.backends.object.keeper import Keeper, News, Rows
-from kvtier.backends.object.names import GENERATION_MAX, block_name
+from kvtier.backends.object.leaving import Leaving, Object
+from kvtier.backends.object.names import block_name
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.record import HEADER_BYTES
@@ -27,9 +28,6 @@ _ROWS_AT_ONCE = 8192
 _HANDLES_MIN = 1024
 _UNHEARD_SHARE = 8
 _UNHEARD_MIN = 1 << 30
-
-Object = tuple[BlockKey, int]
-"""A key and a generation: what a name is made of."""
 
 
 class ObjectTier(SlabTier):
@@ -59,8 +57,7 @@ class ObjectTier(SlabTier):
         self._idle: list[int] = []
         self._generation: dict[BlockKey, int] = {}
         """Generations that are not 0, of blocks that are resident, reserved or doomed."""
-        self._leaving: dict[BlockKey, tuple[int, int]] = {}
-        """Of keys whose objects are being deleted: the latest generation, and how many objects."""
+        self._leaving = Leaving()
         self._condemned: dict[int, list[Object]] = {}
         """By slot, the objects to delete as soon as nobody reads there."""
         self._deleting: dict[int, list[Object]] = {}
@@ -149,7 +146,7 @@ class ObjectTier(SlabTier):
         """Whether this object is one that is being written, read for the last time, or deleted."""
         if key in self._reserved or key in self._doomed:
             return True
-        return self._leaving.get(key, (-1, 0))[0] >= generation
+        return self._leaving.covers(key, generation)
 
     def _take_removed(self, rows: Rows) -> None:
         """Stop offering what is gone, unless it has been added again since."""
@@ -282,25 +279,14 @@ class ObjectTier(SlabTier):
                 replaced += victims
         if replaced:
             self._write_removed(replaced)
-            self._left(replaced)
+            self._leaving.end(replaced)
         super().complete_store(keys, failed)
 
     # -- objects that go -------------------------------------------------------------------------
 
     def _leave(self, key: BlockKey) -> Object:
-        """This key's object is to be deleted: until it is, the next one has another name."""
-        generation = self._generation.pop(key, 0)
-        self._leaving[key] = (generation, self._leaving.get(key, (0, 0))[1] + 1)
-        return key, generation
-
-    def _left(self, objects: Sequence[Object]) -> None:
-        """These objects are deleted."""
-        for key, _ in objects:
-            generation, count = self._leaving[key]
-            if count == 1:
-                del self._leaving[key]
-            else:
-                self._leaving[key] = (generation, count - 1)
+        """This key's object is to be deleted."""
+        return self._leaving.begin(key, self._generation.pop(key, 0))
 
     def _delete_soon(self, slot: int, objects: list[Object]) -> None:
         self._deleting[slot] = objects
@@ -308,7 +294,7 @@ class ObjectTier(SlabTier):
 
     def _freed(self, slot: int) -> None:
         """The keeper has deleted what it was told to delete for this slot."""
-        self._left(self._deleting.pop(slot))
+        self._leaving.end(self._deleting.pop(slot))
         self._dying -= self._sizes[slot]
         self._sizes[slot] = 0
         self._idle.append(slot)
@@ -347,7 +333,7 @@ class ObjectTier(SlabTier):
     def _on_reserved(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         now = self._clock()
         for slot, key in zip(slots, keys, strict=True):
-            generation = (self._leaving.get(key, (-1, 0))[0] + 1) % GENERATION_MAX
+            generation = self._leaving.next_generation(key)
             size = HEADER_BYTES + self._namespace.payload_of(key)
             self._hold(key, slot, generation, size, now)
             self._unheard += size

@@ -1,0 +1,50 @@
+"""Objects that are being deleted, so that their successors get other names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.backends.object.names import GENERATION_MAX
+from kvtier.types import BlockKey
+
+Object = tuple[BlockKey, int]
+"""A key and a generation: what a name is made of."""
+
+
+class Leaving:
+    """Of each key whose objects are being deleted, the latest generation and how many there are.
+
+    A delete may come late, out of order or twice. It never hits another object, because as long as
+    one is under way the next object of its key has a generation of its own.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[BlockKey, tuple[int, int]] = {}
+
+    def begin(self, key: BlockKey, generation: int) -> Object:
+        """This object is to be deleted."""
+        _, count = self._of.get(key, (0, 0))
+        self._of[key] = (generation, count + 1)
+        return key, generation
+
+    def end(self, objects: Sequence[Object]) -> None:
+        """These objects are deleted."""
+        for key, _ in objects:
+            generation, count = self._of[key]
+            if count == 1:
+                del self._of[key]
+            else:
+                self._of[key] = (generation, count - 1)
+
+    def covers(self, key: BlockKey, generation: int) -> bool:
+        """Whether this object is one that is being deleted, or older than such a one."""
+        latest = self._of.get(key)
+        return latest is not None and latest[0] >= generation
+
+    def next_generation(self, key: BlockKey) -> int:
+        """The generation of the next object of this key."""
+        latest = self._of.get(key)
+        return 0 if latest is None else (latest[0] + 1) % GENERATION_MAX
+
+    def keys(self) -> set[BlockKey]:
+        return set(self._of)
