@@ -115,7 +115,7 @@ class ObjectBackend(Backend[ObjectSettings]):
             raise ConfigError(
                 ".capacity", "a bucket has no size of its own", 'write a size, like "2TiB"'
             )
-        size = _capacity(settings)
+        size = capacity_of(settings)
         if size < record_bytes:
             raise ConfigError(
                 ".capacity",
@@ -127,7 +127,7 @@ class ObjectBackend(Backend[ObjectSettings]):
         self, settings: ObjectSettings, context: TierContext, store: Store | None = None
     ) -> ObjectTier:
         limits = Limits(
-            capacity=_capacity(settings),
+            capacity=capacity_of(settings),
             refresh_s=settings.refresh.seconds,
             audit_s=settings.audit.seconds,
             age_max_s=settings.age_max.seconds if settings.age_max else None,
@@ -204,7 +204,8 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(".url", f"no right to write in {standing}", "change its owner")
 
 
-def _capacity(settings: ObjectSettings) -> int:
+def capacity_of(settings: ObjectSettings) -> int:
+    """The budget in bytes."""
     folder = _folder(settings.url)
     if folder is None:
         return settings.capacity.resolve(0)

@@ -69,7 +69,7 @@ class S3Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class S3Store(Store):
-    """A prefix of a bucket. Opening it makes no request: `probe` says whether it can be used."""
+    """A prefix of a bucket. Opening it makes no request."""
 
     def __init__(self, settings: S3Settings) -> None:
         self._settings = settings

@@ -236,7 +236,7 @@ def _size_of(folder: Path) -> int:
 
 
 def _of_store(config: StackConfig, place: Place, idle_s: float | None) -> Iterator[Rubbish]:
-    """Idle namespaces; the budget and what was lost a running tier's audit looks after."""
+    """Idle namespaces, and blocks that are too old or over the budget."""
     from kvtier.cli.look_objects import delete_objects, objects_of
 
     settings = config.tiers[place.tier]
@@ -252,3 +252,25 @@ def _of_store(config: StackConfig, place: Place, idle_s: float | None) -> Iterat
         yield Rubbish(
             "namespace to which nothing was added for so long", where, part.bytes, remove_objects
         )
+    if not place.troubles:
+        yield from _doomed_objects(settings, place)
+
+
+def _doomed_objects(settings: Any, place: Place) -> Iterator[Rubbish]:
+    from kvtier.backends.object import capacity_of, gc, open_for
+
+    age_s = None if settings.age_max is None else settings.age_max.seconds
+
+    def survey(store: Any) -> gc.Survey:
+        return gc.survey(store, capacity_of(settings), age_s, time.time())
+
+    def collect() -> bool:
+        with contextlib.closing(open_for(settings)) as store:
+            found = survey(store)
+            return gc.collect(store, found)[0] == len(found.doomed)
+
+    with contextlib.closing(open_for(settings)) as store:
+        found = survey(store)
+    if found.doomed:
+        what = f"{len(found.doomed)} blocks that are too old or over the budget"
+        yield Rubbish(what, place.where, found.doomed_bytes, collect)

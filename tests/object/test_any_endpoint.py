@@ -17,7 +17,6 @@ import pytest
 from object_subjects import BucketSubject
 from store_contract import StoreContract
 
-from kvtier.backends.object.probe import probe
 from kvtier.backends.object.s3 import S3Settings, S3Store
 from kvtier.backends.object.store import PutOutcome, Store
 from kvtier.backends.object.wire import Timeouts
@@ -72,9 +71,3 @@ class TestStore(StoreContract):
 
 class TestTier(TierContract):
     subject = BucketSubject(ENDPOINT, BUCKET)
-
-
-def test_the_probe_is_content() -> None:
-    store = open_prefix()
-    assert all(step.ok for step in probe(store))
-    store.close()

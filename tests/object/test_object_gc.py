@@ -1,0 +1,102 @@
+"""Garbage collected without a server: what goes, what stays, and who hears of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from object_subjects import FOLDER
+
+from kvtier.backends.object import gc
+from kvtier.backends.object.files import FileStore
+from kvtier.backends.object.names import block_name, parse_block
+from kvtier.testing.records import GROUPED, NAMESPACE, make_keys
+from kvtier.testing.subject import Rig
+from kvtier.types import BlockKey, Namespace
+
+RECORD = 12288
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(FOLDER, tmp_path, blocks=8)
+    yield rig
+    rig.close()
+
+
+def age(rig: Rig, key: BlockKey, seconds: float) -> None:
+    path = rig.folder / "store" / block_name(NAMESPACE.id, key)
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+def test_the_oldest_go_first_until_the_budget_holds(rig: Rig) -> None:
+    keys = rig.put(make_keys(6))
+    for index, key in enumerate(keys):
+        age(rig, key, 1000 - 100 * index)
+    store = FileStore(rig.folder / "store")
+    found = gc.survey(store, 4 * RECORD, None, time.time())
+    assert (found.blocks, found.bytes) == (6, 6 * RECORD)
+    assert {parse_block(one.name) for one in found.doomed} == {
+        (NAMESPACE.id, key, 0) for key in keys[:2]
+    }
+    assert rig.get(keys) == keys, "a survey deletes nothing"
+    assert gc.collect(store, found) == (2, 0)
+    rig.tier.refresh()
+    rig.tier.tick()
+    assert rig.resident(keys) == keys[2:], "a running server hears of it"
+    assert rig.get(keys[2:]) == keys[2:]
+
+
+def test_what_is_too_old_goes_whatever_the_budget(rig: Rig) -> None:
+    keys = rig.put(make_keys(3))
+    age(rig, keys[1], 5000)
+    store = FileStore(rig.folder / "store")
+    found = gc.survey(store, 1 << 40, 3600.0, time.time())
+    assert [one.reason for one in found.doomed] == ["too old"]
+    assert gc.collect(store, found) == (1, 0)
+
+
+def test_a_reader_survives_a_collection(rig: Rig) -> None:
+    keys = rig.put(make_keys(4))
+    spec = rig.tier.prepare_load(keys)
+    store = FileStore(rig.folder / "store")
+    gc.collect(store, gc.survey(store, 0, None, time.time()))
+    outcomes = rig.read(keys, spec)
+    assert {outcome.value for outcome in outcomes.values()} == {"gone"}
+    rig.tier.complete_load(keys, outcomes)
+    assert rig.put(keys) == keys
+    assert rig.get(keys) == keys
+
+
+def test_all_namespaces_share_the_budget_and_other_files_are_safe(rig: Rig, tmp_path: Path) -> None:
+    rig.put(make_keys(3))
+    other = Rig(FOLDER, tmp_path, blocks=8, namespace=GROUPED)
+    other.put(make_keys(3))
+    store = FileStore(tmp_path / "store")
+    store.put("notes/mine", [memoryview(b"keep")])
+    (tmp_path / "store" / "plain.txt").write_text("keep")
+    found = gc.survey(store, 0, None, time.time())
+    assert found.blocks == 6
+    assert gc.collect(store, found) == (6, 0)
+    left = [info.name for info in store.list() if parse_block(info.name) is None]
+    assert "notes/mine" in left
+    assert (tmp_path / "store" / "plain.txt").read_text() == "keep"
+    other.close()
+
+
+def test_a_new_namespace_gets_room_from_an_old_one(tmp_path: Path) -> None:
+    old = Rig(FOLDER, tmp_path, blocks=8)
+    old.put(make_keys(8))
+    old.close()
+    newer = Namespace(facts={"model": "newer"}, group_bytes=NAMESPACE.group_bytes)
+    new = Rig(FOLDER, tmp_path, blocks=8, namespace=newer)
+    keys = make_keys(1)
+    assert new.put(keys) == []  # nothing of the budget is left
+    new.settle()
+    new.settle()
+    assert new.put(keys), "the oldest blocks of the other namespace have gone"
+    assert new.get(keys) == new.resident(keys)
+    new.close()
