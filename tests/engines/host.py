@@ -147,14 +147,14 @@ class Host:
         self._manager.chain.tiers[tier].clear()
         self._step()
 
-    def slow_reads(self, seconds: float) -> None:
+    def slow_reads(self, pause: float) -> None:
         """Let every read of a disk in this process take so long."""
         from kvtier.core.disk import Disk
 
         read = Disk.readv
 
         def slow(*arguments: Any) -> int:
-            time.sleep(seconds)
+            time.sleep(pause)
             return read(*arguments)
 
         Disk.readv = slow  # type: ignore[method-assign]

@@ -70,7 +70,7 @@ def test_metrics_and_restart(serving: Serving, server: Server) -> None:
     assert server.metric("vllm:external_prefix_cache_hits_total") == chunks * 256
 
     known = {line.split()[2] for line in server.get("/metrics").splitlines() if "# HELP" in line}
-    ours = {name.removesuffix("_total") for name in known if name.startswith("kvtier:")}
+    ours = {re.sub("_(total|created)$", "", name) for name in known if name.startswith("kvtier:")}
     assert ours == set(re.findall(r"`(kvtier:\w+)`(?=[ ,].*\|)", PAGE.read_text()))
 
     server.kill()
