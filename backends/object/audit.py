@@ -21,6 +21,9 @@ from kvtier.backends.object.store import ObjectInfo, Store
 from kvtier.types import BlockKey
 
 _YOUNG_S = 120.0
+_BREATH_OBJECTS = 256
+_BREATH_S = 0.001
+"""A long listing lets go of Python's lock, which an engine's scheduler may be waiting for."""
 _HUNGER_SHARE = 16
 """A namespace without room asks for so much of the budget."""
 _CANDIDATES_MAX = 1 << 16
@@ -66,7 +69,9 @@ def audit(store: Store, case: Audit) -> Finding:
     leftovers: list[str] = []
     foreign: list[tuple[float, int, str]] = []
     own_bytes = 0
-    for info in store.list():
+    for number, info in enumerate(store.list(), 1):
+        if number % _BREATH_OBJECTS == 0:
+            time.sleep(_BREATH_S)
         if case.stop_at is not None and time.monotonic() > case.stop_at:
             raise Unfinished
         parsed = parse_block(info.name)

@@ -1,4 +1,4 @@
-"""Listing and deleting by boto3's client, sent over our own connections.
+"""Deleting by the thousand, and the endpoint: by boto3's client, over our own connections.
 
 boto3 knows how to build and parse these requests; a `before-send` hook takes them out of its hands
 before they reach its own sockets, which have no total deadline.
@@ -43,17 +43,6 @@ class BulkClient:
     def endpoint(self) -> str:
         """The endpoint that boto3 found: from the settings, environment, profile or region."""
         return self._endpoint or str(self._client().meta.endpoint_url)
-
-    def pages(self, prefix: str, after: str, deadline: Callable[[], float]) -> Iterator[Any]:
-        """One list of object descriptions a page; every page has a deadline of its own."""
-        more: dict[str, str] = {"StartAfter": after} if after else {}
-        while True:
-            page = self._ask("list_objects_v2", deadline(), Prefix=prefix, **more)
-            yield page.get("Contents", [])
-            token = page.get("NextContinuationToken")
-            if not page.get("IsTruncated") or not token:
-                return
-            more = {"ContinuationToken": token}
 
     def delete(
         self, keys: Sequence[str], deadline: Callable[[], float]

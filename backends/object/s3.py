@@ -1,8 +1,8 @@
 """Any S3-compatible bucket as an object store.
 
-Objects travel over our own connections, straight from and into the caller's memory. Listing and
-deleting are built and parsed by boto3's client and sent over the same connections, so that the
-same deadlines, certificates and errors hold for all of them.
+Objects travel over our own connections, straight from and into the caller's memory. Bulk deletes
+are built and parsed by boto3's client and sent over the same connections, so that the same
+deadlines, certificates and errors hold for all of them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvtier.backends.object.errors import (
     WrongEndpoint,
     WrongRegion,
 )
+from kvtier.backends.object.listing import Listed, list_query, read_page
 from kvtier.backends.object.signing import Signer, request_head
 from kvtier.backends.object.store import (
     Buffer,
@@ -82,6 +83,7 @@ class S3Store(Store):
             self._signer, settings.endpoint, style, settings.bucket, self._send_built
         )
         self._address, base = _address(self._bulk.endpoint, settings.bucket, style)
+        self._bucket_target = base.rstrip("/") or "/"
         self._base = base + quote(self._prefix, safe="/-_.~")
         default_port = self._address.port == (443 if self._address.tls else 80)
         self._host = self._address.host + ("" if default_port else f":{self._address.port}")
@@ -200,12 +202,24 @@ class S3Store(Store):
     ) -> Iterator[ObjectInfo]:
         start = self._prefix + check_prefix(prefix)
         behind = self._prefix + after if after else ""
-        for page in self._bulk.pages(start, behind, lambda: self._end(deadline)):
-            for entry in page:
-                name = str(entry["Key"]).removeprefix(self._prefix)
+        token = ""
+        while True:
+            page, token = self._page(list_query(start, behind, token), self._end(deadline))
+            for found in page:
+                name = found.key.removeprefix(self._prefix)
                 if name > after and is_name(name):
-                    modified = entry["LastModified"].timestamp()
-                    yield ObjectInfo(name, int(entry["Size"]), modified)
+                    yield ObjectInfo(name, found.size, found.modified_s)
+            if not token:
+                return
+
+    def _page(self, query: str, end: float) -> tuple[Sequence[Listed], str]:
+        target = f"{self._bucket_target}?{query}"
+        headers = self._signer.sign("GET", self._origin + target, {"host": self._host})
+        with self._pool.exchange("GET", request_head("GET", target, headers, 0), (), end) as answer:
+            if answer.status != 200:
+                raise self._refusal(answer)
+            body = answer.read(_PAGE_BYTES_MAX)
+        return read_page(body)
 
     def delete(
         self, names: Sequence[str], *, deadline: float | None = None

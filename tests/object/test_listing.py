@@ -1,0 +1,71 @@
+"""Pages of a listing: what stores answer, and what nobody should."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.backends.object.errors import WrongEndpoint
+from kvtier.backends.object.listing import list_query, read_page
+
+ENTRY = (
+    "<Contents><Key>{key}</Key><LastModified>2026-11-20T10:00:00.250Z</LastModified>"
+    "<Size>{size}</Size><ETag>x</ETag><Owner><ID>1</ID></Owner></Contents>"
+)
+
+
+def page(entries: str, facts: str = "", space: str = "") -> bytes:
+    return (
+        f'<?xml version="1.0"?><ListBucketResult{space}><Name>b</Name>{facts}{entries}'
+        "</ListBucketResult>"
+    ).encode()
+
+
+@pytest.mark.parametrize("space", ["", ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'])
+def test_a_page_is_read_with_and_without_a_namespace(space: str) -> None:
+    entries = ENTRY.format(key="a%20b/c%2Bd", size=5) + ENTRY.format(key="e", size=0)
+    facts = "<IsTruncated>true</IsTruncated><NextContinuationToken>a+b=</NextContinuationToken>"
+    listed, token = read_page(page(entries, facts, space))
+    assert [(one.key, one.size) for one in listed] == [("a b/c+d", 5), ("e", 0)]
+    assert listed[0].modified_s == 1795168800.25
+    assert token == "a+b="
+
+
+def test_the_last_page_has_no_token() -> None:
+    facts = "<IsTruncated>false</IsTruncated><NextContinuationToken>x</NextContinuationToken>"
+    assert read_page(page("", facts)) == ([], "")
+    assert read_page(page("")) == ([], "")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>hello</html>",
+        b"<ListBucketResult>",
+        page(ENTRY.format(key="a", size="many")),
+        page("<Contents><Key>a</Key></Contents>"),
+        page(ENTRY.format(key="a", size=1).replace("2026", "long ago")),
+        b'<!DOCTYPE x [<!ENTITY a "aaaaaaaa">]><ListBucketResult>&a;</ListBucketResult>',
+    ],
+)
+def test_what_is_no_listing_is_a_wrong_endpoint(body: bytes) -> None:
+    with pytest.raises(WrongEndpoint):
+        read_page(body)
+
+
+@given(body=st.binary(max_size=300))
+def test_rubbish_raises_nothing_else(body: bytes) -> None:
+    with pytest.raises(WrongEndpoint):
+        read_page(body)
+
+
+def test_queries_are_in_the_order_in_which_they_are_signed() -> None:
+    query = list_query("some where/p", "some where/p/a", "")
+    assert query == (
+        "encoding-type=url&list-type=2&max-keys=1000&prefix=some%20where%2Fp"
+        "&start-after=some%20where%2Fp%2Fa"
+    )
+    assert "start-after" not in list_query("p", "a", "token+/=")
+    assert "continuation-token=token%2B%2F%3D" in list_query("p", "a", "token+/=")
