@@ -1,0 +1,123 @@
+"""The NVMe handler's system calls: what is asked of the disk, and what happens where it refuses."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvtier.backends.nvme import BACKEND, NvmeHandler, NvmeSettings, NvmeTier
+from kvtier.core.backend import TierContext
+from kvtier.core.disk import Disk
+from kvtier.core.record import Buffer
+from kvtier.core.settings import ByteSize, Capacity, Durability
+from kvtier.testing.records import NAMESPACE, blank, make_keys, prove, sealed
+from kvtier.types import BlockKey, Outcome
+
+CONTEXT = TierContext(NAMESPACE, "handler")
+
+
+class LoggingDisk(Disk):
+    """Says which calls came, and may refuse direct I/O, at open or only when it is used."""
+
+    def __init__(self, refuse: str = "") -> None:
+        self.refuse = refuse
+        self.calls: list[str] = []
+        self.direct: set[int] = set()
+
+    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
+        if direct and self.refuse == "open":
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        fd = super().open(path, create=create)
+        if direct:
+            self.direct.add(fd)
+        return fd
+
+    def close(self, fd: int) -> None:
+        self.direct.discard(fd)
+        super().close(fd)
+
+    def _use(self, what: str, fd: int, buffers: int) -> None:
+        self.calls.append(f"{what} {buffers}")
+        if fd in self.direct and self.refuse == "use":
+            raise OSError(errno.EINVAL, "not like this")
+
+    def readv(self, fd: int, into: Sequence[Buffer], offset: int) -> int:
+        self._use("read", fd, len(into))
+        return super().readv(fd, into, offset)
+
+    def writev(self, fd: int, data: Sequence[Buffer], offset: int) -> int:
+        self._use("write", fd, len(data))
+        return super().writev(fd, data, offset)
+
+    def sync(self, fd: int) -> None:
+        self.calls.append("sync")
+        super().sync(fd)
+
+
+def opened(
+    folder: Path, disk: Disk, durability: Durability = Durability.PROCESS
+) -> tuple[NvmeTier, NvmeHandler]:
+    settings = NvmeSettings(
+        path=str(folder),
+        capacity=Capacity(size=ByteSize(1 << 20)),
+        free_floor=ByteSize(0),
+        durability=durability,
+    )
+    return (
+        BACKEND.open_tier(settings, CONTEXT, Disk()),
+        BACKEND.open_handler(settings, CONTEXT, disk),
+    )
+
+
+def round_trip(tier: NvmeTier, handler: NvmeHandler, keys: list[BlockKey]) -> None:
+    reservation = tier.prepare_store(keys)
+    stored = handler.store(reservation.spec, keys, [sealed(key) for key in keys])
+    assert stored == [Outcome.OK] * len(keys)
+    tier.complete_store(keys)
+    records = [blank() for _ in keys]
+    assert handler.load(tier.prepare_load(keys), keys, records) == [Outcome.OK] * len(keys)
+    assert all(prove(record, key).ok for key, record in zip(keys, records, strict=True))
+    tier.complete_load(keys)
+    handler.close()
+    tier.close()
+
+
+@pytest.mark.parametrize("refuse", ["open", "use"])
+def test_without_direct_io_it_goes_through_the_page_cache_and_says_so_once(
+    tmp_path: Path, refuse: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        round_trip(*opened(tmp_path / "kv", LoggingDisk(refuse)), make_keys(8))
+    assert caplog.text.count("refuses direct I/O") == 1
+
+
+def test_neighbouring_slots_are_one_call_between_two_entries(tmp_path: Path) -> None:
+    disk = LoggingDisk()
+    round_trip(*opened(tmp_path / "kv", disk), make_keys(8))
+    writes = [call for call in disk.calls if call.startswith("write")]
+    assert writes == ["write 1", "write 8", "write 1"]
+    assert [call for call in disk.calls if call.startswith("read")][-1] == "read 8"
+
+
+def test_power_safety_syncs_the_data_before_the_commit(tmp_path: Path) -> None:
+    disk = LoggingDisk()
+    round_trip(*opened(tmp_path / "kv", disk, Durability.POWER), make_keys(4))
+    start = disk.calls.index("write 4")
+    assert disk.calls[start : start + 4] == ["write 4", "sync", "write 1", "sync"]
+
+
+def test_a_slab_that_is_gone_drops_a_store_and_misses_a_load(tmp_path: Path) -> None:
+    tier, handler = opened(tmp_path / "kv", Disk())
+    keys = make_keys(2)
+    reservation = tier.prepare_store(keys)
+    for path in (tmp_path / "kv").rglob("*.table"):
+        path.unlink()
+    stored = handler.store(reservation.spec, keys, [sealed(key) for key in keys])
+    assert stored == [Outcome.DROPPED] * 2
+    assert handler.load(reservation.spec, keys, [blank(), blank()]) == [Outcome.GONE] * 2
+    handler.close()
+    tier.close()
