@@ -143,25 +143,32 @@ class Journal:
     def _read_one(self, name: str, size: int, covered: set[str]) -> Entries | bool | None:
         """As in `_fetch`; False if the manifest has vanished."""
         full_name = f"{manifest_prefix(self._namespace.id)}{name}"
+        for again in (True, False):  # damage on the way is gone the second time
+            try:
+                return self._read_whole(full_name, size, covered)
+            except NewerFormat as error:
+                self._newer.add(name)
+                _log.warning("manifest %s is left alone: %s", full_name, error)
+                return None
+            except (FormatError, LengthMismatch) as error:
+                if not again:
+                    self._broken.add(name)
+                    _log.warning(
+                        "manifest %s is damaged, a listing will tell: %s", full_name, error
+                    )
+        return None
+
+    def _read_whole(self, full_name: str, size: int, covered: set[str]) -> Entries | bool | None:
         data = memoryview(bytearray(size))
-        try:
-            if covered and size > 2 * _HEAD_READ_BYTES:
-                head = data[:_HEAD_READ_BYTES]
-                if self._store.get(full_name, [head], offset=0) is GetOutcome.MISSING:
-                    return False
-                if covered.issuperset(self._covers(head)):
-                    return None
-            if self._store.get(full_name, [data]) is GetOutcome.MISSING:
+        if covered and size > 2 * _HEAD_READ_BYTES:
+            head = data[:_HEAD_READ_BYTES]
+            if self._store.get(full_name, [head], offset=0) is GetOutcome.MISSING:
                 return False
-            return manifest.unpack(data, self._namespace.digest)[0]
-        except NewerFormat as error:
-            self._newer.add(name)
-            _log.warning("manifest %s is left alone: %s", full_name, error)
-            return None
-        except (FormatError, LengthMismatch) as error:
-            self._broken.add(name)
-            _log.warning("manifest %s is damaged, a listing will tell: %s", full_name, error)
-            return None
+            if covered.issuperset(self._covers(head)):
+                return None
+        if self._store.get(full_name, [data]) is GetOutcome.MISSING:
+            return False
+        return manifest.unpack(data, self._namespace.digest)[0]
 
     def _covers(self, head: memoryview) -> list[str]:
         covers = manifest.unpack_head(head, self._namespace.digest)[2]

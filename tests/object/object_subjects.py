@@ -61,14 +61,14 @@ class BucketSubject(Subject):
     revives = True
 
     def __init__(self, endpoint: str, bucket: str = "bucket") -> None:
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._bucket = bucket
 
     def settings(self, folder: Path, blocks: int, record_bytes: int) -> ObjectSettings:
         prefix = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
         return ObjectSettings(
             url=f"s3://{self._bucket}/{prefix}",
-            endpoint=self._endpoint,
+            endpoint=self.endpoint,
             capacity=Capacity(size=ByteSize(blocks * record_bytes)),
             codec="zstd",
             idle_timeout=Duration(20.0),
