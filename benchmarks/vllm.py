@@ -57,7 +57,8 @@ class Bench:
             self.folder / "engine.log",
             host=HOST,
             stack=stack if kept else None,
-            environment={"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))},
+            # As `kvtier serve` does it: a core is left for what runs beside the engine.
+            environment={"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1))},
             model=str(self.model),
             max_model_len=TOKENS + 64,
             max_num_batched_tokens=2048,
@@ -102,8 +103,10 @@ def decoding(bench: Bench, plain: Engine, kept: Engine) -> None:
     """Prompts, then decoding while their blocks are stored behind."""
     steps: dict[str, list[float]] = {"plain": [], "kept": []}
     prefills: dict[str, list[float]] = {"plain": [], "kept": []}
+    turns = [("plain", plain), ("kept", kept)]
     for _ in range(ROUNDS):
-        for name, engine in (("plain", plain), ("kept", kept)):
+        turns.reverse()
+        for name, engine in turns:
             found = engine.decode(prompts=[bench.prompt(512) for _ in range(8)], tokens=96)
             steps[name].append(found["step"])
             prefills[name].append(found["prefill"])
