@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -34,6 +34,14 @@ class Proof(enum.Enum):
     """A newer kvtier has written it: it is left alone."""
     UNREAD = "unread"
     """The medium failed."""
+
+
+class Verdict(NamedTuple):
+    """What a block's record is worth, why it is bad if it is, and the raw record if it is good."""
+
+    proof: Proof
+    why: str = ""
+    record: memoryview | None = None
 
 
 class Block(msgspec.Struct, kw_only=True):
@@ -95,8 +103,8 @@ class Prover:
         self._namespaces = namespaces
         self._stores: dict[int, ObjectProver] = {}
 
-    def prove(self, block: Block) -> tuple[Proof, str]:
-        """What a block's record is worth, and why it is bad if it is."""
+    def prove(self, block: Block) -> Verdict:
+        """Read a block's record; what it is worth."""
         if block.slab is not None:
             return _prove_slot(block, block.slab)
         if block.tier not in self._stores:
@@ -114,37 +122,37 @@ class Prover:
 class ObjectProver(Protocol):
     """The part of a prover that reads from a store."""
 
-    def prove(self, block: Block, namespace: Namespace | None) -> tuple[Proof, str]: ...
+    def prove(self, block: Block, namespace: Namespace | None) -> Verdict: ...
 
     def close(self) -> None: ...
 
 
-def _prove_slot(block: Block, slab: Slab) -> tuple[Proof, str]:
+def _prove_slot(block: Block, slab: Slab) -> Verdict:
     try:
         before = _entry(slab, block.slot)
         if before[0] != VALID:
-            return Proof.GONE, "its slot has changed"
+            return Verdict(Proof.GONE, "its slot has changed")
         size = slab.header.slot_bytes
         text = read_file(slab.data, size, slab.header.slot_at(block.slot))
         after = _entry(slab, block.slot)
     except FileNotFoundError:
-        return Proof.GONE, "its slab was removed"
+        return Verdict(Proof.GONE, "its slab was removed")
     except OSError as error:
-        return Proof.UNREAD, str(error.strerror)
+        return Verdict(Proof.UNREAD, str(error.strerror))
     if before != after:
-        return Proof.GONE, "its slot was used again meanwhile"
+        return Verdict(Proof.GONE, "its slot was used again meanwhile")
     if len(text) < size:
-        return Proof.BAD, "the file is cut short"
+        return Verdict(Proof.BAD, "the file is cut short")
     return judge(memoryview(text), block)
 
 
-def judge(record: memoryview, block: Block) -> tuple[Proof, str]:
+def judge(record: memoryview, block: Block) -> Verdict:
     """What a raw record is worth."""
     if verify(record, block.key, bytes.fromhex(block.namespace)).ok:
-        return Proof.GOOD, ""
+        return Verdict(Proof.GOOD, "", record)
     if is_newer(record):
-        return Proof.NEWER, "written by a newer kvtier"
-    return Proof.BAD, why_bad(record, block)
+        return Verdict(Proof.NEWER, "written by a newer kvtier")
+    return Verdict(Proof.BAD, why_bad(record, block))
 
 
 def is_newer(record: memoryview) -> bool:

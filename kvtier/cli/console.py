@@ -43,6 +43,19 @@ TierOption = Annotated[
         "--tier", "-t", metavar="TIER", help="Only this one: its number, 0 first, or its kind."
     ),
 ]
+NamespaceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace", "-n", metavar="NAMESPACE", help="Only this one; its first digits will do."
+    ),
+]
+RateOption = Annotated[
+    str | None, typer.Option("--rate", metavar="RATE", help="At most so fast, like 200MB/s.")
+]
+SizeOption = Annotated[
+    str | None,
+    typer.Option("--size", metavar="SIZE", help="The newest blocks, at most so many bytes."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
@@ -168,6 +181,11 @@ def parse_size(text: str | int) -> int:
     if size < 1:
         raise typer.BadParameter("a size of nothing; write at least 1")
     return size
+
+
+def parse_rate(text: str | int) -> int:
+    """The value of an option that is a rate, like 200MB/s, in bytes a second."""
+    return parse_size(text.removesuffix("/s") if isinstance(text, str) else text)
 
 
 def parse_duration(text: str | float) -> float:

@@ -11,7 +11,7 @@ from kvtier.backends.object import open_for
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.names import description_name, parse_block
 from kvtier.backends.object.store import Store, read_object
-from kvtier.cli.blocks import Block, Proof, is_newer, judge
+from kvtier.cli.blocks import Block, Proof, Verdict, is_newer, judge
 from kvtier.cli.holdings import NAMESPACE_BYTES_MAX, Part, Place, read_namespace
 from kvtier.config import StackConfig
 from kvtier.core.codec import decode
@@ -106,21 +106,21 @@ class StoreProver:
         except StoreError as error:
             raise MediumError(str(error)) from error
 
-    def prove(self, block: Block, namespace: Namespace | None) -> tuple[Proof, str]:
+    def prove(self, block: Block, namespace: Namespace | None) -> Verdict:
         """What an object is worth, and why it is bad if it is."""
         try:
             data = read_object(self._store, block.name, _RECORD_BYTES_MAX)
         except StoreError as error:
-            return Proof.UNREAD, str(error)
+            return Verdict(Proof.UNREAD, str(error))
         if data is None:
-            return Proof.GONE, "it was deleted meanwhile"
+            return Verdict(Proof.GONE, "it was deleted meanwhile")
         stored = memoryview(data)
         if is_newer(stored):
-            return Proof.NEWER, "written by a newer kvtier"
+            return Verdict(Proof.NEWER, "written by a newer kvtier")
         try:
             return judge(_raw(stored, block, namespace), block)
         except FormatError as error:
-            return Proof.BAD, str(error)
+            return Verdict(Proof.BAD, str(error))
 
     def close(self) -> None:
         """Release connections."""

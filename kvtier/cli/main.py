@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from keyword import iskeyword
 from typing import Annotated, Any
 
 import typer
@@ -27,6 +28,11 @@ COMMANDS = {
     "gc": "Remove what nobody will ask for again.",
     "clear": "Remove blocks.",
     "doctor": "Look for what is wrong, and say what to do.",
+    "prewarm": "Fill a tier before it is asked.",
+    "snapshot": "Copy what a stack holds to an object store.",
+    "restore": "Copy a snapshot back into a stack.",
+    "export": "Write blocks to a file.",
+    "import": "Take blocks in from a file.",
     "plan": "Say what a stack is worth for a model.",
     "bench": "Measure the tiers of a stack.",
 }
@@ -70,7 +76,8 @@ def _exit_codes() -> Iterator[None]:
 
 def load(name: str) -> Any:
     """Import one command."""
-    module = import_module(f"kvtier.cli.{name.replace('-', '_')}")
+    file = f"{name}_" if iskeyword(name) else name.replace("-", "_")
+    module = import_module(f"kvtier.cli.{file}")
     command = typer.main.get_command(module.app)
     command.name = name
     return command

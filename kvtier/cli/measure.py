@@ -47,6 +47,15 @@ _SETTLE_S = 120.0
 _FOR_EVER = Duration(50 * 365 * 86400.0)
 
 
+_TAKE_ALL: dict[str, Any] = {
+    "write": WritePolicy.THROUGH,
+    "admission": Admission.ALWAYS,
+    "load_deadline": Duration(_SETTLE_S),
+    "store_deadline": Duration(_SETTLE_S),
+    "queue_blocks": 1 << 20,
+}
+
+
 class MediumDown(KVTierError):
     """A store went away, or was never there: the other tiers can be measured even so."""
 
@@ -282,14 +291,15 @@ def _private(settings: TierSettings, room: int) -> TierSettings:
     return _replace(settings, wanted)
 
 
+def staging(config: StackConfig, tier: int, size: Size) -> StackConfig:
+    """A stack of a little host memory of its own, and this one tier below, which takes all."""
+    room = (record_bytes(size.chunk_bytes) + ENTRY_BYTES) * size.blocks * 2 + _SLACK_BYTES
+    tiers = (_private(config.tiers[0], room), _replace(config.tiers[tier], _TAKE_ALL))
+    return msgspec.structs.replace(config, tiers=tiers)
+
+
 def _lower(settings: TierSettings, room: int, folder: Path | None) -> TierSettings:
-    wanted: dict[str, Any] = {
-        "write": WritePolicy.THROUGH,
-        "admission": Admission.ALWAYS,
-        "load_deadline": Duration(_SETTLE_S),
-        "store_deadline": Duration(_SETTLE_S),
-        "queue_blocks": 1 << 20,
-    }
+    wanted = dict(_TAKE_ALL)
     url = getattr(settings, "url", None)
     if folder is not None:
         wanted |= {"capacity": Capacity(ByteSize(room + room // 8))}

@@ -132,7 +132,7 @@ def _describe(block: Block, prover: Prover) -> dict[str, Any]:
     if block.quarantined:
         record = "quarantined: it failed its check when it was read"
     else:
-        proof, why = prover.prove(block)
+        proof, why, _ = prover.prove(block)
         record = f"{proof.value}: {why}" if why else proof.value
     return {
         "key": block.key.hex(),

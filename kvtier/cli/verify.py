@@ -106,7 +106,7 @@ def _prove(
     prover = Prover(config, known_namespaces(places))
     try:
         with console.progress("checking", expected, "blocks") as bar:
-            for block, (proof, why) in bounded_map(prover.prove, blocks, _THREADS):
+            for block, (proof, why, _) in bounded_map(prover.prove, blocks, _THREADS):
                 found.counts[proof.value] += 1
                 found.bytes += block.bytes
                 if proof is Proof.BAD:

@@ -1,0 +1,129 @@
+"""What prewarm, snapshot, restore, export and import share: filling a tier, and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import typer
+
+from kvtier.cli import console
+from kvtier.cli.copying import Copied, choose, describe, open_sink, read_blocks
+from kvtier.cli.holdings import Place, look
+from kvtier.cli.ls import find_namespace
+from kvtier.cli.outlook import capacity_of
+from kvtier.config import StackConfig, load
+from kvtier.core.settings import ByteSize, Capacity
+from kvtier.errors import KVTierError
+from kvtier.observe import human
+
+_FILL_SHARE = 0.95
+"""Of a tier's capacity: beyond it, the last blocks would push out the first."""
+
+
+def namespaces_of(places: Sequence[Place], wanted: str | None) -> list[str]:
+    """The namespaces to copy: the one that is named, or all that have blocks."""
+    if wanted is not None:
+        return [find_namespace(list(places), wanted)]
+    return sorted({part.namespace for place in places for part in place.parts if part.blocks})
+
+
+def copy_all(
+    source: StackConfig,
+    places: Sequence[Place],
+    target: StackConfig,
+    tier: int,
+    *,
+    namespace: str | None,
+    size: str | None,
+    rate: str | None,
+) -> list[Copied]:
+    """Fill a tier with what places hold, one namespace after the other."""
+    most = int(capacity_of(target.tiers[tier]) * _FILL_SHARE)
+    if size is not None:
+        most = min(most, console.parse_size(size))
+    speed = None if rate is None else console.parse_rate(rate)
+    done = []
+    for name in namespaces_of(places, namespace):
+        result = Copied(name)
+        blocks = choose(source, places, name, most)
+        result.asked = len(blocks)
+        with open_sink(target, tier, describe(places, name), speed) as sink:
+            lacks = sink.lacks([block.key for block in blocks])
+            wanted = [block for block, lack in zip(blocks, lacks, strict=True) if lack]
+            result.already_there = len(blocks) - len(wanted)
+            with console.progress("copying", len(wanted), "blocks") as bar:
+                sink.fill(read_blocks(source, places, wanted, result), result, bar)
+        done.append(result)
+    return done
+
+
+def report(done: Sequence[Copied], places: Sequence[Place], json: bool) -> None:
+    """Say what was copied; ends with a failure if something is missing."""
+    if json:
+        console.print_json({"ok": all(each.whole for each in done), "namespaces": done})
+    elif not done:
+        console.say("there is nothing to copy")
+    else:
+        columns = ["namespace", "asked", "there", "copied", "size", "bad", "gone", "not stored"]
+        rows = [
+            [
+                each.namespace[:12],
+                each.asked,
+                each.already_there,
+                each.copied,
+                human.size(each.bytes),
+                each.bad,
+                each.gone,
+                each.not_stored,
+            ]
+            for each in done
+        ]
+        console.print_table(columns, rows, numbers=columns[1:])
+    console.end_with_troubles(places)
+    if not all(each.whole for each in done):
+        console.warn("some blocks are missing: run it again, or see kvtier verify and kvtier du")
+        raise typer.Exit(console.EXIT_FAILURE)
+
+
+def tier_to_fill(config: StackConfig, into: str | None) -> int:
+    """The tier that an option names, or the first one below host memory that keeps blocks."""
+    if into is not None:
+        tier = console.tier_of(into, config)
+        assert tier is not None
+        return tier
+    for tier, settings in enumerate(config.tiers):
+        if tier and settings.kind == "nvme":
+            return tier
+    raise KVTierError("this stack has no nvme tier to fill: name one with --into")
+
+
+def store_of(text: str | None, config: StackConfig) -> tuple[StackConfig, int]:
+    """The object tier that a url, another stack file, or the stack itself names."""
+    if text is not None and "://" in text:
+        from kvtier.backends.object import BACKEND, ObjectSettings
+
+        settings = ObjectSettings(url=text, capacity=Capacity(ByteSize(1 << 60)))
+        BACKEND.check(settings, None)
+        return msgspec.structs.replace(config, tiers=(config.tiers[0], settings)), 1
+    other = config if text is None else load(Path(text))
+    for tier, each in enumerate(other.tiers):
+        if each.kind == "object":
+            return other, tier
+    where = "this stack" if text is None else text
+    raise KVTierError(f"{where} has no object tier: name a url, like s3://bucket/prefix")
+
+
+def look_at(config: StackConfig, tier: int | None = None) -> list[Place]:
+    """A stack's places, or one of them; a trouble there is an error here."""
+    places = look(config, tier)
+    unreadable = [trouble for place in places for trouble in place.troubles]
+    if tier is not None and unreadable:
+        raise KVTierError(unreadable[0])
+    return places
+
+
+def lower(config: StackConfig, places: Sequence[Place], *kinds: str) -> list[Place]:
+    """Those of the places that are of these kinds."""
+    return [place for place in places if config.tiers[place.tier].kind in kinds]

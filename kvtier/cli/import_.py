@@ -1,0 +1,67 @@
+"""`kvtier import`: the blocks of a file, into a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli import console
+from kvtier.cli.copying import Copied, Record, Sink, open_sink
+from kvtier.cli.fill import report, tier_to_fill
+from kvtier.cli.holdings import Place
+from kvtier.cli.pack import PackReader
+from kvtier.config import load
+from kvtier.core.record import record_bytes
+
+app = console.new_app("Take blocks in from a file.")
+
+
+@app.command(name="import", epilog="Example: kvtier import blocks.kvpack -c stack.yaml")
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What kvtier export wrote.")],
+    config: console.ConfigOption,
+    into: Annotated[
+        str | None,
+        typer.Option(metavar="TIER", help="The tier to fill; else the first of kind nvme."),
+    ] = None,
+    rate: console.RateOption = None,
+    json: console.JsonOption = False,
+) -> None:
+    """Store the blocks of a file in a tier; every one is proved first.
+
+    An engine that shares the tier finds them at once. What is there already is left alone. Exit
+    code 1 if something could not be taken in.
+    """
+    target = load(config)
+    tier = tier_to_fill(target, into)
+    speed = None if rate is None else console.parse_rate(rate)
+    pack = PackReader(file)
+    result = Copied(pack.namespace.id)
+    try:
+        total = pack.bytes // record_bytes(pack.namespace.payload_bytes)
+        with (
+            open_sink(target, tier, pack.namespace, speed) as sink,
+            console.progress("importing", total, "blocks") as bar,
+        ):
+            sink.fill(_new(pack.records(), sink, result), result, bar)
+    finally:
+        result.bad = pack.bad
+        pack.close()
+    came_from = Place(tier=0, kind="file", where=str(file))
+    if pack.trouble:
+        came_from.troubles.append(pack.trouble)
+    report([result], [came_from], json)
+
+
+def _new(records: Iterable[Record], sink: Sink, result: Copied) -> Iterator[Record]:
+    """Those that the tier does not have."""
+    source = iter(records)
+    while batch := list(islice(source, sink.batch)):
+        lacks = sink.lacks([key for key, _ in batch])
+        result.asked += len(batch)
+        result.already_there += lacks.count(False)
+        yield from (record for record, lack in zip(batch, lacks, strict=True) if lack)

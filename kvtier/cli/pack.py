@@ -1,0 +1,129 @@
+"""Blocks of one namespace in a single file, as docs/FORMAT.md says: written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import msgspec
+import xxhash
+
+from kvtier.core.record import HEADER_BYTES, Header, record_bytes, verify
+from kvtier.errors import FormatError, NewerFormat
+from kvtier.types import BlockKey, Namespace
+
+MAGIC = b"KVTPACK\n"
+END = b"KVTPEND\n"
+VERSION = 1
+_NAMESPACE_BYTES_MAX = 1 << 20
+
+# magic, version, flags, bytes of the namespace's description
+_HEAD = struct.Struct("<8sHHI")
+_SUM = struct.Struct("<Q")
+_TAIL = struct.Struct("<8sQ")
+
+
+class PackWriter:
+    """Writes to a name beside the wanted one, and takes that at the end."""
+
+    def __init__(self, path: Path, namespace: Namespace) -> None:
+        self._path = path
+        self._making = path.with_name(f"{path.name}.{os.getpid()}.making")
+        fd = os.open(self._making, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file: BinaryIO = os.fdopen(fd, "wb")
+        self.count = 0
+        text = namespace.to_json()
+        head = _HEAD.pack(MAGIC, VERSION, 0, len(text)) + text
+        self._file.write(head + _SUM.pack(xxhash.xxh3_64_intdigest(head)))
+
+    def write(self, record: memoryview, payload_bytes: int) -> None:
+        """Add a proved, raw record."""
+        size = record_bytes(payload_bytes)
+        self._file.write(record[: HEADER_BYTES + payload_bytes])
+        self._file.write(bytes(size - HEADER_BYTES - payload_bytes))
+        self.count += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                tail = _TAIL.pack(END, self.count)
+                self._file.write(tail + _SUM.pack(xxhash.xxh3_64_intdigest(tail)))
+            self._file.close()
+            if kind is None:
+                self._making.replace(self._path)
+        finally:
+            self._making.unlink(missing_ok=True)
+
+
+class PackReader:
+    """Reads what `PackWriter` wrote. `bad` counts records that failed their check."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("rb")
+        try:
+            self.namespace = self._read_head(path)
+        except BaseException:
+            self._file.close()
+            raise
+        self._path = path
+        self.bytes = path.stat().st_size
+        self.bad = 0
+        self.trouble = ""
+
+    def _read_head(self, path: Path) -> Namespace:
+        head = self._file.read(_HEAD.size)
+        if len(head) < _HEAD.size or not head.startswith(MAGIC):
+            raise FormatError(f"{path} is not a file of kvtier export: name one that is")
+        _, version, _, size = _HEAD.unpack(head)
+        if version != VERSION:
+            raise NewerFormat(f"{path} has version {version}, not {VERSION}: update kvtier")
+        if size > _NAMESPACE_BYTES_MAX:
+            raise FormatError(f"{path} is damaged in its first bytes: export it again")
+        text = self._file.read(size)
+        stated = self._file.read(_SUM.size)
+        if stated != _SUM.pack(xxhash.xxh3_64_intdigest(head + text)):
+            raise FormatError(f"{path} is damaged in its first bytes: export it again")
+        try:
+            return Namespace.from_json(text)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise FormatError(f"{path} has no namespace: {error}; export it again") from error
+
+    def records(self) -> Iterator[tuple[BlockKey, memoryview]]:
+        """Every record that is proved, up to the first that cannot be found: see `trouble`."""
+        digest = self.namespace.digest
+        while True:
+            start = self._file.read(_TAIL.size)
+            if start.startswith(END):
+                return
+            header = start + self._file.read(HEADER_BYTES - len(start))
+            try:
+                stated = Header.read(memoryview(header))
+            except FormatError as error:
+                self.trouble = (
+                    f"{self._path} is damaged or cut short behind its first records ({error}): "
+                    "what came before is taken, export it again for the rest"
+                )
+                return
+            size = min(stated.payload_bytes, self.namespace.payload_bytes)
+            record = memoryview(header + self._file.read(record_bytes(size) - HEADER_BYTES))
+            mine = stated.payload_bytes == self.namespace.payload_of(stated.key)
+            if mine and verify(record, stated.key, digest).ok:
+                yield stated.key, record
+            else:
+                self.bad += 1
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

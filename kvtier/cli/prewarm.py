@@ -1,0 +1,55 @@
+"""`kvtier prewarm`: fill a tier before the first request asks for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli import console
+from kvtier.cli.fill import copy_all, report, tier_to_fill
+from kvtier.cli.holdings import look
+from kvtier.config import load
+from kvtier.errors import KVTierError
+
+app = console.new_app("Fill a tier before it is asked.")
+
+
+@app.command(
+    epilog="Examples: kvtier prewarm -c stack.yaml; "
+    "kvtier prewarm -c stack.yaml --from other.yaml --size 20GiB --rate 500MB/s"
+)
+def prewarm(
+    config: console.ConfigOption,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Another stack; else the tiers further down."),
+    ] = None,
+    into: Annotated[
+        str | None,
+        typer.Option(metavar="TIER", help="The tier to fill; else the first of kind nvme."),
+    ] = None,
+    namespace: console.NamespaceOption = None,
+    size: console.SizeOption = None,
+    rate: console.RateOption = None,
+    json: console.JsonOption = False,
+) -> None:
+    """Copy blocks into a tier, from the tiers below it or from another stack, the newest first.
+
+    An engine that shares the tier finds them at once, without a restart. What is there already is
+    left alone, so it can be interrupted and run again. Every block is proved when it is read and
+    when it is loaded. Exit code 1 if something could not be copied.
+    """
+    target = load(config)
+    tier = tier_to_fill(target, into)
+    if source is None:
+        places = [place for place in look(target) if place.tier > tier]
+        if not places:
+            raise KVTierError("there is no tier further down: name another stack with --from")
+        stack = target
+    else:
+        stack = load(source)
+        places = look(stack)
+    done = copy_all(stack, places, target, tier, namespace=namespace, size=size, rate=rate)
+    report(done, places, json)

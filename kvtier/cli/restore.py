@@ -1,0 +1,47 @@
+"""`kvtier restore`: what a snapshot has, back into a stack."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvtier.cli import console
+from kvtier.cli.fill import copy_all, look_at, report, store_of, tier_to_fill
+from kvtier.config import load
+
+app = console.new_app("Copy a snapshot back into a stack.")
+
+
+@app.command(
+    epilog="Examples: kvtier restore -c stack.yaml --from s3://bucket/kv; "
+    "kvtier restore -c stack.yaml --size 50GiB --rate 1GB/s"
+)
+def restore(
+    config: console.ConfigOption,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="URL|FILE", help="A store, or a stack with one; else its own."
+        ),
+    ] = None,
+    into: Annotated[
+        str | None,
+        typer.Option(metavar="TIER", help="The tier to fill; else the first of kind nvme."),
+    ] = None,
+    namespace: console.NamespaceOption = None,
+    size: console.SizeOption = None,
+    rate: console.RateOption = None,
+    json: console.JsonOption = False,
+) -> None:
+    """Copy blocks from an object store into a tier, the newest first.
+
+    It is prewarm from a store that is not in the stack. Exit code 1 if something could not be
+    copied.
+    """
+    target = load(config)
+    stack, from_tier = store_of(source, target)
+    places = look_at(stack, from_tier)
+    tier = tier_to_fill(target, into)
+    done = copy_all(stack, places, target, tier, namespace=namespace, size=size, rate=rate)
+    report(done, places, json)

@@ -1,0 +1,43 @@
+"""`kvtier snapshot`: what a stack holds, out to an object store."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvtier.cli import console
+from kvtier.cli.fill import copy_all, report, store_of
+from kvtier.cli.holdings import look
+from kvtier.config import load
+
+app = console.new_app("Copy what a stack holds to an object store.")
+
+
+@app.command(
+    epilog="Examples: kvtier snapshot -c stack.yaml --to s3://bucket/kv; "
+    "kvtier snapshot -c stack.yaml --size 50GiB"
+)
+def snapshot(
+    config: console.ConfigOption,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to", metavar="URL|FILE", help="A store, or a stack with one; else this stack's own."
+        ),
+    ] = None,
+    namespace: console.NamespaceOption = None,
+    size: console.SizeOption = None,
+    rate: console.RateOption = None,
+    json: console.JsonOption = False,
+) -> None:
+    """Copy blocks of host memory and disks to an object store, the newest first.
+
+    The stack may be in use: a running engine does not notice. What the store has already is left
+    alone. Exit code 1 if something could not be copied.
+    """
+    stack = load(config)
+    target, tier = store_of(to, stack)
+    places = [place for place in look(stack) if place.kind != "object"]
+    done = copy_all(stack, places, target, tier, namespace=namespace, size=size, rate=rate)
+    report(done, places, json)

@@ -1,0 +1,276 @@
+"""`kvtier prewarm`, `snapshot`, `restore`, `export` and `import`: blocks from place to place."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_world import KVTIER, STACK, Hold, command
+
+from kvtier import Stack
+from kvtier.cli.copying import Pace
+from kvtier.core.record import HEADER_BYTES
+from kvtier.testing.records import GROUPED, NAMESPACE, make_keys, payload
+from kvtier.types import Namespace
+
+BLOCKS = 8
+
+
+def run(*args: object, code: int = 0) -> Any:
+    done = command(*args, "--json")
+    assert done.code == code, done.err
+    return json.loads(done.out)
+
+
+def served(stack_file: Path, namespace: Namespace = NAMESPACE, count: int = BLOCKS) -> int:
+    """How many of the blocks a stack serves, none of them wrong."""
+    wanted = {key: payload(key, namespace) for key in make_keys(count)}
+    with Stack.open(stack_file, namespace) as stack:
+        found = stack.load(list(wanted))
+    assert all(wanted[key] == data for key, data in found.items())
+    return len(found)
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Path:
+    """Another stack, with nothing in it."""
+    folder = tmp_path / "fresh"
+    folder.mkdir()
+    (folder / "host").mkdir()
+    path = folder / "stack.yaml"
+    path.write_text(STACK.format(host=folder / "host", blocks=folder / "blocks"))
+    return path
+
+
+class TestPrewarm:
+    def test_from_another_stack(self, filled: Path, fresh: Path) -> None:
+        (report,) = run("prewarm", "-c", fresh, "--from", filled)["namespaces"]
+        assert (report["asked"], report["copied"]) == (BLOCKS, BLOCKS)
+        assert served(fresh) == BLOCKS
+
+    def test_again_there_is_nothing_to_do(self, filled: Path, fresh: Path) -> None:
+        run("prewarm", "-c", fresh, "--from", filled)
+        (report,) = run("prewarm", "-c", fresh, "--from", filled)["namespaces"]
+        assert (report["copied"], report["already_there"]) == (0, BLOCKS)
+
+    def test_from_the_store_of_the_stack_itself(self, stack_file: Path, tmp_path: Path) -> None:
+        with stack_file.open("a") as file:
+            file.write(f"  - {{kind: object, url: 'file://{tmp_path}/store', capacity: 64MiB}}\n")
+        with Stack.open(stack_file, NAMESPACE) as stack:
+            stack.store({key: payload(key) for key in make_keys(BLOCKS)})
+            assert stack.settle()
+        run("clear", "-c", stack_file, "--tier", "cpu", "--yes")
+        run("clear", "-c", stack_file, "--tier", "nvme", "--yes")
+        (report,) = run("prewarm", "-c", stack_file)["namespaces"]
+        assert report["copied"] == BLOCKS
+        assert run("du", "-c", stack_file, "--tier", "nvme")[0]["blocks"] == BLOCKS
+
+    def test_a_running_engine_finds_the_blocks(self, filled: Path, fresh: Path) -> None:
+        # Room for two slabs: an engine whose only slab takes all that there is has none to give.
+        fresh.write_text(fresh.read_text().replace("16MiB", "160MiB"))
+        with Stack.open(fresh, NAMESPACE) as engine:
+            assert engine.load(make_keys(BLOCKS)) == {}
+            run("prewarm", "-c", fresh, "--from", filled)
+            engine.chain.tiers[1].refresh()
+            assert len(engine.load(make_keys(BLOCKS))) == BLOCKS
+
+    def test_from_a_stack_in_use(self, stack_file: Path, fresh: Path, hold: Hold) -> None:
+        engine = hold(stack_file)
+        assert run("prewarm", "-c", fresh, "--from", stack_file)["ok"]
+        engine.communicate("check\n")
+        assert engine.returncode == 0
+
+    def test_into_host_memory_before_an_engine_starts(self, filled: Path, fresh: Path) -> None:
+        run("prewarm", "-c", fresh, "--from", filled, "--into", "cpu")
+        assert run("du", "-c", fresh, "--tier", "cpu")[0]["blocks"] == BLOCKS
+        assert served(fresh) == BLOCKS
+
+    def test_not_into_the_memory_of_a_running_one(self, filled: Path, fresh: Path) -> None:
+        with Stack.open(fresh, NAMESPACE):
+            done = command("prewarm", "-c", fresh, "--from", filled, "--into", "cpu")
+        assert done.code == 1
+        assert "stop its engine" in done.err
+        assert len(list((fresh.parent / "host").glob("*-2.region"))) <= 1
+
+    def test_the_newest_until_a_size(self, filled: Path, fresh: Path) -> None:
+        (report,) = run("prewarm", "-c", fresh, "--from", filled, "--size", "40KiB")["namespaces"]
+        assert report["asked"] == report["copied"] == 3
+
+    def test_groups_and_parts(self, stack_file: Path, fresh: Path) -> None:
+        wanted = {
+            key: payload(key, GROUPED) for group in range(4) for key in make_keys(4, group=group)
+        }
+        with Stack.open(stack_file, GROUPED) as stack:
+            stack.store(wanted)
+            assert stack.settle()
+        run("prewarm", "-c", fresh, "--from", stack_file)
+        with Stack.open(fresh, GROUPED) as stack:
+            assert stack.load(list(wanted)) == wanted
+
+    def test_bad_blocks_are_not_copied(self, filled: Path, fresh: Path, tmp_path: Path) -> None:
+        run("clear", "-c", filled, "--tier", "cpu", "--yes")
+        (slab,) = (tmp_path / "disk").rglob("*.slab")
+        with slab.open("r+b") as file:
+            file.seek(HEADER_BYTES)
+            file.write(b"other bytes")
+        (report,) = run("prewarm", "-c", fresh, "--from", filled, code=1)["namespaces"]
+        assert (report["copied"], report["bad"]) == (BLOCKS - 1, 1)
+        assert served(fresh) == BLOCKS - 1
+
+    def test_no_more_than_there_is_room_for(self, filled: Path, fresh: Path) -> None:
+        fresh.write_text(fresh.read_text().replace("16MiB", "88KiB"))
+        (report,) = run("prewarm", "-c", fresh, "--from", filled)["namespaces"]
+        assert 0 < report["asked"] == report["copied"] < BLOCKS
+
+    def test_killed_at_random_and_run_again(self, tmp_path: Path, hold: Hold) -> None:
+        chance = random.Random(7)
+        paths = []
+        for name in ("source", "target"):
+            folder = tmp_path / name
+            (folder / "host").mkdir(parents=True)
+            paths.append(folder / "stack.yaml")
+            text = STACK.format(host=folder / "host", blocks=folder / "blocks")
+            paths[-1].write_text(text.replace("4MiB", "16MiB").replace("16MiB, f", "64MiB, f"))
+        source, target = paths
+        hold(source, 1000).communicate("go\n")
+        args = [KVTIER, "prewarm", "-c", target, "--from", source, "--rate", "6MB/s"]
+        for _ in range(4):
+            process = subprocess.Popen(args, stdout=subprocess.DEVNULL)
+            time.sleep(chance.uniform(0.4, 1.2))
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        report = run("prewarm", "-c", target, "--from", source)["namespaces"][0]
+        assert report["copied"] + report["already_there"] == report["asked"] == 1000
+        assert run("verify", "-c", target, "--tier", "nvme")["counts"]["good"] == 1000
+        run("gc", "-c", target)
+
+    def test_interrupted(self, filled: Path, fresh: Path) -> None:
+        args = [KVTIER, "prewarm", "-c", fresh, "--from", filled, "--rate", "1KB/s"]
+        process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        host = fresh.parent / "host"
+        while not list(host.glob("*.region")):
+            assert process.poll() is None
+        os.kill(process.pid, signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert list(host.iterdir()) == []
+
+    def test_nothing_further_down(self, filled: Path) -> None:
+        assert "--from" in command("prewarm", "-c", filled).err
+
+
+class TestPace:
+    def test_so_many_bytes_a_second(self) -> None:
+        slept: list[float] = []
+        pace = Pace(1000, slept.append)
+        for _ in range(4):
+            pace.spend(1000)
+        assert sum(slept) > 2.9
+
+    def test_as_fast_as_it_goes(self) -> None:
+        pace = Pace(None, lambda seconds: pytest.fail("nobody asked to wait"))
+        pace.spend(1 << 40)
+
+
+class TestSnapshots:
+    def test_out_and_back(self, filled: Path, fresh: Path, tmp_path: Path) -> None:
+        store = f"file://{tmp_path}/snapshot"
+        (report,) = run("snapshot", "-c", filled, "--to", store)["namespaces"]
+        assert report["copied"] == BLOCKS
+        (report,) = run("snapshot", "-c", filled, "--to", store)["namespaces"]
+        assert report["already_there"] == BLOCKS
+        (report,) = run("restore", "-c", fresh, "--from", store)["namespaces"]
+        assert report["copied"] == BLOCKS
+        assert served(fresh) == BLOCKS
+
+    def test_of_a_running_stack(self, stack_file: Path, tmp_path: Path, hold: Hold) -> None:
+        engine = hold(stack_file)
+        run("snapshot", "-c", stack_file, "--to", f"file://{tmp_path}/snapshot")
+        engine.communicate("check\n")
+        assert engine.returncode == 0
+
+    def test_without_a_store(self, filled: Path) -> None:
+        assert "name a url" in command("snapshot", "-c", filled).err
+        assert command("snapshot", "-c", filled, "--to", "ftp://x").code == 2
+
+    def test_from_a_store_that_is_down(self, fresh: Path, monkeypatch: Any) -> None:
+        fresh.write_text(
+            fresh.read_text()
+            + "  - {kind: object, url: 's3://b/p', endpoint: 'http://127.0.0.1:9', "
+            + "capacity: 1GiB}\n"
+        )
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
+        done = command("restore", "-c", fresh)
+        assert done.code == 1
+        assert "see that the store is running" in done.err
+
+
+class TestFiles:
+    def test_out_and_in(self, filled: Path, fresh: Path, tmp_path: Path) -> None:
+        file = tmp_path / "blocks.kvpack"
+        (report,) = run("export", file, "-c", filled)["namespaces"]
+        assert report["copied"] == BLOCKS
+        assert file.stat().st_mode & 0o777 == 0o600
+        (report,) = run("import", file, "-c", fresh)["namespaces"]
+        assert report["copied"] == BLOCKS
+        assert served(fresh) == BLOCKS
+        (report,) = run("import", file, "-c", fresh)["namespaces"]
+        assert (report["copied"], report["already_there"]) == (0, BLOCKS)
+
+    def test_a_file_that_is_there_stays(self, filled: Path, tmp_path: Path) -> None:
+        file = tmp_path / "blocks.kvpack"
+        file.write_text("mine")
+        assert "--force" in command("export", file, "-c", filled).err
+        assert file.read_text() == "mine"
+        assert command("export", file, "-c", filled, "--force").code == 0
+
+    def test_an_empty_stack(self, stack_file: Path, tmp_path: Path) -> None:
+        done = command("export", tmp_path / "x", "-c", stack_file)
+        assert done.code == 1
+        assert "nothing here" in done.err
+        assert not (tmp_path / "x").exists()
+
+    @pytest.mark.parametrize("cut", [0, 5, 100, 6000, -1, -9000])
+    def test_a_file_cut_short(self, filled: Path, fresh: Path, tmp_path: Path, cut: int) -> None:
+        file = tmp_path / "blocks.kvpack"
+        run("export", file, "-c", filled)
+        os.truncate(file, cut if cut >= 0 else file.stat().st_size + cut)
+        done = command("import", file, "-c", fresh)
+        assert done.code == (0 if cut == -1 else 1)
+        assert served(fresh) == (BLOCKS if cut == -1 else BLOCKS - 1 if cut == -9000 else 0)
+
+    @pytest.mark.parametrize("seed", range(12))
+    def test_flipped_bits_are_never_taken_in(
+        self, filled: Path, fresh: Path, tmp_path: Path, seed: int
+    ) -> None:
+        file = tmp_path / "blocks.kvpack"
+        run("export", file, "-c", filled)
+        body = bytearray(file.read_bytes())
+        body[random.Random(seed).randrange(len(body))] ^= 1 << seed % 8
+        file.write_bytes(body)
+        command("import", file, "-c", fresh)
+        assert served(fresh) <= BLOCKS
+
+    def test_a_newer_version(self, filled: Path, fresh: Path, tmp_path: Path) -> None:
+        file = tmp_path / "blocks.kvpack"
+        run("export", file, "-c", filled)
+        with file.open("r+b") as data:
+            data.seek(8)
+            data.write(b"\2")
+        assert "update kvtier" in command("import", file, "-c", fresh).err
+
+    def test_another_kind_of_file(self, fresh: Path) -> None:
+        done = command("import", fresh, "-c", fresh)
+        assert done.code == 1
+        assert "not a file of kvtier export" in done.err
+
+    def test_a_missing_file(self, fresh: Path, tmp_path: Path) -> None:
+        assert "name one that exists" in command("import", tmp_path / "x", "-c", fresh).err
