@@ -23,8 +23,8 @@ class Leaving:
 
     def begin(self, key: BlockKey, generation: int) -> Object:
         """This object is to be deleted."""
-        _, count = self._of.get(key, (0, 0))
-        self._of[key] = (generation, count + 1)
+        latest, count = self._of.get(key, (0, 0))
+        self._of[key] = (max(latest, generation), count + 1)
         return key, generation
 
     def end(self, objects: Sequence[Object]) -> None:

@@ -130,6 +130,8 @@ class ObjectTier(SlabTier):
                 if self._generation.get(key, 0) == generations[row]:
                     self._resize(slot, rows.sizes[row])
                     self._times[slot] = max(self._times[slot], times[row])
+                elif not self._leaving.covers(key, generations[row]):
+                    self._delete_copy(key, generations[row])
             elif self._on_its_way(key, generations[row]):
                 continue
             elif key not in fresh or generations[fresh[key]] <= generations[row]:
@@ -141,6 +143,12 @@ class ObjectTier(SlabTier):
             [rows.sizes[row] for row in order],
             [times[row] for row in order],
         )
+
+    def _delete_copy(self, key: BlockKey, generation: int) -> None:
+        """Another object of a key that is offered already."""
+        copies = [self._leaving.begin(key, generation)]
+        self._write_removed(copies)
+        self._delete_soon(self._handles(1)[0], copies)
 
     def _on_its_way(self, key: BlockKey, generation: int) -> bool:
         """Whether this object is one that is being written, read for the last time, or deleted."""
@@ -267,19 +275,16 @@ class ObjectTier(SlabTier):
     def complete_store(
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
-        replaced: list[Object] = []
         for key in keys:
             victims = self._instead_of.pop(key, None)
             if victims is None:
                 continue
+            self._write_removed(victims)
             if (failed and key in failed) or key in self._unwanted:
                 # nobody knows whether the handler came so far as to delete them
                 self._condemned.setdefault(self._reserved[key], []).extend(victims)
             else:
-                replaced += victims
-        if replaced:
-            self._write_removed(replaced)
-            self._leaving.end(replaced)
+                self._leaving.end(victims)
         super().complete_store(keys, failed)
 
     # -- objects that go -------------------------------------------------------------------------
