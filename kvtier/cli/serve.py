@@ -102,7 +102,7 @@ def _say_what_to_try(model: str, flags: Sequence[str], config: Path) -> None:
     console.say()
     console.say('  PROMPT=$(printf "Tell me about caches. %.0s" $(seq 100))')
     console.say(f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{short}'")
-    console.say(f"  curl -s {url}/metrics | grep '^vllm:kvtier\\|^kvtier'")
+    console.say(f"  curl -s {url}/metrics | grep ^kvtier")
     console.say()
     console.say("Then stop the server, start it again, and send the same: it is still known.")
     console.say()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvtier.errors import ConfigError
 from kvtier.types import Namespace
 
+logger = logging.getLogger(__name__)
+
 _SAMPLE = 1024
 _HEADER_MAX = 100 << 20
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_ADAPTER = (*_WEIGHTS, "adapter_config.json")
 _STABLE_HASHES = ("sha256", "sha256_cbor")
 
 
@@ -114,16 +118,46 @@ def _folder(model: Any) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def fingerprint_folder(folder: Path) -> str:
-    """Every weight file by name, size, header, and a piece of each tensor in it."""
+def fingerprint_folder(folder: Path, patterns: Sequence[str] = _WEIGHTS) -> str:
+    """Every file of weights by name, size, header, and a piece of each tensor in it."""
     digest = hashlib.sha256()
-    for pattern in _WEIGHTS:
-        for path in sorted(folder.glob(pattern)):
-            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-            with path.open("rb") as file:
-                for piece in _pieces(file, path.stat().st_size, path.suffix == ".safetensors"):
-                    digest.update(piece)
+    for path, size in _files(folder, patterns):
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for piece in _pieces(file, size, path.suffix == ".safetensors"):
+                digest.update(piece)
     return digest.hexdigest()[:32]
+
+
+def _files(folder: Path, patterns: Sequence[str]) -> list[tuple[Path, int]]:
+    found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    return [(path, path.stat().st_size) for path in found]
+
+
+class Adapters:
+    """What stands in the keys for the bytes of LoRA adapters, which vLLM's hashes leave out.
+
+    Each is read once, because requests wait for the answer. When files have changed since, nobody
+    knows which of them the engine has loaded: every request then has keys of its own. An adapter
+    whose files are not to be seen is known in this process only.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[object, bytes]] = {}
+        self._unseen = os.urandom(16)
+
+    def salt(self, folder: Path) -> bytes:
+        """The salt for a request with this adapter."""
+        stamp = [(path, size, path.stat().st_mtime_ns) for path, size in _files(folder, _ADAPTER)]
+        if not stamp:
+            return self._unseen
+        if folder not in self._known:
+            self._known[folder] = (stamp, fingerprint_folder(folder, _ADAPTER).encode())
+        known, salt = self._known[folder]
+        if known == stamp:
+            return salt
+        logger.warning("the adapter in %s has changed: nothing is kept for it any more", folder)
+        return os.urandom(16)
 
 
 def _pieces(file: BinaryIO, size: int, safetensors: bool) -> Iterator[bytes]:

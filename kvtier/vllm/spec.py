@@ -21,7 +21,7 @@ from kvtier.stack import Stack
 from kvtier.types import BlockKey, Namespace
 from kvtier.vllm import compat
 from kvtier.vllm.guard import guarded
-from kvtier.vllm.identity import fingerprint_folder
+from kvtier.vllm.identity import Adapters
 from kvtier.vllm.manager import ChainManager, Positions
 from kvtier.vllm.metrics import Meter, definitions
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
@@ -89,7 +89,8 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self._manager = manager
         self._meter = Meter(manager)
         self._events = events
-        self._adapters: dict[str, bytes] = {}
+        self._adapters = Adapters()
+        self._salts: dict[str, bytes] = {}
 
     # -- loads
 
@@ -158,14 +159,13 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def _begin(self, request: str) -> None:
-        self._manager.on_new_request(request, self._adapters.pop(request, b""))
+        self._manager.on_new_request(request, self._salts.pop(request, b""))
 
     @guarded(lambda: None)
     def remember_adapter(self, request: str, adapter: Any) -> None:
         """vLLM's hashes know an adapter by name and path only: its bytes belong in the keys."""
         if adapter is not None:
-            path = Path(adapter.lora_path)
-            self._adapters[request] = fingerprint_folder(path).encode()
+            self._salts[request] = self._adapters.salt(Path(adapter.lora_path))
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:

@@ -1,0 +1,102 @@
+"""Fingerprints of weights and adapters, without vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.vllm.identity import Adapters, check_hash, fingerprint_folder
+
+
+def write_tensors(folder: Path, values: bytes, name: str = "model.safetensors") -> Path:
+    folder.mkdir(exist_ok=True)
+    half = len(values) // 2
+    header = {
+        "__metadata__": {"format": "pt"},
+        "one": {"dtype": "U8", "shape": [half], "data_offsets": [0, half]},
+        "two": {"dtype": "U8", "shape": [half], "data_offsets": [half, 2 * half]},
+    }
+    text = json.dumps(header).encode()
+    (folder / name).write_bytes(len(text).to_bytes(8, "little") + text + values)
+    return folder
+
+
+def test_the_same_bytes_have_the_same_fingerprint(tmp_path: Path) -> None:
+    one = write_tensors(tmp_path / "a", bytes(64))
+    other = write_tensors(tmp_path / "b", bytes(64))
+    assert fingerprint_folder(one) == fingerprint_folder(other)
+
+
+@pytest.mark.parametrize("changed", [0, 40, 63])
+def test_other_bytes_have_another(tmp_path: Path, changed: int) -> None:
+    values = bytearray(64)
+    values[changed] = 1
+    one = write_tensors(tmp_path / "a", bytes(64))
+    other = write_tensors(tmp_path / "b", bytes(values))
+    assert fingerprint_folder(one) != fingerprint_folder(other)
+
+
+def test_each_tensor_of_a_large_file_counts(tmp_path: Path) -> None:
+    one = write_tensors(tmp_path / "a", bytes(1 << 20))
+    other = write_tensors(tmp_path / "b", bytes(3 << 18) + b"\x01" * (1 << 18))
+    assert fingerprint_folder(one) != fingerprint_folder(other)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 9, (1 << 40).to_bytes(8, "little"), b"\x02" + bytes(7) + b"[]"]
+)
+def test_a_header_that_is_none_is_read_as_bytes(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert fingerprint_folder(tmp_path)
+
+
+def adapter(folder: Path, value: int) -> Path:
+    write_tensors(folder, bytes([value]) * 64, "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"lora_alpha": 16}')
+    return folder
+
+
+def test_an_adapter_is_known_by_its_bytes(tmp_path: Path) -> None:
+    one, other = adapter(tmp_path / "a", 1), adapter(tmp_path / "b", 2)
+    salts = Adapters()
+    assert salts.salt(one) == salts.salt(one) == Adapters().salt(one)
+    assert salts.salt(one) != salts.salt(other)
+
+
+def test_an_adapters_settings_count(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "a", 1)
+    before = Adapters().salt(folder)
+    (folder / "adapter_config.json").write_text('{"lora_alpha": 32}')
+    assert Adapters().salt(folder) != before
+
+
+def test_nobody_knows_an_adapter_that_changes_under_the_engine(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "a", 1)
+    salts = Adapters()
+    before = salts.salt(folder)
+    adapter(folder, 2)
+    os.utime(folder / "adapter_model.safetensors", ns=(0, 0))
+    after = [salts.salt(folder) for _ in range(3)]
+    assert len({before, *after}) == 4
+
+
+def test_an_adapter_that_is_not_to_be_seen_is_for_one_process(tmp_path: Path) -> None:
+    salts = Adapters()
+    assert salts.salt(tmp_path) == salts.salt(tmp_path) != Adapters().salt(tmp_path)
+
+
+def test_hashes_that_are_random_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ConfigError, match="sha256_cbor"):
+        check_hash("xxhash", persistent=True)
+    assert check_hash("xxhash", persistent=False) is None
+    assert check_hash("sha256_cbor", persistent=True) is None
+    warning = check_hash("sha256", persistent=True)
+    assert warning is not None
+    assert "sha256_cbor" in warning
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    assert check_hash("xxhash", persistent=True) is None
