@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -35,7 +36,9 @@ _WRITE_S = 0.5
 _OPEN_S = 2.0
 """How long opening may wait for a listing; what manifests say is known before."""
 _CRASHED_S = 3600.0
-_NEWS_ROWS = 4096
+_NEWS_ROWS = 512
+"""So much is told at once: the tier takes it in between two requests."""
+_DELETES = 1000
 _ENTRIES_MAX = 1 << 16
 
 
@@ -221,7 +224,7 @@ class Keeper:
             for _ in taken:
                 self._entries.popleft()
         while self._doomed:
-            slots = list(self._doomed)[:_NEWS_ROWS]
+            slots = list(islice(self._doomed, _DELETES))
             names = [name for _, names in slots for name in names]
             failed = self._store.delete(names)
             for _ in slots:

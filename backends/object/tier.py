@@ -23,7 +23,7 @@ from kvtier.core.record import HEADER_BYTES
 from kvtier.core.slab.tier import SlabTier
 from kvtier.types import BlockKey, EventKind, LoadStoreSpec, Outcome, Reservation, TierStats
 
-_ROWS_AT_ONCE = 8192
+_ROWS_AT_ONCE = 512
 """So much news is taken in by one call: long work is spread over many."""
 _HANDLES_MIN = 1024
 _UNHEARD_SHARE = 8
