@@ -50,6 +50,8 @@ class Copied(msgspec.Struct):
     gone: int = 0
     """Were no longer there when they were to be read."""
     not_stored: int = 0
+    missing: int = 0
+    """Prompts ask for them, and the source does not have them."""
 
     @property
     def whole(self) -> bool:

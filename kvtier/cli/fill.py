@@ -17,6 +17,8 @@ from kvtier.config import StackConfig, load
 from kvtier.core.settings import ByteSize, Capacity
 from kvtier.errors import KVTierError
 from kvtier.observe import human
+from kvtier.types import BlockKey, Namespace
+from kvtier.vllm.keys import chunk_keys
 
 _FILL_SHARE = 0.95
 """Of a tier's capacity: beyond it, the last blocks would push out the first."""
@@ -38,8 +40,10 @@ def copy_all(
     namespace: str | None,
     size: str | None,
     rate: str | None,
+    prompts: list[list[int]] | None = None,
 ) -> list[Copied]:
-    """Fill a tier with what places hold, one namespace after the other."""
+    """Fill a tier with what places hold, one namespace after the other: all of it, or what these
+    prompts would ask for."""
     most = int(capacity_of(target.tiers[tier]) * _FILL_SHARE)
     if size is not None:
         most = min(most, console.parse_size(size))
@@ -48,6 +52,10 @@ def copy_all(
     for name in namespaces_of(places, namespace):
         result = Copied(name)
         blocks = choose(source, places, name, most)
+        if prompts is not None:
+            keys = keys_of(prompts, describe(places, name))
+            blocks = [block for block in blocks if block.key in keys]
+            result.missing = len(keys) - len(blocks)
         result.asked = len(blocks)
         with open_sink(target, tier, describe(places, name), speed) as sink:
             lacks = sink.lacks([block.key for block in blocks])
@@ -59,6 +67,12 @@ def copy_all(
     return done
 
 
+def keys_of(prompts: Sequence[Sequence[int]], namespace: Namespace) -> set[BlockKey]:
+    """All keys that these prompts would ask for."""
+    chunks = (keys for tokens in prompts for keys in chunk_keys(tokens, namespace))
+    return {key for keys in chunks for key in keys}
+
+
 def report(done: Sequence[Copied], places: Sequence[Place], json: bool) -> None:
     """Say what was copied; ends with a failure if something is missing."""
     if json:
@@ -67,6 +81,7 @@ def report(done: Sequence[Copied], places: Sequence[Place], json: bool) -> None:
         console.say("there is nothing to copy")
     else:
         columns = ["namespace", "asked", "there", "copied", "size", "bad", "gone", "not stored"]
+        asked_for_more = any(each.missing for each in done)
         rows = [
             [
                 each.namespace[:12],
@@ -81,6 +96,9 @@ def report(done: Sequence[Copied], places: Sequence[Place], json: bool) -> None:
             for each in done
         ]
         console.print_table(columns, rows, numbers=columns[1:])
+        if asked_for_more:
+            missing = sum(each.missing for each in done)
+            console.say(f"{missing} blocks that the prompts ask for are not in the source")
     console.end_with_troubles(places)
     if not all(each.whole for each in done):
         console.warn("some blocks are missing: run it again, or see kvtier verify and kvtier du")

@@ -24,6 +24,7 @@ COMMANDS = {
     "ls": "List what a stack holds.",
     "du": "Show how full each tier is.",
     "show": "Show one namespace or one block.",
+    "explain": "Say why a prompt hits or misses.",
     "verify": "Check every record of a stack.",
     "gc": "Remove what nobody will ask for again.",
     "clear": "Remove blocks.",

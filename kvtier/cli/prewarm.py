@@ -12,12 +12,13 @@ from kvtier.cli.fill import copy_all, report, tier_to_fill
 from kvtier.cli.holdings import look
 from kvtier.config import load
 from kvtier.errors import KVTierError
+from kvtier.vllm.prompts import read_prompts
 
 app = console.new_app("Fill a tier before it is asked.")
 
 
 @app.command(
-    epilog="Examples: kvtier prewarm -c stack.yaml; "
+    epilog="Examples: kvtier prewarm -c stack.yaml --prompts p.jsonl --model ./model; "
     "kvtier prewarm -c stack.yaml --from other.yaml --size 20GiB --rate 500MB/s"
 )
 def prewarm(
@@ -30,6 +31,15 @@ def prewarm(
         str | None,
         typer.Option(metavar="TIER", help="The tier to fill; else the first of kind nvme."),
     ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Only what these ask for: a text, or .jsonl as for explain."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Whose tokenizer the prompts need.")
+    ] = None,
     namespace: console.NamespaceOption = None,
     size: console.SizeOption = None,
     rate: console.RateOption = None,
@@ -39,7 +49,8 @@ def prewarm(
 
     An engine that shares the tier finds them at once, without a restart. What is there already is
     left alone, so it can be interrupted and run again. Every block is proved when it is read and
-    when it is loaded. Exit code 1 if something could not be copied.
+    when it is loaded. Of prompts it is said how many blocks the source does not have. Exit code 1
+    if something could not be copied.
     """
     target = load(config)
     tier = tier_to_fill(target, into)
@@ -51,5 +62,14 @@ def prewarm(
     else:
         stack = load(source)
         places = look(stack)
-    done = copy_all(stack, places, target, tier, namespace=namespace, size=size, rate=rate)
+    done = copy_all(
+        stack,
+        places,
+        target,
+        tier,
+        namespace=namespace,
+        size=size,
+        rate=rate,
+        prompts=None if prompts is None else read_prompts(prompts, model),
+    )
     report(done, places, json)

@@ -1,0 +1,180 @@
+"""`kvtier explain`: why a prompt hits or misses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from kvtier.cli import console
+from kvtier.cli.blocks import blocks_of
+from kvtier.cli.holdings import Place, known_namespaces, look
+from kvtier.cli.ls import find_namespace
+from kvtier.config import StackConfig, load
+from kvtier.errors import KVTierError
+from kvtier.types import BlockKey, Namespace
+from kvtier.vllm.keys import chunk_keys, chunk_tokens
+from kvtier.vllm.prompts import read_prompts
+
+app = console.new_app("Say why a prompt hits or misses.")
+
+
+class Run(msgspec.Struct):
+    """Neighbouring chunks that are in the same tiers."""
+
+    first: int
+    last: int
+    key: str
+    """Of the first of them."""
+    tiers: list[str]
+
+
+class Answer(msgspec.Struct):
+    """What one namespace has of one prompt."""
+
+    prompt: int
+    tokens: int
+    namespace: str
+    chunks: int
+    hits: int
+    """Leading chunks that some tier has in all cache groups."""
+    hit_tokens: int
+    runs: list[Run]
+    differs: list[str]
+    """In which facts from the namespace that is asked about."""
+
+
+@app.command(
+    epilog="Examples: kvtier explain prompt.txt -c stack.yaml --model ./model; "
+    "kvtier explain prompts.jsonl -c stack.yaml --namespace 3f2a"
+)
+def explain(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PROMPT_FILE", help="A text; or .jsonl with prompt, messages or tokens."
+        ),
+    ],
+    config: console.ConfigOption,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Whose tokenizer to use; else the namespace's model."),
+    ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(metavar="NAMESPACE", help="The one asked about; else one that is in use."),
+    ] = None,
+    json: console.JsonOption = False,
+) -> None:
+    """Say for every chunk of a prompt its key and the tiers that have it, in every namespace, and
+    in which facts the others differ.
+
+    Keys are computed as vLLM computes them for a request without adapter, images or cache salt.
+    Exit code 1 if no prompt hits.
+    """
+    stack = load(config)
+    places = look(stack)
+    known = known_namespaces(places)
+    if not known:
+        raise KVTierError("this stack holds nothing yet: there is nothing that a prompt could hit")
+    asked = _asked(places, known, namespace)
+    prompts = read_prompts(file, model or known[asked].facts.get("model"))
+    answers = []
+    problems = {}
+    for name in sorted(known, key=lambda each: each != asked):
+        try:
+            chunk_tokens(known[name])
+        except KVTierError as error:
+            problems[name] = str(error)
+            continue
+        held = _held(stack, places, name)
+        for number, tokens in enumerate(prompts):
+            answers.append(_answer(number, tokens, name, known, asked, held))
+    if json:
+        console.print_json({"asked": asked, "answers": answers, "problems": problems})
+    else:
+        _show(answers, problems)
+    if not any(answer.hits for answer in answers if answer.namespace == asked):
+        raise typer.Exit(console.EXIT_FAILURE)
+
+
+def _asked(places: list[Place], known: Mapping[str, Namespace], wanted: str | None) -> str:
+    """The namespace that is asked about: named, or in use, or with the newest block."""
+    if wanted is not None:
+        name = find_namespace(places, wanted)
+        if name not in known:
+            raise KVTierError(f"nothing here says what {name} means: its namespace.json is missing")
+        return name
+    parts = [part for place in places for part in place.parts if part.namespace in known]
+    if not parts:
+        return min(known)
+    return max(parts, key=lambda part: (part.in_use, part.newest or 0.0)).namespace
+
+
+def _held(config: StackConfig, places: list[Place], namespace: str) -> dict[BlockKey, list[str]]:
+    held: dict[BlockKey, list[str]] = {}
+    for place in places:
+        for block in blocks_of(config, place, namespace):
+            if not block.quarantined:
+                tiers = held.setdefault(block.key, [])
+                name = f"{place.tier} {place.kind}"
+                if name not in tiers:
+                    tiers.append(name)
+    return held
+
+
+def _answer(
+    number: int,
+    tokens: list[int],
+    name: str,
+    known: Mapping[str, Namespace],
+    asked: str,
+    held: Mapping[BlockKey, list[str]],
+) -> Answer:
+    namespace = known[name]
+    chunks = chunk_keys(tokens, namespace)
+    tiers = [_tiers(keys, held) for keys in chunks]
+    hits = next((at for at, each in enumerate(tiers) if not each), len(tiers))
+    runs = []
+    for where, numbered in groupby(enumerate(tiers), key=lambda pair: pair[1]):
+        span = [at for at, _ in numbered]
+        runs.append(Run(span[0], span[-1], chunks[span[0]][0].hex(), where))
+    differences = known[asked].differences(namespace)
+    return Answer(
+        prompt=number,
+        tokens=len(tokens),
+        namespace=name,
+        chunks=len(chunks),
+        hits=hits,
+        hit_tokens=hits * chunk_tokens(namespace),
+        runs=runs,
+        differs=[str(each) for each in differences],
+    )
+
+
+def _tiers(keys: list[BlockKey], held: Mapping[BlockKey, list[str]]) -> list[str]:
+    """The tiers that a chunk can be loaded from; none if a cache group of it is nowhere."""
+    found = [held.get(key, []) for key in keys]
+    return list(dict.fromkeys(tier for each in found for tier in each)) if all(found) else []
+
+
+def _show(answers: list[Answer], problems: Mapping[str, str]) -> None:
+    for answer in answers:
+        console.say_wrapped(
+            f"prompt {answer.prompt}, {answer.tokens} tokens, namespace {answer.namespace[:12]}: "
+            f"{answer.hits} of {answer.chunks} chunks hit ({answer.hit_tokens} tokens)",
+            2,
+        )
+        for run in answer.runs:
+            where = ", ".join(run.tiers) or "nowhere"
+            console.say(f"  chunks {run.first}-{run.last}  {run.key[:12]}  {where}")
+        if not answer.chunks:
+            console.say("  it is shorter than one chunk: nothing of it is ever stored")
+        for each in answer.differs:
+            console.say_wrapped(f"  differs: {each}", 4)
+    for name, problem in problems.items():
+        console.say_wrapped(f"namespace {name[:12]}: {problem}", 2)

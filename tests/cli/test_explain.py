@@ -1,0 +1,169 @@
+"""`kvtier explain`, and `prewarm` of what prompts ask for: keys as vLLM computes them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_world import STACK, command
+
+from kvtier import Stack
+from kvtier.errors import ConfigError, KVTierError
+from kvtier.testing.records import payload
+from kvtier.types import Namespace, block_key
+from kvtier.vllm.keys import chunk_keys
+from kvtier.vllm.prompts import read_prompts
+
+FACTS = {
+    "model": "./model",
+    "hash": "sha256_cbor",
+    "hash_seed": "default",
+    "block_tokens": "16",
+    "chunk_blocks": "2",
+    "dtype": "bfloat16",
+}
+ENGINE = Namespace(facts=FACTS, group_bytes=(4096, 4096))
+OTHER = Namespace(facts=FACTS | {"dtype": "float16"}, group_bytes=(4096, 4096))
+TOKENS = [7 * i % 50000 for i in range(200)]
+
+
+def store(stack_file: Path, namespace: Namespace, chunks: int) -> None:
+    keys = [key for each in chunk_keys(TOKENS, namespace)[:chunks] for key in each]
+    with Stack.open(stack_file, namespace, engine="one") as stack:
+        stack.store({key: payload(key, namespace) for key in keys})
+        assert stack.settle()
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"tokens": TOKENS}) + "\n\n")
+    return path
+
+
+def run(*args: object, code: int = 0) -> Any:
+    done = command(*args, "--json")
+    assert done.code == code, done.err
+    return json.loads(done.out)
+
+
+class TestKeys:
+    def test_the_first_one_by_hand(self) -> None:
+        """CBOR of [32 bytes, [0..15], null], hashed; the start is the hash of a text."""
+        start = hashlib.sha256(b"\x6e" + b"vllm-none-hash").digest()
+        body = b"\x83\x58\x20" + start + b"\x90" + bytes(range(16)) + b"\xf6"
+        one_block = Namespace(facts=FACTS | {"chunk_blocks": "1"}, group_bytes=(1,))
+        assert chunk_keys(list(range(16)), one_block) == [
+            [block_key(hashlib.sha256(body).digest())]
+        ]
+
+    def test_only_whole_chunks_have_keys(self) -> None:
+        assert [len(chunk_keys(TOKENS[:n], ENGINE)) for n in (0, 31, 32, 63, 64)] == [0, 0, 1, 1, 2]
+
+    def test_a_prefix_has_the_same_keys(self) -> None:
+        assert chunk_keys(TOKENS[:100], ENGINE) == chunk_keys(TOKENS, ENGINE)[:3]
+        changed = [*TOKENS[:40], 1, *TOKENS[41:]]
+        assert chunk_keys(changed, ENGINE)[0] == chunk_keys(TOKENS, ENGINE)[0]
+        assert chunk_keys(changed, ENGINE)[1] != chunk_keys(TOKENS, ENGINE)[1]
+
+    def test_a_seed_makes_others(self) -> None:
+        seeded = Namespace(facts=FACTS | {"hash_seed": "7"}, group_bytes=(4096, 4096))
+        assert chunk_keys(TOKENS, seeded)[0] != chunk_keys(TOKENS, ENGINE)[0]
+
+    @pytest.mark.parametrize("change", [{"hash": "sha256"}, {"block_tokens": "x"}, {"hash": ""}])
+    def test_what_cannot_be_computed_is_said(self, change: dict[str, str]) -> None:
+        with pytest.raises(KVTierError):
+            chunk_keys(TOKENS, Namespace(facts=FACTS | change, group_bytes=(1,)))
+
+
+class TestPrompts:
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("{", "no prompt"),
+            ('{"tokens": ["a"]}', "no prompt"),
+            ('{"tokens": [-1]}', "out of range"),
+            ('{"prompt": 7}', "no prompt"),
+        ],
+    )
+    def test_bad_lines_are_named(self, tmp_path: Path, text: str, says: str) -> None:
+        path = tmp_path / "p.jsonl"
+        path.write_text(f'{{"tokens": []}}\n{text}\n')
+        with pytest.raises(ConfigError, match=f"p.jsonl:2.*{says}"):
+            read_prompts(path, None)
+
+    def test_a_text_needs_a_tokenizer(self, tmp_path: Path) -> None:
+        path = tmp_path / "p.txt"
+        path.write_text("hello")
+        with pytest.raises(KVTierError, match="--model"):
+            read_prompts(path, None)
+
+
+class TestExplain:
+    def test_a_prompt_that_hits_in_part(self, stack_file: Path, prompt_file: Path) -> None:
+        store(stack_file, ENGINE, 4)
+        report = run("explain", prompt_file, "-c", stack_file)
+        (answer,) = report["answers"]
+        assert (answer["hits"], answer["chunks"], answer["hit_tokens"]) == (4, 6, 128)
+        assert [(each["first"], each["last"]) for each in answer["runs"]] == [(0, 3), (4, 5)]
+        assert answer["runs"][1]["tiers"] == []
+
+    def test_another_namespace_and_the_fact_that_differs(
+        self, stack_file: Path, prompt_file: Path
+    ) -> None:
+        stack_file.write_text(stack_file.read_text().replace("16MiB", "160MiB"))  # for both
+        store(stack_file, OTHER, 6)
+        store(stack_file, ENGINE, 0)
+        args = ["explain", prompt_file, "-c", stack_file, "--namespace", ENGINE.id]
+        report = run(*args, code=1)
+        mine, other = report["answers"]
+        assert (mine["hits"], mine["differs"]) == (0, [])
+        assert other["hits"] == 6
+        assert other["differs"] == ["dtype: bfloat16 here, float16 there"]
+        assert "differs: dtype" in command(*args).out
+
+    def test_a_group_that_is_missing_is_a_miss(self, stack_file: Path, prompt_file: Path) -> None:
+        keys = chunk_keys(TOKENS, ENGINE)
+        chosen = [*keys[0], keys[1][0]]
+        with Stack.open(stack_file, ENGINE) as stack:
+            stack.store({key: payload(key, ENGINE) for key in chosen})
+            assert stack.settle()
+        assert run("explain", prompt_file, "-c", stack_file)["answers"][0]["hits"] == 1
+
+    def test_a_short_prompt(self, stack_file: Path, tmp_path: Path) -> None:
+        store(stack_file, ENGINE, 1)
+        path = tmp_path / "p.jsonl"
+        path.write_text('{"tokens": [1, 2]}')
+        done = command("explain", path, "-c", stack_file)
+        assert done.code == 1
+        assert "shorter than one chunk" in done.out
+
+    def test_an_empty_stack(self, stack_file: Path, prompt_file: Path) -> None:
+        done = command("explain", prompt_file, "-c", stack_file)
+        assert (done.code, done.out) == (1, "")
+        assert "holds nothing yet" in done.err
+
+    def test_keys_that_only_the_engine_can_compute(self, filled: Path, prompt_file: Path) -> None:
+        done = command("explain", prompt_file, "-c", filled)
+        assert done.code == 1
+        assert "cannot be computed here" in done.out
+
+
+def test_prewarm_of_what_a_prompt_asks_for(
+    stack_file: Path, prompt_file: Path, tmp_path: Path
+) -> None:
+    store(stack_file, ENGINE, 4)
+    with Stack.open(stack_file, ENGINE, engine="one") as stack:
+        stray = block_key(b"x" * 32)
+        stack.store({stray: payload(stray, ENGINE)})
+        assert stack.settle()
+    target = tmp_path / "target"
+    (target / "host").mkdir(parents=True)
+    (target / "stack.yaml").write_text(STACK.format(host=target / "host", blocks=target / "blocks"))
+    args = ["prewarm", "-c", target / "stack.yaml", "--from", stack_file, "--prompts", prompt_file]
+    (report,) = run(*args)["namespaces"]
+    assert (report["asked"], report["copied"], report["missing"]) == (8, 8, 4)
+    assert run("explain", prompt_file, "-c", target / "stack.yaml")["answers"][0]["hits"] == 4
