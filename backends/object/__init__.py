@@ -23,6 +23,7 @@ from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy, policy_names
 from kvtier.core.settings import Count, Duration, TierSettings
 from kvtier.errors import ConfigError, MediumError
+from kvtier.types import Namespace
 
 __all__ = [
     "BACKEND",
@@ -159,7 +160,7 @@ class ObjectBackend(Backend[ObjectSettings]):
         return ObjectHandler(
             store,
             context.namespace,
-            _codec(settings, context.namespace.facts.get("dtype", "")),
+            _codec(settings, context.namespace),
             threads=settings.threads,
             load_s=settings.load_deadline.seconds,
             store_s=settings.store_deadline.seconds,
@@ -214,10 +215,12 @@ def capacity_of(settings: ObjectSettings) -> int:
     )
 
 
-def _codec(settings: ObjectSettings, dtype: str) -> Codec:
+def _codec(settings: ObjectSettings, namespace: Namespace) -> Codec:
     if settings.codec == "auto" and _folder(settings.url) is not None:
         return Codec.RAW
-    return codec_for(settings.codec, dtype)
+    facts = namespace.facts
+    cached_as = facts.get("kv_dtype", "auto")
+    return codec_for(settings.codec, facts.get("dtype", "") if cached_as == "auto" else cached_as)
 
 
 BACKEND = ObjectBackend()
