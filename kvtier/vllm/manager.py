@@ -31,7 +31,8 @@ class RequestState(msgspec.Struct):
 
     salt: bytes = b""
     """Mixed into its keys, if not empty: what vLLM's own hash leaves out."""
-    touched: bool = False
+    touched: set[bytes] = msgspec.field(default_factory=set)
+    """The groups whose blocks the tiers know to be asked for: they count it once a request."""
     refused: bool = False
     """A load has failed: the rest of this request is recomputed."""
     asked_at: int = -1
@@ -154,9 +155,9 @@ class ChainManager:
 
     def _look_up_group(self, key: bytes, state: RequestState, positions: Positions) -> None:
         everything = positions.group(key)
-        if not state.touched and everything:
+        if everything and key[-GROUP_BYTES:] not in state.touched:
+            state.touched.add(key[-GROUP_BYTES:])
             self.chain.touch(self._known_as(everything, state))
-            state.touched = self._single
         if self._single:
             asked = positions.from_key(key)
             start = max(0, positions.end(key) - self._chunk_tokens)
