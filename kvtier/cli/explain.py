@@ -31,6 +31,8 @@ class Run(msgspec.Struct):
     key: str
     """Of the first of them."""
     tiers: list[str]
+    groups: list[int]
+    """The cache groups that are there; of windowed layers only the last chunks are ever stored."""
 
 
 class Answer(msgspec.Struct):
@@ -41,7 +43,7 @@ class Answer(msgspec.Struct):
     namespace: str
     chunks: int
     hits: int
-    """Leading chunks that some tier has in all cache groups."""
+    """Leading chunks that can be loaded: one cache group has all of them, all have the last."""
     hit_tokens: int
     runs: list[Run]
     differs: list[str]
@@ -137,12 +139,15 @@ def _answer(
 ) -> Answer:
     namespace = known[name]
     chunks = chunk_keys(tokens, namespace)
-    tiers = [_tiers(keys, held) for keys in chunks]
-    hits = next((at for at, each in enumerate(tiers) if not each), len(tiers))
+    groups = [[at for at, key in enumerate(keys) if key in held] for keys in chunks]
+    tiers = [list(dict.fromkeys(t for key in keys for t in held.get(key, []))) for keys in chunks]
     runs = []
-    for where, numbered in groupby(enumerate(tiers), key=lambda pair: pair[1]):
+    for (where, which), numbered in groupby(
+        enumerate(zip(tiers, groups, strict=True)), key=lambda pair: pair[1]
+    ):
         span = [at for at, _ in numbered]
-        runs.append(Run(span[0], span[-1], chunks[span[0]][0].hex(), where))
+        runs.append(Run(span[0], span[-1], chunks[span[0]][0].hex(), where, which))
+    hits = _hits(groups, len(namespace.group_bytes))
     differences = known[asked].differences(namespace)
     return Answer(
         prompt=number,
@@ -156,10 +161,16 @@ def _answer(
     )
 
 
-def _tiers(keys: list[BlockKey], held: Mapping[BlockKey, list[str]]) -> list[str]:
-    """The tiers that a chunk can be loaded from; none if a cache group of it is nowhere."""
-    found = [held.get(key, []) for key in keys]
-    return list(dict.fromkeys(tier for each in found for tier in each)) if all(found) else []
+def _hits(groups: list[list[int]], count: int) -> int:
+    """How many leading chunks can be loaded. Layers with a window need only the last of them, so
+    that one group must have all, and every group the last."""
+    leading = 0
+    for group in range(count):
+        run = next((at for at, held in enumerate(groups) if group not in held), len(groups))
+        leading = max(leading, run)
+    while leading and len(groups[leading - 1]) < count:
+        leading -= 1
+    return leading
 
 
 def _show(answers: list[Answer], problems: Mapping[str, str]) -> None:
@@ -171,6 +182,8 @@ def _show(answers: list[Answer], problems: Mapping[str, str]) -> None:
         )
         for run in answer.runs:
             where = ", ".join(run.tiers) or "nowhere"
+            if run.tiers and any(run.groups != each.groups for each in answer.runs if each.tiers):
+                where += f" (cache groups {', '.join(map(str, run.groups))})"
             console.say(f"  chunks {run.first}-{run.last}  {run.key[:12]}  {where}")
         if not answer.chunks:
             console.say("  it is shorter than one chunk: nothing of it is ever stored")
