@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from keyword import iskeyword
 from typing import Annotated, Any
 
 import typer
@@ -77,7 +76,7 @@ def _exit_codes() -> Iterator[None]:
 
 def load(name: str) -> Any:
     """Import one command."""
-    file = f"{name}_" if iskeyword(name) else name.replace("-", "_")
+    file = "import_" if name == "import" else name.replace("-", "_")
     module = import_module(f"kvtier.cli.{file}")
     command = typer.main.get_command(module.app)
     command.name = name
