@@ -64,6 +64,10 @@ class BulkClient:
         self._call.deadline = deadline
         try:
             return getattr(client, operation)(Bucket=self._bucket, **arguments)
+        except self._errors.ClientError as error:
+            # an answer with status 200 that tells of an error in its body
+            code = str(error.response.get("Error", {}).get("Code", ""))
+            raise explain_answer(500, code, {}, f"bucket {self._bucket}") from None
         except (self._errors.BotoCoreError, self._parser_error) as error:
             raise WrongEndpoint(
                 f"bucket {self._bucket}: {operation} was not answered as an S3 store would "

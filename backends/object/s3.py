@@ -86,7 +86,9 @@ class S3Store(Store):
         self._bucket_target = base.rstrip("/") or "/"
         self._base = base + quote(self._prefix, safe="/-_.~")
         default_port = self._address.port == (443 if self._address.tls else 80)
-        self._host = self._address.host + ("" if default_port else f":{self._address.port}")
+        host = self._address.host
+        host = f"[{host}]" if ":" in host else host
+        self._host = host if default_port else f"{host}:{self._address.port}"
         self._origin = f"{'https' if self._address.tls else 'http'}://{self._host}"
         self._where = f"bucket {settings.bucket} at {self._address}"
         self._pool = Pool(

@@ -242,9 +242,11 @@ class ObjectTier(SlabTier):
             self._stats.dropped += len(keys)
             return Reservation([], ObjectSpec([]), [])
         self._provide(len(keys))
+        dropped = self._stats.dropped
         reservation = super().prepare_store(keys, evict=evict)
         taken = reservation.keys
-        if len(taken) < len(keys) and self._foreign_bytes:
+        short = reservation.evicted or self._stats.dropped > dropped
+        if short and self._foreign_bytes and 2 * self._used < self._capacity:
             self._keeper.want_room()
         victims, self._victims = self._victims, []
         if victims and not taken:

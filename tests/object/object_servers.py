@@ -191,12 +191,15 @@ class HostileServer:
     `release` ends scripts that hang; closing the server sets it.
     """
 
-    def __init__(self, script: Script, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, script: Script, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1"
+    ) -> None:
         self.script = script
         self._tls = tls
         self.heads: list[bytes] = []
         self.release = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
         self.port = int(self._listener.getsockname()[1])
         self._threads: list[threading.Thread] = []
         self._open: set[Peer] = set()

@@ -227,6 +227,21 @@ def test_every_refusal_names_its_setting(
         assert caught.value.retry_after_s == 7.0
 
 
+@pytest.mark.parametrize(
+    ("code", "kind"), [("SlowDown", errors.RateLimited), ("InternalError", errors.Unavailable)]
+)
+def test_an_error_behind_a_status_of_success(
+    server: HostileServer, store: S3Store, code: str, kind: type[errors.StoreError]
+) -> None:
+    def pretend(peer: Peer, head: bytes) -> None:
+        peer.read_body(head)
+        peer.sendall(answer(200, error_body(code)))
+
+    server.script = pretend
+    with pytest.raises(kind):
+        store.delete([f"n{index}" for index in range(9)])
+
+
 NOT_S3 = [
     b"SSH-2.0-OpenSSH_9.2\r\n\r\n",
     b"\x15\x03\x01\x00\x02\x02\x50" * 4000,

@@ -172,6 +172,15 @@ def test_path_and_virtual_host_addressing(
         store.close()
 
 
+def test_an_ipv6_endpoint(opened: Opener) -> None:
+    with HostileServer(serve, host="::1") as server:
+        store = opened(endpoint=f"http://[::1]:{server.port}")
+        assert get(store) == BODY
+        with pytest.raises(errors.Unavailable):  # what this server says to a delete is no answer
+            store.delete([f"n{index}" for index in range(9)])
+    assert f"host: [::1]:{server.port}\r\n".encode() in server.heads[0]
+
+
 def test_aws_itself_is_addressed_by_host() -> None:
     store = S3Store(S3Settings(bucket="my-bucket", region="eu-west-1"))
     assert "https://my-bucket.s3.eu-west-1.amazonaws.com:443" in repr(store)
