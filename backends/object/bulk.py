@@ -36,8 +36,8 @@ class BulkClient:
         self._errors = vendor("botocore.exceptions")
         self._parser_error = vendor("botocore.parsers").ResponseParserError
         self._awsrequest = vendor("botocore.awsrequest")
-        self._session: Any = None
         self._made: Any = None
+        self._made_after = 0
 
     @property
     def endpoint(self) -> str:
@@ -60,6 +60,7 @@ class BulkClient:
         return failed
 
     def _ask(self, operation: str, deadline: float, **arguments: Any) -> Any:
+        self._signer.credentials()  # says better than the client if there are none
         client = self._client()
         self._call.deadline = deadline
         try:
@@ -75,7 +76,8 @@ class BulkClient:
             ) from None
 
     def _client(self) -> Any:
-        if self._session is not self._signer.session:
+        changes = self._signer.changes
+        if self._made is None or self._made_after != changes:
             session = self._signer.session
             config = vendor("botocore.config").Config(
                 retries={"mode": "standard", "total_max_attempts": 1},
@@ -94,7 +96,7 @@ class BulkClient:
                 )
             )
             made.meta.events.register("before-send.s3", self._before_send)
-            self._made, self._session = made, session
+            self._made, self._made_after = made, changes
         return self._made
 
     def _before_send(self, request: Any, **_: Any) -> Any:

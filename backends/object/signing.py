@@ -43,17 +43,27 @@ class _Unsigned(msgspec.Struct):
 
 
 class Signer:
-    """Signs requests of one region with whatever credentials are valid now. Thread-safe."""
+    """Signs requests of one region with whatever credentials are valid now. Thread-safe.
+
+    Credentials are looked for when the first request is signed, and until some are found: a machine
+    whose role is not there yet starts all the same.
+    """
 
     def __init__(self, region: str | None, profile: str | None = None) -> None:
         self._profile = profile
         self._auth = vendor("botocore.auth")
-        self._exceptions = vendor("botocore.exceptions")
+        exceptions = vendor("botocore.exceptions")
+        self._errors = (exceptions.BotoCoreError, exceptions.ClientError)
         self._context = {"client_config": vendor("botocore.config").Config(s3=UNSIGNED)}
         self._lock = threading.Lock()
         self._renewed_at = time.monotonic()
-        self.session, self._credentials = self._resolve()
-        self.region = region or self.session.get_config_variable("region") or "us-east-1"
+        self._credentials: Any = None
+        self.changes = 0
+        """Grows whenever a client made with this session's credentials is outdated."""
+        self.session = vendor("botocore.session").Session(profile=profile)
+        if profile is not None and profile not in self.session.available_profiles:
+            raise NoCredentials(f"there is no AWS profile {profile!r}: correct it or its file")
+        self.region = region or self._configured_region()
         # at DEBUG botocore logs whole requests and answers, which contain session tokens
         logging.getLogger("botocore").setLevel(logging.INFO)
 
@@ -62,35 +72,45 @@ class Signer:
 
     def sign(self, method: str, url: str, headers: dict[str, str]) -> dict[str, str]:
         """`headers` with the signature added; the body stays unsigned."""
-        try:
-            frozen = self._credentials.get_frozen_credentials()
-        except self._exceptions.BotoCoreError as error:
-            raise self._unobtainable(error) from None
         request = _Unsigned(method, url, headers, dict(self._context))
-        self._auth.S3SigV4Auth(frozen, "s3", self.region).add_auth(request)
+        self._auth.S3SigV4Auth(self.credentials(), "s3", self.region).add_auth(request)
         return request.headers
 
+    def credentials(self) -> Any:
+        """Those that are valid now; raises NoCredentials."""
+        try:
+            return (self._credentials or self._find()).get_frozen_credentials()
+        except self._errors as error:
+            raise self._unobtainable(error) from None
+
     def renew(self) -> bool:
-        """Ask the chain again, at most every few seconds; whether it was asked."""
+        """Ask the chain again, at most every few seconds; whether it will be asked."""
         with self._lock:
             if time.monotonic() - self._renewed_at < _RENEW_PAUSE_S:
                 return False
             self._renewed_at = time.monotonic()
-            self.session, self._credentials = self._resolve()
+            self.session = vendor("botocore.session").Session(profile=self._profile)
+            self._credentials = None
+            self.changes += 1
             return True
 
-    def _resolve(self) -> tuple[Any, Any]:
+    def _find(self) -> Any:
+        with self._lock:
+            if self._credentials is None:
+                self._credentials = self.session.get_credentials()
+                self.changes += 1
+            if self._credentials is None:
+                raise NoCredentials(
+                    "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+                    "name a profile, or give this machine a role"
+                )
+            return self._credentials
+
+    def _configured_region(self) -> str:
         try:
-            session = vendor("botocore.session").Session(profile=self._profile)
-            found = session.get_credentials()
-        except self._exceptions.BotoCoreError as error:
+            return str(self.session.get_config_variable("region") or "us-east-1")
+        except self._errors as error:
             raise self._unobtainable(error) from None
-        if found is None:
-            raise NoCredentials(
-                "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-                "name a profile, or give this machine a role"
-            )
-        return session, found
 
     def _unobtainable(self, error: Exception) -> NoCredentials:
         # the kind alone: the text may quote what a credential helper printed
