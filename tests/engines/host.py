@@ -78,8 +78,13 @@ class Host:
         for _ in range(3):
             engine.step()
 
+    def abort(self) -> None:
+        """Abort the request that was begun last."""
+        self._llm.llm_engine.abort_request([f"begun-{self._serial}"])
+        self._step()
+
     def end(self) -> dict[str, Any]:
-        """Step until the request that was begun has ended."""
+        """Step until one of the requests that were begun has ended."""
         engine = self._llm.llm_engine
         while True:
             for output in engine.step():

@@ -17,7 +17,7 @@ LENGTH = 1100
 CHUNK = 256
 HIT = 1024
 TOKENS = 16
-PROMPTS = [prompt(100 + seed, LENGTH) for seed in range(12)]
+PROMPTS = [prompt(100 + seed, LENGTH) for seed in range(14)]
 
 
 class Served:
@@ -161,6 +161,36 @@ def test_mover_frozen(served: Served) -> None:
     assert after["chain"]["mover"]["timeouts"] > before["chain"]["mover"]["timeouts"]
     assert served.engine.mover() != mover
     served.known(7)
+
+
+def test_requests_share_a_load(served: Served) -> None:
+    """The second asks for blocks that are on their way for the first."""
+    served.known(11)
+    mover = served.engine.mover()
+    before = served.facts()
+    served.only_on_disk()
+    os.kill(mover, signal.SIGSTOP)
+    served.engine.begin(prompt=PROMPTS[11], tokens=TOKENS)
+    served.engine.begin(prompt=PROMPTS[11], tokens=TOKENS)
+    os.kill(mover, signal.SIGCONT)
+    expected = {"tokens": served.reference[11], "cached": HIT}
+    assert [served.engine.end(), served.engine.end()] == [expected, expected]
+    after = served.facts()
+    assert after["chain"]["mover"]["loads"] == before["chain"]["mover"]["loads"] + 1
+    assert after["failed_loads"] == before["failed_loads"]
+
+
+def test_abort_while_it_loads(served: Served) -> None:
+    """The blocks go on to the CPU tier, for whoever asks next."""
+    served.known(12)
+    mover = served.engine.mover()
+    served.only_on_disk()
+    os.kill(mover, signal.SIGSTOP)
+    served.engine.begin(prompt=PROMPTS[12], tokens=TOKENS)
+    served.engine.abort()
+    os.kill(mover, signal.SIGCONT)
+    assert served.engine.settle()
+    assert served.ask(12) == HIT
 
 
 def test_nothing_can_be_written(served: Served) -> None:
