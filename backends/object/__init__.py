@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
-from kvtier.backends.object.errors import StoreError
+from kvtier.backends.object.errors import Misconfigured, StoreError
 from kvtier.backends.object.handler import ObjectHandler
 from kvtier.backends.object.keeper import Keeper, Limits
 from kvtier.backends.object.open import StoreSettings, open_store
+from kvtier.backends.object.s3 import S3Settings, addressing_of
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.store import Store
 from kvtier.backends.object.tier import ObjectTier
@@ -96,17 +97,15 @@ class ObjectBackend(Backend[ObjectSettings]):
         elif not settings.url.startswith("s3://") or not urlsplit(settings.url).hostname:
             raise ConfigError(
                 ".url",
-                f"{settings.url!r} is no store",
+                "this url names no store",  # and may contain a password: it is not quoted
                 "write s3://bucket/prefix or file:///folder",
             )
         elif urlsplit(settings.url).username is not None:
             raise ConfigError(
                 ".url", "a user name stands in the url", "credentials come from the environment"
             )
-        elif importlib.util.find_spec("boto3") is None:
-            raise ConfigError(
-                ".url", "an s3:// store needs an optional package", "pip install 'kvtier[s3]'"
-            )
+        else:
+            _check_bucket(settings)
         self._check_capacity(settings, folder, record_bytes or 4096)
 
     def _check_capacity(
@@ -203,6 +202,19 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(".url", f"{standing} is not a folder", "make it, or name one that exists")
     if not os.access(standing, os.W_OK | os.X_OK):
         raise ConfigError(".url", f"no right to write in {standing}", "change its owner")
+
+
+def _check_bucket(settings: ObjectSettings) -> None:
+    if importlib.util.find_spec("boto3") is None:
+        raise ConfigError(
+            ".url", "an s3:// store needs an optional package", "pip install 'kvtier[s3]'"
+        )
+    bucket = urlsplit(settings.url).netloc
+    try:
+        addressing_of(S3Settings(bucket=bucket, endpoint=settings.endpoint))
+    except Misconfigured as error:
+        problem, _, remedy = str(error).partition(": ")
+        raise ConfigError(f".{error.setting}", problem, remedy) from error
 
 
 def capacity_of(settings: ObjectSettings) -> int:

@@ -22,6 +22,7 @@ from kvtier.backends.object.bulk import BulkClient
 from kvtier.backends.object.errors import (
     ConditionalPutUnsupported,
     ExpiredToken,
+    NoSuchBucket,
     ObjectTooLarge,
     StoreError,
     TLSRefused,
@@ -77,7 +78,7 @@ class S3Store(Store):
         prefix = settings.prefix.strip("/")
         self._prefix = prefix + "/" if prefix else ""
         self._conditional = settings.conditional_put
-        style = _addressing(settings)
+        style = addressing_of(settings)
         self._signer = Signer(settings.region, settings.profile)
         self._bulk = BulkClient(
             self._signer, settings.endpoint, style, settings.bucket, self._send_built
@@ -286,15 +287,15 @@ class S3Store(Store):
         return latest if deadline is None else deadline
 
 
-def _addressing(settings: S3Settings) -> str:
-    """How the bucket is named in a request, after a look at the settings."""
+def addressing_of(settings: S3Settings) -> str:
+    """How the bucket is named in a request; raises Misconfigured on settings that cannot work."""
     if not _BUCKET.fullmatch(settings.bucket):
-        raise WrongEndpoint(f"{settings.bucket[:80]!r} is not a bucket name: correct the url")
+        raise NoSuchBucket(f"{settings.bucket[:80]!r} is not a bucket name: correct the url")
     if settings.endpoint is not None:
         parts = urlsplit(settings.endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
             raise WrongEndpoint(
-                "an endpoint looks like https://host:port, without a user or password in it"
+                "this is no endpoint: write https://host:port, without a user or password in it"
             )
     if settings.addressing != "auto":
         return settings.addressing

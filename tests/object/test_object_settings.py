@@ -25,9 +25,13 @@ def settings(**more: Any) -> ObjectSettings:
 WRONG = [
     ({"url": "bucket/kv"}, ".url", "s3://bucket/prefix"),
     ({"url": "http://bucket"}, ".url", "s3://bucket/prefix"),
+    ({"url": "https://me:hidden@host/x"}, ".url", "s3://bucket/prefix"),
     ({"url": "s3://"}, ".url", "s3://bucket/prefix"),
     ({"url": "s3://key:hidden@bucket/x"}, ".url", "environment"),
     ({"url": "file:///no/such/folder/at/all"}, ".url", "name one that exists"),
+    ({"url": "s3://b/kv"}, ".url", "correct the url"),
+    ({"endpoint": "localhost:9000"}, ".endpoint", "https://host:port"),
+    ({"endpoint": "http://me:hidden@there"}, ".endpoint", "https://host:port"),
     ({"capacity": Capacity.parse("80%")}, ".capacity", "2TiB"),
     ({"capacity": Capacity.parse("1KiB")}, ".capacity", str(RECORD)),
     ({"eviction": "magic"}, ".eviction", "lru"),
