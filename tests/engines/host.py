@@ -26,6 +26,7 @@ class Host:
     def __init__(self) -> None:
         self._llm: Any = None
         self._serial = 0
+        self._ended: list[dict[str, Any]] = []
 
     def start(self, **arguments: Any) -> dict[str, Any]:
         """Build the engine."""
@@ -86,10 +87,9 @@ class Host:
     def end(self) -> dict[str, Any]:
         """Step until one of the requests that were begun has ended."""
         engine = self._llm.llm_engine
-        while True:
-            for output in engine.step():
-                if output.finished:
-                    return _shown(output)
+        while not self._ended:
+            self._ended += [_shown(output) for output in engine.step() if output.finished]
+        return self._ended.pop(0)
 
     def storm(self, **arguments: Any) -> dict[str, Any]:
         """Many requests at once, some of them aborted."""
