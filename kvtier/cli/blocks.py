@@ -64,12 +64,12 @@ class Block(msgspec.Struct, kw_only=True):
         return self.name if self.slab is None else f"{self.slab.data}:{self.slot}"
 
 
-def blocks_of(config: StackConfig, place: Place, namespace: str = "") -> Iterator[Block]:
+def blocks_of(place: Place, namespace: str = "") -> Iterator[Block]:
     """The blocks of a place, or those of one namespace in it."""
-    if place.kind == "object" and not place.troubles:
+    if place.kind == "object":
         from kvtier.cli.look_objects import list_blocks
 
-        yield from list_blocks(place.tier, config.tiers[place.tier], namespace)
+        yield from list_blocks(place, namespace)
     for slab in place.slabs:
         if slab.namespace.startswith(namespace):
             yield from _blocks_of_slab(place, slab)

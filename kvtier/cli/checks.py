@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from kvtier.cli.look_slabs import look_at_regions
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk
 from kvtier.device.gds import probe as probe_gds
@@ -74,7 +75,9 @@ def check_tier(config: StackConfig, tier: int) -> Iterator[Finding]:
     settings = config.tiers[tier]
     area = f"{tier} {settings.kind}"
     if settings.kind == "cpu":
-        yield from _check_memory(area, settings)
+        yield from _check_memory(
+            area, settings, has_region=bool(look_at_regions(tier, config).slabs)
+        )
     elif settings.kind == "nvme":
         yield from _check_disk(area, settings)
     elif settings.kind == "object":
@@ -86,7 +89,7 @@ def check_tier(config: StackConfig, tier: int) -> Iterator[Finding]:
 # -- host memory -----------------------------------------------------------------------------
 
 
-def _check_memory(area: str, settings: Any) -> Iterator[Finding]:
+def _check_memory(area: str, settings: Any, *, has_region: bool) -> Iterator[Finding]:
     folder = Path(settings.path)
     kind = file_system(folder)
     if kind in ("tmpfs", "hugetlbfs"):
@@ -102,11 +105,13 @@ def _check_memory(area: str, settings: Any) -> Iterator[Finding]:
     size = settings.capacity.resolve(disk.total_bytes(folder))
     free = disk.free_bytes(folder)
     sizes = f"{human.size(size)} wanted, {human.size(free)} free in {folder}"
-    if free < size:
+    if has_region:
+        yield Finding(area, Level.OK, f"{sizes}, and its region is there already")
+    elif free < size:
         yield Finding(
             area,
             Level.WARN,
-            f"{sizes}: a new region does not fit (one that is there already counts as taken)",
+            f"{sizes}: the region does not fit",
             "lower capacity, or enlarge it: mount -o remount,size=... (containers: --shm-size)",
         )
     else:

@@ -77,13 +77,11 @@ class Pace:
             self._sleep(self._due - now)
 
 
-def choose(
-    config: StackConfig, places: Sequence[Place], namespace: str, size_max: int | None
-) -> list[Block]:
+def choose(places: Sequence[Place], namespace: str, size_max: int | None) -> list[Block]:
     """The blocks of a namespace, each once, the newest first, until they are so many bytes."""
     newest: dict[BlockKey, Block] = {}
     for place in places:
-        for block in blocks_of(config, place, namespace):
+        for block in blocks_of(place, namespace):
             if not block.quarantined and block.key not in newest:
                 newest[block.key] = block
     blocks = sorted(newest.values(), key=lambda block: -block.stored_at)
@@ -203,7 +201,6 @@ def open_sink(
                 f"the CPU region of {config.name!r} is in use: stop its engine, or fill a tier "
                 "that engines share, like nvme"
             )
-        stack.chain.tiers[-1].refresh()
         yield Sink(stack, tier > 0, Pace(rate))
         stack.settle(_SETTLE_S)
 

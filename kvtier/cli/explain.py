@@ -14,7 +14,7 @@ from kvtier.cli import console
 from kvtier.cli.blocks import blocks_of
 from kvtier.cli.holdings import Place, known_namespaces, look
 from kvtier.cli.ls import find_namespace
-from kvtier.config import StackConfig, load
+from kvtier.config import load
 from kvtier.errors import KVTierError
 from kvtier.types import BlockKey, Namespace
 from kvtier.vllm.keys import chunk_keys, chunk_tokens
@@ -93,7 +93,7 @@ def explain(
         except KVTierError as error:
             problems[name] = str(error)
             continue
-        held = _held(stack, places, name)
+        held = _held(places, name)
         for number, tokens in enumerate(prompts):
             answers.append(_answer(number, tokens, name, known, asked, held))
     if json:
@@ -117,10 +117,10 @@ def _asked(places: list[Place], known: Mapping[str, Namespace], wanted: str | No
     return max(parts, key=lambda part: (part.in_use, part.newest or 0.0)).namespace
 
 
-def _held(config: StackConfig, places: list[Place], namespace: str) -> dict[BlockKey, list[str]]:
+def _held(places: list[Place], namespace: str) -> dict[BlockKey, list[str]]:
     held: dict[BlockKey, list[str]] = {}
     for place in places:
-        for block in blocks_of(config, place, namespace):
+        for block in blocks_of(place, namespace):
             if not block.quarantined:
                 tiers = held.setdefault(block.key, [])
                 name = f"{place.tier} {place.kind}"

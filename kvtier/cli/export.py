@@ -42,7 +42,7 @@ def export(
         raise KVTierError(f"{file} exists; name another file, or say --force")
     described = describe(places, names[0])
     result = Copied(names[0])
-    blocks = choose(stack, places, names[0], None if size is None else console.parse_size(size))
+    blocks = choose(places, names[0], None if size is None else console.parse_size(size))
     result.asked = len(blocks)
     with (
         PackWriter(file, described) as pack,

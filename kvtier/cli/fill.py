@@ -51,7 +51,7 @@ def copy_all(
     done = []
     for name in namespaces_of(places, namespace):
         result = Copied(name)
-        blocks = choose(source, places, name, most)
+        blocks = choose(places, name, most)
         if prompts is not None:
             keys = keys_of(prompts, describe(places, name))
             blocks = [block for block in blocks if block.key in keys]
@@ -135,13 +135,8 @@ def store_of(text: str | None, config: StackConfig) -> tuple[StackConfig, int]:
 
 def look_at(config: StackConfig, tier: int | None = None) -> list[Place]:
     """A stack's places, or one of them; a trouble there is an error here."""
-    places = look(config, tier)
+    places = look(config, tier, quick=True)
     unreadable = [trouble for place in places for trouble in place.troubles]
     if tier is not None and unreadable:
         raise KVTierError(unreadable[0])
     return places
-
-
-def lower(config: StackConfig, places: Sequence[Place], *kinds: str) -> list[Place]:
-    """Those of the places that are of these kinds."""
-    return [place for place in places if config.tiers[place.tier].kind in kinds]

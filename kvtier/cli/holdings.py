@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,6 +32,7 @@ from kvtier.core.slab.layout import (
 from kvtier.types import Namespace
 
 NAMESPACE_BYTES_MAX = 1 << 20
+NAMESPACE_ID = re.compile(r"[0-9a-f]{32}")
 BENCH_MARK = ".kvtier-bench-"
 """How the names of the folders begin that measuring makes, and removes."""
 
@@ -46,11 +49,6 @@ class Slab(msgspec.Struct, kw_only=True):
     @property
     def namespace(self) -> str:
         return self.header.namespace.hex()
-
-    @property
-    def slots_at(self) -> int:
-        """Where slot 0 begins in the data file."""
-        return self.header.data_at
 
     @property
     def bytes(self) -> int:
@@ -97,6 +95,8 @@ class Place(msgspec.Struct, kw_only=True):
     """Bytes free on the file system."""
     slabs: list[Slab] = []
     parts: list[Part] = []
+    objects: list[Any] = []
+    """What a listing of a store has found: blocks only, as the store's own `ObjectInfo`."""
     namespaces: dict[str, Namespace] = {}
     strangers: list[str] = []
     """Names of what lies there and is not kvtier's."""
@@ -109,22 +109,22 @@ class Place(msgspec.Struct, kw_only=True):
 Reader = Callable[[int, StackConfig], Place]
 
 
-def look(config: StackConfig, tier: int | None = None) -> list[Place]:
-    """Every tier of a stack, or one."""
+def look(config: StackConfig, tier: int | None = None, *, quick: bool = False) -> list[Place]:
+    """Every tier of a stack, or one; `quick` believes what is written down of a store's objects."""
     return [
-        _reader(settings)(index, config)
+        _reader(settings, quick)(index, config)
         for index, settings in enumerate(config.tiers)
         if tier is None or index == tier
     ]
 
 
-def _reader(settings: TierSettings) -> Reader:
+def _reader(settings: TierSettings, quick: bool) -> Reader:
     from kvtier.cli import look_objects, look_slabs
 
     readers: dict[str, Reader] = {
         "cpu": look_slabs.look_at_regions,
         "nvme": look_slabs.look_at_folder,
-        "object": look_objects.look_at_store,
+        "object": look_objects.look_at_manifests if quick else look_objects.look_at_store,
         "memory": _private,
     }
     return readers.get(settings.kind, _unknown)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvtier.backends.object import open_for
-from kvtier.backends.object.errors import StoreError
-from kvtier.backends.object.names import description_name, parse_block
-from kvtier.backends.object.store import Store, read_object
+from kvtier.backends.object.errors import LengthMismatch, StoreError
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.manifest import ADDED, keys_of
+from kvtier.backends.object.names import block_name, description_name, parse_block
+from kvtier.backends.object.store import ObjectInfo, Store, read_object
 from kvtier.cli.blocks import Block, Proof, Verdict, is_newer, judge
-from kvtier.cli.holdings import NAMESPACE_BYTES_MAX, Part, Place, read_namespace
+from kvtier.cli.holdings import (
+    NAMESPACE_BYTES_MAX,
+    NAMESPACE_ID,
+    Part,
+    Place,
+    read_namespace,
+)
 from kvtier.config import StackConfig
 from kvtier.core.codec import decode
 from kvtier.core.record import CODEC_RAW, HEADER_BYTES, Header, record_bytes
@@ -23,7 +31,17 @@ _RECORD_BYTES_MAX = 1 << 32
 
 
 def look_at_store(tier: int, config: StackConfig) -> Place:
-    """All blocks below a url; a store that is down is a trouble, not an error."""
+    """All blocks below a url, by a listing; a store that is down is a trouble, not an error."""
+    return _look(tier, config, _list)
+
+
+def look_at_manifests(tier: int, config: StackConfig) -> Place:
+    """What is written down of the blocks below a url: read in a moment where a listing takes
+    minutes, and without what a writer that died could not write down any more."""
+    return _look(tier, config, _read_manifests)
+
+
+def _look(tier: int, config: StackConfig, how: Callable[[Place, Store], None]) -> Place:
     settings: Any = config.tiers[tier]
     place = Place(tier=tier, kind="object", where=settings.url)
     if settings.capacity.size is not None:
@@ -37,7 +55,7 @@ def look_at_store(tier: int, config: StackConfig) -> Place:
         place.troubles.append(_down(error))
         return place
     try:
-        _list(place, store)
+        how(place, store)
     except StoreError as error:
         place.troubles.append(_down(error))
     finally:
@@ -57,6 +75,7 @@ def _list(place: Place, store: Store) -> None:
         if parsed is None:
             continue
         name = parsed[0]
+        place.objects.append(info)
         part = parts.get(name)
         if part is None:
             part = parts[name] = Part(tier=place.tier, kind=place.kind, namespace=name)
@@ -65,36 +84,62 @@ def _list(place: Place, store: Store) -> None:
         part.add_times(info.modified_s, info.modified_s)
     place.parts = sorted(parts.values(), key=lambda part: -part.bytes)
     for name in parts:
-        text = read_object(store, description_name(name), NAMESPACE_BYTES_MAX)
-        namespace = None if text is None else read_namespace(bytes(text), name)
-        if namespace is not None:
-            place.namespaces[name] = namespace
+        _describe(place, store, name)
 
 
-def list_blocks(tier: int, settings: Any, namespace: str = "") -> Iterator[Block]:
-    """Every block below a url; raises MediumError if the store cannot be listed."""
-    folder = local_folder(settings.url)
-    if folder is not None and not folder.exists():
-        return
-    try:
-        store = open_for(settings)
-        try:
-            for info in store.list(namespace):
-                parsed = parse_block(info.name)
-                if parsed is not None:
-                    yield Block(
-                        tier=tier,
-                        kind="object",
-                        namespace=parsed[0],
-                        key=parsed[1],
-                        bytes=info.size,
-                        stored_at=info.modified_s,
-                        name=info.name,
-                    )
-        finally:
-            store.close()
-    except StoreError as error:
-        raise MediumError(str(error)) from error
+def _describe(place: Place, store: Store, name: str) -> Namespace | None:
+    text = read_object(store, description_name(name), NAMESPACE_BYTES_MAX)
+    namespace = None if text is None else read_namespace(bytes(text), name)
+    if namespace is not None:
+        place.namespaces[name] = namespace
+    return namespace
+
+
+def _read_manifests(place: Place, store: Store) -> None:
+    for name in _namespace_names(store):
+        namespace = _describe(place, store, name)
+        if namespace is None:
+            continue
+        entries = Journal(store, namespace).everything()
+        added = entries[entries["kind"] == ADDED]
+        part = Part(tier=place.tier, kind=place.kind, namespace=name, blocks=len(added))
+        for key, generation, size, at in zip(
+            keys_of(added),
+            added["generation"].tolist(),
+            added["size"].tolist(),
+            (added["time_us"] / 1e6).tolist(),
+            strict=True,
+        ):
+            place.objects.append(ObjectInfo(block_name(name, key, generation), size, at))
+            part.bytes += size
+            part.add_times(at, at)
+        place.parts.append(part)
+
+
+def _namespace_names(store: Store) -> Iterator[str]:
+    """The namespaces below a url, one short listing each."""
+    after = ""
+    while (info := next(store.list(after=after), None)) is not None:
+        name = info.name.partition("/")[0]
+        if NAMESPACE_ID.fullmatch(name):
+            yield name
+        after = f"{name}0"  # behind all that begins with the name and "/"
+
+
+def list_blocks(place: Place, namespace: str = "") -> Iterator[Block]:
+    """The blocks that `look_at_store` has listed."""
+    for info in place.objects:
+        parsed = parse_block(info.name)
+        if parsed is not None and parsed[0].startswith(namespace):
+            yield Block(
+                tier=place.tier,
+                kind="object",
+                namespace=parsed[0],
+                key=parsed[1],
+                bytes=info.size,
+                stored_at=info.modified_s,
+                name=info.name,
+            )
 
 
 class StoreProver:
@@ -108,13 +153,18 @@ class StoreProver:
 
     def prove(self, block: Block, namespace: Namespace | None) -> Verdict:
         """What an object is worth, and why it is bad if it is."""
+        if not HEADER_BYTES <= block.bytes <= _RECORD_BYTES_MAX:
+            return Verdict(Proof.BAD, f"an object of {block.bytes} bytes is no record")
+        stored = memoryview(bytearray(block.bytes))
         try:
-            data = read_object(self._store, block.name, _RECORD_BYTES_MAX)
+            length = self._store.get_up_to(block.name, [stored])
+        except LengthMismatch as error:
+            return Verdict(Proof.BAD, str(error))
         except StoreError as error:
             return Verdict(Proof.UNREAD, str(error))
-        if data is None:
+        if length is None:
             return Verdict(Proof.GONE, "it was deleted meanwhile")
-        stored = memoryview(data)
+        stored = stored[:length]
         if is_newer(stored):
             return Verdict(Proof.NEWER, "written by a newer kvtier")
         try:

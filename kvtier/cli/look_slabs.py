@@ -12,6 +12,7 @@ from kvtier.backends.nvme.folder import DATA_SUFFIX, TABLE_SUFFIX, used_bytes
 from kvtier.cli.holdings import (
     BENCH_MARK,
     NAMESPACE_BYTES_MAX,
+    NAMESPACE_ID,
     Place,
     Slab,
     count_parts,
@@ -25,7 +26,6 @@ from kvtier.core.disk import Disk
 from kvtier.core.slab.layout import OWNER, OWNER_AT, TABLE_AT, SlabHeader
 from kvtier.errors import FormatError, NewerFormat
 
-NAMESPACE_ID = re.compile(r"[0-9a-f]{32}")
 _SLAB_ID = re.compile(r"[0-9a-f]{8}")
 
 

@@ -12,7 +12,7 @@ import typer
 from kvtier.cli import console
 from kvtier.cli.blocks import blocks_of
 from kvtier.cli.holdings import Part, Place, known_namespaces, look
-from kvtier.config import StackConfig, load
+from kvtier.config import load
 from kvtier.errors import KVTierError
 from kvtier.observe import human
 
@@ -41,7 +41,7 @@ def ls(
     if namespace is None:
         _list_namespaces(places, json)
     else:
-        _list_blocks(stack, places, find_namespace(places, namespace), limit, json)
+        _list_blocks(places, find_namespace(places, namespace), limit, json)
     console.end_with_troubles(places)
 
 
@@ -99,10 +99,8 @@ def _age(at: float | None) -> str:
     return "-" if at is None else human.duration(max(0.0, time.time() - at))
 
 
-def _list_blocks(
-    config: StackConfig, places: list[Place], namespace: str, limit: int, json: bool
-) -> None:
-    every = (block for place in places for block in blocks_of(config, place, namespace))
+def _list_blocks(places: list[Place], namespace: str, limit: int, json: bool) -> None:
+    every = (block for place in places for block in blocks_of(place, namespace))
     blocks = list(islice(every, limit + 1))
     more, blocks = len(blocks) > limit, blocks[:limit]
     if json:

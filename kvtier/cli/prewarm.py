@@ -55,13 +55,13 @@ def prewarm(
     target = load(config)
     tier = tier_to_fill(target, into)
     if source is None:
-        places = [place for place in look(target) if place.tier > tier]
+        places = [place for place in look(target, quick=True) if place.tier > tier]
         if not places:
             raise KVTierError("there is no tier further down: name another stack with --from")
         stack = target
     else:
         stack = load(source)
-        places = look(stack)
+        places = look(stack, quick=True)
     done = copy_all(
         stack,
         places,

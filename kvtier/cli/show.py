@@ -104,7 +104,7 @@ def _show_blocks(
 ) -> None:
     found: list[Block] = []
     for place in places:
-        for block in blocks_of(config, place):
+        for block in blocks_of(place):
             if block.key.hex().startswith(text):
                 found.append(block)
         if len(found) > _BLOCKS_MAX:

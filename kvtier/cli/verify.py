@@ -63,7 +63,7 @@ def verify(
         part.blocks for place in places for part in place.parts if part.namespace.startswith(chosen)
     )
     wanted = total if sample is None else _sample_size(sample, total)
-    blocks = (block for place in places for block in blocks_of(stack, place, chosen))
+    blocks = (block for place in places for block in blocks_of(place, chosen))
     sound = (block for block in blocks if not block.quarantined)
     found = _prove(stack, places, _draw(sound, total, wanted), wanted)
     found.counts["quarantined"] = sum(part.quarantined for place in places for part in place.parts)

@@ -20,6 +20,8 @@ from kvtier.core.record import HEADER_BYTES
 from kvtier.testing.records import GROUPED, NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = 8
 
 
@@ -203,7 +205,7 @@ class TestSnapshots:
     def test_from_a_store_that_is_down(self, fresh: Path, monkeypatch: Any) -> None:
         fresh.write_text(
             fresh.read_text()
-            + "  - {kind: object, url: 's3://b/p', endpoint: 'http://127.0.0.1:9', "
+            + "  - {kind: object, url: 's3://bucket/p', endpoint: 'http://127.0.0.1:9', "
             + "capacity: 1GiB}\n"
         )
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")

@@ -12,6 +12,8 @@ from cli_world import KVTIER, Hold, command
 
 from kvtier.testing.records import NAMESPACE
 
+pytestmark = pytest.mark.slow
+
 QUICK_BENCH = ["bench", "--chunk", "4KiB", "--blocks", "2", "--rounds", "1"]
 LOOKS = [
     ["ls"],

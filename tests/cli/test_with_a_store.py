@@ -13,6 +13,9 @@ from object import object_servers  # type: ignore[attr-defined]
 
 from kvtier import Stack
 from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.types import Namespace
+
+pytestmark = pytest.mark.slow
 
 BLOCKS = 8
 
@@ -96,6 +99,21 @@ def test_idle_namespaces_go(stack: Path) -> None:
     found = run("gc", "-c", stack, "--tier", "object", "--idle", "0s")["found"]
     assert len(found) == 1
     assert run("du", "-c", stack, "--tier", "object")[0]["used"] == 0
+
+
+def test_prewarm_takes_all_namespaces_of_a_store(stack: Path, tmp_path: Path) -> None:
+    stack.write_text(stack.read_text().replace("16MiB", "640MiB"))  # for slabs of both
+    other = Namespace(facts={"model": "another"}, group_bytes=(4096,))
+    key = make_keys(1)[0]
+    with Stack.open(stack, other, engine="other") as opened:
+        opened.store({key: bytes(4096)})
+        assert opened.settle()
+    run("clear", "-c", stack, "--tier", "nvme", "--yes")
+    run("clear", "-c", stack, "--tier", "cpu", "--yes")
+    copied = {row["namespace"]: row["copied"] for row in run("prewarm", "-c", stack)["namespaces"]}
+    assert copied == {NAMESPACE.id: BLOCKS, other.id: 1}
+    parts = run("du", "-c", stack, "--tier", "nvme")[0]["namespaces"]
+    assert sorted(part["blocks"] for part in parts) == [1, BLOCKS]
 
 
 def test_bench_leaves_the_store_as_it_was(stack: Path) -> None:
