@@ -56,7 +56,7 @@ def bench(
 
 
 def _show(found: list[Measured], chunk: int, blocks: int, rounds: int) -> None:
-    console.say(f"{rounds} rounds of {blocks} blocks of {human.size(chunk)}, medians")
+    console.say(f"rounds: {rounds}, of {blocks} blocks of {human.size(chunk)}; medians")
     columns = ["tier", "store", "load", "one block", "worst", "hits", "note"]
     rows = [
         [
