@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.types import BlockKey, Outcome
@@ -23,7 +24,7 @@ class Health:
         self._strikes = strikes
         self._failing = [0] * tiers
         self._down_until = [0.0] * tiers
-        self._resting: list[dict[BlockKey, float]] = [{} for _ in range(tiers)]
+        self._resting: list[OrderedDict[BlockKey, float]] = [OrderedDict() for _ in range(tiers)]
 
     def down(self, tier: int, now: float) -> bool:
         """Whether a tier is not asked now. After its rest it is, and one success clears it."""
@@ -40,8 +41,8 @@ class Health:
         for key in keys:
             resting.pop(key, None)
             resting[key] = until
-        for key in list(resting)[: max(0, len(resting) - KEYS_KEPT)]:
-            del resting[key]
+        while len(resting) > KEYS_KEPT:
+            resting.popitem(last=False)
 
     def observe(self, tier: int, outcomes: Sequence[Outcome], now: float) -> None:
         """A transfer ended: one good block clears the tier, none at all is a strike."""
@@ -58,4 +59,4 @@ class Health:
         """Ask again for what has rested long enough: it rests in the order in which it failed."""
         for resting in self._resting:
             while resting and next(iter(resting.values())) <= now:
-                del resting[next(iter(resting))]
+                resting.popitem(last=False)

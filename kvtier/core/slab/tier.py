@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from abc import abstractmethod
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 
@@ -63,7 +63,7 @@ class SlabTier(Tier):
         self.slot_bytes = slot_bytes
         self._policy = policy
         self._clock = clock
-        self._expected: dict[BlockKey, BlockKey] = {}
+        self._expected: OrderedDict[BlockKey, BlockKey] = OrderedDict()
         self._touched: list[Sequence[BlockKey]] = []
         self._foreign = False
         """Whether some slots belong to other processes (`_owned` is asked only then)."""
@@ -242,7 +242,7 @@ class SlabTier(Tier):
         expected = self._expected
         expected.update(zip(keys[1:], keys, strict=False))
         while len(expected) > _EXPECTED_MAX:
-            del expected[next(iter(expected))]
+            expected.popitem(last=False)
 
     def _use(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         """Tell the policy of new blocks, and of the one before them if it is known."""
