@@ -68,6 +68,7 @@ test-vllm031:
 # compiled part of 0.32.
 test-vllm033: $(VLLM_STAMP)
 	@$(VLLM_BIN)/python tools/overlay_vllm.py 0.33.0 $(VLLM_VENV)/vllm-0.33.0
+	@$(VLLM_BIN)/pip install --quiet orjson  # new among its requirements
 	PYTHONPATH=$(VLLM_VENV)/vllm-0.33.0 $(VLLM_BIN)/pytest -m "vllm and not gpu" tests/vllm
 
 bench-object: $(STAMP)

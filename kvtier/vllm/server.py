@@ -11,16 +11,16 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from kvtier.errors import KVTierError
 
-_START_S = 180.0
+_START_S = 300.0
 _SETTLE_S = 30.0
 _POLL_S = 0.1
 
@@ -28,9 +28,10 @@ _POLL_S = 0.1
 class Server:
     """Started by `start`, ended by `kill` or the end of a `with`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: socket.socket, log: Path) -> None:
         self.process = process
-        self.url = url
+        self._port = port
+        self.url = f"http://127.0.0.1:{port.getsockname()[1]}"
         self.log = log
         self.started_in = 0.0
 
@@ -45,7 +46,8 @@ class Server:
         environment: Mapping[str, str] | None = None,
     ) -> Self:
         """Start a server on a free port and wait until it answers; without a stack, plain vLLM."""
-        port = _free_port()
+        taken = _take_port()
+        port = taken.getsockname()[1]
         flags = [*flags, "--host", "127.0.0.1", "--port", str(port)]
         if stack is None:
             command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -62,7 +64,7 @@ class Server:
                 # In development mode vLLM offers to empty its cache.
                 env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", **(environment or {})},
             )
-        server = cls(process, f"http://127.0.0.1:{port}", log)
+        server = cls(process, taken, log)
         try:
             server._wait_until_up()
         except BaseException:
@@ -75,7 +77,7 @@ class Server:
         while time.monotonic() - begin < _START_S:
             if self.process.poll() is not None:
                 break
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, HTTPException):
                 self.get("/health")
                 self.started_in = time.monotonic() - begin
                 return
@@ -160,6 +162,7 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self._port.close()
 
     def __enter__(self) -> Self:
         return self
@@ -173,7 +176,12 @@ class Server:
         self.kill()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _take_port() -> socket.socket:
+    """A free port that nobody else is given while the server starts.
+
+    vLLM binds to it all the same: of several that reuse an address only one may listen.
+    """
+    taken = socket.socket()
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    taken.bind(("127.0.0.1", 0))
+    return taken
