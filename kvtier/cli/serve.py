@@ -96,7 +96,7 @@ def _say_what_to_try(model: str, flags: Sequence[str], config: Path) -> None:
     host = _value(flags, "--host") or "localhost"
     url = f"http://{host}:{_value(flags, '--port') or '8000'}"
     name = _value(flags, "--served-model-name") or model
-    body = json.dumps({"model": name, "prompt": _PROMPT, "max_tokens": 16})
+    body = json.dumps({"model": name, "prompt": _PROMPT, "max_tokens": 16, "temperature": 0})
     short = body.replace(_PROMPT, "'\"$PROMPT\"'")
     console.say(f"kvtier: serving {model} on {url} with {config}. When it is up, try, twice:")
     console.say()

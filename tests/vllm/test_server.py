@@ -84,3 +84,24 @@ def test_metrics_and_restart(serving: Serving, server: Server) -> None:
 def test_flags_reach_vllm(serving: Serving) -> None:
     with serving.start("--served-model-name", "small") as server:
         assert server.complete("small", "Hello", 2)
+
+
+@pytest.mark.timeout(600)
+def test_two_data_parallel_ranks_share_a_folder(world: World, model: Callable[..., Path]) -> None:
+    """Each has memory of its own; what is on disk serves both."""
+    serving = Serving(world, model("llama"))
+    texts = [f"{number}: {TEXT}" for number in range(6)]
+    chunks = len(texts) * (len(texts[0]) // 256)
+
+    def ask(server: Server) -> list[str]:
+        return [server.complete(serving.model, text, 12) for text in texts]
+
+    with serving.start("--data-parallel-size", "2") as server:
+        answers = ask(server)
+        server.settle()
+        assert len(list(world.region.glob("*.region"))) == 2
+        server.forget_engine_cache()
+        assert ask(server) == answers
+        server.settle()
+        assert server.metric("kvtier:hit_blocks_total") == chunks
+        assert server.metric("kvtier:stored_blocks_total", tier="nvme") == chunks
