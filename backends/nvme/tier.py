@@ -21,6 +21,9 @@ _AHEAD_BYTES = 1 << 30
 """So much room is made before it is needed, what a burst of stores may ask for; but no more than a
 quarter of the capacity, so that a second engine finds some left."""
 
+_AHEAD_SLOTS = 1 << 14
+"""More than any burst has blocks: free slots take memory, too."""
+
 
 class Place:
     """A slab's range of this process's slot numbers."""
@@ -57,7 +60,7 @@ class NvmeTier(SlabTier):
         self._unwritten: set[int] = set()
         """Slots whose entries the keeper has still to write: not to be used before."""
         ahead = max(keeper.limits.slab_bytes, min(keeper.limits.capacity // 4, _AHEAD_BYTES))
-        self._low_water = max(1, ahead // keeper.limits.slot_bytes)
+        self._low_water = max(1, min(ahead // keeper.limits.slot_bytes, _AHEAD_SLOTS))
         self.refresh()
         self._want_room()
         self.refresh()
