@@ -263,7 +263,7 @@ class MediumBackend(Backend[MediumSettings]):
         pass
 
     def open_tier(self, settings: MediumSettings, context: TierContext) -> Tier:
-        raise NotImplementedError("these media have no catalogue")
+        raise TypeError("these media have no catalogue")
 
     def open_handler(self, settings: MediumSettings, context: TierContext) -> Handler:
         medium = Medium(Path(settings.path), record_bytes(context.namespace.payload_bytes))
