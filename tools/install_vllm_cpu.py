@@ -148,7 +148,7 @@ def install_torch(candidates: list[str]) -> str:
             return version
     raise InstallError(
         f"pip cannot install torch {' or '.join(candidates)}. Name PyTorch's index of CPU builds "
-        "in PIP_EXTRA_INDEX_URL (pytorch.org, 'Get Started', shows it), then run this again."
+        "in PIP_EXTRA_INDEX_URL (PyTorch's page 'Get Started' shows it), then run this again."
     )
 
 
