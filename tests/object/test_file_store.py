@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import stat
 from pathlib import Path
@@ -12,8 +11,6 @@ import pytest
 from kvtier.backends.object import errors
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.store import GetOutcome, PutOutcome
-
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="rights and links are POSIX")
 
 
 @pytest.fixture
