@@ -35,7 +35,7 @@ def check(
     json: console.JsonOption = False,
 ) -> None:
     """Say everything that is wrong with a stack, with its place in the file; exit code 2 if so."""
-    record_bytes = None if block_size is None else _size(block_size)
+    record_bytes = None if block_size is None else _size(block_size, "--block-size").bytes
     errors: tuple[ConfigError, ...] = ()
     try:
         config = load(file, record_bytes=record_bytes)
@@ -76,7 +76,10 @@ def print_reference(built_in: _BuiltIn = False) -> None:
     console.say(reference(kinds(built_in=built_in)).rstrip())
 
 
-@app.command(epilog="Example: kvtier config init stack.yaml --folder /mnt/nvme/kvtier")
+@app.command(
+    epilog="Examples: kvtier config init stack.yaml --folder /mnt/nvme/kvtier; "
+    "kvtier config init stack.yaml --memory 8GiB --disk 100GiB --bucket s3://bucket/kv"
+)
 def init(
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="Where to write it; else it is printed.")
@@ -84,9 +87,28 @@ def init(
     folder: Annotated[Path, typer.Option(help="Where the NVMe tier keeps its blocks.")] = Path(
         "~/.cache/kvtier"
     ),
+    name: Annotated[
+        str | None, typer.Option(help="The engine's name: each of one machine has its own.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Shared memory to use; else a quarter.")
+    ] = None,
+    disk: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Disk to use; else most of what is free.")
+    ] = None,
+    bucket: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A third tier: s3://bucket/prefix or file:///folder."),
+    ] = None,
 ) -> None:
     """Write a commented stack file for this machine, and make the folder that it names."""
-    text = starter(folder)
+    text = starter(
+        folder,
+        name=name,
+        memory=None if memory is None else _size(memory, "--memory"),
+        disk=None if disk is None else _size(disk, "--disk"),
+        bucket=bucket,
+    )
     if file is None:
         console.say(text.rstrip())
         return
@@ -99,11 +121,11 @@ def init(
     console.say(f"{file} is written; look through it, then: kvtier config check {file}")
 
 
-def _size(text: str) -> int:
+def _size(text: str, option: str) -> ByteSize:
     try:
-        return ByteSize.parse(text).bytes
+        return ByteSize.parse(text)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--block-size") from None
+        raise typer.BadParameter(str(error), param_hint=option) from None
 
 
 def _row(error: ConfigError) -> dict[str, str]:

@@ -21,6 +21,7 @@ app = console.new_app("Serve a model with vLLM, its KV cache kept in a stack.")
 _SERVER = "vllm.entrypoints.openai.api_server"
 _TRANSFER = "--kv-transfer-config"
 _HASH = "--prefix-caching-hash-algo"
+_DETAILS = "--enable-prompt-tokens-details"
 _PROMPT = "Tell me about caches. " * 100
 
 
@@ -65,6 +66,8 @@ def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
     command = [sys.executable, "-m", _SERVER, "--model", model, _TRANSFER, json.dumps(transfer)]
     if _value(flags, _HASH) is None:
         command += [_HASH, "sha256_cbor"]
+    if not {_DETAILS, _DETAILS.replace("--", "--no-", 1)}.intersection(flags):
+        command.append(_DETAILS)  # so that an answer's usage says how many tokens were cached
     return [*command, *flags]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -13,19 +14,34 @@ _GIB = 1 << 30
 _MIB = 1 << 20
 
 
-def starter(folder: Path) -> str:
-    """The text of a stack file with a CPU tier and an NVMe tier in this folder."""
+def starter(
+    folder: Path,
+    *,
+    name: str | None = None,
+    memory: ByteSize | None = None,
+    disk: ByteSize | None = None,
+    bucket: str | None = None,
+) -> str:
+    """The text of a stack file with a CPU tier, an NVMe tier in this folder, and a bucket if one
+    is named; sizes that are not given follow the machine."""
     folder = folder.expanduser().absolute()
-    memory, free = _memory_bytes(), _free_bytes(_nearest(folder))
+    total, free = _memory_bytes(), _free_bytes(_nearest(folder))
     shared = _free_bytes(_SHARED_MEMORY)
-    return _TEMPLATE.format(
-        memory=_round(memory),
+    text = _TEMPLATE.format(
+        name='"${KVTIER_NAME:-default}"' if name is None else _quoted(name),
+        memory=_round(total),
         shared=_round(shared),
         free=_round(free),
-        cpu=_round(min(memory // 4, shared * 4 // 5)),
-        nvme=_round(free * 4 // 5),
-        folder=str(folder).replace("\\", "\\\\").replace('"', '\\"').replace("${", "$${"),
+        cpu=memory or _round(min(total // 4, shared * 4 // 5)),
+        nvme=disk or _round(free * 4 // 5),
+        folder=_quoted(str(folder)),
     )
+    return text if bucket is None else text + _BUCKET.format(url=_quoted(bucket))
+
+
+def _quoted(text: str) -> str:
+    """As a YAML string in which nothing is taken from the environment."""
+    return json.dumps(text, ensure_ascii=False).replace("${", "$${")
 
 
 def _memory_bytes() -> int:
@@ -62,7 +78,7 @@ _TEMPLATE = """\
 version: 1
 
 # Names this engine. Give each engine of one machine a name of its own, here or by the environment.
-name: "${{KVTIER_NAME:-default}}"
+name: {name}
 
 # How many tokens one stored block covers: a multiple of the engine's own block size.
 chunk_tokens: 256
@@ -75,8 +91,16 @@ tiers:
 
   # A folder on a local disk, {free} of which are free. Several engines may share it.
   - kind: nvme
-    path: "{folder}"
+    path: {folder}
     capacity: {nvme}
     # write: on_evict          # only what the tier above lets go, which spares the disk
     # admission: second_touch  # only what was used a second time, which spares it more
+"""
+
+_BUCKET = """
+  # A bucket, or a folder, that many servers share; the capacity is that of all together.
+  # Credentials come from the environment, a profile or a role.
+  - kind: object
+    url: {url}
+    capacity: 1TiB
 """

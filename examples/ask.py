@@ -1,0 +1,72 @@
+"""Ask a running server, and see how many tokens of each prompt it knew already, and from where.
+
+python examples/ask.py http://127.0.0.1:8000 examples/prompts.jsonl
+
+Waits until the server is up. A line of the file is {"prompt": "..."} or {"messages": [...]}.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+UP_S = 300
+
+
+def get(url: str, body: object = None) -> str:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        return str(answer.read().decode())
+
+
+def wait_until_up(server: str) -> None:
+    end = time.monotonic() + UP_S
+    while True:
+        try:
+            get(f"{server}/health")
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                sys.exit(f"no server answers at {server}: {error}")
+            time.sleep(0.5)
+
+
+def hits(server: str) -> dict[str, int]:
+    """How many blocks each tier has given so far, from the server's metrics."""
+    time.sleep(0.6)  # the engine tells its counters a few times a second
+    sample = r'^kvtier:hit_blocks_total\{.*tier="(\w+)".*\} (\S+)$'
+    found = re.findall(sample, get(f"{server}/metrics"), re.MULTILINE)
+    return {tier: int(float(value)) for tier, value in found}
+
+
+def main(server: str, file: Path) -> None:
+    wait_until_up(server)
+    model = json.loads(get(f"{server}/v1/models"))["data"][0]["id"]
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        request: dict[str, Any] = json.loads(line)
+        path = "chat/completions" if "messages" in request else "completions"
+        before = hits(server)
+        begin = time.monotonic()
+        body = {"model": model, "max_tokens": 8, "temperature": 0} | request
+        usage = json.loads(get(f"{server}/v1/{path}", body))["usage"]
+        seconds = time.monotonic() - begin
+        cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+        now = hits(server)
+        given = [f"{now[tier] - before.get(tier, 0)} blocks from {tier}" for tier in now]
+        where = ", ".join(each for each in given if not each.startswith("0 "))
+        print(
+            f"prompt {number}: {usage['prompt_tokens']} tokens, {cached} cached "
+            f"({where or 'none from kvtier'}), {seconds:.2f} s"
+        )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    main(sys.argv[1].rstrip("/"), Path(sys.argv[2]))
