@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Sequence
-from typing import ClassVar, NewType, Self
+from typing import ClassVar, NamedTuple, NewType, Self
 
 import msgspec
 
@@ -161,6 +161,13 @@ class LoadStoreSpec(msgspec.Struct, tag=True):
     def join(cls, pieces: Sequence[Self]) -> Self:
         """One spec of the blocks of all these pieces, in their order."""
         raise TypeError("each medium's spec joins its own columns")
+
+
+class FilePlace(NamedTuple):
+    """A record in a local file, as it is: any process of this machine may read it there."""
+
+    path: str
+    at: int
 
 
 class EventKind(enum.Enum):

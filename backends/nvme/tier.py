@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from kvtier.backends.nvme.folder import SlabFile
 from kvtier.backends.nvme.keeper import Keeper, News
-from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec
+from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
 from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.slab import layout
 from kvtier.core.slab.tier import SlabTier, give_back_memory
-from kvtier.types import BlockKey, EventKind, TierStats
+from kvtier.types import BlockKey, EventKind, FilePlace, LoadStoreSpec, TierStats
 
 _AHEAD_BYTES = 1 << 30
 """So much room is made before it is needed, what a burst of stores may ask for; but no more than a
@@ -44,6 +44,8 @@ class Place:
 
 class NvmeTier(SlabTier):
     """Slots of all slabs of a namespace, numbered through; only those of own slabs are written."""
+
+    in_files = True
 
     def __init__(
         self,
@@ -218,6 +220,14 @@ class NvmeTier(SlabTier):
         origins, place_of = self._origins, self._place_of
         places = [origins[place_of[slot]] + slot for slot in slots]
         return NvmeSpec(places, self._keeper.owner)
+
+    def files(self, spec: LoadStoreSpec) -> list[FilePlace]:
+        assert isinstance(spec, NvmeSpec)
+        folder, size = self._keeper.folder, self.slot_bytes
+        return [
+            FilePlace(str(folder.data_path(place >> SLOT_BITS)), (place & SLOT_MASK) * size)
+            for place in spec.places
+        ]
 
     def _owned(self, slot: int) -> bool:
         return self._by_index[self._place_of[slot]].mine

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.core.cascade import Cascade
 from kvtier.core.costs import CostModel
+from kvtier.core.direct import DirectReads
 from kvtier.core.flight import Ticket, split
 from kvtier.core.health import Health
 from kvtier.core.ledger import Ledger
@@ -75,6 +76,7 @@ class TierChain(Tier):
         self._promotion = Promotion(
             settings, self._ledger, mover, self._load_health, self._tally, costs
         )
+        self._direct = DirectReads(tiers, self._ledger, self._load_health, self._tally, costs)
         # Apart from loads: what can no longer be written to may well be read.
         store_health = Health(len(tiers), rest_seconds)
         self._cascade = Cascade(
@@ -102,7 +104,7 @@ class TierChain(Tier):
         to recompute; the first of them is at token `start`. They are promised as by `lookup`.
         """
         origins = self.locate(keys)
-        runs = plan_runs(origins, self._tally.media, self._tally.sizes(keys))
+        runs = plan_runs(origins, self._tally.links, self._tally.sizes(keys))
         count = sum(run.blocks for run in runs)
         if self._costs is not None:
             count = self._costs.admit(runs, tokens_per_block, start)
@@ -111,12 +113,14 @@ class TierChain(Tier):
 
     def _promise(self, keys: Sequence[BlockKey], origins: list[int]) -> list[int]:
         """Take back what there is no room for, and hold the room of the rest until `poll`."""
-        origins = plan_room(keys, origins, self._promised, self._room())
+        slotless = self._direct.tiers
+        origins = plan_room(keys, origins, self._promised, self._room(), slotless)
         hits = zip(keys, origins, strict=True)
-        if min(origins, default=HOST) >= HOST:
+        if min(origins, default=HOST) >= HOST and not slotless:
             self._promised.update(hits)
         else:
-            self._promised.update([hit for hit in hits if hit[1] >= HOST])
+            need = [hit for hit in hits if hit[1] >= HOST and hit[1] not in slotless]
+            self._promised.update(need)
         return origins
 
     def locate(self, keys: Sequence[BlockKey]) -> list[int]:
@@ -185,7 +189,7 @@ class TierChain(Tier):
             self._take_in(ticket, keys, origins)
         self._ledger.seal(ticket, keys)
         self._tally.opened(ticket)
-        self._uses.append(ticket.keys)
+        self._uses.append([*ticket.keys, *ticket.files] if ticket.files else ticket.keys)
         self._free = None
         return ticket
 
@@ -206,10 +210,25 @@ class TierChain(Tier):
                     self._tally.found(self._ledger.joinable[key].transfer.source, [key])
                 self._ledger.join(ticket, mine)
             elif origin > HOST:
-                self._promotion.start(ticket, origin, mine, self._clock())
+                if origin in self._direct.tiers:
+                    self._free = None
+                    mine = self._direct.start(ticket, origin, mine, self._room())
+                if mine:
+                    self._promotion.start(ticket, origin, mine, self._clock())
 
-    def end_load(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome] | None = None) -> None:
-        """Nobody reads for this ticket any more; `failed` could not be read, or were not right."""
+    def read_directly(self, able: bool) -> None:
+        """Say whether the readers of `begin_load` fetch what lies in files themselves."""
+        self._direct.allow(able)
+
+    def end_load(
+        self,
+        ticket: Ticket,
+        failed: Mapping[BlockKey, Outcome] | None = None,
+        read: tuple[int, float] = (0, 0.0),
+    ) -> None:
+        """Nobody reads for this ticket any more; `failed` could not be read, or were not right.
+        `read` is what its reader has fetched from files: bytes, and seconds."""
+        self._direct.ended(ticket, failed or {}, *read, self._clock())
         self._ledger.release(ticket, None, failed)
         self._look_again(bool(failed))
 
@@ -225,11 +244,12 @@ class TierChain(Tier):
         self._free = None
 
     def prepare_load(self, keys: Sequence[BlockKey]) -> LoadStoreSpec:
-        """As `begin_load`, for callers without requests; blocks of lower tiers land later."""
+        """As `begin_load`, for callers without requests (and who do not read files); blocks of
+        lower tiers land later."""
         ticket = self.begin_load(keys, "", float("inf"))
-        if ticket.missing:
+        if ticket.missing or ticket.files:
             self._drop(self._ledger.release(ticket))
-            missing = f"{len(ticket.missing)} of {len(keys)} keys"
+            missing = f"{len(keys) - len(ticket.keys)} of {len(keys)} keys"
             raise NotResident(f"{missing} are not here: look up first")
         if keys:
             self._anonymous.append((ticket, Counter(keys)))

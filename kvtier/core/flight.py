@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from kvtier.core.tier import Tier
 from kvtier.core.transfer import Transfer
-from kvtier.types import BlockKey, LoadStoreSpec, Outcome
+from kvtier.errors import NotResident
+from kvtier.types import BlockKey, FilePlace, LoadStoreSpec, Outcome, Presence
 
 
 class Purpose(enum.Enum):
@@ -22,8 +24,9 @@ class Purpose(enum.Enum):
 class Ticket:
     """What one request may read from host memory, and how far it has got there.
 
-    `spec` says where all of `keys` are or will be; `missing` could not be taken in. Blocks in
-    `pending` are on their way. `failed` will not arrive, or too late: recompute them.
+    `spec` says where all of `keys` are or will be; `files` where others lie that the reader fetches
+    itself; `missing` could not be taken in. Blocks in `pending` are on their way. `failed` will not
+    arrive, or too late: recompute them.
 
     Its reader may look at all of these slots until the ticket is released, whatever has become of
     the blocks: pinned, still `unsettled`, or failed and so `held` for the reader's sake alone.
@@ -32,6 +35,7 @@ class Ticket:
     __slots__ = (
         "deadline",
         "failed",
+        "files",
         "held",
         "keys",
         "missing",
@@ -39,6 +43,7 @@ class Ticket:
         "pending",
         "pieces",
         "pinned",
+        "pinned_files",
         "request",
         "spec",
         "unsettled",
@@ -57,6 +62,8 @@ class Ticket:
         self.pinned: Sequence[BlockKey] = []
         self.moves: list[Move] = []
         self.pieces: list[tuple[Sequence[BlockKey], LoadStoreSpec]] = []
+        self.files: dict[BlockKey, FilePlace] = {}
+        self.pinned_files: list[tuple[int, Sequence[BlockKey]]] = []
 
     @property
     def landed(self) -> bool:
@@ -65,8 +72,8 @@ class Ticket:
 
     def __repr__(self) -> str:
         return (
-            f"Ticket({self.request!r}, {len(self.keys)} keys, {len(self.missing)} missing, "
-            f"{len(self.pending)} pending, {len(self.failed)} failed)"
+            f"Ticket({self.request!r}, {len(self.keys)} keys, {len(self.files)} in files, "
+            f"{len(self.missing)} missing, {len(self.pending)} pending, {len(self.failed)} failed)"
         )
 
 
@@ -82,6 +89,21 @@ def split(
         (mine if count else rest).append(key)
         left[key] = max(0, count - 1)
     return mine, rest
+
+
+def pin_what_is_there(
+    tier: Tier, keys: Sequence[BlockKey]
+) -> tuple[Sequence[BlockKey], LoadStoreSpec]:
+    """Pin keys, without those that another process took away since they were looked up."""
+    try:
+        return keys, tier.prepare_load(keys)
+    except NotResident:
+        here = tier.lookup(keys)
+    hits = [key for key, now in zip(keys, here, strict=True) if now is Presence.HIT]
+    try:
+        return hits, tier.prepare_load(hits)
+    except NotResident:
+        return [], tier.prepare_load([])
 
 
 class Move:

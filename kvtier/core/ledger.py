@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 
-from kvtier.core.flight import Move, Purpose, Settled, Ticket, split
+from kvtier.core.flight import Move, Purpose, Settled, Ticket, pin_what_is_there, split
 from kvtier.core.plan import HOST, gather
 from kvtier.core.tier import Tier
 from kvtier.core.transfer import Transfer, TransferKind, TransferResult
 from kvtier.errors import NotResident
-from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Presence, Reservation
+from kvtier.types import BlockKey, Outcome, Reservation
 
 _BLAMES_SOURCE = (Outcome.GONE, Outcome.CORRUPT)
 """Only these say that the source does not hold what it offered."""
@@ -89,6 +89,13 @@ class Ledger:
         ticket.pinned = keys
         return True
 
+    def pin_files(self, ticket: Ticket, tier: int, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Pin in a lower tier what the ticket's reader fetches from its files itself."""
+        pinned, spec = pin_what_is_there(self._tiers[tier], keys)
+        ticket.files.update(zip(pinned, self._tiers[tier].files(spec), strict=True))
+        ticket.pinned_files.append((tier, pinned))
+        return pinned
+
     def join(self, ticket: Ticket, keys: Iterable[BlockKey]) -> None:
         """Wait for promotions that are under way."""
         for key in keys:
@@ -122,9 +129,9 @@ class Ledger:
         if held == len(asked):
             ticket.keys = asked
         else:
-            taken = ticket.pending.union(ticket.pinned)
+            taken, files = ticket.pending.union(ticket.pinned), ticket.files
             ticket.keys = [key for key in asked if key in taken]
-            ticket.missing = [key for key in asked if key not in taken]
+            ticket.missing = [key for key in asked if key not in taken and key not in files]
         pieces = ticket.pieces or [([], self._tiers[HOST].prepare_load([]))]
         ticket.spec = gather(pieces, ticket.keys)
         ticket.pieces = []
@@ -146,6 +153,8 @@ class Ledger:
             pinned, kept = split(ticket.pinned, ended)
             unsettled = ticket.unsettled.intersection(keys)
             held = [key for key in ticket.held if key in ended]
+        else:
+            self._unpin_files(ticket, failed or {})
         if pinned:
             ours = set(pinned) if failed else ()
             blamed = {key: why for key, why in (failed or {}).items() if key in ours}
@@ -159,9 +168,15 @@ class Ledger:
         ticket.unsettled = ticket.unsettled - unsettled
         ticket.pending = ticket.pending & ticket.unsettled
         idle = [] if ticket.unsettled else self._leave(ticket)
-        if not (ticket.pinned or ticket.unsettled or ticket.held):
+        if not (ticket.pinned or ticket.unsettled or ticket.held or ticket.pinned_files):
             self._tickets.pop(ticket, None)
         return idle
+
+    def _unpin_files(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
+        for tier, keys in ticket.pinned_files:
+            blamed = {key: failed[key] for key in keys if failed.get(key) in _BLAMES_SOURCE}
+            self._tiers[tier].complete_load(keys, blamed or None)
+        ticket.pinned_files = []
 
     def _unhold(self, ticket: Ticket, keys: list[BlockKey]) -> None:
         """One reader less of slots whose blocks have failed: free those that have none left."""
@@ -215,7 +230,7 @@ class Ledger:
         self, purpose: Purpose, source: int, target: int, keys: Sequence[BlockKey], deadline: float
     ) -> tuple[Move | None, list[BlockKey]]:
         # Pinned first: making room in the target may evict, and must not do so for nothing.
-        pinned, spec = self._pin_what_is_there(source, keys)
+        pinned, spec = pin_what_is_there(self._tiers[source], keys)
         here = set(pinned) if len(pinned) < len(keys) else ()
         absent = [key for key in keys if key not in here] if len(pinned) < len(keys) else []
         if not pinned:
@@ -249,21 +264,6 @@ class Ledger:
             if tier in self.watched:
                 self.evicted.append((tier, taken.evicted))
         return taken
-
-    def _pin_what_is_there(
-        self, tier: int, keys: Sequence[BlockKey]
-    ) -> tuple[Sequence[BlockKey], LoadStoreSpec]:
-        """Pin keys, without those that another process took away since they were looked up."""
-        medium = self._tiers[tier]
-        try:
-            return keys, medium.prepare_load(keys)
-        except NotResident:
-            here = medium.lookup(keys)
-        hits = [key for key, now in zip(keys, here, strict=True) if now is Presence.HIT]
-        try:
-            return hits, medium.prepare_load(hits)
-        except NotResident:
-            return [], medium.prepare_load([])
 
     def refuse(self, transfer: Transfer) -> None:
         """The mover did not take it: as if it had never been."""
@@ -317,7 +317,7 @@ class Ledger:
         ticket.pending.difference_update(mine)
         ticket.moves.remove(move)
         arrived = [key for key in mine if key not in failed] if failed else mine
-        pinned, _ = self._pin_what_is_there(HOST, arrived)
+        pinned, _ = pin_what_is_there(self._tiers[HOST], arrived)
         if pinned:
             ticket.pinned = [*ticket.pinned, *pinned]
         if len(pinned) < len(mine):
@@ -395,5 +395,6 @@ class Ledger:
     def pinned(self, tier: int) -> list[BlockKey]:
         """What this ledger has pinned in a tier."""
         held = [t.pinned for t in self._tickets] if tier == HOST else []
+        held += [keys for t in self._tickets for at, keys in t.pinned_files if at == tier]
         held += [m.keys for m in self._moves.values() if m.transfer.source == tier]
         return list(dict.fromkeys(key for keys in held for key in keys))

@@ -87,19 +87,24 @@ def plan_lower(
 
 
 def plan_room(
-    keys: Sequence[BlockKey], origins: list[int], promised: Mapping[BlockKey, int], room: int
+    keys: Sequence[BlockKey],
+    origins: list[int],
+    promised: Mapping[BlockKey, int],
+    room: int,
+    slotless: Collection[int] = (),
 ) -> list[int]:
     """Take back what host memory has no room for: a hit is a promise.
 
     Every hit needs a slot that nobody else can have: a resident block will be pinned in its own, a
-    lower one reserves one. What was promised before has its slot. Resident blocks come first; they
-    give way only if the slots they would be pinned in were promised to others.
+    lower one reserves one, unless its tier is `slotless`. What was promised before has its slot.
+    Resident blocks come first; they give way only if the slots they would be pinned in were
+    promised to others.
     """
     if len(keys) <= room:
         return origins
     fresh = [at for at, key in enumerate(keys) if origins[at] >= HOST and key not in promised]
     resident = [at for at in fresh if origins[at] == HOST]
-    lower = [at for at in fresh if origins[at] > HOST]
+    lower = [at for at in fresh if origins[at] > HOST and origins[at] not in slotless]
     kept = origins.copy()
     left = max(0, room - len(resident))
     for at in lower[left:]:

@@ -50,6 +50,8 @@ class Tally:
 
     def __init__(self, media: Sequence[str], namespace: Namespace) -> None:
         self.media = media
+        self.links = media
+        """What the cost model calls the way from each tier to the device."""
         self._namespace = namespace
         self._samples: deque[Sample] = deque(maxlen=SAMPLES_KEPT)
         self.hits = [0] * len(media)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from kvtier.core.record import Buffer
 from kvtier.types import (
     BlockKey,
+    FilePlace,
     LoadStoreSpec,
     Outcome,
     Presence,
@@ -35,6 +36,8 @@ class Tier(ABC):
     """
 
     medium: str
+    in_files: bool = False
+    """Whether records lie in local files as they are: `files` says where."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
@@ -88,6 +91,11 @@ class Tier(ABC):
     @abstractmethod
     def stats(self) -> TierStats:
         """Counters and gauges at this moment."""
+
+    def files(self, spec: LoadStoreSpec) -> list[FilePlace]:
+        """Where pinned records lie, for a reader that fetches them itself, around host memory. It
+        proves what it reads: who does not own a file cannot keep its owner from changing it."""
+        return []
 
     def tick(self) -> None:  # noqa: B027 - most media have no housekeeping
         """Short housekeeping, called between steps; never blocks."""
