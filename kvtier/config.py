@@ -17,7 +17,7 @@ import msgspec
 from kvtier.core.backend import Backend, backend, kinds
 from kvtier.core.decode import decode
 from kvtier.core.document import Document
-from kvtier.core.settings import Count, TierSettings, WritePolicy
+from kvtier.core.settings import Count, Gds, TierSettings, WritePolicy
 from kvtier.core.values import show_hook
 from kvtier.errors import BackendError, ConfigError, ConfigErrors
 
@@ -65,6 +65,8 @@ class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How many tokens one stored block covers: a multiple of the engine's own block size."""
     loads: Loads = Loads.WORTHWHILE
     """Which hits an engine loads: those that cost less than recomputing them, or all."""
+    gds: Gds = Gds.AUTO
+    """Whether blocks go from a local disk straight into GPU memory (GPUDirect Storage)."""
     mover: MoverSettings = MoverSettings()
     """How bytes are moved between the tiers."""
     tiers: tuple[TierSettings, ...]
@@ -96,6 +98,12 @@ def effective(source: Source) -> dict[str, Any]:
     return shown
 
 
+def folders(config: StackConfig) -> list[Path]:
+    """Where tiers lie whose records can be read from their files as they are."""
+    found = (backend(tier.kind).folder(tier) for tier in config.tiers)
+    return [folder for folder in found if folder is not None]
+
+
 def _document(source: Source) -> Document:
     if isinstance(source, Mapping):
         document = Document.from_dict(source)
@@ -114,6 +122,10 @@ def _read(document: Document, record_bytes: int | None) -> StackConfig:
     document.check()
     assert config is not None
     _check(config.tiers, record_bytes, document)
+    if config.gds is Gds.REQUIRE and not folders(config):
+        document.report(
+            "$.gds", "no tier lies on a local disk", "add one of kind nvme, or write gds: auto"
+        )
     document.check()
     return config
 

@@ -52,6 +52,9 @@ class FakeStream:
     def to_device(self, copies: Copies) -> object:
         return self._copy(copies.device.tolist(), copies.host.tolist(), copies.sizes.tolist())
 
+    def within(self, copies: Copies) -> object:
+        return self.to_device(copies)
+
     def to_host(self, copies: Copies) -> object:
         return self._copy(copies.host.tolist(), copies.device.tolist(), copies.sizes.tolist())
 
@@ -85,8 +88,9 @@ class FakeDevice:
         return self.engine.record()
 
     def lane(self, *, urgent: bool) -> FakeStream:
-        self.lanes[urgent] = self.stream()
-        return self.lanes[urgent]
+        stream = self.stream()
+        self.lanes.setdefault(urgent, stream)
+        return stream
 
     def add(self, stream: FakeStream, operation: Callable[[], None] | FakeEvent) -> None:
         with self._changed:

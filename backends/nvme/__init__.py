@@ -125,6 +125,9 @@ class NvmeBackend(Backend[NvmeSettings]):
             disk=disk,
         )
 
+    def folder(self, settings: NvmeSettings) -> Path | None:
+        return Path(settings.path)
+
     def identity(self, settings: NvmeSettings) -> str | None:
         return f"nvme:{Path(settings.path).resolve()}"
 

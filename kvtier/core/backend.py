@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -48,6 +49,10 @@ class Backend(ABC, Generic[S]):
     @abstractmethod
     def open_handler(self, settings: S, context: TierContext) -> Handler:
         """Open the data side of a medium that `open_tier` has created, maybe elsewhere."""
+
+    def folder(self, settings: S) -> Path | None:
+        """The folder in whose files its records lie as they are, if they do (`Tier.in_files`)."""
+        return None
 
     def identity(self, settings: S) -> str | None:
         """What two tiers of one stack must not share (a path, a prefix); None if nothing."""

@@ -26,6 +26,7 @@ __all__ = [
     "Count",
     "Durability",
     "Duration",
+    "Gds",
     "Persistence",
     "Secret",
     "TierSettings",
@@ -76,6 +77,17 @@ class Durability(enum.Enum):
     """The death of processes; after a loss of power it is a miss."""
     POWER = "power"
     """A loss of power too; every commit waits for the device."""
+
+
+class Gds(enum.Enum):
+    """Whether blocks are read from a local disk straight into GPU memory."""
+
+    AUTO = "auto"
+    """Where a real attempt works; elsewhere say why not, and go through pinned memory."""
+    REQUIRE = "require"
+    """Or the engine does not start."""
+    OFF = "off"
+    """Always through pinned memory."""
 
 
 class TierSettings(

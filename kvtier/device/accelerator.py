@@ -23,6 +23,9 @@ class Lane(Protocol):
     def to_device(self, copies: Copies) -> object:
         """Queue copies from host memory; keep what is returned until they are done."""
 
+    def within(self, copies: Copies) -> object:
+        """Queue copies whose host side is memory of the device, too; keep what is returned."""
+
     def to_host(self, copies: Copies) -> object:
         """Queue copies to host memory; keep what is returned until they are done."""
 

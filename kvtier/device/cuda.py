@@ -15,6 +15,7 @@ import numpy as np
 from kvtier.core.record import Buffer
 from kvtier.device.accelerator import Event, Lane
 from kvtier.device.cuda_copy import CudaCopier
+from kvtier.device.direct import DirectLoader
 from kvtier.device.jobs import Host
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.pinned import PinnedMemory
@@ -81,10 +82,16 @@ class _CudaLane:
 
     def to_device(self, copies: Copies) -> object:
         small = len(copies.sizes) >= KERNEL_MIN_COPIES and copies.sizes.max() < KERNEL_BELOW
+        return self._copy(copies, kernel_too=small)
+
+    def within(self, copies: Copies) -> object:
+        return self._copy(copies, kernel_too=True)
+
+    def _copy(self, copies: Copies, *, kernel_too: bool) -> object:
         aligned = not ((copies.device | copies.host | copies.sizes) & 7).any()
         with self._torch.cuda.stream(self._stream):
             kernel = self._kernel()
-            if kernel is not None and small and aligned:
+            if kernel is not None and kernel_too and aligned:
                 return kernel(copies.device, copies.host, copies.sizes, True)
             return self._batch_copy(copies.device, copies.host, copies.sizes, True)
 
@@ -106,6 +113,7 @@ def open_copier(
     *,
     index: int,
     batch_copy: BatchCopy | None = None,
+    open_direct: Callable[[], DirectLoader | None] | None = None,
 ) -> CudaCopier:
     """A copier between a CUDA device and a region whose slots are `data`, which it pins.
 
@@ -119,7 +127,15 @@ def open_copier(
             if memory.pin():
                 device.build_kernel()
 
-        return CudaCopier(layout, device, host, namespace, prepare=prepare, on_close=memory.close)
+        return CudaCopier(
+            layout,
+            device,
+            host,
+            namespace,
+            prepare=prepare,
+            on_close=memory.close,
+            open_direct=open_direct,
+        )
     except RuntimeError as error:
         raise MediumError(f"the CUDA device {index} cannot be used for copies ({error})") from error
 

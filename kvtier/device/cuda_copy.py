@@ -18,6 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtier.device.accelerator import Accelerator, Event, Lane
+from kvtier.device.direct import DirectLoader
+from kvtier.device.direct_copy import DirectPath
 from kvtier.device.jobs import DeviceCopier, Host, Job, JobResult, Prover
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Copies, Ints, Pieces, describe
@@ -69,13 +71,20 @@ class CudaCopier(DeviceCopier):
         prove_threads: int = 4,
         prepare: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
+        open_direct: Callable[[], DirectLoader | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._layout = layout
         self._device = device
         self._on_close = on_close
         self._prover = Prover(layout, host, namespace)
-        self._desk = Desk(layout, self._prover, self._BATCH_BYTES, clock)
+        self._desk = Desk(
+            layout,
+            self._prover,
+            self._BATCH_BYTES,
+            clock,
+            reads_files=open_direct is not None,
+        )
         first = host.record(0)
         self._slots_at = int(np.frombuffer(first, np.uint8).ctypes.data)
         self._slot_bytes = len(first)
@@ -85,6 +94,9 @@ class CudaCopier(DeviceCopier):
         self._ready = threading.Event()
         self._opening = self._start([self._open])
         self._issuing = self._start([self._issue_loads] * prove_threads + [self._issue_stores])
+        self._direct = DirectPath(layout, device, self._desk, open_direct) if open_direct else None
+        if self._direct is not None:
+            self._issuing += self._start([self._direct.run])
         self._landing = self._start([self._land_loads] + [self._land_stores] * prove_threads)
 
     def _start(self, loops: Sequence[Callable[[], None]]) -> list[threading.Thread]:
@@ -124,8 +136,14 @@ class CudaCopier(DeviceCopier):
     def wait(self, ids: Collection[int]) -> None:
         self._desk.wait(ids)
 
+    @property
+    def reads_files(self) -> bool:  # type: ignore[override]
+        return self._direct is not None and self._direct.able
+
     def close(self) -> None:
         self._desk.close()
+        if self._direct is not None:
+            self._direct.stop()
         for thread in [*self._opening, *self._issuing]:
             thread.join()
         self._loads.flights.put(None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -18,7 +18,7 @@ from kvtier.core.disk import Disk
 from kvtier.core.record import ALIGN, HEADER_BYTES, Buffer, check_part, padded
 from kvtier.device.jobs import header_fits
 from kvtier.device.layout import DeviceLayout
-from kvtier.types import BlockKey, Outcome
+from kvtier.types import BlockKey, FilePlace, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,7 @@ class DirectDriver(Protocol):
 class DirectRead(NamedTuple):
     """A record in a file."""
 
-    path: Path
-    at: int
+    place: FilePlace
     key: BlockKey
     group: int
 
@@ -88,13 +87,23 @@ class _Flight(NamedTuple):
     size: int
 
 
+class Reading(NamedTuple):
+    """A read that was begun; its flight is an outcome if it could not be."""
+
+    read: DirectRead
+    flight: _Flight | Outcome
+
+
 _hanging: list[_Flight] = []
 
 _ERRORS = (OSError, RuntimeError, ValueError)
 
+_STAGING_BYTES = 256 << 20
+"""The most device memory, and pinned memory as well, that buffers take of what the model left."""
+
 
 class DirectLoader:
-    """Reads records through `stages` staging buffers. For one thread, which may block."""
+    """Reads records through staging buffers. For one thread, which may block."""
 
     def __init__(
         self,
@@ -102,7 +111,7 @@ class DirectLoader:
         driver: DirectDriver,
         namespace: bytes,
         *,
-        stages: int = 8,
+        stages: int | None = None,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -113,8 +122,10 @@ class DirectLoader:
         self._disk = disk or Disk()
         self._clock = clock
         self._sleep = sleep
+        self._stopped = False
         size = padded(max(layout.part_bytes)) + ALIGN
-        self._free = [driver.stage(size) for _ in range(stages)]
+        count = stages or max(2, min(16, _STAGING_BYTES // size))
+        self._free = [driver.stage(size) for _ in range(count)]
         self._lost: list[_Flight] = []
 
     @property
@@ -123,51 +134,21 @@ class DirectLoader:
         self._reap()
         return len(self._free)
 
-    def load(self, reads: Sequence[DirectRead], deadline: float) -> list[Landing]:
-        """Read at most `free` records; buffers of those that are OK are handed over."""
-        self._reap()
-        if len(reads) > len(self._free):
-            raise ValueError(f"{len(reads)} reads for {len(self._free)} staging buffers")
-        begun = [self._begin(read) for read in reads]
-        return [
-            self._end(read, flight, deadline) if isinstance(flight, _Flight) else Landing(flight)
-            for read, flight in zip(reads, begun, strict=True)
-        ]
-
-    def give_back(self, stage: Stage) -> None:
-        """A handed buffer has been copied from, and may be used again."""
-        self._free.append(stage)
-
-    def close(self) -> None:
-        """Release the buffers, but for those of reads that hang: they stay until the end."""
-        self._reap()
-        _hanging.extend(self._lost)
-        self._lost.clear()
-        self._free.clear()
-
-    def _begin(self, read: DirectRead) -> _Flight | Outcome:
+    def begin(self, read: DirectRead) -> Reading:
+        """Begin a read; only while there are `free` buffers."""
         header = self._header(read)
-        if isinstance(header, Outcome):
-            return header
-        start, stop = self._span(read.group)
-        try:
-            file = self._driver.open(read.path)
-        except _ERRORS as error:
-            return _io_error(read, error)
-        stage = self._free.pop()
-        try:
-            future = file.pread(stage.buffer, stop - start, read.at + start)
-        except _ERRORS as error:
-            self._free.append(stage)
-            file.close()
-            return _io_error(read, error)
-        return _Flight(future, file, stage, stop - start)
+        return Reading(read, header if isinstance(header, Outcome) else self._issue(read))
 
-    def _end(self, read: DirectRead, flight: _Flight, deadline: float) -> Landing:
+    def end(self, reading: Reading, deadline: float) -> Landing:
+        """Wait for a read; the buffer of one that is OK is handed over."""
+        read, flight = reading
+        if isinstance(flight, Outcome):
+            return Landing(flight)
         while not flight.future.done():
-            if self._clock() >= deadline:
+            late = self._clock() >= deadline
+            if late or self._stopped:
                 self._lost.append(flight)
-                return Landing(Outcome.TIMEOUT)
+                return Landing(Outcome.TIMEOUT if late else Outcome.CANCELLED)
             self._sleep(0.0002)
         outcome = _end_of(flight)
         if outcome.ok:
@@ -176,6 +157,36 @@ class DirectLoader:
             self._free.append(flight.stage)
             return Landing(outcome)
         return Landing(outcome, flight.stage, flight.stage.address - self._span(read.group)[0])
+
+    def give_back(self, stage: Stage) -> None:
+        """A handed buffer has been copied from, and may be used again."""
+        self._free.append(stage)
+
+    def stop(self) -> None:
+        """Wait for no read any longer; from any thread."""
+        self._stopped = True
+
+    def close(self) -> None:
+        """Release the buffers, but for those of reads that hang: they stay until the end."""
+        self._reap()
+        _hanging.extend(self._lost)
+        self._lost.clear()
+        self._free.clear()
+
+    def _issue(self, read: DirectRead) -> _Flight | Outcome:
+        start, stop = self._span(read.group)
+        try:
+            file = self._driver.open(Path(read.place.path))
+        except _ERRORS as error:
+            return _io_error(read, error)
+        stage = self._free.pop()
+        try:
+            future = file.pread(stage.buffer, stop - start, read.place.at + start)
+        except _ERRORS as error:
+            self._free.append(stage)
+            file.close()
+            return _io_error(read, error)
+        return _Flight(future, file, stage, stop - start)
 
     def _prove(self, read: DirectRead, flight: _Flight) -> Outcome:
         """Header, checksum and payload must agree; a slot that changed meanwhile is just gone."""
@@ -195,9 +206,9 @@ class DirectLoader:
         """A record's header page, proved to be this key's."""
         page = memoryview(bytearray(HEADER_BYTES))
         try:
-            fd = self._disk.open(read.path)
+            fd = self._disk.open(Path(read.place.path))
             try:
-                count = self._disk.readv(fd, [page], read.at)
+                count = self._disk.readv(fd, [page], read.place.at)
             finally:
                 self._disk.close(fd)
         except FileNotFoundError:
@@ -236,5 +247,5 @@ def _end_of(flight: _Flight) -> Outcome:
 
 
 def _io_error(read: DirectRead, error: Exception) -> Outcome:
-    logger.warning("cannot read %s directly: %s", read.path, error)
+    logger.warning("cannot read %s directly: %s", read.place.path, error)
     return Outcome.IO_ERROR

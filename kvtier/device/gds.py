@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import logging
 import subprocess
@@ -14,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from kvtier.core.record import Buffer
-from kvtier.device.direct import DirectFile
+from kvtier.core.settings import Gds
+from kvtier.device.direct import DirectDriver, DirectFile, DirectLoader
+from kvtier.device.layout import DeviceLayout
 from kvtier.errors import MediumError
 
 logger = logging.getLogger(__name__)
@@ -23,22 +24,19 @@ PROBE_SECONDS = 30.0
 """Importing torch and starting a CUDA context take most of it."""
 
 
-class Gds(enum.Enum):
-    """Whether files are read straight into GPU memory."""
-
-    AUTO = "auto"
-    REQUIRE = "require"
-    OFF = "off"
-
-
 def probe(
-    folder: Path, seconds: float = PROBE_SECONDS, command: Sequence[str] | None = None
+    folder: Path,
+    seconds: float = PROBE_SECONDS,
+    command: Sequence[str] | None = None,
+    device: int = 0,
 ) -> str | None:
     """Why a folder's files cannot be read straight into GPU memory; None if it was done.
 
-    Tried by a process of its own, which is killed after `seconds`.
+    Tried by a process of its own, which is killed after `seconds`; beside the folder if that is
+    still to be made.
     """
-    command = command or [sys.executable, "-m", "kvtier.device.gds_probe", str(folder)]
+    folder = folder if folder.is_dir() else folder.parent
+    command = command or [sys.executable, "-m", "kvtier.device.gds_probe", str(folder), str(device)]
     try:
         done = subprocess.run(
             command,
@@ -59,20 +57,60 @@ def probe(
     return None if reason is None else str(reason)
 
 
-def decide(mode: Gds, folder: Path, attempt: Callable[[Path], str | None] = probe) -> bool:
-    """Whether to read directly; raises MediumError if it is required and does not work."""
-    if mode is Gds.OFF:
-        return False
-    reason = attempt(folder)
-    if reason is None:
+class DirectAccess:
+    """How one rank reads the files of `folders` straight into its device, if at all.
+
+    `attempt` says why a folder's files cannot be read so (None: they can); `driver` is what reads
+    them then.
+    """
+
+    def __init__(
+        self,
+        mode: Gds,
+        folders: Sequence[Path],
+        attempt: Callable[[Path], str | None],
+        driver: Callable[[], DirectDriver],
+    ) -> None:
+        self.mode = mode if folders else Gds.OFF
+        self._folders = folders
+        self._attempt = attempt
+        self._driver = driver
+        self._works: bool | None = None
+
+    def works(self) -> bool:
+        """Whether it does: tried once, which takes seconds. Raises MediumError if it must and
+        does not."""
+        if self._works is None:
+            self._works = self.mode is not Gds.OFF and self._try()
+        return self._works
+
+    def _try(self) -> bool:
+        for folder in self._folders:
+            reason = self._attempt(folder)
+            if reason is not None:
+                self._refuse(folder, reason)
+                return False
+        logger.info("GPUDirect Storage: blocks go from disk straight into GPU memory")
         return True
-    if mode is Gds.REQUIRE:
-        raise MediumError(
-            f"GPUDirect Storage is required for {folder}, but {reason}: mend that, or set "
-            "gds: auto to go through pinned memory"
-        )
-    logger.info("%s goes through pinned memory, not GPUDirect Storage: %s", folder, reason)
-    return False
+
+    def _refuse(self, folder: Path, reason: str) -> None:
+        if self.mode is Gds.REQUIRE:
+            raise MediumError(
+                f"GPUDirect Storage is required for {folder}, but {reason}: mend that, or set "
+                "gds: auto to go through pinned memory"
+            )
+        logger.info("%s goes through pinned memory, not GPUDirect Storage: %s", folder, reason)
+
+    def open(self, layout: DeviceLayout, namespace: bytes) -> DirectLoader | None:
+        """A loader for the calling thread; None where blocks go through pinned memory."""
+        if not self.works():
+            return None
+        try:
+            return DirectLoader(layout, self._driver(), namespace)
+        except (ImportError, OSError, RuntimeError) as error:
+            self._works = False
+            self._refuse(self._folders[0], f"the driver failed ({error})")
+            return None
 
 
 class KvikioDriver:

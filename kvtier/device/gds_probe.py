@@ -15,7 +15,7 @@ import tempfile
 SIZE = 1 << 20
 
 
-def reason_against(folder: str) -> str | None:
+def reason_against(folder: str, device: int = 0) -> str | None:
     """Why not; None if a real file was written from a device and came back unchanged."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -37,10 +37,13 @@ def reason_against(folder: str) -> str | None:
     if mode.name == "ON":
         return "kvikio is told to copy through host memory (KVIKIO_COMPAT_MODE)"
     kvikio.defaults.set("compat_mode", type(mode).OFF)
-    sent = torch.randint(0, 255, (SIZE,), dtype=torch.uint8, device="cuda")
+    sent = torch.randint(0, 255, (SIZE,), dtype=torch.uint8, device=f"cuda:{device}")
     back = torch.zeros_like(sent)
-    torch.cuda.synchronize()
-    descriptor, path = tempfile.mkstemp(dir=folder, prefix=".kvtier-gds-")
+    torch.cuda.synchronize(device)
+    try:
+        descriptor, path = tempfile.mkstemp(dir=folder, prefix=".kvtier-gds-")
+    except OSError as error:
+        return f"no file can be made in {folder} ({error.strerror})"
     os.close(descriptor)
     try:
         with kvikio.CuFile(path, "r+") as file:
@@ -55,4 +58,4 @@ def reason_against(folder: str) -> str | None:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"reason": reason_against(sys.argv[1])}), flush=True)
+    print(json.dumps({"reason": reason_against(sys.argv[1], int(sys.argv[2]))}), flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -21,7 +21,7 @@ from kvtier.core.transfer import TransferKind
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Blocks
 from kvtier.errors import FormatError
-from kvtier.types import KEY_BYTES_MAX, BlockKey, Outcome
+from kvtier.types import KEY_BYTES_MAX, BlockKey, FilePlace, Outcome
 
 
 class Host(Protocol):
@@ -42,7 +42,8 @@ class Job(msgspec.Struct, kw_only=True):
 
     Key `i` is the record in `slots[i]`, of the group at position `groups` of the layout that the
     blocks say. A load may name slots whose records are still arriving; `deadline` is a point of
-    `time.monotonic()` at which those that have not arrived are given up.
+    `time.monotonic()` at which those that have not arrived are given up. Keys whose positions are
+    in `files` have no slot: they are read from there straight into the device.
     """
 
     id: int
@@ -51,6 +52,7 @@ class Job(msgspec.Struct, kw_only=True):
     slots: Sequence[int]
     blocks: Blocks
     deadline: float
+    files: Mapping[int, FilePlace] = msgspec.field(default_factory=dict)
 
 
 class JobResult(msgspec.Struct, kw_only=True):
@@ -67,6 +69,10 @@ class JobResult(msgspec.Struct, kw_only=True):
     """From submission to the end."""
     busy_seconds: float
     """The part of it in which bytes moved: what the cost model wants to know of the device link."""
+    bytes_read: int = 0
+    """The part of `bytes_moved` that came straight from files, which `busy_seconds` leaves out."""
+    read_seconds: float = 0.0
+    """How long that took."""
 
     @property
     def ok(self) -> bool:
@@ -81,6 +87,9 @@ class DeviceCopier(ABC):
     when every record is sealed. Only bytes whose entry, header and checksum prove them reach the
     device as OK.
     """
+
+    reads_files: bool = False
+    """Whether jobs may name files now."""
 
     @abstractmethod
     def submit(self, job: Job) -> None:

@@ -16,6 +16,25 @@ from kvtier.device.plan import Pieces, cut, whole
 from kvtier.types import Outcome, group_of
 
 
+class Busy:
+    """How long something has gone on; what overlaps counts once."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.seconds = 0.0
+        self._since = 0.0
+
+    def begin(self, rows: int, now: float) -> None:
+        if not self.running:
+            self._since = now
+        self.running += rows
+
+    def end(self, rows: int, now: float) -> None:
+        self.running -= rows
+        if not self.running:
+            self.seconds += now - self._since
+
+
 class Work:
     """A job under way: what waits, what runs, and what became of the rest; rows are its records."""
 
@@ -25,15 +44,17 @@ class Work:
         self.mark = mark
         """Where in the engine's own order the job was given: what a copier makes of it."""
         self.groups: list[int] = pieces.group.tolist()
-        self.waiting = deque(range(len(pieces)))
+        self.waiting = deque(row for row in range(len(pieces)) if row not in job.files)
+        """Rows with a slot that have not begun; those without are `unread`."""
+        self.unread = deque(sorted(job.files))
         self.outcomes: list[Outcome | None] = [None] * len(pieces)
-        self.running = 0
+        self.copying, self.reading = Busy(), Busy()
         self.holding = 0
         """Running rows that still touch the device."""
-        self.moved = 0
+        self.failed = False
+        """A record of this load was not what it should be: the others are looked at, not copied."""
+        self.moved = self.read = 0
         self.started = now
-        self.busy_since = now
-        self.busy = 0.0
 
     @property
     def loading(self) -> bool:
@@ -43,13 +64,14 @@ class Work:
     @property
     def ended(self) -> bool:
         """Whether every row has an outcome."""
-        return not self.waiting and not self.running
+        return not (self.waiting or self.unread or self.copying.running or self.reading.running)
 
     def give_up(self, outcome: Outcome) -> None:
         """Everything that has not begun ends with this outcome."""
-        for row in self.waiting:
-            self.outcomes[row] = outcome
-        self.waiting.clear()
+        for rows in (self.waiting, self.unread):
+            for row in rows:
+                self.outcomes[row] = outcome
+            rows.clear()
 
 
 class Batch(NamedTuple):
@@ -57,6 +79,12 @@ class Batch(NamedTuple):
 
     work: Work
     rows: list[int]
+    from_files: bool = False
+
+    @property
+    def busy(self) -> Busy:
+        """The clock that runs meanwhile."""
+        return self.work.reading if self.from_files else self.work.copying
 
 
 class Desk:
@@ -77,8 +105,11 @@ class Desk:
         prover: Prover,
         batch_bytes: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        reads_files: bool = False,
     ) -> None:
         self._layout = layout
+        self._reads_files = reads_files
         self._prover = prover
         self._clock = clock
         self._block_bytes = [size // layout.blocks_per_chunk for size in layout.part_bytes]
@@ -98,6 +129,8 @@ class Desk:
         pieces = cut(self._layout, job.blocks)
         if not len(pieces) == len(job.keys) == len(job.slots):
             raise ValueError(f"{len(job.keys)} keys and {len(job.slots)} slots for {len(pieces)}")
+        if job.files and (not self._reads_files or max(job.files) >= len(pieces)):
+            raise ValueError("the job names files that cannot be read straight into the device")
         work = Work(job, pieces, mark, self._clock())
         key_groups = self._layout.key_groups
         if any(
@@ -132,7 +165,8 @@ class Desk:
         """Sleep until these jobs no longer touch the device."""
         with self._lock:
             while any(
-                work.job.id in ids and (work.waiting or work.holding)
+                work.job.id in ids
+                and (work.holding or (not work.failed and (work.waiting or work.unread)))
                 for work in [*self._loads, *self._stores]
             ):
                 self._done.wait()
@@ -148,29 +182,36 @@ class Desk:
 
     # -- the threads' side -----------------------------------------------------------------
 
-    def next(self, take: Callable[[], Batch | None]) -> Batch | None:
-        """Wait for a batch that `take` (one of the two below) finds; None at the end."""
+    def next(self, take: Callable[[], Batch | None], *, wait: bool = True) -> Batch | None:
+        """A batch that `take` (one of those below) finds; None at the end, and if it finds none
+        and is not to wait for one."""
         with self._lock:
             while (batch := take()) is None:
-                if self._closing:
+                if self._closing or not wait:
                     return None
                 self._woken.wait(self._POLL_S if self._loads else None)
-            work = batch.work
-            if not work.running:
-                work.busy_since = self._clock()
-            work.running += len(batch.rows)
-            work.holding += len(batch.rows)
+            batch.busy.begin(len(batch.rows), self._clock())
+            batch.work.holding += len(batch.rows)
             return batch
 
     def load(self) -> Batch | None:
         """Records that have arrived, of the oldest load that has some."""
         for work in list(self._loads):
+            if work.failed:
+                self._expire(work)
             rows = self._arrived(work)
             if rows:
                 for row in rows:
                     work.waiting.remove(row)
                 return Batch(work, rows)
             self._expire(work)
+        return None
+
+    def read(self) -> Batch | None:
+        """One row of the oldest load that has some to be read from files: they are large."""
+        for work in self._loads:
+            if work.unread:
+                return Batch(work, [work.unread.popleft()], from_files=True)
         return None
 
     def store(self) -> Batch | None:
@@ -192,7 +233,7 @@ class Desk:
                 self._expire(work)
 
     def _expire(self, work: Work) -> None:
-        if work.waiting and self._clock() >= work.job.deadline:
+        if (work.waiting or work.unread) and self._clock() >= work.job.deadline:
             work.give_up(Outcome.TIMEOUT)
             self._settle(work)
 
@@ -206,19 +247,30 @@ class Desk:
         """What became of a batch's rows."""
         work = batch.work
         with self._lock:
-            work.running -= len(batch.rows)
+            batch.busy.end(len(batch.rows), self._clock())
             if not released:
                 work.holding -= len(batch.rows)
-            if not work.running:
-                work.busy += self._clock() - work.busy_since
             for row, outcome in zip(batch.rows, outcomes, strict=True):
                 work.outcomes[row] = outcome
                 if outcome.ok:
                     blocks = int(work.pieces.length[row])
-                    work.moved += self._block_bytes[work.groups[row]] * blocks
-                elif work.loading:
-                    work.give_up(Outcome.CANCELLED)  # the engine recomputes the whole request
+                    size = self._block_bytes[work.groups[row]] * blocks
+                    work.moved += size
+                    work.read += size if batch.from_files else 0
+                elif work.loading and not work.failed:
+                    self._condemn(work)
             self._settle(work)
+
+    def _condemn(self, work: Work) -> None:
+        """The engine will recompute the whole request. What has arrived is looked at all the same:
+        else each bad record of a prompt would cost one more request its load."""
+        pending, slots = self._prover.pending, work.job.slots
+        arrived = [row for row in work.waiting if not pending(slots[row])]
+        work.give_up(Outcome.CANCELLED)
+        if not self._closing:
+            work.waiting.extend(arrived)
+        work.failed = True
+        self._done.notify_all()
 
     def _arrived(self, work: Work) -> list[int]:
         """The first waiting rows that are no longer on their way."""
@@ -238,7 +290,9 @@ class Desk:
                 outcomes=[outcome or Outcome.CANCELLED for outcome in work.outcomes],
                 bytes_moved=work.moved,
                 seconds=self._clock() - work.started,
-                busy_seconds=work.busy,
+                busy_seconds=work.copying.seconds,
+                bytes_read=work.read,
+                read_seconds=work.reading.seconds,
             )
         )
         self._done.notify_all()

@@ -178,6 +178,9 @@ class ChainManager:
         ticket = self.chain.begin_load(wanted, request, deadline)
         slots = dict(zip(ticket.keys, getattr(ticket.spec, "slots", ()), strict=True))
         errand = self._errand(wanted, [slots.get(key, NO_SLOT) for key in wanted], deadline)
+        errand.files = {
+            at: ticket.files[key] for at, key in enumerate(wanted) if key in ticket.files
+        }
         self._pending[errand.number] = Pending(request, wanted, self._ranks, ticket)
         return errand
 
@@ -217,6 +220,7 @@ class ChainManager:
         if pending.left > 0:
             return None
         del self._pending[number]
+        self.chain.read_directly(pending.report.reads_files)
         failed = {
             pending.keys[index]: outcome
             for index, outcome in pending.report.failures.items()
@@ -237,13 +241,15 @@ class ChainManager:
         blamed = {
             key: outcome
             for key, outcome in failed.items()
-            if outcome in (Outcome.CORRUPT, Outcome.GONE, Outcome.IO_ERROR) and key in taken
+            if (outcome in (Outcome.CORRUPT, Outcome.GONE, Outcome.IO_ERROR) and key in taken)
+            or key in ticket.files
         }
-        self.chain.end_load(ticket, blamed)
+        report = pending.report
+        self.chain.end_load(ticket, blamed, (report.bytes_read, report.read_seconds))
         if not failed:
             if self._costs is not None:
-                report = pending.report
-                self._costs.observe_load(DEVICE, report.bytes_moved, report.busy_seconds)
+                by_host = report.bytes_moved - report.bytes_read
+                self._costs.observe_load(DEVICE, by_host, report.busy_seconds)
             return None
         self.failed_loads += 1
         logger.warning(

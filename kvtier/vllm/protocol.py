@@ -5,10 +5,10 @@ The classes here are pickled by vLLM on their way between its own processes, nev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.types import BlockKey, Outcome
+from kvtier.types import BlockKey, FilePlace, Outcome
 
 NO_SLOT = -1
 """In place of a slot: the block could not be taken in, and the load must fail."""
@@ -33,6 +33,9 @@ class Errand:
     keys: Sequence[BlockKey]
     slots: Sequence[int]
     deadline: float
+    files: Mapping[int, FilePlace] = field(default_factory=dict)
+    """Where those lie that have no slot, and go from there straight into the device, by position
+    in the keys. Only for workers that have reported that they can."""
 
 
 @dataclass
@@ -44,6 +47,11 @@ class Report:
     """What failed, by position in the errand's keys."""
     bytes_moved: int = 0
     busy_seconds: float = 0.0
+    bytes_read: int = 0
+    """The part of `bytes_moved` that came straight from files, which `busy_seconds` leaves out."""
+    read_seconds: float = 0.0
+    reads_files: bool = True
+    """Whether all of these ranks can read files straight into their devices, as things are."""
 
     def merge(self, other: Report) -> Report:
         """Both together; of two reasons for the same block the first is as good."""
@@ -52,4 +60,7 @@ class Report:
             {**other.failures, **self.failures},
             self.bytes_moved + other.bytes_moved,
             max(self.busy_seconds, other.busy_seconds),
+            self.bytes_read + other.bytes_read,
+            max(self.read_seconds, other.read_seconds),
+            self.reads_files and other.reads_files,
         )

@@ -71,6 +71,7 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
 
     def get_worker(self, kv_caches: Any) -> Any:
         config = self.config
+        stack = read_stack(self.extra_config)
         return VllmWorker(
             RankWorker(
                 kv_caches,
@@ -78,6 +79,8 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
                 group_ids=[group.group_id for group in config.groups],
                 rank=config.parallel.rank,
                 ranks=config.parallel.world_size,
+                gds=stack.gds,
+                folders=stack_config.folders(stack),
             )
         )
 

@@ -7,7 +7,6 @@ Nothing here raises: an errand that cannot be carried out is reported as failed.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,10 @@ import msgspec
 import numpy as np
 
 from kvtier.backends.cpu import Region
+from kvtier.core.settings import Gds
 from kvtier.core.transfer import TransferKind
 from kvtier.device.cpu_copy import CpuCopier, host_arrays
+from kvtier.device.gds import DirectAccess, KvikioDriver, probe
 from kvtier.device.jobs import DeviceCopier, Job, JobResult
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Blocks
@@ -26,6 +27,8 @@ from kvtier.types import GROUP_BYTES, Outcome
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
 
 logger = logging.getLogger(__name__)
+
+OpenCopier = Callable[[DeviceLayout, Region, bytes], DeviceCopier]
 
 
 class Ended(msgspec.Struct):
@@ -49,12 +52,13 @@ class RankWorker:
         group_ids: Sequence[int],
         rank: int,
         ranks: int,
-        clock: Callable[[], float] = time.monotonic,
+        gds: Gds = Gds.OFF,
+        folders: Sequence[Path] = (),
+        open_copier: OpenCopier | None = None,
     ) -> None:
-        self._caches = caches
         self._layout = DeviceLayout.of_caches(caches, blocks_per_chunk, rank, ranks, group_ids)
         self._group_ids = list(group_ids)
-        self._clock = clock
+        self._open_copier = open_copier or device_of(caches, gds, folders)
         self._copier: DeviceCopier | None = None
         self._region: Region | None = None
         self._region_name = ""
@@ -73,7 +77,7 @@ class RankWorker:
 
     def load(self, job_id: int, errand: Errand, blocks: Blocks) -> None:
         """Copy blocks into the device as they arrive in the region."""
-        if NO_SLOT in errand.slots:
+        if any(s == NO_SLOT and i not in errand.files for i, s in enumerate(errand.slots)):
             self._fail(job_id, errand, Outcome.DROPPED)
             return
         self._submit(job_id, errand, blocks, TransferKind.LOAD)
@@ -90,6 +94,7 @@ class RankWorker:
                     slots=errand.slots,
                     blocks=blocks,
                     deadline=errand.deadline,
+                    files=errand.files,
                 )
             )
         except (KVTierError, OSError, ValueError) as error:
@@ -113,7 +118,12 @@ class RankWorker:
 
     def _fail(self, job_id: int, errand: Errand, outcome: Outcome) -> None:
         failures = dict.fromkeys(range(len(errand.keys)), outcome)
-        self._ended.append(Ended(job_id, errand.number, False, Report(1, failures), 0.0))
+        report = Report(1, failures, reads_files=self._reads_files)
+        self._ended.append(Ended(job_id, errand.number, False, report, 0.0))
+
+    @property
+    def _reads_files(self) -> bool:
+        return self._copier is not None and self._copier.reads_files
 
     def abandon(self, job_id: int, errand: Errand) -> None:
         """Something unforeseen kept this job from being submitted."""
@@ -134,7 +144,15 @@ class RankWorker:
         failures = {
             index: outcome for index, outcome in enumerate(result.outcomes) if not outcome.ok
         }
-        report = Report(1, failures, result.bytes_moved, result.busy_seconds)
+        report = Report(
+            1,
+            failures,
+            result.bytes_moved,
+            result.busy_seconds,
+            result.bytes_read,
+            result.read_seconds,
+            self._reads_files,
+        )
         ok = not failures
         return Ended(result.id, number, ok, report, result.seconds)
 
@@ -152,7 +170,7 @@ class RankWorker:
         self._check(errand.geometry)
         region = Region.attach(Path(errand.region))
         self._region, self._region_name = region, errand.region
-        self._copier = open_copier(self._caches, self._layout, region, errand.geometry.digest)
+        self._copier = self._open_copier(self._layout, region, errand.geometry.digest)
         return self._copier
 
     def _check(self, geometry: Geometry) -> None:
@@ -180,22 +198,41 @@ class RankWorker:
         self._close_copier()
 
 
-def open_copier(
-    caches: Any, layout: DeviceLayout, region: Region, namespace: bytes
-) -> DeviceCopier:
-    """The copier for the device that the KV tensors are on."""
+def device_of(caches: Any, gds: Gds, folders: Sequence[Path]) -> OpenCopier:
+    """How copiers are opened for the device that the KV tensors are on.
+
+    Raises MediumError if that is to read from disks directly, and cannot.
+    """
     device = caches.tensors[0].tensor.device
-    if device.type == "cpu":
-        return CpuCopier(layout, host_arrays(caches), region, namespace)
-    if device.type == "cuda":
+    index = device.index or 0
+
+    def attempt(folder: Path) -> str | None:
+        on_gpu = device.type == "cuda"
+        return probe(folder, device=index) if on_gpu else f"the KV tensors are on a {device.type}"
+
+    access = DirectAccess(gds, folders, attempt, lambda: KvikioDriver(index))
+    if gds is Gds.REQUIRE:
+        access.works()
+
+    def open_copier(layout: DeviceLayout, region: Region, namespace: bytes) -> DeviceCopier:
+        if device.type == "cpu":
+            return CpuCopier(layout, host_arrays(caches), region, namespace)
+        if device.type != "cuda":
+            raise ValueError(f"KV tensors on a {device.type} device are not supported")
         from kvtier.device import cuda
         from kvtier.vllm.compat import batched_copy
 
-        copy = cuda.torch_copy(batched_copy())
         return cuda.open_copier(
-            layout, region, region.data, namespace, index=device.index or 0, batch_copy=copy
+            layout,
+            region,
+            region.data,
+            namespace,
+            index=index,
+            batch_copy=cuda.torch_copy(batched_copy()),
+            open_direct=None if access.mode is Gds.OFF else lambda: access.open(layout, namespace),
         )
-    raise ValueError(f"KV tensors on a {device.type} device are not supported")
+
+    return open_copier
 
 
 def blocks_of(spec: Any) -> Blocks:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from fake_cufile import FakeCufile
 
+from kvtier.core.settings import Gds
 from kvtier.device import gds_probe
-from kvtier.device.gds import Gds, decide, probe
+from kvtier.device.gds import DirectAccess, probe
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.errors import MediumError
 
 
@@ -50,27 +54,66 @@ def test_an_attempt_that_cannot_start_is_a_reason(tmp_path: Path) -> None:
     assert "No such file" in reason
 
 
-def works(folder: Path) -> str | None:
-    return None
+LAYOUT = DeviceLayout((DeviceTensor(0, 4, 4096, 4096),), ((PageRef(0, 4096),),))
 
 
-def works_not(folder: Path) -> str | None:
-    return "there is no CUDA device"
+class Machine:
+    """Says what an attempt would, and makes drivers, if it has any."""
+
+    def __init__(self, reason: str | None = None, driver: Exception | None = None) -> None:
+        self.attempts = 0
+        self._reason = reason
+        self._driver = driver
+
+    def attempt(self, folder: Path) -> str | None:
+        self.attempts += 1
+        return self._reason
+
+    def driver(self) -> FakeCufile:
+        if self._driver is not None:
+            raise self._driver
+        return FakeCufile()
+
+    def access(self, mode: Gds, *folders: Path) -> DirectAccess:
+        return DirectAccess(mode, folders, self.attempt, self.driver)
 
 
-def must_not_be_asked(folder: Path) -> str | None:
-    raise AssertionError("off means off")
+def test_off_means_off(tmp_path: Path) -> None:
+    machine = Machine()
+    assert machine.access(Gds.OFF, tmp_path).open(LAYOUT, bytes(16)) is None
+    assert machine.access(Gds.AUTO).open(LAYOUT, bytes(16)) is None, "no tier has files"
+    assert machine.attempts == 0
 
 
-def test_each_setting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("mode", [Gds.AUTO, Gds.REQUIRE])
+def test_what_works_is_tried_once(tmp_path: Path, mode: Gds) -> None:
+    machine = Machine()
+    access = machine.access(mode, tmp_path, tmp_path)
+    for _ in range(2):
+        loader = access.open(LAYOUT, bytes(16))
+        assert loader is not None
+        loader.close()
+    assert machine.attempts == 2, "each folder"
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        (Machine("there is no CUDA device"), "there is no CUDA device"),
+        (Machine(driver=RuntimeError("out of memory")), r"the driver failed \(out of memory\)"),
+        (Machine(driver=ImportError("no kvikio")), r"the driver failed \(no kvikio\)"),
+    ],
+)
+def test_a_reason_against_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, machine: Machine, reason: str
+) -> None:
     caplog.set_level("INFO")
-    assert not decide(Gds.OFF, tmp_path, must_not_be_asked)
-    assert decide(Gds.AUTO, tmp_path, works)
-    assert decide(Gds.REQUIRE, tmp_path, works)
-    assert not decide(Gds.AUTO, tmp_path, works_not)
-    assert "through pinned memory, not GPUDirect Storage: there is no CUDA device" in caplog.text
-    with pytest.raises(MediumError, match="there is no CUDA device: mend that, or set gds: auto"):
-        decide(Gds.REQUIRE, tmp_path, works_not)
+    access = machine.access(Gds.AUTO, tmp_path)
+    assert access.open(LAYOUT, bytes(16)) is None
+    assert access.open(LAYOUT, bytes(16)) is None
+    assert len(re.findall(f"through pinned memory, not GPUDirect.*: {reason}", caplog.text)) == 1
+    with pytest.raises(MediumError, match=f"{reason}: mend that, or set gds: auto"):
+        machine.access(Gds.REQUIRE, tmp_path).open(LAYOUT, bytes(16))
 
 
 class Driver:
