@@ -1,0 +1,193 @@
+"""An engine of two ranks without vLLM: manager, workers, a stack on real files, fake devices."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from fake_cufile import FakeCufile
+from fake_device import FakeDevice
+
+from kvtier.backends.cpu import Region
+from kvtier.core.record import record_bytes
+from kvtier.device.cuda_copy import CudaCopier
+from kvtier.device.direct import DirectLoader
+from kvtier.device.jobs import DeviceCopier
+from kvtier.device.layout import DeviceLayout
+from kvtier.device.plan import Blocks
+from kvtier.stack import Stack
+from kvtier.types import BlockKey, Namespace, Outcome
+from kvtier.vllm.manager import ChainManager
+from kvtier.vllm.protocol import Errand, Report
+from kvtier.vllm.worker import RankWorker
+
+RANKS, LAYERS, PAGE, BLOCKS = 2, 3, 2048, 256
+PART = LAYERS * PAGE
+NAMESPACE = Namespace(facts={"model": "none"}, group_bytes=(RANKS * PART,), parts=RANKS)
+SLOT = record_bytes(RANKS * PART)
+
+
+class Tensor:
+    """As much of a torch tensor of pages as a layout asks for."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self.shape = array.shape
+
+    def data_ptr(self) -> int:
+        return int(self._array.ctypes.data)
+
+    def element_size(self) -> int:
+        return 1
+
+    def stride(self, axis: int) -> int:
+        return int(self._array.strides[axis])
+
+
+class Rank:
+    """One rank's device and worker."""
+
+    def __init__(self, rank: int, *, able: bool) -> None:
+        self.pages = np.zeros((LAYERS, BLOCKS, PAGE), np.uint8)
+        self.device, self.driver = FakeDevice(rank), FakeCufile()
+        self._able = able
+        caches = SimpleNamespace(
+            tensors=[
+                SimpleNamespace(tensor=Tensor(layer), page_size_bytes=PAGE) for layer in self.pages
+            ],
+            group_data_refs=[
+                [SimpleNamespace(tensor_idx=i, page_size_bytes=PAGE) for i in range(LAYERS)]
+            ],
+        )
+        self.worker = RankWorker(
+            caches,
+            blocks_per_chunk=1,
+            group_ids=[0],
+            rank=rank,
+            ranks=RANKS,
+            open_copier=self._open_copier,
+        )
+
+    def _open_copier(self, layout: DeviceLayout, region: Region, namespace: bytes) -> DeviceCopier:
+        def open_direct() -> DirectLoader | None:
+            loader = DirectLoader(layout, self.driver, namespace, stages=3)
+            return loader if self._able else None
+
+        return CudaCopier(layout, self.device, region, namespace, open_direct=open_direct)
+
+
+class Engine:
+    """Stores and loads blocks as vLLM would have it done."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        name: str = "one",
+        cpu_slots: int = 64,
+        nvme_slots: int = 128,
+        able: Sequence[bool] = (True, True),
+    ) -> None:
+        config = {
+            "version": 1,
+            "name": name,
+            "loads": "always",
+            "mover": {"mode": "threads"},
+            "tiers": [
+                {"kind": "cpu", "path": str(folder), "capacity": (cpu_slots + 1) * (SLOT + 128)},
+                {
+                    "kind": "nvme",
+                    "path": str(folder / "nvme"),
+                    "capacity": (nvme_slots + 8) * (SLOT + 64) + (1 << 16),
+                    "free_floor": 0,
+                },
+            ],
+        }
+        self.stack = Stack.open(config, NAMESPACE)
+        region = str(self.stack.host.region.path)  # type: ignore[attr-defined]
+        self.manager = ChainManager(self.stack, region=region, ranks=RANKS)
+        self.chain = self.stack.chain
+        self.cpu, self.nvme = self.chain.tiers
+        self.ranks = [Rank(rank, able=each) for rank, each in enumerate(able)]
+        self._names = itertools.count(1)
+        self.contents: dict[BlockKey, list[bytes]] = {}
+        self.failed: list[str] = []
+
+    def store(self, keys: Sequence[BlockKey], first: int = 0) -> None:
+        """Random bytes for these keys, out of the devices and down to the disk."""
+        taken, errand = self.manager.prepare_store(keys, "storing")
+        assert len(taken) == len(keys)
+        ids = np.arange(first, first + len(keys))
+        for rank in self.ranks:
+            random = np.random.default_rng(abs(hash((keys[0], rank.worker._layout.part))))
+            rank.pages[:, ids] = random.integers(0, 256, (LAYERS, len(keys), PAGE), np.uint8)
+        for index, key in enumerate(keys):
+            self.contents[key] = [rank.pages[:, ids[index]].tobytes() for rank in self.ranks]
+        job = next(self._names)
+        for rank in self.ranks:
+            rank.worker.store(job, errand, Blocks(ids, [len(ids)], [0]))
+        self.finish(errand)
+        self.settle()
+
+    def store_alone(self, keys: Sequence[BlockKey]) -> None:
+        """Blocks of nobody's device: only to need room."""
+        self.stack.store({key: bytes(RANKS * PART) for key in keys})
+        self.settle()
+
+    def settle(self) -> None:
+        assert self.stack.settle(), "the cascade has an end"
+
+    def forget_memory(self, keys: Sequence[BlockKey]) -> None:
+        """Only the disk holds these now."""
+        self.cpu.forget(keys)
+
+    def begin(self, keys: Sequence[BlockKey], first: int = 100, request: str = "r") -> Errand:
+        return self.begin_with(self.manager.prepare_load(keys, request), first)
+
+    def begin_with(self, errand: Errand, first: int = 100) -> Errand:
+        job = next(self._names)
+        ids = np.arange(first, first + len(errand.keys))
+        for rank in self.ranks:
+            rank.pages[:, ids] = 0
+            rank.worker.load(job, errand, Blocks(ids, [len(ids)], [0]))
+        return errand
+
+    def finish(self, errand: Errand) -> dict[int, Outcome]:
+        """Step until all ranks have reported; what failed, by position."""
+        left, merged = RANKS, Report(0)
+        while left:
+            self.chain.poll()
+            for rank in self.ranks:
+                for ended in rank.worker.poll():
+                    assert ended.number == errand.number
+                    left -= 1
+                    merged = merged.merge(ended.report)
+                    request = self.manager.report(ended.number, ended.report)
+                    self.failed += [request] if request else []
+        return merged.failures
+
+    def load(self, keys: Sequence[BlockKey], first: int = 100) -> Errand:
+        """Load, and compare every byte of every rank."""
+        errand = self.begin(keys, first)
+        assert self.finish(errand) == {}
+        self.compare(keys, first)
+        return errand
+
+    def compare(self, keys: Sequence[BlockKey], first: int = 100) -> None:
+        for index, key in enumerate(keys):
+            found = [rank.pages[:, first + index].tobytes() for rank in self.ranks]
+            assert found == self.contents[key], f"block {index}"
+
+    def hang(self, hangs: bool) -> None:
+        for rank in self.ranks:
+            rank.driver.hangs = hangs
+
+    def close(self) -> None:
+        self.hang(False)
+        for rank in self.ranks:
+            rank.worker.close()
+        self.manager.close()
