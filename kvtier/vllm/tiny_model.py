@@ -21,11 +21,12 @@ from typing import Any
 
 from kvtier.errors import ConfigError
 
-BOS, EOS = "<s>", "</s>"
-# One token for every byte and the two above: any text is its UTF-8 bytes, one token each.
+BOS, EOS, IMAGE = "<s>", "</s>", "<image>"
+# One token for every byte and the first two above: any text is its UTF-8 bytes, one token each.
 VOCABULARY_SIZE = 256 + 2
 MAX_TOKENS = 32768
 HEAD_DIM = 64
+IMAGE_PIXELS, IMAGE_TOKENS = 56, 8
 # Wider than the usual 0.02: with that, random attention is so flat that the output hardly
 # depends on the context, and a test would not notice wrong KV.
 INITIALIZER_RANGE = 0.08
@@ -136,12 +137,47 @@ def _qwen3_next(layers: int, hidden: int) -> Any:
     )
 
 
+def _blip2(layers: int, hidden: int) -> Any:
+    """Sees: an image becomes eight tokens before the text. No part of it needs torchvision."""
+    from transformers import Blip2Config
+
+    sight = {
+        "hidden_size": HEAD_DIM,
+        "intermediate_size": 2 * HEAD_DIM,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "initializer_range": INITIALIZER_RANGE,
+    }
+    common = _common(layers, hidden)
+    language = {
+        "model_type": "opt",
+        "vocab_size": VOCABULARY_SIZE + 1,
+        "hidden_size": hidden,
+        "word_embed_proj_dim": hidden,
+        "num_hidden_layers": layers,
+        "ffn_dim": common["intermediate_size"],
+        "num_attention_heads": common["num_attention_heads"],
+        "max_position_embeddings": 4096,  # of which each has weights
+        "init_std": INITIALIZER_RANGE,
+        **{name: common[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    }
+    return Blip2Config(
+        vision_config={**sight, "image_size": IMAGE_PIXELS, "patch_size": 14},
+        qformer_config={**sight, "vocab_size": 1, "encoder_hidden_size": HEAD_DIM},
+        text_config=language,
+        num_query_tokens=IMAGE_TOKENS,
+        image_token_index=VOCABULARY_SIZE,
+        image_text_hidden_size=HEAD_DIM,
+    )
+
+
 FAMILIES: dict[str, Callable[[int, int], Any]] = {
     "llama": _llama,
     "gemma3": _gemma3,
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek_v2,
     "qwen3_next": _qwen3_next,
+    "blip2": _blip2,
 }
 
 
@@ -166,7 +202,10 @@ def build(
     building = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         _save_weights(building, FAMILIES[family](layers, hidden), seed)
-        _save_tokenizer(building)
+        if family == "blip2":
+            _save_processor(building)
+        else:
+            _tokenizer().save_pretrained(building)
         (building / DESCRIPTION_FILE).write_text(json.dumps(description) + "\n")
         building.rename(target)
     finally:
@@ -202,22 +241,24 @@ def _is_built(target: Path, description: dict[str, Any]) -> bool:
 
 def _save_weights(folder: Path, config: Any, seed: int) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = kind.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
 
 
-def _save_tokenizer(folder: Path) -> None:
+def _tokenizer(*more: str) -> Any:
+    """A token for each byte, for beginning and end, and for what else is named."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*letters, BOS, EOS])}
+    vocabulary = {token: number for number, token in enumerate([*letters, BOS, EOS, *more])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -229,8 +270,20 @@ def _save_tokenizer(folder: Path) -> None:
         model_max_length=MAX_TOKENS,
         clean_up_tokenization_spaces=False,
     )
+    if more:
+        fast.add_special_tokens({"additional_special_tokens": list(more)})
     fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
+    return fast
+
+
+def _save_processor(folder: Path) -> None:
+    """The tokenizer, and what makes pixels of images."""
+    from transformers import Blip2Processor
+    from transformers.models.blip import BlipImageProcessorPil
+
+    pixels = BlipImageProcessorPil(size={"height": IMAGE_PIXELS, "width": IMAGE_PIXELS})
+    processor = Blip2Processor(pixels, _tokenizer(IMAGE), num_query_tokens=IMAGE_TOKENS)
+    processor.save_pretrained(folder)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import sys
 import time
 import traceback
@@ -42,7 +43,7 @@ class Host:
     ) -> list[dict[str, Any]]:
         """Greedy continuations, all prompts at once; `more` holds what else a prompt carries."""
         given = [
-            {"prompt_token_ids": prompt, **extra}
+            {"prompt_token_ids": prompt, **_seen(extra)}
             for prompt, extra in zip(prompts, more or [{}] * len(prompts), strict=True)
         ]
         found = self._llm.generate(given, self._greedy(tokens), use_tqdm=False)
@@ -189,7 +190,7 @@ class Host:
     def loaded_bytes(self, tokens: int) -> int:
         """The payload of so many tokens' blocks."""
         manager = self._manager
-        return int(tokens // manager._chunk_tokens * sum(manager.stack.namespace.group_bytes))
+        return int(tokens // manager.shapes[0].tokens * sum(manager.stack.namespace.group_bytes))
 
     def resident(self) -> int:
         """The bytes of memory that are this process's own."""
@@ -218,6 +219,16 @@ class Host:
             "namespace": dict(manager.stack.namespace.facts),
             "free_blocks": self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         }
+
+
+def _seen(extra: dict[str, Any]) -> dict[str, Any]:
+    """What a prompt carries, with an image of noise where a number stands for one."""
+    if "image" not in extra:
+        return extra
+    from PIL import Image
+
+    noise = random.Random(extra["image"]).randbytes(64 * 64 * 3)
+    return {"multi_modal_data": {"image": Image.frombytes("RGB", (64, 64), noise)}}
 
 
 def _shown(output: Any) -> dict[str, Any]:
