@@ -47,10 +47,11 @@ class Stack:
         serving: bool = False,
         costs: CostModel | None = None,
         engine: str | None = None,
+        near: Sequence[int] = (),
     ) -> None:
         self.config = config
         self.namespace = namespace
-        self.context, tiers = _open_tiers(config, namespace, engine or config.name)
+        self.context, tiers = _open_tiers(config, namespace, engine or config.name, tuple(near))
         opened: list[Handler | Mover] = []
         try:
             host = backend(config.tiers[0].kind).open_handler(config.tiers[0], self.context)
@@ -74,13 +75,15 @@ class Stack:
         serving: bool = False,
         costs: CostModel | None = None,
         engine: str | None = None,
+        near: Sequence[int] = (),
     ) -> Self:
         """Read a configuration and open what it describes. `serving` picks a mover in a process
         of its own where the configuration leaves the choice; `engine` is the name under which
-        private media are kept, the configuration's own if it is not given."""
+        private media are kept, the configuration's own if it is not given; `near` are the NUMA
+        nodes that host memory should come from."""
         if not isinstance(source, StackConfig):
             source = load(source, record_bytes=record_bytes(namespace.payload_bytes))
-        return cls(source, namespace, serving=serving, costs=costs, engine=engine)
+        return cls(source, namespace, serving=serving, costs=costs, engine=engine, near=near)
 
     # -- for callers that may wait ---------------------------------------------------------
 
@@ -185,12 +188,12 @@ class Stack:
 
 
 def _open_tiers(
-    config: StackConfig, namespace: Namespace, name: str
+    config: StackConfig, namespace: Namespace, name: str, near: tuple[int, ...]
 ) -> tuple[TierContext, list[Tier]]:
     """All tiers, under the first engine name whose private media nobody uses."""
     for number in range(1, _ENGINES_MAX + 1):
         engine = name if number == 1 else f"{name}-{number}"
-        context = TierContext(namespace, engine)
+        context = TierContext(namespace, engine, near)
         tiers: list[Tier] = []
         try:
             for settings in config.tiers:

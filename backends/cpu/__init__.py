@@ -108,7 +108,7 @@ class CpuBackend(Backend[CpuSettings]):
             context.namespace.digest,
             discard=discard,
         )
-        owned = OwnedRegion(path, wanted, disk or Disk())
+        owned = OwnedRegion(path, wanted, disk or Disk(), context.near)
         if settings.huge_pages and (reason := owned.region.advise_huge_pages()):
             logger.warning("the CPU region %s has no huge pages: %s", path, reason)
         return CpuTier(owned, create_policy(settings.eviction), discard=discard)

@@ -14,9 +14,10 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from kvtier.core import numa
 from kvtier.core.disk import Disk
 from kvtier.core.record import ALIGN, Buffer, padded
 from kvtier.core.slab.layout import (
@@ -137,9 +138,12 @@ def plan_region(capacity: int, slot_bytes: int, namespace: bytes, *, discard: bo
 class OwnedRegion:
     """A region with the owner's lock held: found as it was left, or made anew."""
 
-    def __init__(self, path: Path, wanted: SlabHeader, disk: Disk) -> None:
+    def __init__(
+        self, path: Path, wanted: SlabHeader, disk: Disk, near: Sequence[int] = ()
+    ) -> None:
         self.path = path
         self._disk = disk
+        self._near = near
         self._lock = _lock_owner(path)
         try:
             self.region = self._open(wanted)
@@ -185,6 +189,8 @@ class OwnedRegion:
             self._disk.unlink(making)
             fd = self._disk.open(making, create=True)
             try:
+                if self._near:
+                    self._place(fd, size)
                 self._disk.allocate(fd, size)
                 os.pwrite(fd, header.pack(), 0)
             finally:
@@ -200,6 +206,19 @@ class OwnedRegion:
                 "or give shared memory more room (in containers: --shm-size)"
             ) from error
         return Region.attach(self.path)
+
+    def _place(self, fd: int, size: int) -> None:
+        """Choose the nodes that its memory will come from: asked before there is any."""
+        os.ftruncate(fd, size)
+        with mmap.mmap(fd, size) as mapping, memoryview(mapping) as view:
+            reason = numa.place(view, self._near)
+        where = f"{numa.describe(self._near)}, beside the GPUs"
+        if reason is None:
+            logger.info("the CPU region %s lies on NUMA %s", self.path, where)
+        else:
+            logger.warning(
+                "the CPU region %s cannot be put on NUMA %s: %s", self.path, where, reason
+            )
 
     def close(self, *, remove: bool) -> None:
         """Give the region up; its blocks stay for the next owner unless it is removed."""

@@ -18,6 +18,8 @@ import msgspec
 from kvtier.cli.look_slabs import look_at_regions
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk
+from kvtier.core.numa import Topology
+from kvtier.core.settings import Gds
 from kvtier.device.gds import probe as probe_gds
 from kvtier.errors import ConfigError
 from kvtier.observe import human
@@ -68,6 +70,11 @@ def check_machine(config: StackConfig) -> Iterator[Finding]:
             f"a process may open {limit} files",
             "raise it to 4096 or more: ulimit -n 4096",
         )
+    machine = Topology()
+    if len(machine.nodes) > 1:
+        gpus = [str(node) for node in machine.gpus() if node is not None]
+        where = f"GPUs are at {', '.join(gpus)}" if gpus else "no GPU says where it is"
+        yield Finding("numa", Level.OK, f"{len(machine.nodes)} NUMA nodes; {where}")
 
 
 def check_tier(config: StackConfig, tier: int) -> Iterator[Finding]:
@@ -80,6 +87,7 @@ def check_tier(config: StackConfig, tier: int) -> Iterator[Finding]:
         )
     elif settings.kind == "nvme":
         yield from _check_disk(area, settings)
+        yield from _check_gds(area, config.gds, settings)
     elif settings.kind == "object":
         from kvtier.cli.check_store import check_store
 
@@ -193,9 +201,23 @@ def _check_disk(area: str, settings: Any) -> Iterator[Finding]:
     if settings.direct:
         yield _check_direct(area, folder)
     yield _check_room(area, settings, folder)
+
+
+def _check_gds(area: str, mode: Gds, settings: Any) -> Iterator[Finding]:
+    """Try what workers would: to read a file straight into GPU memory."""
+    if mode is Gds.OFF:
+        return
+    folder = Path(settings.path)
     reason = probe_gds(folder)
     if reason is None:
         yield Finding(area, Level.OK, "GPUDirect Storage works here")
+    elif mode is Gds.REQUIRE:
+        yield Finding(
+            area,
+            Level.BAD,
+            f"GPUDirect Storage is required, but {reason}",
+            "mend that, or set gds: auto to go through pinned memory",
+        )
     else:
         yield Finding(
             area,

@@ -26,6 +26,8 @@ class TierContext(msgspec.Struct, frozen=True):
     namespace: Namespace
     engine: str = "default"
     """Names this engine among those of one machine: private media (the CPU region) carry it."""
+    near: tuple[int, ...] = ()
+    """The NUMA nodes that host memory should come from; empty where there is no choice."""
 
 
 class Backend(ABC, Generic[S]):

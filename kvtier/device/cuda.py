@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.core.numa import Topology, bind_thread
 from kvtier.core.record import Buffer
 from kvtier.device.accelerator import Event, Lane
 from kvtier.device.cuda_copy import CudaCopier
@@ -44,6 +45,7 @@ class Cuda:
         self._index = index
         self._batch_copy = batch_copy or runtime_copy(torch)
         self._kernel: BatchCopy | None = None
+        self._cores = cores_near(index, Topology())
 
     def build_kernel(self) -> None:
         """From now on, copy small pages with a kernel: all host memory must be pinned."""
@@ -51,6 +53,7 @@ class Cuda:
 
     def attach(self) -> None:
         self._torch.cuda.set_device(self._index)
+        bind_thread(self._cores)
 
     def mark(self) -> Event:
         event: Event = self._torch.cuda.Event(blocking=True)
@@ -234,6 +237,18 @@ def _piece_by_piece(torch: Any, runtime: ctypes.CDLL) -> BatchCopy:
         return None
 
     return copy
+
+
+def cores_near(index: int, topology: Topology) -> set[int]:
+    """The cores of the NUMA node that a device is at; empty if there is nothing to choose."""
+    name = ctypes.create_string_buffer(32)
+    if _runtime().cudaDeviceGetPCIBusId(name, ctypes.c_int(len(name)), ctypes.c_int(index)):
+        return set()
+    node = topology.node_of(name.value.decode())
+    cores = topology.cores(node)
+    if cores:
+        logger.info("copies of CUDA device %d run on the cores of NUMA node %d", index, node)
+    return cores
 
 
 def _runtime() -> ctypes.CDLL:

@@ -7,6 +7,7 @@ and what goes wrong behind it is a miss or a store that did not happen.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import msgspec
 
 from kvtier import config as stack_config
 from kvtier.backends.cpu import CpuHandler
+from kvtier.core import numa
 from kvtier.core.costs import CostModel
 from kvtier.errors import ConfigError
 from kvtier.stack import Stack
@@ -50,6 +52,7 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
         index = config.parallel.data_parallel_index
         shared = config.parallel.data_parallel_size > 1
         source = self.extra_config["stack"]
+        ranks = config.parallel.world_size
         costs = CostModel() if stack.loads is stack_config.Loads.WORTHWHILE else None
         opened = Stack.open(
             Path(source) if isinstance(source, str) else source,
@@ -57,6 +60,7 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
             serving=True,
             costs=costs,
             engine=f"{stack.name}-dp{index}" if shared else None,
+            near=numa.Topology().near(index * ranks, ranks, os.environ),
         )
         assert isinstance(opened.host, CpuHandler)
         manager = ChainManager(

@@ -11,8 +11,9 @@ import pytest
 from cli_world import command
 
 from kvtier.cli import checks
-from kvtier.cli.checks import Level, check_tier
+from kvtier.cli.checks import Level, check_machine, check_tier
 from kvtier.config import load
+from kvtier.core.numa import Topology
 
 
 def run(stack_file: Path, *args: str, code: int = 0) -> Any:
@@ -78,6 +79,41 @@ def test_a_disk_that_is_memory(stack_file: Path) -> None:
     finally:
         folder.rmdir()
     assert found["/dev/shm/" + folder.name + " is tmpfs: memory, not a disk"] is Level.WARN
+
+
+@pytest.mark.parametrize(
+    ("gds", "reason", "level"),
+    [
+        ("auto", None, Level.OK),
+        ("auto", "there is no CUDA device", Level.NOTE),
+        ("require", "there is no CUDA device", Level.BAD),
+        ("off", None, None),
+    ],
+)
+def test_gpudirect_storage_as_the_stack_asks_for_it(
+    stack_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gds: str,
+    reason: str | None,
+    level: Level | None,
+) -> None:
+    monkeypatch.setattr(checks, "probe_gds", lambda folder: reason)
+    stack_file.write_text(f"gds: {gds}\n{stack_file.read_text()}")
+    found = {what: level for what, level in levels(stack_file, 1).items() if "GPUDirect" in what}
+    assert list(found.values()) == ([level] if level else [])
+
+
+def test_nodes_are_told_where_there_are_several(
+    stack_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Topology, "gpus", lambda self: [0, 1])
+    monkeypatch.setattr(checks, "Topology", lambda: machine)
+    machine = Topology()
+    machine.nodes = [0, 1]
+    (found,) = [each for each in check_machine(load(stack_file)) if each.area == "numa"]
+    assert found.what == "2 NUMA nodes; GPUs are at 0, 1"
+    machine.nodes = [0]
+    assert not [each for each in check_machine(load(stack_file)) if each.area == "numa"]
 
 
 @pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0"])

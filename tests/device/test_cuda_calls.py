@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvtier.core.numa import Topology
 from kvtier.device import cuda
 from kvtier.device.pinned import PinnedMemory
 
@@ -131,6 +133,30 @@ def test_an_error_code_is_raised(monkeypatch: pytest.MonkeyPatch, version: int) 
     copy = copy_with(monkeypatch, Runtime(version, result=700))
     with pytest.raises(RuntimeError, match="700"):
         copy(columns(1), columns(2), columns(3), False)
+
+
+class Bus(Runtime):
+    """Knows where its device is."""
+
+    def cudaDeviceGetPCIBusId(self, into: Any, size: Any, index: Any) -> int:  # noqa: N802
+        into.value = b"0000:9C:00.0"
+        assert (size.value, index.value) == (32, 2)
+        return self._result
+
+
+@pytest.mark.parametrize(("result", "cores"), [(0, {4, 5}), (101, set())])
+def test_the_cores_beside_a_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, result: int, cores: set[int]
+) -> None:
+    for path, text in {
+        "devices/system/node/online": "0-1",
+        "devices/system/node/node1/cpulist": "4-5",
+        "bus/pci/devices/0000:9c:00.0/numa_node": "1",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.setattr(cuda, "_runtime", lambda: Bus(13000, result))
+    assert cuda.cores_near(2, Topology(tmp_path)) == cores
 
 
 def test_without_a_cuda_runtime_there_is_a_reason() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import MoverMode, StackConfig, effective, load
+from kvtier.config import MoverMode, StackConfig, effective, folders, load
 from kvtier.core.document import DEPTH_MAX, FILE_BYTES_MAX
 from kvtier.core.settings import Admission, ByteSize, Capacity, Duration, WritePolicy
 from kvtier.errors import ConfigError, ConfigErrors, KVTierError
@@ -378,3 +378,14 @@ class TestEnvironment:
 def test_what_is_shown_can_be_read_again(shelf: dict[str, Any]) -> None:
     source = stack(BENCH, shelf | {"access": {"user": "me"}}, name="left")
     assert load(effective(source)) == load(source)
+
+
+def test_direct_reads_can_be_required_only_of_a_local_disk(tmp_path: Path) -> None:
+    memory = {"kind": "cpu", "capacity": "1MiB", "path": str(tmp_path)}
+    disk = {"kind": "nvme", "capacity": "1GiB", "path": str(tmp_path / "nvme")}
+    for gds in ("auto", "off"):
+        assert load({"version": 1, "gds": gds, "tiers": [memory]}).gds.value == gds
+    found = load({"version": 1, "gds": "require", "tiers": [memory, disk]})
+    assert folders(found) == [tmp_path / "nvme"]
+    with pytest.raises(ConfigErrors, match=r"\$\.gds: no tier lies on a local disk"):
+        load({"version": 1, "gds": "require", "tiers": [memory]})

@@ -1,0 +1,122 @@
+"""What is near which GPU: read from a tree like the kernel's."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvtier.backends.cpu.region import OwnedRegion, plan_region
+from kvtier.core import numa
+from kvtier.core.disk import Disk
+from kvtier.core.numa import Topology
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def machine(root: Path, nodes: str, gpus: list[tuple[str, str]]) -> Topology:
+    write(root / "devices/system/node/online", nodes)
+    write(root / "devices/system/node/node0/cpulist", "0-3,8")
+    write(root / "devices/system/node/node1/cpulist", "4-7")
+    devices = root / "bus/pci/devices"
+    for address, node in gpus:
+        write(devices / address / "vendor", "0x10de")
+        write(devices / address / "class", "0x030200")
+        write(devices / address / "numa_node", node)
+    write(devices / "0000:00:01.0/vendor", "0x8086")
+    write(devices / "0000:00:01.0/class", "0x030000")
+    write(devices / "0000:01:00.1/vendor", "0x10de")
+    write(devices / "0000:01:00.1/class", "0x040300")
+    return Topology(root)
+
+
+FOUR = [("0000:1b:00.0", "0"), ("0000:3d:00.0", "0"), ("0000:9c:00.0", "1"), ("0000:d1:00.0", "1")]
+
+
+def test_two_nodes(tmp_path: Path) -> None:
+    found = machine(tmp_path, "0-1", FOUR)
+    assert found.nodes == [0, 1]
+    assert found.gpus() == [0, 0, 1, 1]
+    assert found.cores(0) == {0, 1, 2, 3, 8}
+    assert found.cores(found.node_of("0000:9C:00.0")) == {4, 5, 6, 7}
+    assert found.cores(None) == set()
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "visible", "nodes"),
+    [
+        (0, 1, None, (0,)),
+        (0, 2, None, (0,)),
+        (2, 2, None, (1,)),
+        (0, 4, None, (0, 1)),
+        (4, 2, None, (0,)),
+        (0, 1, "3", (1,)),
+        (0, 2, "1,2", (0, 1)),
+        (0, 2, "GPU-8e2c", (0,)),
+        (0, 1, "7", (0,)),
+    ],
+)
+def test_the_nodes_of_an_engines_gpus(
+    tmp_path: Path, first: int, count: int, visible: str | None, nodes: tuple[int, ...]
+) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert machine(tmp_path, "0-1", FOUR).near(first, count, environment) == nodes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus"),
+    [("0", FOUR), ("0-1", []), ("0-1", [("0000:1b:00.0", "-1")]), ("", FOUR)],
+)
+def test_nothing_to_choose(tmp_path: Path, nodes: str, gpus: list[tuple[str, str]]) -> None:
+    found = machine(tmp_path, nodes, gpus)
+    assert found.near(0, 1, {}) == ()
+    assert len(found.nodes) == 2 or found.cores(0) == set()
+
+
+def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
+    found = Topology(tmp_path / "nothing")
+    assert (found.nodes, found.gpus(), found.near(0, 8, {})) == ([], [], ())
+
+
+def test_memory_is_placed_or_there_is_a_reason() -> None:
+    with mmap.mmap(-1, 1 << 16) as memory:
+        view = memoryview(memory)
+        reason = numa.place(view, Topology().nodes[:1] or [0])
+        assert reason is None or reason
+        assert numa.place(view, [777]) is not None, "there is no such node"
+        view.release()
+
+
+def test_a_thread_stays_on_its_cores_and_others_do_not_mind() -> None:
+    mine = os.sched_getaffinity(0)
+    one = {min(mine)}
+    seen: list[set[int]] = []
+
+    def run() -> None:
+        numa.bind_thread({*one, 4000})
+        seen.append(os.sched_getaffinity(0))
+        numa.bind_thread({4001})
+        seen.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [one, one]
+    assert os.sched_getaffinity(0) == mine
+
+
+def test_a_region_near_gpus_is_a_region_like_any(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    wanted = plan_region(1 << 20, 1 << 16, bytes(16), discard=True)
+    owned = OwnedRegion(tmp_path / "a.region", wanted, Disk(), near=[0])
+    owned.region.record(3)[:5] = b"bytes"
+    owned.close(remove=True)
+    assert caplog.text.count("NUMA node 0, beside the GPUs") == 1
