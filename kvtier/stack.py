@@ -118,6 +118,7 @@ class Stack:
         end = time.monotonic() + seconds
         payloads: dict[BlockKey, bytes] = {}
         left = list(dict.fromkeys(keys))
+        self.chain.touch(left)
         while left and time.monotonic() < end:
             piece, left = left[:_PIECE], left[_PIECE:]
             while piece:

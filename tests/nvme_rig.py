@@ -33,6 +33,7 @@ class Engine:
         disk: Disk | None = None,
         free_floor: int = 0,
         discard: bool = False,
+        keep_s: float = 0.0,
     ) -> None:
         slot = record_bytes(namespace.payload_bytes)
         slabs = -(-blocks // SLAB_BLOCKS)
@@ -45,6 +46,7 @@ class Engine:
             slot_bytes=slot,
             slab_bytes=SLAB_BLOCKS * slot,
             discard=discard,
+            keep_s=keep_s,
         )
         disk = disk or Disk()
         self.keeper = Keeper(NvmeFolder(root, namespace, disk), limits, keep=not discard)

@@ -37,7 +37,7 @@ class CpuHandler(HostHandler):
             record = self.region.record(slot)
             buffer[: len(record)] = record
             mine = before[0] == layout.VALID and layout.entry_key(self.region.table, slot) == key
-            kept = self.region.entry(slot) == before
+            kept = layout.same_block(self.region.entry(slot), before)
             outcomes.append(Outcome.OK if mine and kept else Outcome.GONE)
         return outcomes
 

@@ -59,11 +59,13 @@ class CpuTier(SlabTier):
         entries = layout.read_entries(self._table, slots)
         states = entries["state"]
         valid = layout.committed(entries)
-        valid = valid[np.argsort(entries["stored_at"][valid], kind="stable")]
-        stored_at = array("d", entries["stored_at"][valid].astype(np.float64).tobytes())
+        used = layout.last_used(entries)
+        valid = valid[np.argsort(used[valid], kind="stable")]
         self._generation = int(entries["generation"].max(initial=0))
         bad = np.flatnonzero(states == layout.BAD).tolist()
-        copies = self._adopt(valid.tolist(), layout.keys_of(entries[valid]), stored_at)
+        copies = self._adopt(
+            valid.tolist(), layout.keys_of(entries[valid]), array("d", used[valid].tobytes())
+        )
         held = np.zeros(slots, bool)
         held[valid] = True
         held[bad] = True
@@ -103,6 +105,12 @@ class CpuTier(SlabTier):
 
     def _on_quarantined(self, slot: int, key: BlockKey) -> None:
         self._set_state([slot], layout.BAD)
+
+    def _note_uses(self, slots: Sequence[int]) -> None:
+        entries = layout.read_entries(self._table, len(self._key_of))
+        rows = np.array(slots, np.intp)
+        entries["used_at"][rows] = int(self._clock())
+        entries["uses"][rows] += 1
 
     def stats(self) -> TierStats:
         stats = super().stats()

@@ -18,6 +18,7 @@ from kvtier.core.settings import (
     ByteSize,
     Count,
     Durability,
+    Duration,
     Persistence,
     TierSettings,
 )
@@ -48,6 +49,8 @@ class NvmeSettings(TierSettings, frozen=True, kw_only=True, tag="nvme"):
     """Room that must stay free on the file system, whatever the capacity says."""
     persistence: Persistence = Persistence.KEEP
     """Whether blocks outlive the process."""
+    keep_for: Duration = Duration(3 * 86400.0)
+    """So long after its last use a model that nobody serves keeps its share of the folder."""
     durability: Durability = Durability.PROCESS
     """Whether a committed block survives the death of processes, or a loss of power too."""
     threads: Count = 8
@@ -107,6 +110,7 @@ class NvmeBackend(Backend[NvmeSettings]):
             slot_bytes=record_bytes(context.namespace.payload_bytes),
             slab_bytes=min(capacity, max(_SLAB_MIN, min(_SLAB_MAX, capacity // 16))),
             discard=not keep,
+            keep_s=settings.keep_for.seconds,
         )
         keeper = Keeper(folder, limits, keep=keep)
         tier = NvmeTier(keeper, create_policy(settings.eviction))

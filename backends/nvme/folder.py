@@ -13,13 +13,21 @@ import errno
 import fcntl
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from kvtier.backends.nvme.files import (
+    DATA_SUFFIX,
+    TABLE_SUFFIX,
+    held,
+    owner_path,
+    used_at,
+    used_bytes,
+)
+from kvtier.backends.nvme.idle import reclaim
 from kvtier.core.disk import Disk
 from kvtier.core.slab.layout import (
     ENTRY_BYTES,
@@ -33,8 +41,6 @@ from kvtier.core.slab.layout import (
 from kvtier.errors import FormatError, MediumError
 from kvtier.types import Namespace
 
-DATA_SUFFIX = ".slab"
-TABLE_SUFFIX = ".table"
 _MAKING = ".making"
 _LOCK_WAIT_S = 10.0
 NOBODY = 0
@@ -127,19 +133,16 @@ class NvmeFolder:
 
     def alive(self, owner: int) -> bool:
         """Whether some process still acts for this owner."""
-        return owner != NOBODY and _held(owner_path(self.owners, owner))
+        return owner != NOBODY and held(owner_path(self.owners, owner))
 
     def alone(self, owner: int) -> bool:
         """Whether no other owner of this namespace is alive."""
         mine = owner_path(self.owners, owner)
-        return not any(_held(path) for path in self.owners.glob("*") if path != mine)
+        return not any(held(path) for path in self.owners.glob("*") if path != mine)
 
-    def last_written(self, slab_id: int) -> float:
-        """When a block was last stored in a slab."""
-        try:
-            return self.table_path(slab_id).stat().st_mtime
-        except FileNotFoundError:
-            return 0.0
+    def last_used(self, slab_id: int) -> float:
+        """When a block of a slab was stored or used last."""
+        return used_at(self.table_path(slab_id))
 
     def hungry_neighbours(self, owner: int) -> tuple[int, set[str]]:
         """How many owners are alive in the whole folder, and the namespaces of those other than
@@ -148,7 +151,7 @@ class NvmeFolder:
         for path in self.root.glob("*/owners/*"):
             if path == owner_path(self.owners, owner):
                 count += 1
-            elif _held(path):
+            elif held(path):
                 count += 1
                 with contextlib.suppress(OSError):
                     if path.read_bytes() == b"hungry":
@@ -271,30 +274,19 @@ class NvmeFolder:
     def _sweep(self) -> None:
         """Under the lock: remove what the dead left half made, and their files."""
         for path in self.root.glob("*/owners/*"):
-            if not _held(path):
+            if not held(path):
                 self.disk.unlink(path)
         for path in self.root.glob(f"*/*{_MAKING}"):
             maker = path.name.split(".")[1]
-            if not (_is_id(maker) and _held(path.parent / "owners" / maker)):
+            if not (_is_id(maker) and held(path.parent / "owners" / maker)):
                 self.disk.unlink(path)
         for path in self.root.glob(f"*/*{DATA_SUFFIX}"):
             if not path.with_suffix(TABLE_SUFFIX).exists():
                 self.disk.unlink(path)
 
     def _reclaim(self, limits: Limits) -> bool:
-        """Under the lock: take the oldest slabs of namespaces that nobody uses until one of ours
-        fits; says whether anything was freed."""
-        wanted = limits.capacity - limits.slab_bytes
-        freed = False
-        for table in _idle_tables(self.root, self.home):
-            if used_bytes(self.root) <= wanted:
-                break
-            self.disk.unlink(table)
-            self.disk.unlink(table.with_suffix(DATA_SUFFIX))
-            freed = True
-            if not any(table.parent.glob(f"*{TABLE_SUFFIX}")):
-                shutil.rmtree(table.parent, ignore_errors=True)
-        return freed
+        wanted, keep_s = limits.slab_bytes, limits.keep_s
+        return reclaim(self.root, self.home, limits.capacity, wanted, keep_s, self.disk)
 
     def close(self) -> None:
         os.close(self._lock_fd)
@@ -308,28 +300,8 @@ class Limits(msgspec.Struct, frozen=True):
     slot_bytes: int
     slab_bytes: int
     discard: bool = False
-
-
-def owner_path(owners: Path, owner: int) -> Path:
-    """The file whose lock keeps an owner alive."""
-    return owners / f"{owner:08x}"
-
-
-def hold_owner(owners: Path, owner: int) -> int:
-    """Act for an owner: its slabs are not adopted while the descriptor returned is open."""
-    fd = os.open(owner_path(owners, owner), os.O_RDWR | os.O_CLOEXEC)
-    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return fd
-
-
-def used_bytes(root: Path) -> int:
-    """Bytes of all files below the folder: what counts against the capacity."""
-    total = 0
-    for folder, _, names in os.walk(root):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                total += os.stat(os.path.join(folder, name)).st_size  # noqa: PTH116, PTH118
-    return total
+    keep_s: float = 0.0
+    """How long an idle namespace keeps its share after its last use."""
 
 
 def _slots_in(room: int, slot_bytes: int) -> int:
@@ -338,31 +310,3 @@ def _slots_in(room: int, slot_bytes: int) -> int:
 
 def _is_id(text: str) -> bool:
     return len(text) == 8 and all(c in "0123456789abcdef" for c in text)
-
-
-def _held(path: Path) -> bool:
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
-
-
-def _idle_tables(root: Path, home: Path) -> list[Path]:
-    """Tables of other namespaces without a live owner, least recently written first."""
-    found: list[tuple[float, Path]] = []
-    for other in root.iterdir():
-        if other == home or not (other / "namespace.json").is_file():
-            continue
-        if any(_held(path) for path in (other / "owners").glob("*")):
-            continue
-        for table in other.glob(f"*{TABLE_SUFFIX}"):
-            with contextlib.suppress(FileNotFoundError):
-                found.append((table.stat().st_mtime, table))
-    return [table for _, table in sorted(found)]

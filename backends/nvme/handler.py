@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvtier.backends.nvme.folder import DATA_SUFFIX, TABLE_SUFFIX, hold_owner
+from kvtier.backends.nvme.files import DATA_SUFFIX, TABLE_SUFFIX, hold_owner
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
 from kvtier.core.disk import Disk
 from kvtier.core.record import Buffer, record_bytes

@@ -19,7 +19,9 @@ from collections import deque
 import msgspec
 import numpy as np
 
-from kvtier.backends.nvme.folder import NOBODY, Limits, NvmeFolder, SlabFile, used_bytes
+from kvtier.backends.nvme.files import used_bytes
+from kvtier.backends.nvme.folder import NOBODY, Limits, NvmeFolder, SlabFile
+from kvtier.backends.nvme.uses import Uses
 from kvtier.core.slab import layout
 from kvtier.errors import FormatError, MediumError, NewerFormat
 from kvtier.types import BlockKey
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.02
 """How long another process's commit may stay unknown here."""
 _HOUSEKEEPING_S = 1.0
+_USES_S = 10.0
 _RECENT_NS = 100_000_000
 """File times are coarse: a table written this recently is read again even if it looks unchanged."""
 
@@ -68,6 +71,7 @@ class Keeper:
         self.keep = keep
         self.owner, self._owner_fd = folder.claim()
         self.news: deque[News] = deque()
+        self.uses = Uses()
         self._known: dict[int, Known] = {}
         self._todo: deque[tuple[int, int, bytes]] = deque()
         self._released: deque[tuple[int, bool]] = deque()
@@ -77,6 +81,7 @@ class Keeper:
         self._wake = threading.Event()
         self._stopping = False
         self._next_housekeeping = 0.0
+        self._next_uses = 0.0
         self._thread: threading.Thread | None = None
         self._said: set[str] = set()
         self._broken: set[int] = set()
@@ -109,6 +114,7 @@ class Keeper:
                     self._adopt_orphans()
                     self._make_room()
                     self._share()
+                    self._write_uses(now, thorough)
             except (OSError, MediumError) as error:
                 self._complain(error)
 
@@ -177,7 +183,8 @@ class Keeper:
         if not orphans and not self._broken:
             return
         with self.folder.locked():
-            for orphan in orphans:
+            # The coldest first, as the tier takes in the blocks of one slab.
+            for orphan in sorted(orphans, key=lambda slab: self.folder.last_used(slab.id)):
                 with contextlib.suppress(FormatError, FileNotFoundError):
                     self._adopt(orphan.id)
             if self._broken and self.folder.alone(self.owner):
@@ -231,7 +238,7 @@ class Keeper:
         """Give a slab away where neighbours starve, or up where the folder is over its limits."""
         mine = sorted(
             (known.slab for known in self._known.values() if known.mine),
-            key=lambda slab: self.folder.last_written(slab.id),
+            key=lambda slab: self.folder.last_used(slab.id),
         )
         over = used_bytes(self.folder.root) > self.limits.capacity
         low = self.folder.disk.free_bytes(self.folder.root) < self.limits.free_floor
@@ -291,6 +298,13 @@ class Keeper:
             left = [(i, slot, each) for i, rows in by_slab.items() for slot, each in rows.items()]
             self._todo.extendleft(reversed(left))
 
+    def _write_uses(self, now: float, at_once: bool) -> None:
+        if at_once or now >= self._next_uses:
+            self._next_uses = now + _USES_S
+            mine = [slab_id for slab_id, known in self._known.items() if known.mine]
+            tables = {slab_id: self.folder.table_path(slab_id) for slab_id in mine}
+            self.uses.write(self.folder.disk, tables)
+
     def _hand_over(self, slab_id: int, remove: bool) -> None:
         if slab_id not in self._known:
             return
@@ -324,7 +338,9 @@ class Keeper:
             self._thread.join()
         with self._mutex, contextlib.suppress(OSError, MediumError):
             self._write_down()
-            if not self.keep:
+            if self.keep:
+                self._write_uses(0.0, at_once=True)
+            else:
                 with self.folder.locked():
                     for slab_id in [i for i, known in self._known.items() if known.mine]:
                         self.folder.remove_slab(slab_id)
@@ -342,7 +358,9 @@ def _changes(old: bytes, new: bytes, slots: int) -> tuple[list[int], list[BlockK
             np.frombuffer(table, np.uint64, slots * 8, layout.TABLE_AT) for table in (old, new)
         )
         before, after = (table.reshape(slots, 8) for table in words)
-        rows = np.flatnonzero((before != after).any(axis=1))
+        different = before != after
+        different[:, layout.USES_AT // 8] = False  # used, and otherwise the same
+        rows = np.flatnonzero(different.any(axis=1))
     else:
         rows = np.flatnonzero(held)
     keys = layout.keys_of(entries[rows])

@@ -137,10 +137,11 @@ class NvmeTier(SlabTier):
         """A slab of the dead is ours now, with all it holds."""
         place.mine = True
         valid = layout.committed(entries)
-        valid = valid[np.argsort(entries["stored_at"][valid], kind="stable")]
+        used = layout.last_used(entries)
+        valid = valid[np.argsort(used[valid], kind="stable")]
         base = place.base
-        stored_at = array("d", entries["stored_at"][valid].astype(np.float64).tobytes())
-        copies = self._adopt((valid + base).tolist(), layout.keys_of(entries[valid]), stored_at)
+        keys = layout.keys_of(entries[valid])
+        copies = self._adopt((valid + base).tolist(), keys, array("d", used[valid].tobytes()))
         bad = (np.flatnonzero(entries["state"] == layout.BAD) + base).tolist()
         held = np.zeros(len(entries), bool)
         held[valid] = True
@@ -247,6 +248,10 @@ class NvmeTier(SlabTier):
 
     def _on_quarantined(self, slot: int, key: BlockKey) -> None:
         self._record(slot, layout.BAD, key)
+
+    def _note_uses(self, slots: Sequence[int]) -> None:
+        origins, place_of = self._origins, self._place_of
+        self._keeper.uses.note([origins[place_of[slot]] + slot for slot in slots])
 
     def _record(self, slot: int, state: int, key: BlockKey) -> None:
         place = self._by_index[self._place_of[slot]]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
 from kvtier.cli.holdings import Place, Slab, read_file
 from kvtier.config import StackConfig
@@ -14,10 +15,12 @@ from kvtier.core.record import CODEC_RAW, MAGIC, VERSION, Header, check_header, 
 from kvtier.core.slab.layout import (
     BAD,
     ENTRY_BYTES,
+    ENTRY_DTYPE,
     VALID,
     committed,
     entry_at,
     keys_of,
+    same_block,
 )
 from kvtier.errors import FormatError
 from kvtier.types import BlockKey, Namespace
@@ -53,6 +56,10 @@ class Block(msgspec.Struct, kw_only=True):
     key: BlockKey
     bytes: int
     stored_at: float
+    hits: int | None = None
+    """How often requests used it; None where nobody counts that."""
+    used: float | None = None
+    """When one did last."""
     quarantined: bool = False
     slot: int = -1
     slab: Slab | None = None
@@ -80,8 +87,8 @@ def _blocks_of_slab(place: Place, slab: Slab) -> Iterator[Block]:
     states = entries["state"]
     rows = [*committed(entries).tolist(), *(states == BAD).nonzero()[0].tolist()]
     chosen = entries[rows]
-    times = chosen["stored_at"].tolist()
-    for slot, key, at in zip(rows, keys_of(chosen), times, strict=True):
+    columns = [chosen[name].tolist() for name in ("stored_at", "uses", "used_at")]
+    for slot, key, at, uses, used_at in zip(rows, keys_of(chosen), *columns, strict=True):
         yield Block(
             tier=place.tier,
             kind=place.kind,
@@ -89,6 +96,8 @@ def _blocks_of_slab(place: Place, slab: Slab) -> Iterator[Block]:
             key=key,
             bytes=slab.header.slot_bytes,
             stored_at=float(at),
+            hits=uses,
+            used=float(used_at) or None,
             quarantined=bool(states[slot] == BAD),
             slot=slot,
             slab=slab,
@@ -139,7 +148,7 @@ def _prove_slot(block: Block, slab: Slab) -> Verdict:
         return Verdict(Proof.GONE, "its slab was removed")
     except OSError as error:
         return Verdict(Proof.UNREAD, str(error.strerror))
-    if before != after:
+    if not same_block(before, after):
         return Verdict(Proof.GONE, "its slot was used again meanwhile")
     if len(text) < size:
         return Verdict(Proof.BAD, "the file is cut short")
@@ -177,6 +186,13 @@ def why_bad(record: memoryview, block: Block) -> str:
     if header.codec != CODEC_RAW and block.slab is not None:
         return f"codec {header.codec}, where only raw records may be"
     return "the payload fails its checksum"
+
+
+def entry_of(slab: Slab, slot: int) -> tuple[int, BlockKey]:
+    """State and key of a slot, as its entry is now; raises OSError if the table is gone."""
+    entry = _entry(slab, slot)
+    (key,) = keys_of(np.frombuffer(entry, ENTRY_DTYPE))
+    return entry[0], key
 
 
 def _entry(slab: Slab, slot: int) -> bytes:

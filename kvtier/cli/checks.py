@@ -256,7 +256,7 @@ def _check_direct(area: str, folder: Path) -> Finding:
 
 
 def _check_room(area: str, settings: Any, folder: Path) -> Finding:
-    from kvtier.backends.nvme.folder import used_bytes
+    from kvtier.backends.nvme.files import used_bytes
 
     disk = Disk()
     size = settings.capacity.resolve(disk.total_bytes(folder))

@@ -71,7 +71,8 @@ def _show(place: Place) -> None:
     for part in place.parts:
         room = place.capacity or place.used
         bar = human.bar(part.bytes, room, max(5, width // 4))
-        console.say(f"  {part.namespace[:12]}  {bar} {human.size(part.bytes)}")
+        hits = "" if part.hits is None else f", {part.hits} hits"
+        console.say(f"  {part.namespace[:12]}  {bar} {human.size(part.bytes)}{hits}")
     for slab in place.slabs[:_SLABS_SHOWN]:
         console.say(f"  {slab.engine[:10]:>10} {picture(slab, width)}")
     if len(place.slabs) > _SLABS_SHOWN:

@@ -74,11 +74,19 @@ class Part(msgspec.Struct, kw_only=True):
     quarantined: int = 0
     oldest: float | None = None
     newest: float | None = None
+    hits: int | None = None
+    """How often requests used blocks that are there now; None where nobody counts that."""
+    used: float | None = None
+    """When one of them was used last."""
     in_use: bool = False
 
     def add_times(self, oldest: float, newest: float) -> None:
         self.oldest = oldest if self.oldest is None else min(self.oldest, oldest)
         self.newest = newest if self.newest is None else max(self.newest, newest)
+
+    def add_uses(self, hits: int, used: float) -> None:
+        self.hits = hits + (self.hits or 0)
+        self.used = max(used, self.used or 0.0) or None
 
 
 class Place(msgspec.Struct, kw_only=True):
@@ -97,6 +105,8 @@ class Place(msgspec.Struct, kw_only=True):
     parts: list[Part] = []
     objects: list[Any] = []
     """What a listing of a store has found: blocks only, as the store's own `ObjectInfo`."""
+    manifests: dict[str, npt.NDArray[np.void]] = {}
+    """By namespace, what a quick look has found written down of a store's blocks."""
     namespaces: dict[str, Namespace] = {}
     strangers: list[str] = []
     """Names of what lies there and is not kvtier's."""
@@ -161,6 +171,10 @@ def count_parts(place: Place) -> None:
         if len(valid):
             times = entries["stored_at"][valid]
             part.add_times(float(times.min()), float(times.max()))
+            part.add_uses(
+                int(entries["uses"][valid].sum(dtype=np.uint64)),
+                float(entries["used_at"][valid].max()),
+            )
     place.parts += sorted(parts.values(), key=lambda part: -part.bytes)
 
 

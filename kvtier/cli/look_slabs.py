@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.backends.cpu.region import SUFFIX, read_header
-from kvtier.backends.nvme.folder import DATA_SUFFIX, TABLE_SUFFIX, used_bytes
+from kvtier.backends.nvme.files import DATA_SUFFIX, TABLE_SUFFIX, used_bytes
 from kvtier.cli.holdings import (
     BENCH_MARK,
     NAMESPACE_BYTES_MAX,

@@ -71,7 +71,8 @@ def _list_namespaces(places: list[Place], json: bool) -> None:
     elif not parts:
         console.say("nothing is stored here yet")
     else:
-        columns = ["tier", "namespace", "model", "blocks", "size", "newest", "oldest", "in use"]
+        columns = ["tier", "namespace", "model", "blocks", "size", "hits", "last hit"]
+        columns += ["newest", "oldest", "in use"]
         rows = [
             _row(
                 part,
@@ -79,7 +80,7 @@ def _list_namespaces(places: list[Place], json: bool) -> None:
             )
             for part in parts
         ]
-        console.print_table(columns, rows, numbers=["blocks", "size", "newest", "oldest"])
+        console.print_table(columns, rows, numbers=[*columns[3:7], "newest", "oldest"])
 
 
 def _row(part: Part, model: str) -> list[str]:
@@ -89,13 +90,21 @@ def _row(part: Part, model: str) -> list[str]:
         model,
         str(part.blocks),
         human.size(part.bytes),
-        _age(part.newest),
-        _age(part.oldest),
+        count(part.hits),
+        age(part.used),
+        age(part.newest),
+        age(part.oldest),
         "yes" if part.in_use else "no",
     ]
 
 
-def _age(at: float | None) -> str:
+def count(hits: int | None) -> str:
+    """How often something was used, where that is known."""
+    return "-" if hits is None else str(hits)
+
+
+def age(at: float | None) -> str:
+    """How long ago something was, if it was."""
     return "-" if at is None else human.duration(max(0.0, time.time() - at))
 
 
@@ -111,6 +120,8 @@ def _list_blocks(places: list[Place], namespace: str, limit: int, json: bool) ->
                 "key": block.key.hex(),
                 "bytes": block.bytes,
                 "stored_at": block.stored_at,
+                "hits": block.hits,
+                "used": block.used,
                 "quarantined": block.quarantined,
                 "where": block.where,
             }
@@ -119,18 +130,20 @@ def _list_blocks(places: list[Place], namespace: str, limit: int, json: bool) ->
         console.print_json({"namespace": namespace, "blocks": rows, "more": more})
         return
     console.print_table(
-        ["tier", "key", "size", "age", "state"],
+        ["tier", "key", "size", "hits", "last hit", "age", "state"],
         [
             [
                 f"{block.tier} {block.kind}",
                 block.key.hex(),
                 human.size(block.bytes),
-                _age(block.stored_at),
+                count(block.hits),
+                age(block.used),
+                age(block.stored_at),
                 "quarantined" if block.quarantined else "",
             ]
             for block in blocks
         ],
-        numbers=["size", "age"],
+        numbers=["size", "hits", "last hit", "age"],
     )
     if more:
         console.say(f"... and more: --limit {limit * 10}")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.backends.nvme.folder import DATA_SUFFIX
+from kvtier.backends.nvme.files import DATA_SUFFIX
 from kvtier.cli.blocks import Block
 from kvtier.cli.hold import folder_locked, has_live_owner, is_held, region_held
 from kvtier.cli.holdings import Place, Slab

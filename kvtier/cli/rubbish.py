@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kvtier.backends.cpu.region import SUFFIX, in_use, leftovers, remove
-from kvtier.backends.nvme.folder import DATA_SUFFIX, TABLE_SUFFIX
+from kvtier.backends.nvme.files import DATA_SUFFIX, TABLE_SUFFIX
 from kvtier.cli.hold import folder_locked, has_live_owner, is_held
 from kvtier.cli.holdings import BENCH_MARK, NAMESPACE_ID, Place, Slab
 from kvtier.config import StackConfig

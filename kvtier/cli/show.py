@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any
 
 import msgspec
@@ -11,6 +10,7 @@ import typer
 from kvtier.cli import console
 from kvtier.cli.blocks import Block, Prover, blocks_of
 from kvtier.cli.holdings import Place, known_namespaces, look
+from kvtier.cli.ls import age, count
 from kvtier.config import StackConfig, load
 from kvtier.errors import KVTierError
 from kvtier.observe import human
@@ -80,18 +80,20 @@ def _show_namespace(
         )
     console.say()
     console.print_table(
-        ["tier", "blocks", "size", "quarantined", "in use"],
+        ["tier", "blocks", "size", "hits", "last hit", "quarantined", "in use"],
         [
             [
                 f"{part.tier} {part.kind}",
                 part.blocks,
                 human.size(part.bytes),
+                count(part.hits),
+                age(part.used),
                 part.quarantined,
                 "yes" if part.in_use else "no",
             ]
             for part in parts
         ],
-        numbers=["blocks", "size", "quarantined"],
+        numbers=["blocks", "size", "hits", "last hit", "quarantined"],
     )
 
 
@@ -122,8 +124,15 @@ def _show_blocks(
         for index, row in enumerate(rows):
             if index:
                 console.say()
-            age = human.duration(max(0.0, time.time() - row.pop("stored_at")))
-            console.print_values({**row, "bytes": human.size(row["bytes"]), "age": age})
+            shown = {
+                **row,
+                "bytes": human.size(row["bytes"]),
+                "age": age(row["stored_at"]),
+                "hits": count(row["hits"]),
+                "last hit": age(row["used"]),
+            }
+            del shown["stored_at"], shown["used"]
+            console.print_values(shown)
     if any(row["record"].startswith("bad") for row in rows):
         raise typer.Exit(console.EXIT_FAILURE)
 
@@ -142,5 +151,7 @@ def _describe(block: Block, prover: Prover) -> dict[str, Any]:
         "where": block.where,
         "bytes": block.bytes,
         "stored_at": block.stored_at,
+        "hits": block.hits,
+        "used": block.used,
         "record": record,
     }

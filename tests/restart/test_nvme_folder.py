@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from nvme_rig import SLAB_BLOCKS, Engine, child, expect
 
-from kvtier.backends.nvme.folder import used_bytes
+from kvtier.backends.nvme.files import used_bytes
 from kvtier.core.disk import Disk
 from kvtier.core.slab import layout
 from kvtier.testing.records import NAMESPACE, make_keys

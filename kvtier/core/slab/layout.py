@@ -34,7 +34,7 @@ BAD = 4
 FAILED = 5
 """What was to arrive never will; whoever waits for it may go on."""
 
-# state, key length, reserved, generation, stored at (seconds since 1970), spare, key
+# state, key length, reserved, generation, stored at (seconds since 1970), uses, spare, key
 _ENTRY = struct.Struct(f"<BBHII12x{KEY_BYTES_MAX}s")
 assert _ENTRY.size == ENTRY_BYTES
 ENTRY_DTYPE = np.dtype(
@@ -44,10 +44,17 @@ ENTRY_DTYPE = np.dtype(
         ("reserved", "<u2"),
         ("generation", "<u4"),
         ("stored_at", "<u4"),
-        ("spare", "V12"),
+        ("spare", "V4"),
+        ("used_at", "<u4"),
+        ("uses", "<u4"),
         ("key", f"V{KEY_BYTES_MAX}"),
     ]
 )
+
+USES_AT = 16
+"""Where in an entry its statistics stand: a word of its own, because nothing depends on it."""
+USES = struct.Struct("<II")
+_USES_MAX = 0xFFFFFFFF
 
 # magic, version, flags, slots, slot bytes, data offset, slab id, namespace
 _HEADER = struct.Struct("<8sHHIQQI16s")
@@ -131,6 +138,24 @@ def pack_entry(state: int, key: BlockKey, generation: int, stored_at: int) -> by
 
 
 FREE_ENTRY = bytes(ENTRY_BYTES)
+
+
+def add_uses(entry: Buffer | bytes, count: int, now: int) -> bytes:
+    """The statistics of an entry whose block was used so many times more."""
+    _, uses = USES.unpack_from(entry, USES_AT)
+    return USES.pack(now, min(uses + count, _USES_MAX))
+
+
+def same_block(one: bytes, other: bytes) -> bool:
+    """Whether two readings of an entry speak of one and the same block, used meanwhile or not."""
+    after = USES_AT + USES.size
+    return one[:USES_AT] == other[:USES_AT] and one[after:] == other[after:]
+
+
+def last_used(entries: npt.NDArray[np.void]) -> npt.NDArray[np.float64]:
+    """When the block of each entry was used last; one that never was, when it was stored."""
+    seconds: npt.NDArray[np.float64] = np.maximum(entries["stored_at"], entries["used_at"]) * 1.0
+    return seconds
 
 
 def entry_key(table: Buffer, slot: int) -> BlockKey:

@@ -226,12 +226,15 @@ class SlabTier(Tier):
             hits = next((i for i, key in enumerate(keys) if key not in where), len(keys))
             if hits < len(keys):
                 self._expect(keys[max(0, hits - 1) :])
+                behind = [where[key] for key in keys[hits:] if key in where]
+                self._note_uses([slot for slot in behind if self._owned(slot)])
             used = keys[:hits]
             slots = [where[key] for key in used]
             if self._foreign:
                 slots = [slot for slot in slots if self._owned(slot)]
                 used = [self._key_at(slot) for slot in slots]
             if slots:
+                self._note_uses(slots)
                 self._policy.use(slots, used, self._clock(), UNKNOWN, len(keys) - hits)
 
     def tick(self) -> None:
@@ -377,3 +380,6 @@ class SlabTier(Tier):
 
     def _on_quarantined(self, slot: int, key: BlockKey) -> None:
         """A slot failed verification."""
+
+    def _note_uses(self, slots: Sequence[int]) -> None:
+        """A request has used what these own slots hold: a statistic, no more."""

@@ -1,0 +1,91 @@
+"""Room from models that nobody serves at the moment, for one that somebody does.
+
+The least recently used goes first. One that was used lately gives only what is beyond its share of
+the folder: models that are served in turn do not cost each other all they have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+
+from kvtier.backends.nvme.files import (
+    DATA_SUFFIX,
+    TABLE_SUFFIX,
+    held,
+    length,
+    used_at,
+    used_bytes,
+)
+from kvtier.core.disk import Disk
+
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
+
+
+class IdleHome(msgspec.Struct, frozen=True):
+    """A namespace without a live owner."""
+
+    path: Path
+    tables: list[Path]
+    """The least recently used first."""
+    used: float
+    bytes: int
+
+
+def reclaim(root: Path, mine: Path, capacity: int, wanted: int, keep_s: float, disk: Disk) -> bool:
+    """Under the folder's lock: remove slabs of idle namespaces until so much of the capacity is
+    free; says whether anything was removed.
+
+    Who was used within `keep_s` keeps an equal share of the capacity.
+    """
+    idle, living = _others(root, mine)
+    recent = {home.path for home in idle if time.time() - home.used <= keep_s}
+    share = capacity // (1 + living + len(recent))
+    removed = False
+    for home in sorted(idle, key=lambda each: each.used):
+        left = home.bytes
+        for table in home.tables:
+            enough = used_bytes(root) <= capacity - wanted
+            if enough or (home.path in recent and left <= share):
+                break
+            left -= _bytes(table)
+            disk.unlink(table)
+            disk.unlink(table.with_suffix(DATA_SUFFIX))
+            removed = True
+        if not any(home.path.glob(f"*{TABLE_SUFFIX}")):
+            _remove_home(home.path)
+    return removed
+
+
+def _bytes(table: Path) -> int:
+    return length(table) + length(table.with_suffix(DATA_SUFFIX))
+
+
+def _remove_home(path: Path) -> None:
+    shutil.rmtree(path / "owners", ignore_errors=True)
+    (path / "namespace.json").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # what else lies there is not ours
+        path.rmdir()
+
+
+def _others(root: Path, mine: Path) -> tuple[list[IdleHome], int]:
+    """The other namespaces that nobody serves, and how many somebody does."""
+    idle: list[IdleHome] = []
+    living = 0
+    for path in root.iterdir():
+        named = _NAMESPACE.fullmatch(path.name) is not None
+        if path == mine or not named or not (path / "namespace.json").is_file():
+            continue
+        if any(held(owner) for owner in (path / "owners").glob("*")):
+            living += 1
+            continue
+        tables = sorted((used_at(table), table) for table in path.glob(f"*{TABLE_SUFFIX}"))
+        size = sum(_bytes(table) for _, table in tables)
+        used = tables[-1][0] if tables else 0.0
+        idle.append(IdleHome(path, [table for _, table in tables], used, size))
+    return idle, living

@@ -1,0 +1,68 @@
+"""How often blocks were used, written into the tables of own slabs now and then.
+
+Statistics only: `ls` and `du` show them, `prewarm` and `snapshot` choose by them, and a restarted
+tier knows what was used last. What a dead process had not written yet is lost, and does no harm.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK
+from kvtier.core.disk import Disk
+from kvtier.core.slab import layout
+
+_REQUESTS_MAX = 4096
+"""So many requests are remembered between two writings."""
+_SLOTS_MAX = 8192
+"""At most so many entries are written at once, those that were used most: it takes some 50 ms of
+a thread that shares its interpreter with the engine's scheduler."""
+
+
+class Uses:
+    """What a tier's requests have used since it was written down last.
+
+    `note` is for the tier's thread and `write` for the keeper's.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._noted: deque[Sequence[int]] = deque(maxlen=_REQUESTS_MAX)
+        self._clock = clock
+
+    def note(self, places: Sequence[int]) -> None:
+        """A request has used the blocks in these places (see NvmeSpec)."""
+        self._noted.append(places)
+
+    def write(self, disk: Disk, tables: Mapping[int, Path]) -> None:
+        """Write down what was noted of these slabs, the only ones that are ours to write to."""
+        counts: Counter[int] = Counter()
+        while self._noted:
+            counts.update(self._noted.popleft())
+        slabs: dict[int, dict[int, int]] = {}
+        for place, count in counts.most_common(_SLOTS_MAX):
+            if place >> SLOT_BITS in tables:
+                slabs.setdefault(place >> SLOT_BITS, {})[place & SLOT_MASK] = count
+        for slab_id, slots in slabs.items():
+            self._write_slab(disk, tables[slab_id], slots)
+
+    def _write_slab(self, disk: Disk, table: Path, counts: Mapping[int, int]) -> None:
+        now = int(self._clock())
+        fd = disk.open(table)
+        try:
+            slots = sorted(counts)
+            for start, stop in layout.runs(slots):
+                entries = bytearray((stop - start) * layout.ENTRY_BYTES)
+                at = layout.entry_at(slots[start])
+                if disk.readv(fd, [memoryview(entries)], at) != len(entries):
+                    return
+                for slot in slots[start:stop]:
+                    # Only these eight bytes: the rest of the entry is the handler's to write.
+                    here = layout.entry_at(slot)
+                    entry = memoryview(entries)[here - at :][: layout.ENTRY_BYTES]
+                    text = layout.add_uses(entry, counts[slot], now)
+                    disk.writev(fd, [memoryview(text)], here + layout.USES_AT)
+        finally:
+            disk.close(fd)
