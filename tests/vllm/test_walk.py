@@ -1,0 +1,109 @@
+"""A newcomer's walk: the README's own blocks, one after the other, in a copy of the project.
+
+From nothing to a hit after a restart, and to a second, empty folder that is filled from a bucket
+and whose first request hits. Only the port is another one than the page says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(
+    r"^<!-- run by tests/vllm/test_walk.py -->\n```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
+ANSWER = re.compile(r"^prompt (\d): (\d+) tokens, (\d+) cached \((.*)\), ", re.MULTILINE)
+CHUNK = 256
+
+
+def clone(target: Path) -> None:
+    """The project's files, and the environment that the tests run in where it makes its own."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
+    environment = target / ".venv-vllm"
+    environment.mkdir()
+    for path in Path(sys.prefix).iterdir():
+        if not path.name.startswith(".ready-"):
+            (environment / path.name).symlink_to(path)
+    stamp = subprocess.run(
+        ["make", "--eval", "which: ; @echo $(VLLM_STAMP)", "which"],
+        cwd=target,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    (target / stamp.stdout.strip()).touch()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.mark.timeout(900)
+def test_the_readme_leads_to_a_second_machine(tmp_path: Path) -> None:
+    blocks = BLOCK.findall((ROOT / "README.md").read_text())
+    assert len(blocks) == 4
+    script = "\n".join(["set -eu", *blocks]).replace("8000", str(free_port()))
+    home, project = tmp_path / "home", tmp_path / "kvtier"
+    home.mkdir()
+    project.mkdir()
+    clone(project)
+    for name in ("first", "second"):  # regions of shared memory are named after the engine
+        script = re.sub(rf"--name {name}\b", f"--name walk-{os.getpid()}-{name}", script)
+    kept = {"PATH", "PYTHONPATH", "OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"}
+    process = subprocess.Popen(
+        ["bash", "-c", script],
+        cwd=project,
+        env={"HOME": str(home)} | {key: os.environ[key] for key in kept & os.environ.keys()},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    logs = "".join(path.read_text()[-3000:] for path in sorted(project.glob("*.log")))
+    assert process.returncode == 0, output + logs
+    cold, restarted, second = check_answers(output)
+    assert {hit for _, hit in cold} == {"none from kvtier"}
+    for found, tier in ((restarted, "cpu"), (second, "nvme")):
+        for tokens, hit in found:
+            assert hit == f"{(tokens - 1) // CHUNK} blocks from {tier}", output
+    assert not list(Path("/dev/shm").glob(f"*walk-{os.getpid()}-*")), "its end frees the memory"
+
+
+def check_answers(output: str) -> list[list[tuple[int, str]]]:
+    """What was said of both prompts, three times: its tokens, and where its blocks came from."""
+    found = ANSWER.findall(output)
+    assert len(found) == 6, output
+    for _, tokens, cached, hit in found:
+        blocks = 0 if hit == "none from kvtier" else (int(tokens) - 1) // CHUNK
+        assert int(cached) == blocks * CHUNK, output
+    said = [(int(tokens), hit) for _, tokens, _, hit in found]
+    return [said[0:2], said[2:4], said[4:6]]
