@@ -71,7 +71,7 @@ class FakeCufile:
     reads = 0
 
     def __init__(self) -> None:
-        self.stages: list[weakref.ref[FakeStage]] = []
+        self.made: list[weakref.ref[FakeStage]] = []
         self.before_read: Callable[[], None] = lambda: None
         self.after_read: Callable[[], None] = lambda: None
 
@@ -80,7 +80,7 @@ class FakeCufile:
             raise self.no_file
         return FakeFile(self, path)
 
-    def stage(self, size: int) -> FakeStage:
-        stage = FakeStage(size)
-        self.stages.append(weakref.ref(stage))
-        return stage
+    def stages(self, count: int, size: int) -> list[FakeStage]:
+        stages = [FakeStage(size) for _ in range(count)]
+        self.made += [weakref.ref(stage) for stage in stages]
+        return stages

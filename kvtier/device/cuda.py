@@ -192,13 +192,13 @@ _OVERLAP_WITH_COMPUTE = 1
 
 def runtime_copy(torch: Any) -> BatchCopy:
     """cudaMemcpyBatchAsync of the runtime that torch has loaded; piece by piece before 12.8."""
-    runtime = _runtime()
+    cudart = runtime()
     version = ctypes.c_int()
-    runtime.cudaRuntimeGetVersion(ctypes.byref(version))
+    cudart.cudaRuntimeGetVersion(ctypes.byref(version))
     if version.value < 12080:
-        return _piece_by_piece(torch, runtime)
+        return _piece_by_piece(torch, cudart)
     fails_at = [ctypes.c_size_t()] if version.value < 13000 else []
-    call = runtime.cudaMemcpyBatchAsync
+    call = cudart.cudaMemcpyBatchAsync
     first = (ctypes.c_size_t * 1)(0)
 
     def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
@@ -222,14 +222,14 @@ def runtime_copy(torch: Any) -> BatchCopy:
     return copy
 
 
-def _piece_by_piece(torch: Any, runtime: ctypes.CDLL) -> BatchCopy:
+def _piece_by_piece(torch: Any, cudart: ctypes.CDLL) -> BatchCopy:
     logger.warning("CUDA before 12.8 has no batched copies: every page costs a call")
 
     def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pieces = zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)
         for target, source, size in pieces:
-            result = runtime.cudaMemcpyAsync(
+            result = cudart.cudaMemcpyAsync(
                 ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(size), 4, stream
             )
             if result:
@@ -242,7 +242,7 @@ def _piece_by_piece(torch: Any, runtime: ctypes.CDLL) -> BatchCopy:
 def cores_near(index: int, topology: Topology) -> set[int]:
     """The cores of the NUMA node that a device is at; empty if there is nothing to choose."""
     name = ctypes.create_string_buffer(32)
-    if _runtime().cudaDeviceGetPCIBusId(name, ctypes.c_int(len(name)), ctypes.c_int(index)):
+    if runtime().cudaDeviceGetPCIBusId(name, ctypes.c_int(len(name)), ctypes.c_int(index)):
         return set()
     node = topology.node_of(name.value.decode())
     cores = topology.cores(node)
@@ -251,7 +251,7 @@ def cores_near(index: int, topology: Topology) -> set[int]:
     return cores
 
 
-def _runtime() -> ctypes.CDLL:
+def runtime() -> ctypes.CDLL:
     """The CUDA runtime in this process: torch has loaded one, and there must not be two."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         paths = {line.split()[-1] for line in maps if "libcudart" in line}

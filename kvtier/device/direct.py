@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -59,8 +59,8 @@ class DirectDriver(Protocol):
     def open(self, path: Path) -> DirectFile:
         """Open a file; raises OSError or RuntimeError."""
 
-    def stage(self, size: int) -> Stage:
-        """Make a staging buffer."""
+    def stages(self, count: int, size: int) -> Sequence[Stage]:
+        """Make staging buffers."""
 
 
 class DirectRead(NamedTuple):
@@ -125,7 +125,7 @@ class DirectLoader:
         self._stopped = False
         size = padded(max(layout.part_bytes)) + ALIGN
         count = stages or max(2, min(16, _STAGING_BYTES // size))
-        self._free = [driver.stage(size) for _ in range(count)]
+        self._free = list(driver.stages(count, size))
         self._lost: list[_Flight] = []
 
     @property

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import numpy as np
 
 from kvtier.core.record import Buffer
 from kvtier.core.settings import Gds
-from kvtier.device.direct import DirectDriver, DirectFile, DirectLoader
+from kvtier.device.cuda import runtime
+from kvtier.device.direct import DirectDriver, DirectFile, DirectLoader, Stage
 from kvtier.device.layout import DeviceLayout
 from kvtier.errors import MediumError
 
@@ -22,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 30.0
 """Importing torch and starting a CUDA context take most of it."""
+
+_THREADS = 8
+_TASK_BYTES = 16 << 20
+"""What one thread reads at once: a record is one large piece, or a few."""
 
 
 def probe(
@@ -122,22 +129,56 @@ class KvikioDriver:
         import kvikio.defaults
         import torch
 
-        # Fail rather than go through host memory unasked.
-        kvikio.defaults.set("compat_mode", type(kvikio.defaults.get("compat_mode")).OFF)
+        off = type(kvikio.defaults.get("compat_mode")).OFF
+        kvikio.defaults.set(
+            {
+                "compat_mode": off,  # fail rather than go through host memory unasked
+                "gds_threshold": 0,  # small reads, too
+                "num_threads": _THREADS,
+                "task_size": _TASK_BYTES,
+            }
+        )
         self._kvikio: Any = kvikio
         self._torch: Any = torch
-        self._device = f"cuda:{index}"
-        self._stream = torch.cuda.Stream(index)
+        self._device = torch.device("cuda", index)
+        self._stream = torch.cuda.Stream(self._device)
 
     def open(self, path: Path) -> DirectFile:
         file: DirectFile = self._kvikio.CuFile(path, "r")
         return file
 
-    def stage(self, size: int) -> KvikioStage:
-        """A buffer on the device, registered for direct reads."""
-        tensor = self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
-        self._kvikio.buffer.memory_register(tensor)
-        return KvikioStage(self._torch, self._stream, tensor)
+    def stages(self, count: int, size: int) -> Sequence[Stage]:
+        """Buffers in memory of their own: torch's allocator shares one piece among many tensors,
+        and what is registered for direct reads is always the whole piece."""
+        with self._torch.cuda.device(self._device):
+            memory = DeviceMemory(runtime(), count * size)
+        whole = self._torch.as_tensor(memory, device=self._device)
+        try:
+            self._kvikio.buffer.memory_register(whole)
+        except RuntimeError as error:
+            logger.warning("direct reads go through the driver's own buffers: %s", error)
+        return [
+            KvikioStage(self._torch, self._stream, whole[at : at + size])
+            for at in range(0, count * size, size)
+        ]
+
+
+class DeviceMemory:
+    """A piece of the current device's memory, for whoever knows the CUDA array interface."""
+
+    def __init__(self, cudart: Any, size: int) -> None:
+        pointer = ctypes.c_void_p()
+        result = cudart.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(size))
+        if result:
+            raise RuntimeError(f"cudaMalloc of {size} bytes: error {result}")
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (pointer.value, False),
+            "version": 3,
+        }
+        # Not at exit: the driver may be gone by then, and gives everything back itself.
+        weakref.finalize(self, cudart.cudaFree, pointer).atexit = False
 
 
 class KvikioStage:

@@ -36,7 +36,7 @@ def reason_against(folder: str, device: int = 0) -> str | None:
     mode = kvikio.defaults.get("compat_mode")
     if mode.name == "ON":
         return "kvikio is told to copy through host memory (KVIKIO_COMPAT_MODE)"
-    kvikio.defaults.set("compat_mode", type(mode).OFF)
+    kvikio.defaults.set({"compat_mode": type(mode).OFF, "gds_threshold": 0})
     sent = torch.randint(0, 255, (SIZE,), dtype=torch.uint8, device=f"cuda:{device}")
     back = torch.zeros_like(sent)
     torch.cuda.synchronize(device)

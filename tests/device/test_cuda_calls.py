@@ -94,7 +94,7 @@ def columns(*numbers: int) -> Any:
 
 
 def copy_with(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> cuda.BatchCopy:
-    monkeypatch.setattr(cuda, "_runtime", lambda: runtime)
+    monkeypatch.setattr(cuda, "runtime", lambda: runtime)
     return cuda.runtime_copy(Torch)
 
 
@@ -155,10 +155,10 @@ def test_the_cores_beside_a_device(
     }.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    monkeypatch.setattr(cuda, "_runtime", lambda: Bus(13000, result))
+    monkeypatch.setattr(cuda, "runtime", lambda: Bus(13000, result))
     assert cuda.cores_near(2, Topology(tmp_path)) == cores
 
 
 def test_without_a_cuda_runtime_there_is_a_reason() -> None:
     with pytest.raises(RuntimeError, match="without CUDA"):
-        cuda._runtime()
+        cuda.runtime()

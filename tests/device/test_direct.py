@@ -160,4 +160,4 @@ def test_what_hangs_outlives_its_loader(stage: Stage) -> None:
     stage.driver.hangs = True
     assert stage.outcome() is Outcome.TIMEOUT
     stage.loader.close()
-    assert [each() is not None for each in stage.driver.stages].count(True) == 1
+    assert [each() is not None for each in stage.driver.made].count(True) == 1

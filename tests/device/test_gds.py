@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import re
@@ -10,12 +11,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_cufile import FakeCufile
 
 from kvtier.core.settings import Gds
-from kvtier.device import gds_probe
-from kvtier.device.gds import DirectAccess, probe
+from kvtier.device import gds, gds_probe
+from kvtier.device.gds import DeviceMemory, DirectAccess, probe
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.errors import MediumError
 
@@ -196,3 +198,103 @@ def test_the_real_attempt_has_an_answer_here(tmp_path: Path) -> None:
     reason = probe(tmp_path)
     assert reason is None or reason
     assert list(tmp_path.iterdir()) == []
+
+
+class Cudart:
+    """Stands for libcudart's allocator."""
+
+    def __init__(self, result: int = 0) -> None:
+        self.freed: list[int] = []
+        self._result = result
+
+    def cudaMalloc(self, into: Any, size: Any) -> int:  # noqa: N802
+        ctypes.cast(into, ctypes.POINTER(ctypes.c_void_p))[0] = ctypes.c_void_p(0x7000)
+        assert size.value == 4096
+        return self._result
+
+    def cudaFree(self, pointer: Any) -> int:  # noqa: N802
+        self.freed.append(pointer.value)
+        return 0
+
+
+def test_device_memory_lives_as_long_as_somebody_holds_it() -> None:
+    cudart = Cudart()
+    memory = DeviceMemory(cudart, 4096)
+    assert memory.__cuda_array_interface__["data"] == (0x7000, False)
+    held = [memory]
+    del memory
+    assert cudart.freed == []
+    held.clear()
+    assert cudart.freed == [0x7000]
+
+
+def test_device_memory_that_is_not_there_is_a_reason() -> None:
+    with pytest.raises(RuntimeError, match="cudaMalloc of 4096 bytes: error 2"):
+        DeviceMemory(Cudart(result=2), 4096)
+
+
+class Library:
+    """Stands for kvikio and torch at once: notes what is set and registered."""
+
+    def __init__(self) -> None:
+        self.set_to: dict[str, Any] = {}
+        self.registered: list[int] = []
+        self.cuda = self.buffer = self.defaults = self
+        self.uint8 = np.uint8
+
+    def modules(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("kvikio", "kvikio.buffer", "kvikio.defaults", "torch"):
+            module = ModuleType(name)
+            module.__getattr__ = self.__getattribute__  # type: ignore[method-assign]
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(gds, "runtime", lambda: Cudart())
+        monkeypatch.setattr(gds, "DeviceMemory", lambda cudart, size: np.zeros(size, np.uint8))
+
+    def get(self, name: str) -> CompatMode:
+        assert name == "compat_mode"
+        return CompatMode.AUTO
+
+    def set(self, values: dict[str, Any]) -> None:
+        self.set_to.update(values)
+
+    def device(self, *which: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def Stream(self, device: Any) -> object:  # noqa: N802
+        return object()
+
+    def as_tensor(self, memory: Any, device: Any) -> Any:
+        return FakeTensor(memory)
+
+    def empty(self, count: int, dtype: Any) -> Any:
+        return FakeTensor(np.zeros(count, dtype))
+
+    def memory_register(self, tensor: Any) -> None:
+        self.registered.append(tensor.numel())
+
+
+class FakeTensor:
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __getitem__(self, piece: slice) -> FakeTensor:
+        return FakeTensor(self._array[piece])
+
+    def numel(self) -> int:
+        return len(self._array)
+
+    def data_ptr(self) -> int:
+        return int(self._array.ctypes.data)
+
+    def pin_memory(self) -> FakeTensor:
+        return self
+
+
+def test_buffers_share_one_registered_piece_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    library.modules(monkeypatch)
+    stages = gds.KvikioDriver(0).stages(3, 4096)
+    assert library.registered == [3 * 4096]
+    assert [stage.address - stages[0].address for stage in stages] == [0, 4096, 8192]
+    assert library.set_to["compat_mode"] is CompatMode.OFF
+    assert library.set_to["gds_threshold"] == 0
