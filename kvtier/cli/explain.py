@@ -17,7 +17,7 @@ from kvtier.cli.ls import find_namespace
 from kvtier.config import load
 from kvtier.errors import KVTierError
 from kvtier.types import BlockKey, Namespace
-from kvtier.vllm.keys import chunk_keys, chunk_tokens
+from kvtier.vllm.keys import Prompt, chunk_keys, chunk_tokens
 from kvtier.vllm.prompts import read_prompts
 
 app = console.new_app("Say why a prompt hits or misses.")
@@ -75,8 +75,8 @@ def explain(
     """Say for every chunk of a prompt its key and the tiers that have it, in every namespace, and
     in which facts the others differ.
 
-    Keys are computed as vLLM computes them for a request without adapter, images or cache salt.
-    Exit code 1 if no prompt hits.
+    Keys are computed as vLLM computes them, with cache salts and LoRA adapters; prompts with images
+    are skipped. Exit code 1 if no prompt hits.
     """
     stack = load(config)
     places = look(stack)
@@ -94,12 +94,14 @@ def explain(
             problems[name] = str(error)
             continue
         held = _held(places, name)
-        for number, tokens in enumerate(prompts):
-            answers.append(_answer(number, tokens, name, known, asked, held))
+        for prompt in prompts.known:
+            answers.append(_answer(prompt, name, known, asked, held))
     if json:
-        console.print_json({"asked": asked, "answers": answers, "problems": problems})
+        rows = {"answers": answers, "problems": problems, "skipped": prompts.skipped}
+        console.print_json({"asked": asked, **rows})
     else:
         _show(answers, problems)
+        prompts.say_skipped(console.warn)
     if not any(answer.hits for answer in answers if answer.namespace == asked):
         raise typer.Exit(console.EXIT_FAILURE)
 
@@ -130,15 +132,14 @@ def _held(places: list[Place], namespace: str) -> dict[BlockKey, list[str]]:
 
 
 def _answer(
-    number: int,
-    tokens: list[int],
+    prompt: Prompt,
     name: str,
     known: Mapping[str, Namespace],
     asked: str,
     held: Mapping[BlockKey, list[str]],
 ) -> Answer:
     namespace = known[name]
-    chunks = chunk_keys(tokens, namespace)
+    chunks = chunk_keys(prompt, namespace)
     groups = [[at for at, key in enumerate(keys) if key in held] for keys in chunks]
     tiers = [list(dict.fromkeys(t for key in keys for t in held.get(key, []))) for keys in chunks]
     runs = []
@@ -150,8 +151,8 @@ def _answer(
     hits = _hits(groups, len(namespace.group_bytes))
     differences = known[asked].differences(namespace)
     return Answer(
-        prompt=number,
-        tokens=len(tokens),
+        prompt=prompt.number,
+        tokens=len(prompt.tokens),
         namespace=name,
         chunks=len(chunks),
         hits=hits,

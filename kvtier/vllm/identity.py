@@ -134,6 +134,16 @@ def _files(folder: Path, patterns: Sequence[str]) -> list[tuple[Path, int]]:
     return [(path, path.stat().st_size) for path in found]
 
 
+def adapter_files(folder: Path) -> list[tuple[Path, int]]:
+    """The files of a LoRA adapter that are to be seen here, with their sizes."""
+    return _files(folder, _ADAPTER)
+
+
+def fingerprint_adapter(folder: Path) -> bytes:
+    """What stands in the keys for an adapter's files."""
+    return fingerprint_folder(folder, _ADAPTER).encode()
+
+
 class Adapters:
     """What stands in the keys for the bytes of LoRA adapters, which vLLM's hashes leave out.
 
@@ -148,11 +158,11 @@ class Adapters:
 
     def salt(self, folder: Path) -> bytes:
         """The salt for a request with this adapter."""
-        stamp = [(path, size, path.stat().st_mtime_ns) for path, size in _files(folder, _ADAPTER)]
+        stamp = [(path, size, path.stat().st_mtime_ns) for path, size in adapter_files(folder)]
         if not stamp:
             return self._unseen
         if folder not in self._known:
-            self._known[folder] = (stamp, fingerprint_folder(folder, _ADAPTER).encode())
+            self._known[folder] = (stamp, fingerprint_adapter(folder))
         known, salt = self._known[folder]
         if known == stamp:
             return salt

@@ -1,49 +1,77 @@
 """The block keys that vLLM gives to a prompt, computed without vLLM.
 
 vLLM hashes a prompt block by block, each with the hash before it; a chunk's key is the hash of its
-last block, and the index of its cache group. What else enters vLLM's hash (adapters, images, cache
-salts) is not known here: such requests have other keys.
+last block, and the index of its cache group. A request's adapter enters every block's hash, its
+cache salt that of the first one. Images enter by hashes of what the model's processor makes of
+them: such keys only an engine can compute.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+import xxhash
 
 from kvtier.errors import KVTierError
-from kvtier.types import BlockKey, Namespace, block_key
+from kvtier.types import GROUP_BYTES, BlockKey, Namespace, block_key
 
 _SEED = "vllm-none-hash"
 """What vLLM derives the hash before the first block from, unless PYTHONHASHSEED is set."""
-_ALGORITHM = "sha256_cbor"
+_UNSET = "default"
+"""What stands in a namespace for a seed that was not set."""
+_SHA256, _XXHASH = "sha256_cbor", "xxhash_cbor"
+_NULL = b"\xf6"
+
+Digest = Callable[[bytes], bytes]
 
 
-def chunk_keys(tokens: Sequence[int], namespace: Namespace) -> list[list[BlockKey]]:
+class Prompt(msgspec.Struct):
+    """What of a request is in its keys."""
+
+    tokens: list[int]
+    cache_salt: str = ""
+    adapter: tuple[str, str] | None = None
+    """A LoRA adapter's name and path, as the server was given them."""
+    fingerprint: bytes = b""
+    """Of the adapter's files (see `identity.Adapters`)."""
+    number: int = 0
+    """In its file, 0 first."""
+
+
+def chunk_keys(prompt: Prompt, namespace: Namespace) -> list[list[BlockKey]]:
     """For each whole chunk of a prompt, its keys in all cache groups.
 
     Raises KVTierError for a namespace whose keys only its own engine can compute.
     """
     facts = namespace.facts
     block, per_chunk = _geometry(facts)
-    hashes = list(_hashes(tokens, block, facts.get("hash_seed", "default")))
+    digest, seed = _hash(facts)
+    hashes = list(_hashes(prompt, block, digest, seed))
     last = hashes[per_chunk - 1 :: per_chunk]
     groups = range(len(namespace.group_bytes))
-    return [[block_key(each, group) for group in groups] for each in last]
+    return [
+        salted((block_key(each, group) for group in groups), prompt.fingerprint) for each in last
+    ]
 
 
 def chunk_tokens(namespace: Namespace) -> int:
     """How many tokens a chunk of this namespace covers; raises KVTierError as `chunk_keys`."""
+    _hash(namespace.facts)
     block, per_chunk = _geometry(namespace.facts)
     return block * per_chunk
 
 
+def salted(keys: Iterable[bytes], salt: bytes) -> list[BlockKey]:
+    """The keys that stand for these where something is added that vLLM's hashes do not cover."""
+    if not salt:
+        return [BlockKey(key) for key in keys]
+    digest = xxhash.xxh3_128_digest
+    return [BlockKey(digest(salt + key) + key[-GROUP_BYTES:]) for key in keys]
+
+
 def _geometry(facts: Mapping[str, str]) -> tuple[int, int]:
-    algorithm = facts.get("hash", "")
-    if algorithm != _ALGORITHM:
-        raise KVTierError(
-            f"its keys were made by {algorithm or 'no engine'}, which cannot be computed here: "
-            f"serve with --prefix-caching-hash-algo {_ALGORITHM}, as kvtier serve does"
-        )
     try:
         block, per_chunk = int(facts["block_tokens"]), int(facts["chunk_blocks"])
     except (KeyError, ValueError):
@@ -53,15 +81,48 @@ def _geometry(facts: Mapping[str, str]) -> tuple[int, int]:
     return block, per_chunk
 
 
-def _hashes(tokens: Sequence[int], block: int, seed: str) -> Iterator[bytes]:
+def _hash(facts: Mapping[str, str]) -> tuple[Digest, str]:
+    """How this namespace's engine hashes, and what it begins with."""
+    algorithm, seed = facts.get("hash", ""), facts.get("hash_seed", _UNSET)
+    if algorithm == _SHA256:
+        return _sha256, _SEED if seed == _UNSET else seed
+    if algorithm == _XXHASH and seed != _UNSET:
+        return xxhash.xxh3_128_digest, seed
+    why = f"{algorithm or 'no engine'}, which cannot be computed here"
+    if algorithm == _XXHASH:
+        why = f"{algorithm} without PYTHONHASHSEED, which differ in every process"
+    elif algorithm:
+        why = f"{algorithm}, which hashes pickles, and these may differ for equal prompts"
+    raise KVTierError(
+        f"its keys were made by {why}: serve with --prefix-caching-hash-algo {_SHA256}, as "
+        "kvtier serve does"
+    )
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _hashes(prompt: Prompt, block: int, digest: Digest, seed: str) -> Iterator[bytes]:
     """The chained hash of every whole block."""
-    parent = hashlib.sha256(_text(_SEED if seed == "default" else seed)).digest()
+    tokens = prompt.tokens
+    parent = digest(_text(seed))
+    adapter = [("lora", *prompt.adapter)] if prompt.adapter else []
+    salt = [("cache_salt", prompt.cache_salt)] if prompt.cache_salt else []
+    first, later = _extras([*adapter, *salt]), _extras(adapter)
     for start in range(0, len(tokens) - block + 1, block):
         ids = b"".join([_head(0, token) for token in tokens[start : start + block]])
-        # An array of three: the hash before, the tokens as an array, and nothing else (null).
-        body = b"\x83" + _head(2, len(parent)) + parent + _head(4, block) + ids + b"\xf6"
-        parent = hashlib.sha256(body).digest()
+        # An array of three: the hash before, the tokens as an array, and what else there is.
+        body = b"\x83" + _head(2, len(parent)) + parent + _head(4, block) + ids
+        parent = digest(body + (later if start else first))
         yield parent
+
+
+def _extras(extras: Sequence[Sequence[str]]) -> bytes:
+    if not extras:
+        return _NULL
+    arrays = [_head(4, len(each)) + b"".join(map(_text, each)) for each in extras]
+    return _head(4, len(arrays)) + b"".join(arrays)
 
 
 def _text(text: str) -> bytes:

@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvtier.errors import ConfigError, KVTierError
+from kvtier.vllm.identity import adapter_files, fingerprint_adapter
+from kvtier.vllm.keys import Prompt
 
 _TOKEN_MAX = 1 << 31
 _FORM = '{"prompt": "text"}, {"messages": [{"role": "user", "content": "text"}]} or {"tokens": [1]}'
+
+
+class _Lora(msgspec.Struct):
+    name: str
+    path: str
 
 
 class _Line(msgspec.Struct):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tokens: list[int] | None = None
+    cache_salt: str | None = None
+    lora: _Lora | None = None
+    tools: Any = None
+    multi_modal_data: Any = None
 
 
-def read_prompts(file: Path, model: str | None) -> list[list[int]]:
-    """The tokens of each prompt of a file: a JSON object a line (.jsonl), or one text.
+class Prompts(msgspec.Struct):
+    """The prompts of a file whose keys can be computed, and why others cannot, a sentence each."""
+
+    known: list[Prompt] = []
+    skipped: list[str] = []
+
+    def say_skipped(self, say: Callable[[str], None]) -> None:
+        """Tell a person what was left out, and how much of all that is."""
+        for each in self.skipped:
+            say(each)
+        if self.skipped:
+            say(f"{len(self.skipped)} of {len(self.known) + len(self.skipped)} prompts are skipped")
+
+
+class Unknowable(KVTierError):
+    """Keys of this prompt only an engine can compute."""
+
+
+def read_prompts(file: Path, model: str | None) -> Prompts:
+    """The prompts of a file: a JSON object a line (.jsonl), or one text.
 
     Raises ConfigError for what cannot be read, KVTierError where no tokenizer can be had.
     """
@@ -31,21 +61,27 @@ def read_prompts(file: Path, model: str | None) -> list[list[int]]:
         raise ConfigError(
             str(file), f"cannot be read: {error.strerror}", "name a file of prompts"
         ) from error
+    tokenizer = _Lazy(model)
     if file.suffix != ".jsonl":
-        return [_tokens_of(_Line(prompt=_decode(file, data)), _Lazy(model))]
-    decoder, tokenizer = msgspec.json.Decoder(_Line), _Lazy(model)
-    prompts = []
+        return Prompts([Prompt(_tokens_of(_Line(prompt=_decode(file, data)), tokenizer))])
+    decoder, prompts = msgspec.json.Decoder(_Line), Prompts()
     for number, text in enumerate(data.splitlines(), 1):
         if not text.strip():
             continue
+        place = f"{file}:{number}"
         try:
             line = decoder.decode(text)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{file}:{number}", f"no prompt: {error}", f"like {_FORM}") from error
-        found = _tokens_of(line, tokenizer)
-        if found and not 0 <= min(found) <= max(found) < _TOKEN_MAX:
-            raise ConfigError(f"{file}:{number}", "a token is out of range", "use 0 to 2**31 - 1")
-        prompts.append(found)
+            raise ConfigError(place, f"no prompt: {error}", f"like {_FORM}") from error
+        try:
+            prompt = _prompt_of(line, tokenizer)
+        except Unknowable as error:
+            prompts.skipped.append(f"{place} is skipped: {error}")
+            continue
+        prompt.number = len(prompts.known) + len(prompts.skipped)
+        if prompt.tokens and not 0 <= min(prompt.tokens) <= max(prompt.tokens) < _TOKEN_MAX:
+            raise ConfigError(place, "a token is out of range", "use 0 to 2**31 - 1")
+        prompts.known.append(prompt)
     return prompts
 
 
@@ -54,6 +90,29 @@ def _decode(file: Path, data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(str(file), "is no UTF-8 text", "name a file of prompts") from error
+
+
+def _prompt_of(line: _Line, tokenizer: _Lazy) -> Prompt:
+    if line.multi_modal_data is not None:
+        raise Unknowable("it has images or other media, whose keys only the engine can compute")
+    if line.tools is not None:
+        raise Unknowable("it has tools, which only the server renders: give its tokens instead")
+    prompt = Prompt(_tokens_of(line, tokenizer), line.cache_salt or "")
+    if line.lora is not None:
+        prompt.adapter = (line.lora.name, line.lora.path)
+        prompt.fingerprint = _fingerprint(line.lora.path)
+    return prompt
+
+
+@cache
+def _fingerprint(path: str) -> bytes:
+    folder = Path(path)
+    if not adapter_files(folder):
+        raise Unknowable(
+            f"the files of its adapter are not in {folder}: give the path that the server was "
+            "given, where it can be read"
+        )
+    return fingerprint_adapter(folder)
 
 
 class _Lazy:
@@ -86,11 +145,25 @@ def _tokens_of(line: _Line, tokenizer: _Lazy) -> list[int]:
     if line.tokens is not None:
         return line.tokens
     if line.messages is not None:
+        messages = [message | {"content": _content(message)} for message in line.messages]
         text = tokenizer.get().apply_chat_template(
-            line.messages, tokenize=False, add_generation_prompt=True
+            messages, tokenize=False, add_generation_prompt=True
         )
         return _plain(tokenizer.get().encode(text, add_special_tokens=False))
     return _plain(tokenizer.get().encode(line.prompt or ""))
+
+
+def _content(message: dict[str, Any]) -> Any:
+    """A message's text; raises Unknowable if it is more than that."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return content
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
+    if any(kind != "text" for kind in kinds):
+        raise Unknowable("it has images or other media, whose keys only the engine can compute")
+    if len(content) != 1:
+        raise Unknowable("a message is in several parts, which servers join in different ways")
+    return content[0].get("text")
 
 
 def _plain(tokens: Sequence[int]) -> list[int]:

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from cli_world import STACK, command
 
 from kvtier import Stack
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.testing.records import payload
 from kvtier.types import Namespace, block_key
-from kvtier.vllm.keys import chunk_keys
+from kvtier.vllm.identity import fingerprint_adapter
+from kvtier.vllm.keys import Prompt, chunk_keys
 from kvtier.vllm.prompts import read_prompts
 
 FACTS = {
@@ -28,10 +30,11 @@ FACTS = {
 ENGINE = Namespace(facts=FACTS, group_bytes=(4096, 4096))
 OTHER = Namespace(facts=FACTS | {"dtype": "float16"}, group_bytes=(4096, 4096))
 TOKENS = [7 * i % 50000 for i in range(200)]
+PROMPT = Prompt(TOKENS)
 
 
 def store(stack_file: Path, namespace: Namespace, chunks: int) -> None:
-    keys = [key for each in chunk_keys(TOKENS, namespace)[:chunks] for key in each]
+    keys = [key for each in chunk_keys(PROMPT, namespace)[:chunks] for key in each]
     with Stack.open(stack_file, namespace, engine="one") as stack:
         stack.store({key: payload(key, namespace) for key in keys})
         assert stack.settle()
@@ -56,27 +59,57 @@ class TestKeys:
         start = hashlib.sha256(b"\x6e" + b"vllm-none-hash").digest()
         body = b"\x83\x58\x20" + start + b"\x90" + bytes(range(16)) + b"\xf6"
         one_block = Namespace(facts=FACTS | {"chunk_blocks": "1"}, group_bytes=(1,))
-        assert chunk_keys(list(range(16)), one_block) == [
+        assert chunk_keys(Prompt(list(range(16))), one_block) == [
             [block_key(hashlib.sha256(body).digest())]
         ]
 
     def test_only_whole_chunks_have_keys(self) -> None:
-        assert [len(chunk_keys(TOKENS[:n], ENGINE)) for n in (0, 31, 32, 63, 64)] == [0, 0, 1, 1, 2]
+        assert [len(chunk_keys(Prompt(TOKENS[:n]), ENGINE)) for n in (0, 31, 32, 63, 64)] == [
+            0,
+            0,
+            1,
+            1,
+            2,
+        ]
 
     def test_a_prefix_has_the_same_keys(self) -> None:
-        assert chunk_keys(TOKENS[:100], ENGINE) == chunk_keys(TOKENS, ENGINE)[:3]
-        changed = [*TOKENS[:40], 1, *TOKENS[41:]]
-        assert chunk_keys(changed, ENGINE)[0] == chunk_keys(TOKENS, ENGINE)[0]
-        assert chunk_keys(changed, ENGINE)[1] != chunk_keys(TOKENS, ENGINE)[1]
+        assert chunk_keys(Prompt(TOKENS[:100]), ENGINE) == chunk_keys(PROMPT, ENGINE)[:3]
+        changed = Prompt([*TOKENS[:40], 1, *TOKENS[41:]])
+        assert chunk_keys(changed, ENGINE)[0] == chunk_keys(PROMPT, ENGINE)[0]
+        assert chunk_keys(changed, ENGINE)[1] != chunk_keys(PROMPT, ENGINE)[1]
 
     def test_a_seed_makes_others(self) -> None:
         seeded = Namespace(facts=FACTS | {"hash_seed": "7"}, group_bytes=(4096, 4096))
-        assert chunk_keys(TOKENS, seeded)[0] != chunk_keys(TOKENS, ENGINE)[0]
+        assert chunk_keys(PROMPT, seeded)[0] != chunk_keys(PROMPT, ENGINE)[0]
 
-    @pytest.mark.parametrize("change", [{"hash": "sha256"}, {"block_tokens": "x"}, {"hash": ""}])
-    def test_what_cannot_be_computed_is_said(self, change: dict[str, str]) -> None:
-        with pytest.raises(KVTierError):
-            chunk_keys(TOKENS, Namespace(facts=FACTS | change, group_bytes=(1,)))
+    def test_adapter_and_salt_by_hand(self) -> None:
+        """The salt is in the first block, the adapter in each, its files in kvtier's own part."""
+        seven = xxhash.xxh3_128_digest(b"\x617")
+        lora = b"\x83\x64lora\x63sql\x64/sql"
+        salt = b"\x82\x6acache_salt\x63you"
+        first = b"\x83\x50" + seven + b"\x90" + bytes(range(16)) + b"\x82" + lora + salt
+        middle = xxhash.xxh3_128_digest(first)
+        second = b"\x83\x50" + middle + b"\x90" + bytes(range(16)) + b"\x81" + lora
+        plain = block_key(xxhash.xxh3_128_digest(second))
+        facts = FACTS | {"hash": "xxhash_cbor", "hash_seed": "7"}
+        prompt = Prompt(list(range(16)) * 2, "you", ("sql", "/sql"), b"files")
+        assert chunk_keys(prompt, Namespace(facts=facts, group_bytes=(1,))) == [
+            [xxhash.xxh3_128_digest(b"files" + plain) + plain[-4:]]
+        ]
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"hash": "sha256"}, "hashes pickles"),
+            ({"hash": "xxhash"}, "hashes pickles"),
+            ({"hash": "xxhash_cbor"}, "differ in every process"),
+            ({"hash": ""}, "no engine"),
+            ({"block_tokens": "x"}, "size of a block"),
+        ],
+    )
+    def test_what_cannot_be_computed_is_said(self, change: dict[str, str], says: str) -> None:
+        with pytest.raises(KVTierError, match=says):
+            chunk_keys(PROMPT, Namespace(facts=FACTS | change, group_bytes=(1,)))
 
 
 class TestPrompts:
@@ -100,6 +133,35 @@ class TestPrompts:
         path.write_text("hello")
         with pytest.raises(KVTierError, match="--model"):
             read_prompts(path, None)
+
+    def test_what_only_an_engine_can_compute_is_skipped(self, tmp_path: Path) -> None:
+        image = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
+        text = {"type": "text", "text": "What is this?"}
+        rows = [
+            {"tokens": [1]},
+            {"messages": [{"role": "user", "content": [text, image]}]},
+            {"prompt": "a cat", "multi_modal_data": {"image": "cat.png"}},
+            {"messages": [{"role": "user", "content": [text, text]}]},
+            {"tokens": [2], "lora": {"name": "sql", "path": str(tmp_path / "none")}},
+            {"tokens": [3], "tools": []},
+            {"tokens": [4], "cache_salt": "you"},
+        ]
+        path = tmp_path / "p.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        prompts = read_prompts(path, None)
+        assert prompts.known == [Prompt([1]), Prompt([4], "you", number=6)]
+        expected = ["images", "images", "several parts", "files of its adapter", "tools"]
+        for number, (why, said) in enumerate(zip(expected, prompts.skipped, strict=True), 2):
+            assert f"p.jsonl:{number} is skipped: " in said
+            assert why in said
+
+    def test_an_adapter_is_known_by_its_files(self, tmp_path: Path) -> None:
+        path = tmp_path / "p.jsonl"
+        path.write_text(json.dumps({"tokens": [1], "lora": {"name": "a", "path": str(tmp_path)}}))
+        (tmp_path / "adapter_config.json").write_text("{}")
+        (prompt,) = read_prompts(path, None).known
+        assert prompt.adapter == ("a", str(tmp_path))
+        assert prompt.fingerprint == fingerprint_adapter(tmp_path)
 
 
 class TestExplain:
@@ -126,7 +188,7 @@ class TestExplain:
         assert "differs: dtype" in command(*args).out
 
     def test_a_group_that_is_missing_is_a_miss(self, stack_file: Path, prompt_file: Path) -> None:
-        keys = chunk_keys(TOKENS, ENGINE)
+        keys = chunk_keys(PROMPT, ENGINE)
         chosen = [*keys[0], keys[1][0]]
         with Stack.open(stack_file, ENGINE) as stack:
             stack.store({key: payload(key, ENGINE) for key in chosen})
@@ -150,6 +212,19 @@ class TestExplain:
         done = command("explain", prompt_file, "-c", filled)
         assert done.code == 1
         assert "cannot be computed here" in done.out
+
+    def test_skipped_prompts_are_said_and_counted(self, stack_file: Path, tmp_path: Path) -> None:
+        store(stack_file, ENGINE, 4)
+        path = tmp_path / "p.jsonl"
+        image = {"tokens": TOKENS, "multi_modal_data": {}}
+        path.write_text(f"{json.dumps(image)}\n{json.dumps({'tokens': TOKENS})}\n")
+        done = command("explain", path, "-c", stack_file)
+        assert done.code == 0
+        assert done.out.startswith("prompt 1, 200 tokens")
+        assert "p.jsonl:1 is skipped" in done.err
+        assert "1 of 2 prompts are skipped" in done.err
+        report = run("explain", path, "-c", stack_file)
+        assert (len(report["answers"]), len(report["skipped"])) == (1, 1)
 
 
 def test_prewarm_of_what_a_prompt_asks_for(

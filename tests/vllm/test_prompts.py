@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
+from engines.adapter import make_adapter
 from engines.world import World, prompt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.types import Namespace
+from kvtier.vllm.keys import Prompt, chunk_keys
 
 TEXT = "What a cache is good for, and for whom. " * 40
 TOKENS = prompt(3, 1100)
@@ -39,7 +45,7 @@ def test_what_an_engine_stored_is_found(
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     from kvtier.vllm.prompts import read_prompts
 
-    tokens = read_prompts(prompts, str(folder))
+    tokens = [each.tokens for each in read_prompts(prompts, str(folder)).known]
     with world.engine(folder, stack=stack, prefix_caching_hash_algo="sha256_cbor") as engine:
         engine.generate(prompts=tokens)
         engine.settle()
@@ -61,3 +67,62 @@ def test_what_an_engine_stored_is_found(
     with world.engine(folder, stack=fresh, prefix_caching_hash_algo="sha256_cbor") as engine:
         (first,) = engine.generate(prompts=[tokens[0]])
     assert first["cached"] == 1024, "the very first request of a fresh engine hits"
+
+
+@pytest.mark.timeout(600)
+def test_salts_and_adapters_are_in_the_keys(world: World, model: Callable[..., Path]) -> None:
+    adapter = world.folder / "adapter"
+    make_adapter(adapter, 1)
+    stack = world.stack()
+    options = {"enable_lora": True, "max_lora_rank": 8, "prefix_caching_hash_algo": "sha256_cbor"}
+    salted, tuned, plain = (prompt(seed, 1100) for seed in (1, 2, 3))
+    with world.engine(model("llama"), stack=stack, **options) as engine:
+        engine.generate(prompts=[salted], more=[{"cache_salt": "yours"}])
+        engine.generate_with(prompt=tuned, adapter=["tuned", 1, str(adapter)])
+        engine.generate(prompts=[plain])
+        engine.settle()
+    source = world.folder / "stack.yaml"
+    source.write_text(yaml.safe_dump(stack))
+    lora = {"name": "tuned", "path": str(adapter)}
+    lines: list[tuple[dict[str, Any], int]] = [
+        ({"tokens": salted, "cache_salt": "yours"}, 4),
+        ({"tokens": salted, "cache_salt": "mine"}, 0),
+        ({"tokens": salted}, 0),
+        ({"tokens": tuned, "lora": lora}, 4),
+        ({"tokens": tuned, "lora": {**lora, "name": "other"}}, 0),
+        ({"tokens": tuned}, 0),
+        ({"tokens": plain}, 4),
+    ]
+    prompts = world.folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line, _ in lines))
+    answers = kvtier("explain", prompts, "-c", source)["answers"]
+    assert [answer["hits"] for answer in answers] == [hits for _, hits in lines]
+
+
+@given(
+    tokens=st.lists(st.integers(0, 1 << 31), min_size=8, max_size=24),
+    salt=st.text(max_size=40),
+    adapter=st.none() | st.tuples(st.text(min_size=1, max_size=300), st.text(max_size=30)),
+    seed=st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=40),
+    algorithm=st.sampled_from(["sha256_cbor", "xxhash_cbor"]),
+)
+def test_hashes_are_vllms(
+    tokens: list[int], salt: str, adapter: tuple[str, str] | None, seed: str, algorithm: str
+) -> None:
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils as vllm
+
+    function = get_hash_fn_by_name(algorithm)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONHASHSEED", seed)
+        vllm.init_none_hash(function)
+    parent, expected = None, []
+    for start in range(0, len(tokens) - 7, 8):
+        extras = [("lora", *adapter)] if adapter else []
+        extras += [("cache_salt", salt)] if salt and not start else []
+        block = tokens[start : start + 8]
+        parent = vllm.hash_block_tokens(function, parent, block, tuple(extras) or None)
+        expected.append(bytes(parent) + bytes(4))
+    facts = {"hash": algorithm, "hash_seed": seed, "block_tokens": "8", "chunk_blocks": "1"}
+    found = chunk_keys(Prompt(tokens, salt, adapter), Namespace(facts=facts, group_bytes=(1,)))
+    assert [bytes(key) for (key,) in found] == expected
