@@ -12,7 +12,9 @@ from kvtier.core.direct import DirectReads
 from kvtier.core.flight import Ticket, split
 from kvtier.core.health import Health
 from kvtier.core.ledger import Ledger
-from kvtier.core.plan import HOST, JOINING, NOWHERE, plan_host, plan_lower, plan_room, plan_runs
+from kvtier.core.offers import Appraiser, Decision, Room, Span, asked, columns, needed
+from kvtier.core.plan import HOST, JOINING, NOWHERE, plan_host, plan_lower
+from kvtier.core.promises import Promises
 from kvtier.core.promotion import Promotion
 from kvtier.core.record import record_bytes
 from kvtier.core.settings import TierSettings
@@ -65,25 +67,24 @@ class TierChain(Tier):
         self.tiers = list(tiers)
         self.medium = tiers[HOST].medium
         self._mover = mover
-        self._costs = costs
         self._clock = clock
         slot = record_bytes(namespace.payload_bytes)
         self._slots = [max(1, tier.stats().bytes_capacity // slot) for tier in tiers]
         self._tally = Tally([tier.medium for tier in tiers], namespace)
         self._ledger = Ledger(self.tiers)
-        self._promised = self._ledger.promised
         self._load_health = Health(len(tiers), rest_seconds)
+        self._appraiser = Appraiser(self._tally, costs)
         self._promotion = Promotion(
             settings, self._ledger, mover, self._load_health, self._tally, costs
         )
         self._direct = DirectReads(tiers, self._ledger, self._load_health, self._tally, costs)
+        self._promises = Promises(tiers[HOST], self._slots[HOST], self._ledger, self._direct)
         # Apart from loads: what can no longer be written to may well be read.
         store_health = Health(len(tiers), rest_seconds)
         self._cascade = Cascade(
             self.tiers, settings, self._slots, self._ledger, mover, store_health
         )
         self._names = [*[Presence.HIT] * len(tiers), Presence.HIT, Presence.PENDING, Presence.MISS]
-        self._free: int | None = None
         self._anonymous: list[tuple[Ticket, Counter[BlockKey]]] = []
         self._ended: list[Ticket] = []
         self._stored: deque[TransferResult] = deque()
@@ -93,35 +94,45 @@ class TierChain(Tier):
     # lookup
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
-        promised = self._promised
+        promised = self._promises.kept
         if promised and all(key in promised for key in keys):
             return [Presence.HIT] * len(keys)
         names = self._names
-        return [names[origin] for origin in self._promise(keys, self.locate(keys))]
+        return [names[origin] for origin in self._promises.make(keys, self.locate(keys))]
 
-    def worth(self, keys: Sequence[BlockKey], tokens_per_block: int, start: int = 0) -> int:
+    def worth(
+        self,
+        keys: Sequence[BlockKey],
+        tokens_per_block: int,
+        start: int = 0,
+        decision: Decision | None = None,
+    ) -> int:
         """How many leading keys of a prefix are here, can be taken in, and cost less to load than
         to recompute; the first of them is at token `start`. They are promised as by `lookup`.
+
+        With the `decision` of an earlier call, that one is repeated if nothing has changed.
         """
         origins = self.locate(keys)
-        runs = plan_runs(origins, self._tally.links, self._tally.sizes(keys))
-        count = sum(run.blocks for run in runs)
-        if self._costs is not None:
-            count = self._costs.admit(runs, tokens_per_block, start)
-        kept = self._promise(keys[:count], origins[:count])
+        decision = decision or Decision()
+        count = self._appraiser.lead(keys, origins, tokens_per_block, start, decision)
+        kept = self._promises.make(keys[:count], origins[:count])
         return kept.index(NOWHERE) if NOWHERE in kept else count
 
-    def _promise(self, keys: Sequence[BlockKey], origins: list[int]) -> list[int]:
-        """Take back what there is no room for, and hold the room of the rest until `poll`."""
-        slotless = self._direct.tiers
-        origins = plan_room(keys, origins, self._promised, self._room(), slotless)
-        hits = zip(keys, origins, strict=True)
-        if min(origins, default=HOST) >= HOST and not slotless:
-            self._promised.update(hits)
-        else:
-            need = [hit for hit in hits if hit[1] >= HOST and hit[1] not in slotless]
-            self._promised.update(need)
-        return origins
+    def reach(
+        self, spans: Sequence[Span], start: int, limit: int, decision: Decision
+    ) -> tuple[int, list[list[int]]]:
+        """As `worth`, for a request with several cache groups, or with windows: the token up to
+        which it is worth loading from `start` on, and where each chunk after that is."""
+        origins = columns(spans, start, self.locate(asked(spans, start)))
+        promises = self._promises
+        for _ in range(2):
+            room = Room(promises.room(), promises.kept, promises.slotless)
+            stop = self._appraiser.furthest(spans, origins, start, limit, room, decision)
+            keys, places = needed(spans, origins, start, stop)
+            if NOWHERE not in promises.make(keys, places):
+                return stop, origins
+            decision.cramped = True
+        return start, origins
 
     def locate(self, keys: Sequence[BlockKey]) -> list[int]:
         """The nearest tier that can give each key, or NOWHERE, COMING, JOINING (see plan).
@@ -154,19 +165,6 @@ class TierChain(Tier):
             asked = sorted(asked + skipped) if skipped else asked
         return origins
 
-    def _room(self) -> int:
-        """Host slots that hits can still be promised."""
-        if self._free is None:
-            host = self.tiers[HOST].stats()
-            taken = host.pinned + host.in_flight + host.quarantined
-            self._free = self._slots[HOST] - taken
-        return self._free - len(self._promised)
-
-    def _look_again(self, promises_too: bool = True) -> None:
-        if promises_too:
-            self._promised.clear()
-        self._free = None
-
     # load
 
     def begin_load(self, keys: Sequence[BlockKey], request: str, deadline: float) -> Ticket:
@@ -177,7 +175,7 @@ class TierChain(Tier):
         taken in is in `missing`. Its owner ends it: `end_load`, or `cancel` of the request.
         """
         keys = list(keys)
-        promised = self._promised
+        promised = self._promises.kept
         origins = [promised.pop(key, NOWHERE) for key in keys]
         if NOWHERE in origins:
             origins = self.locate(keys)
@@ -190,7 +188,7 @@ class TierChain(Tier):
         self._ledger.seal(ticket, keys)
         self._tally.opened(ticket)
         self._uses.append([*ticket.keys, *ticket.files] if ticket.files else ticket.keys)
-        self._free = None
+        self._promises.count_again()
         return ticket
 
     def _pin(self, ticket: Ticket, keys: list[BlockKey], origins: list[int]) -> bool:
@@ -211,8 +209,8 @@ class TierChain(Tier):
                 self._ledger.join(ticket, mine)
             elif origin > HOST:
                 if origin in self._direct.tiers:
-                    self._free = None
-                    mine = self._direct.start(ticket, origin, mine, self._room())
+                    self._promises.count_again()
+                    mine = self._direct.start(ticket, origin, mine, self._promises.room())
                 if mine:
                     self._promotion.start(ticket, origin, mine, self._clock())
 
@@ -230,7 +228,9 @@ class TierChain(Tier):
         `read` is what its reader has fetched from files: bytes, and seconds."""
         self._direct.ended(ticket, failed or {}, *read, self._clock())
         self._ledger.release(ticket, None, failed)
-        self._look_again(bool(failed))
+        self._promises.count_again()
+        if failed:
+            self._promises.end()
 
     def cancel(self, request: str) -> None:
         """The request is gone and nobody reads for it: let go of all that it held."""
@@ -241,7 +241,7 @@ class TierChain(Tier):
 
     def _drop(self, ids: list[int]) -> None:
         self._mover.cancel(self._ledger.strand(ids))
-        self._free = None
+        self._promises.count_again()
 
     def prepare_load(self, keys: Sequence[BlockKey]) -> LoadStoreSpec:
         """As `begin_load`, for callers without requests (and who do not read files); blocks of
@@ -270,18 +270,20 @@ class TierChain(Tier):
             self._ledger.release(ticket, None if done else mine, failed)
             if done:
                 self._anonymous.remove((ticket, unread))
-        self._look_again(bool(failed))
+        self._promises.count_again()
+        if failed:
+            self._promises.end()
 
     # store
 
     def prepare_store(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:
-        self._free = None
+        self._promises.count_again()
         return self._ledger.reserve(keys, evict)
 
     def complete_store(
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
-        self._free = None
+        self._promises.count_again()
         self._cascade.committed(HOST, self._ledger.commit(keys, failed))
 
     # between the steps of an engine
@@ -313,7 +315,7 @@ class TierChain(Tier):
         self._load_health.tick(now)
         for tier in self.tiers:
             tier.tick()
-        self._look_again()
+        self._promises.end()
 
     @property
     def has_pending_work(self) -> bool:
@@ -351,7 +353,7 @@ class TierChain(Tier):
         for tier in self.tiers:
             tier.forget(keys)
         self._ledger.doom(keys)
-        self._look_again()
+        self._promises.end()
 
     def clear(self) -> None:
         self._cascade.forget()
@@ -359,7 +361,7 @@ class TierChain(Tier):
             tier.clear()
         self._drop(self._ledger.void_all())
         self._ledger.doom(self._ledger.pinned(HOST))
-        self._look_again()
+        self._promises.end()
 
     def take_events(self) -> list[TierEvent]:
         return [event for tier in self.tiers for event in tier.take_events()]

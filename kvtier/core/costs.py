@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtier.core.rates import Drain, Line
+from kvtier.core.rates import Line, LinkRate
 
 DEVICE = "device"
 """The link that every loaded byte crosses: host memory to the engine's own."""
@@ -27,6 +27,13 @@ class Run(NamedTuple):
     link: str
     blocks: int
     bytes: int
+
+
+class Offer(NamedTuple):
+    """One way to serve a request: load this, one run a link, and compute what is after `stop`."""
+
+    stop: int
+    loads: list[Run]
 
 
 class Prior(msgspec.Struct, frozen=True):
@@ -67,74 +74,6 @@ class LinkCosts(msgspec.Struct):
     probed: int = 0
 
 
-class _InFlight(NamedTuple):
-    bytes: int
-    since: float
-    expected: float
-
-
-class _Link:
-    """One link: its line (seconds by bytes), what is under way on it, and what was decided."""
-
-    _OVERDUE = 2.0
-    _GRACE = 0.1
-    """Results are collected between engine steps, so a load may look older than it is."""
-    _ABANDONED = 300.0
-    """No load lives so long: whoever started it will not report its end."""
-
-    def __init__(self, prior: Prior) -> None:
-        self.line = Line(ridge_base=0.01)
-        for size in (1 << 12, 1 << 26):
-            self.line.suppose(size, prior.latency + size / prior.bandwidth)
-        self.in_flight: dict[int, _InFlight] = {}
-        self.queued = 0
-        self.drain = Drain()
-        self.refusing = False
-        self.next_probe = 0.0
-        self.taken = self.refused = self.probes = self.probed = 0
-
-    def terms(self, now: float) -> tuple[float, float]:
-        """Seconds before the first byte of a new load, and seconds a byte."""
-        line = self.line
-        if not self.in_flight:
-            return line.base, line.slope
-        wait = self.queued * min(1 / (self.drain.rate or 1e-9), line.slope)
-        factor = self._overdue(now)
-        return (line.base + wait) * factor, line.slope * factor
-
-    def _overdue(self, now: float) -> float:
-        """How many times slower than expected the oldest load is for certain, if it is late."""
-        token, oldest = next(iter(self.in_flight.items()))
-        age = now - oldest.since
-        if age > self._ABANDONED:
-            del self.in_flight[token]
-            self.queued -= oldest.bytes
-            return 1.0
-        if age <= oldest.expected * self._OVERDUE + self._GRACE:
-            return 1.0
-        return age / oldest.expected
-
-    def start(self, token: int, size: int, now: float) -> None:
-        fixed, each = self.terms(now)
-        self.in_flight[token] = _InFlight(size, now, max(fixed + each * size, 1e-6))
-        self.queued += size
-
-    def end(self, token: int) -> int:
-        """Forget a load in flight; its size, 0 if it is not known."""
-        flight = self.in_flight.pop(token, None)
-        if flight is None:
-            return 0
-        self.queued -= flight.bytes
-        return flight.bytes
-
-    def observe(self, size: int, seconds: float, now: float, probe_seconds: float) -> None:
-        surprise = seconds < 0.5 * self.line.at(size)
-        self.line.observe(size, max(seconds, 1e-9))
-        self.drain.observe(size, seconds, now)
-        # A good surprise on a refused link is worth asking about again at once.
-        self.next_probe = now if surprise else max(self.next_probe, now + probe_seconds)
-
-
 class CostModel:
     """Predicts load and recompute, and decides how much of a hit is worth loading.
 
@@ -150,7 +89,7 @@ class CostModel:
         self._settings = settings or CostSettings()
         self._priors = {DEVICE: DEVICE_PRIOR, **(priors or {})}
         self._clock = clock
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, LinkRate] = {}
         self._link(DEVICE)
         self._prefill = Line(ridge_slope=0.01)
         self._prefill_span = 0.0
@@ -213,6 +152,25 @@ class CostModel:
             count += self._probe(runs, count, tokens_per_block, start, now)
         return count
 
+    def choose(self, offers: Sequence[Offer], start: int) -> int:
+        """Which of these, in the order of their stops, makes a request fastest that is known up to
+        token `start`; -1 if recomputing does. As `admit`, for hits that are no leading runs."""
+        best = len(offers) - 1
+        if best < 0:
+            return -1
+        if not self._prefill.samples:
+            self._book(offers, best)
+            return best
+        now = self._clock()
+        gains = [
+            self._recompute(start, offer.stop) - self._loading(offer, now)[0] for offer in offers
+        ]
+        best = max(range(len(offers)), key=gains.__getitem__)
+        if gains[best] <= 0:
+            best = -1
+        self._book(offers, best)
+        return best if best == len(offers) - 1 else self._probe_offer(offers, best, start, now)
+
     def stats(self) -> dict[str, LinkCosts]:
         """Each link's rates and decisions so far."""
         return {
@@ -229,10 +187,11 @@ class CostModel:
             for name, link in self._links.items()
         }
 
-    def _link(self, name: str) -> _Link:
+    def _link(self, name: str) -> LinkRate:
         link = self._links.get(name)
         if link is None:
-            link = self._links[name] = _Link(self._priors.get(name) or Prior())
+            prior = self._priors.get(name) or Prior()
+            link = self._links[name] = LinkRate(prior.latency, prior.bandwidth)
         return link
 
     def _recompute(self, start: int, stop: int) -> float:
@@ -290,6 +249,57 @@ class CostModel:
                 link.refusing = True
             count -= run.blocks
 
+    def _loading(self, offer: Offer, now: float) -> tuple[float, str]:
+        """How long an offer's loads take, and the link that they wait for in the end."""
+        fixed, each = self._terms(DEVICE, now)
+        slowest = (fixed + each * sum(run.bytes for run in offer.loads), DEVICE)
+        for link, _, size in offer.loads:
+            if link != DEVICE:
+                fixed, each = self._terms(link, now)
+                slowest = max(slowest, (fixed + each * size, link))
+        return slowest
+
+    def _book(self, offers: Sequence[Offer], best: int) -> None:
+        """Book a choice; what the next longer hit would wait for is refusing from now on."""
+        taken = {run.link: run.blocks for run in offers[best].loads} if best >= 0 else {}
+        for run in offers[-1].loads:
+            link, count = self._link(run.link), taken.get(run.link, 0)
+            link.taken += count
+            link.refused += max(0, run.blocks - count)
+            if count >= run.blocks:
+                link.refusing = self._link(DEVICE).refusing = False
+        if best < len(offers) - 1:
+            _, blocking = self._loading(offers[best + 1], self._clock())
+            if blocking not in taken:
+                self._link(blocking).refusing = True
+
+    def _probe_offer(self, offers: Sequence[Offer], best: int, start: int, now: float) -> int:
+        """A longer hit than the best, taken only to learn; mostly the best."""
+        _, blocking = self._loading(offers[best + 1], now)
+        link = self._link(blocking)
+        if now < link.next_probe:
+            return best
+        fixed, each = link.terms(now)
+        allowed = self._recompute(start, offers[-1].stop) * self._settings.probe_size - fixed
+        most = max(allowed, 2 * fixed)
+        chosen = best + 1
+        for at in range(chosen + 1, len(offers)):
+            size = sum(run.bytes for run in offers[at].loads if run.link == blocking)
+            if each * size <= most:
+                chosen = at
+        known = offers[best].stop if best >= 0 else start
+        loss = self._loading(offers[chosen], now)[0] - self._recompute(known, offers[chosen].stop)
+        blocks = sum(run.blocks for run in offers[chosen].loads if run.link == blocking)
+        self._note_probe(link, blocks, loss, now)
+        return chosen
+
+    def _note_probe(self, link: LinkRate, blocks: int, loss: float, now: float) -> None:
+        rules = self._settings
+        pause = min(max(loss / rules.probe_share, rules.probe_seconds), rules.probe_seconds_max)
+        link.next_probe = now + pause
+        link.probes += 1
+        link.probed += blocks
+
     def _probe(
         self, runs: Sequence[Run], count: int, per_block: int, start: int, now: float
     ) -> int:
@@ -310,10 +320,7 @@ class CostModel:
         telling = int(2 * fixed / block) + 1
         blocks = min(run.blocks - count, max(fitting, telling))
         loss = fixed + block * blocks - self._recompute(at, at + blocks * per_block)
-        pause = min(max(loss / rules.probe_share, rules.probe_seconds), rules.probe_seconds_max)
-        link.next_probe = now + pause
-        link.probes += 1
-        link.probed += blocks
+        self._note_probe(link, blocks, loss, now)
         return blocks
 
 

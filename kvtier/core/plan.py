@@ -117,7 +117,7 @@ def plan_room(
 
 def plan_runs(origins: Sequence[int], media: Sequence[str], sizes: Sequence[int]) -> list[Run]:
     """The unbroken head of a prefix, as the cost model wants it: run by run, link by link."""
-    runs = []
+    runs: list[Run] = []
     start = 0
     for origin, group in groupby(origins):
         stop = start + len(list(group))
@@ -125,7 +125,11 @@ def plan_runs(origins: Sequence[int], media: Sequence[str], sizes: Sequence[int]
             break
         # What is in host memory, or nearly there, only has to cross to the device.
         link = media[origin] if origin > HOST else DEVICE
-        runs.append(Run(link, stop - start, sum(sizes[start:stop])))
+        blocks, size = stop - start, sum(sizes[start:stop])
+        if runs and runs[-1].link == link:
+            last = runs.pop()
+            blocks, size = blocks + last.blocks, size + last.bytes
+        runs.append(Run(link, blocks, size))
         start = stop
     return runs if len(runs) <= RUNS_MAX else _coarse(runs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 
 class Line:
@@ -107,3 +108,75 @@ class Drain:
         self._bytes = self._bytes * self._KEEP + size
         self._busy = self._busy * self._KEEP + busy
         self.rate = self._bytes / self._busy if self._busy > 0 else 0.0
+
+
+class InFlight(NamedTuple):
+    """A load under way."""
+
+    bytes: int
+    since: float
+    expected: float
+
+
+class LinkRate:
+    """One link: its line (seconds by bytes), what is under way on it, and what was decided."""
+
+    _OVERDUE = 2.0
+    _GRACE = 0.1
+    """Results are collected between engine steps, so a load may look older than it is."""
+    _ABANDONED = 300.0
+    """No load lives so long: whoever started it will not report its end."""
+
+    def __init__(self, latency: float, bandwidth: float) -> None:
+        self.line = Line(ridge_base=0.01)
+        for size in (1 << 12, 1 << 26):
+            self.line.suppose(size, latency + size / bandwidth)
+        self.in_flight: dict[int, InFlight] = {}
+        self.queued = 0
+        self.drain = Drain()
+        self.refusing = False
+        self.next_probe = 0.0
+        self.taken = self.refused = self.probes = self.probed = 0
+
+    def terms(self, now: float) -> tuple[float, float]:
+        """Seconds before the first byte of a new load, and seconds a byte."""
+        line = self.line
+        if not self.in_flight:
+            return line.base, line.slope
+        wait = self.queued * min(1 / (self.drain.rate or 1e-9), line.slope)
+        factor = self._overdue(now)
+        return (line.base + wait) * factor, line.slope * factor
+
+    def _overdue(self, now: float) -> float:
+        """How many times slower than expected the oldest load is for certain, if it is late."""
+        token, oldest = next(iter(self.in_flight.items()))
+        age = now - oldest.since
+        if age > self._ABANDONED:
+            del self.in_flight[token]
+            self.queued -= oldest.bytes
+            return 1.0
+        if age <= oldest.expected * self._OVERDUE + self._GRACE:
+            return 1.0
+        return age / oldest.expected
+
+    def start(self, token: int, size: int, now: float) -> None:
+        """A load of so many bytes was queued."""
+        fixed, each = self.terms(now)
+        self.in_flight[token] = InFlight(size, now, max(fixed + each * size, 1e-6))
+        self.queued += size
+
+    def end(self, token: int) -> int:
+        """Forget a load in flight; its size, 0 if it is not known."""
+        flight = self.in_flight.pop(token, None)
+        if flight is None:
+            return 0
+        self.queued -= flight.bytes
+        return flight.bytes
+
+    def observe(self, size: int, seconds: float, now: float, probe_seconds: float) -> None:
+        """So many bytes have crossed it."""
+        surprise = seconds < 0.5 * self.line.at(size)
+        self.line.observe(size, max(seconds, 1e-9))
+        self.drain.observe(size, seconds, now)
+        # A good surprise on a refused link is worth asking about again at once.
+        self.next_probe = now if surprise else max(self.next_probe, now + probe_seconds)

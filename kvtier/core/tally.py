@@ -9,6 +9,7 @@ import msgspec
 
 from kvtier.core.flight import Purpose, Settled, Ticket
 from kvtier.core.links import LinkStats
+from kvtier.core.plan import JOINING
 from kvtier.core.transfer import MoverStats, TransferResult
 from kvtier.types import BlockKey, Namespace, Outcome, TierStats
 
@@ -35,6 +36,8 @@ class ChainStats(msgspec.Struct):
     hits: list[int]
     """Blocks that loads found in each tier."""
     hit_bytes: list[int]
+    misses: list[int]
+    """Blocks that requests asked for and a tier did not hold, nor any above it; once a request."""
     failures: list[dict[str, int]]
     """Blocks that could not be loaded from each tier, by outcome."""
     untaken: int
@@ -56,6 +59,7 @@ class Tally:
         self._samples: deque[Sample] = deque(maxlen=SAMPLES_KEPT)
         self.hits = [0] * len(media)
         self.hit_bytes = [0] * len(media)
+        self.misses = [0] * len(media)
         self.failures: list[dict[str, int]] = [{} for _ in media]
         self.untaken = 0
         self.expired = 0
@@ -66,6 +70,13 @@ class Tally:
         if len(sizes) == 1:
             return [sizes[0]] * len(keys)
         return [self._namespace.payload_of(key) for key in keys]
+
+    def looked_up(self, origins: Sequence[int]) -> None:
+        """A request asks for blocks; a tier is asked for those that none above it holds."""
+        missing = len(origins)
+        for tier in range(len(self.misses)):
+            missing -= origins.count(tier)
+            self.misses[tier] += missing - origins.count(JOINING)
 
     def found(self, tier: int, keys: Sequence[BlockKey]) -> int:
         """A load takes these from a tier; answers with their bytes."""
@@ -114,6 +125,7 @@ class Tally:
             mover=mover,
             hits=list(self.hits),
             hit_bytes=list(self.hit_bytes),
+            misses=list(self.misses),
             failures=[dict(failures) for failures in self.failures],
             untaken=self.untaken,
             expired=self.expired,

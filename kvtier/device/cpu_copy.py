@@ -20,7 +20,7 @@ from kvtier.core.record import Buffer
 from kvtier.device.jobs import DeviceCopier, Host, Job, JobResult, Prover
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.work import Batch, Desk, Work
-from kvtier.types import Outcome
+from kvtier.types import BlockKey, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -165,36 +165,55 @@ class CpuCopier(DeviceCopier):
             self._desk.finish(batch, self._move_all(batch))
 
     def _move_all(self, batch: Batch) -> list[Outcome]:
-        """Move the batch's records; a load ends with the first that fails."""
-        outcomes = []
+        """Move the batch's records; once one of a load has failed, the others are only proved."""
+        outcomes: list[Outcome] = []
+        loading, failed = batch.work.loading, False
         for row in batch.rows:
             try:
-                outcome = self._move(batch.work, row)
+                if loading:
+                    outcome = self._load(batch.work, row, copy=not failed)
+                else:
+                    outcome = self._store(batch.work, row)
             except (ValueError, IndexError, TypeError):  # a slot or region that is not there
                 logger.exception("a %s of the engine failed", batch.work.job.kind.value)
                 outcome = Outcome.IO_ERROR
             outcomes.append(outcome)
-            if not outcome.ok and batch.work.loading:
-                break
-        rest = len(batch.rows) - len(outcomes)
-        return outcomes + [Outcome.CANCELLED] * rest
+            failed = failed or not outcome.ok
+        return outcomes
 
-    def _move(self, work: Work, row: int) -> Outcome:
-        job, pieces, prover = work.job, work.pieces, self._prover
-        key, slot, group = job.keys[row], job.slots[row], work.groups[row]
-        at, skip, part = int(pieces.at[row]), int(pieces.skip[row]), prover.part(slot, group)
-        ids: list[int] = job.blocks.ids[at : at + int(pieces.length[row])].tolist()
-        if not work.loading:
-            if not prover.reserved(slot, key):
-                return Outcome.GONE
-            self._pages.gather(group, ids, skip, part)
-            prover.seal(slot, key, group)
-            return Outcome.OK if prover.reserved(slot, key) else Outcome.GONE
+    def _store(self, work: Work, row: int) -> Outcome:
+        key, slot, group = _record(work, row)
+        prover = self._prover
+        if not prover.reserved(slot, key):
+            return Outcome.GONE
+        ids, skip = _blocks(work, row)
+        self._pages.gather(group, ids, skip, prover.part(slot, group))
+        prover.seal(slot, key, group)
+        return Outcome.OK if prover.reserved(slot, key) else Outcome.GONE
+
+    def _load(self, work: Work, row: int, *, copy: bool) -> Outcome:
+        key, slot, group = _record(work, row)
+        prover = self._prover
         stamp = prover.stamp(slot)
         outcome = prover.arrived(slot, key)
         if not outcome.ok:
             return outcome
         outcome = prover.verify(slot, key, group)
+        if outcome.ok and (work.failed or not copy):
+            return Outcome.CANCELLED
         if outcome.ok:
-            self._pages.scatter(group, ids, skip, part)
+            ids, skip = _blocks(work, row)
+            self._pages.scatter(group, ids, skip, prover.part(slot, group))
         return outcome if prover.unchanged(slot, stamp) else Outcome.GONE
+
+
+def _record(work: Work, row: int) -> tuple[BlockKey, int, int]:
+    """A record's key, slot and group."""
+    return work.job.keys[row], work.job.slots[row], work.groups[row]
+
+
+def _blocks(work: Work, row: int) -> tuple[list[int], int]:
+    """A record's device blocks, and how many of its chunk are left out before them."""
+    at = int(work.pieces.at[row])
+    ids: list[int] = work.job.blocks.ids[at : at + int(work.pieces.length[row])].tolist()
+    return ids, int(work.pieces.skip[row])

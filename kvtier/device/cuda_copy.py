@@ -158,7 +158,7 @@ class CudaCopier(DeviceCopier):
         self._wait_until_ready()
         while (batch := self._desk.next(self._desk.load)) is not None:
             stamps = [self._prover.stamp(slot) for slot in _slots(batch)]
-            outcomes = self._guard(batch, self._prove)
+            outcomes = _head(self._guard(batch, self._prove), batch.work.failed)
             flight = self._queue(self._loads, batch, outcomes, self._loads.lane.to_device, stamps)
             self._loads.flights.put(flight)
 
@@ -210,7 +210,7 @@ class CudaCopier(DeviceCopier):
     # -- both ------------------------------------------------------------------------------
 
     def _guard(self, batch: Batch, step: Callable[[Batch, int], Outcome]) -> list[Outcome]:
-        """One step for every row, in order; a load ends with the first that fails."""
+        """One step for every row, in order."""
         outcomes = []
         for row in batch.rows:
             try:
@@ -219,9 +219,7 @@ class CudaCopier(DeviceCopier):
                 logger.exception("a %s of the engine failed", batch.work.job.kind.value)
                 outcome = Outcome.IO_ERROR
             outcomes.append(outcome)
-            if not outcome.ok and batch.work.loading:
-                break
-        return outcomes + [Outcome.CANCELLED] * (len(batch.rows) - len(outcomes))
+        return outcomes
 
     def _queue(
         self,
@@ -260,6 +258,15 @@ class CudaCopier(DeviceCopier):
             logger.exception("the device failed a %s", flight.batch.work.job.kind.value)
             return _failed(flight.outcomes)
         return flight.outcomes
+
+
+def _head(outcomes: list[Outcome], failed: bool) -> list[Outcome]:
+    """What is good, but comes after something that is not, is not copied any more."""
+    head = []
+    for outcome in outcomes:
+        head.append(Outcome.CANCELLED if failed and outcome.ok else outcome)
+        failed = failed or not outcome.ok
+    return head
 
 
 def _failed(outcomes: list[Outcome]) -> list[Outcome]:

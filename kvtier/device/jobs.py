@@ -58,7 +58,8 @@ class Job(msgspec.Struct, kw_only=True):
 class JobResult(msgspec.Struct, kw_only=True):
     """How a job ended, one outcome a key. After it, nothing touches the job's blocks or slots.
 
-    One record that fails fails a load: what had not been copied by then is CANCELLED.
+    One record that fails fails a load: what had not been copied by then is CANCELLED, unless it has
+    arrived and is bad, too.
     """
 
     id: int

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -46,6 +47,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
+from kvtier.core.offers import Shape
 from kvtier.vllm.protocol import Errand, Report
 
 try:
@@ -73,7 +75,10 @@ __all__ = [
     "TransferResult",
     "batched_copy",
     "errand_spec",
+    "finish_stores",
     "group_payloads",
+    "group_shapes",
+    "load_limit",
     "prefills_whole_only",
     "prompt_tokens",
     "transfer_results",
@@ -141,6 +146,18 @@ def _unpadded(spec: Any) -> int:
     return int(size)
 
 
+def group_shapes(connector: Any) -> dict[int, Shape]:
+    """How the cache groups that are offloaded keep a prompt, as the scheduler's side knows them."""
+    return {
+        group.group_idx: Shape(
+            group.tokens_per_chunk,
+            group.sliding_window_size_in_chunks,
+            "Mamba" in type(group.kv_cache_spec).__name__,
+        )
+        for group in connector.connector_scheduler.config.kv_group_configs
+    }
+
+
 def set_recompute_policy(vllm_config: Any) -> None:
     """A failed load means that the request is recomputed, not that it ends with an error."""
     for config in (vllm_config, _enclosing_config()):
@@ -202,6 +219,13 @@ def prefills_whole_only(vllm_config: Any) -> bool:
 
     chunked = vllm_config.scheduler_config.enable_chunked_prefill
     return bool(current_platform.is_cpu() and vllm_config.model_config.use_mla and not chunked)
+
+
+def load_limit(connector: Any, request: Any, computed: int) -> int:
+    """The token up to which a request may load: its own limit, or its end."""
+    most = connector.connector_scheduler._req_status[request.request_id].max_load_tokens
+    tokens: int = request.num_tokens
+    return tokens if most is None else min(tokens, computed + most)
 
 
 def without_hits(connector: Any, request: Any, computed: int) -> tuple[int | None, bool]:
@@ -272,12 +296,18 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         super().__init__(*arguments)
         self._connector_worker_meta = ErrandMetadata()
         self._unsubmitted_store_jobs: list[tuple[int, Any, Any]] = []
+        self._storing: set[int] = set()
         self.failed_requests: set[str] = set()
 
     def _submit_stores(self) -> None:
         jobs, self._unsubmitted_store_jobs = self._unsubmitted_store_jobs, []
         for job_id, source, target in jobs:
+            self._storing.add(job_id)
             self.worker.submit_store(job_id, source, target)
+
+    def finish_stores(self) -> None:
+        """Return when what was given to be stored has left the device."""
+        self.worker.wait(self._storing)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         flushed = kv_connector_metadata.jobs_to_flush
@@ -301,6 +331,7 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self.failed_requests = set()
         for ended in self.worker.take_ended():
             request = self._load_jobs.pop(ended.job_id, None)
+            self._storing.discard(ended.job_id)
             meta.mark_completed(ended.job_id)
             meta.reports[ended.number] = ended.report
             if ended.ok:
@@ -320,3 +351,16 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
             return None
         self._connector_worker_meta = ErrandMetadata()
         return meta
+
+
+def finish_stores() -> None:
+    """Let the worker copy out what it was given, if it lives in this process.
+
+    An engine that is one process may sleep right after a reset, and its device's memory is gone
+    then. One of several processes has waited for all jobs before.
+    """
+    group = get_kv_transfer_group() if has_kv_transfer_group() else None
+    for connector in getattr(group, "_connectors", [group]):
+        worker = getattr(connector, "connector_worker", None)
+        if isinstance(worker, FailureTolerantWorker):
+            worker.finish_stores()

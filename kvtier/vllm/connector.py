@@ -45,6 +45,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
             self.connector_worker = compat.FailureTolerantWorker(
                 self.connector_worker.spec, vllm_config, kv_cache_config
             )
+        if self.connector_scheduler is not None:
+            self._manager.keep(compat.group_shapes(self))
 
     @staticmethod
     def _introduce(
@@ -95,6 +97,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     ) -> tuple[int | None, bool]:
         if self._whole_only:
             return compat.without_hits(self, request, num_computed_tokens)
+        limit = compat.load_limit(self, request, num_computed_tokens)
+        self._manager.asks(request.request_id, num_computed_tokens, limit)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
@@ -115,6 +119,11 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 if request is not None:
                     compat.store_again(self, request)
         super().update_connector_output(connector_output)
+
+    def reset_cache(self) -> Any:
+        done = super().reset_cache()
+        compat.finish_stores()
+        return done
 
     # -- the frontend --------------------------------------------------------------------------
 

@@ -10,20 +10,34 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
-import xxhash
 
 from kvtier.core.costs import DEVICE, CostModel
 from kvtier.core.flight import Ticket
+from kvtier.core.offers import Decision, Shape, Span
+from kvtier.core.plan import HOST, JOINING
 from kvtier.stack import Stack
-from kvtier.types import GROUP_BYTES, BlockKey, Outcome, Presence
+from kvtier.types import GROUP_BYTES, BlockKey, Outcome
+from kvtier.vllm.keys import salted
 from kvtier.vllm.pace import Pace
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
 
 logger = logging.getLogger(__name__)
+
+
+class Column(NamedTuple):
+    """A request's keys of one cache group, in the order of its tokens."""
+
+    group: int
+    asked: list[bytes]
+    """As vLLM knows them."""
+    known: list[BlockKey]
+    """As the tiers know them."""
 
 
 class RequestState(msgspec.Struct):
@@ -31,14 +45,19 @@ class RequestState(msgspec.Struct):
 
     salt: bytes = b""
     """Mixed into its keys, if not empty: what vLLM's own hash leaves out."""
-    touched: set[bytes] = msgspec.field(default_factory=set)
-    """The groups whose blocks the tiers know to be asked for: they count it once a request."""
     refused: bool = False
     """A load has failed: the rest of this request is recomputed."""
-    asked_at: int = -1
-    """The step in which `hits` were found."""
-    hits: set[bytes] = msgspec.field(default_factory=set)
-    groups: set[int] = msgspec.field(default_factory=set)
+    touched: bool = False
+    """The tiers know that its blocks were asked for: they count it once a request."""
+    start: int = 0
+    limit: int = sys.maxsize
+    """The tokens between which the engine asks for a hit."""
+    hits: set[bytes] | None = None
+    """The answer to all questions of this step; None until the first."""
+    columns: list[Column] = []
+    positions: int = -1
+    """How many positions of keys `columns` was made of."""
+    decision: Decision = msgspec.field(default_factory=Decision)
 
 
 class Pending(msgspec.Struct):
@@ -53,31 +72,6 @@ class Pending(msgspec.Struct):
     report: Report = msgspec.field(default_factory=lambda: Report(0))
 
 
-class Positions:
-    """The keys of a request, in the order of its tokens, group by group."""
-
-    def __init__(self, ends: Mapping[bytes, int]) -> None:
-        self._ends = ends
-
-    def from_key(self, key: bytes) -> list[bytes]:
-        """The keys of this key's group from it on; only itself where vLLM knows no order."""
-        group = key[-GROUP_BYTES:]
-        mine = [each for each in self._ends if each[-GROUP_BYTES:] == group]
-        try:
-            return mine[mine.index(key) :]
-        except ValueError:
-            return [key]
-
-    def group(self, key: bytes) -> list[bytes]:
-        """All keys of this key's group."""
-        group = key[-GROUP_BYTES:]
-        return [each for each in self._ends if each[-GROUP_BYTES:] == group]
-
-    def end(self, key: bytes) -> int:
-        """The token after a key's last one; 0 if it is not known."""
-        return self._ends.get(key, 0)
-
-
 class ChainManager:
     """The chain in the words of vLLM's offloading manager, free of vLLM's types."""
 
@@ -87,8 +81,6 @@ class ChainManager:
         *,
         region: str,
         ranks: int,
-        chunk_tokens: int,
-        groups: int,
         costs: CostModel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,8 +88,8 @@ class ChainManager:
         self.chain = stack.chain
         self._region = region
         self._ranks = ranks
-        self._chunk_tokens = chunk_tokens
-        self._single = groups == 1
+        self.shapes: Mapping[int, Shape] = {}
+        """The cache groups that are kept; until they are known, nothing is found."""
         self._clock = clock
         self._costs = costs
         self._pace = Pace(costs, clock) if costs is not None else None
@@ -108,7 +100,6 @@ class ChainManager:
         self._pending: dict[int, Pending] = {}
         self._requests: dict[str, RequestState] = {}
         self._epoch = b""
-        self._step = 0
         self.failed_loads = 0
         self.failed_stores = 0
 
@@ -126,53 +117,78 @@ class ChainManager:
 
     def _known_as(self, keys: Sequence[bytes], state: RequestState) -> list[BlockKey]:
         """The keys as the tiers know them: with the request's salt and the epoch in them."""
-        salt = self._epoch + state.salt
-        if not salt:
-            return [BlockKey(key) for key in keys]
-        digest = xxhash.xxh3_128_digest
-        return [BlockKey(digest(salt + key) + key[-GROUP_BYTES:]) for key in keys]
+        return salted(keys, self._epoch + state.salt)
 
     # -- loads -----------------------------------------------------------------------------
 
-    def lookup(self, key: bytes, request: str, positions: Positions) -> bool:
+    def asks(self, request: str, start: int, limit: int) -> None:
+        """The engine is about to look up what it could load between these tokens."""
+        state = self._state(request)
+        state.start, state.limit, state.hits = start, limit, None
+
+    def lookup(self, key: bytes, request: str, ends: Mapping[bytes, int]) -> bool:
         """Whether a block is here, can be taken in, and is worth its load.
 
-        vLLM asks block by block, in each step anew; the first question of a step is answered for
-        the whole rest of the request.
+        vLLM asks block by block and group by group, windows from their end, in each step anew; the
+        first question of a step is answered for the whole request. `ends` are the request's keys
+        with the token after each, in order.
         """
         state = self._state(request)
         if state.refused:
             return False
-        group = int.from_bytes(key[-GROUP_BYTES:], "big")
-        if state.asked_at != self._step:
-            state.asked_at = self._step
-            state.hits = set()
-            state.groups = set()
-        if group not in state.groups:
-            state.groups.add(group)
-            self._look_up_group(key, state, positions)
+        if state.hits is None:
+            if len(ends) != state.positions:
+                self._arrange(state, ends)
+            if not state.touched:
+                state.touched = True
+                for column in state.columns:
+                    self.chain.touch(column.known)
+            state.hits = self._look_up(state)
         return key in state.hits
 
-    def _look_up_group(self, key: bytes, state: RequestState, positions: Positions) -> None:
-        everything = positions.group(key)
-        if everything and key[-GROUP_BYTES:] not in state.touched:
-            state.touched.add(key[-GROUP_BYTES:])
-            self.chain.touch(self._known_as(everything, state))
-        if self._single:
-            asked = positions.from_key(key)
-            start = max(0, positions.end(key) - self._chunk_tokens)
-            count = self.chain.worth(self._known_as(asked, state), self._chunk_tokens, start)
-            state.hits.update(asked[:count])
-        else:  # windows are looked up backwards, so there is no leading run to weigh
-            asked = everything if key in everything else [key]
-            found = self.chain.lookup(self._known_as(asked, state))
-            state.hits.update(
-                each for each, at in zip(asked, found, strict=True) if at is Presence.HIT
+    def _arrange(self, state: RequestState, ends: Mapping[bytes, int]) -> None:
+        """Sort a request's keys by group. What ends within a chunk is not kept here."""
+        state.positions = len(ends)
+        asked: dict[bytes, list[bytes]] = {}
+        tokens = {}
+        for group, shape in self.shapes.items():
+            suffix = group.to_bytes(GROUP_BYTES, "big")
+            asked[suffix], tokens[suffix] = [], shape.tokens
+        for key, end in ends.items():
+            suffix = key[-GROUP_BYTES:]
+            mine = asked.get(suffix)
+            if mine is not None and end == (len(mine) + 1) * tokens[suffix]:
+                mine.append(key)
+        state.columns = [
+            Column(group, keys, self._known_as(keys, state))
+            for group, keys in zip(self.shapes, asked.values(), strict=True)
+        ]
+
+    def _look_up(self, state: RequestState) -> set[bytes]:
+        columns, start, limit = state.columns, state.start, state.limit
+        if len(columns) == 1 and self.shapes[columns[0].group].window is None:
+            ((group, asked, known),) = columns
+            tokens = self.shapes[group].tokens
+            first, last = start // tokens, limit // tokens
+            count = self.chain.worth(known[first:last], tokens, first * tokens, state.decision)
+            return set(asked[first : first + count])
+        sizes = self.stack.namespace.group_bytes
+        spans = [Span(self.shapes[group], known, sizes[group]) for group, _, known in columns]
+        stop, places = self.chain.reach(spans, start, limit, state.decision)
+        hits: set[bytes] = set()
+        for column, span, found in zip(columns, spans, places, strict=True):
+            last = -(-stop // span.shape.tokens) if stop > start else 0
+            hits.update(
+                key
+                for key, at in zip(column.asked[:last], found, strict=False)
+                if at >= HOST or at == JOINING
             )
+        return hits
 
     def prepare_load(self, keys: Collection[bytes], request: str) -> Errand:
         """Take blocks in for a request. Cannot refuse: what is missing fails on the worker."""
         state = self._state(request)
+        state.decision = Decision()
         wanted = self._known_as(list(keys), state)
         deadline = self._clock() + self._load_seconds
         ticket = self.chain.begin_load(wanted, request, deadline)
@@ -266,7 +282,6 @@ class ChainManager:
 
     def on_schedule_end(self) -> None:
         """Once a step: collect what the mover has done, start what is next."""
-        self._step += 1
         self.chain.poll()
 
     def step_began(self, tokens: int, context: int) -> None:
@@ -297,7 +312,7 @@ class ChainManager:
         self._epoch = os.urandom(16)
         self.chain.clear()
         for state in self._requests.values():
-            state.asked_at = -1
+            state.positions, state.hits = -1, None
         logger.info("cache reset: all tiers were emptied, and later blocks are for this run only")
 
     def close(self) -> None:

@@ -17,7 +17,10 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:hit_blocks": ("Blocks that loads found in a tier", ("tier",)),
     "kvtier:hit_bytes": ("Bytes that loads found in a tier", ("tier",)),
-    "kvtier:miss_blocks": ("Lookups of blocks that a tier did not hold", ("tier",)),
+    "kvtier:miss_blocks": (
+        "Blocks that requests asked for and neither a tier nor those above it held",
+        ("tier",),
+    ),
     "kvtier:stored_blocks": ("Blocks committed to a tier", ("tier",)),
     "kvtier:evicted_blocks": ("Blocks evicted from a tier", ("tier",)),
     "kvtier:corrupt_blocks": ("Blocks that failed verification, quarantined", ("tier",)),
@@ -107,7 +110,7 @@ class Meter:
             label = (tier.medium,)
             yield "kvtier:hit_blocks", label, found.hits[index]
             yield "kvtier:hit_bytes", label, found.hit_bytes[index]
-            yield "kvtier:miss_blocks", label, tier.misses
+            yield "kvtier:miss_blocks", label, found.misses[index]
             yield "kvtier:stored_blocks", label, tier.stored
             yield "kvtier:evicted_blocks", label, tier.evicted
             yield "kvtier:corrupt_blocks", label, tier.corrupt

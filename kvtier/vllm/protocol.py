@@ -54,10 +54,16 @@ class Report:
     """Whether all of these ranks can read files straight into their devices, as things are."""
 
     def merge(self, other: Report) -> Report:
-        """Both together; of two reasons for the same block the first is as good."""
+        """Both together; of two reasons for the same block, one that blames the block."""
+        failures = {**other.failures, **self.failures}
+        failures.update(
+            (index, outcome)
+            for index, outcome in other.failures.items()
+            if failures[index] in (Outcome.CANCELLED, Outcome.TIMEOUT)
+        )
         return Report(
             self.ranks + other.ranks,
-            {**other.failures, **self.failures},
+            failures,
             self.bytes_moved + other.bytes_moved,
             max(self.busy_seconds, other.busy_seconds),
             self.bytes_read + other.bytes_read,

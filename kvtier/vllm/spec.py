@@ -18,13 +18,14 @@ from kvtier import config as stack_config
 from kvtier.backends.cpu import CpuHandler
 from kvtier.core import numa
 from kvtier.core.costs import CostModel
+from kvtier.core.offers import Shape
 from kvtier.errors import ConfigError
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Namespace
 from kvtier.vllm import compat
 from kvtier.vllm.guard import guarded
 from kvtier.vllm.identity import Adapters
-from kvtier.vllm.manager import ChainManager, Positions
+from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.metrics import Meter, definitions
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
 from kvtier.vllm.worker import Ended, RankWorker, blocks_of
@@ -66,9 +67,7 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
         manager = ChainManager(
             opened,
             region=str(opened.host.region.path),
-            ranks=config.parallel.world_size,
-            chunk_tokens=self.tokens_per_block[0] * self.blocks_per_chunk,
-            groups=len(config.groups),
+            ranks=ranks,
             costs=costs,
         )
         return VllmManager(manager, events=config.enable_kv_cache_events)
@@ -99,12 +98,20 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self._adapters = Adapters()
         self._salts: dict[str, bytes] = {}
 
+    def keep(self, shapes: Mapping[int, Shape]) -> None:
+        """Say which cache groups there are."""
+        self._manager.shapes = shapes
+
     # -- loads
+
+    @guarded(lambda: None)
+    def asks(self, request: str, start: int, limit: int) -> None:
+        """The engine is about to look up what it could load between these tokens."""
+        self._manager.asks(request, start, limit)
 
     @guarded(lambda: compat.LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        ends = Positions(compat.positions(req_context))
-        found = self._manager.lookup(key, req_context.req_id, ends)
+        found = self._manager.lookup(key, req_context.req_id, compat.positions(req_context))
         return compat.LookupResult.HIT if found else compat.LookupResult.MISS
 
     @guarded(lambda: compat.CacheHitSource.EXTERNAL_UNSPECIFIED)

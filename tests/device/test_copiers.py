@@ -274,6 +274,25 @@ def test_an_arrival_that_failed_fails_the_load_and_cancels_the_rest(
     ]
 
 
+def test_a_failed_load_finds_all_that_is_bad(
+    copier: DeviceCopier, host: MemoryHost, world: World
+) -> None:
+    """Good ones after the first bad one are not copied, and nobody waits for what is on its way."""
+    keys = filled(copier, host, 8)
+    for slot in (2, 3, 6):
+        flip(host, slot, HEADER_BYTES + slot)
+    host.put(5, keys[5], table.RESERVED)
+    host.put(7, keys[7], table.FAILED)
+    before = world.memory.copy()
+    (result,) = run(copier, job_of(LOAD, onto(16), keys))
+    ok, bad, gone, not_read = Outcome.OK, Outcome.CORRUPT, Outcome.CANCELLED, Outcome.IO_ERROR
+    assert result.outcomes[2:] == [bad, bad, gone, gone, bad, not_read]
+    assert set(result.outcomes[:2]) <= {ok, gone}
+    for layer in range(3):
+        page = slice((layer << 20) + 20 * 4096, (layer << 20) + 32 * 4096)
+        assert (world.memory[page] == before[page]).all()
+
+
 def test_an_arrival_that_is_too_late_times_out(world: World, host: MemoryHost, kind: str) -> None:
     now = [0.0]
     copier = open_copier(kind, world, host, clock=lambda: now[0])

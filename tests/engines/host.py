@@ -26,7 +26,8 @@ class Host:
 
     def __init__(self) -> None:
         self._llm: Any = None
-        self._serial = 0
+        self._serial = self._copied = 0
+        self._gather: Any = None
         self._ended: list[dict[str, Any]] = []
 
     def start(self, **arguments: Any) -> dict[str, Any]:
@@ -103,7 +104,51 @@ class Host:
 
         return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
 
+    # -- sleep, and other weights
+
+    def sleep(self, level: int) -> int:
+        """Sleep; answers with how many blocks were still copied after that had returned."""
+        self._llm.sleep(level=level)
+        before = self._copied
+        copies = self._rank._worker
+        copies.wait(set(copies._numbers))
+        return self._copied - before
+
+    def wake_up(self) -> bool:
+        """Go on."""
+        return bool(self._llm.wake_up())
+
+    def spoil_device(self) -> None:
+        """What a GPU's memory is after a sleep; the CPU platform keeps its own."""
+        for cache in self._core.model_executor.driver_worker.model_runner.kv_caches:
+            cache.fill_(1000.0)
+
+    def take_weights(self, folder: str) -> None:
+        """Read other weights into the running engine."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+
+    def slow_stores(self, pause: float) -> None:
+        """Let each block's way out of the device take so long."""
+        from kvtier.device.cpu_copy import PageCopier
+
+        if not self._gather:
+            self._gather = PageCopier.gather
+
+        def slow(*arguments: Any) -> None:
+            time.sleep(pause)
+            self._gather(*arguments)
+            self._copied += 1
+
+        PageCopier.gather = slow  # type: ignore[method-assign]
+
     # -- the engine and its caches
+
+    @property
+    def _rank(self) -> Any:
+        """The worker's side of the connector."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group().connector_worker.worker
 
     @property
     def _core(self) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from host import Host, main
@@ -25,9 +27,10 @@ class TimedHost(Host):
                     return {"seconds": seconds, "cached": output.num_cached_tokens or 0}
 
     def decode(self, prompts: list[list[int]], tokens: int) -> dict[str, float]:
-        """Seconds for all first tokens, and seconds a step once all requests are decoding."""
+        """Seconds for all first tokens, and seconds a step once all requests are decoding; and
+        of both the processor's time, the mover's with it."""
         engine = self._llm.llm_engine
-        begin = time.perf_counter()
+        begin, begun = time.perf_counter(), self._processor_seconds()
         for prompt in prompts:
             self._serial += 1
             engine.add_request(
@@ -37,13 +40,27 @@ class TimedHost(Host):
         started: set[str] = set()
         while len(started) < waiting:
             started |= {each.request_id for each in engine.step() if each.outputs[0].token_ids}
-        prefilled = time.perf_counter()
+        prefilled, between = time.perf_counter(), self._processor_seconds()
         steps = 0
         while engine.has_unfinished_requests():
             engine.step()
             steps += 1
-        end = time.perf_counter()
-        return {"prefill": prefilled - begin, "step": (end - prefilled) / max(1, steps)}
+        end, ended = time.perf_counter(), self._processor_seconds()
+        return {
+            "prefill": prefilled - begin,
+            "step": (end - prefilled) / max(1, steps),
+            "prefill_cpu": between - begun,
+            "decode_cpu": ended - between,
+        }
+
+    def _processor_seconds(self) -> float:
+        """What this process and its children have used of the processors."""
+        spent = time.process_time()
+        for child in Path("/proc/self/task").glob("*/children"):
+            for pid in child.read_text().split():
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                spent += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return spent
 
     def scheduler_seconds(self, prompts: list[list[int]], tokens: int) -> list[float]:
         """Of every step, the seconds that vLLM's scheduler spends in kvtier."""

@@ -15,9 +15,11 @@ SLOW_S = 3.0
 
 
 @pytest.mark.timeout(600)
-def test_a_slow_tier_is_left_alone(world: World, model: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_slow_tier_is_left_alone(world: World, model: Callable[..., Path], family: str) -> None:
+    """Be it for a model with one cache group, or with windows beside full attention."""
     stack = world.stack() | {"loads": "worthwhile", "mover": {"mode": "threads"}}
-    with world.engine(model("llama"), stack=stack) as engine:
+    with world.engine(model(family), stack=stack) as engine:
         cold = engine.generate(prompts=PROMPTS)
         reference = [each["tokens"] for each in cold]
         engine.settle()

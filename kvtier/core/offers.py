@@ -1,0 +1,242 @@
+"""How far a request's hit may reach, what each reach takes, and which of them is worth it.
+
+A group with a window needs only the last chunks before the end of the hit, a recurrent state only
+the very last, and a hit ends where every group has what it needs. So a longer hit is not a shorter
+one and something more, and each is an offer of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import accumulate, islice
+from typing import NamedTuple
+
+from kvtier.core.costs import DEVICE, CostModel, Offer, Run
+from kvtier.core.plan import HOST, JOINING, NOWHERE, plan_runs
+from kvtier.core.tally import Tally
+from kvtier.types import BlockKey
+
+OFFERS_MAX = 32
+"""How finely the cost model looks at a long prompt."""
+
+
+class Shape(NamedTuple):
+    """How a cache group keeps a prompt."""
+
+    tokens: int
+    """Of one chunk."""
+    window: int | None = None
+    """How many chunks before its end a hit needs; None for all."""
+    recurrent: bool = False
+    """A chunk is a state after its last token, and of no use to a hit that ends within it."""
+
+
+class Span(NamedTuple):
+    """The chunks of a request in one cache group, from its first token on."""
+
+    shape: Shape
+    keys: Sequence[BlockKey]
+    bytes: int
+    """Of one chunk."""
+
+    def needed(self, start: int, stop: int) -> range:
+        """The chunks that have to be loaded for a hit on tokens `start:stop`."""
+        tokens, window, _ = self.shape
+        first, last = start // tokens, -(-stop // tokens)
+        return range(first if window is None else max(first, last - window), last)
+
+
+class Room(NamedTuple):
+    """What host memory can take in."""
+
+    slots: int
+    promised: Container[BlockKey]
+    """Their slots are not counted any more."""
+    slotless: Container[int]
+    """Tiers whose blocks do not come through host memory."""
+
+    def takes(self, key: BlockKey, origin: int) -> bool:
+        """Whether a block needs one more slot, be it the one that it lies in."""
+        return origin >= HOST and origin not in self.slotless and key not in self.promised
+
+
+class Decision:
+    """How much of a request's hit is taken. It holds as long as the question stays the same: a
+    request that waits is asked about in every step, but decided, and counted, once."""
+
+    __slots__ = ("answer", "cramped", "question", "stops")
+
+    def __init__(self) -> None:
+        self.question: object = None
+        self.answer = 0
+        self.stops: list[int] = []
+        self.cramped = False
+        """Host memory had no room for more, and may have it now."""
+
+
+class Appraiser:
+    """Decides how much of a hit to take, and counts what was looked for."""
+
+    def __init__(self, tally: Tally, costs: CostModel | None) -> None:
+        self._tally = tally
+        self._costs = costs
+
+    def lead(
+        self,
+        keys: Sequence[BlockKey],
+        origins: Sequence[int],
+        tokens_per_block: int,
+        start: int,
+        decision: Decision,
+    ) -> int:
+        """How many leading blocks of a prefix to take."""
+        runs = plan_runs(origins, self._tally.links, self._tally.sizes(keys))
+        question = (start, len(keys), runs)
+        if decision.question != question:
+            decision.question = question
+            self._tally.looked_up(origins)
+            decision.answer = sum(run.blocks for run in runs)
+            if self._costs is not None:
+                decision.answer = self._costs.admit(runs, tokens_per_block, start)
+        return decision.answer
+
+    def furthest(
+        self,
+        spans: Sequence[Span],
+        origins: Sequence[Sequence[int]],
+        start: int,
+        limit: int,
+        room: Room,
+        decision: Decision,
+    ) -> int:
+        """Up to which token to take the hit of a request with several groups, or with windows."""
+        places = [[HOST if at == JOINING else at for at in column] for column in origins]
+        question = (start, limit, places)
+        same = decision.question == question
+        if same and not decision.cramped:
+            return decision.answer
+        if not same:
+            decision.question = question
+            for span, column in zip(spans, origins, strict=True):
+                self._tally.looked_up(column[start // span.shape.tokens :])
+        found, decision.cramped = stops(spans, origins, start, limit, room)
+        if not same or found != decision.stops:
+            decision.stops = found
+            decision.answer = self._choose(spans, places, start, thin(found))
+        return decision.answer
+
+    def _choose(
+        self, spans: Sequence[Span], places: list[list[int]], start: int, found: list[int]
+    ) -> int:
+        best = len(found) - 1
+        if self._costs is not None:
+            made = offers(spans, places, self._tally.links, start, found)
+            best = self._costs.choose(made, start)
+        return found[best] if best >= 0 else start
+
+
+def asked(spans: Sequence[Span], start: int) -> list[BlockKey]:
+    """All keys of a request from token `start` on, group by group."""
+    return [key for span in spans for key in span.keys[start // span.shape.tokens :]]
+
+
+def columns(spans: Sequence[Span], start: int, found: Sequence[int]) -> list[list[int]]:
+    """What was found for `asked`, by group and chunk; nothing is known of earlier chunks."""
+    places = iter(found)
+    firsts = [start // span.shape.tokens for span in spans]
+    return [
+        [NOWHERE] * first + list(islice(places, max(0, len(span.keys) - first)))
+        for span, first in zip(spans, firsts, strict=True)
+    ]
+
+
+def needed(
+    spans: Sequence[Span], origins: Sequence[Sequence[int]], start: int, stop: int
+) -> tuple[list[BlockKey], list[int]]:
+    """The keys that a hit on tokens `start:stop` takes, and where they are."""
+    keys: list[BlockKey] = []
+    places: list[int] = []
+    for span, column in zip(spans, origins, strict=True):
+        if stop > start:
+            chunks = span.needed(start, stop)
+            keys += span.keys[chunks.start : chunks.stop]
+            places += column[chunks.start : chunks.stop]
+    return keys, places
+
+
+def stops(
+    spans: Sequence[Span],
+    origins: Sequence[Sequence[int]],
+    start: int,
+    limit: int,
+    room: Room,
+) -> tuple[list[int], bool]:
+    """Where a hit that begins at `start` may end: at `limit` tokens at most, with all that it needs
+    at hand, and with room in host memory. And whether with more room it could reach further."""
+    step = max(span.shape.tokens for span in spans)
+    end = min(len(span.keys) * span.shape.tokens for span in spans)
+    recurrent = any(span.shape.recurrent for span in spans)
+    end = min(end, (limit - recurrent) // step * step)
+    missing = [_sums(at < HOST and at != JOINING for at in column) for column in origins]
+    taking = [
+        _sums(map(room.takes, span.keys, column))
+        for span, column in zip(spans, origins, strict=True)
+    ]
+    found: list[int] = []
+    for stop in range(start // step * step + step, end + 1, step):
+        ranges = [span.needed(start, stop) for span in spans]
+        if _count(missing, ranges) == 0:
+            if _count(taking, ranges) > room.slots:
+                return found, True
+            found.append(stop)
+    return found, False
+
+
+def thin(values: list[int], count: int = OFFERS_MAX) -> list[int]:
+    """At most so many of them, evenly spread, the last among them."""
+    if len(values) <= count:
+        return values
+    return [values[(at + 1) * len(values) // count - 1] for at in range(count)]
+
+
+def offers(
+    spans: Sequence[Span],
+    places: Sequence[Sequence[int]],
+    names: Sequence[str],
+    start: int,
+    found: Sequence[int],
+) -> list[Offer]:
+    """What a hit takes that ends at each of these stops, link by link; `names` has each tier's."""
+    columns = [_by_link(column, names) for column in places]
+    made = []
+    for stop in found:
+        blocks: dict[str, int] = {}
+        sizes: dict[str, int] = {}
+        for span, column in zip(spans, columns, strict=True):
+            chunks = span.needed(start, stop)
+            for link, sums in column.items():
+                count = sums[chunks.stop] - sums[chunks.start]
+                if count:
+                    blocks[link] = blocks.get(link, 0) + count
+                    sizes[link] = sizes.get(link, 0) + count * span.bytes
+        made.append(Offer(stop, [Run(link, blocks[link], sizes[link]) for link in blocks]))
+    return made
+
+
+def _by_link(column: Sequence[int], names: Sequence[str]) -> Mapping[str, list[int]]:
+    """For every link, how many of the first so many chunks would cross it."""
+    links = {origin: names[origin] if origin > HOST else DEVICE for origin in set(column)}
+    return {
+        link: _sums(links[at] == link for at in column)
+        for link in dict.fromkeys(links[at] for at in links if at >= HOST)
+    }
+
+
+def _sums(values: Iterable[bool]) -> list[int]:
+    return list(accumulate(values, initial=0))
+
+
+def _count(sums: Sequence[list[int]], ranges: Sequence[range]) -> int:
+    return sum(
+        each[where.stop] - each[where.start] for each, where in zip(sums, ranges, strict=True)
+    )

@@ -1,0 +1,236 @@
+"""Hits over several cache groups: how far they may reach, and how far it is worth going."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from chains import ChainRig, rule
+
+from kvtier.core.costs import DEVICE, CostModel, Offer, Prior, Run
+from kvtier.core.offers import (
+    OFFERS_MAX,
+    Appraiser,
+    Decision,
+    Room,
+    Shape,
+    Span,
+    offers,
+    stops,
+    thin,
+)
+from kvtier.core.plan import COMING, JOINING, NOWHERE
+from kvtier.core.settings import WritePolicy
+from kvtier.core.tally import Tally
+from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.types import BlockKey
+
+CHUNK = 256
+FULL, WINDOW, STATE = Shape(CHUNK), Shape(CHUNK, 2), Shape(CHUNK, 1, recurrent=True)
+PLENTY = Room(1000, (), ())
+MEDIA = ["cpu", "disk"]
+LAST = 8
+
+
+def spans(*shapes: Shape, chunks: int = LAST, size: int = 1 << 20) -> list[Span]:
+    return [
+        Span(shape, make_keys(chunks, start=100 * group), size)
+        for group, shape in enumerate(shapes)
+    ]
+
+
+def reach(
+    of: Sequence[Span],
+    places: Sequence[Sequence[int]],
+    start: int = 0,
+    limit: int = 1 << 20,
+    room: Room = PLENTY,
+) -> list[int]:
+    return [stop // CHUNK for stop in stops(of, places, start, limit, room)[0]]
+
+
+def test_a_hit_ends_where_every_group_has_what_it_needs() -> None:
+    windows = [NOWHERE, 1, 1, NOWHERE, NOWHERE, 1, 1, 1]
+    assert reach(spans(FULL, WINDOW), [[1] * 8, windows]) == [3, 7, 8]
+    assert reach(spans(FULL, WINDOW), [[1] * 7 + [NOWHERE], windows]) == [3, 7]
+    assert reach(spans(FULL, STATE), [[1] * 8, [NOWHERE] * 5 + [0, NOWHERE, 0]]) == [6, 8]
+    assert reach(spans(WINDOW), [windows]) == [3, 7, 8]
+
+
+def test_what_is_on_its_way_counts_only_if_it_is_ours() -> None:
+    assert reach(spans(FULL), [[1, JOINING, COMING, 1, 1, 1, 1, 1]]) == [1, 2]
+
+
+def test_the_engine_holds_the_head_of_a_window_itself() -> None:
+    """Only what is after the start has to be there."""
+    places = [[NOWHERE] * 4 + [1] * 4] * 2
+    assert reach(spans(FULL, WINDOW), places, start=4 * CHUNK) == [5, 6, 7, 8]
+
+
+def test_no_further_than_the_limit() -> None:
+    there = [[1] * 8] * 2
+    assert reach(spans(FULL, WINDOW), there, limit=6 * CHUNK + 1)[-1] == 6
+    assert reach(spans(FULL, WINDOW), there, limit=8 * CHUNK)[-1] == 8
+    assert reach(spans(FULL, STATE), there, limit=8 * CHUNK)[-1] == 7, "a token is left to compute"
+    assert reach(spans(FULL, FULL, chunks=5), [[1] * 5] * 2)[-1] == 5
+
+
+def test_chunks_of_different_sizes_end_together() -> None:
+    fine = Span(Shape(CHUNK // 2), make_keys(16), 10)
+    coarse = Span(FULL, make_keys(8, start=50), 10)
+    assert reach([fine, coarse], [[1] * 9 + [NOWHERE] * 7, [1] * 8]) == [1, 2, 3, 4]
+
+
+def test_room_is_asked_only_for_what_is_loaded() -> None:
+    of = spans(FULL, WINDOW)
+    there = [[1] * 8] * 2
+    assert reach(of, there, room=Room(7, (), ())) == [1, 2, 3, 4, 5], "five and two of the window"
+    assert reach(of, there, room=Room(7, (), {1})) == list(range(1, 9)), "they need no slots"
+    assert reach(of, there, room=Room(5, set(of[0].keys[:2]), ())) == [1, 2, 3, 4, 5]
+    assert stops(of, there, 0, 1 << 20, Room(7, (), ()))[1]
+    assert not stops(of, there, 0, 1 << 20, PLENTY)[1]
+
+
+def test_an_offer_states_the_loads_of_all_groups_by_link() -> None:
+    places = [[0, 0, 1, 1], [NOWHERE, 1, 0, 1]]
+    made = offers(spans(FULL, WINDOW, chunks=4, size=10), places, MEDIA, 0, [2 * CHUNK, 4 * CHUNK])
+    assert [offer.stop for offer in made] == [2 * CHUNK, 4 * CHUNK]
+    assert [sorted(offer.loads) for offer in made[1:]] == [
+        [Run(DEVICE, 3, 30), Run("disk", 3, 30)],
+    ]
+
+
+def test_long_prompts_are_looked_at_coarsely() -> None:
+    assert thin([1, 2, 3]) == [1, 2, 3]
+    few = thin(list(range(1000)))
+    assert len(few) == OFFERS_MAX
+    assert (few[0], few[-1]) == (30, 999)
+
+
+# -- what it is worth: a disk as fast as it may be, and an engine of 1000 tokens a second
+
+TOKENS_A_SECOND = 1000.0
+
+
+def appraiser(*, disk: float) -> tuple[Appraiser, CostModel]:
+    costs = CostModel(priors={"disk": Prior(0.001, disk)}, clock=lambda: 0.0)
+    costs.observe_prefill(1000, 1000 / TOKENS_A_SECOND)
+    return Appraiser(Tally(MEDIA, NAMESPACE), costs), costs
+
+
+def worth(of: Appraiser, groups: Sequence[Span], places: list[list[int]]) -> int:
+    return of.furthest(groups, places, 0, 1 << 20, PLENTY, Decision()) // CHUNK
+
+
+@pytest.mark.parametrize("shapes", [(FULL, WINDOW), (FULL, STATE), (WINDOW,), (FULL, FULL)])
+def test_a_fast_disk_is_taken_and_a_slow_one_is_not(shapes: tuple[Shape, ...]) -> None:
+    groups = spans(*shapes)
+    places = [[1] * LAST for _ in shapes]
+    fast, _ = appraiser(disk=1e9)
+    assert worth(fast, groups, places) == LAST
+    slow, costs = appraiser(disk=1e5)
+    taken = [worth(slow, groups, places) for _ in range(50)]
+    assert taken[1:] == [0] * 49, "but for one probe"
+    assert costs.stats()["disk"].probes <= 1
+    assert costs.stats()["disk"].refusing
+
+
+def test_bytes_of_all_groups_decide() -> None:
+    """One group alone would be worth its load; both together are not."""
+    size = int(1e6 * CHUNK / TOKENS_A_SECOND * 0.7)
+    one, two = spans(FULL, size=size), spans(FULL, FULL, size=size)
+    assert worth(appraiser(disk=1e6)[0], one, [[1] * 8]) == LAST
+    model, _ = appraiser(disk=1e6)
+    worth(model, two, [[1] * 8] * 2)
+    assert worth(model, two, [[1] * 8] * 2) == 0
+
+
+def test_a_state_that_costs_much_pays_with_a_long_prompt_only() -> None:
+    state = Span(STATE, make_keys(8, start=50), int(1e6 * CHUNK / TOKENS_A_SECOND * 3))
+    full = Span(FULL, make_keys(8), 10)
+    short, _ = appraiser(disk=1e6)
+    places = [[1] * 2 + [NOWHERE] * 6, [1] * 8]
+    worth(short, [full, state], places)
+    assert worth(short, [full, state], places) == 0
+    assert worth(appraiser(disk=1e6)[0], [full, state], [[1] * 8] * 2) == LAST
+
+
+def test_the_head_in_memory_without_the_tail_on_a_slow_disk() -> None:
+    model, _ = appraiser(disk=1e5)
+    places = [[0] * 4 + [1] * 4, [0] * 4 + [1] * 4]
+    worth(model, spans(FULL, WINDOW), places)
+    assert worth(model, spans(FULL, WINDOW), places) == 4
+
+
+def test_a_slow_disk_that_recovers_is_found_out() -> None:
+    now = [0.0]
+    costs = CostModel(priors={"disk": Prior(0.001, 1e5)}, clock=lambda: now[0])
+    costs.observe_prefill(1000, 1000 / TOKENS_A_SECOND)
+    of = Appraiser(Tally(MEDIA, NAMESPACE), costs)
+    groups, places = spans(FULL, WINDOW), [[1] * LAST] * 2
+    taken = 0
+    for _ in range(400):
+        now[0] += 2.0
+        if taken := worth(of, groups, places):
+            costs.observe_load("disk", (taken + 2) << 20, 0.001 + ((taken + 2) << 20) / 1e9)
+            if taken == LAST:
+                break
+    assert taken == LAST
+
+
+def test_no_offers_are_nothing() -> None:
+    _, costs = appraiser(disk=1e9)
+    assert costs.choose([], 0) == -1
+    assert CostModel().choose([Offer(CHUNK, [Run("disk", 1, 1)])], 0) == 0, "nothing is known yet"
+
+
+# -- through a chain
+
+
+@pytest.fixture
+def rig() -> ChainRig:
+    return ChainRig([8, 32], [rule(), rule(WritePolicy.NEVER)])
+
+
+def grouped(rig: ChainRig, chunks: int, first: int = 0) -> list[Span]:
+    """A prompt whose chunks of two groups lie on the disk."""
+    keys: list[list[BlockKey]] = [
+        rig.put(1, make_keys(chunks, start=first, group=group)) for group in range(2)
+    ]
+    return [
+        Span(shape, mine, NAMESPACE.payload_bytes)
+        for shape, mine in zip((FULL, WINDOW), keys, strict=True)
+    ]
+
+
+def test_a_chain_promises_what_will_be_loaded_and_no_more(rig: ChainRig) -> None:
+    one, two = grouped(rig, 4), grouped(rig, 4, first=10)
+    stop, places = rig.chain.reach(one, 0, 4 * CHUNK, Decision())
+    assert (stop, places) == (4 * CHUNK, [[1] * 4] * 2)
+    assert rig.chain.reach(two, 0, 4 * CHUNK, Decision())[0] == CHUNK, "two of eight slots are left"
+    keys = [*one[0].keys, *one[1].keys[2:]]
+    assert rig.chain.begin_load(keys, "a", 1e9).missing == []
+    assert rig.chain.begin_load([two[0].keys[0], two[1].keys[0]], "b", 1e9).missing == []
+
+
+def test_a_request_that_waits_is_counted_once(rig: ChainRig) -> None:
+    costs = CostModel(clock=lambda: rig.now)
+    costs.observe_prefill(1024, 100.0)
+    rig = ChainRig([8, 32], [rule(), rule(WritePolicy.NEVER)], costs=costs, clock=lambda: 0.0)
+    groups, decision, alone = grouped(rig, 4), Decision(), Decision()
+    for _ in range(5):
+        assert rig.chain.reach(groups, 0, 4 * CHUNK, decision)[0] == 4 * CHUNK
+        assert rig.chain.worth(groups[0].keys, CHUNK, 0, alone) == 4
+        rig.chain.poll()
+    link = costs.stats()[rig.tiers[1].medium]
+    assert (link.taken, link.refused, link.probes) == (6 + 4, 0, 0)
+    assert rig.chain.chain_stats().misses == [8 + 4, 0]
+
+
+def test_more_room_is_noticed_while_a_request_waits(rig: ChainRig) -> None:
+    groups, decision = grouped(rig, 4), Decision()
+    held = rig.chain.begin_load(rig.put(0, make_keys(5, start=50)), "other", 1e9)
+    assert rig.chain.reach(groups, 0, 4 * CHUNK, decision)[0] == CHUNK
+    rig.chain.end_load(held)
+    rig.chain.poll()
+    assert rig.chain.reach(groups, 0, 4 * CHUNK, decision)[0] == 4 * CHUNK
