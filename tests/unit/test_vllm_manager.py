@@ -1,0 +1,175 @@
+"""The scheduler's side, asked the way vLLM asks: block by block, windows from their end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier import Stack
+from kvtier.core.offers import Shape
+from kvtier.core.record import record_bytes
+from kvtier.core.settings import ByteSize
+from kvtier.testing.records import make_keys, payload
+from kvtier.types import GROUP_BYTES, BlockKey, Namespace, Outcome
+from kvtier.vllm.manager import ChainManager
+from kvtier.vllm.protocol import NO_SLOT, Report
+
+CHUNK = 256
+TWO_GROUPS = Namespace(facts={"model": "unit"}, group_bytes=(8192, 8192))
+SLOT = record_bytes(TWO_GROUPS.payload_bytes)
+FULL, WINDOW, STATE = Shape(CHUNK), Shape(CHUNK, 2), Shape(CHUNK, 1, recurrent=True)
+
+
+class Asking:
+    """Requests with keys in all groups of a manager, and vLLM's way of looking them up."""
+
+    def __init__(self, manager: ChainManager) -> None:
+        self.manager = manager
+        self.calls = 0
+
+    def keys(self, chunks: int, first: int = 0) -> dict[bytes, int]:
+        """A prompt's keys with their ends, group after group."""
+        return {
+            key: (at + 1) * shape.tokens
+            for group, shape in self.manager.shapes.items()
+            for at, key in enumerate(make_keys(chunks, start=first, group=group))
+        }
+
+    def hit(self, request: str, ends: Mapping[bytes, int], tokens: int, start: int = 0) -> int:
+        """As vLLM's scheduler: full attention from its start, then windows from their end."""
+        self.manager.asks(request, start, tokens)
+        groups = self.manager.shapes
+        windowed = any(shape.window for shape in groups.values())
+        hit = tokens - windowed
+        if any(shape.recurrent for shape in groups.values()):
+            hit = hit // CHUNK * CHUNK
+        for group, shape in sorted(groups.items(), key=lambda each: each[1].window or 0):
+            suffix = group.to_bytes(GROUP_BYTES, "big")
+            mine = [key for key in ends if key.endswith(suffix)]
+            asked = mine[start // CHUNK : -(-hit // CHUNK)]
+            found = self._window(request, ends, asked, shape.window)
+            if not found:
+                return 0
+            hit = min(hit, start // CHUNK * CHUNK + found * CHUNK)
+        return hit
+
+    def _window(
+        self, request: str, ends: Mapping[bytes, int], keys: list[bytes], window: int | None
+    ) -> int:
+        if window is None:
+            for at, key in enumerate(keys):
+                if not self.manager.lookup(key, request, ends):
+                    return at
+            return len(keys)
+        streak = 0
+        for at in reversed(range(len(keys))):
+            streak = streak + 1 if self.manager.lookup(keys[at], request, ends) else 0
+            if streak == window:
+                return at + window
+        return streak
+
+
+def stored(stack: Stack, ends: Mapping[bytes, int], *, but: int = 0) -> None:
+    """Let these lie in host memory, all but the last few of each group."""
+    keys = [BlockKey(key) for key, end in ends.items() if end <= max(ends.values()) - but * CHUNK]
+    assert len(stack.store({key: payload(key, TWO_GROUPS) for key in keys})) == len(keys)
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    host = tmp_path / "host"
+    host.mkdir()
+    config: dict[str, Any] = {
+        "version": 1,
+        "name": "unit",
+        "mover": {"mode": "threads"},
+        "tiers": [{"kind": "cpu", "path": str(host), "capacity": str(ByteSize(64 * SLOT))}],
+    }
+    with Stack.open(config, TWO_GROUPS) as stack:
+        yield stack
+
+
+def manager(stack: Stack, *shapes: Shape) -> Asking:
+    made = ChainManager(stack, region="region", ranks=1)
+    made.shapes = dict(enumerate(shapes))
+    return Asking(made)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "exact"),
+    [((FULL,), 5), ((FULL, WINDOW), 5), ((WINDOW,), 5), ((FULL, STATE), 4), ((FULL, FULL), 5)],
+)
+def test_every_kind_of_model_finds_its_prompt(
+    stack: Stack, shapes: tuple[Shape, ...], exact: int
+) -> None:
+    asking = manager(stack, *shapes)
+    ends = asking.keys(5)
+    assert asking.hit("a", ends, 5 * CHUNK + 9) == 0
+    stored(stack, ends)
+    assert asking.hit("a", ends, 5 * CHUNK + 9) == 5 * CHUNK, "found while it waits"
+    assert asking.hit("b", ends, 5 * CHUNK + 9, start=2 * CHUNK) == 5 * CHUNK
+    whole = asking.hit("c", ends, 5 * CHUNK)
+    assert whole in (exact * CHUNK, exact * CHUNK - 1), "one token is left where there are windows"
+
+
+def test_what_is_loaded_is_what_was_answered(stack: Stack) -> None:
+    asking = manager(stack, FULL, WINDOW)
+    ends = asking.keys(6)
+    stored(stack, ends, but=2)
+    assert asking.hit("a", ends, 6 * CHUNK + 1) == 4 * CHUNK
+    suffix = bytes(GROUP_BYTES)
+    full = [key for key in ends if key.endswith(suffix)][:4]
+    window = [key for key in ends if not key.endswith(suffix)][2:4]
+    errand = asking.manager.prepare_load([*full, *window], "a")
+    assert NO_SLOT not in errand.slots
+    assert asking.manager.report(errand.number, Report(1)) is None
+    assert not asking.manager.has_pending_work
+
+
+def test_a_request_whose_load_failed_is_offered_nothing(stack: Stack) -> None:
+    asking = manager(stack, FULL)
+    ends = asking.keys(4)
+    stored(stack, ends)
+    asking.manager.on_new_request("a")
+    assert asking.hit("a", ends, 4 * CHUNK) == 4 * CHUNK
+    errand = asking.manager.prepare_load(list(ends), "a")
+    failures = {1: Outcome.CORRUPT, 2: Outcome.CANCELLED, 3: Outcome.CORRUPT}
+    assert asking.manager.report(errand.number, Report(1, failures)) == "a"
+    assert asking.hit("a", ends, 4 * CHUNK) == 0
+    asking.manager.on_request_finished("a")
+    assert asking.hit("b", ends, 4 * CHUNK) == CHUNK
+    assert asking.manager.chain.tiers[0].stats().corrupt == 2, "both at once"
+
+
+def test_a_failure_that_blames_a_block_is_kept_over_one_that_does_not() -> None:
+    one = Report(1, {0: Outcome.CORRUPT, 1: Outcome.CANCELLED})
+    two = Report(1, {0: Outcome.CANCELLED, 1: Outcome.CORRUPT, 2: Outcome.CANCELLED})
+    bad, left = Outcome.CORRUPT, Outcome.CANCELLED
+    assert one.merge(two).failures == {0: bad, 1: bad, 2: left}
+    assert two.merge(one).failures == {0: bad, 1: bad, 2: left}
+
+
+def test_a_salt_and_a_reset_make_other_keys(stack: Stack) -> None:
+    asking = manager(stack, FULL)
+    ends = asking.keys(3)
+    stored(stack, ends)
+    asking.manager.on_new_request("salted", b"adapter")
+    assert asking.hit("salted", ends, 3 * CHUNK) == 0
+    asking.manager.on_new_request("plain")
+    assert asking.hit("plain", ends, 3 * CHUNK) == 3 * CHUNK
+    asking.manager.reset()
+    stored(stack, ends)
+    assert asking.hit("plain", ends, 3 * CHUNK) == 0, "under the keys of before"
+
+
+def test_keys_that_end_within_a_chunk_are_not_found(stack: Stack) -> None:
+    asking = manager(stack, FULL)
+    ends = asking.keys(3)
+    (stray,) = make_keys(1, start=77)
+    ends[stray] = 2 * CHUNK + 16
+    stored(stack, {key: end for key, end in ends.items() if key != stray})
+    assert asking.hit("a", ends, 3 * CHUNK) == 3 * CHUNK
+    assert not asking.manager.lookup(stray, "a", ends)
