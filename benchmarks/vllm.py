@@ -1,7 +1,7 @@
 """vLLM with and without kvtier: first tokens, decoding, and what the scheduler spends.
 
-    make bench-vllm      # TOKENS=8192 LAYERS=16 HIDDEN=1024 ROUNDS=5 PAIRS=12 JSON=figures.json
-    make bench-vllm ONLY=decoding,scheduler
+    make bench-vllm      # TOKENS=8192 LAYERS=16 HIDDEN=1024 ROUNDS=5 PAIRS=12 STEPS=96
+    make bench-vllm ONLY=decoding,scheduler JSON=figures.json
 
 Both engines live at the same time and take turns, so that a noisy machine is noisy for both. Where
 a few per cent are in question, neighbouring turns are compared pair by pair, and the figure is the
@@ -37,6 +37,7 @@ LAYERS = int(os.environ.get("LAYERS", "16"))
 HIDDEN = int(os.environ.get("HIDDEN", "1024"))
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 PAIRS = int(os.environ.get("PAIRS", "12"))
+STEPS = int(os.environ.get("STEPS", "96"))
 PARTS = ("scheduler", "decoding", "first_tokens")
 ONLY = os.environ.get("ONLY", ",".join(PARTS)).split(",")
 _PIECE = 4 << 20
@@ -118,26 +119,29 @@ def decoding(bench: Bench, plain: Engine, kept: Engine) -> None:
         turns.reverse()
         for name, engine in turns:
             prompts = [bench.prompt(512) for _ in range(8)]
-            found[name].append(engine.decode(prompts=prompts, tokens=96))
+            found[name].append(engine.decode(prompts=prompts, tokens=STEPS))
             kept.settle()  # what is stored behind shall not be the other engine's burden
     report = bench.report
     for what, text, unit, scale, target in (
         ("step", "decode step", "ms", 1e3, 1.02),
-        ("prefill", "8 x 512 tokens of prefill", "s", 1, 1.03),
+        ("prefill", "prefill of 8 x 512", "s", 1, 1.03),
     ):
         without = [each[what] for each in found["plain"]]
         report.add(f"{text} without kvtier", median(without) * scale, unit)
-        ratios = sorted(
-            kept[what] / plain[what]
-            for plain, kept in zip(found["plain"], found["kept"], strict=True)
-        )
-        report.at_most(f"{text}, against it, median of pairs", median(ratios), "x", target)
+        ratios = paired(found, what)
+        report.at_most(f"{text}, against it", median(ratios), "x", target)
         low, high = confidence(ratios)
         report.add(f"{text}, from", low, "x")
         report.add(f"{text}, to", high, "x")
-    for what, text in (("prefill_cpu", "prefill"), ("decode_cpu", "decoding")):
-        spent = {name: median([each[what] for each in turns]) for name, turns in found.items()}
-        report.add(f"processor time of {text}, against it", spent["kept"] / spent["plain"], "x")
+        for more, whose in (("own", "the engine's thread"), ("all", "all threads")):
+            ratio = median(paired(found, f"{what}_{more}"))
+            report.add(f"{text}, processor time of {whose}", ratio, "x")
+
+
+def paired(found: dict[str, list[dict[str, float]]], what: str) -> list[float]:
+    """With kvtier against without it, turn by turn, sorted."""
+    turns = zip(found["plain"], found["kept"], strict=True)
+    return sorted(kept[what] / plain[what] for plain, kept in turns)
 
 
 def confidence(values: list[float]) -> tuple[float, float]:

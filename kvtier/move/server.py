@@ -46,7 +46,6 @@ def main() -> None:
     """Serve the parent until it goes."""
     end, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with(parent)
-    stand_back()
     with socket.socket(fileno=end) as parent_socket:
         parent_socket.set_inheritable(False)
         parent_socket.setblocking(True)
@@ -67,8 +66,8 @@ def die_with(parent: int) -> None:
 
 
 def stand_back() -> None:
-    """Ask the kernel not to interrupt others for this process. Without that, every transfer that
-    the engine's scheduler submits makes it wait, on busy processors, while the mover wakes up."""
+    """Ask the kernel not to interrupt anyone for the sake of this thread. It would be the engine's
+    scheduler, at the moment in which it has submitted a transfer; that has time."""
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -102,6 +101,7 @@ def serve(parent: socket.socket) -> None:
     reporter = Reporter(mover, parent)
     reporter.start()
     specs = [msgspec.msgpack.Decoder(backend(tier.kind).spec) for tier in hello.tiers]
+    stand_back()
     listen(parent, inbox, mover, specs)
     mover.close()
     reporter.finish()

@@ -27,10 +27,11 @@ class TimedHost(Host):
                     return {"seconds": seconds, "cached": output.num_cached_tokens or 0}
 
     def decode(self, prompts: list[list[int]], tokens: int) -> dict[str, float]:
-        """Seconds for all first tokens, and seconds a step once all requests are decoding; and
-        of both the processor's time, the mover's with it."""
+        """Seconds for all first tokens, and seconds a step once all requests are decoding. Of both
+        also the processor's time: the engine's own thread's, which computes and schedules, and
+        that of all threads, the mover's with it."""
         engine = self._llm.llm_engine
-        begin, begun = time.perf_counter(), self._processor_seconds()
+        marks = [self._mark()]
         for prompt in prompts:
             self._serial += 1
             engine.add_request(
@@ -40,18 +41,24 @@ class TimedHost(Host):
         started: set[str] = set()
         while len(started) < waiting:
             started |= {each.request_id for each in engine.step() if each.outputs[0].token_ids}
-        prefilled, between = time.perf_counter(), self._processor_seconds()
+        marks.append(self._mark())
         steps = 0
         while engine.has_unfinished_requests():
             engine.step()
             steps += 1
-        end, ended = time.perf_counter(), self._processor_seconds()
+        marks.append(self._mark())
+        begin, middle, end = marks
         return {
-            "prefill": prefilled - begin,
-            "step": (end - prefilled) / max(1, steps),
-            "prefill_cpu": between - begun,
-            "decode_cpu": ended - between,
+            "prefill": middle[0] - begin[0],
+            "prefill_own": middle[1] - begin[1],
+            "prefill_all": middle[2] - begin[2],
+            "step": (end[0] - middle[0]) / max(1, steps),
+            "step_own": (end[1] - middle[1]) / max(1, steps),
+            "step_all": (end[2] - middle[2]) / max(1, steps),
         }
+
+    def _mark(self) -> tuple[float, float, float]:
+        return time.perf_counter(), time.thread_time(), self._processor_seconds()
 
     def _processor_seconds(self) -> float:
         """What this process and its children have used of the processors."""
@@ -80,6 +87,8 @@ class TimedHost(Host):
             spent[0] = 0.0
             engine.step()
             found.append(spent[0])
+        for name in [name for name in vars(manager) if hasattr(type(manager), name)]:
+            delattr(manager, name)
         return found
 
 

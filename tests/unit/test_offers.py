@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 from chains import ChainRig, rule
@@ -176,6 +178,58 @@ def test_a_slow_disk_that_recovers_is_found_out() -> None:
             if taken == LAST:
                 break
     assert taken == LAST
+
+
+class Disk(NamedTuple):
+    """A disk and an engine, as they are for a while."""
+
+    latency: float
+    bandwidth: float
+    tokens_a_second: float
+
+    def loading(self, chunks: int) -> float:
+        """Seconds for a hit of so many chunks, and a window of two at its end."""
+        return self.latency + moved(chunks) / self.bandwidth if chunks else 0.0
+
+    def computing(self, chunks: int) -> float:
+        return (chunks * CHUNK + 512) / self.tokens_a_second
+
+
+def moved(chunks: int) -> int:
+    return (chunks + min(chunks, 2)) << 22
+
+
+def loss(seed: int) -> float:
+    """What 2000 requests of a model with windows lose, whose disk and engine change every 200,
+    against somebody who knows both at every moment."""
+    rng, now = random.Random(seed), [0.0]
+    costs = CostModel(clock=lambda: now[0])
+    of = Appraiser(Tally(MEDIA, NAMESPACE), costs)
+    longest = spans(FULL, WINDOW, chunks=50, size=1 << 22)
+    spent = best = 0.0
+    disk = Disk(0.01, 1e9, 10_000)
+    for number in range(2000):
+        if number % 200 == 0:
+            speeds = [rng.uniform(*each) for each in ((-3, 0), (7.5, 9.5), (3.5, 4.5))]
+            disk = Disk(*(10**each for each in speeds))
+        chunks = rng.randrange(2, 50)
+        groups = [span._replace(keys=span.keys[:chunks]) for span in longest]
+        taken = worth(of, groups, [[1] * chunks] * 2)
+        seconds = disk.loading(taken) + disk.computing(chunks - taken)
+        spent += seconds
+        best += min(disk.loading(at) + disk.computing(chunks - at) for at in range(chunks + 1))
+        if taken:
+            costs.observe_load("disk", moved(taken), disk.loading(taken))
+            costs.observe_load(DEVICE, moved(taken), moved(taken) / 10e9)
+        now[0] += seconds + rng.expovariate(1.0)
+        costs.observe_prefill((chunks - taken) * CHUNK + 512, disk.computing(chunks - taken))
+    return spent / best - 1
+
+
+def test_the_loss_against_one_who_knows_is_bounded() -> None:
+    lost = [loss(seed) for seed in range(8)]
+    assert sum(lost) / len(lost) < 0.10
+    assert max(lost) < 0.25
 
 
 def test_no_offers_are_nothing() -> None:
