@@ -54,7 +54,10 @@ RateOption = Annotated[
 ]
 SizeOption = Annotated[
     str | None,
-    typer.Option("--size", metavar="SIZE", help="The newest blocks, at most so many bytes."),
+    typer.Option("--size", metavar="SIZE", help="The first blocks, at most so many bytes."),
+]
+HottestOption = Annotated[
+    bool, typer.Option("--hottest", help="The most used blocks first, not the newest.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 

@@ -1,8 +1,8 @@
-"""Blocks on their way from one place to another: read as anybody may read, stored as tiers store.
+"""Blocks on their way from a source into one tier of a stack, which is opened for it.
 
-Sources are read without being opened, so that a running engine there does not notice. What is
-stored goes through a stack of its own: a little host memory, and the one tier that is filled. What
-is there already is not stored again, so that whatever was interrupted can simply be run again.
+They stream: a mover reads on many threads into a bounded number of buffers and writes from these,
+so that the slower side sets the pace. Only what has landed is committed, block by block, and what
+is there already is not stored again: whatever was interrupted can simply be run again.
 """
 
 from __future__ import annotations
@@ -11,30 +11,40 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import count
 
 import msgspec
 
-from kvtier.cli.blocks import Block, Proof, Prover, blocks_of
+from kvtier.cli.choice import Choice
 from kvtier.cli.console import Progress
 from kvtier.cli.holdings import Place, known_namespaces
-from kvtier.cli.measure import Size, staging
-from kvtier.cli.opening import opened
-from kvtier.cli.work import bounded_map
+from kvtier.cli.measure import patient
+from kvtier.cli.opening import uninterrupted
+from kvtier.cli.reader import Numbers, Reader
 from kvtier.config import StackConfig
-from kvtier.core.record import HEADER_BYTES, record_bytes
+from kvtier.core.backend import TierContext, backend
+from kvtier.core.record import record_bytes
+from kvtier.core.tier import Tier
+from kvtier.core.transfer import Mover, Transfer, TransferKind, TransferResult
 from kvtier.errors import KVTierError, MediumInUse
-from kvtier.stack import Stack
-from kvtier.types import BlockKey, Namespace, Presence
+from kvtier.move.threads import ThreadMover
+from kvtier.types import BlockKey, Namespace, Outcome, Presence
 
-_THREADS = 8
-_STAGING_BYTES = 48 << 20
-_BLOCKS_MIN, _BLOCKS_MAX = 8, 1024
-_SETTLE_S = 120.0
+STAGING_BYTES = 64 << 20
+_PIECE_BYTES = 32 << 20
+_PIECE_BLOCKS_MAX = 256
+_PIECES_UNDER_WAY = 4
+_PIECE_S = 0.1
+"""Where a rate is kept, no more is begun at once than so much time is worth."""
+_WAIT_S = 0.05
 _ROOM_S = 10.0
 """How long to wait for room that others have to make."""
+_LOOK_BLOCKS = 1 << 16
 
-Record = tuple[BlockKey, memoryview]
+_READER, _TIER = 0, 1
+
+Piece = tuple[list[BlockKey], list[int]]
+"""Keys, and the number of each block in the words of its reader."""
 
 
 class Copied(msgspec.Struct):
@@ -45,6 +55,8 @@ class Copied(msgspec.Struct):
     already_there: int = 0
     copied: int = 0
     bytes: int = 0
+    seconds: float = 0.0
+    """From the first read to the last commit."""
     bad: int = 0
     """Failed their check when they were read."""
     gone: int = 0
@@ -62,147 +74,214 @@ class Copied(msgspec.Struct):
 class Pace:
     """Keeps a copy below so many bytes a second."""
 
-    def __init__(self, bytes_per_s: int | None, sleep: Callable[[float], None] = time.sleep):
-        self._rate = bytes_per_s
+    def __init__(
+        self,
+        bytes_per_s: int | None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.bytes_per_s = bytes_per_s
         self._sleep = sleep
-        self._due = time.monotonic()
+        self._clock = clock
+        self._due = clock()
 
     def spend(self, size: int) -> None:
         """Wait until these bytes may be moved."""
-        if self._rate is None:
+        if self.bytes_per_s is None:
             return
-        now = time.monotonic()
-        self._due = max(self._due, now - 1.0) + size / self._rate
-        if self._due > now:
-            self._sleep(self._due - now)
+        now = self._clock()
+        self._due = max(self._due, now) + size / self.bytes_per_s
+        self._sleep(self._due - now)
 
 
-def choose(places: Sequence[Place], namespace: str, size_max: int | None) -> list[Block]:
-    """The blocks of a namespace, each once, the newest first, until they are so many bytes."""
-    newest: dict[BlockKey, Block] = {}
-    for place in places:
-        for block in blocks_of(place, namespace):
-            if not block.quarantined and block.key not in newest:
-                newest[block.key] = block
-    blocks = sorted(newest.values(), key=lambda block: -block.stored_at)
-    if size_max is None:
-        return blocks
-    chosen = []
-    for block in blocks:
-        size_max -= block.bytes
-        if size_max < 0:
-            break
-        chosen.append(block)
-    return chosen
-
-
-def read_blocks(
-    config: StackConfig, places: Sequence[Place], blocks: Iterable[Block], result: Copied
-) -> Iterator[Record]:
-    """The proved records of these blocks, in their order."""
-    prover = Prover(config, known_namespaces(places))
-    try:
-        for block, (proof, _, record) in bounded_map(prover.prove, blocks, _THREADS):
-            if record is not None:
-                yield block.key, record
-            elif proof is Proof.GONE:
-                result.gone += 1
-            else:
-                result.bad += 1
-    finally:
-        prover.close()
+def pieces_of(choice: Choice, size: int) -> Iterator[Piece]:
+    """The blocks of a choice, so many at once."""
+    for start in range(0, len(choice), size):
+        keys = choice.keys(start, start + size)
+        yield keys, list(range(start, start + len(keys)))
 
 
 class Sink:
-    """One tier that is being filled."""
+    """One tier that is being filled from one reader."""
 
-    def __init__(self, stack: Stack, lower: bool, pace: Pace) -> None:
-        self._stack = stack
-        self._tier = stack.chain.tiers[-1]
-        self._lower = lower
+    def __init__(
+        self, tier: Tier, mover: Mover, reader: Reader, namespace: Namespace, pace: Pace
+    ) -> None:
+        self._tier = tier
+        self._mover = mover
+        self._reader = reader
+        self._namespace = namespace
         self._pace = pace
-        slots = stack.chain.tiers[0].stats().bytes_capacity
-        slot = record_bytes(stack.namespace.payload_bytes)
-        self.batch = max(1, slots // slot // 4)
+        self._flights: dict[int, tuple[list[BlockKey], list[int]]] = {}
+        self._ids = count()
+        self._stored: list[BlockKey] = []
+        self._evicting = False
+        self._full = False
+        room = _PIECE_BYTES
+        if pace.bytes_per_s is not None:
+            room = min(room, int(pace.bytes_per_s * _PIECE_S))
+        self.piece = max(1, min(_PIECE_BLOCKS_MAX, room // record_bytes(namespace.payload_bytes)))
+        """How many blocks are best offered at once."""
 
-    def lacks(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which of these keys are not there."""
-        return [at is Presence.MISS for at in self._tier.lookup(keys)]
+    def fill(self, pieces: Iterable[Piece], result: Copied, bar: Progress) -> None:
+        """Store all of these that are not there."""
+        start = time.monotonic()
+        for keys, numbers in pieces:
+            self._offer(keys, numbers, result, bar)
+        while self._flights:
+            self._settle(result, bar)
+        self._count_kept(result)
+        result.seconds = time.monotonic() - start
 
-    def fill(self, records: Iterable[Record], result: Copied, bar: Progress) -> None:
-        """Store all of these."""
-        source = iter(records)
-        given: list[BlockKey] = []
-        under_way: dict[BlockKey, memoryview] = {}
-        while batch := dict(islice(source, self.batch)):
-            payloads = {
-                key: record[HEADER_BYTES:][: self._stack.namespace.payload_of(key)]
-                for key, record in batch.items()
-            }
-            given += payloads
-            self._pace.spend(sum(len(payload) for payload in payloads.values()))
-            self._stack.store(payloads)
-            # While these are written, the next are read; two batches are under way at most.
-            self._finish(under_way, bar)
-            under_way = payloads
-        self._finish(under_way, bar)
-        # Only now, because a tier that is too small lets go of what it took first.
-        for key, lack in zip(given, self.lacks(given), strict=True):
-            result.not_stored += lack
-            result.copied += not lack
-            result.bytes += 0 if lack else self._stack.namespace.payload_of(key)
+    def _offer(
+        self, keys: list[BlockKey], numbers: list[int], result: Copied, bar: Progress
+    ) -> None:
+        number_of = dict(zip(keys, numbers, strict=True))
+        left = self._lacking(keys)
+        result.already_there += len(keys) - len(left)
+        bar.advance(len(keys) - len(left))
+        give_up = time.monotonic() + _ROOM_S
+        while left and not self._full:
+            taken = self._start(left, number_of, result, bar)
+            left = self._lacking(left)
+            if taken:
+                give_up = time.monotonic() + _ROOM_S
+            elif left:
+                self._full = self._make_room(result, bar) and time.monotonic() > give_up
+        result.not_stored += len(left)
 
-    def _finish(self, payloads: dict[BlockKey, memoryview], bar: Progress) -> None:
-        """Wait until these have arrived below, and give their room in host memory back."""
-        missing = self._wait(list(payloads))
-        end = time.monotonic() + _ROOM_S
-        while missing and self._lower and time.monotonic() < end:
-            # Engines that share the tier hand room over, but not at once.
-            time.sleep(_ROOM_S / 50)
-            self._tier.refresh()
-            self._stack.chain.tiers[0].forget(missing)
-            self._stack.store({key: payloads[key] for key in missing})
-            missing = self._wait(missing)
-        bar.advance(len(payloads), sum(len(payload) for payload in payloads.values()))
-        if self._lower:
-            self._stack.chain.tiers[0].forget(list(payloads))
+    def _lacking(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        found = self._tier.lookup(keys)
+        return [key for key, at in zip(keys, found, strict=True) if at is Presence.MISS]
 
-    def _wait(self, keys: list[BlockKey]) -> list[BlockKey]:
-        """Until nothing is on its way any more; those that have not arrived."""
-        end = time.monotonic() + _SETTLE_S
-        self._stack.chain.poll()
-        while self._lower and self._pending(keys) and time.monotonic() < end:
-            self._stack.mover.wait(0.05)
-            self._stack.chain.poll()
-        return [key for key, lack in zip(keys, self.lacks(keys), strict=True) if lack]
-
-    def _pending(self, keys: list[BlockKey]) -> bool:
-        if not self._stack.chain.has_pending_work:
+    def _start(
+        self, keys: list[BlockKey], number_of: dict[BlockKey, int], result: Copied, bar: Progress
+    ) -> bool:
+        """Reserve room for what there is room for, and set it on its way."""
+        reserved = self._tier.prepare_store(keys, evict=self._evicting)
+        if not reserved.keys:
             return False
-        return any(at is not Presence.HIT for at in self._tier.lookup(keys))
+        numbers = [number_of[key] for key in reserved.keys]
+        transfer = Transfer(
+            id=next(self._ids),
+            kind=TransferKind.STORE,
+            source=_READER,
+            target=_TIER,
+            keys=reserved.keys,
+            source_spec=Numbers(numbers),
+            target_spec=reserved.spec,
+            deadline=float("inf"),
+        )
+        self._flights[transfer.id] = (reserved.keys, numbers)
+        self._pace.spend(sum(map(self._namespace.payload_of, reserved.keys)))
+        self._mover.submit(transfer)
+        while len(self._flights) >= _PIECES_UNDER_WAY:
+            self._settle(result, bar)
+        return True
+
+    def _make_room(self, result: Copied, bar: Progress) -> bool:
+        """Wait for room and learn what others have left; whether that is all that can be done."""
+        self._settle(result, bar)
+        self._tier.refresh()
+        if not self._evicting:
+            # From here on others' blocks go, but none of those that were copied: the newest first.
+            self._evicting = True
+            self._pin(self._stored)
+            return False
+        return True
+
+    def _pin(self, keys: Sequence[BlockKey]) -> None:
+        found = self._tier.lookup(keys)
+        here = [key for key, at in zip(keys, found, strict=True) if at is Presence.HIT]
+        self._tier.prepare_load(here)
+
+    def _settle(self, result: Copied, bar: Progress) -> None:
+        """Wait a moment, and commit what has landed."""
+        self._mover.wait(_WAIT_S)
+        for ended in self._mover.poll():
+            landed = self._commit(ended, result)
+            if self._evicting:
+                self._pin(landed)
+            size = sum(map(self._namespace.payload_of, landed))
+            bar.advance(len(ended.outcomes), size)
+        self._tier.tick()
+        self._tier.take_events()  # nobody listens
+
+    def _commit(self, ended: TransferResult, result: Copied) -> list[BlockKey]:
+        keys, numbers = self._flights.pop(ended.id)
+        failed: dict[BlockKey, Outcome] = {}
+        for key, number, outcome in zip(keys, numbers, ended.outcomes, strict=True):
+            if outcome.ok:
+                continue
+            failed[key] = outcome
+            gone = outcome is Outcome.GONE
+            if gone or (outcome is Outcome.CORRUPT and self._reader.used_again(number, key)):
+                result.gone += 1
+            elif outcome is Outcome.CORRUPT:
+                result.bad += 1
+            else:
+                result.not_stored += 1
+        self._tier.complete_store(keys, failed)
+        landed = [key for key in keys if key not in failed] if failed else keys
+        self._stored += landed
+        return landed
+
+    def _count_kept(self, result: Copied) -> None:
+        """Only now, because a tier that others share may have had to let something go."""
+        for start in range(0, len(self._stored), _LOOK_BLOCKS):
+            keys = self._stored[start : start + _LOOK_BLOCKS]
+            lost = self._lacking(keys)
+            result.not_stored += len(lost)
+            result.copied += len(keys) - len(lost)
+            result.bytes += sum(map(self._namespace.payload_of, keys))
+            result.bytes -= sum(map(self._namespace.payload_of, lost))
+
+    def close(self) -> None:
+        """Let what is being written land, drop the rest, and close everything."""
+        self._mover.close()
+        unheard = Copied("")
+        for ended in self._mover.poll():
+            self._commit(ended, unheard)
+        self._tier.flush()
+        self._tier.close()
 
 
 @contextmanager
 def open_sink(
-    config: StackConfig, tier: int, namespace: Namespace, rate: int | None
+    config: StackConfig, tier: int, namespace: Namespace, reader: Reader, pace: Pace
 ) -> Iterator[Sink]:
-    """The tier of a stack that is to be filled, opened."""
-    chunk = namespace.payload_bytes
-    if tier == 0:
-        lone = msgspec.structs.replace(config, tiers=config.tiers[:1])
-        engine = config.name
-    else:
-        blocks = min(_BLOCKS_MAX, max(_BLOCKS_MIN, _STAGING_BYTES // record_bytes(chunk)))
-        lone = staging(config, tier, Size(chunk, blocks, 1))
-        engine = f"copy-{os.getpid()}"
-    with opened(lambda: Stack(lone, namespace, engine=engine)) as stack:
-        if tier == 0 and stack.context.engine != config.name:
-            raise MediumInUse(
-                f"the CPU region of {config.name!r} is in use: stop its engine, or fill a tier "
-                "that engines share, like nvme"
-            )
-        yield Sink(stack, tier > 0, Pace(rate))
-        stack.settle(_SETTLE_S)
+    """The tier of a stack that is to be filled, opened; the reader is closed with it."""
+    sink: Sink | None = None
+    try:
+        with uninterrupted():
+            sink = _open(config, tier, namespace, reader, pace)
+        yield sink
+    finally:
+        with uninterrupted():
+            if sink is None:
+                reader.close()
+            else:
+                sink.close()
+
+
+def _open(config: StackConfig, tier: int, namespace: Namespace, reader: Reader, pace: Pace) -> Sink:
+    settings = patient(config.tiers[tier])
+    kind = backend(settings.kind)
+    context = TierContext(namespace, f"copy-{os.getpid()}" if tier else config.name)
+    try:
+        opened = kind.open_tier(settings, context)
+    except MediumInUse:
+        raise MediumInUse(
+            f"the CPU region of {config.name!r} is in use: stop its engine, or fill a tier that "
+            "engines share, like nvme"
+        ) from None
+    try:
+        handlers = [reader, kind.open_handler(settings, context)]
+        mover = ThreadMover(handlers, namespace, staging_bytes=STAGING_BYTES)
+    except BaseException:
+        opened.close()
+        raise
+    return Sink(opened, mover, reader, namespace, pace)
 
 
 def describe(places: Sequence[Place], name: str) -> Namespace:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvtier.cli import console
-from kvtier.cli.copying import Copied, choose, describe, read_blocks
-from kvtier.cli.fill import namespaces_of, report
-from kvtier.cli.holdings import look
+from kvtier.cli.blocks import Block, Proof, Prover
+from kvtier.cli.choice import choose
+from kvtier.cli.copying import Copied, describe
+from kvtier.cli.fill import look_at, namespaces_of, report
+from kvtier.cli.holdings import Place, known_namespaces
 from kvtier.cli.pack import PackWriter
-from kvtier.config import load
+from kvtier.cli.work import bounded_map
+from kvtier.config import StackConfig, load
 from kvtier.errors import KVTierError
+from kvtier.types import BlockKey
 
 app = console.new_app("Write blocks to a file.")
+
+_THREADS = 8
 
 
 @app.command(epilog="Example: kvtier export blocks.kvpack -c stack.yaml --namespace 3f2a")
@@ -25,6 +33,7 @@ def export(
     namespace: console.NamespaceOption = None,
     tier: console.TierOption = None,
     size: console.SizeOption = None,
+    hottest: console.HottestOption = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
     json: console.JsonOption = False,
 ) -> None:
@@ -33,7 +42,8 @@ def export(
     The stack may be in use. The file is there when it is whole, or not at all.
     """
     stack = load(config)
-    places = look(stack, console.tier_of(tier, stack))
+    chosen = console.tier_of(tier, stack)
+    places = look_at(stack, range(len(stack.tiers)) if chosen is None else [chosen])
     names = namespaces_of(places, namespace)
     if len(names) != 1:
         found = f"{len(names)} namespaces here" if names else "there is nothing here to export"
@@ -42,16 +52,37 @@ def export(
         raise KVTierError(f"{file} exists; name another file, or say --force")
     described = describe(places, names[0])
     result = Copied(names[0])
-    blocks = choose(places, names[0], None if size is None else console.parse_size(size))
-    result.asked = len(blocks)
+    choice = choose(places, names[0], hottest=hottest)
+    if size is not None:
+        choice = choice.cut(console.parse_size(size))
+    result.asked = len(choice)
+    start = time.monotonic()
     with (
         PackWriter(file, described) as pack,
-        console.progress("exporting", len(blocks), "blocks") as bar,
+        console.progress("exporting", len(choice), "blocks") as bar,
     ):
-        for key, record in read_blocks(stack, places, blocks, result):
+        for key, record in _proved(stack, places, choice.blocks(), result):
             payload = described.payload_of(key)
             pack.write(record, payload)
             result.copied += 1
             result.bytes += payload
             bar.advance(1, payload)
+    result.seconds = time.monotonic() - start
     report([result], places, json)
+
+
+def _proved(
+    config: StackConfig, places: Sequence[Place], blocks: Iterable[Block], result: Copied
+) -> Iterator[tuple[BlockKey, memoryview]]:
+    """The proved records of these blocks, in their order."""
+    prover = Prover(config, known_namespaces(places))
+    try:
+        for block, (proof, _, record) in bounded_map(prover.prove, blocks, _THREADS):
+            if record is not None:
+                yield block.key, record
+            elif proof is Proof.GONE:
+                result.gone += 1
+            else:
+                result.bad += 1
+    finally:
+        prover.close()

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 import typer
 
 from kvtier.cli import console
-from kvtier.cli.copying import Copied, choose, describe, open_sink, read_blocks
+from kvtier.cli.choice import choose
+from kvtier.cli.copying import Copied, Pace, describe, open_sink, pieces_of
 from kvtier.cli.holdings import Place, look
 from kvtier.cli.ls import find_namespace
 from kvtier.cli.outlook import capacity_of
+from kvtier.cli.reader import ChoiceReader
 from kvtier.config import StackConfig, load
 from kvtier.core.settings import ByteSize, Capacity
 from kvtier.errors import KVTierError
 from kvtier.observe import human
 from kvtier.types import BlockKey, Namespace
-from kvtier.vllm.keys import chunk_keys
+from kvtier.vllm.keys import Prompt, chunk_keys
 
 _FILL_SHARE = 0.95
 """Of a tier's capacity: beyond it, the last blocks would push out the first."""
@@ -40,36 +42,40 @@ def copy_all(
     namespace: str | None,
     size: str | None,
     rate: str | None,
-    prompts: list[list[int]] | None = None,
+    hottest: bool = False,
+    prompts: list[Prompt] | None = None,
 ) -> list[Copied]:
     """Fill a tier with what places hold, one namespace after the other: all of it, or what these
     prompts would ask for."""
     most = int(capacity_of(target.tiers[tier]) * _FILL_SHARE)
     if size is not None:
         most = min(most, console.parse_size(size))
-    speed = None if rate is None else console.parse_rate(rate)
+    pace = Pace(None if rate is None else console.parse_rate(rate))
     done = []
     for name in namespaces_of(places, namespace):
         result = Copied(name)
-        blocks = choose(places, name, most)
+        described = describe(places, name)
+        choice = choose(places, name, hottest=hottest)
         if prompts is not None:
-            keys = keys_of(prompts, describe(places, name))
-            blocks = [block for block in blocks if block.key in keys]
-            result.missing = len(keys) - len(blocks)
-        result.asked = len(blocks)
-        with open_sink(target, tier, describe(places, name), speed) as sink:
-            lacks = sink.lacks([block.key for block in blocks])
-            wanted = [block for block, lack in zip(blocks, lacks, strict=True) if lack]
-            result.already_there = len(blocks) - len(wanted)
-            with console.progress("copying", len(wanted), "blocks") as bar:
-                sink.fill(read_blocks(source, places, wanted, result), result, bar)
+            keys = keys_of(prompts, described)
+            choice = choice.only(keys)
+            result.missing = len(keys) - len(choice)
+        choice = choice.cut(most)
+        most -= choice.bytes
+        result.asked = len(choice)
+        reader = ChoiceReader(source, choice, described)
+        with (
+            open_sink(target, tier, described, reader, pace) as sink,
+            console.progress("copying", len(choice), "blocks") as bar,
+        ):
+            sink.fill(pieces_of(choice, sink.piece), result, bar)
         done.append(result)
     return done
 
 
-def keys_of(prompts: Sequence[Sequence[int]], namespace: Namespace) -> set[BlockKey]:
+def keys_of(prompts: Sequence[Prompt], namespace: Namespace) -> set[BlockKey]:
     """All keys that these prompts would ask for."""
-    chunks = (keys for tokens in prompts for keys in chunk_keys(tokens, namespace))
+    chunks = (keys for prompt in prompts for keys in chunk_keys(prompt, namespace))
     return {key for keys in chunks for key in keys}
 
 
@@ -96,6 +102,10 @@ def report(done: Sequence[Copied], places: Sequence[Place], json: bool) -> None:
             for each in done
         ]
         console.print_table(columns, rows, numbers=columns[1:])
+        if moved := sum(each.bytes for each in done):
+            seconds = sum(each.seconds for each in done)
+            rate = human.rate(moved / seconds)
+            console.say(f"{human.size(moved)} in {human.duration(seconds)}, {rate}")
         if asked_for_more:
             missing = sum(each.missing for each in done)
             console.say(f"{missing} blocks that the prompts ask for are not in the source")
@@ -133,10 +143,10 @@ def store_of(text: str | None, config: StackConfig) -> tuple[StackConfig, int]:
     raise KVTierError(f"{where} has no object tier: name a url, like s3://bucket/prefix")
 
 
-def look_at(config: StackConfig, tier: int | None = None) -> list[Place]:
-    """A stack's places, or one of them; a trouble there is an error here."""
-    places = look(config, tier, quick=True)
+def look_at(config: StackConfig, tiers: Iterable[int], *, strict: bool = False) -> list[Place]:
+    """Some of a stack's tiers; `strict`: a trouble with one is an error here."""
+    places = [place for tier in tiers for place in look(config, tier, quick=True)]
     unreadable = [trouble for place in places for trouble in place.troubles]
-    if tier is not None and unreadable:
+    if strict and unreadable:
         raise KVTierError(unreadable[0])
     return places

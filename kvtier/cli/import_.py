@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli import console
-from kvtier.cli.copying import Copied, Record, Sink, open_sink
+from kvtier.cli.copying import Copied, Pace, Piece, open_sink
 from kvtier.cli.fill import report, tier_to_fill
 from kvtier.cli.holdings import Place
 from kvtier.cli.pack import PackReader
@@ -38,30 +38,25 @@ def import_(
     """
     target = load(config)
     tier = tier_to_fill(target, into)
-    speed = None if rate is None else console.parse_rate(rate)
+    pace = Pace(None if rate is None else console.parse_rate(rate))
     pack = PackReader(file)
     result = Copied(pack.namespace.id)
-    try:
-        total = pack.bytes // record_bytes(pack.namespace.payload_bytes)
-        with (
-            open_sink(target, tier, pack.namespace, speed) as sink,
-            console.progress("importing", total, "blocks") as bar,
-        ):
-            sink.fill(_new(pack.records(), sink, result), result, bar)
-    finally:
-        result.bad = pack.bad
-        pack.close()
+    total = pack.bytes // record_bytes(pack.namespace.payload_bytes)
+    with (
+        open_sink(target, tier, pack.namespace, pack, pace) as sink,
+        console.progress("importing", total, "blocks") as bar,
+    ):
+        sink.fill(_pieces(pack, sink.piece, result), result, bar)
+    result.bad += pack.bad
     came_from = Place(tier=0, kind="file", where=str(file))
     if pack.trouble:
         came_from.troubles.append(pack.trouble)
     report([result], [came_from], json)
 
 
-def _new(records: Iterable[Record], sink: Sink, result: Copied) -> Iterator[Record]:
-    """Those that the tier does not have."""
-    source = iter(records)
-    while batch := list(islice(source, sink.batch)):
-        lacks = sink.lacks([key for key, _ in batch])
-        result.asked += len(batch)
-        result.already_there += lacks.count(False)
-        yield from (record for record, lack in zip(batch, lacks, strict=True) if lack)
+def _pieces(pack: PackReader, size: int, result: Copied) -> Iterator[Piece]:
+    """The blocks of a file, so many at once, each key once."""
+    found = pack.found()
+    while piece := dict(islice(found, size)):
+        result.asked += len(piece)
+        yield list(piece), list(piece.values())

@@ -10,9 +10,9 @@ from urllib.parse import unquote, urlsplit
 from kvtier.backends.object import open_for
 from kvtier.backends.object.errors import LengthMismatch, StoreError
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.manifest import ADDED, keys_of
-from kvtier.backends.object.names import block_name, description_name, parse_block
-from kvtier.backends.object.store import ObjectInfo, Store, read_object
+from kvtier.backends.object.manifest import ADDED
+from kvtier.backends.object.names import description_name, parse_block
+from kvtier.backends.object.store import Store, read_object
 from kvtier.cli.blocks import Block, Proof, Verdict, is_newer, judge
 from kvtier.cli.holdings import (
     NAMESPACE_BYTES_MAX,
@@ -103,16 +103,11 @@ def _read_manifests(place: Place, store: Store) -> None:
         entries = Journal(store, namespace).everything()
         added = entries[entries["kind"] == ADDED]
         part = Part(tier=place.tier, kind=place.kind, namespace=name, blocks=len(added))
-        for key, generation, size, at in zip(
-            keys_of(added),
-            added["generation"].tolist(),
-            added["size"].tolist(),
-            (added["time_us"] / 1e6).tolist(),
-            strict=True,
-        ):
-            place.objects.append(ObjectInfo(block_name(name, key, generation), size, at))
-            part.bytes += size
-            part.add_times(at, at)
+        if len(added):
+            part.bytes = int(added["size"].sum())
+            times = added["time_us"] / 1e6
+            part.add_times(float(times.min()), float(times.max()))
+        place.manifests[name] = added
         place.parts.append(part)
 
 

@@ -291,11 +291,9 @@ def _private(settings: TierSettings, room: int) -> TierSettings:
     return _replace(settings, wanted)
 
 
-def staging(config: StackConfig, tier: int, size: Size) -> StackConfig:
-    """A stack of a little host memory of its own, and this one tier below, which takes all."""
-    room = (record_bytes(size.chunk_bytes) + ENTRY_BYTES) * size.blocks * 2 + _SLACK_BYTES
-    tiers = (_private(config.tiers[0], room), _replace(config.tiers[tier], _TAKE_ALL))
-    return msgspec.structs.replace(config, tiers=tiers)
+def patient(settings: TierSettings) -> TierSettings:
+    """A tier that takes all that it is given, and has time."""
+    return _replace(settings, _TAKE_ALL)
 
 
 def _lower(settings: TierSettings, room: int, folder: Path | None) -> TierSettings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -12,9 +12,10 @@ from typing import BinaryIO, Self
 import msgspec
 import xxhash
 
-from kvtier.core.record import HEADER_BYTES, Header, record_bytes, verify
+from kvtier.cli.reader import Reader
+from kvtier.core.record import HEADER_BYTES, Buffer, Header, record_bytes
 from kvtier.errors import FormatError, NewerFormat
-from kvtier.types import BlockKey, Namespace
+from kvtier.types import BlockKey, Namespace, Outcome
 
 MAGIC = b"KVTPACK\n"
 END = b"KVTPEND\n"
@@ -67,8 +68,8 @@ class PackWriter:
             self._making.unlink(missing_ok=True)
 
 
-class PackReader:
-    """Reads what `PackWriter` wrote. `bad` counts records that failed their check."""
+class PackReader(Reader):
+    """Reads what `PackWriter` wrote. `bad` counts records that do not belong there."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("rb")
@@ -100,16 +101,12 @@ class PackReader:
         except (msgspec.DecodeError, ValueError) as error:
             raise FormatError(f"{path} has no namespace: {error}; export it again") from error
 
-    def records(self) -> Iterator[tuple[BlockKey, memoryview]]:
-        """Every record that is proved, up to the first that cannot be found: see `trouble`."""
-        digest = self.namespace.digest
-        while True:
-            start = self._file.read(_TAIL.size)
-            if start.startswith(END):
-                return
-            header = start + self._file.read(HEADER_BYTES - len(start))
+    def found(self) -> Iterator[tuple[BlockKey, int]]:
+        """Keys and places of all records, up to the first that cannot be found: see `trouble`."""
+        at = self._file.tell()
+        while not (head := self._pread(HEADER_BYTES, at)).startswith(END):
             try:
-                stated = Header.read(memoryview(header))
+                stated = Header.read(memoryview(head))
             except FormatError as error:
                 self.trouble = (
                     f"{self._path} is damaged or cut short behind its first records ({error}): "
@@ -117,12 +114,27 @@ class PackReader:
                 )
                 return
             size = min(stated.payload_bytes, self.namespace.payload_bytes)
-            record = memoryview(header + self._file.read(record_bytes(size) - HEADER_BYTES))
-            mine = stated.payload_bytes == self.namespace.payload_of(stated.key)
-            if mine and verify(record, stated.key, digest).ok:
-                yield stated.key, record
+            if stated.payload_bytes == self.namespace.payload_of(stated.key):
+                yield stated.key, at
             else:
                 self.bad += 1
+            at += record_bytes(size)
+
+    def _pread(self, size: int, at: int) -> bytes:
+        return os.pread(self._file.fileno(), size, at)
+
+    def read(
+        self, numbers: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        outcomes = []
+        for at, key, buffer in zip(numbers, keys, into, strict=True):
+            size = record_bytes(self.namespace.payload_of(key))
+            try:
+                count = os.preadv(self._file.fileno(), [buffer[:size]], at)
+            except OSError:
+                count = -1
+            outcomes.append(Outcome.OK if count == size else Outcome.IO_ERROR)
+        return outcomes
 
     def close(self) -> None:
         """Close the file."""

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli import console
-from kvtier.cli.fill import copy_all, report, tier_to_fill
-from kvtier.cli.holdings import look
+from kvtier.cli.fill import copy_all, look_at, report, tier_to_fill
 from kvtier.config import load
 from kvtier.errors import KVTierError
 from kvtier.vllm.prompts import read_prompts
@@ -42,6 +41,7 @@ def prewarm(
     ] = None,
     namespace: console.NamespaceOption = None,
     size: console.SizeOption = None,
+    hottest: console.HottestOption = False,
     rate: console.RateOption = None,
     json: console.JsonOption = False,
 ) -> None:
@@ -55,13 +55,14 @@ def prewarm(
     target = load(config)
     tier = tier_to_fill(target, into)
     if source is None:
-        places = [place for place in look(target, quick=True) if place.tier > tier]
-        if not places:
+        if tier + 1 == len(target.tiers):
             raise KVTierError("there is no tier further down: name another stack with --from")
         stack = target
+        places = look_at(stack, range(tier + 1, len(stack.tiers)))
     else:
         stack = load(source)
-        places = look(stack, quick=True)
+        places = look_at(stack, range(len(stack.tiers)))
+    asked = None if prompts is None else read_prompts(prompts, model)
     done = copy_all(
         stack,
         places,
@@ -70,6 +71,9 @@ def prewarm(
         namespace=namespace,
         size=size,
         rate=rate,
-        prompts=None if prompts is None else read_prompts(prompts, model),
+        hottest=hottest,
+        prompts=None if asked is None else asked.known,
     )
+    if asked is not None:
+        asked.say_skipped(console.warn)
     report(done, places, json)

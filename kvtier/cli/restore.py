@@ -41,7 +41,7 @@ def restore(
     """
     target = load(config)
     stack, from_tier = store_of(source, target)
-    places = look_at(stack, from_tier)
+    places = look_at(stack, [from_tier], strict=True)
     tier = tier_to_fill(target, into)
     done = copy_all(stack, places, target, tier, namespace=namespace, size=size, rate=rate)
     report(done, places, json)

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli import console
-from kvtier.cli.fill import copy_all, report, store_of
-from kvtier.cli.holdings import look
+from kvtier.cli.fill import copy_all, look_at, report, store_of
 from kvtier.config import load
 
 app = console.new_app("Copy what a stack holds to an object store.")
@@ -28,6 +27,7 @@ def snapshot(
     ] = None,
     namespace: console.NamespaceOption = None,
     size: console.SizeOption = None,
+    hottest: console.HottestOption = False,
     rate: console.RateOption = None,
     json: console.JsonOption = False,
 ) -> None:
@@ -38,6 +38,9 @@ def snapshot(
     """
     stack = load(config)
     target, tier = store_of(to, stack)
-    places = [place for place in look(stack) if place.kind != "object"]
-    done = copy_all(stack, places, target, tier, namespace=namespace, size=size, rate=rate)
+    kept = [index for index, settings in enumerate(stack.tiers) if settings.kind != "object"]
+    places = look_at(stack, kept)
+    done = copy_all(
+        stack, places, target, tier, namespace=namespace, size=size, rate=rate, hottest=hottest
+    )
     report(done, places, json)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
-import subprocess
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import KVTIER, STACK, Hold, command
+from cli_world import STACK, Hold, command
 
 from kvtier import Stack
-from kvtier.cli.copying import Pace
+from kvtier.cli.console import Progress
+from kvtier.cli.copying import Copied, Pace, open_sink
+from kvtier.cli.reader import Reader
+from kvtier.config import load
 from kvtier.core.record import HEADER_BYTES
-from kvtier.testing.records import GROUPED, NAMESPACE, make_keys, payload
-from kvtier.types import Namespace
+from kvtier.testing.records import GROUPED, NAMESPACE, fill, make_keys, payload
+from kvtier.types import Namespace, Outcome
 
 pytestmark = pytest.mark.slow
 
@@ -131,54 +132,71 @@ class TestPrewarm:
         (report,) = run("prewarm", "-c", fresh, "--from", filled)["namespaces"]
         assert 0 < report["asked"] == report["copied"] < BLOCKS
 
-    def test_killed_at_random_and_run_again(self, tmp_path: Path, hold: Hold) -> None:
-        chance = random.Random(7)
-        paths = []
-        for name in ("source", "target"):
-            folder = tmp_path / name
-            (folder / "host").mkdir(parents=True)
-            paths.append(folder / "stack.yaml")
-            text = STACK.format(host=folder / "host", blocks=folder / "blocks")
-            paths[-1].write_text(text.replace("4MiB", "16MiB").replace("16MiB, f", "64MiB, f"))
-        source, target = paths
-        hold(source, 1000).communicate("go\n")
-        args = [KVTIER, "prewarm", "-c", target, "--from", source, "--rate", "6MB/s"]
-        for _ in range(4):
-            process = subprocess.Popen(args, stdout=subprocess.DEVNULL)
-            time.sleep(chance.uniform(0.4, 1.2))
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        report = run("prewarm", "-c", target, "--from", source)["namespaces"][0]
-        assert report["copied"] + report["already_there"] == report["asked"] == 1000
-        assert run("verify", "-c", target, "--tier", "nvme")["counts"]["good"] == 1000
-        run("gc", "-c", target)
-
-    def test_interrupted(self, filled: Path, fresh: Path) -> None:
-        args = [KVTIER, "prewarm", "-c", fresh, "--from", filled, "--rate", "1KB/s"]
-        process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        host = fresh.parent / "host"
-        while not list(host.glob("*.region")):
-            assert process.poll() is None
-        os.kill(process.pid, signal.SIGINT)
-        process.communicate(timeout=60)
-        assert process.returncode == 130
-        assert list(host.iterdir()) == []
-
     def test_nothing_further_down(self, filled: Path) -> None:
         assert "--from" in command("prewarm", "-c", filled).err
 
 
+class Clock:
+    """Time passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 class TestPace:
     def test_so_many_bytes_a_second(self) -> None:
-        slept: list[float] = []
-        pace = Pace(1000, slept.append)
+        clock = Clock()
+        pace = Pace(1000, clock.sleep, clock)
         for _ in range(4):
-            pace.spend(1000)
-        assert sum(slept) > 2.9
+            pace.spend(500)
+        assert clock.now == pytest.approx(102)
+        clock.now += 60  # what was not used meanwhile is not made up for
+        for _ in range(4):
+            pace.spend(500)
+        assert clock.now == pytest.approx(164)
 
     def test_as_fast_as_it_goes(self) -> None:
         pace = Pace(None, lambda seconds: pytest.fail("nobody asked to wait"))
         pace.spend(1 << 40)
+
+    @pytest.mark.parametrize("rate", [100_000, 1_000_000, 10_000_000])
+    def test_no_byte_is_read_before_its_time(self, fresh: Path, rate: int) -> None:
+        """At every moment, what was read is within what the time so far allows."""
+        clock = Clock()
+        begin = clock.now
+        size = NAMESPACE.payload_bytes
+        count = 300
+        keys = make_keys(count)
+
+        class Source(Reader):
+            concurrency = 4
+            done = 0
+            lock = threading.Lock()
+
+            def read(self, numbers: Any, keys: Any, into: Any) -> list[Outcome]:
+                for key, record in zip(keys, into, strict=True):
+                    fill(record, key)
+                with self.lock:
+                    self.done += len(keys) * size
+                    assert self.done <= rate * (clock.now - begin) + 1
+                return [Outcome.OK] * len(keys)
+
+        result = Copied("")
+        pace = Pace(rate, clock.sleep, clock)
+        with open_sink(load(fresh), 1, NAMESPACE, Source(), pace) as sink:
+            pieces = [
+                (keys[at : at + sink.piece], list(range(at, min(count, at + sink.piece))))
+                for at in range(0, count, sink.piece)
+            ]
+            sink.fill(pieces, result, Progress("", 0, ""))
+        assert result.copied == count
+        assert clock.now - begin == pytest.approx(count * size / rate)
 
 
 class TestSnapshots:

@@ -1,0 +1,164 @@
+"""Which blocks are to be copied: in columns, some sixty bytes a block, however many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cli.blocks import Block
+from kvtier.cli.holdings import Place, Slab
+from kvtier.core.slab.layout import committed, keys_of
+from kvtier.types import KEY_BYTES_MAX, BlockKey
+
+_ROW = np.dtype(
+    [
+        ("key", f"V{KEY_BYTES_MAX}"),
+        ("key_bytes", "u1"),
+        ("origin", "u4"),
+        ("at", "u4"),
+        ("bytes", "u8"),
+        ("stored_at", "f8"),
+        ("uses", "u4"),
+    ]
+)
+_Rows = npt.NDArray[np.void]
+_PIECE = 1 << 16
+
+
+class Origin(NamedTuple):
+    """Where blocks come from: a slab, or all of a store."""
+
+    place: Place
+    slab: Slab | None
+
+
+class Choice:
+    """Blocks of one namespace, each once, the most wanted first. `at` is a block's slot in its
+    slab, or its generation in a store."""
+
+    def __init__(self, namespace: str, rows: _Rows, origins: list[Origin]) -> None:
+        self.namespace = namespace
+        self.origins = origins
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def bytes(self) -> int:
+        """All of them together, with their headers."""
+        return int(self._rows["bytes"].sum())
+
+    def keys(self, start: int, stop: int) -> list[BlockKey]:
+        """The keys of these rows."""
+        return keys_of(self._rows[start:stop])
+
+    def places(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Where these rows are: the number of each one's origin, and its place there."""
+        chosen = self._rows[rows]
+        return chosen["origin"].tolist(), chosen["at"].tolist()
+
+    def cut(self, size_max: int) -> Choice:
+        """The first blocks, up to so many bytes."""
+        count = int(np.searchsorted(np.cumsum(self._rows["bytes"]), size_max, side="right"))
+        return Choice(self.namespace, self._rows[:count].copy(), self.origins)
+
+    def only(self, keys: Collection[BlockKey]) -> Choice:
+        """Those of the blocks that have one of these keys."""
+        chosen = [
+            np.fromiter((key in keys for key in self.keys(start, start + _PIECE)), bool)
+            for start in range(0, len(self), _PIECE)
+        ]
+        rows = self._rows[np.concatenate([np.zeros(0, bool), *chosen])]
+        return Choice(self.namespace, rows, self.origins)
+
+    def blocks(self) -> Iterator[Block]:
+        """One by one, as `Prover` takes them."""
+        from kvtier.backends.object.names import block_name
+
+        for start in range(0, len(self), _PIECE):
+            rows = self._rows[start : start + _PIECE]
+            for key, row in zip(keys_of(rows), rows, strict=True):
+                place, slab = self.origins[row["origin"]]
+                at = int(row["at"])
+                yield Block(
+                    tier=place.tier,
+                    kind=place.kind,
+                    namespace=self.namespace,
+                    key=key,
+                    bytes=int(row["bytes"]),
+                    stored_at=float(row["stored_at"]),
+                    slot=at,
+                    slab=slab,
+                    name="" if slab else block_name(self.namespace, key, at),
+                )
+
+
+def choose(places: Sequence[Place], namespace: str, *, hottest: bool = False) -> Choice:
+    """All blocks of a namespace, the newest first, or the most used and of these the newest; of
+    several copies the one in the first place. Stores do not know how often blocks were used.
+
+    Places must have been looked at quickly: of a store, what its manifests say is taken.
+    """
+    origins: list[Origin] = []
+    pieces: list[_Rows] = [np.zeros(0, _ROW)]
+    for place in places:
+        for slab in place.slabs:
+            if slab.namespace == namespace:
+                pieces.append(_rows_of_slab(slab, len(origins)))
+                origins.append(Origin(place, slab))
+        entries = place.manifests.get(namespace)
+        if entries is not None:
+            pieces.append(_rows_of_store(entries, len(origins)))
+            origins.append(Origin(place, None))
+    rows = _once(np.concatenate(pieces))
+    order = np.argsort(-rows["stored_at"], kind="stable")
+    if hottest:
+        order = order[np.argsort(-rows["uses"][order].astype(np.int64), kind="stable")]
+    return Choice(namespace, rows[order], origins)
+
+
+def _rows_of_slab(slab: Slab, origin: int) -> _Rows:
+    entries = slab.entries()
+    slots = committed(entries)
+    rows = _rows(entries[slots], origin)
+    rows["at"] = slots
+    rows["bytes"] = slab.header.slot_bytes
+    rows["stored_at"] = entries["stored_at"][slots]
+    rows["uses"] = entries["uses"][slots]
+    return rows
+
+
+def _rows_of_store(entries: npt.NDArray[np.void], origin: int) -> _Rows:
+    rows = _rows(entries, origin)
+    rows["at"] = entries["generation"]
+    rows["bytes"] = entries["size"]
+    rows["stored_at"] = entries["time_us"] / 1e6
+    return rows
+
+
+def _rows(entries: npt.NDArray[np.void], origin: int) -> _Rows:
+    rows = np.zeros(len(entries), _ROW)
+    rows["key"] = entries["key"]
+    rows["key_bytes"] = entries["key_bytes"]
+    rows["origin"] = origin
+    return rows
+
+
+def _once(rows: _Rows) -> _Rows:
+    """Of the rows with one key the first origin's, and there the latest."""
+    words: Any = np.ascontiguousarray(rows["key"]).view("<u8").reshape(-1, KEY_BYTES_MAX // 8)
+    columns = (-rows["stored_at"], rows["origin"], rows["key_bytes"], *words.T)
+    order = np.lexsort(columns)
+    same = np.ones(len(rows), bool)
+    if len(rows):
+        same[0] = False
+        lengths = rows["key_bytes"][order]
+        same[1:] = lengths[1:] == lengths[:-1]
+        for word in words.T:
+            ordered = word[order]
+            same[1:] &= ordered[1:] == ordered[:-1]
+    return rows[np.sort(order[~same])]

@@ -1,0 +1,172 @@
+"""What is to be copied, read as anybody may read: a running engine there does not notice.
+
+To a mover this is one more handler, so that blocks go straight from their medium into the memory
+from which they are written, proved on the way, and both sides are always busy.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+from kvtier.cli.blocks import entry_of
+from kvtier.cli.choice import Choice, Origin
+from kvtier.cli.holdings import Slab
+from kvtier.cli.measure import patient
+from kvtier.config import StackConfig
+from kvtier.core.backend import TierContext, backend
+from kvtier.core.record import Buffer, record_bytes
+from kvtier.core.slab.layout import VALID, runs
+from kvtier.core.tier import Handler
+from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
+
+_BATCH_BYTES = 2 << 20
+_FILE_THREADS = 8
+
+
+class Numbers(LoadStoreSpec, tag="numbers"):
+    """Blocks by number: rows of a choice, or places in a file."""
+
+    medium: ClassVar[str] = "numbers"
+    numbers: list[int]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def select(self, start: int, stop: int) -> Self:
+        return type(self)(self.numbers[start:stop])
+
+    @classmethod
+    def join(cls, pieces: Sequence[Self]) -> Self:
+        return cls([number for piece in pieces for number in piece.numbers])
+
+
+class Reader(Handler):
+    """A source of blocks by number. What cannot be read is GONE or CORRUPT, nothing else: a copy
+    tells troubles of its source from those of its target by that."""
+
+    def load(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        assert isinstance(spec, Numbers)
+        return [
+            outcome if outcome.ok or outcome is Outcome.GONE else Outcome.CORRUPT
+            for outcome in self.read(spec.numbers, keys, into)
+        ]
+
+    def read(
+        self, numbers: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        """Fill each buffer with a record, unproved."""
+        raise NotImplementedError
+
+    def store(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
+    ) -> list[Outcome]:
+        raise TypeError("a source is only read")
+
+    def used_again(self, number: int, key: BlockKey) -> bool:
+        """Whether a block that could not be proved has been replaced by another meanwhile."""
+        return False
+
+
+class ChoiceReader(Reader):
+    """Reads the rows of a choice from slabs and stores."""
+
+    def __init__(self, config: StackConfig, choice: Choice, namespace: Namespace) -> None:
+        self._choice = choice
+        self._stores: dict[int, Handler] = {}
+        self.concurrency = _FILE_THREADS
+        record = record_bytes(namespace.payload_bytes)
+        self.batch_blocks = max(1, min(64, _BATCH_BYTES // record))
+        for number, (place, slab) in enumerate(choice.origins):
+            if slab is None:
+                self._add_store(number, config, place.tier, namespace)
+
+    def _add_store(self, number: int, config: StackConfig, tier: int, namespace: Namespace) -> None:
+        settings = patient(config.tiers[tier])
+        store = backend(settings.kind).open_handler(settings, TierContext(namespace))
+        self._stores[number] = store
+        if not getattr(settings, "url", "").startswith("file:"):
+            # Every request waits for its answer; a folder has none to wait for.
+            self.concurrency = max(self.concurrency, store.concurrency)
+            self.batch_blocks = min(self.batch_blocks, store.batch_blocks)
+
+    def read(
+        self, numbers: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        origins, places = self._choice.places(numbers)
+        outcomes: list[Outcome] = []
+        start = 0
+        while start < len(origins):
+            origin = origins[start]
+            stop = start + 1
+            while stop < len(origins) and origins[stop] == origin:
+                stop += 1
+            some = slice(start, stop)
+            outcomes += self._read_from(origin, places[some], keys[some], into[some])
+            start = stop
+        return outcomes
+
+    def _read_from(
+        self, origin: int, places: list[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        slab = self._choice.origins[origin].slab
+        if slab is not None:
+            return read_slots(slab, places, into)
+        from kvtier.backends.object.spec import ObjectSpec
+
+        return self._stores[origin].load(ObjectSpec(places), keys, into)
+
+    def used_again(self, number: int, key: BlockKey) -> bool:
+        (origin,), (slot,) = self._choice.places([number])
+        where: Origin = self._choice.origins[origin]
+        if where.slab is None:
+            return False
+        try:
+            state, found = entry_of(where.slab, slot)
+        except OSError:
+            return True  # the whole slab is gone
+        return state != VALID or found != key
+
+    def close(self) -> None:
+        for store in self._stores.values():
+            store.close()
+
+
+def read_slots(slab: Slab, slots: Sequence[int], into: Sequence[Buffer]) -> list[Outcome]:
+    """Read slots of a slab, neighbours by one call; opened each time, because slabs come and go."""
+    try:
+        return _read_slots(slab, slots, into, os.O_DIRECT)
+    except FileNotFoundError:
+        return [Outcome.GONE] * len(slots)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            return [Outcome.IO_ERROR] * len(slots)
+    try:  # not every file system can go around its cache
+        return _read_slots(slab, slots, into, 0)
+    except OSError:
+        return [Outcome.IO_ERROR] * len(slots)
+
+
+def _read_slots(
+    slab: Slab, slots: Sequence[int], into: Sequence[Buffer], flags: int
+) -> list[Outcome]:
+    size = slab.header.slot_bytes
+    if any(len(buffer) != size for buffer in into):
+        return [Outcome.CORRUPT] * len(slots)
+    fd = os.open(slab.data, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return [Outcome.CORRUPT] * len(slots)
+        outcomes = []
+        for start, stop in runs(slots):
+            count = os.preadv(fd, into[start:stop], slab.header.slot_at(slots[start]))
+            whole = min(stop - start, count // size)
+            outcomes += [Outcome.OK] * whole + [Outcome.CORRUPT] * (stop - start - whole)
+        return outcomes
+    finally:
+        os.close(fd)

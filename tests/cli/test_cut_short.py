@@ -1,0 +1,116 @@
+"""Copies that end before their time, killed or interrupted, and are run again."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import object_servers
+import pytest
+from cli_world import KVTIER, STACK, Hold, command
+
+from kvtier.cli.holdings import look
+from kvtier.config import load
+from kvtier.core.slab.layout import RESERVED
+
+pytestmark = pytest.mark.slow
+
+BLOCKS = 600
+RATE = "2MB/s"
+"""Of 8 KiB blocks: all of them take seconds, and a piece of them a tenth of a second."""
+
+
+def run(*args: object) -> Any:
+    done = command(*args, "--json")
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+@pytest.fixture
+def server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[object_servers.ServerProcess]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", object_servers.ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", object_servers.SECRET_KEY)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with object_servers.rclone(tmp_path) as process:
+        yield process
+
+
+@pytest.fixture(params=["folder", "rclone"])
+def stack(request: pytest.FixtureRequest, tmp_path: Path, hold: Hold) -> Path:
+    """A stack whose store alone holds the blocks."""
+    (tmp_path / "host").mkdir()
+    text = STACK.format(host=tmp_path / "host", blocks=tmp_path / "blocks")
+    if request.param == "folder":
+        store = f'url: "file://{tmp_path}/store"'
+    else:
+        store = f'url: "s3://bucket/kv", endpoint: "{request.getfixturevalue("server").endpoint}"'
+    path = tmp_path / "stack.yaml"
+    path.write_text(f"{text}  - {{kind: object, capacity: 64MiB, {store}}}\n")
+    path.write_text(path.read_text().replace("4MiB", "64MiB").replace("16MiB", "64MiB"))
+    hold(path, BLOCKS).communicate("go\n")
+    for tier in ("cpu", "nvme"):
+        command("clear", "-c", path, "--tier", tier, "--yes")
+    assert arrived(path) == 0
+    return path
+
+
+def arrived(stack: Path) -> int:
+    """How many blocks are there for anybody to see."""
+    (place,) = look(load(stack), 1)
+    return sum(part.blocks for part in place.parts)
+
+
+def start(stack: Path) -> subprocess.Popen[str]:
+    args = [KVTIER, "prewarm", "-c", stack, "--rate", RATE]
+    return subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def let_arrive(process: subprocess.Popen[str], stack: Path, blocks: int) -> None:
+    while arrived(stack) < blocks:
+        assert process.poll() is None, process.communicate()
+
+
+def finishes(stack: Path, known: int) -> None:
+    """Run again, it copies what is missing and no more; everything is right, nothing is left."""
+    (report,) = run("prewarm", "-c", stack)["namespaces"]
+    assert report["already_there"] >= known
+    assert report["copied"] + report["already_there"] == report["asked"] == BLOCKS
+    counts = run("verify", "-c", stack, "--tier", "nvme")["counts"]
+    assert counts["good"] == BLOCKS == sum(counts.values())
+    assert not list((stack.parent / "blocks").rglob("*.making"))
+
+
+def test_killed_at_random(stack: Path) -> None:
+    chance = random.Random(7)
+    known = 0
+    for _ in range(4):
+        process = start(stack)
+        let_arrive(process, stack, known + chance.randrange(1, (BLOCKS - known) // 3))
+        process.kill()
+        process.communicate()
+        now = arrived(stack)
+        assert known <= now < BLOCKS, "what has arrived stays"
+        known = now
+    finishes(stack, known)
+
+
+@pytest.mark.parametrize("blocks", [1, 200])
+def test_interrupted(stack: Path, blocks: int) -> None:
+    process = start(stack)
+    let_arrive(process, stack, blocks)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    (place,) = look(load(stack), 1)
+    assert not place.troubles
+    assert all((slab.entries()["state"] != RESERVED).all() for slab in place.slabs)
+    assert not any(slab.in_use for slab in place.slabs)
+    finishes(stack, arrived(stack))
