@@ -148,13 +148,13 @@ class Prover:
         return Outcome.IO_ERROR if entry[0] == table.FAILED else Outcome.GONE
 
     def stamp(self, slot: int) -> bytes:
-        """What must not change while a record is copied: all of its entry but the state."""
-        return self._host.entry(slot)[1:]
+        """What must not change while a record is copied."""
+        return table.block_stamp(self._host.entry(slot))
 
     def unchanged(self, slot: int, stamp: bytes) -> bool:
         """Whether the slot still holds the same record, now that it has been copied."""
         entry = self._host.entry(slot)
-        return entry[1:] == stamp and entry[0] in (table.VALID, table.ARRIVED)
+        return table.block_stamp(entry) == stamp and entry[0] in (table.VALID, table.ARRIVED)
 
     def verify(self, slot: int, key: BlockKey, group: int) -> Outcome:
         """Prove header and this rank's part, where they lie."""

@@ -227,6 +227,26 @@ def test_a_slot_replaced_during_the_copy_is_gone(
     assert not result.ok
 
 
+class Popular(MemoryHost):
+    """Its blocks are asked for by others while they are being copied."""
+
+    def record(self, slot: int) -> memoryview:
+        entry = self.entries[slot]
+        uses = table.add_uses(entry, 1, now=1_000_000)
+        after = table.USES_AT + len(uses)
+        self.entries[slot] = entry[: table.USES_AT] + uses + entry[after:]
+        return super().record(slot)
+
+
+def test_a_block_that_others_use_during_the_copy_is_still_the_same(world: World, kind: str) -> None:
+    host = Popular(world.layout, 8)
+    copier = open_copier(kind, world, host)
+    keys = filled(copier, host, 2)
+    (result,) = run(copier, job_of(LOAD, onto(2), keys[:1]))
+    copier.close()
+    assert result.ok
+
+
 def test_a_store_into_a_slot_that_is_not_reserved_writes_nothing(
     copier: DeviceCopier, host: MemoryHost
 ) -> None:

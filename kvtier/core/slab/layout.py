@@ -146,10 +146,14 @@ def add_uses(entry: Buffer | bytes, count: int, now: int) -> bytes:
     return USES.pack(now, min(uses + count, _USES_MAX))
 
 
+def block_stamp(entry: bytes) -> bytes:
+    """What stays as it is as long as an entry speaks of one block: all but state and statistics."""
+    return entry[1:USES_AT] + entry[USES_AT + USES.size :]
+
+
 def same_block(one: bytes, other: bytes) -> bool:
     """Whether two readings of an entry speak of one and the same block, used meanwhile or not."""
-    after = USES_AT + USES.size
-    return one[:USES_AT] == other[:USES_AT] and one[after:] == other[after:]
+    return one[0] == other[0] and block_stamp(one) == block_stamp(other)
 
 
 def last_used(entries: npt.NDArray[np.void]) -> npt.NDArray[np.float64]:
