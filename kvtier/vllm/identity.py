@@ -37,6 +37,7 @@ def namespace_of(
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
+        "state_dtype": f"{cache.mamba_cache_dtype},{cache.mamba_ssm_cache_dtype}",
         "kv_layout": str(getattr(cache, "kv_cache_layout", None)),
         "block_tokens": str(cache.block_size),
         "chunk_blocks": str(blocks_per_chunk),
@@ -47,7 +48,7 @@ def namespace_of(
         "context_parallel": f"{parallel.prefill_context_parallel_size},"
         f"{parallel.decode_context_parallel_size}",
         "speculative": _speculative(vllm_config),
-        "attention": os.environ.get("VLLM_ATTENTION_BACKEND", "default"),
+        "attention": _attention(vllm_config.attention_config),
         "platform": _platform(),
         "engine": f"vllm {vllm.__version__}",
     }
@@ -62,6 +63,14 @@ def _digest(text: str | bytes) -> str:
 def _speculative(vllm_config: Any) -> str:
     config = vllm_config.speculative_config
     return "none" if config is None else f"{config.method} {config.model}"
+
+
+def _attention(config: Any) -> str:
+    """Which backend writes the blocks, where the user chose one; vLLM's own choice follows from
+    the other facts."""
+    chosen = {"all": config.backend, **config.backend_per_kind}
+    names = [f"{kind}={backend.name}" for kind, backend in sorted(chosen.items()) if backend]
+    return " ".join([*names, f"index={config.indexer_kv_dtype}"])
 
 
 def _platform() -> str:

@@ -30,10 +30,12 @@ class Host:
         self._gather: Any = None
         self._ended: list[dict[str, Any]] = []
 
-    def start(self, **arguments: Any) -> dict[str, Any]:
-        """Build the engine."""
+    def start(self, pretend: str | None = None, **arguments: Any) -> dict[str, Any]:
+        """Build the engine; as another version of vLLM, if one is named."""
+        import vllm
         from vllm import LLM
 
+        vllm.__version__ = pretend or vllm.__version__
         self._llm = LLM(enforce_eager=True, seed=0, disable_log_stats=False, **arguments)
         return {"pid": os.getpid()}
 

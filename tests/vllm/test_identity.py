@@ -91,6 +91,11 @@ def test_random_hashes_are_refused(world: World, model: Callable[..., Path]) -> 
         world.engine(model("llama"), stack=world.stack(), prefix_caching_hash_algo="xxhash")
 
 
+def test_an_unknown_version_is_refused(world: World, model: Callable[..., Path]) -> None:
+    with pytest.raises(EngineError, match=r"works with vLLM 0.31 to 0.33, and 0.34.0 is installed"):
+        world.engine(model("llama"), stack=world.stack(), pretend="0.34.0")
+
+
 def test_a_stack_that_is_wrong_is_refused(world: World, model: Callable[..., Path]) -> None:
     stack = world.stack()
     stack["tiers"][0]["capacity"] = "a lot"
@@ -99,9 +104,13 @@ def test_a_stack_that_is_wrong_is_refused(world: World, model: Callable[..., Pat
 
 
 def test_facts_are_written_beside_the_blocks(world: World, model: Callable[..., Path]) -> None:
-    with world.engine(model("llama"), stack=world.stack()) as engine:
+    chosen = {"attention_backend": "CPU_ATTN"}
+    with world.engine(model("llama"), stack=world.stack(), **chosen) as engine:
         engine.generate(prompts=[PROMPT])
         engine.settle()
         facts = engine.facts()["namespace"]
     (described,) = world.blocks.rglob("namespace.json")
     assert json.loads(described.read_text())["facts"] == facts
+    assert "all=CPU_ATTN" in facts["attention"]
+    assert facts["kv_layout"] == "LBHNC"
+    assert (facts["dtype"], facts["block_tokens"]) == ("torch.float32", "128")

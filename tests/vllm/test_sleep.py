@@ -1,0 +1,180 @@
+"""Sleeping, other weights, and aborts, with copies under way: what follows is right, all the same.
+
+vLLM's CPU platform has no sleep mode of its own: the flag is refused there, and its workers keep
+their memory. But the engine goes through all of it: it pauses, resets every cache, calls its
+workers, and wakes up again. What a GPU would lose in between is spoilt here by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines.engine import Engine, EngineError
+from engines.world import World, prompt
+
+PROMPTS = [prompt(500 + seed, 1100) for seed in range(5)]
+HIT = 1024
+PAUSE_S = 0.2
+TOKENS = 16
+
+
+class Sleeper:
+    """An engine with a stack, and what it must answer with its own weights and with others."""
+
+    def __init__(self, world: World, model: Callable[..., Path]) -> None:
+        self.world = world
+        self.own, self.other = model("llama"), model("llama", seed=1)
+        self.expected: dict[Path, list[Any]] = {}
+        for folder in (self.own, self.other):
+            with world.engine(folder) as plain:
+                self.expected[folder] = plain.generate(prompts=PROMPTS, tokens=TOKENS)
+        self.weights = self.own
+        self.engine = self.start()
+
+    def start(self) -> Engine:
+        return self.world.engine(self.own, stack=self.world.stack(load_deadline="5s"))
+
+    def ask(self, number: int) -> int:
+        """The tokens of a prompt that were not computed; the answer must be right."""
+        (found,) = self.engine.generate(prompts=[PROMPTS[number]], tokens=TOKENS)
+        assert found["tokens"] == self.expected[self.weights][number]["tokens"]
+        return int(found["cached"])
+
+    def known(self, number: int) -> None:
+        """What is asked for now is found later."""
+        self.ask(number)
+        self.engine.forget_engine_cache()
+        assert self.ask(number) == HIT
+
+    def wake(self) -> None:
+        self.engine.spoil_device()
+        assert self.engine.wake_up()
+
+
+@pytest.fixture(scope="module")
+def sleeper(shared_world: World, model: Callable[..., Path]) -> Sleeper:
+    return Sleeper(shared_world, model)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(sleeper: Sleeper) -> Iterator[None]:
+    yield
+    assert sleeper.engine.settle()
+    facts = sleeper.engine.facts()
+    assert (facts["pending"], facts["requests"], facts["mistakes"]) == (0, 0, 0)
+    assert [tier["pinned"] for tier in facts["chain"]["tiers"]] == [0, 0]
+    assert [tier["in_flight"] for tier in facts["chain"]["tiers"]] == [0, 0]
+
+
+def test_this_platform_has_no_sleep_mode(world: World, model: Callable[..., Path]) -> None:
+    with pytest.raises(EngineError, match="Sleep mode is not supported on current platform"):
+        world.engine(model("llama"), stack=world.stack(), enable_sleep_mode=True)
+
+
+def test_abort_while_it_stores(sleeper: Sleeper) -> None:
+    """What was computed is kept, for whoever asks next."""
+    sleeper.engine.slow_stores(pause=PAUSE_S)
+    sleeper.engine.begin(prompt=PROMPTS[0], tokens=TOKENS)
+    sleeper.engine.abort()
+    sleeper.engine.slow_stores(pause=0)
+    assert sleeper.engine.settle()
+    sleeper.engine.forget_engine_cache()
+    assert sleeper.ask(0) == HIT
+
+
+def test_nobody_waits_for_the_tiers_below(sleeper: Sleeper) -> None:
+    """A request ends, and its blocks are served, while none of them can be written to disk."""
+    mover = sleeper.engine.mover()
+    os.kill(mover, signal.SIGSTOP)
+    sleeper.engine.begin(prompt=PROMPTS[1], tokens=TOKENS)
+    assert sleeper.engine.end()["tokens"] == sleeper.expected[sleeper.own][1]["tokens"]
+    facts = sleeper.engine.facts()
+    os.kill(mover, signal.SIGCONT)
+    assert facts["busy"]
+    assert facts["pending"] == 0
+
+
+def test_sleep_while_it_stores(sleeper: Sleeper) -> None:
+    """When it sleeps nothing is copied; and what was copied out is not served afterwards."""
+    sleeper.known(0)
+    sleeper.engine.slow_stores(pause=PAUSE_S)
+    sleeper.engine.begin(prompt=PROMPTS[2], tokens=TOKENS)
+    sleeper.engine.abort()
+    assert sleeper.engine.sleep(level=1) == 0
+    sleeper.engine.slow_stores(pause=0)
+    sleeper.wake()
+    assert [sleeper.ask(0), sleeper.ask(2)] == [0, 0]
+    sleeper.known(0)
+    sleeper.known(2)
+
+
+def test_sleep_while_it_loads(sleeper: Sleeper) -> None:
+    """vLLM refuses (in one process; in several it waits), and goes on when the load has ended."""
+    engine = sleeper.engine
+    sleeper.known(2)
+    mover = engine.mover()
+    engine.forget_engine_cache()
+    engine.clear(tier=0)
+    os.kill(mover, signal.SIGSTOP)
+    engine.begin(prompt=PROMPTS[2], tokens=TOKENS)
+    engine.abort()
+    with pytest.raises(EngineError, match="waiting for remote KV transfer"):
+        engine.sleep(level=1)
+    os.kill(mover, signal.SIGCONT)
+    assert engine.wake_up()
+    assert engine.settle()
+    assert sleeper.ask(2) == HIT
+    assert engine.sleep(level=1) == 0
+    sleeper.wake()
+    assert sleeper.ask(2) == 0
+
+
+def test_reset_while_it_loads_and_stores(sleeper: Sleeper) -> None:
+    """Requests in the middle of it end with the right tokens."""
+    engine = sleeper.engine
+    sleeper.known(3)
+    mover = engine.mover()
+    engine.forget_engine_cache()
+    engine.clear(tier=0)
+    engine.slow_stores(pause=PAUSE_S)
+    engine.begin(prompt=PROMPTS[4], tokens=TOKENS)
+    os.kill(mover, signal.SIGSTOP)
+    engine.begin(prompt=PROMPTS[3], tokens=TOKENS)
+    engine.forget_everything()
+    os.kill(mover, signal.SIGCONT)
+    engine.slow_stores(pause=0)
+    expected = [sleeper.expected[sleeper.own][number]["tokens"] for number in (3, 4)]
+    assert sorted([engine.end()["tokens"], engine.end()["tokens"]]) == sorted(expected)
+    assert engine.settle()
+    engine.forget_everything()
+    assert [sleeper.ask(3), sleeper.ask(4)] == [0, 0]
+    sleeper.known(3)
+
+
+def test_other_weights(sleeper: Sleeper) -> None:
+    """Read after a deep sleep, and under a reset: no block of others is served, and none is left
+    for a new start with the weights on disk."""
+    sleeper.known(0)
+    assert sleeper.engine.sleep(level=2) == 0
+    sleeper.engine.take_weights(folder=str(sleeper.other))
+    sleeper.weights = sleeper.other
+    sleeper.wake()
+    assert sleeper.ask(0) == 0
+    sleeper.known(0)
+
+    sleeper.engine.take_weights(folder=str(sleeper.own))
+    sleeper.weights = sleeper.own
+    assert sleeper.engine.forget_everything()
+    assert sleeper.ask(0) == 0
+    sleeper.known(0)
+
+    sleeper.engine.settle()
+    sleeper.engine.kill()
+    sleeper.engine = sleeper.start()
+    assert sleeper.ask(0) == 0
+    sleeper.known(0)
