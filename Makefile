@@ -16,7 +16,7 @@ FLAGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm venv-vllm check fix lint docs lock clean venv bench-nvme bench-object bench-gpu gpu-wheels
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm venv-vllm check fix lint docs lock clean venv bench-nvme bench-object bench-prewarm bench-plan bench-gpu gpu-sanitize gpu-needs gpu-wheels
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest -m "not vllm and not gpu"
@@ -74,6 +74,13 @@ test-vllm033: $(VLLM_STAMP)
 bench-object: $(STAMP)
 	$(BIN)/python -m benchmarks.object
 
+# The command beside what its two sides can do alone; needs 8 GiB on the disk, and some in /dev/shm.
+bench-prewarm: $(STAMP)
+	PYTHONPATH=tests/object $(BIN)/python -m benchmarks.prewarm
+
+bench-plan: $(STAMP)
+	$(BIN)/python -m benchmarks.plan
+
 # Beside vLLM's own file tier, so in vLLM's environment.
 bench-nvme: $(VLLM_STAMP)
 	$(VLLM_BIN)/python -m benchmarks.nvme
@@ -82,13 +89,29 @@ bench-nvme: $(VLLM_STAMP)
 # minutes. Where nothing can be downloaded, `make gpu-wheels` elsewhere fills .gpu-wheels before.
 GPU_NEEDS  := msgspec rich xxhash pytest hypothesis
 GPU_PYTHON ?= 3.12
-bench-gpu:
-	@$(PYTHON) -c 'import $(shell echo $(GPU_NEEDS) | tr " " ,)' 2>/dev/null || \
-		$(PYTHON) -m pip install --quiet --target .gpu-site $(GPU_NEEDS) \
-			$(if $(wildcard .gpu-wheels),--no-index --find-links .gpu-wheels)
-	PYTHONPATH=.:tests:.gpu-site $(PYTHON) -m pytest -q -c /dev/null --rootdir . \
-		-p no:cacheprovider -W ignore::pytest.PytestUnknownMarkWarning tests/gpu
-	PYTHONPATH=.:.gpu-site $(PYTHON) -m benchmarks.gpu
+GPU_PATH   := .:tests:.gpu-site
+GPU_TESTS   = $(PYTHON) -m pytest -q -c /dev/null --rootdir . -p no:cacheprovider \
+	-W ignore::pytest.PytestUnknownMarkWarning tests/gpu
+SANITIZER  ?= $(firstword $(shell command -v compute-sanitizer) \
+	$(wildcard /usr/local/cuda/bin/compute-sanitizer /opt/nvidia/*/*/compute-sanitizer))
+
+bench-gpu: gpu-needs
+	@status=0; export PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1; \
+	$(GPU_TESTS) || status=1; $(PYTHON) -m benchmarks.gpu || status=1; exit $$status
+
+# The same tests, but for those that only take time or provoke errors, under NVIDIA's checker of
+# memory accesses. Without torch's cache, so that it sees where every tensor ends.
+gpu-sanitize: gpu-needs
+	@[ -n "$(SANITIZER)" ] || { echo "no compute-sanitizer here: SANITIZER=path of it"; exit 1; }
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=$(GPU_PATH) timeout 480 $(SANITIZER) \
+		--tool memcheck --report-api-errors no --error-exitcode 9 \
+		$(GPU_TESTS) -k "not sees_what and not refused and not attempt"
+
+gpu-needs:
+	@missing=$$(PYTHONPATH=.gpu-site $(PYTHON) -c 'import sys, importlib.util as util; \
+		print(*(name for name in sys.argv[1:] if not util.find_spec(name)))' $(GPU_NEEDS)) && { \
+	[ -z "$$missing" ] || $(PYTHON) -m pip install --quiet --target .gpu-site $$missing \
+		$(if $(wildcard .gpu-wheels),--no-index --find-links .gpu-wheels); }
 
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --only-binary=:all: --python-version $(GPU_PYTHON) \

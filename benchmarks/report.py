@@ -50,5 +50,9 @@ class Report:
             value = f"{figure.value:.3g}" if figure.value < 1000 else f"{figure.value:.0f}"
             table.add_row(figure.name, value, figure.unit, figure.target, met)
         Console(width=None if os.isatty(1) else 120).print(table)
+        self.save()
+
+    def save(self) -> None:
+        """Write what is known so far."""
         if path := os.environ.get("JSON"):
             Path(path).write_text(json.dumps(msgspec.to_builtins(self.figures), indent=1) + "\n")

@@ -44,6 +44,8 @@ class DirectReads:
 
     def allow(self, able: bool) -> None:
         """Whether the readers can do it, from now on."""
+        if not able:
+            self._used.clear()
         self.tiers = self._in_files if able else frozenset()
         self._tally.links = [
             f"{medium} direct" if tier in self.tiers else medium

@@ -260,10 +260,11 @@ def runtime() -> ctypes.CDLL:
     return ctypes.CDLL(sorted(paths)[0])
 
 
-def kernel_copy(torch: Any, index: int) -> BatchCopy | None:
-    """Copies by a kernel that reads pinned memory itself; None where Triton cannot build it."""
+def kernel_copy(torch: Any, index: int, programs: int | None = None) -> BatchCopy | None:
+    """Copies by a kernel that reads pinned memory itself, on so many multiprocessors; None where
+    Triton cannot build it."""
     try:
-        from kvtier.device.kernels import ERRORS, scatter
+        from kvtier.device.kernels import ERRORS, PROGRAMS, scatter
     except ImportError as error:
         logger.info("small pages are copied by the copy engine: no Triton (%s)", error)
         return None
@@ -277,7 +278,7 @@ def kernel_copy(torch: Any, index: int) -> BatchCopy | None:
         table = np.stack([targets, sources, sizes])
         pinned = torch.from_numpy(table).pin_memory()
         on_device = pinned.to(f"cuda:{index}", non_blocking=True)
-        scatter(on_device, len(sizes))
+        scatter(on_device, len(sizes), programs or PROGRAMS)
         return pinned, on_device
 
     return copy

@@ -237,10 +237,14 @@ class CudaCopier(DeviceCopier):
         slots: Ints = np.array([job.slots[row] for row in rows], np.int64)
         pieces = Pieces(*(column[rows] for column in batch.work.pieces))
         records = self._slots_at + slots * self._slot_bytes
+        try:
+            copies = describe(self._layout, job.blocks, pieces, records)
+        except _ERRORS:
+            logger.exception("a %s of the engine failed", job.kind.value)
+            return _Flight(batch, _failed(outcomes), stamps, None, None)
         held: object = None
         with pipe.lock:
             try:
-                copies = describe(self._layout, job.blocks, pieces, records)
                 pipe.lane.after(batch.work.mark)
                 held = copy(copies)
             except _ERRORS:

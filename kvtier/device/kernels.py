@@ -32,6 +32,6 @@ def _copy(table, count, words_at_once: tl.constexpr):  # type: ignore[no-untyped
         piece += tl.num_programs(0)
 
 
-def scatter(table: Any, count: int) -> None:
+def scatter(table: Any, count: int, programs: int = PROGRAMS) -> None:
     """Queue the copies of a table on torch's current stream."""
-    _copy[(min(PROGRAMS, count),)](table, count, words_at_once=WORDS)
+    _copy[(min(programs, count),)](table, count, words_at_once=WORDS)

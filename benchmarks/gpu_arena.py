@@ -1,0 +1,164 @@
+"""KV tensors on a GPU, pinned host memory, a copier between them, and contestants in turns."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from kvtier.core.record import Buffer, record_bytes
+from kvtier.core.slab import layout as table
+from kvtier.core.transfer import TransferKind
+from kvtier.device.cuda import Cuda, CudaRegistrar
+from kvtier.device.cuda_copy import CudaCopier
+from kvtier.device.jobs import Job
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.pinned import PinnedMemory
+from kvtier.device.plan import Blocks, Copies, cut, describe
+from kvtier.types import BlockKey, block_key
+
+LAYERS = 32
+RECORD_BYTES = 16 << 20
+"""About what a chunk of 256 tokens has, on one rank of a model of the common size."""
+NAMESPACE = bytes(16)
+LOAD, STORE = TransferKind.LOAD, TransferKind.STORE
+
+
+class Host:
+    """A region of slots."""
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self._map = mmap.mmap(-1, slots * slot_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._slot_bytes = slot_bytes
+        self.data = memoryview(self._map)
+        self.entries = [table.FREE_ENTRY] * slots
+
+    def record(self, slot: int) -> Buffer:
+        return self.data[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
+
+    def state(self, slot: int) -> int:
+        return self.entries[slot][0]
+
+    def entry(self, slot: int) -> bytes:
+        return self.entries[slot]
+
+
+def chunk_of(page: int) -> int:
+    """How many blocks of 32 layers of such pages make a record of the usual size."""
+    return max(1, min(16, RECORD_BYTES // (LAYERS * page)))
+
+
+def even_layout(torch: Any, page: int, blocks: int, per_chunk: int) -> tuple[Any, DeviceLayout]:
+    """One group, as many layers, all pages alike."""
+    shape = (LAYERS, blocks, page)
+    pool = torch.randint(0, 255, shape, dtype=torch.uint8, device="cuda")
+    tensors = tuple(
+        DeviceTensor(pool[layer].data_ptr(), blocks, page, page) for layer in range(LAYERS)
+    )
+    refs = tuple(PageRef(layer, page) for layer in range(LAYERS))
+    return pool, DeviceLayout(tensors, (refs,), per_chunk)
+
+
+class Arena:
+    """A copier between the tensors of a layout and pinned memory for `records` records."""
+
+    def __init__(
+        self, torch: Any, pool: Any, layout: DeviceLayout, records: int, prove_threads: int = 4
+    ) -> None:
+        self.torch, self.pool, self.layout, self.records = torch, pool, layout, records
+        self.count = records * layout.blocks_per_chunk
+        self.bytes = records * layout.part_bytes[0]
+        self.host = Host(records, record_bytes(max(layout.part_bytes)))
+        slot_bytes = len(self.host.record(0))
+        self.memory = PinnedMemory(self.host.data, slot_bytes, CudaRegistrar())
+        self.device = Cuda(0)
+        if self.memory.pin():
+            self.device.build_kernel()
+        self.copier = CudaCopier(
+            layout,
+            self.device,
+            self.host,
+            NAMESPACE,
+            prove_threads=prove_threads,
+            on_close=self.memory.close,
+        )
+        self._names = itertools.count()
+        self._finished: set[int] = set()
+        self._random = np.random.default_rng(0)
+
+    @classmethod
+    def even(cls, torch: Any, page: int, size: int, prove_threads: int = 4) -> Arena:
+        """For records of one group with about `size` bytes in all, and twice as many blocks."""
+        per_chunk = chunk_of(page)
+        records = max(2, size // (LAYERS * page * per_chunk))
+        pool, layout = even_layout(torch, page, 2 * records * per_chunk, per_chunk)
+        return cls(torch, pool, layout, records, prove_threads)
+
+    def shuffled(self) -> Blocks:
+        """Blocks in an order that leaves no neighbours to merge."""
+        ids = self._random.permutation(self.layout.blocks)[: self.count]
+        return Blocks(ids, [self.count], [0])
+
+    def keys(self, blocks: Blocks) -> list[BlockKey]:
+        """A name for every record that a job has."""
+        groups = cut(self.layout, blocks).group.tolist()
+        return [block_key(at.to_bytes(8, "big"), group) for at, group in enumerate(groups)]
+
+    def submit(self, kind: TransferKind, slots: range, blocks: Blocks) -> int:
+        keys = self.keys(blocks)
+        state = table.VALID if kind is LOAD else table.RESERVED
+        for slot, key in zip(slots, keys, strict=True):
+            self.host.entries[slot] = table.pack_entry(state, key, 1, 0)
+        name = next(self._names)
+        job = Job(id=name, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
+        self.copier.submit(job)
+        return name
+
+    def finish(self, names: Iterable[int]) -> None:
+        """Wait for jobs to be complete, sealing included."""
+        waiting = set(names)
+        while not self.finished(waiting):
+            time.sleep(0.0002)
+        self._finished -= waiting
+
+    def finished(self, names: set[int]) -> bool:
+        """Whether these jobs are complete."""
+        for result in self.copier.poll():
+            assert result.ok, result.outcomes
+            self._finished.add(result.id)
+        return names <= self._finished
+
+    def move(self, kind: TransferKind, blocks: Blocks) -> None:
+        self.finish([self.submit(kind, range(len(cut(self.layout, blocks))), blocks)])
+
+    def copies(self, blocks: Blocks) -> Copies:
+        first = int(np.frombuffer(self.host.data, np.uint8).ctypes.data)
+        records = first + np.arange(self.records, dtype=np.int64) * len(self.host.record(0))
+        return describe(self.layout, blocks, cut(self.layout, blocks), records)
+
+    def close(self) -> None:
+        self.copier.close()
+        self.pool = None
+        self.torch.cuda.empty_cache()
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def in_turns(contestants: dict[str, Callable[[], object]], turns: int = 5) -> dict[str, float]:
+    """Median seconds of each contestant; the first turn warms up and does not count."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(turns + 1):
+        for name, action in contestants.items():
+            taken = seconds_of(action)
+            if turn:
+                times[name].append(taken)
+    return {name: statistics.median(each) for name, each in times.items()}

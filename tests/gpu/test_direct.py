@@ -1,0 +1,137 @@
+"""Direct loads on a CUDA device: all of the way but the driver that needs special hardware.
+
+The file is read through the host here; the buffers, the copies from them to the pages, the order
+of streams and the proofs are those of real direct reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from device_worlds import NAMESPACE, MemoryHost, keys_of
+from host_reads import HostDriver
+
+from kvtier.core.record import HEADER_BYTES, Header, record_bytes, seal_part
+from kvtier.core.slab import layout as table
+from kvtier.core.transfer import TransferKind
+from kvtier.device import cuda
+from kvtier.device.direct import DirectLoader
+from kvtier.device.gds import probe
+from kvtier.device.jobs import Job
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.plan import Blocks
+from kvtier.types import FilePlace, Outcome
+
+pytestmark = pytest.mark.gpu
+PAGE, LAYERS, BLOCKS, RECORDS = 16 << 10, 4, 64, 12
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    module = pytest.importorskip("torch")
+    if not module.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return module
+
+
+class Stage:
+    """Records of two blocks each, in a file and in slots."""
+
+    def __init__(self, torch: Any, folder: Path) -> None:
+        shape = (LAYERS, BLOCKS, PAGE)
+        self.pool = torch.zeros(shape, dtype=torch.uint8, device="cuda")
+        tensors = tuple(
+            DeviceTensor(self.pool[layer].data_ptr(), BLOCKS, PAGE, PAGE) for layer in range(LAYERS)
+        )
+        refs = tuple(PageRef(layer, PAGE) for layer in range(LAYERS))
+        self.layout = DeviceLayout(tensors, (refs,), 2)
+        self.host = MemoryHost(self.layout, RECORDS)
+        self.keys = keys_of(RECORDS)
+        size, payload = record_bytes(self.layout.part_bytes[0]), self.layout.part_bytes[0]
+        for slot, key in enumerate(self.keys):
+            record = self.host.record(slot)
+            Header(key, NAMESPACE, payload).write(record)
+            part = record[HEADER_BYTES : HEADER_BYTES + payload]
+            part[:] = np.random.default_rng(slot).bytes(payload)
+            seal_part(record, 0, part)
+            self.host.put(slot, key, table.VALID)
+        self.path = folder / "slab"
+        self.path.write_bytes(b"".join(bytes(self.host.record(slot)) for slot in range(RECORDS)))
+        self._size = size
+        data = self.host.memory.data[self.host._skip :][: RECORDS * self.host.slot_bytes]
+        self.copier = cuda.open_copier(
+            self.layout,
+            self.host,
+            data,
+            NAMESPACE,
+            index=torch.cuda.current_device(),
+            open_direct=lambda: DirectLoader(self.layout, HostDriver(torch), NAMESPACE, stages=3),
+        )
+
+    def load(self, direct: range, slots: range) -> list[Outcome]:
+        rows = [*direct, *slots]
+        job = Job(
+            id=1,
+            kind=TransferKind.LOAD,
+            keys=[self.keys[row] for row in rows],
+            slots=[-1] * len(direct) + list(slots),
+            blocks=Blocks(np.arange(2 * len(rows)), [2 * len(rows)], [0]),
+            deadline=float("inf"),
+            files={
+                at: FilePlace(str(self.path), row * self._size) for at, row in enumerate(direct)
+            },
+        )
+        self.copier.submit(job)
+        self.copier.wait([1])
+        while not (results := self.copier.poll()):
+            pass
+        return results[0].outcomes
+
+    def record(self, position: int) -> bytes:
+        """What lies on the device where a job's record went."""
+        pages = self.pool[:, 2 * position : 2 * position + 2].cpu().numpy()
+        return bytes(pages.tobytes())
+
+
+@pytest.fixture
+def stage(torch: Any, tmp_path: Path) -> Iterator[Stage]:
+    stage = Stage(torch, tmp_path)
+    yield stage
+    stage.copier.close()
+
+
+def test_both_ways_bring_the_right_bytes(stage: Stage) -> None:
+    assert stage.load(range(8), range(8, 12)) == [Outcome.OK] * 12
+    for slot in range(RECORDS):
+        payload = stage.host.record(slot)[HEADER_BYTES : HEADER_BYTES + len(stage.record(slot))]
+        assert stage.record(slot) == bytes(payload)
+    assert stage.copier.reads_files
+
+
+def test_a_flipped_bit_in_the_file_does_not_reach_the_device(stage: Stage) -> None:
+    with stage.path.open("r+b") as file:
+        file.seek(HEADER_BYTES + 99)
+        file.write(b"\xff\x00")
+    assert stage.load(range(1), range(0)) == [Outcome.CORRUPT]
+    assert not stage.pool.any()
+
+
+def test_memory_that_is_pinned_already_is_refused_with_a_reason(torch: Any) -> None:
+    memory = np.zeros(3 * 4096, np.uint8)
+    address = memory.ctypes.data + -memory.ctypes.data % 4096
+    registrar = cuda.CudaRegistrar()
+    assert registrar.register(address, 4096) is None
+    assert registrar.register(address, 4096)
+    registrar.unregister(address)
+    assert registrar.register(address, 4096) is None
+    registrar.unregister(address)
+
+
+def test_the_attempt_at_direct_reads_has_an_answer(torch: Any, tmp_path: Path) -> None:
+    reason = probe(tmp_path, device=torch.cuda.current_device())
+    assert reason is None or reason
+    print(f"GPUDirect Storage: {reason or 'works here'}")

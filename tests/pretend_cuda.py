@@ -1,0 +1,168 @@
+"""CUDA as far as the GPU tests and the GPU benchmark ask for it, played by the CPU.
+
+For a rehearsal: every line of theirs runs on a machine without a GPU, so that the first one with a
+GPU does not find a misspelt name. Nothing here is late or out of order, as a real device is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from kvtier.device import cuda
+
+_memory: list[Any] = []
+
+
+class Stream:
+    """Everything has been done when a call returns."""
+
+    cuda_stream = 1
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        assert priority in (0, -1)
+
+    def wait_event(self, event: Event) -> None:
+        assert isinstance(event, Event)
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self._at = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return max(1e-6, (end._at - self._at) * 1000)
+
+
+class Cudart:
+    """The runtime that kvtier calls by itself (ctypes), and the part that torch offers."""
+
+    def __init__(self) -> None:
+        self._registered: set[int] = set()
+
+    def cudaRuntimeGetVersion(self, into: Any) -> int:  # noqa: N802
+        ctypes.cast(into, ctypes.POINTER(ctypes.c_int))[0] = 13000
+        return 0
+
+    def cudaMemcpyBatchAsync(  # noqa: N802
+        self,
+        targets: Any,
+        sources: Any,
+        sizes: Any,
+        count: Any,
+        attributes: Any,
+        first: Any,
+        attribute_count: Any,
+        stream: Any,
+    ) -> int:
+        assert (attribute_count.value, first[0], stream.value) == (1, 0, 1)
+        columns = [
+            ctypes.cast(each, ctypes.POINTER(ctypes.c_int64))[: count.value]
+            for each in (targets, sources, sizes)
+        ]
+        for target, source, size in zip(*columns, strict=True):
+            ctypes.memmove(target, source, size)
+        return 0
+
+    def cudaDeviceGetPCIBusId(self, into: Any, size: Any, index: Any) -> int:  # noqa: N802
+        into.value = b"0000:00:00.0"
+        return 0
+
+    def cudaMalloc(self, into: Any, size: Any) -> int:  # noqa: N802
+        _memory.append(torch.zeros(size.value, dtype=torch.uint8))
+        ctypes.cast(into, ctypes.POINTER(ctypes.c_void_p))[0] = _memory[-1].data_ptr()
+        return 0
+
+    def cudaFree(self, pointer: Any) -> int:  # noqa: N802
+        return 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        if address in self._registered:
+            return 712
+        self._registered.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self._registered.remove(address)
+        return 0
+
+
+def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch that takes a device, told to use the CPU."""
+
+    def made(*args: Any, **options: Any) -> Any:
+        options.pop("pin_memory", None)
+        if "device" in options:
+            assert str(options["device"]).startswith("cuda")
+            options["device"] = "cpu"
+        return make(*args, **options)
+
+    return made
+
+
+def _as_tensor(source: Any, device: object = None) -> Any:
+    interface = source.__cuda_array_interface__
+    (size,), (address, _) = interface["shape"], interface["data"]
+    assert interface["typestr"] == "|u1"
+    piece = (ctypes.c_uint8 * size).from_address(address)
+    return torch.frombuffer(piece, dtype=torch.uint8)
+
+
+def _to(tensor: Any, target: object, *, non_blocking: bool = False) -> Any:
+    assert str(target).startswith("cuda")
+    return tensor.clone()
+
+
+@contextlib.contextmanager
+def _anywhere(*_: object) -> Iterator[None]:
+    yield
+
+
+def install() -> None:
+    """Until the end of this process, torch has a CUDA device."""
+    cudart = Cudart()
+    pretended: dict[str, Any] = {
+        "is_available": lambda: True,
+        "get_device_name": lambda index=0: "a pretended GPU",
+        "current_device": lambda: 0,
+        "set_device": lambda index: None,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "current_stream": lambda device=None: Stream(),
+        "cudart": lambda: cudart,
+        "Stream": Stream,
+        "Event": Event,
+        "stream": _anywhere,
+        "device": _anywhere,
+    }
+    for name, value in pretended.items():
+        setattr(torch.cuda, name, value)
+    for name in ("empty", "zeros", "randint"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    randn = _on_cpu(torch.randn)
+    # Matrices are there to keep a device busy, which the CPU is anyway.
+    torch.randn = lambda *sides, **options: randn(*(min(side, 64) for side in sides), **options)
+    torch.as_tensor = _as_tensor
+    torch.Tensor.to = _to
+    torch.Tensor.cuda = torch.Tensor.pin_memory = lambda tensor: tensor
+    cuda.runtime = lambda: cudart
+
+
+install()

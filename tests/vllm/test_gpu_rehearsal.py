@@ -1,0 +1,65 @@
+"""The GPU tests and the GPU benchmark, rehearsed on a CPU that plays CUDA (tests/pretend_cuda.py).
+
+In torch's environment, like all that needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+ROOT = Path(__file__).parents[2]
+
+_SMALL = """
+import pretend_cuda
+import torch
+from host_reads import HostDriver
+from benchmarks import gpu, gpu_arena, gpu_disk
+gpu_arena.RECORD_BYTES = 1 << 20
+gpu.TURN_BYTES, gpu.PAGES, gpu.KERNEL_PAGES = 8 << 20, [16 << 10, 64 << 10], [8 << 10]
+gpu.IDENTITY_PAGES, gpu.IDENTITY_RECORDS, gpu.SIDE = 500, 8, 32
+gpu_disk.DISK_BYTES = 8 << 20
+gpu_disk.probe = lambda folder: None
+gpu_disk.KvikioDriver = lambda index: HostDriver(torch)
+gpu.main()
+"""
+
+
+def python(*arguments: str, **environment: str) -> str:
+    paths = f"{ROOT}:{ROOT / 'tests'}"
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_tests() -> None:
+    quiet = ("-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider", "-p", "pretend_cuda")
+    said = python("-m", "pytest", "-q", *quiet, "tests/gpu", PYTEST_ADDOPTS="")
+    assert "passed" in said
+    assert "skipped" not in said
+
+
+def test_the_benchmark(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    said = python("-c", _SMALL, JSON=str(file), FOLDER=str(tmp_path))
+    figures = {figure["name"]: figure for figure in json.loads(file.read_text())}
+    wrong = [name for name in figures if name.startswith("wrong pages of")]
+    assert [figures[name]["value"] for name in wrong] == [0]
+    assert figures["bytes changed that should not have been"]["met"]
+    assert "one hop, of the sum of its halves" in figures
+    assert figures["disk to GPU directly"]["value"] > 0
+    assert "GPUDirect Storage: works here" in said
