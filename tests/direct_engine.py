@@ -13,6 +13,7 @@ from fake_cufile import FakeCufile
 from fake_device import FakeDevice
 
 from kvtier.backends.cpu import Region
+from kvtier.core.costs import CostModel
 from kvtier.core.record import record_bytes
 from kvtier.device.cuda_copy import CudaCopier
 from kvtier.device.direct import DirectLoader
@@ -91,6 +92,7 @@ class Engine:
         cpu_slots: int = 64,
         nvme_slots: int = 128,
         able: Sequence[bool] = (True, True),
+        costs: CostModel | None = None,
     ) -> None:
         config = {
             "version": 1,
@@ -107,9 +109,9 @@ class Engine:
                 },
             ],
         }
-        self.stack = Stack.open(config, NAMESPACE)
+        self.stack = Stack.open(config, NAMESPACE, costs=costs)
         region = str(self.stack.host.region.path)  # type: ignore[attr-defined]
-        self.manager = ChainManager(self.stack, region=region, ranks=RANKS)
+        self.manager = ChainManager(self.stack, region=region, ranks=RANKS, costs=costs)
         self.chain = self.stack.chain
         self.cpu, self.nvme = self.chain.tiers
         self.ranks = [Rank(rank, able=each) for rank, each in enumerate(able)]

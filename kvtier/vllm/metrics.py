@@ -33,6 +33,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:store_failures": ("Blocks whose write to a tier failed", ("tier", "reason")),
     "kvtier:failed_loads": ("Requests that were recomputed because a load failed", ()),
     "kvtier:copied_bytes": ("Bytes between the device and the CPU tier, all ranks", ()),
+    "kvtier:direct_bytes": ("Bytes from files straight into the device, all ranks", ()),
     "kvtier:mover_restarts": ("Deaths of the mover's process", ()),
     "kvtier:mover_timeouts": ("Transfers that were given up", ()),
     "kvtier:mistakes": ("Exceptions caught at the border to vLLM", ()),
@@ -68,13 +69,14 @@ class Meter:
         self._manager = manager
         self._clock = clock
         self._told: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._copied = 0
+        self._copied = self._direct = 0
         self._next = 0.0
         self._unread = True
 
     def reported(self, report: Report) -> None:
         """Count what workers have copied."""
-        self._copied += report.bytes_moved
+        self._copied += report.bytes_moved - report.bytes_read
+        self._direct += report.bytes_read
         self._unread = True
 
     @property
@@ -124,6 +126,7 @@ class Meter:
                 yield "kvtier:store_failures", (link.target, reason), count
         yield "kvtier:failed_loads", (), self._manager.failed_loads
         yield "kvtier:copied_bytes", (), self._copied
+        yield "kvtier:direct_bytes", (), self._direct
         yield "kvtier:mover_restarts", (), found.mover.restarts
         yield "kvtier:mover_timeouts", (), found.mover.timeouts
         yield "kvtier:mistakes", (), guard.caught

@@ -10,6 +10,7 @@ import pytest
 from device_worlds import keys_of
 from direct_engine import RANKS, Engine
 
+from kvtier.core.costs import CostModel
 from kvtier.types import BlockKey, Outcome, Presence
 
 KEYS = keys_of(12)
@@ -66,6 +67,22 @@ def test_all_three_ways_in_one_load(engine: Engine) -> None:
     engine.store(more)
     errand = engine.load([*KEYS[:8], *more])
     assert sorted(errand.files) == [4, 5, 6, 7], "used once, never, and in memory"
+
+
+def test_the_cost_model_learns_each_way_for_itself(tmp_path: Path) -> None:
+    costs = CostModel()
+    engine = Engine(tmp_path, costs=costs)
+    engine.store(KEYS)
+    engine.forget_memory(KEYS)
+    assert len(engine.load(KEYS).files) == 12
+    direct, prior = costs.stats()["nvme direct"], costs.stats()["device"].bandwidth
+    assert direct.samples > 0
+    assert "nvme" not in costs.stats()
+    assert costs.stats()["device"].bandwidth == prior
+    assert not engine.load(KEYS).files
+    assert costs.stats()["nvme"].samples > 0
+    assert costs.stats()["nvme direct"].samples == direct.samples
+    engine.close()
 
 
 @pytest.mark.parametrize("able", [(False, True), (False, False)])
