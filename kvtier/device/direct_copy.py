@@ -18,6 +18,7 @@ from kvtier.device.direct import DirectLoader, DirectRead, Landing, Reading
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Pieces, describe
 from kvtier.device.work import Batch, Desk
+from kvtier.errors import KVTierError
 from kvtier.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class DirectPath:
         """Serve until the desk closes."""
         try:
             self._loader = self._open()
-        except _ERRORS:
+        except (KVTierError, *_ERRORS):
             logger.exception("files are not read straight into the device")
         self.able = self._loader is not None
         if self._stopped:

@@ -92,6 +92,19 @@ class MediumContract:
         assert record[:length] == sent[:length]
         grouped.tier.complete_load([key])
 
+    def test_files_hold_what_they_are_said_to(self, grouped: Rig) -> None:
+        keys = grouped.put([make_keys(1, start=group, group=group)[0] for group in range(4)])
+        places = grouped.tier.files(grouped.tier.prepare_load(keys))
+        assert len(places) == (len(keys) if grouped.tier.in_files else 0)
+        for key, place in zip(keys, places, strict=False):
+            record = blank(GROUPED)
+            with open(place.path, "rb") as file:
+                file.seek(place.at)
+                assert file.readinto(record) > 0
+            assert prove(record, key, GROUPED) is Outcome.OK
+        assert bool(places) == (grouped.backend.folder(grouped.settings) is not None)
+        grouped.tier.complete_load(keys)
+
     def test_a_damaged_record_is_never_served(self, rig: Rig) -> None:
         keys = make_keys(4)
         reservation = rig.reserve(keys)

@@ -208,7 +208,11 @@ def device_of(caches: Any, gds: Gds, folders: Sequence[Path]) -> OpenCopier:
 
     def attempt(folder: Path) -> str | None:
         on_gpu = device.type == "cuda"
-        return probe(folder, device=index) if on_gpu else f"the KV tensors are on a {device.type}"
+        return (
+            probe(folder, device=index)
+            if on_gpu
+            else f"the KV tensors are on a {device.type} device"
+        )
 
     access = DirectAccess(gds, folders, attempt, lambda: KvikioDriver(index))
     if gds is Gds.REQUIRE:

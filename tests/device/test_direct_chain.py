@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from device_worlds import keys_of
 from direct_engine import RANKS, Engine
 
 from kvtier.core.costs import CostModel
+from kvtier.core.settings import Gds
+from kvtier.errors import MediumError
 from kvtier.types import BlockKey, Outcome, Presence
+from kvtier.vllm.worker import device_of
 
 KEYS = keys_of(12)
 HIT, MISS = Presence.HIT, Presence.MISS
@@ -42,6 +46,7 @@ def test_the_first_use_takes_no_slot_and_the_second_does(engine: Engine) -> None
     assert engine.nvme.stats().pinned == 0
     assert places(engine, KEYS) == [1] * 12
     assert not engine.load(KEYS).files, "used again: worth a slot"
+    engine.settle()
     assert places(engine, KEYS) == [0] * 12
     assert engine.chain.chain_stats().hits == [0, 24]
 
@@ -80,6 +85,7 @@ def test_the_cost_model_learns_each_way_for_itself(tmp_path: Path) -> None:
     assert "nvme" not in costs.stats()
     assert costs.stats()["device"].bandwidth == prior
     assert not engine.load(KEYS).files
+    engine.settle()
     assert costs.stats()["nvme"].samples > 0
     assert costs.stats()["nvme direct"].samples == direct.samples
     engine.close()
@@ -241,3 +247,13 @@ def test_whatever_happens_the_bytes_are_right(tmp_path: Path, seed: int) -> None
     assert engine.chain._ledger.quiet
     assert sum(rank.driver.reads for rank in engine.ranks) == RANKS * direct
     engine.close()
+
+
+def test_what_is_required_of_a_rank_without_a_gpu_keeps_it_from_starting(tmp_path: Path) -> None:
+    device = SimpleNamespace(type="cpu", index=None)
+    caches = SimpleNamespace(tensors=[SimpleNamespace(tensor=SimpleNamespace(device=device))])
+    with pytest.raises(
+        MediumError, match=r"required for .*, but the KV tensors are on a cpu device: mend"
+    ):
+        device_of(caches, Gds.REQUIRE, [tmp_path])
+    assert device_of(caches, Gds.AUTO, [tmp_path])

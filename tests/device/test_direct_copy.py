@@ -24,6 +24,7 @@ from kvtier.device.direct import DirectLoader
 from kvtier.device.jobs import Job, JobResult
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.plan import Blocks, cut
+from kvtier.errors import MediumError
 from kvtier.types import BlockKey, FilePlace, Outcome
 
 LOAD = TransferKind.LOAD
@@ -316,9 +317,14 @@ def test_files_named_too_early_wait_until_they_can_be_read(rig: Rig, tmp_path: P
     again.close()
 
 
-def test_where_it_does_not_work_files_are_dropped(rig: Rig) -> None:
+@pytest.mark.parametrize("error", [None, RuntimeError("no memory"), MediumError("required")])
+def test_where_it_does_not_work_files_are_dropped(rig: Rig, error: Exception | None) -> None:
+    def open_direct() -> None:
+        if error is not None:
+            raise error
+
     copier = CudaCopier(
-        rig.layout, rig.device, rig.host, NAMESPACE, clock=lambda: rig.now, open_direct=lambda: None
+        rig.layout, rig.device, rig.host, NAMESPACE, clock=lambda: rig.now, open_direct=open_direct
     )
     assert result_of(copier, rig.job(1, range(1))).outcomes == [Outcome.DROPPED]
     assert not copier.reads_files
