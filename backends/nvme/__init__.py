@@ -34,8 +34,11 @@ __all__ = [
     "NvmeTier",
 ]
 
-_SLAB_MIN = 64 << 20
+_SLAB_MIN = 1 << 20
+_SLAB_USUAL = 64 << 20
 _SLAB_MAX = 1 << 30
+_SLABS_MIN = 4
+"""A folder has room for so many at least: a slab is what engines that share one hand over."""
 _SMALL_FILES = 64 << 10
 """Room kept for the namespace's description and the like."""
 
@@ -108,7 +111,7 @@ class NvmeBackend(Backend[NvmeSettings]):
             capacity=capacity,
             free_floor=settings.free_floor.bytes,
             slot_bytes=record_bytes(context.namespace.payload_bytes),
-            slab_bytes=min(capacity, max(_SLAB_MIN, min(_SLAB_MAX, capacity // 16))),
+            slab_bytes=_slab_bytes(capacity),
             discard=not keep,
             keep_s=settings.keep_for.seconds,
         )
@@ -134,6 +137,12 @@ class NvmeBackend(Backend[NvmeSettings]):
 
     def identity(self, settings: NvmeSettings) -> str | None:
         return f"nvme:{Path(settings.path).resolve()}"
+
+
+def _slab_bytes(capacity: int) -> int:
+    """How large slabs are made: a sixteenth of the folder, but neither tiny nor huge."""
+    usual = min(_SLAB_USUAL, capacity // _SLABS_MIN)
+    return min(capacity, max(_SLAB_MIN, usual, min(_SLAB_MAX, capacity // 16)))
 
 
 def _least(slot_bytes: int) -> int:

@@ -64,6 +64,8 @@ class Copied(msgspec.Struct):
     not_stored: int = 0
     missing: int = 0
     """Prompts ask for them, and the source does not have them."""
+    full: bool = False
+    """There was no room for more: engines that share the tier hold it, or it is too small."""
 
     @property
     def whole(self) -> bool:
@@ -149,6 +151,7 @@ class Sink:
             elif left:
                 self._full = self._make_room(result, bar) and time.monotonic() > give_up
         result.not_stored += len(left)
+        result.full = self._full
 
     def _lacking(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         found = self._tier.lookup(keys)
@@ -288,6 +291,9 @@ def describe(places: Sequence[Place], name: str) -> Namespace:
     """A namespace's description; raises KVTierError where it is nowhere to be found."""
     found = known_namespaces(places).get(name)
     if found is None:
+        for place in places:
+            if place.troubles:
+                raise KVTierError(place.troubles[0])
         raise KVTierError(
             f"nothing here says what the namespace {name} means: name a tier that has its "
             "namespace.json too, like nvme"

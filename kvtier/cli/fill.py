@@ -110,6 +110,12 @@ def report(done: Sequence[Copied], places: Sequence[Place], json: bool) -> None:
             missing = sum(each.missing for each in done)
             console.say(f"{missing} blocks that the prompts ask for are not in the source")
     console.end_with_troubles(places)
+    if any(each.full for each in done):
+        console.warn(
+            "the tier had no room for the rest, which an engine that runs there may hold: "
+            "give it more capacity, stop the engine meanwhile, or copy less with --size"
+        )
+        raise typer.Exit(console.EXIT_FAILURE)
     if not all(each.whole for each in done):
         console.warn("some blocks are missing: run it again, or see kvtier verify and kvtier du")
         raise typer.Exit(console.EXIT_FAILURE)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import STACK, Hold, command
+from cli_world import KVTIER, STACK, Hold, command
 
 from kvtier import Stack
 from kvtier.cli.console import Progress
@@ -39,6 +40,16 @@ def served(stack_file: Path, namespace: Namespace = NAMESPACE, count: int = BLOC
         found = stack.load(list(wanted))
     assert all(wanted[key] == data for key, data in found.items())
     return len(found)
+
+
+def fill_up(engine: Stack) -> None:
+    """Have an engine take all the room of its disk."""
+    keys = make_keys(2000, start=1000)
+    for at in range(0, len(keys), 100):
+        engine.store({key: payload(key) for key in keys[at : at + 100]})
+        assert engine.settle()
+        engine.chain.tiers[1].refresh()
+    assert engine.chain.tiers[1].stats().evicted
 
 
 @pytest.fixture
@@ -76,13 +87,31 @@ class TestPrewarm:
         assert run("du", "-c", stack_file, "--tier", "nvme")[0]["blocks"] == BLOCKS
 
     def test_a_running_engine_finds_the_blocks(self, filled: Path, fresh: Path) -> None:
-        # Room for two slabs: an engine whose only slab takes all that there is has none to give.
-        fresh.write_text(fresh.read_text().replace("16MiB", "160MiB"))
         with Stack.open(fresh, NAMESPACE) as engine:
             assert engine.load(make_keys(BLOCKS)) == {}
             run("prewarm", "-c", fresh, "--from", filled)
             engine.chain.tiers[1].refresh()
             assert len(engine.load(make_keys(BLOCKS))) == BLOCKS
+
+    def test_beside_an_engine_that_holds_all_the_room(self, filled: Path, fresh: Path) -> None:
+        with Stack.open(fresh, NAMESPACE) as engine:
+            fill_up(engine)
+            args = [KVTIER, "prewarm", "-c", fresh, "--from", filled, "--json"]
+            process = subprocess.Popen(args, stdout=subprocess.PIPE, text=True)
+            while process.poll() is None:
+                engine.chain.poll()
+            (report,) = json.loads(process.communicate()[0])["namespaces"]
+            assert (process.returncode, report["copied"]) == (0, BLOCKS)
+            engine.chain.tiers[1].refresh()
+            assert len(engine.load(make_keys(BLOCKS))) == BLOCKS
+
+    def test_where_nothing_makes_room(self, filled: Path, fresh: Path) -> None:
+        """An engine that does nothing at all cannot hand anything over."""
+        with Stack.open(fresh, NAMESPACE) as engine:
+            fill_up(engine)
+            done = command("prewarm", "-c", fresh, "--from", filled)
+        assert done.code == 1
+        assert "stop the engine meanwhile" in done.err
 
     def test_from_a_stack_in_use(self, stack_file: Path, fresh: Path, hold: Hold) -> None:
         engine = hold(stack_file)
