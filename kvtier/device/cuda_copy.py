@@ -95,8 +95,7 @@ class CudaCopier(DeviceCopier):
         self._opening = self._start([self._open])
         self._issuing = self._start([self._issue_loads] * prove_threads + [self._issue_stores])
         self._direct = DirectPath(layout, device, self._desk, open_direct) if open_direct else None
-        if self._direct is not None:
-            self._issuing += self._start([self._direct.run])
+        self._reading = self._start([self._direct.run] if self._direct else [])
         self._landing = self._start([self._land_loads] + [self._land_stores] * prove_threads)
 
     def _start(self, loops: Sequence[Callable[[], None]]) -> list[threading.Thread]:
@@ -146,6 +145,9 @@ class CudaCopier(DeviceCopier):
             self._direct.stop()
         for thread in [*self._opening, *self._issuing]:
             thread.join()
+        if self._direct is not None and not self._direct.opening:
+            for thread in self._reading:
+                thread.join()
         self._loads.flights.put(None)
         self._stores.flights.put(None)
         for thread in self._landing:

@@ -45,6 +45,8 @@ class DirectPath:
     ) -> None:
         self.able = False
         """Whether it pays to name files in jobs now; those that do are tried in any case."""
+        self.opening = True
+        """Whether it is not known yet, which may take long."""
         self._layout = layout
         self._lane = device.lane(urgent=True)
         self._desk = desk
@@ -66,6 +68,7 @@ class DirectPath:
         except (KVTierError, *_ERRORS):
             logger.exception("files are not read straight into the device")
         self.able = self._loader is not None
+        self.opening = False
         if self._stopped:
             self.stop()
         under_way: deque[_UnderWay] = deque()

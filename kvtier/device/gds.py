@@ -187,7 +187,7 @@ class KvikioStage:
     def __init__(self, torch: Any, stream: Any, tensor: Any) -> None:
         self._torch = torch
         self._stream = stream
-        self._pinned = torch.empty(tensor.numel(), dtype=torch.uint8).pin_memory()
+        self._pinned = torch.empty(tensor.numel(), dtype=torch.uint8, pin_memory=True)
         self.buffer = tensor
         self.address: int = tensor.data_ptr()
 

@@ -281,6 +281,15 @@ def test_close_does_not_wait_for_a_read_that_hangs(rig: Rig) -> None:
     assert [result.outcomes for result in rig.copier.poll()] == [[Outcome.CANCELLED]]
 
 
+def test_close_does_not_wait_until_it_is_known_whether_files_can_be_read(rig: Rig) -> None:
+    rig.opened.clear()
+    copier = CudaCopier(rig.layout, rig.device, rig.host, NAMESPACE, open_direct=rig.open)
+    copier.submit(rig.job(1, range(1)))
+    copier.close()
+    assert copier.poll()[0].outcomes == [Outcome.CANCELLED]
+    rig.opened.set()
+
+
 def test_after_failures_in_a_row_no_more_are_asked_for(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:

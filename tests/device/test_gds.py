@@ -266,7 +266,8 @@ class Library:
     def as_tensor(self, memory: Any, device: Any) -> Any:
         return FakeTensor(memory)
 
-    def empty(self, count: int, dtype: Any) -> Any:
+    def empty(self, count: int, dtype: Any, pin_memory: bool) -> Any:
+        assert pin_memory
         return FakeTensor(np.zeros(count, dtype))
 
     def memory_register(self, tensor: Any) -> None:
@@ -285,9 +286,6 @@ class FakeTensor:
 
     def data_ptr(self) -> int:
         return int(self._array.ctypes.data)
-
-    def pin_memory(self) -> FakeTensor:
-        return self
 
 
 def test_buffers_share_one_registered_piece_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
