@@ -12,7 +12,7 @@ from kvtier.config import StackConfig
 from kvtier.core.eviction.trace import Request
 from kvtier.core.record import record_bytes
 from kvtier.observe import human
-from kvtier.observe.simulate import Simulation, TierPlan, simulate
+from kvtier.observe.simulate import Simulation, TierPlan, simulate_all
 from kvtier.observe.svg import lines
 
 _DAY_S = 86400.0
@@ -52,23 +52,25 @@ def run_sweep(
 ) -> list[Row]:
     """One row a size; every tier of the stack is scaled by the same factor."""
     block_bytes = record_bytes(expectation.shape.token_bytes * block_tokens)
-    rows = []
-    with console.progress("simulating size", len(factors), "sizes") as bar:
-        for factor in factors:
-            plans = [
-                TierPlan(
-                    settings.kind,
-                    max(1, int(tier.capacity * factor) // block_bytes),
-                    settings.eviction,
-                    settings.write,
-                    settings.admission,
-                )
-                for settings, tier in zip(config.tiers, expectation.tiers, strict=True)
-            ]
-            found = simulate(requests, plans)
-            rows.append(_row(found, factor, block_tokens, block_bytes, expectation))
-            bar.advance(1)
-    return rows
+    stacks = [
+        [
+            TierPlan(
+                settings.kind,
+                max(1, int(tier.capacity * factor) // block_bytes),
+                settings.eviction,
+                settings.write,
+                settings.admission,
+            )
+            for settings, tier in zip(config.tiers, expectation.tiers, strict=True)
+        ]
+        for factor in factors
+    ]
+    with console.progress("simulating", sum(map(len, stacks)), "tiers") as bar:
+        found = simulate_all(requests, stacks, bar.advance)
+    return [
+        _row(each, factor, block_tokens, block_bytes, expectation)
+        for each, factor in zip(found, factors, strict=True)
+    ]
 
 
 def _row(

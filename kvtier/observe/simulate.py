@@ -6,14 +6,16 @@ left out is time: a store or load is done before the next request comes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
 
 from kvtier.core.eviction import UNKNOWN, EvictionPolicy, create_policy
 from kvtier.core.eviction.trace import Request
 from kvtier.core.links import Touches
 from kvtier.core.settings import Admission, WritePolicy
+from kvtier.observe.workers import spread
 from kvtier.types import BlockKey
 
 
@@ -58,35 +60,41 @@ class _Tier:
         self.plan = plan
         self.result = TierResult(plan.kind, plan.blocks)
         self.slot_of: dict[int, int] = {}
+        self.here = bytearray()
+        """For every block of every request so far, whether it was here when it was asked for."""
         self._block_at = [0] * plan.blocks
         self._free = list(range(plan.blocks - 1, -1, -1))
         self._policy: EvictionPolicy = create_policy(plan.eviction, plan.blocks)
         second = plan.admission is Admission.SECOND_TOUCH
         self._touches = Touches() if second else None
 
-    def hit(self, blocks: Sequence[int]) -> int:
-        """How many leading blocks are here."""
-        slot_of = self.slot_of
-        for count, block in enumerate(blocks):
-            if block not in slot_of:
-                return count
-        return len(blocks)
-
-    def request(self, time: float, blocks: Sequence[int], names: Mapping[int, bytes]) -> list[int]:
+    def request(self, time: float, blocks: Sequence[int], keys: Sequence[bytes]) -> list[int]:
         """Use what is here, and take in what is new if it comes this way; what was evicted."""
-        count = self.hit(blocks)
-        slots = [self.slot_of[block] for block in blocks[:count]]
-        keys = [names[block] for block in blocks]
+        slot_of = self.slot_of
+        here = bytes(map(slot_of.__contains__, blocks))
+        self.here += here
+        count = here.find(0)
+        slots = list(map(slot_of.__getitem__, blocks if count < 0 else blocks[:count]))
+        if count < 0:
+            self._admitted(blocks, keys)
+            if slots:
+                self._policy.use(slots, keys, time)
+            return []
         wanted = self._admitted(blocks, keys)[count:]
         if self.plan.write is not WritePolicy.THROUGH:
-            wanted = [block for block in wanted if block in self.slot_of]
+            wanted = [block for block in wanted if block in slot_of]
         wanted = wanted[: max(0, self.plan.blocks - count)]
         if slots:
             self._policy.use(slots, keys[:count], time, ahead=len(wanted))
         if not wanted:
             return []
         after = slots[-1] if slots else UNKNOWN
-        return self.take(time, wanted, names, after, {*slots})
+        if len(wanted) == len(blocks) - count:
+            names = keys[count:]
+        else:
+            name_of = dict(zip(blocks, keys, strict=True))
+            names = [name_of[block] for block in wanted]
+        return self.take(time, wanted, names, after, slots)
 
     def _admitted(self, blocks: Sequence[int], keys: Sequence[bytes]) -> Sequence[int]:
         if self._touches is None:
@@ -99,69 +107,132 @@ class _Tier:
         self,
         time: float,
         blocks: Sequence[int],
-        names: Mapping[int, bytes],
+        keys: Sequence[bytes],
         after: int = UNKNOWN,
-        pinned: set[int] | None = None,
+        pinned: Sequence[int] = (),
     ) -> list[int]:
         """Store blocks, those that are here already used; what had to go for them."""
-        slot_of, block_at = self.slot_of, self._block_at
+        slot_of, block_at, free = self.slot_of, self._block_at, self._free
         blocks = blocks[: self.plan.blocks]
         held = [slot_of[block] for block in blocks if block in slot_of]
-        missing = len(blocks) - len(held) - len(self._free)
+        new = [block for block in blocks if block not in slot_of] if held else blocks
         gone: list[int] = []
-        if missing > 0:
-            freed = self._policy.evict(missing, {*(pinned or ()), *held})
+        if len(new) > len(free):
+            freed = self._policy.evict(len(new) - len(free), {*pinned, *held})
             gone = [block_at[slot] for slot in freed]
             for block in gone:
                 del slot_of[block]
-            self._free += freed
+            free += freed
             self.result.evicted += len(freed)
-        landed = []
-        for block in blocks:
-            slot = slot_of.get(block, UNKNOWN)
-            if slot == UNKNOWN:
-                if not self._free:
-                    break
-                slot = self._free.pop()
-                slot_of[block] = slot
-                block_at[slot] = block
-                self.result.written += 1
-            landed.append(slot)
-        keys = [names[block] for block in blocks[: len(landed)]]
-        self._policy.use(landed, keys, time, after=after)
+        fresh = free[: -len(new) - 1 : -1]
+        del free[len(free) - len(fresh) :]
+        for slot, block in zip(fresh, new, strict=False):
+            slot_of[block] = slot
+            block_at[slot] = block
+        self.result.written += len(fresh)
+        landed = fresh
+        if held or len(fresh) < len(new):
+            landed = self._landed(blocks)
+        self._policy.use(landed, keys[: len(landed)], time, after=after)
         return gone
+
+    def _landed(self, blocks: Sequence[int]) -> list[int]:
+        """The slots of the first of these blocks, up to one that there was no room for."""
+        slots = []
+        for block in blocks:
+            slot = self.slot_of.get(block, UNKNOWN)
+            if slot == UNKNOWN:
+                break
+            slots.append(slot)
+        return slots
+
+
+class Trace:
+    """Requests as a simulation takes them: with the keys of their blocks, all made beforehand."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        name_of = {block: block.to_bytes(8, "big") for each in requests for block in each.blocks}
+        self.keys = [[name_of[block] for block in request.blocks] for request in requests]
+        self.name_of = name_of
+        self.ends = np.cumsum([len(request.blocks) for request in requests], dtype=np.int64)
+
+    @property
+    def references(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    @property
+    def seconds(self) -> float:
+        return self.requests[-1].time - self.requests[0].time if self.requests else 0.0
+
+
+def groups_of(plans: Sequence[TierPlan]) -> list[list[TierPlan]]:
+    """The tiers that must be simulated together: one that takes what is evicted from above, with
+    all above it. All others go their own way, whatever the other tiers hold."""
+    last = max((i for i, plan in enumerate(plans) if plan.write is WritePolicy.ON_EVICT), default=0)
+    return [list(plans[: last + 1]), *([plan] for plan in plans[last + 1 :])]
+
+
+class Part(msgspec.Struct):
+    """What the tiers of one group did: their counts, and which blocks they had at each request."""
+
+    tiers: list[TierResult]
+    here: list[bytes]
+
+
+def run_group(trace: Trace, plans: Sequence[TierPlan]) -> Part:
+    """Run a trace through tiers that belong together."""
+    tiers = [_Tier(plan) for plan in plans if plan.blocks > 0]
+    for (time, blocks), keys in zip(trace.requests, trace.keys, strict=True):
+        above: list[int] = []
+        for index, tier in enumerate(tiers):
+            gone = tier.request(time, blocks, keys)
+            if index and above and tier.plan.write is WritePolicy.ON_EVICT:
+                left = [block for block in above if block not in tier.slot_of]
+                gone += tier.take(time, left, [trace.name_of[block] for block in left])
+            if tier.plan.write is not WritePolicy.NEVER:
+                above = gone
+    return Part([tier.result for tier in tiers], [bytes(tier.here) for tier in tiers])
+
+
+def put_together(trace: Trace, parts: Sequence[Part]) -> Simulation:
+    """Of the longest prefix that the tiers hold together, who serves which block."""
+    tiers = [tier for part in parts for tier in part.tiers]
+    left = np.ones(trace.references, bool)
+    having = [np.frombuffer(each, bool) for part in parts for each in part.here]
+    found = np.logical_or.reduce([np.zeros(trace.references, bool), *having])
+    # A block is served if none before it in its request was missing.
+    missing = np.cumsum(~found)
+    starts = np.concatenate([[0], trace.ends[:-1]]) if len(trace.ends) else trace.ends
+    before = np.concatenate([[0], missing])[starts]
+    left = missing == np.repeat(before, np.diff(trace.ends, prepend=0))
+    for tier, here in zip(tiers, having, strict=True):
+        tier.hits = int((left & here).sum())
+        left &= ~here
+    return Simulation(len(trace.requests), trace.references, trace.seconds, tiers)
 
 
 def simulate(requests: Sequence[Request], plans: Sequence[TierPlan]) -> Simulation:
     """Run a trace through a stack of these tiers, the first of which is host memory."""
-    tiers = [_Tier(plan) for plan in plans if plan.blocks > 0]
-    names = {block: block.to_bytes(8, "big") for request in requests for block in request.blocks}
-    references = 0
-    for time, blocks in requests:
-        references += len(blocks)
-        _count_hits(tiers, blocks)
-        above: list[int] = []
-        for index, tier in enumerate(tiers):
-            gone = tier.request(time, blocks, names)
-            if index and above and tier.plan.write is WritePolicy.ON_EVICT:
-                gone += tier.take(time, [b for b in above if b not in tier.slot_of], names)
-            if tier.plan.write is not WritePolicy.NEVER:
-                above = gone
-    seconds = requests[-1].time - requests[0].time if requests else 0.0
-    return Simulation(len(requests), references, seconds, [tier.result for tier in tiers])
+    return simulate_all(requests, [plans])[0]
 
 
-def _count_hits(tiers: Sequence[_Tier], blocks: Sequence[int]) -> None:
-    """Of the longest prefix that the tiers hold together, who serves which block."""
-    start = 0
-    first = tiers[0].hit(blocks) if tiers else 0
-    if tiers:
-        tiers[0].result.hits += first
-    start = first
-    for block in blocks[start:]:
-        for tier in tiers:
-            if block in tier.slot_of:
-                tier.result.hits += 1
-                break
-        else:
-            return
+def simulate_all(
+    requests: Sequence[Request],
+    stacks: Sequence[Sequence[TierPlan]],
+    tell: Callable[[int], None] = lambda tiers: None,
+) -> list[Simulation]:
+    """Run a trace through several stacks, on all cores; `tell` hears how many tiers are done."""
+    trace = Trace(requests)
+    groups = [(stack, group) for stack, plans in enumerate(stacks) for group in groups_of(plans)]
+    tasks = [group for _, group in groups]
+    parts: dict[int, Part] = {}
+    for number, part in spread(lambda group: run_group(trace, group), tasks, Part):
+        parts[number] = part
+        tell(len(tasks[number]))
+    return [
+        put_together(
+            trace, [parts[number] for number, (mine, _) in enumerate(groups) if mine == stack]
+        )
+        for stack in range(len(stacks))
+    ]

@@ -108,7 +108,7 @@ class Adaptive(EvictionPolicy):
         self._tell_time(now)
         if after != UNKNOWN and runs.run_of[after] == NO_RUN:
             after = UNKNOWN
-        watched = self._history.sample([fingerprint(key) for key in keys])
+        watched = self._history.sample(map(fingerprint, keys))
         known, seen, shared_mark = self._recall(slots, watched)
         slack = SAMPLED_IN if known >= 0 and runs.run_of[slots[known]] == NO_RUN else 0
         depth, fresh = len(slots), len(slots) - 1 - known
@@ -125,7 +125,7 @@ class Adaptive(EvictionPolicy):
             # Undecided: what is missing here may have been evicted, which its store will tell.
             assert seen is not None
             where = runs.run_of[slots[known]]
-            before = SUPERSEDED if where == NO_RUN else int(runs.kind[where])
+            before = SUPERSEDED if where == NO_RUN else runs.kind[where]
             story = Story(seen.mark, before if before < POOLED else story.kind)
         elif story.forked and known >= 0:
             assert seen is not None
@@ -136,7 +136,8 @@ class Adaptive(EvictionPolicy):
         if fresh:
             self._note_rests(slots, after)
         left = runs.run_of[slots[known]] if known >= 0 and not story.forked else NO_RUN
-        runs.unlink(slots)
+        if known >= 0:
+            runs.unlink(slots[: known + 1])  # those after it are in no run
         if left != NO_RUN and 0 < runs.size[left] <= NEAR_TAIL:
             runs.kind[left] = SUPERSEDED
             runs.queued[left] = 0
@@ -183,8 +184,8 @@ class Adaptive(EvictionPolicy):
                 break
         else:
             return count
-        for index in range(shared, count):
-            marks[slots[index]] = turn
+        for slot in slots[shared:]:
+            marks[slot] = turn
         return shared
 
     def _share(self, slot: int) -> None:
@@ -247,7 +248,7 @@ class Adaptive(EvictionPolicy):
             run != NO_RUN
             and runs.tail[run] == after
             and runs.kind[run] < POOLED
-            and came_back(int(runs.kind[run])) == came_back(kind)
+            and came_back(runs.kind[run]) == came_back(kind)
         ):
             runs.extend(run, slots, self._now, kind, fresh)
         else:
@@ -257,10 +258,10 @@ class Adaptive(EvictionPolicy):
         """What this request came back to, which ends here or before what it added here, is used."""
         runs = self._runs
         run = runs.run_of[slot]
-        if not came_back(int(runs.kind[run])):
+        if not came_back(runs.kind[run]):
             slot = runs.before[run]
             run = NO_RUN if slot == UNKNOWN else runs.run_of[slot]
-        if run != NO_RUN and runs.tail[run] == slot and came_back(int(runs.kind[run])):
+        if run != NO_RUN and runs.tail[run] == slot and came_back(runs.kind[run]):
             runs.renew(run, self._now, kind)
 
     def _watch(self, slots: Sequence[int], watched: _Watched, ahead: int) -> None:
@@ -269,7 +270,7 @@ class Adaptive(EvictionPolicy):
         last = len(slots) - 1 + ahead
         for index, cell, tag in watched:
             slot = slots[index]
-            kind = int(runs.kind[runs.run_of[slot]])
+            kind = runs.kind[runs.run_of[slot]]
             rest = min(last - index, _REST_MAX_WATCHED)
             history.write(cell, tag, self._now, kind, marks[slot], rest)
         self._until_learning -= len(watched)
@@ -282,25 +283,42 @@ class Adaptive(EvictionPolicy):
     def victims(self, count: int, pinned: Container[int] = ()) -> list[int]:
         if count <= 0:
             return []
-        queue, queued = self._queue, self._runs.queued
-        while queue and not queued[queue[0]]:
-            queue.popleft()
+        self._skip_unqueued()
         while True:
             found = self._first(count, pinned)
             if len(found) == count or not self._rank(count - len(found)):
                 return found
 
-    def _first(self, count: int, pinned: Container[int]) -> list[int]:
-        """Up to `count` slots of the queued runs, in the order they have to go."""
+    def evict(self, count: int, pinned: Container[int] = ()) -> list[int]:
         runs = self._runs
         found: list[int] = []
+        self._skip_unqueued()
+        while len(found) < count:
+            queued = (run for run in self._queue if runs.queued[run])
+            found += runs.cut_tails(queued, count - len(found), pinned)
+            if len(found) < count and not self._rank(count - len(found)):
+                break
+        return found
+
+    def _skip_unqueued(self) -> None:
+        queue, queued = self._queue, self._runs.queued
+        while queue and not queued[queue[0]]:
+            queue.popleft()
+
+    def _first(self, count: int, pinned: Container[int]) -> list[int]:
+        """Up to `count` slots of the queued runs, in the order they have to go."""
+        queued, tail, toward_head = self._runs.queued, self._runs.tail, self._runs.toward_head
+        found: list[int] = []
         for run in self._queue:
-            if runs.queued[run]:
-                for slot in runs.from_tail(runs.tail[run]):
-                    if slot not in pinned:
-                        found.append(slot)
-                        if len(found) == count:
-                            return found
+            if not queued[run]:
+                continue
+            slot = tail[run]
+            while slot != UNKNOWN:
+                if slot not in pinned:
+                    found.append(slot)
+                    if len(found) == count:
+                        return found
+                slot = toward_head[slot]
         return found
 
     def _rank(self, wanted: int) -> bool:
@@ -317,8 +335,8 @@ class Adaptive(EvictionPolicy):
                 start = 0
             ranked = ranked[start : start + _RANKED_MAX]
             self._ranked_to = int(ranked[-1]) + 1
-        used_at = runs.used_at[ranked]
-        rates = self._forecast.rate(runs.kind[ranked], self._now - used_at)
+        used_at = runs.times()[ranked]
+        rates = self._forecast.rate(runs.kinds()[ranked], self._now - used_at)
         order = np.lexsort((-runs.depths()[ranked], used_at, rates))
         blocks = np.cumsum(runs.sizes()[ranked[order]])
         wanted = max(wanted, int(blocks[-1]) // _QUEUED_SHARE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +58,7 @@ class History:
                 self.marks[place] = marks[cell]
                 self.rests[place] = rests[cell]
 
-    def sample(self, prints: list[int]) -> list[tuple[int, int, int]]:
+    def sample(self, prints: Iterable[int]) -> list[tuple[int, int, int]]:
         """Which of these fingerprints are watched: (index, cell, tag)."""
         mask, cells = SAMPLED_IN - 1, self.cells
         return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +30,8 @@ class Runs:
         """How many blocks of the run are new in its last request."""
         self.before = array("i")
         """The slot before the head of the run when it was opened; another may be there now."""
-        self.used_at = np.zeros(0)
-        self.kind = np.zeros(0, dtype=np.uint8)
+        self.used_at = array("d")
+        self.kind = bytearray()
         self.queued = bytearray()
         self._free: list[int] = []
         self.resident = 0
@@ -55,8 +55,8 @@ class Runs:
             for column in (self.tail, self.size, self.depth, self.fresh, self.before):
                 column.frombytes(bytes(more * column.itemsize))
             self.queued.extend(bytes(more))
-            self.used_at = np.concatenate([self.used_at, np.zeros(more)])
-            self.kind = np.concatenate([self.kind, np.zeros(more, dtype=np.uint8)])
+            self.used_at.frombytes(bytes(more * self.used_at.itemsize))
+            self.kind.extend(bytes(more))
             self._free.extend(range(have + more - 1, have - 1, -1))
 
     def open(
@@ -106,7 +106,8 @@ class Runs:
     def unlink(self, slots: Sequence[int]) -> None:
         """Take slots out of their runs; those in none are passed over."""
         run_of, toward_head, toward_tail = self.run_of, self.toward_head, self.toward_tail
-        size = self.size
+        size, depth, tail = self.size, self.depth, self.tail
+        unlinked = 0
         for slot in slots:
             run = run_of[slot]
             if run == NO_RUN:
@@ -114,18 +115,55 @@ class Runs:
             run_of[slot] = NO_RUN
             above, below = toward_head[slot], toward_tail[slot]
             if below == _END:
-                self.tail[run] = above
-                self.depth[run] -= 1
+                tail[run] = above
+                depth[run] -= 1
             else:
                 toward_head[below] = above
             if above != _END:
                 toward_tail[above] = below
-            self.resident -= 1
+            unlinked += 1
             left = size[run] - 1
             size[run] = left
             if not left:
                 self.queued[run] = 0
                 self._free.append(run)
+        self.resident -= unlinked
+
+    def cut_tails(self, runs: Iterable[int], count: int, kept: Container[int]) -> list[int]:
+        """Take up to `count` slots that are not to be kept off these runs, tail first, one run
+        after the other. It is `unlink` of what `from_tail` gives, in a third of the time."""
+        run_of, toward_head = self.run_of, self.toward_head
+        cut: list[int] = []
+        for run in runs:
+            first = len(cut)
+            slot = self.tail[run]
+            while slot != _END and slot not in kept and len(cut) < count:
+                cut.append(slot)
+                run_of[slot] = NO_RUN
+                slot = toward_head[slot]
+            taken = len(cut) - first
+            if taken:
+                self._shorten(run, slot, taken)
+            if slot != _END and len(cut) < count:  # the rest of it has to be picked out
+                some = [each for each in self.from_tail(slot) if each not in kept]
+                del some[count - len(cut) :]
+                self.unlink(some)
+                cut += some
+            if len(cut) == count:
+                break
+        return cut
+
+    def _shorten(self, run: int, tail: int, taken: int) -> None:
+        """So many slots behind `tail` have left a run."""
+        self.tail[run] = tail
+        self.depth[run] -= taken
+        self.size[run] -= taken
+        self.resident -= taken
+        if tail != _END:
+            self.toward_tail[tail] = _END
+        else:
+            self.queued[run] = 0
+            self._free.append(run)
 
     def from_tail(self, slot: int) -> Iterator[int]:
         """A slot and those before it in its run; the run must not change meanwhile."""
@@ -158,8 +196,8 @@ class Runs:
             (self.before, np.full(len(numbers), _END)),
         ):
             np.frombuffer(column, dtype=np.int32)[numbers] = value
-        self.used_at[numbers] = used_at[begins]
-        self.kind[numbers] = kind
+        self.times()[numbers] = used_at[begins]
+        self.kinds()[numbers] = kind
         np.frombuffer(self.queued, dtype=np.uint8)[numbers] = 0
         toward_head = np.frombuffer(self.toward_head, dtype=np.int32)
         toward_tail = np.frombuffer(self.toward_tail, dtype=np.int32)
@@ -177,6 +215,14 @@ class Runs:
     def depths(self) -> NDArray[np.int32]:
         """How deep the tail of each run is; drop it before anything changes."""
         return np.frombuffer(self.depth, dtype=np.int32)
+
+    def times(self) -> NDArray[np.float64]:
+        """When each run was used last; drop it before anything changes."""
+        return np.frombuffer(self.used_at, dtype=np.float64)
+
+    def kinds(self) -> NDArray[np.uint8]:
+        """The kind of each run; drop it before anything changes."""
+        return np.frombuffer(self.kind, dtype=np.uint8)
 
     def unqueued(self) -> NDArray[np.intp]:
         """The numbers of the runs that hold slots and are not queued, ascending."""
