@@ -110,9 +110,8 @@ def choose(places: Sequence[Place], namespace: str, *, hottest: bool = False) ->
             if slab.namespace == namespace:
                 pieces.append(_rows_of_slab(slab, len(origins)))
                 origins.append(Origin(place, slab))
-        entries = place.manifests.get(namespace)
-        if entries is not None:
-            pieces.append(_rows_of_store(entries, len(origins)))
+        if namespace in place.manifests:
+            pieces.append(_rows_of_store(place.manifests[namespace], len(origins)))
             origins.append(Origin(place, None))
     rows = _once(np.concatenate(pieces))
     order = np.argsort(-rows["stored_at"], kind="stable")

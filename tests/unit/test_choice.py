@@ -1,0 +1,135 @@
+"""Which blocks a copy takes, in which order, and what it makes of those that change meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier import Stack
+from kvtier.backends.object.manifest import ADDED, pack_entries
+from kvtier.cli.choice import Choice, choose
+from kvtier.cli.holdings import Place, Slab, look
+from kvtier.cli.reader import ChoiceReader, Numbers
+from kvtier.config import StackConfig, load
+from kvtier.testing.records import NAMESPACE, blank, make_keys, payload
+from kvtier.types import BlockKey, Outcome
+
+NAME = NAMESPACE.id
+KEYS = make_keys(12) + make_keys(6, group=2) + [BlockKey(key + b"\0") for key in make_keys(4)]
+
+rows = st.lists(
+    st.tuples(st.integers(0, len(KEYS) - 1), st.integers(0, 9), st.integers(1, 99)), max_size=25
+)
+"""Key, when it was stored, and its bytes."""
+
+
+def store(found: list[tuple[int, int, int]]) -> Place:
+    """A store whose manifests say this."""
+    keys = [KEYS[index] for index, _, _ in found]
+    times = [at * 1_000_000 for _, at, _ in found]
+    sizes = [size for _, _, size in found]
+    entries = pack_entries(ADDED, keys, list(range(len(found))), sizes, times)
+    return Place(tier=1, kind="object", where="", manifests={NAME: entries})
+
+
+@given(rows, rows)
+def test_each_block_once_and_the_newest_first(
+    near: list[tuple[int, int, int]], far: list[tuple[int, int, int]]
+) -> None:
+    places = [store(near), store(far)]
+    best: dict[BlockKey, tuple[int, int]] = {}
+    for number, found in enumerate((near, far)):
+        for index, at, _ in found:
+            mine = best.get(KEYS[index])
+            if mine is None or (mine[0] == number and at > mine[1]):
+                best[KEYS[index]] = (number, at)
+    choice = choose(places, NAME)
+    keys = choice.keys(0, len(choice))
+    assert sorted(keys) == sorted(best)
+    assert [best[key][1] for key in keys] == sorted((at for _, at in best.values()), reverse=True)
+    assert [choice.places([row])[0] for row in range(len(keys))] == [[best[key][0]] for key in keys]
+
+
+@given(rows, st.integers(0, 400), st.sets(st.sampled_from(KEYS)))
+def test_a_part_of_them(
+    found: list[tuple[int, int, int]], most: int, wanted: set[BlockKey]
+) -> None:
+    choice = choose([store(found)], NAME)
+    sizes = [block.bytes for block in choice.blocks()]
+    cut = choice.cut(most)
+    assert cut.bytes == sum(sizes[: len(cut)]) <= most
+    assert len(cut) == len(choice) or cut.bytes + sizes[len(cut)] > most
+    kept = choice.only(wanted)
+    keys = choice.keys(0, len(choice))
+    assert kept.keys(0, len(kept)) == [key for key in keys if key in wanted]
+
+
+def test_nothing() -> None:
+    choice = choose([], NAME)
+    assert len(choice) == len(choice.only(set())) == choice.bytes == 0
+    assert list(choice.blocks()) == []
+
+
+def stack_of(folder: Path) -> StackConfig:
+    (folder / "host").mkdir()
+    path = folder / "stack.yaml"
+    path.write_text(
+        "version: 1\nname: choice\ntiers:\n"
+        f"  - {{kind: cpu, path: {folder}/host, capacity: 1MiB}}\n"
+        f"  - {{kind: nvme, path: {folder}/blocks, capacity: 16MiB, free_floor: 0}}\n"
+    )
+    return load(path)
+
+
+def slab_of(choice: Choice) -> Slab:
+    """The slab in which all of these blocks are."""
+    (number,) = set(choice.places(range(len(choice)))[0])
+    slab = choice.origins[number].slab
+    assert slab is not None
+    return slab
+
+
+def test_the_most_used_first(tmp_path: Path) -> None:
+    config = stack_of(tmp_path)
+    keys = make_keys(6)
+    with Stack(config, NAMESPACE) as stack:
+        stack.store({key: payload(key) for key in keys})
+        assert stack.settle()
+    (place,) = look(config, 1)
+    uses = [3, 0, 7, 7, 1, 0]
+    slab = slab_of(choose([place], NAME))
+    with slab.table.open("r+b") as file:
+        for slot, key in enumerate(choose([place], NAME).keys(0, 6)):
+            file.seek(4096 + 64 * slot + 20)
+            file.write(uses[keys.index(key)].to_bytes(4, "little"))
+    choice = choose([place], NAME, hottest=True)
+    found = [uses[keys.index(key)] for key in choice.keys(0, 6)]
+    assert found == sorted(uses, reverse=True)
+
+
+def test_what_changes_meanwhile_is_gone_and_what_is_damaged_is_not(tmp_path: Path) -> None:
+    config = stack_of(tmp_path)
+    keys = make_keys(3)
+    with Stack(config, NAMESPACE) as stack:
+        stack.store({key: payload(key) for key in keys})
+        assert stack.settle()
+        (place,) = look(config, 1)
+        choice = choose([place], NAME)
+        reader = ChoiceReader(config, choice, NAMESPACE)
+        row = choice.keys(0, 3).index(keys[0])
+        assert not reader.used_again(row, keys[0])
+        assert reader.used_again(row, keys[1])
+        stack.chain.forget([keys[0]])
+        stack.chain.tiers[1].flush()
+        assert reader.used_again(row, keys[0])
+        room = [blank() for _ in keys]
+        spec = Numbers([0, 1, 2])
+        assert reader.load(spec, choice.keys(0, 3), room) == [Outcome.OK] * 3
+        slab = slab_of(choice)
+        slab.data.unlink()
+        assert reader.load(spec, choice.keys(0, 3), room) == [Outcome.GONE] * 3
+        slab.table.unlink()
+        assert reader.used_again(row, keys[1])
+        reader.close()
