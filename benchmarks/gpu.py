@@ -31,9 +31,9 @@ from benchmarks.gpu_arena import (
 )
 from benchmarks.gpu_disk import one_hop
 from benchmarks.report import Report
-from kvtier.device.cuda import KERNEL_BELOW, kernel_copy, runtime_copy
+from kvtier.device.cuda import KERNEL_BELOW, KERNEL_TO_HOST_BELOW, kernel_copy, runtime_copy
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.plan import Blocks, Copies
+from kvtier.device.plan import Blocks
 
 TURN_BYTES = 4 << 30
 PAGES = [16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20]
@@ -114,24 +114,28 @@ def kernel_or_engine(torch: Any, report: Report) -> None:
         copies_by[f"kernel of {programs}"] = kernel_copy(torch, 0, programs)
     stream = torch.cuda.Stream()
 
-    def to_device(copy: Any, copies: Copies) -> None:
+    def run(copy: Any, targets: Any, sources: Any, sizes: Any, quiet: bool) -> None:
         with torch.cuda.stream(stream):
-            held = copy(copies.device, copies.host, copies.sizes, True)
+            held = copy(targets, sources, sizes, quiet)
             stream.synchronize()
             del held
 
     for page in KERNEL_PAGES:
         arena = Arena.even(torch, page, TURN_BYTES >> 2)
         copies = arena.copies(arena.shuffled())
+        device, host, sizes = copies.device, copies.host, copies.sizes
+        ways = {"to device": (device, host, sizes, True), "to host": (host, device, sizes, False)}
         contestants: dict[str, Callable[[], object]] = {
-            name: functools.partial(to_device, copy, copies)
+            f"{name}, {way}, {page >> 10} KiB": functools.partial(run, copy, *columns)
+            for way, columns in ways.items()
             for name, copy in copies_by.items()
             if copy is not None
         }
         for name, taken in in_turns(contestants, 3).items():
-            report.add(f"{name}, to device, {page >> 10} KiB", arena.bytes / taken / 1e9, "GB/s")
+            report.add(name, arena.bytes / taken / 1e9, "GB/s")
         arena.close()
-    report.add("kernel is used below", KERNEL_BELOW / 1024, "KiB")
+    report.add("kernel is used below, to device", KERNEL_BELOW / 1024, "KiB")
+    report.add("kernel is used below, to host", KERNEL_TO_HOST_BELOW / 1024, "KiB")
 
 
 class Duplex:

@@ -30,8 +30,9 @@ BatchCopy = Callable[[Ints, Ints, Ints, bool], object]
 the device writes to the sources meanwhile. Returns what must live until they are done."""
 
 KERNEL_BELOW = 28 << 10
-"""Below this page size a kernel that reads pinned memory is expected to beat the copy engine's cost
-for each piece; `make bench-gpu` measures where the two meet."""
+KERNEL_TO_HOST_BELOW = 0
+"""Below these page sizes a kernel that reads and writes pinned memory is expected to beat the copy
+engine's cost for each piece; `make bench-gpu` measures where the two meet, both ways."""
 KERNEL_MIN_COPIES = 16
 
 
@@ -84,28 +85,34 @@ class _CudaLane:
         self._stream.wait_event(event)
 
     def to_device(self, copies: Copies) -> object:
-        small = len(copies.sizes) >= KERNEL_MIN_COPIES and copies.sizes.max() < KERNEL_BELOW
-        return self._copy(copies, kernel_too=small)
+        copy = self._way(copies, by_kernel=_small(copies, KERNEL_BELOW))
+        with self._torch.cuda.stream(self._stream):
+            return copy(copies.device, copies.host, copies.sizes, True)
 
     def within(self, copies: Copies) -> object:
-        return self._copy(copies, kernel_too=True)
-
-    def _copy(self, copies: Copies, *, kernel_too: bool) -> object:
-        aligned = not ((copies.device | copies.host | copies.sizes) & 7).any()
+        copy = self._way(copies, by_kernel=True)
         with self._torch.cuda.stream(self._stream):
-            kernel = self._kernel()
-            if kernel is not None and kernel_too and aligned:
-                return kernel(copies.device, copies.host, copies.sizes, True)
-            return self._batch_copy(copies.device, copies.host, copies.sizes, True)
+            return copy(copies.device, copies.host, copies.sizes, True)
 
     def to_host(self, copies: Copies) -> object:
+        copy = self._way(copies, by_kernel=_small(copies, KERNEL_TO_HOST_BELOW))
         with self._torch.cuda.stream(self._stream):
-            return self._batch_copy(copies.host, copies.device, copies.sizes, False)
+            return copy(copies.host, copies.device, copies.sizes, False)
+
+    def _way(self, copies: Copies, *, by_kernel: bool) -> BatchCopy:
+        """The kernel, if it is wanted, built, and can: it moves whole words."""
+        kernel = self._kernel() if by_kernel else None
+        aligned = not ((copies.device | copies.host | copies.sizes) & 7).any()
+        return kernel if kernel is not None and aligned else self._batch_copy
 
     def record(self) -> Event:
         event: Event = self._torch.cuda.Event(blocking=True)
         event.record(self._stream)  # type: ignore[attr-defined]
         return event
+
+
+def _small(copies: Copies, below: int) -> bool:
+    return len(copies.sizes) >= KERNEL_MIN_COPIES and bool(copies.sizes.max() < below)
 
 
 def open_copier(
