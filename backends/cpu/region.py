@@ -28,7 +28,7 @@ from kvtier.core.slab.layout import (
     SlabHeader,
     entry_at,
 )
-from kvtier.errors import FormatError, MediumError, MediumInUse
+from kvtier.errors import FormatError, MediumError, MediumInUse, NewerFormat
 
 logger = logging.getLogger(__name__)
 
@@ -306,10 +306,10 @@ def leftovers(folder: Path, keep_s: float, now: float) -> list[Path]:
             expired = now - path.stat().st_mtime > keep_s
             if header.flags & FLAG_DISCARD or expired:
                 found.append(path)
+        except (NewerFormat, OSError):
+            continue
         except FormatError:
             found.append(path)
-        except OSError:
-            continue
     return found
 
 

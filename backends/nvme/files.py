@@ -5,10 +5,33 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 from pathlib import Path
 
 DATA_SUFFIX = ".slab"
 TABLE_SUFFIX = ".table"
+_HOME = re.compile(r"[0-9a-f]{32}")
+_WHOLE = re.compile(r"[0-9a-f]{8}\.(slab|table)")
+_UNFINISHED = re.compile(
+    r"(namespace|[0-9a-f]{8})\.(?P<maker>[0-9a-f]{8})(\.(data|table))?\.making"
+)
+
+
+def homes(root: Path) -> list[Path]:
+    """The folders of namespaces. What else lies in the root is somebody else's."""
+    named = [path for path in root.iterdir() if _HOME.fullmatch(path.name)]
+    return [path for path in named if path.is_dir() and not path.is_symlink()]
+
+
+def slab_files(home: Path, suffix: str) -> list[Path]:
+    """The data or the table files of a namespace's slabs."""
+    return [path for path in home.glob(f"*{suffix}") if _WHOLE.fullmatch(path.name)]
+
+
+def unfinished(home: Path) -> list[tuple[Path, Path]]:
+    """Files that are being made, or were when their makers died, each with its maker's mark."""
+    found = [(path, _UNFINISHED.fullmatch(path.name)) for path in home.iterdir()]
+    return [(path, home / "owners" / match["maker"]) for path, match in found if match]
 
 
 def owner_path(owners: Path, owner: int) -> Path:

@@ -23,7 +23,10 @@ from kvtier.backends.nvme.files import (
     DATA_SUFFIX,
     TABLE_SUFFIX,
     held,
+    homes,
     owner_path,
+    slab_files,
+    unfinished,
     used_at,
     used_bytes,
 )
@@ -148,7 +151,7 @@ class NvmeFolder:
         """How many owners are alive in the whole folder, and the namespaces of those other than
         `owner` that wait for room."""
         count, waiting = 0, set()
-        for path in self.root.glob("*/owners/*"):
+        for path in [path for home in homes(self.root) for path in (home / "owners").glob("*")]:
             if path == owner_path(self.owners, owner):
                 count += 1
             elif held(path):
@@ -162,9 +165,7 @@ class NvmeFolder:
 
     def slab_ids(self) -> set[int]:
         """The slabs that are there now, whole."""
-        return {
-            int(path.stem, 16) for path in self.home.glob(f"*{TABLE_SUFFIX}") if _is_id(path.stem)
-        }
+        return {int(path.stem, 16) for path in slab_files(self.home, TABLE_SUFFIX)}
 
     def data_path(self, slab_id: int) -> Path:
         return self.home / f"{slab_id:08x}{DATA_SUFFIX}"
@@ -273,16 +274,16 @@ class NvmeFolder:
 
     def _sweep(self) -> None:
         """Under the lock: remove what the dead left half made, and their files."""
-        for path in self.root.glob("*/owners/*"):
-            if not held(path):
-                self.disk.unlink(path)
-        for path in self.root.glob(f"*/*{_MAKING}"):
-            maker = path.name.split(".")[1]
-            if not (_is_id(maker) and held(path.parent / "owners" / maker)):
-                self.disk.unlink(path)
-        for path in self.root.glob(f"*/*{DATA_SUFFIX}"):
-            if not path.with_suffix(TABLE_SUFFIX).exists():
-                self.disk.unlink(path)
+        for home in homes(self.root):
+            for path in (home / "owners").glob("*"):
+                if not held(path):
+                    self.disk.unlink(path)
+            for path, maker in unfinished(home):
+                if not held(maker):
+                    self.disk.unlink(path)
+            for path in slab_files(home, DATA_SUFFIX):
+                if not path.with_suffix(TABLE_SUFFIX).exists():
+                    self.disk.unlink(path)
 
     def _reclaim(self, limits: Limits) -> bool:
         wanted, keep_s = limits.slab_bytes, limits.keep_s
@@ -306,7 +307,3 @@ class Limits(msgspec.Struct, frozen=True):
 
 def _slots_in(room: int, slot_bytes: int) -> int:
     return max(0, room - TABLE_AT) // (slot_bytes + ENTRY_BYTES)
-
-
-def _is_id(text: str) -> bool:
-    return len(text) == 8 and all(c in "0123456789abcdef" for c in text)

@@ -7,7 +7,6 @@ the folder: models that are served in turn do not cost each other all they have.
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 import time
 from pathlib import Path
@@ -18,13 +17,13 @@ from kvtier.backends.nvme.files import (
     DATA_SUFFIX,
     TABLE_SUFFIX,
     held,
+    homes,
     length,
+    slab_files,
     used_at,
     used_bytes,
 )
 from kvtier.core.disk import Disk
-
-_NAMESPACE = re.compile(r"[0-9a-f]{32}")
 
 
 class IdleHome(msgspec.Struct, frozen=True):
@@ -57,7 +56,7 @@ def reclaim(root: Path, mine: Path, capacity: int, wanted: int, keep_s: float, d
             disk.unlink(table)
             disk.unlink(table.with_suffix(DATA_SUFFIX))
             removed = True
-        if not any(home.path.glob(f"*{TABLE_SUFFIX}")):
+        if not slab_files(home.path, TABLE_SUFFIX):
             _remove_home(home.path)
     return removed
 
@@ -77,14 +76,13 @@ def _others(root: Path, mine: Path) -> tuple[list[IdleHome], int]:
     """The other namespaces that nobody serves, and how many somebody does."""
     idle: list[IdleHome] = []
     living = 0
-    for path in root.iterdir():
-        named = _NAMESPACE.fullmatch(path.name) is not None
-        if path == mine or not named or not (path / "namespace.json").is_file():
+    for path in homes(root):
+        if path == mine or not (path / "namespace.json").is_file():
             continue
         if any(held(owner) for owner in (path / "owners").glob("*")):
             living += 1
             continue
-        tables = sorted((used_at(table), table) for table in path.glob(f"*{TABLE_SUFFIX}"))
+        tables = sorted((used_at(table), table) for table in slab_files(path, TABLE_SUFFIX))
         size = sum(_bytes(table) for _, table in tables)
         used = tables[-1][0] if tables else 0.0
         idle.append(IdleHome(path, [table for _, table in tables], used, size))

@@ -162,6 +162,9 @@ class Keeper:
             return
         except FileNotFoundError:
             return
+        except OSError as error:  # one strange file must not stop the work on all others
+            self._say_once(f"slab {slab_id:08x} cannot be read: {error.strerror}")
+            return
         if not self.folder.alive(slab.owner):
             self._known[slab_id] = Known(slab, False)  # to be adopted, and learnt from then
             return

@@ -82,6 +82,7 @@ def explain(
     places = look(stack)
     known = known_namespaces(places)
     if not known:
+        console.end_with_troubles(places)
         raise KVTierError("this stack holds nothing yet: there is nothing that a prompt could hit")
     asked = _asked(places, known, namespace)
     prompts = read_prompts(file, model or known[asked].facts.get("model"))
@@ -102,6 +103,7 @@ def explain(
     else:
         _show(answers, problems)
         prompts.say_skipped(console.warn)
+    console.end_with_troubles(places)
     if not any(answer.hits for answer in answers if answer.namespace == asked):
         raise typer.Exit(console.EXIT_FAILURE)
 

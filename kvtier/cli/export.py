@@ -46,6 +46,7 @@ def export(
     places = look_at(stack, range(len(stack.tiers)) if chosen is None else [chosen])
     names = namespaces_of(places, namespace)
     if len(names) != 1:
+        console.end_with_troubles(places)
         found = f"{len(names)} namespaces here" if names else "there is nothing here to export"
         raise KVTierError(found + (": name one with --namespace" if names else ""))
     if file.exists() and not force:

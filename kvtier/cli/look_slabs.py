@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -151,4 +152,8 @@ def _trouble(path: Path, error: FormatError | OSError) -> str:
         return f"{path}: {error}; it is left alone: update kvtier to read it"
     if isinstance(error, FormatError):
         return f"{path}: {error}; kvtier verify --repair removes it"
-    return f"{path}: {error.strerror}; run this as its owner"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"{path}: {error.strerror}; run this as its owner"
+    if isinstance(error, FileNotFoundError):
+        return f"{path} has no namespace.json; it is left alone: remove it if it is nobody's"
+    return f"{path}: {error.strerror}; it is left alone: remove it if it is nobody's"

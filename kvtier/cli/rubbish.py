@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kvtier.backends.cpu.region import SUFFIX, in_use, leftovers, remove
-from kvtier.backends.nvme.files import DATA_SUFFIX, TABLE_SUFFIX
+from kvtier.backends.nvme.files import DATA_SUFFIX, TABLE_SUFFIX, slab_files, unfinished
 from kvtier.cli.hold import folder_locked, has_live_owner, is_held
 from kvtier.cli.holdings import BENCH_MARK, NAMESPACE_ID, Place, Slab
 from kvtier.config import StackConfig
@@ -119,9 +119,11 @@ def _left_by_the_dead(root: Path, home: Path) -> Iterator[Rubbish]:
     for path in sorted((home / "owners").glob("*")):
         if not is_held(path):
             yield _file(root, path, "mark of a dead owner", partial(_is_free, path))
-    for path in sorted(home.glob(f"*{_MAKING}")):
-        yield from _unfinished(root, path)
-    for path in sorted(home.glob(f"*{DATA_SUFFIX}")):
+    for path, maker in sorted(unfinished(home)):
+        if not is_held(maker):
+            what = "file that a dead process was making"
+            yield _file(root, path, what, partial(_is_free, maker))
+    for path in sorted(slab_files(home, DATA_SUFFIX)):
         table = path.with_suffix(TABLE_SUFFIX)
         if not table.exists():
             yield _file(root, path, "slab without a table", partial(_is_missing, table))
@@ -133,16 +135,6 @@ def _is_free(path: Path) -> bool:
 
 def _is_missing(path: Path) -> bool:
     return not path.exists()
-
-
-def _unfinished(root: Path, path: Path) -> Iterator[Rubbish]:
-    maker = path.parent / "owners" / path.name.split(".")[1]
-
-    def dead() -> bool:
-        return not is_held(maker)
-
-    if dead():
-        yield _file(root, path, "file that a dead process was making", dead)
 
 
 def _file(root: Path, path: Path, what: str, still: Callable[[], bool]) -> Rubbish:
@@ -163,7 +155,7 @@ def _file(root: Path, path: Path, what: str, still: Callable[[], bool]) -> Rubbi
 def _idle_for(home: Path, idle_s: float | None) -> bool:
     if idle_s is None or has_live_owner(home):
         return False
-    times = [path.stat().st_mtime for path in home.glob(f"*{TABLE_SUFFIX}")]
+    times = [path.stat().st_mtime for path in slab_files(home, TABLE_SUFFIX)]
     return time.time() - max(times, default=home.stat().st_mtime) > idle_s
 
 
@@ -172,11 +164,14 @@ def remove_home(root: Path, home: Path) -> bool:
     with folder_locked(root):
         if has_live_owner(home):
             return False
-        for path in sorted(home.iterdir(), key=lambda path: path.suffix != TABLE_SUFFIX):
-            if path.suffix in (TABLE_SUFFIX, DATA_SUFFIX, _MAKING) or path.name in (
-                "namespace.json",
-            ):
-                path.unlink(missing_ok=True)
+        made = [path for path, _ in unfinished(home)]
+        for path in (
+            *slab_files(home, TABLE_SUFFIX),  # first of all: without it a slab is nothing
+            *slab_files(home, DATA_SUFFIX),
+            *made,
+            home / "namespace.json",
+        ):
+            path.unlink(missing_ok=True)
         shutil.rmtree(home / "owners", ignore_errors=True)
         with contextlib.suppress(OSError):  # what else lies there is not ours
             home.rmdir()

@@ -38,8 +38,8 @@ def serve(
 
     Everything after `--` is passed on to vLLM as it stands.
     """
-    vllm = installed()
     load(config)
+    vllm = installed()
     flags = list(context.args)
     command = server_command(model, config, flags)
     prepare_environment(os.environ, model, cpu=vllm.cpu)

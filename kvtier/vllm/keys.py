@@ -45,9 +45,8 @@ def chunk_keys(prompt: Prompt, namespace: Namespace) -> list[list[BlockKey]]:
 
     Raises KVTierError for a namespace whose keys only its own engine can compute.
     """
-    facts = namespace.facts
-    block, per_chunk = _geometry(facts)
-    digest, seed = _hash(facts)
+    digest, seed = _hash(namespace.facts)
+    block, per_chunk = _geometry(namespace.facts)
     hashes = list(_hashes(prompt, block, digest, seed))
     last = hashes[per_chunk - 1 :: per_chunk]
     groups = range(len(namespace.group_bytes))
@@ -77,7 +76,10 @@ def _geometry(facts: Mapping[str, str]) -> tuple[int, int]:
     except (KeyError, ValueError):
         block = per_chunk = 0
     if block < 1 or per_chunk < 1:
-        raise KVTierError("its facts say nothing of the size of a block: it is no engine's")
+        raise KVTierError(
+            "its facts say nothing of the size of a block: it is no engine's, so ask about another "
+            "with --namespace"
+        )
     return block, per_chunk
 
 

@@ -17,6 +17,7 @@ from kvtier import Stack
 from kvtier.cli.holdings import BENCH_MARK
 from kvtier.config import load
 from kvtier.core.record import HEADER_BYTES, record_bytes
+from kvtier.core.slab import layout
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
@@ -39,7 +40,13 @@ def flip(file: Path, at: int) -> None:
 
 
 def one(folder: Path, pattern: str) -> Path:
-    (found,) = folder.rglob(pattern)
+    """The one such file; of slabs the one that has blocks."""
+    (found,) = [
+        path
+        for path in folder.rglob(pattern)
+        if path.suffix not in (".slab", ".table")
+        or any(path.with_suffix(".table").read_bytes()[layout.TABLE_AT :])
+    ]
     return found
 
 

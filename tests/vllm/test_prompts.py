@@ -99,6 +99,7 @@ def test_salts_and_adapters_are_in_the_keys(world: World, model: Callable[..., P
     assert [answer["hits"] for answer in answers] == [hits for _, hits in lines]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
 @given(
     tokens=st.lists(st.integers(0, 1 << 31), min_size=8, max_size=24),
     salt=st.text(max_size=40),

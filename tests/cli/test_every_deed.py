@@ -1,0 +1,259 @@
+"""What every command that copies, computes or changes something does where something is wrong.
+
+The commands that only look are in test_every_command.py. Whatever is wrong: no traceback, one
+sentence a trouble, what is not kvtier's stays as it was, and what can be done is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from cli_world import KVTIER, STACK, Done, Hold, command
+
+from kvtier import Stack
+from kvtier.cli import main
+from kvtier.testing.records import NAMESPACE, make_keys, payload
+
+pytestmark = pytest.mark.slow
+
+BLOCKS = 8
+DEEDS = {
+    "explain": "explain {folder}/prompt.jsonl -c {stack}",
+    "prewarm into": "prewarm --from {good} -c {stack}",
+    "prewarm from": "prewarm --from {stack} -c {empty}",
+    "prewarm prompts": "prewarm --from {stack} -c {empty} --prompts {folder}/prompt.jsonl",
+    "snapshot": "snapshot --to file://{folder}/new -c {stack}",
+    "restore": "restore --from file://{folder}/store -c {stack}",
+    "export": "export {folder}/new.kvpack -c {stack}",
+    "import": "import {folder}/blocks.kvpack -c {stack}",
+    "plan": "plan {folder}/model.json --no-measure --prefill 1000 -c {stack}",
+    "clear": "clear --yes -c {stack}",
+    "gc": "gc -c {stack}",
+    "repair": "verify --repair -c {stack}",
+    "config check": "config check {stack}",
+    "config show": "config show {stack}",
+    "serve": "serve {folder}/model -c {stack}",
+}
+KVTIERS = {"lock", "owners", NAMESPACE.id, "namespace.json"}
+SLAB = re.compile(r"[0-9a-f]{8}(\.slab|\.table)?")
+NO_VLLM = (2, "is not installed here")
+NO_KEYS = (1, "its keys were made by no engine")
+NEWER = (1, "left alone: update kvtier")
+DOWN = (1, "see that the store is running, and kvtier doctor")
+RIGHTS = (1, "Permission denied; run this as its owner")
+MINE = (1, "it is left alone: remove it if it is nobody's")
+FINE = dict.fromkeys(DEEDS, (0, "")) | {
+    "explain": NO_KEYS,
+    "prewarm prompts": NO_KEYS,
+    "serve": NO_VLLM,
+}
+NOTHING = (0, "there is nothing to copy")
+EMPTY = FINE | {
+    "explain": (1, "holds nothing yet"),
+    "prewarm from": NOTHING,
+    "prewarm prompts": NOTHING,
+    "snapshot": NOTHING,
+    "export": (1, "nothing here to export"),
+}
+IN_USE = FINE | {"clear": (1, "is in use: stop its engine")}
+STORE_DOWN = FINE | dict.fromkeys(["prewarm from", "export", "clear", "gc", "repair"], DOWN)
+NO_RIGHTS = dict.fromkeys(DEEDS, (2, "no right to write"))
+NO_RIGHTS_WITHIN = FINE | dict.fromkeys(DEEDS, RIGHTS)
+for _deed in ("plan", "config check", "config show", "serve"):
+    NO_RIGHTS_WITHIN[_deed] = FINE[_deed]
+for _deed in ("prewarm into", "restore", "import"):
+    NO_RIGHTS_WITHIN[_deed] = (1, "name a folder where you may write")
+OTHERS = FINE | dict.fromkeys(["prewarm from", "snapshot", "export", "clear", "gc", "repair"], MINE)
+OF_NEWER = FINE | dict.fromkeys(
+    ["prewarm from", "prewarm prompts", "snapshot", "export", "clear", "gc", "repair"], NEWER
+)
+OF_NEWER["explain"] = NEWER
+every = pytest.mark.parametrize("deed", DEEDS)
+
+
+class Scene:
+    """A stack with blocks in it, and beside it what the commands need."""
+
+    def __init__(self, folder: Path, stack: Path) -> None:
+        self.folder, self.stack = folder, stack
+        self.good, self.empty = self.another("good"), self.another("empty")
+
+    @property
+    def blocks(self) -> Path:
+        return self.folder / "disk" / "blocks"
+
+    def another(self, name: str) -> Path:
+        home = self.folder / name
+        (home / "host").mkdir(parents=True)
+        (home / "disk").mkdir()
+        path = home / "stack.yaml"
+        path.write_text(STACK.format(host=home / "host", blocks=home / "disk" / "blocks"))
+        return path
+
+    def words(self, deed: str) -> list[str]:
+        places = {"stack": self.stack, "good": self.good, "empty": self.empty}
+        return [word.format(folder=self.folder, **places) for word in DEEDS[deed].split()]
+
+    def run(self, deed: str) -> Done:
+        """In this process, because there are many; a traceback would fail the test."""
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main.run(self.words(deed))
+        return Done(code, out.getvalue(), err.getvalue())
+
+
+def fill(path: Path) -> None:
+    with Stack.open(path, NAMESPACE) as stack:
+        stack.store({key: payload(key) for key in make_keys(BLOCKS)})
+        assert stack.settle()
+
+
+@pytest.fixture
+def scene(stack_file: Path, tmp_path: Path) -> Scene:
+    """The stack itself is empty."""
+    scene = Scene(tmp_path, stack_file)
+    fill(scene.good)
+    (tmp_path / "prompt.jsonl").write_text(json.dumps({"tokens": list(range(600))}))
+    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 64}
+    (tmp_path / "model.json").write_text(json.dumps(config))
+    (tmp_path / "model").mkdir()
+    for words in (
+        ["export", tmp_path / "blocks.kvpack"],
+        ["snapshot", "--to", f"file://{tmp_path}/store"],
+    ):
+        assert main.run([*map(str, words), "-c", str(scene.good)]) == 0
+    return scene
+
+
+@pytest.fixture
+def stocked(scene: Scene) -> Scene:
+    """With blocks in the stack itself, which nobody uses."""
+    fill(scene.stack)
+    return scene
+
+
+def check(done: Done, expected: tuple[int, str]) -> None:
+    code, says = expected
+    said = " ".join((done.out + done.err).split())
+    assert (done.code, says in said) == (code, True), (done.out, done.err)
+    assert "Traceback" not in done.err
+
+
+def state(folder: Path) -> dict[str, tuple[int, int]]:
+    """All files below a folder, by what would show that one was written."""
+    found = {str(path): path.lstat() for path in folder.rglob("*")}
+    return {name: (info.st_mtime_ns, info.st_size) for name, info in found.items()}
+
+
+@every
+def test_an_empty_stack(deed: str, scene: Scene) -> None:
+    check(scene.run(deed), EMPTY[deed])
+
+
+@every
+def test_a_stack_in_use_goes_on_undisturbed(deed: str, scene: Scene, hold: Hold) -> None:
+    engine = hold(scene.stack, BLOCKS)
+    check(scene.run(deed), IN_USE[deed])
+    engine.communicate("check\n")
+    assert engine.returncode == 0
+
+
+@every
+def test_a_store_that_is_down(deed: str, stocked: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "nobody")
+    stocked.stack.write_text(
+        f"{stocked.stack.read_text()}  - {{kind: object, capacity: 64MiB, region: none, "
+        'url: "s3://bucket/kv", endpoint: "http://127.0.0.1:9"}\n'
+    )
+    check(stocked.run(deed), STORE_DOWN[deed])
+
+
+@every
+@pytest.mark.parametrize("within", [False, True], ids=["folder", "namespace"])
+def test_a_folder_without_rights(deed: str, stocked: Scene, within: bool) -> None:
+    folder = stocked.blocks / NAMESPACE.id if within else stocked.blocks
+    folder.chmod(0)
+    try:
+        done = command(*stocked.words(deed), rights=False)
+    finally:
+        folder.chmod(0o700)
+    check(done, NO_RIGHTS_WITHIN[deed] if within else NO_RIGHTS[deed])
+
+
+@every
+def test_a_folder_full_of_other_files(deed: str, stocked: Scene) -> None:
+    folder = stocked.blocks
+    for name in ("photos", "photos/owners", "ab" * 16):
+        (folder / name).mkdir()
+    for name in ("a.slab", "b.making", "c.12345678.making", "owners/d", "namespace.json"):
+        (folder / "photos" / name).write_text("mine")
+    for name in ("notes.txt", f"{'ab' * 16}/00000000.table", f"{NAMESPACE.id}/letters.table"):
+        (folder / name).write_text("mine")
+    (folder / NAMESPACE.id / "x.making").write_text("mine")
+    (folder / "link").symlink_to("nowhere")
+    os.mkfifo(folder / "pipe")
+    if deed != "clear":  # it bears the name of a slab
+        os.mkfifo(folder / NAMESPACE.id / "0badbeef.table")
+    mine = {name: at for name, at in state(folder).items() if Path(name).name not in KVTIERS}
+    mine = {name: at for name, at in mine.items() if not SLAB.fullmatch(Path(name).name)}
+    check(stocked.run(deed), OTHERS[deed])
+    after = state(folder)
+    assert {name: after.get(name) for name in mine} == mine
+
+
+@every
+def test_files_of_a_newer_version(deed: str, stocked: Scene) -> None:
+    files = [*stocked.blocks.rglob("*.table"), *(stocked.folder / "host").glob("*.region")]
+    for path in files:
+        with path.open("r+b") as file:
+            file.seek(8)
+            file.write(b"\2")
+    before = {path: path.read_bytes() for path in files}
+    check(stocked.run(deed), OF_NEWER[deed])
+    assert {path: path.read_bytes() for path in files} == before
+
+
+@every
+def test_forty_columns(deed: str, stocked: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    done = stocked.run(deed)
+    check(done, FINE[deed])
+    for line in done.out.splitlines():
+        one_long_word = max(map(len, line.split()), default=0) > 20
+        assert len(line) <= 40 or one_long_word, line
+
+
+@every
+def test_output_into_a_closed_pipe(deed: str, stocked: Scene) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [KVTIER, *stocked.words(deed)]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode in (141, FINE[deed][0]), done.stderr
+    assert "Traceback" not in done.stderr
+    if done.returncode != 141:
+        assert FINE[deed][1] in done.stderr
+
+
+@every
+def test_a_missing_stack_file(deed: str, scene: Scene) -> None:
+    scene.stack.unlink()
+    done = scene.run(deed)
+    check(done, (2, "there is no such file"))
+    assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("columns", [40, 200])
+def test_the_demo_says_that_it_needs_vllm(columns: int) -> None:
+    done = command("demo", columns=columns)
+    check(done, NO_VLLM)
+    assert len(done.err.splitlines()) == 1
