@@ -1,4 +1,7 @@
-"""What every command that looks at a stack does where something is not as it should be."""
+"""What every command that looks at a stack does where something is not as it should be.
+
+The other commands are in test_every_deed.py.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +141,7 @@ def test_a_folder_full_of_other_files(words: list[str], filled: Path, tmp_path: 
 @every_look
 def test_slabs_of_a_newer_version(words: list[str], filled: Path, tmp_path: Path) -> None:
     tables = [*tmp_path.rglob("*.table"), *tmp_path.rglob("*.region")]
-    assert len(tables) == 2
+    assert len(tables) >= 2
     for table in tables:
         with table.open("r+b") as file:
             file.seek(8)
@@ -146,7 +149,7 @@ def test_slabs_of_a_newer_version(words: list[str], filled: Path, tmp_path: Path
     before = files(tmp_path)
     done = command(*words, "-c", filled)
     assert done.code == 1
-    assert done.err.count("left alone: update kvtier") == 2
+    assert done.err.count("left alone: update kvtier") == len(tables)
     assert files(tmp_path) == before
 
 
@@ -175,43 +178,3 @@ def test_json(words: list[str], filled: Path) -> None:
     done = command(*words, "-c", filled, "--json")
     assert (done.code, done.err) == (0, "")
     assert json.loads(done.out)
-
-
-MORE = [
-    ["explain", "{folder}/prompt.jsonl", "--namespace", NAMESPACE.id],
-    ["prewarm", "--from", "{folder}/stack.yaml"],
-    ["snapshot", "--to", "file://{folder}/store"],
-    ["restore", "--from", "file://{folder}/store"],
-    ["export", "{folder}/blocks.kvpack"],
-    ["import", "{folder}/none.kvpack"],
-    ["plan", "{folder}/model.json", "--no-measure"],
-    ["clear", "--yes"],
-    ["gc"],
-    ["serve", "{folder}/model"],
-]
-more = pytest.mark.parametrize("words", MORE, ids=[words[0] for words in MORE])
-
-
-@more
-def test_a_missing_stack_file(words: list[str], tmp_path: Path) -> None:
-    args = [word.format(folder=tmp_path) for word in words]
-    done = command(*args, "-c", tmp_path / "none.yaml")
-    assert (done.code, done.out) == (2, "")
-    assert len(done.err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("words", MORE[1:9], ids=[words[0] for words in MORE[1:9]])
-def test_answers_into_a_closed_pipe(words: list[str], filled: Path, tmp_path: Path) -> None:
-    (tmp_path / "store").mkdir()
-    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 64}
-    (tmp_path / "model.json").write_text(json.dumps(config))
-    if words[0] == "import":
-        command("export", tmp_path / "none.kvpack", "-c", filled)
-    args = [word.format(folder=tmp_path) for word in words]
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        [KVTIER, *args, "-c", filled], stdout=writer, stderr=subprocess.PIPE, text=True
-    )
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
