@@ -1,0 +1,88 @@
+"""How often blocks were used: seen by namespace and by block, and chosen by."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_world import STACK, command
+
+from kvtier import Stack
+from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.types import BlockKey
+
+KEYS = make_keys(8)
+
+
+@pytest.fixture
+def used(stack_file: Path) -> Path:
+    """Eight blocks, of which the first was used three times and the second once."""
+    with Stack.open(stack_file, NAMESPACE) as stack:
+        stack.store({key: payload(key) for key in KEYS})
+        assert stack.settle()
+        for keys in (KEYS[:1], KEYS[:2], KEYS[:1]):
+            assert len(stack.load(keys)) == len(keys)
+        stack.settle()
+    return stack_file
+
+
+def run(*args: object) -> Any:
+    done = command(*args, "--json")
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+def test_by_namespace(used: Path) -> None:
+    parts = run("ls", "-c", used)["namespaces"]
+    assert [(part["kind"], part["hits"]) for part in parts] == [("cpu", 4), ("nvme", 4)]
+    assert all(part["used"] >= part["newest"] for part in parts)
+    assert [each["namespaces"][0]["hits"] for each in run("du", "-c", used)] == [4, 4]
+    assert [part["hits"] for part in run("show", NAMESPACE.id, "-c", used)["tiers"]] == [4, 4]
+    for words in (["ls"], ["show", NAMESPACE.id]):
+        shown = command(*words, "-c", used).out
+        assert "hits" in shown
+        assert "last hit" in shown
+    assert ", 4 hits" in command("du", "-c", used).out
+
+
+def test_by_block(used: Path) -> None:
+    rows = run("ls", NAMESPACE.id, "-c", used, "--tier", "nvme")["blocks"]
+    hits = {row["key"]: row["hits"] for row in rows}
+    assert [hits[key.hex()] for key in KEYS] == [3, 1, 0, 0, 0, 0, 0, 0]
+    assert {row["used"] is None for row in rows if not row["hits"]} == {True}
+    (cpu, nvme) = run("show", KEYS[0].hex(), "-c", used)
+    assert (cpu["hits"], nvme["hits"]) == (3, 3)
+    assert "hits       3" in command("show", KEYS[0].hex(), "-c", used).out
+
+
+def test_nothing_is_counted_in_a_store(used: Path, tmp_path: Path) -> None:
+    used.write_text(
+        f"{used.read_text()}  - {{kind: object, capacity: 64MiB, url: 'file://{tmp_path}/store'}}\n"
+    )
+    assert command("snapshot", "-c", used).code == 0
+    (part,) = run("ls", "-c", used, "--tier", "object")["namespaces"]
+    assert (part["blocks"], part["hits"], part["used"]) == (8, None, None)
+
+
+@pytest.mark.parametrize("how", ["snapshot", "prewarm"])
+def test_the_hottest_first(used: Path, tmp_path: Path, how: str) -> None:
+    (tmp_path / "other" / "host").mkdir(parents=True)
+    other = tmp_path / "other" / "stack.yaml"
+    other.write_text(
+        STACK.format(host=tmp_path / "other" / "host", blocks=tmp_path / "other" / "b")
+    )
+    if how == "prewarm":
+        words = ["prewarm", "-c", other, "--from", used]
+    else:
+        other.write_text(
+            f"{other.read_text()}  - {{kind: object, capacity: 64MiB, "
+            f"url: 'file://{tmp_path}/store'}}\n"
+        )
+        words = ["snapshot", "-c", used, "--to", other]
+    (copied,) = run(*words, "--hottest", "--size", "24KiB")["namespaces"]
+    assert copied["copied"] == 2
+    tier = "object" if how == "snapshot" else "nvme"
+    rows = run("ls", NAMESPACE.id, "-c", other, "--tier", tier)["blocks"]
+    assert {BlockKey(bytes.fromhex(row["key"])) for row in rows} == set(KEYS[:2])
