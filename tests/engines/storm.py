@@ -19,11 +19,14 @@ def storm(
     running: int = 12,
     abort: float = 0.0,
     forget: float = 0.0,
+    reset_at: int = -1,
+    priorities: bool = False,
 ) -> dict[str, Any]:
     """Send the prompts at random moments; answers with the outputs of those not aborted.
 
     `abort` and `forget` are chances a step: of aborting some request, and of emptying vLLM's
-    own prefix cache (which it refuses while blocks are in use).
+    own prefix cache (which it refuses while blocks are in use). With `reset_at` prompts left, the
+    tiers are emptied, too, whatever is under way.
     """
     rng = random.Random(seed)
     scheduler = engine.engine_core.engine_core.scheduler
@@ -36,8 +39,12 @@ def storm(
     while todo or live:
         while todo and len(live) < running and rng.random() < 0.5:
             at = todo.pop(0)
-            engine.add_request(str(at), {"prompt_token_ids": prompts[at]}, greedy(tokens))
+            priority = at % 3 if priorities else 0
+            given = {"prompt_token_ids": prompts[at]}
+            engine.add_request(str(at), given, greedy(tokens), priority=priority)
             live.add(at)
+            if len(todo) == reset_at:
+                scheduler.reset_prefix_cache(reset_connector=True)
         if live and rng.random() < abort:
             at = rng.choice(sorted(live))
             live.discard(at)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from engines.engine import Engine
-from engines.world import World, prompt
+from engines.world import World, flip, prompt
 
 FAMILIES = ["llama", "gemma3", "gpt_oss", "deepseek_v2", "qwen3_next"]
 CHUNK = 256
@@ -56,6 +56,12 @@ def test_same_tokens_from_every_tier(world: World, model: Callable[..., Path], f
         last = engine.facts()
         assert (last["chain"]["hits"][1] > after[1]) is any(hits)
         assert (last["failed_loads"], last["failed_stores"], last["mistakes"]) == (0, 0, 0)
+        engine.forget_engine_cache()
+        flip(Path(last["region"]), 1 << 20)
+        assert ask(engine)[0] == reference, "what is spoilt is computed anew"
+        spoilt = engine.facts()
+        assert (spoilt["failed_loads"] > 0) is any(hits)
+        assert spoilt["mistakes"] == 0
         engine.settle()
         engine.kill()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,47 @@ def test_priorities_drafts_and_patterns(world: World, model: Callable[..., Path]
         warm = ask(engine)
         assert [each["tokens"] for each in warm] == expected
         assert warm[0]["cached"] == HIT
+        engine.settle()
+    with world.engine(model("llama"), stack=world.stack(), **options) as engine:
+        again = ask(engine)
+        assert [each["tokens"] for each in again] == expected
+        assert again[0]["cached"] == HIT, "after kill -9"
+    with world.engine(model("llama"), stack=world.stack()) as engine:
+        (found,) = engine.generate(prompts=[PROMPT], tokens=40)
+        assert found == {"tokens": expected[0], "cached": 0}, "a namespace of its own"
+
+
+@pytest.mark.timeout(600)
+def test_an_object_store_below(
+    world: World, model: Callable[..., Path], reference: dict[str, Any]
+) -> None:
+    """All else is lost, and found there; and what is spoilt there is computed anew."""
+    bucket = world.folder / "bucket"
+    bucket.mkdir()
+    stack = world.stack()
+    stack["tiers"].append({"kind": "object", "url": bucket.as_uri(), "capacity": "1GiB"})
+    with world.engine(model("llama"), stack=stack) as engine:
+        assert engine.generate(prompts=[PROMPT]) == [reference]
+        engine.settle()
+        engine.kill()
+    shutil.rmtree(world.blocks)
+    for region in world.region.iterdir():
+        region.unlink()
+    with world.engine(model("llama"), stack=stack) as engine:
+        assert engine.generate(prompts=[PROMPT]) == [{**reference, "cached": HIT}]
+        assert engine.facts()["chain"]["hits"] == [0, 0, HIT // 256]
+        engine.forget_engine_cache()
+        for tier in (0, 1):
+            engine.clear(tier=tier)
+        for each in bucket.rglob("*"):
+            if each.is_file() and each.stat().st_size > 1 << 16:
+                flip(each, 5000)
+        (found,) = engine.generate(prompts=[PROMPT])
+        assert found["tokens"] == reference["tokens"]
+        engine.settle()
+        facts = engine.facts()
+        assert (facts["failed_loads"], facts["mistakes"]) == (1, 0)
+        assert facts["chain"]["tiers"][2]["corrupt"] > 0
 
 
 @pytest.mark.timeout(600)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -81,9 +82,28 @@ def test_metrics_and_restart(serving: Serving, server: Server) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_flags_reach_vllm(serving: Serving) -> None:
-    with serving.start("--served-model-name", "small") as server:
-        assert server.complete("small", "Hello", 2)
+def test_flags_and_sleep(serving: Serving) -> None:
+    """Flags reach vLLM. And it sleeps when all that is under way in its processes has ended."""
+    name, other = "small", f"Another. {TEXT}"
+    with serving.start("--served-model-name", name) as server, ThreadPoolExecutor() as pool:
+        text = server.complete(name, TEXT, 12)
+        busy = pool.submit(server.complete, name, other, 200)
+        server.post("/sleep?level=1&mode=wait")
+        assert json.loads(server.get("/is_sleeping"))["is_sleeping"]
+        assert server.post("/wake_up")["status"] == "awake"
+        assert busy.result() == server.complete(name, other, 200)
+
+        server.settle()
+        hits = server.metric("vllm:external_prefix_cache_hits_total")
+        assert server.complete(name, TEXT, 12) == text
+        server.settle()
+        assert server.metric("vllm:external_prefix_cache_hits_total") == hits, "all is emptied"
+        server.forget_engine_cache()
+        assert server.complete(name, TEXT, 12) == text
+        server.settle()
+        found = server.metric("vllm:external_prefix_cache_hits_total") - hits
+        assert found == len(TEXT) // 256 * 256
+        assert server.metric("kvtier:mistakes_total") == 0
 
 
 @pytest.mark.timeout(600)

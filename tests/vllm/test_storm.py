@@ -12,7 +12,6 @@ from engines.world import World, prompt
 
 TOKENS = 48
 SMALL = {
-    "num_gpu_blocks_override": 44,
     "max_num_seqs": 16,
     "max_num_batched_tokens": 1024,
     "max_model_len": 2048,
@@ -46,25 +45,39 @@ def check_nothing_held(facts: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("family", "count"), [("llama", 100), ("gemma3", 50)])
-def test_storm(world: World, model: Callable[..., Path], family: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "count", "blocks", "policy"),
+    [("llama", 100, 44, "fcfs"), ("gemma3", 50, 30, "priority")],
+)
+def test_storm(
+    world: World, model: Callable[..., Path], family: str, count: int, blocks: int, policy: str
+) -> None:
     """Twice over: the second round must not hold more than the first, nor cost more memory than
-    it costs the engine alone."""
+    it costs the engine alone. In the midst of the first, all tiers are emptied."""
     folder = model(family)
     rounds = [shared_prefixes(seed, count) for seed in (1, 2)]
-    with world.engine(folder, **SMALL) as plain:
+    small = {**SMALL, "num_gpu_blocks_override": blocks, "scheduling_policy": policy}
+    with world.engine(folder, **small) as plain:
         reference, grown = [], []
         for seed, prompts in enumerate(rounds):
             found = plain.storm(prompts=prompts, tokens=TOKENS, seed=seed)
             reference.append([found["outputs"][str(at)] for at in range(count)])
             grown.append(plain.resident())
 
-    engine = world.engine(folder, stack=world.stack(capacity="24MiB"), **SMALL)
+    engine = world.engine(folder, stack=world.stack(capacity="24MiB"), **small)
     empty = engine.facts()
     after = []
     preempted = cached = 0
     for seed, prompts in enumerate(rounds):
-        found = engine.storm(prompts=prompts, tokens=TOKENS, seed=seed, abort=0.03, forget=0.01)
+        found = engine.storm(
+            prompts=prompts,
+            tokens=TOKENS,
+            seed=seed,
+            abort=0.03,
+            forget=0.01,
+            reset_at=-1 if seed else count // 2,
+            priorities=policy == "priority",
+        )
         check_outputs(found, reference[seed])
         preempted += found["preempted"]
         cached += found["cached"]
