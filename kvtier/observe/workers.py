@@ -95,6 +95,7 @@ def _work(work: Callable[[], object], end: int) -> None:
     """The fork's whole life: nothing that the parent has begun is finished twice."""
     status = 1
     try:
+        gc.disable()  # it lives for one task
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         with os.fdopen(end, "wb") as pipe:
             pipe.write(msgspec.msgpack.encode(work()))

@@ -30,7 +30,7 @@ _LEVEL_WEIGHT = 10.0
 """So many observations a kind needs before its own curve, and its own level, count more than those
 of all kinds together."""
 _SMOOTHINGS = 2
-_KINDS_AT_ONCE = 8
+_AGES_AT_ONCE = 10
 """So that what is computed at a time stays in the processor's cache."""
 
 
@@ -49,7 +49,7 @@ def age_positions(ages: Floats) -> Floats:
 
 def _smooth(counts: Floats) -> Floats:
     for _ in range(_SMOOTHINGS):
-        padded = np.pad(counts, ((0, 0), (1, 1)), mode="edge")
+        padded = np.hstack([counts[:, :1], counts, counts[:, -1:]])
         counts = (padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]) / 4
     return counts
 
@@ -128,13 +128,13 @@ class Forecast:
         gained_before = np.hstack([nothing, gained[:, :-1]])
         spent_before = np.hstack([nothing, spent[:, :-1]])
         rates = np.empty_like(hazard)
-        for first in range(0, len(hazard), _KINDS_AT_ONCE):
-            some = slice(first, first + _KINDS_AT_ONCE)
+        for first in range(0, AGES, _AGES_AT_ONCE):
+            ages = slice(first, first + _AGES_AT_ONCE)
             # By kind, age, and age to wait for; where that has passed, no hits are left to gain.
-            hits = gained[some, None, :] - gained_before[some, :, None]
-            time = spent[some, None, :] - spent_before[some, :, None]
+            hits = gained[:, None, first:] - gained_before[:, ages, None]
+            time = spent[:, None, first:] - spent_before[:, ages, None]
             hits /= np.maximum(time, 1e-300, out=time)
-            hits.max(axis=2, out=rates[some])
+            hits.max(axis=2, out=rates[:, ages])
         return rates
 
     def rate(self, kinds: NDArray[np.uint8], ages: Floats) -> Floats:
@@ -142,5 +142,7 @@ class Forecast:
         position = age_positions(ages)
         step = position.astype(np.intp)
         part = position - step
-        found: Floats = (1 - part) * self.rates[kinds, step] + part * self.rates[kinds, step + 1]
+        step += kinds.astype(np.intp) * AGES
+        rates = self.rates.ravel()
+        found: Floats = (1 - part) * rates.take(step) + part * rates.take(step + 1)
         return found
