@@ -19,6 +19,7 @@ from cli_world import KVTIER, STACK, Done, Hold, command
 
 from kvtier import Stack
 from kvtier.cli import main
+from kvtier.core.slab import layout
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 
 pytestmark = pytest.mark.slow
@@ -219,6 +220,19 @@ def test_files_of_a_newer_version(deed: str, stocked: Scene) -> None:
     before = {path: path.read_bytes() for path in files}
     check(stocked.run(deed), OF_NEWER[deed])
     assert {path: path.read_bytes() for path in files} == before
+
+
+def test_what_is_newer_stays_beside_what_is_cleared(stocked: Scene) -> None:
+    newer = stocked.blocks / NAMESPACE.id / "0badbeef.table"
+    (table,) = [
+        path for path in newer.parent.glob("*.table") if any(path.read_bytes()[layout.TABLE_AT :])
+    ]
+    text = bytearray(table.read_bytes())
+    text[8] = 2
+    newer.write_bytes(text)
+    check(stocked.run("clear"), NEWER)
+    assert [path.name for path in newer.parent.glob("*.table")] == [newer.name]
+    assert newer.read_bytes() == text
 
 
 @every
