@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
+from kvtier.backends.object.claims import LEASE_S
 from kvtier.backends.object.errors import Misconfigured, StoreError
 from kvtier.backends.object.handler import ObjectHandler
 from kvtier.backends.object.keeper import Keeper, Limits
@@ -124,7 +125,11 @@ class ObjectBackend(Backend[ObjectSettings]):
             )
 
     def open_tier(
-        self, settings: ObjectSettings, context: TierContext, store: Store | None = None
+        self,
+        settings: ObjectSettings,
+        context: TierContext,
+        store: Store | None = None,
+        lease_s: float = LEASE_S,
     ) -> ObjectTier:
         limits = Limits(
             capacity=capacity_of(settings),
@@ -132,6 +137,7 @@ class ObjectBackend(Backend[ObjectSettings]):
             audit_s=settings.audit.seconds,
             age_max_s=settings.age_max.seconds if settings.age_max else None,
             read_s=2 * settings.load_deadline.seconds,
+            lease_s=lease_s,
         )
         try:
             keeper = Keeper(store or open_for(settings), context.namespace, limits)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -58,13 +58,14 @@ class Finding(msgspec.Struct):
     """Blocks that nobody wrote down, or of another size than stated."""
     gone: list[tuple[BlockKey, int]]
     """Known blocks without an object, or too old."""
-    foreign_bytes: int
+    foreign: dict[str, int]
+    """Bytes of other namespaces."""
 
 
-def audit(store: Store, case: Audit) -> Finding:
-    """List everything and compare; raises StoreError, or Unfinished."""
+def audit(store: Store, case: Audit, breathe: Callable[[], None]) -> Finding:
+    """List everything and compare; raises StoreError, or Unfinished. Calls `breathe` all along."""
     stated = _by_name(case.entries)
-    finding = Finding([], [], 0)
+    finding = Finding([], [], {})
     present: set[tuple[BlockKey, int]] = set()
     leftovers: list[str] = []
     foreign: list[tuple[float, int, str]] = []
@@ -72,6 +73,7 @@ def audit(store: Store, case: Audit) -> Finding:
     for number, info in enumerate(store.list(), 1):
         if number % _BREATH_OBJECTS == 0:
             time.sleep(_BREATH_S)
+            breathe()
         if case.stop_at is not None and time.monotonic() > case.stop_at:
             raise Unfinished
         parsed = parse_block(info.name)
@@ -79,13 +81,13 @@ def audit(store: Store, case: Audit) -> Finding:
             continue
         namespace, key, generation = parsed
         if namespace != case.namespace:
-            finding.foreign_bytes += info.size
+            finding.foreign[namespace] = finding.foreign.get(namespace, 0) + info.size
             _remember(foreign, info)
             continue
         own_bytes += info.size
         kind, at, size = stated.get((key, generation), (manifest.ADDED, 0.0, -1))
         if kind == manifest.REMOVED:
-            if case.now - max(at, info.modified_s) > case.read_s:
+            if case.now - max(at, info.modified_s) >= case.read_s:
                 leftovers.append(info.name)
         elif case.age_max_s is not None and case.now - info.modified_s > case.age_max_s:
             leftovers.append(info.name)
@@ -93,7 +95,7 @@ def audit(store: Store, case: Audit) -> Finding:
             present.add((key, generation))
             if size != info.size:
                 finding.orphans.append((key, generation, info.size, max(at, info.modified_s)))
-    finding.foreign_bytes -= _make_room(store, case, foreign, own_bytes, finding.foreign_bytes)
+    _make_room(store, case, foreign, own_bytes, finding.foreign)
     store.delete(leftovers)
     finding.gone = _gone(store, case, stated, present)
     return finding
@@ -126,27 +128,29 @@ def _remember(oldest: list[tuple[float, int, str]], info: ObjectInfo) -> None:
 def _make_room(
     store: Store,
     case: Audit,
-    foreign: list[tuple[float, int, str]],
+    candidates: list[tuple[float, int, str]],
     own_bytes: int,
-    foreign_bytes: int,
-) -> int:
-    """Delete the oldest of other namespaces, their share of what is too much; how many bytes."""
+    foreign: dict[str, int],
+) -> None:
+    """Delete the oldest of other namespaces, their share of what is too much."""
+    foreign_bytes = sum(foreign.values())
     total = own_bytes + foreign_bytes
     surplus = max(0, total - case.capacity)
     if case.hungry:
         surplus = max(surplus, total + case.capacity // _HUNGER_SHARE - case.capacity)
     if surplus <= 0 or not foreign_bytes:
-        return 0
+        return
     share = min(foreign_bytes, surplus * foreign_bytes // total + 1)
-    names: list[str] = []
-    freed = 0
-    for _, size, name in sorted(foreign, reverse=True):
-        if freed >= share:
+    chosen: list[tuple[str, int]] = []
+    for _, size, name in sorted(candidates, reverse=True):
+        if share <= 0:
             break
-        names.append(name)
-        freed += size
-    failed = store.delete(names)
-    return freed if not failed else 0
+        chosen.append((name, size))
+        share -= size
+    failed = store.delete([name for name, _ in chosen])
+    for name, size in chosen:
+        if name not in failed:
+            foreign[name.partition("/")[0]] -= size
 
 
 def _gone(
@@ -161,8 +165,8 @@ def _gone(
     suspects.update(name for name, (kind, _, _) in stated.items() if kind == manifest.ADDED)
     gone = []
     for key, generation in suspects - present:
-        kind, at, _ = stated.get((key, generation), (manifest.ADDED, case.now, 0))
-        young = kind == manifest.ADDED and at > case.now - _YOUNG_S
+        _, at, _ = stated.get((key, generation), (manifest.ADDED, case.now, 0))
+        young = at > case.now - _YOUNG_S  # even if removed: it may have been stored again since
         if not young or store.head(block_name(case.namespace, key, generation)) is None:
             gone.append((key, generation))
     return gone

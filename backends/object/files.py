@@ -15,6 +15,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from kvtier.backends.object.errors import (
     AccessDenied,
@@ -41,6 +42,7 @@ from kvtier.core.disk import Disk
 
 _TMP = ".tmp-"
 _IOV_MAX = 512
+_SCANS_MAX = 8
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -210,29 +212,41 @@ class FileStore(Store):
     ) -> Iterator[ObjectInfo]:
         """Depth first, a folder sorted as its name and a slash: the order of the full names."""
         _check_deadline(deadline, folder)
-        with _mapped(folder):
-            try:
-                with os.scandir(self.root / folder) as entries:
-                    found = sorted(
-                        (
-                            entry.name + "/" if entry.is_dir(follow_symlinks=False) else entry.name,
-                            entry,
-                        )
-                        for entry in entries
-                        if is_name(entry.name)
-                    )
-            except (FileNotFoundError, NotADirectoryError):
-                return
-        for name, entry in ((folder + name, entry) for name, entry in found):
-            if name.endswith("/"):
+        for name, status in self._scan(folder):
+            if status is None:
                 relevant = name.startswith(prefix) or prefix.startswith(name)
                 if relevant and (name > after or after.startswith(name)):
                     yield from self._walk(name, prefix, after, deadline)
             elif name.startswith(prefix) and name > after and is_name(name):
-                with _mapped(name), contextlib.suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode):
-                        yield _info(name, status)
+                yield _info(name, status)
+
+    def _scan(self, folder: str) -> Sequence[_Found]:
+        """What a folder holds, in order; folders end with a slash and have no status.
+
+        What vanishes while it is read may have been replaced by what is not seen yet: as long as
+        that happens, the folder is read again.
+        """
+        for again in range(_SCANS_MAX, 0, -1):
+            found = []
+            with _mapped(folder):
+                try:
+                    with os.scandir(self.root / folder) as entries:
+                        for entry in entries:
+                            if not is_name(entry.name):
+                                continue
+                            if entry.is_dir(follow_symlinks=False):
+                                found.append(_Found(f"{folder}{entry.name}/", None))
+                                continue
+                            status = entry.stat(follow_symlinks=False)
+                            if stat.S_ISREG(status.st_mode):
+                                found.append(_Found(folder + entry.name, status))
+                except NotADirectoryError:
+                    return []
+                except FileNotFoundError:
+                    if again > 1 and (self.root / folder).is_dir():
+                        continue
+            break
+        return sorted(found, key=lambda one: one.name)
 
     def delete(
         self, names: Sequence[str], *, deadline: float | None = None
@@ -285,6 +299,11 @@ class FileStore(Store):
 
     def _path(self, name: str) -> Path:
         return self.root / check_name(name)
+
+
+class _Found(NamedTuple):
+    name: str
+    status: os.stat_result | None
 
 
 def _info(name: str, found: os.stat_result) -> ObjectInfo:

@@ -68,20 +68,23 @@ def survey(store: Store, capacity: int, age_max_s: float | None, now: float) -> 
 
 
 def collect(store: Store, found: Survey) -> tuple[int, int]:
-    """Write down that these objects go, and delete them; how many went, and how many temporary
-    files of crashed writers. Raises StoreError."""
+    """Delete these objects, and write down that they are gone; how many went, and how many
+    temporary files of crashed writers. Raises StoreError."""
+    now_us = int(time.time() * 1e6)
+    failed = store.delete([one.name for one in found.doomed])
     by_namespace: dict[str, list[tuple[BlockKey, int]]] = defaultdict(list)
     for one in found.doomed:
         parsed = parse_block(one.name)
-        if parsed is not None:
+        if parsed is not None and one.name not in failed:
             by_namespace[parsed[0]].append(parsed[1:])
     for name, objects in by_namespace.items():
-        _write_removed(store, name, objects)
-    failed = store.delete([one.name for one in found.doomed])
+        _write_removed(store, name, objects, now_us)
     return len(found.doomed) - len(failed), store.sweep(_CRASHED_S)
 
 
-def _write_removed(store: Store, namespace: str, objects: list[tuple[BlockKey, int]]) -> None:
+def _write_removed(
+    store: Store, namespace: str, objects: list[tuple[BlockKey, int]], now_us: int
+) -> None:
     """Tell the servers of a namespace; where its description is unreadable they find out by
     themselves."""
     text = read_object(store, description_name(namespace), _DESCRIPTION_BYTES_MAX)
@@ -94,7 +97,6 @@ def _write_removed(store: Store, namespace: str, objects: list[tuple[BlockKey, i
     if described.id != namespace:
         return
     count = len(objects)
-    now_us = int(time.time() * 1e6)
     entries = manifest.pack_entries(
         manifest.REMOVED,
         [key for key, _ in objects],

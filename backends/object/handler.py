@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import ParamSpec
 
+from kvtier.backends.object.budget import clock
 from kvtier.backends.object.errors import LengthMismatch, StoreError, StoreFull, TimedOut
 from kvtier.backends.object.names import block_name
 from kvtier.backends.object.spec import ObjectSpec
@@ -69,8 +70,11 @@ class ObjectHandler(Handler):
     def store(
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
     ) -> list[Outcome]:
-        deadline = time.monotonic() + self._store_s
         own = _own(spec)
+        left = own.until - clock()
+        if left <= 0:  # this process or machine slept: the room may be another's by now
+            return [Outcome.TIMEOUT] * len(keys)
+        deadline = time.monotonic() + min(self._store_s, left)
         victims = [name for names in own.instead_of for name in names]
         if victims:
             made_room = _outcome(self._delete, victims, deadline)

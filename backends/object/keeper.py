@@ -23,11 +23,14 @@ import numpy.typing as npt
 
 from kvtier.backends.object import manifest
 from kvtier.backends.object.audit import Audit, Finding, Unfinished, audit
+from kvtier.backends.object.budget import Budget, Standing
+from kvtier.backends.object.claims import LEASE_S, Claims
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
 from kvtier.backends.object.names import description_name
 from kvtier.backends.object.store import Store
+from kvtier.core.record import HEADER_BYTES
 from kvtier.types import BlockKey, Namespace
 
 _log = logging.getLogger(__name__)
@@ -40,6 +43,9 @@ _NEWS_ROWS = 512
 """So much is told at once: the tier takes it in between two requests."""
 _DELETES = 1000
 _ENTRIES_MAX = 1 << 16
+_HASTE_SHARE = 0.9
+_LATELY_US = 600_000_000
+_SKEW_US = 3_600_000_000
 
 
 class Rows(msgspec.Struct):
@@ -69,10 +75,10 @@ class News(msgspec.Struct):
     """Blocks that are gone."""
     freed: list[int] = []
     """Slots whose objects are deleted."""
-    foreign_bytes: int | None = None
-    """What other namespaces take of the budget."""
-    heard: bool = False
-    """All that others wrote down until now is known."""
+    unhidden: int = 0
+    """So many of the hidden bytes are found again in what follows."""
+    standing: Standing | None = None
+    """All that others wrote down until now is known, and this is what we may do."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -83,6 +89,7 @@ class Limits(msgspec.Struct, frozen=True):
     audit_s: float
     age_max_s: float | None = None
     read_s: float = 20.0
+    lease_s: float = LEASE_S
 
 
 class Keeper:
@@ -98,14 +105,19 @@ class Keeper:
     ) -> None:
         self.namespace = namespace
         self.limits = limits
+        self.block_bytes = HEADER_BYTES + namespace.payload_bytes
+        self.budget = Budget(limits.capacity, self.block_bytes)
         self.news: deque[News] = deque()
         self._store = store
         self._clock = clock
         self._journal = Journal(store, namespace)
-        self._entries: deque[Entries] = deque()
+        self._claims = Claims(store, namespace.id, self.budget, lease_s=limits.lease_s)
+        self._entries: deque[tuple[Entries, int]] = deque()
+        """What is to be written down, and how much room is accounted for by it."""
         self._doomed: deque[tuple[int, list[str]]] = deque()
         self._last_us = 0
         self._hungry = False
+        self._hurried = False
         self._mutex = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
@@ -123,16 +135,25 @@ class Keeper:
 
     def added(
         self, keys: Sequence[BlockKey], generations: Sequence[int], sizes: Sequence[int]
-    ) -> None:
-        """Write down soon that these blocks are there."""
-        now = [self.now_us()] * len(keys)
-        self._entries.append(manifest.pack_entries(ADDED, keys, generations, sizes, now))
+    ) -> float:
+        """Write down soon that these blocks are there; since when, in seconds of the epoch."""
+        now_us = self.now_us()
+        entries = manifest.pack_entries(ADDED, keys, generations, sizes, [now_us] * len(keys))
+        self._entries.append((entries, sum(sizes)))
+        return now_us / 1e6
 
-    def removed(self, keys: Sequence[BlockKey], generations: Sequence[int]) -> None:
-        """Write down soon that these blocks must not be found again."""
+    def removed(
+        self,
+        keys: Sequence[BlockKey],
+        generations: Sequence[int],
+        known_s: float | None = None,
+    ) -> None:
+        """Write down soon that these blocks must not be found again: as they are now, or as they
+        were at a time (of the epoch)."""
         count = len(keys)
-        now = [self.now_us()] * count
-        self._entries.append(manifest.pack_entries(REMOVED, keys, generations, [0] * count, now))
+        at_us = self.now_us() if known_s is None else int(known_s * 1e6) + 2
+        entries = manifest.pack_entries(REMOVED, keys, generations, [0] * count, [at_us] * count)
+        self._entries.append((entries, 0))
 
     def delete(self, slot: int, names: list[str]) -> None:
         """Delete these objects soon; News says when the slot's room is free."""
@@ -141,7 +162,13 @@ class Keeper:
 
     def want_room(self) -> None:
         """Other namespaces leave too little room."""
-        self._hungry = True
+        self._hungry = self._claims.hungry = True
+
+    def hurry(self) -> None:
+        """There is no room left: claim more soon."""
+        if not self._hurried:
+            self._hurried = True
+            self._wake.set()
 
     # -- beginning and end -----------------------------------------------------------------
 
@@ -155,8 +182,10 @@ class Keeper:
                 [memoryview(self.namespace.to_json())],
                 if_absent=True,
             )
-            with contextlib.suppress(Unfinished):  # the rest is listed in the background
+            try:
                 self._audit(stop_at=time.monotonic() + _OPEN_S)
+            except Unfinished:  # the rest is listed in the background
+                self._look()
 
     def learn(self) -> None:
         """What manifests say, without a look at the objects; raises StoreError."""
@@ -182,12 +211,16 @@ class Keeper:
                 now = time.monotonic()
                 if now >= self._next_audit:
                     self._audit()
-                elif now >= self._next_look:
+                elif now >= self._next_look - self._haste_s():
                     self._look()
             except StoreError as error:
                 self._next_look = time.monotonic() + self.limits.refresh_s
                 self._next_audit = max(self._next_audit, self._next_look)
                 _log.debug("object tier: %s", error)
+
+    def _haste_s(self) -> float:
+        """How much sooner than usual to look."""
+        return self.limits.refresh_s * _HASTE_SHARE if self._hurried else 0.0
 
     def flush(self) -> None:
         """Write everything down that the tier has said so far; quiet if the store is away."""
@@ -212,17 +245,29 @@ class Keeper:
         if self._thread is not None:
             self._thread.join()
         self.flush()
+        with self._mutex, contextlib.suppress(StoreError):  # then it is found to be dead
+            self._claims.close(clean=not self._entries and not self._doomed)
         self._store.close()
 
     # -- the work ----------------------------------------------------------------------------
 
     def _write_down(self) -> None:
-        # Removals first: what is hidden cannot be found again, whether or not it is deleted.
-        while self._entries:
-            taken = [self._entries[i] for i in range(min(len(self._entries), _ENTRIES_MAX))]
-            self._journal.append(manifest.merge(taken))
-            for _ in taken:
-                self._entries.popleft()
+        """Delete, then say so: what manifests tell of is never less than what is there. If nothing
+        can be deleted it is still said, so that what was dropped is not found again."""
+        waiting = len(self._entries)
+        try:
+            self._delete_doomed()
+        finally:
+            while waiting:
+                count = min(waiting, _ENTRIES_MAX)
+                waiting -= count
+                taken = [self._entries[i] for i in range(count)]
+                self._journal.append(manifest.merge([entries for entries, _ in taken]))
+                for _, size in taken:
+                    self._entries.popleft()
+                    self.budget.settle(size)
+
+    def _delete_doomed(self) -> None:
         while self._doomed:
             slots = list(islice(self._doomed, _DELETES))
             names = [name for _, names in slots for name in names]
@@ -235,14 +280,21 @@ class Keeper:
                 raise next(iter(failed.values()))
 
     def _look(self) -> None:
-        """What others have written since the last look."""
+        """What others have written since the last look, and what we may do beside them."""
         self._next_look = time.monotonic() + self.limits.refresh_s
+        self._hurried = False
+        standing, dead = self._claims.renew()
+        if not self._claims.measured or (standing.dead and dead):
+            self._next_audit = 0.0  # nobody knows what is there
         self._tell(self._journal.news())
-        self.news.append(News(heard=True))
+        self.news.append(News(standing=standing))
         self._journal.join(self._purged_before)
 
     def _tell(self, entries: Entries, known: Mapping[BlockKey, int] | None = None) -> None:
         """Hand entries over; of a whole state only what is not `known` as it is stated."""
+        if len(entries):  # what follows is later, whatever the clocks of others say
+            latest_us = int(entries["time_us"][-1])
+            self._last_us = max(self._last_us, min(latest_us, int(self._clock() * 1e6) + _SKEW_US))
         for kind in (REMOVED, ADDED):
             rows = entries[entries["kind"] == kind]
             if known is not None:
@@ -259,9 +311,12 @@ class Keeper:
     def _audit(self, stop_at: float | None = None) -> None:
         """Everything that is written down, against everything that is there."""
         self._next_look = time.monotonic() + self.limits.refresh_s
-        before = self._known()
+        hidden, before = self.budget.hidden, self._known_soon()
+        self._write_down()  # what is known, and perhaps was removed before, is stated now
         begun = self._clock()
+        _, dead = self._claims.renew()
         entries = self._journal.everything()
+        self.news.append(News(unhidden=hidden))
         self._tell(entries, before)
         finding = audit(
             self._store,
@@ -272,20 +327,33 @@ class Keeper:
                 capacity=self.limits.capacity,
                 hungry=self._hungry,
                 age_max_s=self.limits.age_max_s,
-                read_s=self.limits.read_s,
+                read_s=0.0 if dead else self.limits.read_s,  # nobody accounts for what they left
                 now=begun,
                 stop_at=stop_at,
             ),
+            self._claims.keep,
         )
         self._next_audit = time.monotonic() + self.limits.audit_s * random.uniform(0.8, 1.2)
         self._store.sweep(_CRASHED_S)
         self._journal.drop_broken()
         self._purged_before = begun - self.limits.read_s
         self._hungry = False
-        self._take_in(finding)
-        self._journal.join(self._purged_before)
+        self._take_in(finding, begun)
+        self._write_down()
+        self._claims.take_measure(finding.foreign)
+        self._claims.bury(dead)
+        self._look()
 
-    def _take_in(self, finding: Finding) -> None:
+    def _known_soon(self) -> dict[BlockKey, int]:
+        """What the tier knows, but for what it is still to hear of."""
+        on_the_way = [piece.removed.keys for piece in tuple(self.news) if piece.removed]
+        known = self._known()
+        for keys in on_the_way:
+            for key in keys:
+                known.pop(key, None)
+        return known
+
+    def _take_in(self, finding: Finding, begun: float) -> None:
         orphans = finding.orphans
         if orphans:
             keys, generations, sizes, times = (
@@ -294,23 +362,26 @@ class Keeper:
             for piece in Rows(keys, generations, sizes, times).pieces():
                 self.news.append(News(added=piece))
             times_us = [int(at * 1e6) + 1 for at in times]  # later than what it corrects
-            self._entries.append(manifest.pack_entries(ADDED, keys, generations, sizes, times_us))
+            entries = manifest.pack_entries(ADDED, keys, generations, sizes, times_us)
+            self._entries.append((entries, 0))
         if finding.gone:
             count = len(finding.gone)
             keys = [key for key, _ in finding.gone]
             generations = [generation for _, generation in finding.gone]
-            self.removed(keys, generations)
-            gone = Rows(keys, generations, [0] * count, [self._clock()] * count)
+            self.removed(keys, generations, begun)
+            gone = Rows(keys, generations, [0] * count, [begun] * count)
             self.news.append(News(removed=gone))
-        self.news.append(News(foreign_bytes=finding.foreign_bytes, heard=True))
 
 
 def _news_among(rows: Entries, known: Mapping[BlockKey, int]) -> npt.NDArray[np.bool_]:
-    """Which added rows are not known, which removed ones are."""
+    """Which added rows are not known, which removed ones are. What was added lately is always told:
+    it may be another object than the one that is known, or was when `known` was asked."""
     added: npt.NDArray[np.bool_] = rows["kind"] == ADDED
     if not known:
         return added
     keys, generations = manifest.keys_of(rows), rows["generation"].tolist()
     same = [known.get(key) == gen for key, gen in zip(keys, generations, strict=True)]
     news: npt.NDArray[np.bool_] = np.array(same, bool) != added
+    if len(rows):
+        news |= added & (rows["time_us"] + _LATELY_US > rows["time_us"].max())
     return news

@@ -8,6 +8,7 @@ the new one; the room of a dropped block is free when the keeper has deleted it.
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -26,15 +27,13 @@ from kvtier.types import BlockKey, EventKind, LoadStoreSpec, Outcome, Reservatio
 _ROWS_AT_ONCE = 512
 """So much news is taken in by one call: long work is spread over many."""
 _HANDLES_MIN = 1024
-_UNHEARD_SHARE = 8
-_UNHEARD_MIN = 1 << 30
 
 
 class ObjectTier(SlabTier):
     """Blocks of one namespace below a prefix that any number of writers share.
 
-    All writers may evict and drop all blocks. Between two looks at what the others wrote, this one
-    stores at most an eighth of the budget (or 1 GiB), so that together they cannot run far over it.
+    All writers may evict and drop all blocks. How much this one may store it knows from its budget,
+    which the keeper agrees with all others (see `claims`).
     """
 
     def __init__(
@@ -44,14 +43,9 @@ class ObjectTier(SlabTier):
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._namespace = keeper.namespace
-        whole = HEADER_BYTES + self._namespace.payload_bytes
-        super().__init__("object", whole, policy, clock)
+        super().__init__("object", keeper.block_bytes, policy, clock)
         self._keeper = keeper
-        self._capacity = keeper.limits.capacity
-        self._foreign_bytes = 0
-        self._used = 0
-        self._dying = 0
-        """Bytes of dropped objects that are still there."""
+        self._budget = keeper.budget
         self._sizes = array("q")
         self._times = array("d")
         self._idle: list[int] = []
@@ -65,12 +59,18 @@ class ObjectTier(SlabTier):
         self._instead_of: dict[BlockKey, list[Object]] = {}
         """By reserved key, the evicted objects whose room it takes."""
         self._victims: list[Object] = []
-        self._unheard = 0
+        self._victim_bytes = 0
+        self._until = math.inf
+        """When the claim ends by which blocks are being reserved."""
+        self._untold: set[int] = set()
+        """Slots whose bytes no manifest tells of, until they are committed or deleted."""
 
     def start(self) -> None:
         """Take in what the keeper has learnt while it was opened."""
-        while self._keeper.news:
-            self._take_in(self._keeper.news.popleft())
+        news = self._keeper.news
+        while news:
+            self._take_in(news[0])
+            news.popleft()
         self._events.clear()
 
     # -- news --------------------------------------------------------------------------------
@@ -79,21 +79,21 @@ class ObjectTier(SlabTier):
         news = self._keeper.news
         rows = 0
         while news and rows < _ROWS_AT_ONCE:
-            piece = news.popleft()
+            piece = news[0]
             self._take_in(piece)
+            news.popleft()  # not before: until then the keeper takes it for unknown
             rows += 1 + len(piece.added or ()) + len(piece.removed or ()) + len(piece.freed)
 
     def _take_in(self, news: News) -> None:
+        self._budget.hidden -= news.unhidden
         if news.added is not None:
             self._take_added(news.added)
         if news.removed is not None:
             self._take_removed(news.removed)
         for slot in news.freed:
             self._freed(slot)
-        if news.foreign_bytes is not None:
-            self._foreign_bytes = news.foreign_bytes
-        if news.heard:
-            self._unheard = 0
+        if news.standing is not None:
+            self._budget.hear(news.standing)
             self._shrink()
 
     def _take_added(self, rows: Rows) -> None:
@@ -104,7 +104,7 @@ class ObjectTier(SlabTier):
         for slot, size, at in zip(slots, rows.sizes, rows.times, strict=True):
             self._sizes[slot] = size
             self._times[slot] = at
-        self._used += sum(rows.sizes)
+        self._budget.used += sum(rows.sizes)
         if any(rows.generations):
             found = zip(rows.keys, rows.generations, strict=True)
             self._generation.update({key: generation for key, generation in found if generation})
@@ -131,11 +131,17 @@ class ObjectTier(SlabTier):
                     self._resize(slot, rows.sizes[row])
                     self._times[slot] = max(self._times[slot], times[row])
                 elif not self._leaving.covers(key, generations[row]):
-                    self._delete_copy(key, generations[row])
+                    copy = self._leaving.begin(key, generations[row])
+                    self._delete_apart([copy], rows.sizes[row])
             elif self._on_its_way(key, generations[row]):
-                continue
-            elif key not in fresh or generations[fresh[key]] <= generations[row]:
+                if key not in self._reserved:  # perhaps somebody else's, younger than ours
+                    self._budget.hidden += rows.sizes[row]
+            elif key not in fresh:
                 fresh[key] = row
+            else:  # two objects of one key: one is offered, the next audit finds the other
+                older, newer = sorted((fresh[key], row), key=generations.__getitem__)
+                fresh[key] = newer
+                self._budget.hidden += rows.sizes[older]
         order = sorted(fresh.values(), key=times.__getitem__)
         return Rows(
             [rows.keys[row] for row in order],
@@ -144,11 +150,12 @@ class ObjectTier(SlabTier):
             [times[row] for row in order],
         )
 
-    def _delete_copy(self, key: BlockKey, generation: int) -> None:
-        """Another object of a key that is offered already."""
-        copies = [self._leaving.begin(key, generation)]
-        self._write_removed(copies)
-        self._delete_soon(self._handles(1)[0], copies)
+    def _delete_apart(self, objects: list[Object], size: int) -> None:
+        """Delete objects that belong to no slot: what is counted as theirs is free afterwards."""
+        [slot] = self._handles(1)
+        self._sizes[slot] = size
+        self._budget.dying += size
+        self._delete_soon(slot, objects)
 
     def _on_its_way(self, key: BlockKey, generation: int) -> bool:
         """Whether this object is one that is being written, read for the last time, or deleted."""
@@ -185,7 +192,7 @@ class ObjectTier(SlabTier):
 
     def _shrink(self) -> None:
         """Drop the coldest blocks while there is more than the budget."""
-        over = self._used + self._foreign_bytes - self._capacity
+        over = self._budget.surplus()
         while over > 0:
             count = max(1, over // self.slot_bytes)
             slots = self._policy.victims(count, self._pins)
@@ -214,7 +221,7 @@ class ObjectTier(SlabTier):
         return taken
 
     def _hold(self, key: BlockKey, slot: int, generation: int, size: int, at: float) -> None:
-        self._used += size
+        self._budget.reserve(size)
         self._sizes[slot] = size
         self._times[slot] = at
         if generation:
@@ -223,13 +230,12 @@ class ObjectTier(SlabTier):
             self._generation.pop(key, None)
 
     def _resize(self, slot: int, size: int) -> None:
-        self._used += size - self._sizes[slot]
+        self._budget.used += size - self._sizes[slot]
         self._sizes[slot] = size
 
     def _provide(self, count: int) -> None:
         """Have as many free handles as there is room for blocks, at most `count`."""
-        room = self._capacity - self._foreign_bytes - self._used - self._dying
-        count = min(count, max(0, room // self.slot_bytes))
+        count, self._until = self._budget.hold(count)
         while len(self._free) > count:
             self._idle.append(self._free.pop())
         self._free.extend(self._handles(count - len(self._free)))
@@ -238,35 +244,51 @@ class ObjectTier(SlabTier):
 
     def prepare_store(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:
         self._catch_up()
-        if self._unheard >= max(self._capacity // _UNHEARD_SHARE, _UNHEARD_MIN):
-            self._stats.dropped += len(keys)
-            return Reservation([], ObjectSpec([]), [])
         self._provide(len(keys))
+        self._victim_bytes = 0
         dropped = self._stats.dropped
         reservation = super().prepare_store(keys, evict=evict)
+        self._budget.give_back()
         taken = reservation.keys
-        short = reservation.evicted or self._stats.dropped > dropped
-        if short and self._foreign_bytes and 2 * self._used < self._capacity:
-            self._keeper.want_room()
+        assert isinstance(reservation.spec, ObjectSpec)
+        reservation.spec.until = self._until
+        self._want(len(reservation.evicted), self._stats.dropped - dropped)
         victims, self._victims = self._victims, []
         if victims and not taken:
-            self._delete_soon(self._handles(1)[0], victims)
+            self._delete_apart(victims, self._victim_bytes)
         elif victims:
             # an evicted object is deleted before the block that takes its room is written
             for index, victim in enumerate(victims):
                 key = taken[min(index, len(taken) - 1)]
                 self._instead_of.setdefault(key, []).append(victim)
             names = [self._names(self._instead_of.get(key, [])) for key in taken]
-            generations = [self._generation.get(key, 0) for key in taken]
-            reservation.spec = ObjectSpec(generations, names)
+            reservation.spec.instead_of = names
         return reservation
 
+    def _want(self, evicted: int, dropped: int) -> None:
+        """Let the keeper know if there was too little room."""
+        budget = self._budget
+        if dropped and not budget.alone:
+            budget.refused(dropped * self.slot_bytes)
+            self._keeper.hurry()
+        if (
+            (evicted or dropped)
+            and budget.cap < budget.capacity
+            and 2 * budget.used < budget.capacity
+        ):
+            self._keeper.want_room()
+
     def _evict(self, count: int, spared: Sequence[BlockKey]) -> list[BlockKey]:
-        """Blocks are of different sizes: evict until there is room for so many more."""
+        """Blocks are of different sizes: evict until there is room for so many more. Beside other
+        writers nothing is won by it: they may be evicting the very same blocks."""
+        if not self._budget.alone:
+            return []
         wanted = len(self._free) + count
         evicted: list[BlockKey] = []
-        while len(self._free) < wanted:
+        while self._budget.alone and len(self._free) < wanted:
+            before = self._budget.used
             some = super()._evict(wanted - len(self._free), spared)
+            self._victim_bytes += before - self._budget.used
             if not some:
                 break
             self._victims += [self._leave(key) for key in some]
@@ -281,11 +303,11 @@ class ObjectTier(SlabTier):
             victims = self._instead_of.pop(key, None)
             if victims is None:
                 continue
-            self._write_removed(victims)
             if (failed and key in failed) or key in self._unwanted:
                 # nobody knows whether the handler came so far as to delete them
                 self._condemned.setdefault(self._reserved[key], []).extend(victims)
             else:
+                self._write_removed(victims)
                 self._leaving.end(victims)
         super().complete_store(keys, failed)
 
@@ -298,11 +320,15 @@ class ObjectTier(SlabTier):
     def _delete_soon(self, slot: int, objects: list[Object]) -> None:
         self._deleting[slot] = objects
         self._keeper.delete(slot, self._names(objects))
+        self._write_removed(objects)
 
     def _freed(self, slot: int) -> None:
         """The keeper has deleted what it was told to delete for this slot."""
         self._leaving.end(self._deleting.pop(slot))
-        self._dying -= self._sizes[slot]
+        self._budget.dying -= self._sizes[slot]
+        if slot in self._untold:
+            self._untold.discard(slot)
+            self._budget.settle(self._sizes[slot])
         self._sizes[slot] = 0
         self._idle.append(slot)
 
@@ -326,8 +352,13 @@ class ObjectTier(SlabTier):
             self._drop([key])
             return
         if outcome is Outcome.GONE:
-            self._write_removed([(key, self._generation.get(key, 0))])
-        self._lose([key])  # weather: what is still there is found again by the next audit
+            # but somebody may have stored it again since
+            known_s = self._times[self._where[key]]
+            self._keeper.removed([key], [self._generation.get(key, 0)], known_s)
+        size = self._sizes[self._where[key]]
+        self._lose([key])
+        if outcome is not Outcome.GONE:  # weather: the next audit finds it again
+            self._budget.hidden += size
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -343,31 +374,34 @@ class ObjectTier(SlabTier):
             generation = self._leaving.next_generation(key)
             size = HEADER_BYTES + self._namespace.payload_of(key)
             self._hold(key, slot, generation, size, now)
-            self._unheard += size
+            self._untold.add(slot)
 
     def _on_committed(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
-        now = self._clock()
-        for slot in slots:
-            self._times[slot] = now
+        self._untold.difference_update(slots)
         generations = [self._generation.get(key, 0) for key in keys]
-        self._keeper.added(keys, generations, [self._sizes[slot] for slot in slots])
+        at = self._keeper.added(keys, generations, [self._sizes[slot] for slot in slots])
+        for slot in slots:
+            self._times[slot] = at
 
     def _on_dropped(self, slots: Sequence[int]) -> None:
         objects = [self._leave(self._key_at(slot)) for slot in slots]
         for slot, one in zip(slots, objects, strict=True):
             self._condemned.setdefault(slot, []).append(one)
-        if objects:
-            self._write_removed(objects)
+            if slot in self._pins and slot not in self._untold:
+                # written down before it is deleted, which is when the last reader has done
+                self._write_removed([one])
+                self._untold.add(slot)
+                self._budget.owe(self._sizes[slot])
 
     def _make_free(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            self._used -= self._sizes[slot]
+            self._budget.used -= self._sizes[slot]
             objects = self._condemned.pop(slot, None)
             if objects is None:
                 self._sizes[slot] = 0
                 self._idle.append(slot)
             else:
-                self._dying += self._sizes[slot]
+                self._budget.dying += self._sizes[slot]
                 self._delete_soon(slot, objects)
 
     # -- the rest --------------------------------------------------------------------------------
@@ -395,6 +429,6 @@ class ObjectTier(SlabTier):
 
     def stats(self) -> TierStats:
         stats = super().stats()
-        stats.bytes_used = self._used
-        stats.bytes_capacity = self._capacity
+        stats.bytes_used = self._budget.used
+        stats.bytes_capacity = self._budget.capacity
         return copy(stats)

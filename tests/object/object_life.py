@@ -1,9 +1,10 @@
 """What the processes of the shared-prefix test do: write, read and collect, until told to stop.
 
-    python object_life.py FOLDER ROLE SEED
+    python object_life.py FOLDER ENDPOINT ROLE SEED
 
 Writers store and load blocks whose bytes follow from their keys, and print a line of every commit.
 The collector runs gc over and over. Each proves what it loads; a wrong byte ends it with a trace.
+Without an endpoint ("-") they share a folder, else a bucket.
 """
 
 from __future__ import annotations
@@ -13,34 +14,60 @@ import sys
 import time
 from pathlib import Path
 
-from object_subjects import FolderSubject
+import msgspec
+from object_subjects import BucketSubject, FolderSubject
 
-from kvtier.backends.object import BACKEND, ObjectSettings, gc, open_for
-from kvtier.core.settings import ByteSize, Capacity, Duration
-from kvtier.testing.records import make_keys
-from kvtier.testing.subject import Rig
+from kvtier.backends.object import BACKEND, ObjectSettings, ObjectTier, gc, open_for
+from kvtier.core.backend import TierContext
+from kvtier.core.disk import Disk
+from kvtier.core.record import record_bytes
+from kvtier.core.settings import Duration, TierSettings
+from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import Rig, Subject
 from kvtier.types import BlockKey
 
 BLOCKS = 24
 BATCH = 3
 UNIVERSE = 200
+LEASE_S = 1.0
+RECORD = record_bytes(NAMESPACE.payload_bytes)
+
+
+def quick(settings: ObjectSettings) -> ObjectSettings:
+    """The same, hearing of each other quickly."""
+    return msgspec.structs.replace(
+        settings,
+        codec="none",
+        refresh=Duration(0.05),
+        audit=Duration(0.5),
+        load_deadline=Duration(1.0),
+    )
 
 
 class SharedFolder(FolderSubject):
-    """A folder in which writers hear of each other quickly."""
-
     def settings(self, folder: Path, blocks: int, record_bytes: int) -> ObjectSettings:
-        return ObjectSettings(
-            url=f"file://{folder}/store",
-            capacity=Capacity(size=ByteSize(blocks * record_bytes)),
-            refresh=Duration(0.05),
-            audit=Duration(0.5),
-            load_deadline=Duration(1.0),
-        )
+        return quick(super().settings(folder, blocks, record_bytes))
+
+    def open_tier(self, settings: TierSettings, context: TierContext, disk: Disk) -> ObjectTier:
+        assert isinstance(settings, ObjectSettings)
+        return BACKEND.open_tier(settings, context, lease_s=LEASE_S)
 
 
-def write(folder: Path, seed: int) -> None:
-    rig = Rig(SharedFolder(), folder, blocks=BLOCKS, engine=f"writer-{seed}")
+class SharedBucket(BucketSubject):
+    def settings(self, folder: Path, blocks: int, record_bytes: int) -> ObjectSettings:
+        return quick(super().settings(folder, blocks, record_bytes))
+
+    def open_tier(self, settings: TierSettings, context: TierContext, disk: Disk) -> ObjectTier:
+        assert isinstance(settings, ObjectSettings)
+        return BACKEND.open_tier(settings, context, lease_s=LEASE_S)
+
+
+def subject_at(endpoint: str) -> SharedFolder | SharedBucket:
+    return SharedFolder() if endpoint == "-" else SharedBucket(endpoint)
+
+
+def write(subject: Subject, folder: Path, seed: int) -> None:
+    rig = Rig(subject, folder, blocks=BLOCKS, engine=f"writer-{seed}")
     dice = random.Random(seed)
     universe = make_keys(UNIVERSE)
     while True:
@@ -54,8 +81,7 @@ def write(folder: Path, seed: int) -> None:
         time.sleep(0.005)
 
 
-def collect(folder: Path) -> None:
-    settings = SharedFolder().settings(folder, BLOCKS, 12288)
+def collect(settings: ObjectSettings) -> None:
     store = open_for(settings)
     while True:
         found = gc.survey(store, settings.capacity.resolve(0), None, time.time())
@@ -69,9 +95,9 @@ def say(what: str, keys: list[BlockKey]) -> None:
 
 
 if __name__ == "__main__":
-    assert BACKEND.kind == "object"
-    _, place, role, number = sys.argv
+    _, place, where, role, number = sys.argv
+    life = subject_at(where)
     if role == "collect":
-        collect(Path(place))
+        collect(life.settings(Path(place), BLOCKS, RECORD))
     else:
-        write(Path(place), int(number))
+        write(life, Path(place), int(number))
