@@ -266,13 +266,15 @@ class Adaptive(EvictionPolicy):
 
     def _watch(self, slots: Sequence[int], watched: _Watched, ahead: int) -> None:
         """Write down the watched blocks, and learn from time to time."""
-        runs, marks, history = self._runs, self._marks, self._history
+        runs, marks, write, now = self._runs, self._marks, self._history.write, self._now
+        run_of, kind_of = runs.run_of, runs.kind
         last = len(slots) - 1 + ahead
         for index, cell, tag in watched:
             slot = slots[index]
-            kind = runs.kind[runs.run_of[slot]]
-            rest = min(last - index, _REST_MAX_WATCHED)
-            history.write(cell, tag, self._now, kind, marks[slot], rest)
+            rest = last - index
+            if rest > _REST_MAX_WATCHED:
+                rest = _REST_MAX_WATCHED
+            write(cell, tag, now, kind_of[run_of[slot]], marks[slot], rest)
         self._until_learning -= len(watched)
         if self._until_learning <= 0:
             self._until_learning = self._history.cells // _REFRESHES
