@@ -89,6 +89,7 @@ bench-nvme: $(VLLM_STAMP)
 # minutes. Where nothing can be downloaded, `make gpu-wheels` elsewhere fills .gpu-wheels before.
 GPU_NEEDS  := msgspec rich xxhash pytest hypothesis
 GPU_PYTHON ?= 3.12
+GPU_KVIKIO  = $(wildcard .gpu-wheels/*kvikio* .gpu-wheels/rapids_logger*)
 GPU_PATH   := .:tests:.gpu-site
 GPU_TESTS   = $(PYTHON) -m pytest -q -c /dev/null --rootdir . -p no:cacheprovider \
 	-W ignore::pytest.PytestUnknownMarkWarning tests/gpu
@@ -112,10 +113,16 @@ gpu-needs:
 		print(*(name for name in sys.argv[1:] if not util.find_spec(name)))' $(GPU_NEEDS)) && { \
 	[ -z "$$missing" ] || $(PYTHON) -m pip install --quiet --target .gpu-site $$missing \
 		$(if $(wildcard .gpu-wheels),--no-index --find-links .gpu-wheels); }
+	@PYTHONPATH=.gpu-site $(PYTHON) -c 'import kvikio' 2>/dev/null || \
+	[ -z "$(GPU_KVIKIO)" ] || $(PYTHON) -m pip install --quiet --no-index --no-deps \
+		--upgrade --target .gpu-site $(GPU_KVIKIO)
 
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --only-binary=:all: --python-version $(GPU_PYTHON) \
 		--dest .gpu-wheels $(GPU_NEEDS)
+	$(PYTHON) -m pip download --quiet --only-binary=:all: --python-version $(GPU_PYTHON) --no-deps \
+		$(addprefix --platform manylinux,_2_28_x86_64 _2_27_x86_64 _2_17_x86_64 2014_x86_64) \
+		--dest .gpu-wheels kvikio-cu13 libkvikio-cu13 rapids-logger  # torch brings the rest
 
 # The versions that `make test` installs: the newest that pyproject.toml allows, today.
 lock:

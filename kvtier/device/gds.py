@@ -121,18 +121,23 @@ class DirectAccess:
 
 
 class KvikioDriver:
-    """kvikio and torch. Construct it only after `probe` has found nothing against it."""
+    """kvikio and torch. Construct it only after `probe` has found nothing against it.
 
-    def __init__(self, index: int) -> None:
+    `by_host` lets kvikio go through host memory, where there is a device and nothing else of what
+    direct reads need: all but the speed can be tried that way.
+    """
+
+    def __init__(self, index: int, *, by_host: bool = False) -> None:
         import kvikio
         import kvikio.buffer
         import kvikio.defaults
         import torch
 
-        off = type(kvikio.defaults.get("compat_mode")).OFF
+        modes = type(kvikio.defaults.get("compat_mode"))
         kvikio.defaults.set(
             {
-                "compat_mode": off,  # fail rather than go through host memory unasked
+                # Fail rather than go through host memory unasked.
+                "compat_mode": modes.ON if by_host else modes.OFF,
                 "gds_threshold": 0,  # small reads, too
                 "num_threads": _THREADS,
                 "task_size": _TASK_BYTES,

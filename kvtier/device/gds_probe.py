@@ -29,8 +29,10 @@ def reason_against(folder: str, device: int = 0) -> str | None:
         import kvikio.cufile_driver
         import kvikio.defaults
         import torch
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         return f"{error.name} is not installed: pip install 'kvtier[gds]'"
+    except (ImportError, OSError) as error:
+        return f"kvikio cannot be loaded ({error})"
     if not kvikio.cufile_driver.get("is_gds_available"):
         return "the nvidia-fs kernel module or the cuFile library does not offer it"
     mode = kvikio.defaults.get("compat_mode")

@@ -160,6 +160,16 @@ def test_nothing_of_cufile_is_touched_without_a_device(
     assert reason in found
 
 
+def test_a_library_that_cannot_be_loaded_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_driver(monkeypatch, Driver(0, 1))
+    monkeypatch.delitem(sys.modules, "kvikio", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "kvikio.py").write_text("raise ImportError('libkvikio.so: no such file')")
+    assert "cannot be loaded (libkvikio.so" in str(gds_probe.reason_against("/nowhere"))
+
+
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     with_driver(monkeypatch, Driver(0, 1))
     monkeypatch.setitem(sys.modules, "kvikio", None)
@@ -291,6 +301,8 @@ class FakeTensor:
 def test_buffers_share_one_registered_piece_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library()
     library.modules(monkeypatch)
+    gds.KvikioDriver(0, by_host=True)
+    assert library.set_to["compat_mode"] is CompatMode.ON
     stages = gds.KvikioDriver(0).stages(3, 4096)
     assert library.registered == [3 * 4096]
     assert [stage.address - stages[0].address for stage in stages] == [0, 4096, 8192]

@@ -6,6 +6,7 @@ of streams and the proofs are those of real direct reads.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from kvtier.core.record import HEADER_BYTES, Header, record_bytes, seal_part
 from kvtier.core.slab import layout as table
 from kvtier.core.transfer import TransferKind
 from kvtier.device import cuda
-from kvtier.device.direct import DirectLoader
-from kvtier.device.gds import probe
+from kvtier.device.direct import DirectDriver, DirectLoader
+from kvtier.device.gds import KvikioDriver, probe
 from kvtier.device.jobs import Job
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.plan import Blocks
@@ -28,6 +29,15 @@ from kvtier.types import FilePlace, Outcome
 
 pytestmark = pytest.mark.gpu
 PAGE, LAYERS, BLOCKS, RECORDS = 16 << 10, 4, 64, 12
+
+
+def drivers() -> list[str]:
+    """kvikio, too, where it can be loaded: through the host, which needs no special hardware."""
+    try:
+        importlib.import_module("kvikio")
+    except (ImportError, OSError):
+        return ["host"]
+    return ["host", "kvikio"]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +51,7 @@ def torch() -> Any:
 class Stage:
     """Records of two blocks each, in a file and in slots."""
 
-    def __init__(self, torch: Any, folder: Path) -> None:
+    def __init__(self, torch: Any, folder: Path, driver: DirectDriver) -> None:
         shape = (LAYERS, BLOCKS, PAGE)
         self.pool = torch.zeros(shape, dtype=torch.uint8, device="cuda")
         tensors = tuple(
@@ -69,7 +79,7 @@ class Stage:
             data,
             NAMESPACE,
             index=torch.cuda.current_device(),
-            open_direct=lambda: DirectLoader(self.layout, HostDriver(torch), NAMESPACE, stages=3),
+            open_direct=lambda: DirectLoader(self.layout, driver, NAMESPACE, stages=3),
         )
 
     def load(self, direct: range, slots: range) -> list[Outcome]:
@@ -97,9 +107,12 @@ class Stage:
         return bytes(pages.tobytes())
 
 
-@pytest.fixture
-def stage(torch: Any, tmp_path: Path) -> Iterator[Stage]:
-    stage = Stage(torch, tmp_path)
+@pytest.fixture(params=drivers())
+def stage(torch: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
+    index = torch.cuda.current_device()
+    kvikio = request.param == "kvikio"
+    driver = KvikioDriver(index, by_host=True) if kvikio else HostDriver(torch)
+    stage = Stage(torch, tmp_path, driver)
     yield stage
     stage.copier.close()
 
