@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -40,11 +41,11 @@ def reclaim(root: Path, mine: Path, capacity: int, wanted: int, keep_s: float, d
     """Under the folder's lock: remove slabs of idle namespaces until so much of the capacity is
     free; says whether anything was removed.
 
-    Who was used within `keep_s` keeps an equal share of the capacity.
+    Who was used within `keep_s` keeps a fair share of the capacity.
     """
     idle, living = _others(root, mine)
-    recent = {home.path for home in idle if time.time() - home.used <= keep_s}
-    share = capacity // (1 + living + len(recent))
+    recent = {home.path: home.bytes for home in idle if time.time() - home.used <= keep_s}
+    share = fair_share(capacity, list(recent.values()), 1 + living)
     removed = False
     for home in sorted(idle, key=lambda each: each.used):
         left = home.bytes
@@ -59,6 +60,18 @@ def reclaim(root: Path, mine: Path, capacity: int, wanted: int, keep_s: float, d
         if not slab_files(home.path, TABLE_SUFFIX):
             _remove_home(home.path)
     return removed
+
+
+def fair_share(capacity: int, idle: Sequence[int], living: int) -> int:
+    """The most that any of them may have if who needs less leaves the rest to the others: idle
+    ones need what they have, and living ones all they can get."""
+    claims = living + len(idle)
+    for size in sorted(idle):
+        if size > capacity // claims:
+            break
+        capacity -= size
+        claims -= 1
+    return capacity // claims
 
 
 def _bytes(table: Path) -> int:

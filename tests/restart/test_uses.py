@@ -16,6 +16,7 @@ from nvme_rig import Engine
 from kvtier.backends.cpu import CpuTier
 from kvtier.backends.cpu.region import OwnedRegion, plan_region
 from kvtier.backends.nvme.files import used_bytes
+from kvtier.backends.nvme.idle import fair_share
 from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy
 from kvtier.core.slab import layout
@@ -198,6 +199,20 @@ class TestIdleModels:
         left = list((third.root / NAMESPACE.id).glob("*.table"))
         assert len(left) == 2, "this one is within its share"
         third.close()
+
+    @pytest.mark.parametrize(
+        ("idle", "living", "share"),
+        [
+            ([], 1, 100),
+            ([90], 1, 50),
+            ([10], 1, 90),
+            ([1, 99], 1, 49),
+            ([40, 40], 2, 25),
+            ([5, 40], 1, 55),
+        ],
+    )
+    def test_who_needs_less_leaves_the_rest(self, idle: list[int], living: int, share: int) -> None:
+        assert fair_share(100, idle, living) == share
 
     def test_a_small_folder_has_room_for_whoever_is_served(self, tmp_path: Path) -> None:
         for namespace in (NAMESPACE, self.OTHER, self.THIRD, NAMESPACE):
