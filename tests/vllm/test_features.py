@@ -112,15 +112,21 @@ def test_priorities_drafts_and_patterns(world: World, model: Callable[..., Path]
 def test_an_object_store_below(
     world: World, model: Callable[..., Path], reference: dict[str, Any]
 ) -> None:
-    """All else is lost, and found there; and what is spoilt there is computed anew."""
+    """All else is lost, and found there; and what is spoilt there is computed anew. Events name
+    the medium."""
     bucket = world.folder / "bucket"
     bucket.mkdir()
     stack = world.stack()
     stack["tiers"].append({"kind": "object", "url": bucket.as_uri(), "capacity": "1GiB"})
-    with world.engine(model("llama"), stack=stack) as engine:
+    options = {"enable_kv_cache_events": True, "publisher": "null"}
+    with world.engine(model("llama"), stack=stack, kv_events_config=options) as engine:
+        engine.record_events()
         assert engine.generate(prompts=[PROMPT]) == [reference]
         engine.settle()
+        engine.clear(tier=0)
+        events = {tuple(each) for each in engine.events()}
         engine.kill()
+    assert {("BlockStored", "CPU"), ("BlockRemoved", "CPU"), ("BlockStored", "STORAGE")} <= events
     shutil.rmtree(world.blocks)
     for region in world.region.iterdir():
         region.unlink()
@@ -165,15 +171,3 @@ def test_among_several_connectors(
         flip(Path(engine.facts()["region"]), 1 << 20)
         assert engine.generate(prompts=[PROMPT]) == [reference]
         assert engine.facts()["failed_loads"] == 1
-
-
-@pytest.mark.timeout(600)
-def test_events_name_the_medium(world: World, model: Callable[..., Path]) -> None:
-    events = {"enable_kv_cache_events": True, "publisher": "null"}
-    with world.engine(model("llama"), stack=world.stack(), kv_events_config=events) as engine:
-        engine.record_events()
-        engine.generate(prompts=[PROMPT])
-        engine.settle()
-        engine.clear(tier=0)
-        found = {tuple(each) for each in engine.events()}
-    assert {("BlockStored", "CPU"), ("BlockRemoved", "CPU"), ("BlockStored", "STORAGE")} <= found
