@@ -196,6 +196,19 @@ def test_broken_slabs_are_removed_and_newer_ones_left_alone(tmp_path: Path) -> N
     after.close()
 
 
+def test_what_only_looks_like_a_slab_stops_nothing(tmp_path: Path) -> None:
+    home = tmp_path / "kv" / NAMESPACE.id
+    (home / "11111111.table").mkdir(parents=True)
+    os.mkfifo(home / "22222222.table")
+    (home / "33333333.table").symlink_to("nowhere")
+    engine = Engine(tmp_path / "kv")
+    assert engine.put(make_keys(8)) == make_keys(8)
+    engine.close()
+    again = Engine(tmp_path / "kv")
+    assert again.read(make_keys(8)) == make_keys(8)
+    again.close()
+
+
 def test_a_stopped_process_delays_nobody(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "kv")
     keys = make_keys(3)

@@ -129,6 +129,20 @@ class TestInit:
         assert "exists" in refused(capsys, *args, code=1)
         assert file.read_text() == text
 
+    def test_names_sizes_and_a_bucket(self, tmp_path: Path) -> None:
+        file, bucket = tmp_path / "stack.yaml", f"file://{tmp_path}/bucket"
+        args = ["config", "init", str(file), "--folder", str(tmp_path / "kv"), "--name", "first"]
+        args += ["--memory", "16MiB", "--disk", "32MiB", "--bucket", bucket]
+        assert main.run(args) == 0
+        config: Any = load(file)
+        assert [settings.kind for settings in config.tiers] == ["cpu", "nvme", "object"]
+        assert config.name == "first"
+        assert [str(settings.capacity) for settings in config.tiers] == ["16MiB", "32MiB", "1TiB"]
+        assert config.tiers[2].url == bucket
+
+    def test_a_size_that_is_none(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "--disk" in refused(capsys, "config", "init", "--disk", "a lot")
+
     def test_printed(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main.run(["config", "init", "--folder", str(tmp_path / "new")]) == 0
         assert str(tmp_path / "new") in capsys.readouterr().out

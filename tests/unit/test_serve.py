@@ -35,6 +35,12 @@ def test_what_the_user_says_of_hashes_counts(flags: list[str]) -> None:
     assert "sha256_cbor" not in serve.server_command("m", Path("s.yaml"), flags)
 
 
+@pytest.mark.parametrize("flags", [[], ["--no-enable-prompt-tokens-details"]])
+def test_answers_say_how_many_tokens_were_cached(flags: list[str]) -> None:
+    command = serve.server_command("m", Path("s.yaml"), flags)
+    assert ("--enable-prompt-tokens-details" in command) is not bool(flags)
+
+
 def test_a_connector_of_the_users_is_refused() -> None:
     with pytest.raises(ConfigError, match="--kv-transfer-config"):
         serve.server_command("m", Path("s.yaml"), ["--kv-transfer-config={}"])
