@@ -17,6 +17,7 @@ from kvtier.backends.object.errors import (
     LengthMismatch,
     NoSuchBucket,
     ObjectTooLarge,
+    ProxyRefused,
     RateLimited,
     StoreError,
     StoreFull,
@@ -90,6 +91,8 @@ def _by_code(status: int, code: str, headers: Mapping[str, str], said: str) -> S
 
 
 def _by_status(status: int, code: str, said: str) -> StoreError:
+    if status == 407:
+        return ProxyRefused(f"{said}: correct user and password in HTTP_PROXY")
     if status in (401, 403):
         return AccessDenied(
             f"{said}: allow these credentials to list the bucket and to get, put and delete objects"

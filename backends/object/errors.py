@@ -110,5 +110,9 @@ class TLSRefused(Misconfigured):
     setting = "ca_bundle"
 
 
+class ProxyRefused(Misconfigured):
+    setting = "HTTPS_PROXY"
+
+
 class CircuitOpen(StoreError):
     """The store was unwell a moment ago and is left alone until the next trial."""

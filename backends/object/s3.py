@@ -30,6 +30,7 @@ from kvtier.backends.object.errors import (
     WrongRegion,
 )
 from kvtier.backends.object.listing import Listed, list_query, read_page
+from kvtier.backends.object.proxy import proxy_for
 from kvtier.backends.object.signing import Signer, request_head
 from kvtier.backends.object.store import (
     Buffer,
@@ -92,9 +93,15 @@ class S3Store(Store):
         self._host = host if default_port else f"{host}:{self._address.port}"
         self._origin = f"{'https' if self._address.tls else 'http'}://{self._host}"
         self._where = f"bucket {settings.bucket} at {self._address}"
+        proxy = proxy_for(self._address)
+        # a proxy carries requests to http:// on; to https:// it is a tunnel
+        carried = proxy is not None and not self._address.tls
+        self._form = self._origin if carried else ""
+        self._extra = proxy.headers() if proxy is not None and carried else {}
         self._pool = Pool(
             self._address,
             settings.timeouts,
+            proxy=proxy,
             tls=_tls(settings.ca_bundle) if self._address.tls else None,
             keep_max=settings.connections,
         )
@@ -218,7 +225,8 @@ class S3Store(Store):
     def _page(self, query: str, end: float) -> tuple[Sequence[Listed], str]:
         target = f"{self._bucket_target}?{query}"
         headers = self._signer.sign("GET", self._origin + target, {"host": self._host})
-        with self._pool.exchange("GET", request_head("GET", target, headers, 0), (), end) as answer:
+        head = self._head_of("GET", target, headers, 0)
+        with self._pool.exchange("GET", head, (), end) as answer:
             if answer.status != 200:
                 raise self._refusal(answer)
             body = answer.read(_PAGE_BYTES_MAX)
@@ -254,7 +262,10 @@ class S3Store(Store):
     def _request(self, method: str, name: str, extra: dict[str, str], body_bytes: int) -> bytes:
         target = self._base + check_name(name)
         headers = self._signer.sign(method, self._origin + target, {"host": self._host, **extra})
-        return request_head(method, target, headers, body_bytes)
+        return self._head_of(method, target, headers, body_bytes)
+
+    def _head_of(self, method: str, target: str, headers: dict[str, str], body_bytes: int) -> bytes:
+        return request_head(method, self._form + target, {**headers, **self._extra}, body_bytes)
 
     def _send_built(
         self, method: str, url: str, headers: dict[str, str], body: bytes, deadline: float
@@ -265,7 +276,7 @@ class S3Store(Store):
             raise WrongRegion(f"{self._where} sends us elsewhere: correct the region or endpoint")
         target = parts.path + ("?" + parts.query if parts.query else "")
         length = headers.pop("Content-Length", None)
-        head = request_head(method, target, {"host": self._host, **headers}, len(body))
+        head = self._head_of(method, target, {"host": self._host, **headers}, len(body))
         if length is not None and int(length) != len(body):
             raise WrongEndpoint("a request was built with a body of unknown length")
         with self._pool.exchange(method, head, [memoryview(body)], deadline) as answer:

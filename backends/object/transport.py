@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from kvtier.backends.object.errors import ObjectTooLarge, TimedOut, Unavailable, WrongEndpoint
 from kvtier.backends.object.store import Buffer
-from kvtier.backends.object.wire import Address, Timeouts, Wire, connect, explain
+from kvtier.backends.object.wire import Address, Timeouts, Tunnel, Wire, connect, explain
 
 _BUFFER_BYTES = 16 << 10
 _HEAD_BYTES_MAX = _BUFFER_BYTES
@@ -244,8 +244,10 @@ class Pool:
         *,
         tls: ssl.SSLContext | None = None,
         keep_max: int = 64,
+        proxy: Tunnel | None = None,
     ) -> None:
         self.address = address
+        self._proxy = proxy
         self._timeouts = timeouts
         self._tls = tls
         self._keep_max = keep_max
@@ -276,8 +278,9 @@ class Pool:
                     return kept, self._try(kept, method, head, body, deadline)
             except _Stale:
                 pass  # an ordinary race with a server that closes idle connections
+        with explain(self._proxy.address if self._proxy else self.address):
+            wire = connect(self.address, self._timeouts, self._tls, deadline, self._proxy)
         with explain(self.address):
-            wire = connect(self.address, self._timeouts, self._tls, deadline)
             fresh = _Connection(wire, self.address)
             return fresh, self._try(fresh, method, head, body, deadline)
 

@@ -13,8 +13,8 @@ import ssl
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -115,20 +115,36 @@ class TLSWire(Wire):
         return self._sock.pending() == 0 and super().quiet()
 
 
+class Tunnel(Protocol):
+    """A proxy on the way: see `proxy`."""
+
+    @property
+    def address(self) -> Address: ...
+
+    def tunnel(self, sock: socket.socket, to: Address, left_s: Callable[[], float]) -> None: ...
+
+
 def connect(
-    address: Address, timeouts: Timeouts, tls: ssl.SSLContext | None, deadline: float
+    address: Address,
+    timeouts: Timeouts,
+    tls: ssl.SSLContext | None,
+    deadline: float,
+    proxy: Tunnel | None = None,
 ) -> Wire:
     """A new connection, trying every address that the name stands for."""
-    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    first = proxy.address if proxy else address
+    found = socket.getaddrinfo(first.host, first.port, type=socket.SOCK_STREAM)
     for index, (family, kind, protocol, _, where) in enumerate(found):
         sock = socket.socket(family, kind, protocol)
         try:
-            sock.settimeout(_left(deadline, timeouts.connect_s, address))
+            sock.settimeout(_left(deadline, timeouts.connect_s, first))
             sock.connect(where)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not address.tls:
                 return PlainWire(sock)
             assert tls is not None
+            if proxy is not None:
+                proxy.tunnel(sock, address, lambda: _left(deadline, timeouts.idle_s, address))
             sock.settimeout(_left(deadline, timeouts.idle_s, address))
             return TLSWire(_handshake(sock, tls, address))
         except BaseException as error:

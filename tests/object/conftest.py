@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
+import ipaddress
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import object_servers
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from object_servers import ServerProcess
 
 if not os.environ.get("KVTIER_TEST_ENDPOINT"):
@@ -19,6 +25,9 @@ def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing of the machine's own AWS set-up reaches a test."""
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", object_servers.ACCESS_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", object_servers.SECRET_KEY)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
@@ -51,3 +60,36 @@ def own_rclone(tmp_path: Path) -> Iterator[ServerProcess]:
     """A server of this test's own, to stop and to kill."""
     with object_servers.rclone(tmp_path) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A key and a certificate for 127.0.0.1, valid today, trusted by nobody."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvtier tests")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+            critical=False,
+        )
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    path = tmp_path_factory.mktemp("tls") / "server.pem"
+    path.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        + made.public_bytes(serialization.Encoding.PEM)
+    )
+    return path

@@ -1,0 +1,78 @@
+"""The way through an HTTP proxy: which one, by the variables that boto3 reads, and the tunnel.
+
+To an https:// endpoint a proxy only tunnels bytes (CONNECT); a request to an http:// endpoint it is
+told in full, and carries it on. User and password of the proxy stand in no message and no repr.
+"""
+
+from __future__ import annotations
+
+import base64
+import socket
+from collections.abc import Callable
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from kvtier.backends.object.errors import ProxyRefused, Unavailable
+from kvtier.backends.object.signing import vendor
+from kvtier.backends.object.wire import Address
+
+_ANSWER_BYTES_MAX = 16 << 10
+
+
+class Proxy(NamedTuple):
+    """Where it listens, and what it wants to hear first."""
+
+    address: Address
+    authorization: str = ""
+
+    def __repr__(self) -> str:
+        return f"Proxy({self.address})"
+
+    def headers(self) -> dict[str, str]:
+        """What a request says to the proxy itself."""
+        return {"proxy-authorization": self.authorization} if self.authorization else {}
+
+    def tunnel(self, sock: socket.socket, to: Address, left_s: Callable[[], float]) -> None:
+        """Have all further bytes passed on to this address."""
+        place = f"[{to.host}]:{to.port}" if ":" in to.host else f"{to.host}:{to.port}"
+        fields = "".join(f"{name}: {value}\r\n" for name, value in self.headers().items())
+        sock.settimeout(left_s())
+        sock.sendall(f"CONNECT {place} HTTP/1.1\r\nhost: {place}\r\n{fields}\r\n".encode("latin-1"))
+        answer = b""
+        while not answer.endswith(b"\r\n\r\n"):
+            sock.settimeout(left_s())
+            byte = sock.recv(1)  # not one more: what follows is the endpoint's
+            answer += byte
+            if not byte or len(answer) > _ANSWER_BYTES_MAX:
+                raise Unavailable(f"the proxy at {self.address} does not answer to CONNECT")
+        status = answer[:16].split(b" ")[1:2]
+        if status == [b"407"]:
+            raise ProxyRefused(
+                f"the proxy at {self.address} answered 407: correct user and password in "
+                "HTTPS_PROXY"
+            )
+        if status != [b"200"]:
+            said = status[0].decode("latin-1", "replace") if status else "nonsense"
+            raise Unavailable(f"the proxy at {self.address} answered {said[:3]} to CONNECT")
+
+
+def proxy_for(address: Address) -> Proxy | None:
+    """The proxy on the way to this address, by HTTP_PROXY, HTTPS_PROXY and NO_PROXY."""
+    found = vendor("botocore.utils").get_environ_proxies(str(address))
+    url = found.get("https" if address.tls else "http")
+    if not url:
+        return None
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        port = parts.port or 80
+    except ValueError:
+        port = 0
+    if parts.scheme != "http" or not parts.hostname or not port:
+        raise ProxyRefused("HTTP_PROXY or HTTPS_PROXY names no proxy: write http://host:port")
+    if parts.username is None:
+        return Proxy(Address(parts.hostname, port, False))
+    user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    return Proxy(
+        Address(parts.hostname, port, False),
+        "Basic " + base64.b64encode(user.encode()).decode(),
+    )
