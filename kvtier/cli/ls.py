@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from itertools import islice
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from kvtier.cli.holdings import Part, Place, known_namespaces, look
 from kvtier.config import load
 from kvtier.errors import KVTierError
 from kvtier.observe import human
+from kvtier.types import Namespace
 
 app = console.new_app("List what a stack holds.")
 
@@ -33,6 +35,9 @@ def ls(
     json: console.JsonOption = False,
 ) -> None:
     """Say what lies where, without opening anything: a running engine does not notice.
+
+    The layout: type of the values, ranks (tp, pp), and tokens in a block of the engine, times such
+    blocks in one that is stored.
 
     Exit code 1 if something could not be read.
     """
@@ -71,31 +76,39 @@ def _list_namespaces(places: list[Place], json: bool) -> None:
     elif not parts:
         console.say("nothing is stored here yet")
     else:
-        columns = ["tier", "namespace", "model", "blocks", "size", "hits", "last hit"]
-        columns += ["newest", "oldest", "in use"]
-        rows = [
-            _row(
-                part,
-                known[part.namespace].facts.get("model", "-") if part.namespace in known else "?",
-            )
-            for part in parts
-        ]
-        console.print_table(columns, rows, numbers=[*columns[3:7], "newest", "oldest"])
+        columns = ["tier", "namespace", "model", "layout", "blocks", "size", "hits", "last hit"]
+        columns += ["newest", "in use"]
+        rows = [_row(part, known.get(part.namespace)) for part in parts]
+        console.print_table(columns, rows, numbers=columns[4:9])
 
 
-def _row(part: Part, model: str) -> list[str]:
+def _row(part: Part, namespace: Namespace | None) -> list[str]:
+    facts = namespace.facts if namespace else {}
     return [
         f"{part.tier} {part.kind}",
         part.namespace[:12],
-        model,
+        facts.get("model", "-").rstrip("/").rpartition("/")[2] if namespace else "?",
+        layout_of(facts),
         str(part.blocks),
         human.size(part.bytes),
         count(part.hits),
         age(part.used),
         age(part.newest),
-        age(part.oldest),
         "yes" if part.in_use else "no",
     ]
+
+
+def layout_of(facts: Mapping[str, str]) -> str:
+    """What of an engine's facts tells two layouts of one model apart, in short."""
+    kind = facts.get("kv_dtype", "auto")
+    kind = facts.get("dtype", "-") if kind == "auto" else kind
+    words = [kind.removeprefix("torch.")]
+    for name, sign in (("tensor_parallel", "tp"), ("pipeline_parallel", "pp")):
+        if facts.get(name, "1") != "1":
+            words.append(sign + facts[name])
+    if {"block_tokens", "chunk_blocks"} <= facts.keys():
+        words.append(f"{facts['block_tokens']}x{facts['chunk_blocks']}")
+    return " ".join(words)
 
 
 def count(hits: int | None) -> str:

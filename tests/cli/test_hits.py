@@ -10,6 +10,7 @@ import pytest
 from cli_world import STACK, command
 
 from kvtier import Stack
+from kvtier.cli.ls import layout_of
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey
 
@@ -86,3 +87,11 @@ def test_the_hottest_first(used: Path, tmp_path: Path, how: str) -> None:
     tier = "object" if how == "snapshot" else "nvme"
     rows = run("ls", NAMESPACE.id, "-c", other, "--tier", tier)["blocks"]
     assert {BlockKey(bytes.fromhex(row["key"])) for row in rows} == set(KEYS[:2])
+
+
+def test_layouts_in_short() -> None:
+    facts = {"dtype": "torch.bfloat16", "kv_dtype": "auto", "tensor_parallel": "1"}
+    assert layout_of({}) == "-"
+    assert layout_of(facts) == "bfloat16"
+    facts |= {"kv_dtype": "fp8", "tensor_parallel": "4", "block_tokens": "16", "chunk_blocks": "8"}
+    assert layout_of(facts) == "fp8 tp4 16x8"
