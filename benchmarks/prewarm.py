@@ -110,6 +110,7 @@ class Made(Reader):
     concurrency = 8
 
     def __init__(self, namespace: Namespace) -> None:
+        super().__init__()
         self._namespace = namespace
         self._payload = os.urandom(namespace.payload_bytes)
         self.batch_blocks = max(1, (2 << 20) // record_bytes(namespace.payload_bytes))

@@ -59,6 +59,8 @@ class Copied(msgspec.Struct):
     """From the first read to the last commit."""
     bad: int = 0
     """Failed their check when they were read."""
+    unread: int = 0
+    """Could not be read: their store or disk failed."""
     gone: int = 0
     """Were no longer there when they were to be read."""
     not_stored: int = 0
@@ -70,7 +72,7 @@ class Copied(msgspec.Struct):
     @property
     def whole(self) -> bool:
         """Whether everything that could be read is where it should be."""
-        return not (self.bad or self.not_stored)
+        return not (self.bad or self.unread or self.not_stored)
 
 
 class Pace:
@@ -133,6 +135,8 @@ class Sink:
         while self._flights:
             self._settle(result, bar)
         self._count_kept(result)
+        result.unread = self._reader.unread
+        result.bad = max(0, result.bad - result.unread)
         result.seconds = time.monotonic() - start
 
     def _offer(

@@ -86,7 +86,8 @@ def report(done: Sequence[Copied], places: Sequence[Place], json: bool) -> None:
     elif not done:
         console.say("there is nothing to copy")
     else:
-        columns = ["namespace", "asked", "there", "copied", "size", "bad", "gone", "not stored"]
+        columns = ["namespace", "asked", "there", "copied", "size", "bad"]
+        columns += ["unread", "gone", "not stored"]
         asked_for_more = any(each.missing for each in done)
         rows = [
             [
@@ -96,6 +97,7 @@ def report(done: Sequence[Copied], places: Sequence[Place], json: bool) -> None:
                 each.copied,
                 human.size(each.bytes),
                 each.bad,
+                each.unread,
                 each.gone,
                 each.not_stored,
             ]

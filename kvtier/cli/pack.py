@@ -72,6 +72,7 @@ class PackReader(Reader):
     """Reads what `PackWriter` wrote. `bad` counts records that do not belong there."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self._file: BinaryIO = path.open("rb")
         try:
             self.namespace = self._read_head(path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
@@ -48,14 +49,26 @@ class Reader(Handler):
     """A source of blocks by number. What cannot be read is GONE or CORRUPT, nothing else: a copy
     tells troubles of its source from those of its target by that."""
 
+    def __init__(self) -> None:
+        self.unread = 0
+        """So many of those that are called CORRUPT could not be read at all."""
+        self._counting = threading.Lock()
+
     def load(
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
     ) -> list[Outcome]:
         assert isinstance(spec, Numbers)
-        return [
-            outcome if outcome.ok or outcome is Outcome.GONE else Outcome.CORRUPT
-            for outcome in self.read(spec.numbers, keys, into)
+        outcomes = self.read(spec.numbers, keys, into)
+        unread = [
+            index
+            for index, outcome in enumerate(outcomes)
+            if outcome not in (Outcome.OK, Outcome.GONE, Outcome.CORRUPT)
         ]
+        for index in unread:
+            outcomes[index] = Outcome.CORRUPT
+        with self._counting:
+            self.unread += len(unread)
+        return outcomes
 
     def read(
         self, numbers: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
@@ -77,6 +90,7 @@ class ChoiceReader(Reader):
     """Reads the rows of a choice from slabs and stores."""
 
     def __init__(self, config: StackConfig, choice: Choice, namespace: Namespace) -> None:
+        super().__init__()
         self._choice = choice
         self._stores: dict[int, Handler] = {}
         self.concurrency = _FILE_THREADS

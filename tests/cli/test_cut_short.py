@@ -68,7 +68,7 @@ def arrived(stack: Path) -> int:
 
 
 def start(stack: Path) -> subprocess.Popen[str]:
-    args = [KVTIER, "prewarm", "-c", stack, "--rate", RATE]
+    args = [KVTIER, "prewarm", "-c", stack, "--rate", RATE, "--json"]
     return subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -114,3 +114,16 @@ def test_interrupted(stack: Path, blocks: int) -> None:
     assert all((slab.entries()["state"] != RESERVED).all() for slab in place.slabs)
     assert not any(slab.in_use for slab in place.slabs)
     finishes(stack, arrived(stack))
+
+
+@pytest.mark.parametrize("stack", ["rclone"], indirect=True)
+def test_the_store_goes_away(stack: Path, server: object_servers.ServerProcess) -> None:
+    process = start(stack)
+    let_arrive(process, stack, 100)
+    server.kill()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    (report,) = json.loads(out)["namespaces"]
+    assert report["unread"] == BLOCKS - report["copied"] > 0 == report["bad"]
+    server.start()
+    finishes(stack, report["copied"])
