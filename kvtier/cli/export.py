@@ -83,6 +83,8 @@ def _proved(
                 yield block.key, record
             elif proof is Proof.GONE:
                 result.gone += 1
+            elif proof is Proof.UNREAD:
+                result.unread += 1
             else:
                 result.bad += 1
     finally:
