@@ -239,6 +239,14 @@ class TestSnapshots:
         assert report["copied"] == BLOCKS
         assert served(fresh) == BLOCKS
 
+    def test_back_into_host_memory(self, filled: Path, fresh: Path, tmp_path: Path) -> None:
+        store = f"file://{tmp_path}/snapshot"
+        run("snapshot", "-c", filled, "--to", store, "--hottest")
+        run("restore", "-c", fresh, "--from", store, "--into", "cpu")
+        assert run("du", "-c", fresh, "--tier", "cpu")[0]["blocks"] == BLOCKS
+        assert run("du", "-c", fresh, "--tier", "nvme")[0]["blocks"] == 0
+        assert served(fresh) == BLOCKS
+
     def test_of_a_running_stack(self, stack_file: Path, tmp_path: Path, hold: Hold) -> None:
         engine = hold(stack_file)
         run("snapshot", "-c", stack_file, "--to", f"file://{tmp_path}/snapshot")
