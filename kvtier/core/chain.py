@@ -115,7 +115,7 @@ class TierChain(Tier):
         origins = self.locate(keys)
         decision = decision or Decision()
         count = self._appraiser.lead(keys, origins, tokens_per_block, start, decision)
-        kept = self._promises.make(keys[:count], origins[:count])
+        kept = self._promises.make(keys[:count], origins[:count]) if count else []
         return kept.index(NOWHERE) if NOWHERE in kept else count
 
     def reach(

@@ -44,9 +44,12 @@ class DirectReads:
 
     def allow(self, able: bool) -> None:
         """Whether the readers can do it, from now on."""
+        tiers = self._in_files if able else frozenset()
+        if tiers == self.tiers:
+            return
         if not able:
             self._used.clear()
-        self.tiers = self._in_files if able else frozenset()
+        self.tiers = tiers
         self._tally.links = [
             f"{medium} direct" if tier in self.tiers else medium
             for tier, medium in enumerate(self._tally.media)

@@ -96,7 +96,7 @@ class Appraiser:
             decision.question = question
             self._tally.looked_up(origins)
             decision.answer = sum(run.blocks for run in runs)
-            if self._costs is not None:
+            if runs and self._costs is not None:
                 decision.answer = self._costs.admit(runs, tokens_per_block, start)
         return decision.answer
 

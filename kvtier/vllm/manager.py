@@ -69,7 +69,7 @@ class Pending(msgspec.Struct):
     left: int
     ticket: Ticket | None = None
     """Of a load; None for a store."""
-    report: Report = msgspec.field(default_factory=lambda: Report(0))
+    report: Report | None = None
 
 
 class ChainManager:
@@ -231,25 +231,24 @@ class ChainManager:
         pending = self._pending.get(number)
         if pending is None:
             return None
-        pending.report = pending.report.merge(report)
+        pending.report = report if pending.report is None else pending.report.merge(report)
         pending.left -= report.ranks
         if pending.left > 0:
             return None
         del self._pending[number]
         self.chain.read_directly(pending.report.reads_files)
+        failures = pending.report.failures
         failed = {
-            pending.keys[index]: outcome
-            for index, outcome in pending.report.failures.items()
-            if index < len(pending.keys)
+            key: failures[index] for index, key in enumerate(pending.keys) if index in failures
         }
         if pending.ticket is None:
             self.failed_stores += len(failed)
             self.chain.complete_store(pending.keys, failed)
             return None
-        return self._end_load(pending, pending.ticket, failed)
+        return self._end_load(pending, pending.ticket, pending.report, failed)
 
     def _end_load(
-        self, pending: Pending, ticket: Ticket, failed: dict[BlockKey, Outcome]
+        self, pending: Pending, ticket: Ticket, report: Report, failed: dict[BlockKey, Outcome]
     ) -> str | None:
         taken = set(ticket.keys)
         # CANCELLED says that another block of the load failed, TIMEOUT that this one was late:
@@ -260,7 +259,6 @@ class ChainManager:
             if (outcome in (Outcome.CORRUPT, Outcome.GONE, Outcome.IO_ERROR) and key in taken)
             or key in ticket.files
         }
-        report = pending.report
         self.chain.end_load(ticket, blamed, (report.bytes_read, report.read_seconds))
         if not failed:
             if self._costs is not None:
