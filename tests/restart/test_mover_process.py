@@ -45,6 +45,16 @@ class TestProcessMover(MoverContract):
     def open_mover(self, tiers: Sequence[MediumSettings], context: TierContext) -> Mover:
         return ProcessMover(tiers, context, staging_bytes=1 << 16, grace_seconds=0.2)
 
+    def test_only_its_listener_stands_back(self, rig: MoverRig) -> None:
+        """The kernel lets it interrupt nobody; the threads that move bytes are like all others."""
+        rig.fill(NEAR, range(4))
+        assert rig.outcomes(rig.load(range(4))) == [Outcome.OK] * 4
+        pid = pid_of(rig.mover)
+        threads = [int(thread.name) for thread in Path(f"/proc/{pid}/task").iterdir()]
+        batch = [each for each in threads if os.sched_getscheduler(each) == os.SCHED_BATCH]
+        assert batch == [pid]
+        assert len(threads) > 1
+
     # ---- the death of the mover's process
 
     def test_a_killed_process_drops_what_it_had_and_is_started_again(self, rig: MoverRig) -> None:
