@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,10 +34,14 @@ from kvtier.backends.object import manifest
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper, Limits
+from kvtier.backends.object.listing import read_page
+from kvtier.backends.object.names import block_name
 from kvtier.backends.object.s3 import S3Settings, S3Store
+from kvtier.backends.object.store import ObjectInfo
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.backends.object.wire import Timeouts
 from kvtier.core.eviction import create_policy
+from kvtier.core.record import HEADER_BYTES
 from kvtier.types import BlockKey, Namespace
 
 SIZES = {"256 KiB": 256 << 10, "2 MiB": 2 << 20, "16 MiB": 16 << 20}
@@ -252,10 +257,82 @@ def _learn(store: FileStore, namespace: Namespace, keys: list[BlockKey]) -> floa
     return spent
 
 
+class ListedStore(FileStore):
+    """A folder of manifests beside a million blocks that only a listing knows, page by page."""
+
+    def __init__(self, root: Path, names: list[str]) -> None:
+        super().__init__(root)
+        self._names = names
+        entry = (
+            "<Contents><Key>{}</Key><LastModified>2026-11-20T10:00:00.000Z</LastModified>"
+            "<ETag>0123456789abcdef0123456789abcdef</ETag><Size>2097152</Size></Contents>"
+        )
+        body = "".join(entry.format(name) for name in names[:1000])
+        self._page = f"<ListBucketResult>{body}</ListBucketResult>".encode()
+
+    def list(
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+    ) -> Iterator[ObjectInfo]:
+        if prefix:
+            yield from super().list(prefix, after=after, deadline=deadline)
+            return
+        for start in range(0, len(self._names), 1000):
+            found = zip(self._names[start : start + 1000], read_page(self._page)[0], strict=True)
+            yield from (ObjectInfo(name, one.size, one.modified_s) for name, one in found)
+
+
+def auditing(report: Report, count: int) -> None:
+    """What a busy thread sees of an audit beside it: how long the turns of a loop take."""
+    namespace = Namespace(facts={"model": "benchmark"}, group_bytes=((2 << 20) - HEADER_BYTES,))
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
+        raw = os.urandom(36 * count)
+        keys = [BlockKey(raw[at : at + 36]) for at in range(0, len(raw), 36)]
+        names = [block_name(namespace.id, key) for key in keys]
+        store = ListedStore(Path(folder) / "store", names)
+        now_us = int(time.time() * 1e6)
+        entries = manifest.pack_entries(
+            manifest.ADDED, keys, [0] * count, [2 << 20] * count, range(now_us, now_us + count)
+        )
+        Journal(store, namespace).append(entries)
+        keeper = Keeper(store, namespace, Limits(1 << 60, 5.0, 600.0))
+        tier = ObjectTier(keeper, create_policy())
+        keeper.open(tier.known)
+        tier.start()
+        keeper.start()
+        keeper.refresh()
+        tier.start()
+        alone = busy_loop(lambda: False, 2.0)
+        auditor = threading.Thread(target=keeper.refresh)
+        began = time.perf_counter()
+        auditor.start()
+        beside = busy_loop(lambda: not auditor.is_alive(), 300.0)
+        spent = time.perf_counter() - began
+        auditor.join()
+        keeper.close()
+    label = f"audit of {count:,} keys"
+    report.add(f"{label}, time", spent, "s")
+    for part, name in ((0.5, "median"), (0.99, "p99"), (0.9999, "p99.99"), (1.0, "longest")):
+        for figures, when in ((alone, "without"), (beside, "beside")):
+            at = min(len(figures) - 1, int(part * len(figures)))
+            report.add(f"{label}, loop of 100 us {when} it, {name}", figures[at] * 1e6, "us")
+
+
+def busy_loop(over: Callable[[], bool], longest_s: float) -> list[float]:
+    """How long each turn of a loop took that needs 100 us if nobody disturbs it, sorted."""
+    turns = []
+    end = time.perf_counter() + longest_s
+    while not over() and (begin := time.perf_counter()) < end:
+        while time.perf_counter() < begin + 1e-4:
+            pass
+        turns.append(time.perf_counter() - begin)
+    return sorted(turns)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--endpoint")
+    parser.add_argument("--audit", type=int, metavar="KEYS", help="only what an audit costs")
     parser.add_argument("--memory", nargs=2, metavar=("CLIENT", "ENDPOINT"))
     options = parser.parse_args()
     if options.endpoint:
@@ -272,6 +349,11 @@ def main() -> None:
     if options.memory:
         print_memory(*options.memory)
         return
+    if options.audit:
+        report = Report("An audit beside a busy thread")
+        auditing(report, options.audit)
+        report.finish()
+        return
     report = Report("Object clients against a static server, 32 in flight")
     with static_server() as endpoint:
         compare(endpoint, options.rounds, report, targets=True)
@@ -282,6 +364,7 @@ def main() -> None:
             else:
                 report.add(f"memory growth, {name}", growth, "MiB")
     knowing(report)
+    auditing(report, 1_000_000)
     report.finish()
 
 

@@ -14,7 +14,7 @@ from kvtier.backends.object.errors import Misconfigured, StoreError
 from kvtier.backends.object.handler import ObjectHandler
 from kvtier.backends.object.keeper import Keeper, Limits
 from kvtier.backends.object.open import StoreSettings, open_store
-from kvtier.backends.object.s3 import S3Settings, addressing_of
+from kvtier.backends.object.s3 import PUT_BYTES_MAX, S3Settings, addressing_of
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.store import Store
 from kvtier.backends.object.tier import ObjectTier
@@ -107,6 +107,12 @@ class ObjectBackend(Backend[ObjectSettings]):
             )
         else:
             _check_bucket(settings)
+        if folder is None and record_bytes is not None and record_bytes > PUT_BYTES_MAX:
+            raise ConfigError(
+                ".url",
+                f"a block has {record_bytes} bytes; a bucket takes {PUT_BYTES_MAX} in one request",
+                "make blocks smaller, or use a file:/// url",
+            )
         self._check_capacity(settings, folder, record_bytes or 4096)
 
     def _check_capacity(
@@ -145,7 +151,7 @@ class ObjectBackend(Backend[ObjectSettings]):
             raise MediumError(str(error)) from error
         tier = ObjectTier(keeper, create_policy(settings.eviction))
         try:
-            keeper.open(tier.generations)
+            keeper.open(tier.known)
         except StoreError as error:
             if settings.unreachable == "refuse":
                 keeper.close()

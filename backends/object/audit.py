@@ -10,23 +10,26 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Mapping
 
 import msgspec
 
 from kvtier.backends.object import manifest
+from kvtier.backends.object.breath import Breath
+from kvtier.backends.object.leaving import Object
 from kvtier.backends.object.manifest import Entries
 from kvtier.backends.object.names import block_name, parse_block
+from kvtier.backends.object.spread import Spread
 from kvtier.backends.object.store import ObjectInfo, Store
 from kvtier.types import BlockKey
 
 _YOUNG_S = 120.0
-_BREATH_OBJECTS = 256
-_BREATH_S = 0.001
-"""A long listing lets go of Python's lock, which an engine's scheduler may be waiting for."""
 _HUNGER_SHARE = 16
 """A namespace without room asks for so much of the budget."""
 _CANDIDATES_MAX = 1 << 16
+
+
+Stated = Spread[tuple[int, float, int]]
+"""Kind, time and size of each object."""
 
 
 class Unfinished(Exception):
@@ -39,8 +42,8 @@ class Audit(msgspec.Struct, frozen=True):
     namespace: str
     entries: Entries
     """All that is written down."""
-    known: Mapping[BlockKey, int]
-    """What was offered before the listing began, with generations."""
+    known: Spread[None]
+    """What was offered before the listing began."""
     capacity: int
     hungry: bool
     age_max_s: float | None
@@ -62,18 +65,16 @@ class Finding(msgspec.Struct):
     """Bytes of other namespaces."""
 
 
-def audit(store: Store, case: Audit, breathe: Callable[[], None]) -> Finding:
-    """List everything and compare; raises StoreError, or Unfinished. Calls `breathe` all along."""
-    stated = _by_name(case.entries)
+def audit(store: Store, case: Audit, breathe: Breath) -> Finding:
+    """List everything and compare; raises StoreError, or Unfinished."""
+    stated = _by_name(case.entries, breathe)
     finding = Finding([], [], {})
-    present: set[tuple[BlockKey, int]] = set()
+    present: Spread[None] = Spread()
     leftovers: list[str] = []
     foreign: list[tuple[float, int, str]] = []
     own_bytes = 0
-    for number, info in enumerate(store.list(), 1):
-        if number % _BREATH_OBJECTS == 0:
-            time.sleep(_BREATH_S)
-            breathe()
+    for info in store.list():
+        breathe()
         if case.stop_at is not None and time.monotonic() > case.stop_at:
             raise Unfinished
         parsed = parse_block(info.name)
@@ -85,35 +86,38 @@ def audit(store: Store, case: Audit, breathe: Callable[[], None]) -> Finding:
             _remember(foreign, info)
             continue
         own_bytes += info.size
-        kind, at, size = stated.get((key, generation), (manifest.ADDED, 0.0, -1))
+        kind, at, size = stated.part(key).get((key, generation), (manifest.ADDED, 0.0, -1))
         if kind == manifest.REMOVED:
             if case.now - max(at, info.modified_s) >= case.read_s:
                 leftovers.append(info.name)
         elif case.age_max_s is not None and case.now - info.modified_s > case.age_max_s:
             leftovers.append(info.name)
         else:
-            present.add((key, generation))
+            present.part(key)[key, generation] = None
             if size != info.size:
                 finding.orphans.append((key, generation, info.size, max(at, info.modified_s)))
     _make_room(store, case, foreign, own_bytes, finding.foreign)
     store.delete(leftovers)
-    finding.gone = _gone(store, case, stated, present)
+    finding.gone = _gone(store, case, stated, present, breathe)
     return finding
 
 
-def _by_name(entries: Entries) -> dict[tuple[BlockKey, int], tuple[int, float, int]]:
+def _by_name(entries: Entries, breathe: Breath) -> Stated:
     """Kind, time and size by key and generation."""
-    return {
-        (key, generation): (kind, at / 1e6, size)
-        for key, generation, kind, at, size in zip(
-            manifest.keys_of(entries),
-            entries["generation"].tolist(),
-            entries["kind"].tolist(),
-            entries["time_us"].tolist(),
-            entries["size"].tolist(),
+    found: Stated = Spread()
+    for piece in breathe.chunks(len(entries)):
+        rows = entries[piece]
+        columns = zip(
+            manifest.keys_of(rows),
+            rows["generation"].tolist(),
+            rows["kind"].tolist(),
+            (rows["time_us"] / 1e6).tolist(),
+            rows["size"].tolist(),
             strict=True,
         )
-    }
+        for key, generation, kind, at, size in columns:
+            found.part(key)[key, generation] = kind, at, size
+    return found
 
 
 def _remember(oldest: list[tuple[float, int, str]], info: ObjectInfo) -> None:
@@ -156,17 +160,27 @@ def _make_room(
 def _gone(
     store: Store,
     case: Audit,
-    stated: Mapping[tuple[BlockKey, int], tuple[int, float, int]],
-    present: set[tuple[BlockKey, int]],
-) -> list[tuple[BlockKey, int]]:
+    stated: Stated,
+    present: Spread[None],
+    breathe: Breath,
+) -> list[Object]:
     """What is offered or stated, but is not there. What is young is asked for once more, because
-    it may have come while the listing was under way."""
-    suspects = set(case.known.items())
-    suspects.update(name for name, (kind, _, _) in stated.items() if kind == manifest.ADDED)
-    gone = []
-    for key, generation in suspects - present:
-        _, at, _ = stated.get((key, generation), (manifest.ADDED, case.now, 0))
-        young = at > case.now - _YOUNG_S  # even if removed: it may have been stored again since
+    it may have come while the listing was under way, or have been stored again after a removal."""
+    gone: list[Object] = []
+
+    def look(suspect: Object) -> None:
+        breathe()
+        key, generation = suspect
+        if suspect in present.part(key):
+            return
+        _, at, _ = stated.part(key).get(suspect, (manifest.ADDED, case.now, 0))
+        young = at > case.now - _YOUNG_S
         if not young or store.head(block_name(case.namespace, key, generation)) is None:
-            gone.append((key, generation))
+            gone.append(suspect)
+
+    for suspect, _ in case.known.items():
+        look(suspect)
+    for suspect, (kind, _, _) in stated.items():
+        if kind == manifest.ADDED and suspect not in case.known.part(suspect[0]):
+            look(suspect)
     return gone

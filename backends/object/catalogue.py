@@ -233,10 +233,6 @@ class ObjectCatalogue(SlabTier):
     def _write_removed(self, objects: Sequence[Object]) -> None:
         self._keeper.removed([key for key, _ in objects], [gen for _, gen in objects])
 
-    def generations(self) -> dict[BlockKey, int]:
-        """All offered keys and their generations; may be called from any thread."""
-        found = dict.fromkeys(list(self._where), 0)
-        for key, generation in list(self._generation.items()):
-            if key in found:
-                found[key] = generation
-        return found
+    def known(self) -> tuple[list[BlockKey], dict[BlockKey, int]]:
+        """All offered keys, and generations that are not 0; may be called from any thread."""
+        return list(self._where), dict(self._generation)

@@ -14,8 +14,8 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 
 import msgspec
 import numpy as np
@@ -23,12 +23,14 @@ import numpy.typing as npt
 
 from kvtier.backends.object import manifest
 from kvtier.backends.object.audit import Audit, Finding, Unfinished, audit
+from kvtier.backends.object.breath import Breath
 from kvtier.backends.object.budget import Budget, Standing
 from kvtier.backends.object.claims import LEASE_S, Claims
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
 from kvtier.backends.object.names import description_name
+from kvtier.backends.object.spread import Spread
 from kvtier.backends.object.store import Store
 from kvtier.core.record import HEADER_BYTES
 from kvtier.types import BlockKey, Namespace
@@ -46,6 +48,9 @@ _ENTRIES_MAX = 1 << 16
 _HASTE_SHARE = 0.9
 _LATELY_US = 600_000_000
 _SKEW_US = 3_600_000_000
+
+
+Known = Callable[[], tuple[list[BlockKey], dict[BlockKey, int]]]
 
 
 class Rows(msgspec.Struct):
@@ -124,7 +129,8 @@ class Keeper:
         self._next_look = self._next_audit = 0.0
         self._purged_before = 0.0
         self._thread: threading.Thread | None = None
-        self._known: Callable[[], dict[BlockKey, int]] = dict
+        self._known: Known = lambda: ([], {})
+        self._breath = Breath(self._claims.keep)
 
     # -- what the tier asks for ------------------------------------------------------------
 
@@ -172,9 +178,9 @@ class Keeper:
 
     # -- beginning and end -----------------------------------------------------------------
 
-    def open(self, known: Callable[[], dict[BlockKey, int]]) -> None:
-        """Learn what is there; raises StoreError. `known` answers the tier's keys and their
-        generations, from any thread."""
+    def open(self, known: Known) -> None:
+        """Learn what is there; raises StoreError. `known` answers the tier's keys, and the
+        generations of those whose generation is not 0, from any thread."""
         self._known = known
         with self._mutex:
             self._store.put(
@@ -189,10 +195,11 @@ class Keeper:
 
     def learn(self) -> None:
         """What manifests say, without a look at the objects; raises StoreError."""
-        self._tell(self._journal.everything(), {})
+        self._tell(self._journal.everything(), Spread())
 
     def start(self) -> None:
         """Begin to work in the background."""
+        self._breath.alone = False
         self._thread = threading.Thread(target=self._run, name="kvtier-object-keeper", daemon=True)
         self._thread.start()
 
@@ -290,23 +297,25 @@ class Keeper:
         self.news.append(News(standing=standing))
         self._journal.join(self._purged_before)
 
-    def _tell(self, entries: Entries, known: Mapping[BlockKey, int] | None = None) -> None:
+    def _tell(self, entries: Entries, known: Spread[None] | None = None) -> None:
         """Hand entries over; of a whole state only what is not `known` as it is stated."""
-        if len(entries):  # what follows is later, whatever the clocks of others say
-            latest_us = int(entries["time_us"][-1])
+        latest_us = int(entries["time_us"][-1]) if len(entries) else 0
+        if latest_us:  # what follows is later, whatever the clocks of others say
             self._last_us = max(self._last_us, min(latest_us, int(self._clock() * 1e6) + _SKEW_US))
         for kind in (REMOVED, ADDED):
-            rows = entries[entries["kind"] == kind]
-            if known is not None:
-                rows = rows[_news_among(rows, known)]
-            told = Rows(
-                manifest.keys_of(rows),
-                rows["generation"].tolist(),
-                rows["size"].tolist(),
-                (rows["time_us"] / 1e6).tolist(),
-            )
-            for piece in told.pieces():
-                self.news.append(News(added=piece) if kind == ADDED else News(removed=piece))
+            for piece in self._breath.chunks(len(entries)):
+                rows = entries[piece]
+                rows = rows[rows["kind"] == kind]
+                if known is not None and len(rows):
+                    rows = rows[_news_among(rows, known, latest_us)]
+                if len(rows):
+                    told = Rows(
+                        manifest.keys_of(rows),
+                        rows["generation"].tolist(),
+                        rows["size"].tolist(),
+                        (rows["time_us"] / 1e6).tolist(),
+                    )
+                    self.news.append(News(added=told) if kind == ADDED else News(removed=told))
 
     def _audit(self, stop_at: float | None = None) -> None:
         """Everything that is written down, against everything that is there."""
@@ -331,7 +340,7 @@ class Keeper:
                 now=begun,
                 stop_at=stop_at,
             ),
-            self._claims.keep,
+            self._breath,
         )
         self._next_audit = time.monotonic() + self.limits.audit_s * random.uniform(0.8, 1.2)
         self._store.sweep(_CRASHED_S)
@@ -344,13 +353,16 @@ class Keeper:
         self._claims.bury(dead)
         self._look()
 
-    def _known_soon(self) -> dict[BlockKey, int]:
+    def _known_soon(self) -> Spread[None]:
         """What the tier knows, but for what it is still to hear of."""
         on_the_way = [piece.removed.keys for piece in tuple(self.news) if piece.removed]
-        known = self._known()
-        for keys in on_the_way:
-            for key in keys:
-                known.pop(key, None)
+        offered, generations = self._known()
+        known: Spread[None] = Spread()
+        for piece in self._breath.chunks(len(offered)):
+            for key in offered[piece]:
+                known.part(key)[key, generations.get(key, 0)] = None
+        for key in chain.from_iterable(on_the_way):
+            known.part(key).pop((key, generations.get(key, 0)), None)
         return known
 
     def _take_in(self, finding: Finding, begun: float) -> None:
@@ -373,15 +385,12 @@ class Keeper:
             self.news.append(News(removed=gone))
 
 
-def _news_among(rows: Entries, known: Mapping[BlockKey, int]) -> npt.NDArray[np.bool_]:
+def _news_among(rows: Entries, known: Spread[None], latest_us: int) -> npt.NDArray[np.bool_]:
     """Which added rows are not known, which removed ones are. What was added lately is always told:
     it may be another object than the one that is known, or was when `known` was asked."""
     added: npt.NDArray[np.bool_] = rows["kind"] == ADDED
-    if not known:
-        return added
     keys, generations = manifest.keys_of(rows), rows["generation"].tolist()
-    same = [known.get(key) == gen for key, gen in zip(keys, generations, strict=True)]
+    same = [(key, gen) in known.part(key) for key, gen in zip(keys, generations, strict=True)]
     news: npt.NDArray[np.bool_] = np.array(same, bool) != added
-    if len(rows):
-        news |= added & (rows["time_us"] + _LATELY_US > rows["time_us"].max())
+    news |= added & (rows["time_us"] + _LATELY_US > latest_us)
     return news
