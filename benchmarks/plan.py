@@ -49,18 +49,19 @@ Row = tuple[float, list[int]]
 
 
 def conversations(references: int) -> list[Row]:
-    """Users who come back after a while with the whole of their conversation and a little more."""
+    """Users who come back after a while with the whole of their conversation and a little more: 24
+    blocks a request, of which 39 % have been asked for before."""
     dice = random.Random(1)
     number = count(1)
     rows: list[Row] = []
     made, start = 0, 0.0
     while made < references:
         start += dice.expovariate(1 / 300)
-        now, blocks = start, [0, *(next(number) for _ in range(1 + int(dice.expovariate(1 / 14))))]
+        now, blocks = start, [0, *(next(number) for _ in range(1 + int(dice.expovariate(1 / 21))))]
         while True:
             rows.append((now, list(blocks)))
             made += len(blocks)
-            if dice.random() > 0.5:
+            if dice.random() > 0.35:
                 break
             now += dice.lognormvariate(11, 1)
             blocks += (next(number) for _ in range(dice.randint(1, 4)))
