@@ -73,6 +73,7 @@ def audit(store: Store, case: Audit, breathe: Breath) -> Finding:
     leftovers: list[str] = []
     foreign: list[tuple[float, int, str]] = []
     own_bytes = 0
+    breathe.begin()
     for info in store.list():
         breathe()
         if case.stop_at is not None and time.monotonic() > case.stop_at:

@@ -31,8 +31,13 @@ class Breath:
                 time.sleep(_PAUSE_S)
             self._since = time.perf_counter()
 
+    def begin(self) -> None:
+        """Something short has been waited for a moment ago."""
+        self._since = time.perf_counter()
+
     def chunks(self, count: int) -> Iterator[slice]:
         """`range(count)` in pieces, with a breath after each."""
+        self.begin()
         for start in range(0, count, CHUNK):
             yield slice(start, start + CHUNK)
             self()

@@ -53,9 +53,7 @@ def test_blocks_that_no_request_can_carry_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="in one request") as caught:
         BACKEND.check(large, (5 << 30) + 1)
     assert "smaller" in caught.value.remedy
-    BACKEND.check(
-        settings(url=f"file://{tmp_path}/new", capacity=Capacity.parse("10TiB")), 6 << 30
-    )
+    BACKEND.check(settings(url=f"file://{tmp_path}/new", capacity=Capacity.parse("10TiB")), 6 << 30)
 
 
 def test_what_can_work_is_taken(tmp_path: Path) -> None:

@@ -1,0 +1,231 @@
+"""Claims: no order of events lets writers take the same room twice; the dead and the late."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from object_subjects import FOLDER
+
+from kvtier.backends.object import writers
+from kvtier.backends.object.budget import Budget, Standing
+from kvtier.backends.object.claims import Claim, Claims, parse_claim
+from kvtier.backends.object.errors import StoreError
+from kvtier.backends.object.files import FileStore
+from kvtier.backends.object.names import parse_block
+from kvtier.backends.object.store import Buffer, ObjectInfo, PutOutcome
+from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import Rig
+from kvtier.types import Namespace
+
+CAPACITY = 24
+"""In bytes: a block has one."""
+LEASE_S = 60.0
+
+
+class NameStore(FileStore):
+    """Claims in memory, by a clock of its own; before each call others may act."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.names: dict[str, float] = {}
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def put(
+        self,
+        name: str,
+        buffers: Sequence[Buffer],
+        *,
+        if_absent: bool = False,
+        deadline: float | None = None,
+    ) -> PutOutcome:
+        self.meanwhile()
+        self.names[name] = self.clock() + 1e6  # no two clocks agree
+        return PutOutcome.STORED
+
+    def list(
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+    ) -> Iterator[ObjectInfo]:
+        self.meanwhile()
+        return iter([ObjectInfo(name, 0, at) for name, at in sorted(self.names.items())])
+
+    def delete(
+        self, names: Sequence[str], *, deadline: float | None = None
+    ) -> Mapping[str, StoreError]:
+        for name in names:
+            self.names.pop(name, None)
+        return {}
+
+
+class World:
+    """What is there, what is written down, and who writes."""
+
+    def __init__(self, seed: int, count: int) -> None:
+        self.now = 0.0
+        self.dice = random.Random(seed)
+        self.store = NameStore(lambda: self.now)
+        self.there: set[int] = set()
+        self.stated: set[int] = set()
+        self.blocks = 0
+        self.writers = [Model(self) for _ in range(count)]
+        self.most = self.stored = 0
+
+
+class Model:
+    """A writer whose every step is taken apart."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.budget = Budget(CAPACITY, 1, lambda: world.now)
+        self.claims = Claims(
+            world.store, "ab" * 16, self.budget, lease_s=LEASE_S, clock=lambda: world.now
+        )
+        self.claims.take_measure({})
+        self.unwritten: list[int] = []
+        self.known: set[int] = set()
+        self.written: list[int] = []
+        self.heard: list[tuple[Standing, set[int], int]] = []
+        self.busy = False
+
+    def look(self) -> None:
+        """The keeper: claim, then read what is written down; the tier hears of it later."""
+        if self.busy:
+            return
+        self.busy = True
+        standing, _ = self.claims.renew()
+        self.heard.append((standing, set(self.world.stated), len(self.written)))
+        self.busy = False
+
+    def hear(self) -> None:
+        if self.heard:
+            standing, self.known, mark = self.heard.pop(0)
+            self.known |= {*self.unwritten, *self.written[mark:]}
+            self.budget.used = len(self.known)
+            self.budget.hear(standing)
+
+    def store(self) -> None:
+        wanted = self.world.dice.randint(1, 4)
+        count, _ = self.budget.hold(wanted)
+        if count < wanted and not self.budget.alone:
+            self.budget.refused(wanted - count)
+        for _ in range(count):
+            self.world.blocks += 1
+            self.budget.reserve(1)
+            self.unwritten.append(self.world.blocks)
+            self.known.add(self.world.blocks)
+            self.world.there.add(self.world.blocks)
+            self.world.stored += 1
+        self.budget.give_back()
+        self.world.most = max(self.world.most, len(self.world.there))
+
+    def write_down(self) -> None:
+        if not self.busy:  # the same thread looks
+            self.world.stated.update(self.unwritten)
+            self.written += self.unwritten
+            self.budget.settle(len(self.unwritten))
+            self.unwritten.clear()
+
+    def evict(self) -> None:
+        """Delete what is too much, then say so."""
+        if self.busy:
+            return
+        for block in sorted(self.known & self.world.stated)[: max(0, self.budget.surplus())]:
+            self.world.there.discard(block)
+            self.world.stated.discard(block)
+            self.known.discard(block)
+            self.budget.used -= 1
+
+    def step(self) -> None:
+        step = self.world.dice.choice(
+            [self.look, self.hear, self.store, self.store, self.write_down, self.evict]
+        )
+        step()
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_order_of_events_takes_room_twice(seed: int) -> None:
+    world = World(seed, 2 + seed % 3)
+
+    def others_act() -> None:
+        world.store.meanwhile = lambda: None
+        for _ in range(world.dice.randint(0, 6)):
+            world.dice.choice(world.writers).step()
+        world.store.meanwhile = others_act
+
+    world.store.meanwhile = others_act
+    for _ in range(600):
+        world.now += world.dice.random()
+        world.dice.choice(world.writers).step()
+    assert CAPACITY // 2 < world.most <= CAPACITY
+    assert world.stored > CAPACITY, "they do store"
+
+
+def test_a_writer_that_slept_stores_nothing_until_it_has_looked() -> None:
+    world = World(1, 2)
+    sleeper, other = world.writers
+    sleeper.look()
+    sleeper.hear()
+    assert sleeper.budget.hold(3)[0] == 3
+    sleeper.budget.give_back()
+    world.now += 2 * LEASE_S
+    assert sleeper.budget.hold(3) == (0, 0.0)
+    other.look()
+    other.look()
+    standing, dead = other.claims.renew()
+    assert standing.alone
+    assert standing.dead > CAPACITY, "what the sleeper may have left is counted"
+    assert len(dead) == 1
+    other.claims.bury(dead)
+    sleeper.look()
+    sleeper.hear()
+    assert sleeper.budget.hold(3)[0] == 0, "the other one is alone, as far as it knows"
+    other.look()
+    other.hear()
+    sleeper.look()
+    sleeper.hear()
+    assert sleeper.budget.hold(3)[0] > 0
+
+
+def test_names_are_read_as_they_are_written() -> None:
+    claim = Claim("ab" * 16, writers.new(), 7, 1 << 40, 1 << 50, 60_000, "s", True, 5.0)
+    writers.ended(claim.writer)
+    assert parse_claim(claim.name, 5.0) == claim
+    for wrong in ("", claim.name[1:], claim.name + "x", claim.name.replace("claims", "claim")):
+        assert parse_claim(wrong, 5.0) is None
+
+
+def test_a_process_that_ended_is_known_to_be_dead() -> None:
+    own = writers.new()
+    assert writers.may_live(own)
+    writers.ended(own)
+    assert not writers.may_live(own)
+    init = f"{own[:8]}{1:08x}{0:08x}{own[24:]}"
+    assert not writers.may_live(init), "a process number is used again"
+    elsewhere = f"{int(own[:8], 16) ^ 1:08x}{own[8:]}"
+    assert writers.may_live(elsewhere), "of another machine nobody knows"
+
+
+def weight(folder: Path) -> int:
+    return sum(i.size for i in FileStore(folder / "store").list() if parse_block(i.name))
+
+
+def test_two_living_namespaces_share_one_budget(tmp_path: Path) -> None:
+    newer = Namespace(facts={"model": "newer"}, group_bytes=NAMESPACE.group_bytes)
+    old = Rig(FOLDER, tmp_path, blocks=8)
+    assert old.put(make_keys(3))
+    new = Rig(FOLDER, tmp_path, blocks=8, namespace=newer)
+    assert new.put(make_keys(2)) == [], "the old one may use everything"
+    end = time.monotonic() + 60
+    number = 0
+    while len(new.resident(make_keys(1000))) < 3:
+        assert time.monotonic() < end, "no room is ever given"
+        for rig in (old, new):
+            rig.put(make_keys(2, start=number))
+            assert weight(tmp_path) <= 8 * 12288
+            rig.settle()
+        number += 2
+    new.close()
+    old.close()
