@@ -26,17 +26,20 @@ class TimedHost(Host):
                     seconds = time.perf_counter() - begin
                     return {"seconds": seconds, "cached": output.num_cached_tokens or 0}
 
-    def decode(self, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+    def decode(
+        self, prompts: list[list[int]], tokens: int, stored: bool = True
+    ) -> dict[str, float]:
         """Seconds for all first tokens, and seconds a step once all requests are decoding. Of both
         also the processor's time: the engine's own thread's, which computes and schedules, and
-        that of all threads, the mover's with it."""
+        that of all threads, the mover's with it. What is not to be `stored` is kept from kvtier."""
         engine = self._llm.llm_engine
         marks = [self._mark()]
         for prompt in prompts:
             self._serial += 1
-            engine.add_request(
-                f"timed-{self._serial}", {"prompt_token_ids": prompt}, self._greedy(tokens)
-            )
+            parameters = self._greedy(tokens)
+            if not stored:
+                parameters.extra_args = {"kv_transfer_params": {"max_offload_tokens": 0}}
+            engine.add_request(f"timed-{self._serial}", {"prompt_token_ids": prompt}, parameters)
         waiting = len(prompts)
         started: set[str] = set()
         while len(started) < waiting:
