@@ -8,14 +8,17 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import msgspec
 
 from kvtier.backends.object.errors import CircuitOpen, StoreError
-from kvtier.backends.object.store import Buffer, GetOutcome, ObjectInfo, PutOutcome, Store
+from kvtier.backends.object.store import ObjectInfo, Store
+from kvtier.backends.object.wrapper import WrappedStore
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class BreakerPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,7 +38,7 @@ class Circuit(enum.Enum):
     """One call is trying whether the store has recovered; all others are refused."""
 
 
-class BreakerStore(Store):
+class BreakerStore(WrappedStore):
     """Refuses calls with CircuitOpen, at once, while the store behind it is unwell.
 
     After a number of failures in a row the circuit opens. When its time is over, one call is let
@@ -53,7 +56,7 @@ class BreakerStore(Store):
         clock: Callable[[], float] = time.monotonic,
         dice: random.Random | None = None,
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._policy = policy
         self._clock = clock
         self._dice = dice or random.Random()
@@ -73,56 +76,18 @@ class BreakerStore(Store):
     def __repr__(self) -> str:
         return f"BreakerStore({self._inner!r}, {self.circuit.value})"
 
-    def put(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        *,
-        if_absent: bool = False,
-        deadline: float | None = None,
-    ) -> PutOutcome:
-        with self._guarded():
-            return self._inner.put(name, buffers, if_absent=if_absent, deadline=deadline)
-
-    def get(
-        self,
-        name: str,
-        into: Sequence[Buffer],
-        *,
-        offset: int | None = None,
-        deadline: float | None = None,
-    ) -> GetOutcome:
-        with self._guarded():
-            return self._inner.get(name, into, offset=offset, deadline=deadline)
-
-    def get_up_to(
-        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
-    ) -> int | None:
-        with self._guarded():
-            return self._inner.get_up_to(name, into, deadline=deadline)
-
-    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
-        with self._guarded():
-            return self._inner.head(name, deadline=deadline)
-
     def list(
         self, prefix: str = "", *, after: str = "", deadline: float | None = None
     ) -> Iterator[ObjectInfo]:
         with self._guarded():
             yield from self._inner.list(prefix, after=after, deadline=deadline)
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
+    def _call(self, call: Callable[[float | None], _T], deadline: float | None) -> _T:
         with self._guarded():
-            return self._inner.delete(names, deadline=deadline)
+            return call(deadline)
 
     def sweep(self, older_than_s: float) -> int:
-        with self._guarded():
-            return self._inner.sweep(older_than_s)
-
-    def close(self) -> None:
-        self._inner.close()
+        return self._call(lambda _: self._inner.sweep(older_than_s), None)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

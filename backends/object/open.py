@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
 from urllib.parse import unquote, urlsplit
-
-import msgspec
 
 from kvtier.backends.object.breaker import BreakerPolicy, BreakerStore
 from kvtier.backends.object.errors import WrongEndpoint
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.retry import RetryingStore, RetryPolicy
-from kvtier.backends.object.s3 import S3Settings, S3Store
+from kvtier.backends.object.s3 import Reach, S3Settings, S3Store
 from kvtier.backends.object.store import Store
-from kvtier.backends.object.wire import Timeouts
 
 
-class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StoreSettings(Reach, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything about reaching a store that a user may set."""
 
     url: str
-    endpoint: str | None = None
-    region: str | None = None
-    addressing: Literal["auto", "path", "virtual"] = "auto"
-    ca_bundle: str | None = None
-    profile: str | None = None
-    conditional_put: bool = True
     sync: bool = False
-    connections: int = 64
-    timeouts: Timeouts = Timeouts()
     retry: RetryPolicy = RetryPolicy()
     breaker: BreakerPolicy = BreakerPolicy()
 
@@ -43,20 +31,8 @@ def open_store(settings: StoreSettings) -> Store:
     if parts.scheme == "file" and parts.path and not parts.netloc:
         inner = FileStore(unquote(parts.path), sync=settings.sync)
     elif parts.scheme == "s3" and parts.hostname and not parts.username:
-        inner = S3Store(
-            S3Settings(
-                bucket=parts.netloc,
-                prefix=unquote(parts.path),
-                endpoint=settings.endpoint,
-                region=settings.region,
-                addressing=settings.addressing,
-                ca_bundle=settings.ca_bundle,
-                profile=settings.profile,
-                conditional_put=settings.conditional_put,
-                connections=settings.connections,
-                timeouts=settings.timeouts,
-            )
-        )
+        reach = {name: getattr(settings, name) for name in Reach.__struct_fields__}
+        inner = S3Store(S3Settings(bucket=parts.netloc, prefix=unquote(parts.path), **reach))
     else:
         raise WrongEndpoint("a store's url is s3://bucket/prefix or file:///folder")
     guarded = BreakerStore(inner, settings.breaker)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import msgspec
 
 from kvtier.backends.object.errors import RateLimited, StoreError
-from kvtier.backends.object.store import Buffer, GetOutcome, ObjectInfo, PutOutcome, Store
+from kvtier.backends.object.store import ObjectInfo, Store
+from kvtier.backends.object.wrapper import WrappedStore
 
 _T = TypeVar("_T")
 
@@ -24,7 +25,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cap_s: float = 1.0
 
 
-class RetryingStore(Store):
+class RetryingStore(WrappedStore):
     """Tries again what may pass, within the call's deadline and never beyond it.
 
     The wait before try n is random between nothing and base * 2^n (full jitter), and at least what
@@ -42,7 +43,7 @@ class RetryingStore(Store):
         sleep: Callable[[float], None] = time.sleep,
         dice: random.Random | None = None,
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._policy = policy
         self._total_s = total_s
         self._clock = clock
@@ -54,38 +55,6 @@ class RetryingStore(Store):
 
     def __repr__(self) -> str:
         return f"RetryingStore({self._inner!r})"
-
-    def put(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        *,
-        if_absent: bool = False,
-        deadline: float | None = None,
-    ) -> PutOutcome:
-        return self._run(
-            lambda end: self._inner.put(name, buffers, if_absent=if_absent, deadline=end), deadline
-        )
-
-    def get(
-        self,
-        name: str,
-        into: Sequence[Buffer],
-        *,
-        offset: int | None = None,
-        deadline: float | None = None,
-    ) -> GetOutcome:
-        return self._run(
-            lambda end: self._inner.get(name, into, offset=offset, deadline=end), deadline
-        )
-
-    def get_up_to(
-        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
-    ) -> int | None:
-        return self._run(lambda end: self._inner.get_up_to(name, into, deadline=end), deadline)
-
-    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
-        return self._run(lambda end: self._inner.head(name, deadline=end), deadline)
 
     def list(
         self, prefix: str = "", *, after: str = "", deadline: float | None = None
@@ -104,18 +73,7 @@ class RetryingStore(Store):
                 end = self._clock() + self._total_s if deadline is None else deadline
                 self._wait_or_raise(error, failures, end)
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
-        return self._run(lambda end: self._inner.delete(names, deadline=end), deadline)
-
-    def sweep(self, older_than_s: float) -> int:
-        return self._inner.sweep(older_than_s)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def _run(self, call: Callable[[float], _T], deadline: float | None) -> _T:
+    def _call(self, call: Callable[[float | None], _T], deadline: float | None) -> _T:
         end = self._clock() + self._total_s if deadline is None else deadline
         failures = 0
         while True:

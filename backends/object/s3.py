@@ -56,11 +56,9 @@ _DNS_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
 
-class S3Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a bucket is and how to reach it. Credentials never stand here: see `signing`."""
+class Reach(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to reach a bucket. Credentials never stand here: see `signing`."""
 
-    bucket: str
-    prefix: str = ""
     endpoint: str | None = None
     region: str | None = None
     addressing: Literal["auto", "path", "virtual"] = "auto"
@@ -69,6 +67,13 @@ class S3Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     conditional_put: bool = True
     connections: int = 64
     timeouts: Timeouts = Timeouts()
+
+
+class S3Settings(Reach, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which bucket, and what every name in it begins with."""
+
+    bucket: str
+    prefix: str = ""
 
 
 class S3Store(Store):
