@@ -10,9 +10,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from kvtier.backends.object.keeper import Keeper, News, Rows
+from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.leaving import Leaving, Object
 from kvtier.backends.object.names import block_name
+from kvtier.backends.object.news import News, Rows
 from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.slab.tier import SlabTier
 from kvtier.types import BlockKey, EventKind

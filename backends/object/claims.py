@@ -148,11 +148,6 @@ class Claims:
         self.measured = False
         self._budget.withdraw()
 
-    def keep(self) -> None:
-        """Renew the lease, if it is time, without asking for more."""
-        if self._mine is not None and self._due():
-            self._publish(self._mine)
-
     def _due(self) -> bool:
         return self._clock() - self._begun_at > self._lease_s / _RENEW_SHARE
 

@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, islice
 
 import msgspec
@@ -24,12 +24,13 @@ import numpy.typing as npt
 from kvtier.backends.object import manifest
 from kvtier.backends.object.audit import Audit, Finding, Unfinished, audit
 from kvtier.backends.object.breath import Breath
-from kvtier.backends.object.budget import Budget, Standing
+from kvtier.backends.object.budget import Budget
 from kvtier.backends.object.claims import LEASE_S, Claims
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
 from kvtier.backends.object.names import description_name
+from kvtier.backends.object.news import Known, News, Rows
 from kvtier.backends.object.spread import Spread
 from kvtier.backends.object.store import Store
 from kvtier.core.record import HEADER_BYTES
@@ -41,49 +42,11 @@ _WRITE_S = 0.5
 _OPEN_S = 2.0
 """How long opening may wait for a listing; what manifests say is known before."""
 _CRASHED_S = 3600.0
-_NEWS_ROWS = 512
-"""So much is told at once: the tier takes it in between two requests."""
 _DELETES = 1000
 _ENTRIES_MAX = 1 << 16
 _HASTE_SHARE = 0.9
 _LATELY_US = 600_000_000
 _SKEW_US = 3_600_000_000
-
-
-Known = Callable[[], tuple[list[BlockKey], dict[BlockKey, int]]]
-
-
-class Rows(msgspec.Struct):
-    """Blocks, in columns; times in seconds since the epoch."""
-
-    keys: list[BlockKey]
-    generations: list[int]
-    sizes: list[int]
-    times: list[float]
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def pieces(self) -> Iterator[Rows]:
-        """The same in portions that a caller can take in without being held up."""
-        for start in range(0, len(self), _NEWS_ROWS):
-            cut = slice(start, start + _NEWS_ROWS)
-            yield Rows(self.keys[cut], self.generations[cut], self.sizes[cut], self.times[cut])
-
-
-class News(msgspec.Struct):
-    """Something that the tier does not know yet."""
-
-    added: Rows | None = None
-    """Blocks that are there."""
-    removed: Rows | None = None
-    """Blocks that are gone."""
-    freed: list[int] = []
-    """Slots whose objects are deleted."""
-    unhidden: int = 0
-    """So many of the hidden bytes are found again in what follows."""
-    standing: Standing | None = None
-    """All that others wrote down until now is known, and this is what we may do."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -130,7 +93,8 @@ class Keeper:
         self._purged_before = 0.0
         self._thread: threading.Thread | None = None
         self._known: Known = lambda: ([], {})
-        self._breath = Breath(self._claims.keep)
+        self._breath = Breath(self._meanwhile)
+        self._listing = False
 
     # -- what the tier asks for ------------------------------------------------------------
 
@@ -327,8 +291,7 @@ class Keeper:
         entries = self._journal.everything()
         self.news.append(News(unhidden=hidden))
         self._tell(entries, before)
-        finding = audit(
-            self._store,
+        finding = self._list(
             Audit(
                 namespace=self.namespace.id,
                 entries=entries,
@@ -339,8 +302,7 @@ class Keeper:
                 read_s=0.0 if dead else self.limits.read_s,  # nobody accounts for what they left
                 now=begun,
                 stop_at=stop_at,
-            ),
-            self._breath,
+            )
         )
         self._next_audit = time.monotonic() + self.limits.audit_s * random.uniform(0.8, 1.2)
         self._store.sweep(_CRASHED_S)
@@ -352,6 +314,21 @@ class Keeper:
         self._claims.take_measure(finding.foreign)
         self._claims.bury(dead)
         self._look()
+
+    def _list(self, case: Audit) -> Finding:
+        self._listing = True
+        try:
+            return audit(self._store, case, self._breath)
+        finally:
+            self._listing = False
+
+    def _meanwhile(self) -> None:
+        """While everything is listed, which may take minutes, the rest of the work goes on."""
+        if self._listing and time.monotonic() >= self._next_look:
+            self._listing = False
+            self._write_down()
+            self._look()
+            self._listing = True
 
     def _known_soon(self) -> Spread[None]:
         """What the tier knows, but for what it is still to hear of."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_servers import HostileServer, Peer, answer, error_body
+from object_servers import HostileServer, Peer, ServerProcess, answer, error_body
 
 from kvtier.backends.object import errors, signing
 from kvtier.backends.object.open import StoreSettings, open_store
@@ -167,6 +167,42 @@ def test_credentials_may_come_after_the_start(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "late")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "but here")
     assert get(store) == BODY
+
+
+def test_a_profile_of_the_users_files(
+    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name)
+    config, keys = tmp_path / "config", tmp_path / "credentials"
+    config.write_text("[profile kv]\nregion = eu-north-1\n")
+    keys.write_text("[kv]\naws_access_key_id = OFTHEPROFILE\naws_secret_access_key = SK\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
+    assert get(opened(endpoint=server.endpoint, profile="kv")) == BODY
+    assert b"Credential=OFTHEPROFILE/" in server.heads[0]
+    assert b"/eu-north-1/s3/" in server.heads[0]
+
+
+def test_web_identity_gives_a_role(
+    opened: Opener,
+    server: HostileServer,
+    moto_server: ServerProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """As in a pod of Kubernetes: a token in a file, exchanged for keys that expire."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    token = tmp_path / "token"
+    token.write_text("token-of-the-pod")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/reader")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", moto_server.endpoint)
+    assert get(opened(endpoint=server.endpoint)) == BODY
+    assert b"Credential=ASIA" in server.heads[0]
+    assert b"x-amz-security-token: " in server.heads[0].lower()
+    assert b"token-of-the-pod" not in server.heads[0]
 
 
 def test_an_unknown_profile_is_said_so(opened: Opener) -> None:

@@ -1,0 +1,49 @@
+"""What a keeper tells its tier, a little at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from kvtier.backends.object.budget import Standing
+from kvtier.types import BlockKey
+
+_NEWS_ROWS = 512
+"""So much is told at once: the tier takes it in between two requests."""
+
+Known = Callable[[], tuple[list[BlockKey], dict[BlockKey, int]]]
+"""All keys that a tier offers, and generations that are not 0."""
+
+
+class Rows(msgspec.Struct):
+    """Blocks, in columns; times in seconds since the epoch."""
+
+    keys: list[BlockKey]
+    generations: list[int]
+    sizes: list[int]
+    times: list[float]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def pieces(self) -> Iterator[Rows]:
+        """The same in portions that a caller can take in without being held up."""
+        for start in range(0, len(self), _NEWS_ROWS):
+            cut = slice(start, start + _NEWS_ROWS)
+            yield Rows(self.keys[cut], self.generations[cut], self.sizes[cut], self.times[cut])
+
+
+class News(msgspec.Struct):
+    """Something that the tier does not know yet."""
+
+    added: Rows | None = None
+    """Blocks that are there."""
+    removed: Rows | None = None
+    """Blocks that are gone."""
+    freed: list[int] = []
+    """Slots whose objects are deleted."""
+    unhidden: int = 0
+    """So many of the hidden bytes are found again in what follows."""
+    standing: Standing | None = None
+    """All that others wrote down until now is known, and this is what we may do."""
