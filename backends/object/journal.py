@@ -69,7 +69,8 @@ class Journal:
         the epoch) is known to be deleted; until then they hide objects whose deletion was lost.
         """
         listed = self._listed()
-        chosen = _pile(listed)
+        # only what `news` has told of: it would never be heard of here otherwise
+        chosen = _pile({name: size for name, size in listed.items() if name in self._seen})
         if not chosen:
             return False
         found = self._fetch({name: listed[name] for name in chosen})
