@@ -117,8 +117,9 @@ class Host:
         return self._copied - before
 
     def wake_up(self) -> bool:
-        """Go on."""
-        return bool(self._llm.wake_up())
+        """Go on; answers whether it does."""
+        self._llm.wake_up()
+        return not self._core.is_sleeping()
 
     def spoil_device(self) -> None:
         """What a GPU's memory is after a sleep; the CPU platform keeps its own."""
