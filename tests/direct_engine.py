@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,6 +82,15 @@ class Rank:
 
         return CudaCopier(layout, self.device, region, namespace, open_direct=open_direct)
 
+    def wait_until_open(self) -> None:
+        """Until the copier's own thread has found out whether files can be read directly."""
+        copier = self.worker._copier
+        assert copier is not None
+        end = time.monotonic() + 60
+        while self._able and not copier.reads_files:
+            assert time.monotonic() < end, "direct reads never became possible"
+            os.sched_yield()
+
 
 class Engine:
     """Stores and loads blocks as vLLM would have it done."""
@@ -132,6 +143,8 @@ class Engine:
         job = next(self._names)
         for rank in self.ranks:
             rank.worker.store(job, errand, Blocks(ids, [len(ids)], [0]))
+        for rank in self.ranks:
+            rank.wait_until_open()  # what the reports of this store then say is for certain
         self.finish(errand)
         self.settle()
 
