@@ -8,6 +8,9 @@ import os
 import re
 from pathlib import Path
 
+from kvtier.core.slab.layout import TABLE_AT, SlabHeader
+from kvtier.errors import FormatError, NewerFormat
+
 DATA_SUFFIX = ".slab"
 TABLE_SUFFIX = ".table"
 _HOME = re.compile(r"[0-9a-f]{32}")
@@ -85,3 +88,18 @@ def length(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+def is_newer(table: Path) -> bool:
+    """Whether a newer kvtier wrote a slab: it is left alone."""
+    try:
+        fd = os.open(table, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            SlabHeader.unpack(os.pread(fd, TABLE_AT, 0))
+        finally:
+            os.close(fd)
+    except NewerFormat:
+        return True
+    except (FormatError, OSError):
+        return False
+    return False

@@ -19,6 +19,7 @@ from kvtier.backends.nvme.files import (
     TABLE_SUFFIX,
     held,
     homes,
+    is_newer,
     length,
     slab_files,
     used_at,
@@ -32,7 +33,7 @@ class IdleHome(msgspec.Struct, frozen=True):
 
     path: Path
     tables: list[Path]
-    """The least recently used first."""
+    """Those that may go, the least recently used first."""
     used: float
     bytes: int
 
@@ -98,5 +99,6 @@ def _others(root: Path, mine: Path) -> tuple[list[IdleHome], int]:
         tables = sorted((used_at(table), table) for table in slab_files(path, TABLE_SUFFIX))
         size = sum(_bytes(table) for _, table in tables)
         used = tables[-1][0] if tables else 0.0
-        idle.append(IdleHome(path, [table for _, table in tables], used, size))
+        ours = [table for _, table in tables if not is_newer(table)]
+        idle.append(IdleHome(path, ours, used, size))
     return idle, living

@@ -113,10 +113,10 @@ class ObjectCatalogue(SlabTier):
                     self._resize(slot, rows.sizes[row])
                     self._times[slot] = max(self._times[slot], times[row])
                 elif not self._leaving.covers(key, generations[row]):
-                    copy = self._leaving.begin(key, generations[row])
+                    copy = self._leaving.begin(key, generations[row], self._keeper.now_s())
                     self._delete_apart([copy], rows.sizes[row])
             elif self._on_its_way(key, generations[row]):
-                if key not in self._reserved:  # perhaps somebody else's, younger than ours
+                if not self._is_counted(key, generations[row], times[row]):
                     self._budget.hidden += rows.sizes[row]
             elif key not in fresh:
                 fresh[key] = row
@@ -144,6 +144,14 @@ class ObjectCatalogue(SlabTier):
         if key in self._reserved or key in self._doomed:
             return True
         return self._leaving.covers(key, generation)
+
+    def _is_counted(self, key: BlockKey, generation: int, at: float) -> bool:
+        """Whether an object on its way has its room, and is not somebody else's younger one. What
+        is evicted has that of the block that is written in its place."""
+        if key in self._reserved or self._leaving.knows(key, generation, at):
+            return True
+        slot = self._doomed.get(key)
+        return slot is not None and at <= self._times[slot]
 
     def _take_removed(self, rows: Rows) -> None:
         """Stop offering what is gone, unless it has been added again since."""
@@ -210,7 +218,8 @@ class ObjectCatalogue(SlabTier):
 
     def _leave(self, key: BlockKey) -> Object:
         """This key's object is to be deleted."""
-        return self._leaving.begin(key, self._generation.pop(key, 0))
+        generation = self._generation.pop(key, 0)
+        return self._leaving.begin(key, generation, self._keeper.now_s())
 
     def _delete_soon(self, slot: int, objects: list[Object]) -> None:
         self._deleting[slot] = objects

@@ -103,6 +103,10 @@ class Keeper:
         self._last_us = max(self._last_us + 1, int(self._clock() * 1e6))
         return self._last_us
 
+    def now_s(self) -> float:
+        """Seconds since the epoch, each time later than all that is written down."""
+        return self.now_us() / 1e6
+
     def added(
         self, keys: Sequence[BlockKey], generations: Sequence[int], sizes: Sequence[int]
     ) -> float:

@@ -20,16 +20,20 @@ class Leaving:
 
     def __init__(self) -> None:
         self._of: dict[BlockKey, tuple[int, int]] = {}
+        self._since: dict[Object, float] = {}
 
-    def begin(self, key: BlockKey, generation: int) -> Object:
-        """This object is to be deleted."""
+    def begin(self, key: BlockKey, generation: int, now: float) -> Object:
+        """This object is to be deleted, from now on (seconds of the epoch)."""
         latest, count = self._of.get(key, (0, 0))
         self._of[key] = (max(latest, generation), count + 1)
+        self._since[key, generation] = now
         return key, generation
 
     def end(self, objects: Sequence[Object]) -> None:
         """These objects are deleted."""
-        for key, _ in objects:
+        for one in objects:
+            key, _ = one
+            self._since.pop(one, None)
             generation, count = self._of[key]
             if count == 1:
                 del self._of[key]
@@ -40,6 +44,11 @@ class Leaving:
         """Whether this object is one that is being deleted, or older than such a one."""
         latest = self._of.get(key)
         return latest is not None and latest[0] >= generation
+
+    def knows(self, key: BlockKey, generation: int, at: float) -> bool:
+        """Whether an object that was written at this time is one that is being deleted, and not one
+        that somebody else has written under its name since."""
+        return at <= self._since.get((key, generation), -1.0)
 
     def next_generation(self, key: BlockKey) -> int:
         """The generation of the next object of this key."""

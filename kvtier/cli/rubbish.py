@@ -14,12 +14,16 @@ from typing import Any
 import msgspec
 
 from kvtier.backends.cpu.region import SUFFIX, in_use, leftovers, remove
-from kvtier.backends.nvme.files import DATA_SUFFIX, TABLE_SUFFIX, slab_files, unfinished
+from kvtier.backends.nvme.files import (
+    DATA_SUFFIX,
+    TABLE_SUFFIX,
+    is_newer,
+    slab_files,
+    unfinished,
+)
 from kvtier.cli.hold import folder_locked, has_live_owner, is_held
-from kvtier.cli.holdings import BENCH_MARK, NAMESPACE_ID, Place, Slab, read_file
+from kvtier.cli.holdings import BENCH_MARK, NAMESPACE_ID, Place, Slab
 from kvtier.config import StackConfig
-from kvtier.core.slab.layout import TABLE_AT, SlabHeader
-from kvtier.errors import FormatError, NewerFormat
 
 _MAKING = ".making"
 _BENCH_S = 600.0
@@ -167,7 +171,7 @@ def remove_home(root: Path, home: Path) -> bool:
     with folder_locked(root):
         if has_live_owner(home):
             return False
-        kept = {path.stem for path in slab_files(home, TABLE_SUFFIX) if _is_newer(path)}
+        kept = {path.stem for path in slab_files(home, TABLE_SUFFIX) if is_newer(path)}
         made = [path for path, _ in unfinished(home)]
         tables, data = slab_files(home, TABLE_SUFFIX), slab_files(home, DATA_SUFFIX)
         for path in (*tables, *data, *made):  # tables first: without one a slab is nothing
@@ -180,16 +184,6 @@ def remove_home(root: Path, home: Path) -> bool:
         with contextlib.suppress(OSError):  # what else lies there is not ours
             home.rmdir()
     return True
-
-
-def _is_newer(table: Path) -> bool:
-    try:
-        SlabHeader.unpack(read_file(table, TABLE_AT))
-    except NewerFormat:
-        return True
-    except (FormatError, OSError):
-        return False
-    return False
 
 
 def _over_budget(place: Place, root: Path, going: set[str]) -> Iterator[Rubbish]:

@@ -9,7 +9,6 @@ from kvtier.testing.stateful import tier_machine
 MOTO, RCLONE = BucketSubject(""), BucketSubject("")
 
 
-@pytest.mark.timeout(900)  # some 4,000 steps, each with a look at everything
 class TestFolder(tier_machine(FOLDER).TestCase):  # type: ignore[misc]
     """A folder."""
 
