@@ -46,6 +46,8 @@ def clone(target: Path) -> None:
             (environment / path.name).symlink_to(path)
     stamp = subprocess.run(
         ["make", "--eval", "which: ; @echo $(VLLM_STAMP)", "which"],
+        # as if by hand, though make may run these tests: one inside another says more
+        env={key: value for key, value in os.environ.items() if not key.startswith("MAKE")},
         cwd=target,
         check=True,
         capture_output=True,
