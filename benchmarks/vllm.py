@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import engines.engine
@@ -42,6 +42,7 @@ PARTS = ("scheduler", "decoding", "first_tokens")
 ONLY = os.environ.get("ONLY", ",".join(PARTS)).split(",")
 _PIECE = 4 << 20
 _THREADS = 8
+_SCHEDULER_ROUNDS = 3
 
 
 class Bench:
@@ -101,16 +102,23 @@ def main() -> None:
 
 
 def scheduler(bench: Bench, kept: Engine) -> None:
-    """32 requests: what the scheduler's calls into kvtier cost each step."""
-    prompts = [bench.prompt(300) for _ in range(32)]
-    spent = kept.scheduler_seconds(prompts=prompts, tokens=64)
+    """32 requests: what the scheduler's calls into kvtier cost each step; after a first 32, which
+    find code and memory cold and are told apart."""
+    runs = []
+    for _ in range(1 + _SCHEDULER_ROUNDS):
+        prompts = [bench.prompt(300) for _ in range(32)]
+        runs.append(kept.scheduler_seconds(prompts=prompts, tokens=64))
+        kept.settle()
+    first = [clock * 1e6 for clock, _ in runs[0]]
+    spent = [step for run in runs[1:] for step in run]
     clock, processor = (np.array(each) * 1e6 for each in zip(*spent, strict=True))
     report = bench.report
+    report.add("scheduler, mean of a step, the first 32 requests", mean(first), "us")
     report.at_most("scheduler, mean of a step, 32 requests", float(clock.mean()), "us", 200)
+    report.add("scheduler, median of a step", float(np.median(clock)), "us")
     report.add("scheduler, 99 of 100 steps", float(np.percentile(clock, 99)), "us")
     report.add("scheduler, processor time, mean", float(processor.mean()), "us")
     report.add("scheduler, processor time, 99 of 100", float(np.percentile(processor, 99)), "us")
-    kept.settle()
 
 
 def decoding(bench: Bench, plain: Engine, kept: Engine) -> None:
