@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 import threading
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
@@ -70,11 +71,11 @@ class Reader(Handler):
             self.unread += len(unread)
         return outcomes
 
+    @abstractmethod
     def read(
         self, numbers: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
     ) -> list[Outcome]:
         """Fill each buffer with a record, unproved."""
-        raise NotImplementedError
 
     def store(
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
