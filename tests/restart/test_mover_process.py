@@ -59,7 +59,7 @@ class TestProcessMover(MoverContract):
 
     def test_a_killed_process_drops_what_it_had_and_is_started_again(self, rig: MoverRig) -> None:
         rig.fill(NEAR, range(8))
-        rig.media[NEAR].hold(range(4))
+        rig.media[NEAR].hold(range(8))
         moving, waiting = rig.load(range(4)), rig.load(range(4, 8))
         rig.media[NEAR].next_call()
         killed = pid_of(rig.mover)
