@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvtier.core import numa
-from kvtier.core.disk import Disk
+from kvtier.core.disk import Disk, is_locked
 from kvtier.core.record import ALIGN, Buffer, padded
 from kvtier.core.slab.layout import (
     ENTRY_BYTES,
@@ -268,21 +268,11 @@ def _wait_exclusive(fd: int, sleep: Callable[[float], None] = time.sleep) -> boo
 
 
 def in_use(path: Path) -> bool:
-    """Whether any live process owns or maps the region."""
-    for candidate in (path, _owner_path(path)):
-        try:
-            fd = os.open(candidate, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue
-        except OSError:
-            return True
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
-    return False
+    """Whether any live process owns or maps the region; one that cannot be tried may be in use."""
+    try:
+        return is_locked(path) or is_locked(_owner_path(path))
+    except OSError:
+        return True
 
 
 def regions(folder: Path) -> Iterator[Path]:

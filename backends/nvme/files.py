@@ -8,6 +8,7 @@ import os
 import re
 from pathlib import Path
 
+from kvtier.core.disk import is_locked
 from kvtier.core.slab.layout import TABLE_AT, SlabHeader
 from kvtier.errors import FormatError, NewerFormat
 
@@ -60,18 +61,11 @@ def used_bytes(root: Path) -> int:
 
 
 def held(path: Path) -> bool:
-    """Whether some process holds the lock of an owner's file."""
+    """Whether some process holds the lock of an owner's file; strange files have no owner."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return is_locked(path)
     except OSError:
         return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def used_at(table: Path) -> float:

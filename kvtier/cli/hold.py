@@ -9,24 +9,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvtier.core.disk import is_locked
 from kvtier.errors import MediumError, MediumInUse
 
 _LOCK_WAIT_S = 10.0
-
-
-def is_held(path: Path) -> bool:
-    """Whether a live process holds a lock on this file."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 @contextlib.contextmanager
@@ -53,7 +39,7 @@ def folder_locked(root: Path) -> Iterator[None]:
 def has_live_owner(home: Path) -> bool:
     """Whether a process acts for any owner of this namespace's folder."""
     owners = home / "owners"
-    return owners.is_dir() and any(is_held(path) for path in owners.iterdir())
+    return owners.is_dir() and any(is_locked(path) for path in owners.iterdir())
 
 
 @contextlib.contextmanager

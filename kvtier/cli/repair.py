@@ -8,9 +8,10 @@ from pathlib import Path
 
 from kvtier.backends.nvme.files import DATA_SUFFIX
 from kvtier.cli.blocks import Block
-from kvtier.cli.hold import folder_locked, has_live_owner, is_held, region_held
+from kvtier.cli.hold import folder_locked, has_live_owner, region_held
 from kvtier.cli.holdings import Place, Slab
 from kvtier.config import StackConfig
+from kvtier.core.disk import is_locked
 from kvtier.core.slab.layout import BAD, ENTRY_BYTES, VALID, entry_at
 from kvtier.errors import MediumInUse
 
@@ -22,7 +23,7 @@ def quarantine(slab: Slab, blocks: Sequence[Block]) -> int:
             return _mark(slab.table, blocks)
     home = slab.table.parent
     with folder_locked(home.parent):
-        if is_held(home / "owners" / slab.engine):
+        if is_locked(home / "owners" / slab.engine):
             raise MediumInUse(f"{slab.table} is in use: stop its engine first")
         return _mark(slab.table, blocks)
 

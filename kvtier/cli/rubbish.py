@@ -21,9 +21,10 @@ from kvtier.backends.nvme.files import (
     slab_files,
     unfinished,
 )
-from kvtier.cli.hold import folder_locked, has_live_owner, is_held
+from kvtier.cli.hold import folder_locked, has_live_owner
 from kvtier.cli.holdings import BENCH_MARK, NAMESPACE_ID, Place, Slab
 from kvtier.config import StackConfig
+from kvtier.core.disk import is_locked
 
 _MAKING = ".making"
 _BENCH_S = 600.0
@@ -123,10 +124,10 @@ def _is_home(path: Path) -> bool:
 
 def _left_by_the_dead(root: Path, home: Path) -> Iterator[Rubbish]:
     for path in sorted((home / "owners").glob("*")):
-        if not is_held(path):
+        if not is_locked(path):
             yield _file(root, path, "mark of a dead owner", partial(_is_free, path))
     for path, maker in sorted(unfinished(home)):
-        if not is_held(maker):
+        if not is_locked(maker):
             what = "file that a dead process was making"
             yield _file(root, path, what, partial(_is_free, maker))
     for path in sorted(slab_files(home, DATA_SUFFIX)):
@@ -136,7 +137,7 @@ def _left_by_the_dead(root: Path, home: Path) -> Iterator[Rubbish]:
 
 
 def _is_free(path: Path) -> bool:
-    return not is_held(path)
+    return not is_locked(path)
 
 
 def _is_missing(path: Path) -> bool:
@@ -207,7 +208,7 @@ def _over_budget(place: Place, root: Path, going: set[str]) -> Iterator[Rubbish]
 
 def _remove_slab(root: Path, slab: Slab) -> bool:
     with folder_locked(root):
-        if is_held(slab.table.parent / "owners" / slab.engine):
+        if is_locked(slab.table.parent / "owners" / slab.engine):
             return False
         slab.table.unlink(missing_ok=True)
         slab.data.unlink(missing_ok=True)
@@ -216,7 +217,7 @@ def _remove_slab(root: Path, slab: Slab) -> bool:
 
 def _bench_lives(path: Path) -> bool:
     young = time.time() - path.stat().st_mtime < _BENCH_S
-    return young or any(is_held(owner) for owner in path.glob("*/owners/*"))
+    return young or any(is_locked(owner) for owner in path.glob("*/owners/*"))
 
 
 def _remove_bench(path: Path) -> bool:

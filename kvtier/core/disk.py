@@ -7,6 +7,7 @@ transfers, errors, latency, torn writes, flipped bits and death.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,3 +69,18 @@ class Disk:
         """Size of the file system of `path`."""
         info = os.statvfs(path)
         return info.f_blocks * info.f_frsize
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a live process holds a lock on this file; raises OSError if it cannot be tried."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

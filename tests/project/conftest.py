@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from sources import copy_sources
 
 ROOT = Path(__file__).parents[2]
 FIGURES: list[str] = []
@@ -16,17 +15,7 @@ FIGURES: list[str] = []
 def source_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what git has or would have: no build outputs, links as links."""
     target = tmp_path_factory.mktemp("source") / "kvtier"
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).exists():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
+    copy_sources(target)
     return target
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sources import copy_sources
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
@@ -28,17 +28,7 @@ CHUNK = 256
 
 def clone(target: Path) -> None:
     """The project's files, and the environment that the tests run in where it makes its own."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).exists():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
+    copy_sources(target)
     environment = target / ".venv-vllm"
     environment.mkdir()
     for path in Path(sys.prefix).iterdir():
