@@ -24,15 +24,20 @@ quarter of the capacity, so that a second engine finds some left."""
 _AHEAD_SLOTS = 1 << 14
 """More than any burst has blocks: free slots take memory, too."""
 
+_NEWS_SLOTS = 1 << 14
+"""About so many entries are taken in by one call: the death of a neighbour may be a million."""
+
 
 class Place:
     """A slab's range of this process's slot numbers."""
 
-    __slots__ = ("base", "lost", "mine", "slab")
+    __slots__ = ("base", "lost", "mine", "room", "slab")
 
-    def __init__(self, slab: SlabFile, base: int) -> None:
+    def __init__(self, slab: SlabFile, base: int, room: int) -> None:
         self.slab = slab
         self.base = base
+        self.room = room
+        """How many numbers there are: the range may have been a larger slab's."""
         self.mine = False
         self.lost = False
         """The slab is no longer there; its range may be given to another."""
@@ -71,30 +76,39 @@ class NvmeTier(SlabTier):
     # -- news ------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        news = self._keeper.news
-        while news:
-            self._take_in(news.popleft())
+        news, budget = self._keeper.news, _NEWS_SLOTS
+        while news and budget > 0:
+            budget -= self._take_in(news.popleft())
 
-    def _take_in(self, news: News) -> None:
+    def _catch_up_with_all(self) -> None:
+        while self._keeper.news:
+            self._catch_up()
+
+    def _take_in(self, news: News) -> int:
+        """Learn something; answers with how many entries were looked at."""
         slab = news.slab
         place = self._places.get(slab.id)
-        if news.gone:
-            if place is not None:
-                self._lose(place)
-            return
-        if news.wanted:
-            if place is not None and place.mine:
-                self._let_go(place, remove=news.wanted == "retire")
-            return
         if news.written is not None:
             if place is not None:
                 self._written([place.base + slot for slot in news.written])
-            return
-        known = place is not None
+            return len(news.written)
+        if news.gone:
+            if place is not None:
+                self._lose(place)
+        elif news.wanted:
+            if place is not None and place.mine:
+                self._let_go(place, remove=news.wanted == "retire")
+        else:
+            self._see(news, place)
+        return slab.header.slots if news.changes is None else len(news.changes[0])
+
+    def _see(self, news: News, place: Place | None) -> None:
+        """A slab is there: a new one, or one that has changed or changed hands."""
+        slab, known = news.slab, place is not None
         place = place or self._number(slab)
         if news.table is not None:
             if known:
-                self._forget_place(place, keep_pinned=True)
+                self._forget_place(place)
             self._own_blocks(place, layout.read_entries(news.table, slab.header.slots))
         elif news.changes is not None:
             if not place.mine:
@@ -110,12 +124,12 @@ class NvmeTier(SlabTier):
     def _number(self, slab: SlabFile) -> Place:
         """Give a slab a range of slot numbers: one that a lost slab has left, or a new one."""
         for index, hole in enumerate(self._by_index):
-            if hole.lost and hole.slab.header.slots >= slab.header.slots and not self._busy(hole):
-                place = Place(slab, hole.base)
+            if hole.lost and hole.room >= slab.header.slots and not self._busy(hole):
+                place = Place(slab, hole.base, hole.room)
                 self._by_index[index] = place
                 break
         else:
-            place = Place(slab, len(self._key_of))
+            place = Place(slab, len(self._key_of), slab.header.slots)
             index = len(self._by_index)
             self._by_index.append(place)
             self._origins.append(0)
@@ -134,19 +148,22 @@ class NvmeTier(SlabTier):
         )
 
     def _own_blocks(self, place: Place, entries: npt.NDArray[np.void]) -> None:
-        """A slab of the dead is ours now, with all it holds."""
+        """A slab of the dead is ours now, with all it holds but what is being read at the moment:
+        those slots are their readers' until the last unpin."""
         place.mine = True
+        base, slots = place.base, place.slots
+        held = np.zeros(len(entries), bool)
+        held[[slot - base for slot in self._pins if slot in slots]] = True
+        bad = np.flatnonzero((entries["state"] == layout.BAD) & ~held)
         valid = layout.committed(entries)
+        valid = valid[~held[valid]]
         used = layout.last_used(entries)
         valid = valid[np.argsort(used[valid], kind="stable")]
-        base = place.base
         keys = layout.keys_of(entries[valid])
         copies = self._adopt((valid + base).tolist(), keys, array("d", used[valid].tobytes()))
-        bad = (np.flatnonzero(entries["state"] == layout.BAD) + base).tolist()
-        held = np.zeros(len(entries), bool)
         held[valid] = True
-        held[np.flatnonzero(entries["state"] == layout.BAD)] = True
-        self._quarantine.extend(bad)
+        held[bad] = True
+        self._quarantine.extend((bad + base).tolist())
         self._free.extend((np.flatnonzero(~held) + base).tolist())
         self._free.extend(copies)
 
@@ -168,7 +185,7 @@ class NvmeTier(SlabTier):
                 fresh.append(key)
         self._announce(EventKind.STORED, fresh)
 
-    def _forget_place(self, place: Place, *, keep_pinned: bool) -> None:
+    def _forget_place(self, place: Place) -> None:
         """Take a slab's blocks out of the catalogue without writing anything down."""
         keys = []
         for slot in place.slots:
@@ -176,8 +193,6 @@ class NvmeTier(SlabTier):
             if key is None or self._where.get(key) != slot:
                 continue
             if slot in self._pins:
-                if keep_pinned:
-                    continue
                 self._doomed[key] = slot
             else:
                 self._key_of[slot] = None
@@ -189,7 +204,9 @@ class NvmeTier(SlabTier):
     def _lose(self, place: Place) -> None:
         """A slab has been removed by somebody, or its files have been."""
         place.mine, place.lost = False, True
-        self._forget_place(place, keep_pinned=False)
+        slots = place.slots
+        self._unwanted.update(key for key, slot in self._reserved.items() if slot in slots)
+        self._forget_place(place)
         self._drop_free(place)
         del self._places[place.slab.id]
         self._note_foreign()
@@ -275,10 +292,11 @@ class NvmeTier(SlabTier):
 
     def clear(self) -> None:
         """Own slabs are given up whole, so that not even what was evicted can be found again."""
-        super().clear()
+        self._catch_up_with_all()
         for place in [place for place in self._places.values() if place.mine]:
             self._lose(place)
             self._keeper.release(place.slab.id, remove=True)
+        super().clear()
         self._want_room()
 
     def tick(self) -> None:
@@ -287,7 +305,7 @@ class NvmeTier(SlabTier):
 
     def refresh(self) -> None:
         self._keeper.work(thorough=True)
-        self._catch_up()
+        self._catch_up_with_all()
         self._keeper.flush()
 
     def flush(self) -> None:

@@ -290,10 +290,11 @@ class SlabTier(Tier):
         for slot in slots:
             key = self._key_of[slot]
             self._key_of[slot] = None
+            tainted = slot in self._tainted
+            self._tainted.discard(slot)
             if self._foreign and not self._owned(slot):
                 continue
-            if slot in self._tainted:
-                self._tainted.discard(slot)
+            if tainted:
                 self._quarantine.append(slot)
                 assert key is not None
                 self._on_quarantined(slot, key)

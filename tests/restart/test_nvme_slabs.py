@@ -1,0 +1,109 @@
+"""Slabs that come, go and change hands while something is on its way into them or out of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nvme_rig import Engine, child, expect
+
+from kvtier.backends.nvme.folder import SlabFile
+from kvtier.backends.nvme.keeper import News
+from kvtier.backends.nvme.spec import NvmeSpec
+from kvtier.core.record import record_bytes
+from kvtier.core.slab.layout import SlabHeader
+from kvtier.testing.records import NAMESPACE, make_keys, sealed
+from kvtier.types import Outcome, Presence, Reservation
+
+SLOT = record_bytes(NAMESPACE.payload_bytes)
+
+
+def places(reservation: Reservation) -> set[int]:
+    assert isinstance(reservation.spec, NvmeSpec)
+    return set(reservation.spec.places)
+
+
+def slab(number: int, slots: int) -> SlabFile:
+    header = SlabHeader(
+        slots=slots, slot_bytes=SLOT, data_at=0, slab_id=number, namespace=NAMESPACE.digest
+    )
+    return SlabFile(header, owner=1)
+
+
+def test_what_is_read_while_its_slab_is_adopted_is_not_overwritten(tmp_path: Path) -> None:
+    mine = Engine(tmp_path / "kv", blocks=8)
+    keys = make_keys(4)
+    with child(
+        "engine = Engine(Path(sys.argv[1]), blocks=8); engine.put(make_keys(4))\n"
+        "print('stored', flush=True); sys.stdin.readline()",
+        tmp_path / "kv",
+    ) as neighbour:
+        expect(neighbour, "stored")
+        assert mine.hits(keys) == keys
+        read, dropped = keys[:2], keys[1]
+        spec = mine.tier.prepare_load(read)
+        assert isinstance(spec, NvmeSpec)
+        mine.tier.forget([dropped])
+    neighbour.wait()
+    mine.tier.refresh()
+    assert mine.hits(keys[2:]) == keys[2:], "the rest of the slab is served on"
+    before = mine.tier.prepare_store(make_keys(8, start=100))
+    assert not places(before) & set(spec.places)
+    mine.tier.complete_store(before.keys, dict.fromkeys(before.keys, Outcome.CANCELLED))
+    mine.tier.complete_load(read)
+    mine.tier.flush()
+    mine.tier.refresh()
+    after = mine.tier.prepare_store(make_keys(8, start=200))
+    assert len(after.keys) == 8
+    assert set(spec.places) < places(after), "who has been read is room again"
+    mine.tier.complete_store(after.keys, dict.fromkeys(after.keys, Outcome.CANCELLED))
+    mine.close()
+
+
+def test_a_store_into_a_slab_that_is_removed_meanwhile_is_not_committed(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv", blocks=4)
+    engine.put(make_keys(1, start=100))
+    keys = make_keys(2)
+    reservation = engine.tier.prepare_store(keys)
+    assert reservation.keys == keys
+    for path in engine.keeper.folder.home.glob("*.table"):
+        path.unlink()
+    stored = engine.handler.store(reservation.spec, keys, [sealed(key) for key in keys])
+    assert stored == [Outcome.OK] * 2, "its files are open still"
+    engine.tier.refresh()
+    engine.tier.complete_store(keys)
+    assert engine.tier.lookup(keys) == [Presence.MISS] * 2
+    engine.tier.refresh()
+    assert engine.put(keys) == keys
+    assert engine.read(keys) == keys
+    engine.close()
+
+
+def test_numbers_of_lost_slabs_are_used_again_whatever_their_size(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv", blocks=4)
+    news = engine.keeper.news
+
+    def come_and_go(number: int, slots: int) -> None:
+        news.append(News(slab(number, slots), changes=([], [])))
+        news.append(News(slab(number, slots), gone=True))
+        engine.tier.tick()
+
+    come_and_go(1, 64)
+    numbered = len(engine.tier._key_of)
+    for number in range(2, 50):
+        come_and_go(number, 1 + number % 64)
+    assert len(engine.tier._key_of) == numbered
+    engine.close()
+
+
+def test_much_news_is_taken_in_over_several_calls(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv", blocks=4)
+    count = 10_000
+    keys = make_keys(4 * count)
+    for number in range(4):
+        mine = keys[number * count : (number + 1) * count]
+        engine.keeper.news.append(News(slab(number + 1, count), changes=(list(range(count)), mine)))
+    found = engine.tier.lookup(keys).count(Presence.HIT)
+    assert found == 2 * count, "two of them are about as much as one call does"
+    engine.tier.tick()
+    assert engine.tier.lookup(keys).count(Presence.HIT) == 4 * count
+    engine.close()
