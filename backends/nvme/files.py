@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
+import time
 from pathlib import Path
 
 from kvtier.core.disk import is_locked
@@ -14,6 +16,7 @@ from kvtier.errors import FormatError, NewerFormat
 
 DATA_SUFFIX = ".slab"
 TABLE_SUFFIX = ".table"
+_HOLD_TRIES = 100
 _HOME = re.compile(r"[0-9a-f]{32}")
 _WHOLE = re.compile(r"[0-9a-f]{8}\.(slab|table)")
 _UNFINISHED = re.compile(
@@ -46,8 +49,16 @@ def owner_path(owners: Path, owner: int) -> Path:
 def hold_owner(owners: Path, owner: int) -> int:
     """Act for an owner: its slabs are not adopted while the descriptor returned is open."""
     fd = os.open(owner_path(owners, owner), os.O_RDWR | os.O_CLOEXEC)
-    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return fd
+    try:
+        for _ in range(_HOLD_TRIES):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return fd
+            time.sleep(0.001)  # who asks whether it is `held` holds it himself for a moment
+        raise BlockingIOError(errno.EWOULDBLOCK, "another process keeps it locked")
+    except OSError:
+        os.close(fd)
+        raise
 
 
 def used_bytes(root: Path) -> int:
@@ -56,7 +67,7 @@ def used_bytes(root: Path) -> int:
     for folder, _, names in os.walk(root):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                total += os.stat(os.path.join(folder, name)).st_size  # noqa: PTH116, PTH118
+                total += os.lstat(os.path.join(folder, name)).st_size  # noqa: PTH118
     return total
 
 

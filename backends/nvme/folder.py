@@ -14,7 +14,7 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -46,6 +46,7 @@ from kvtier.types import Namespace
 
 _MAKING = ".making"
 _LOCK_WAIT_S = 10.0
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOBODY = 0
 
 
@@ -78,20 +79,30 @@ class NvmeFolder:
 
     def establish(self) -> None:
         """Make what is missing of the folder; raises MediumError if it cannot be used."""
-        try:
-            for folder in (self.root, self.home, self.owners):
-                folder.mkdir(mode=0o700, exist_ok=True)
+        with self._explained():
+            self.root.mkdir(mode=0o700, exist_ok=True)
             lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             if self._lock_fd >= 0:
                 os.close(self._lock_fd)
             self._lock_fd = lock
             with self.locked():
-                self._describe()
+                self._make_home()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise MediumError(
                 f"cannot use {self.root} for an NVMe tier ({error.strerror}): name a folder where "
                 "you may write, on a local disk"
             ) from error
+
+    def _make_home(self) -> None:
+        """Under the lock: this namespace's folders and its description."""
+        for folder in (self.home, self.owners):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        self._describe()
 
     def _describe(self) -> None:
         """Leave the namespace's JSON beside the data, for people and for `explain`."""
@@ -124,7 +135,8 @@ class NvmeFolder:
 
     def claim(self) -> tuple[int, int]:
         """Become an owner: an identity and the descriptor whose lock keeps it alive."""
-        with self.locked():
+        with self._explained(), self.locked():
+            self._make_home()  # again: without an owner so far, a neighbour may have reclaimed it
             while True:
                 owner = secrets.randbits(32)
                 with contextlib.suppress(FileExistsError):
@@ -178,15 +190,18 @@ class NvmeFolder:
         path = self.table_path(slab_id)
         fd = self.disk.open(path)
         try:
-            table = bytearray(os.fstat(fd).st_size)
-            done = self.disk.readv(fd, [memoryview(table)], 0)
+            page = bytearray(TABLE_AT)
+            self.disk.readv(fd, [memoryview(page)], 0)
+            header = SlabHeader.unpack(memoryview(page))
+            if header.namespace != self.namespace.digest or header.slab_id != slab_id:
+                raise FormatError(f"{path} belongs to another slab or namespace")
+            if os.fstat(fd).st_size < header.table_bytes:
+                raise FormatError(f"{path} is cut short")
+            table = bytearray(header.table_bytes)
+            if self.disk.readv(fd, [memoryview(table)], 0) < header.table_bytes:
+                raise FormatError(f"{path} is cut short")
         finally:
             self.disk.close(fd)
-        header = SlabHeader.unpack(memoryview(table))
-        if header.namespace != self.namespace.digest or header.slab_id != slab_id:
-            raise FormatError(f"{path} belongs to another slab or namespace")
-        if done < header.table_bytes:
-            raise FormatError(f"{path} is cut short")
         data_bytes = self.data_path(slab_id).stat().st_size
         if data_bytes < header.slots * header.slot_bytes:
             raise FormatError(f"{self.data_path(slab_id)} is cut short")
@@ -202,62 +217,86 @@ class NvmeFolder:
 
     def create_slab(self, owner: int, slots_max: int, limits: Limits) -> SlabFile | None:
         """A new empty slab within the budget and above the floor; None if there is no room."""
-        slot_bytes = limits.slot_bytes
         with self.locked():
-            self._sweep()
+            header = self._plan_slab(slots_max, limits)
+            if header is None:
+                return None
+            making = self._making(header.slab_id, owner)
+            try:
+                fds = self._begin(making, header)
+            except OSError as error:
+                self._give_up(making, error)
+                return None
+        whole = (self.data_path(header.slab_id), self.table_path(header.slab_id))
+        try:
+            self._fill(fds, header, owner)
+            with self.locked():
+                for source, target in zip(making, whole, strict=True):
+                    source.rename(target)
+        except (OSError, FolderBusy) as error:
+            self._give_up((*making, *whole), error)
+            return None
+        return SlabFile(header, owner)
+
+    def _plan_slab(self, slots_max: int, limits: Limits) -> SlabHeader | None:
+        """Under the lock: the largest slab that there is room for."""
+        self._sweep()
+        slot_bytes = limits.slot_bytes
+        room = limits.capacity - used_bytes(self.root)
+        slots = min(slots_max, _slots_in(room, slot_bytes), SLOTS_MAX)
+        if slots < slots_max and self._reclaim(limits):
             room = limits.capacity - used_bytes(self.root)
             slots = min(slots_max, _slots_in(room, slot_bytes), SLOTS_MAX)
-            if slots < slots_max and self._reclaim(limits):
-                room = limits.capacity - used_bytes(self.root)
-                slots = min(slots_max, _slots_in(room, slot_bytes), SLOTS_MAX)
-            free = self.disk.free_bytes(self.root) - limits.free_floor
-            slots = min(slots, _slots_in(free, slot_bytes))
-            if slots < 1:
-                return None
-            header = SlabHeader(
-                slots=slots,
-                slot_bytes=slot_bytes,
-                data_at=0,
-                slab_id=self._new_id(),
-                namespace=self.namespace.digest,
-                flags=FLAG_DISCARD if limits.discard else 0,
-            )
-            # The lengths count against the budget at once; the room is taken outside the lock.
-            making = self._making(header.slab_id, owner)
-            fds = [self.disk.open(path, create=True) for path in making]
-            for fd, size in zip(fds, (slots * slot_bytes, header.table_bytes), strict=True):
-                os.ftruncate(fd, size)
-        return self._finish(fds, header, owner)
+        free = self.disk.free_bytes(self.root) - limits.free_floor
+        slots = min(slots, _slots_in(free, slot_bytes))
+        if slots < 1:
+            return None
+        return SlabHeader(
+            slots=slots,
+            slot_bytes=slot_bytes,
+            data_at=0,
+            slab_id=self._new_id(),
+            namespace=self.namespace.digest,
+            flags=FLAG_DISCARD if limits.discard else 0,
+        )
 
     def _making(self, slab_id: int, owner: int) -> tuple[Path, Path]:
         """Data and table of a slab that is not whole yet; the maker's mark lets others clean up."""
         stem = f"{slab_id:08x}.{owner:08x}"
         return self.home / f"{stem}.data{_MAKING}", self.home / f"{stem}.table{_MAKING}"
 
-    def _finish(self, fds: list[int], header: SlabHeader, owner: int) -> SlabFile | None:
-        sizes = (header.slots * header.slot_bytes, header.table_bytes)
-        making = self._making(header.slab_id, owner)
-        whole = (self.data_path(header.slab_id), self.table_path(header.slab_id))
+    def _begin(self, making: tuple[Path, Path], header: SlabHeader) -> list[int]:
+        """Under the lock: files of full length, which count against the budget at once."""
+        fds: list[int] = []
+        try:
+            for path, size in zip(making, _file_sizes(header), strict=True):
+                fds.append(self.disk.open(path, create=True))
+                os.ftruncate(fds[-1], size)
+        except OSError:
+            for fd in fds:
+                self.disk.close(fd)
+            raise
+        return fds
+
+    def _fill(self, fds: list[int], header: SlabHeader, owner: int) -> None:
+        """Take the room, and write the header; others need not wait for that."""
         page = bytearray(header.pack().ljust(TABLE_AT, b"\0"))
         OWNER.pack_into(page, OWNER_AT, owner)
         try:
-            try:
-                for fd, size in zip(fds, sizes, strict=True):
-                    self.disk.allocate(fd, size)
-                self.disk.writev(fds[1], [memoryview(page)], 0)
-            finally:
-                for fd in fds:
-                    self.disk.close(fd)
-            with self.locked():
-                for source, target in zip(making, whole, strict=True):
-                    source.rename(target)
-        except OSError as error:
-            for path in (*making, *whole):
-                self.disk.unlink(path)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                return None
-            raise
-        return SlabFile(header, owner)
+            for fd, size in zip(fds, _file_sizes(header), strict=True):
+                self.disk.allocate(fd, size)
+            if self.disk.writev(fds[1], [memoryview(page)], 0) != len(page):
+                raise OSError(errno.EIO, "a slab's header was written in part")
+        finally:
+            for fd in fds:
+                self.disk.close(fd)
+
+    def _give_up(self, paths: Sequence[Path], error: OSError | FolderBusy) -> None:
+        """Leave nothing of a slab that cannot be made; only the lack of room is no error."""
+        for path in paths:
+            self.disk.unlink(path)
+        if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
+            raise error
 
     def _new_id(self) -> int:
         while True:
@@ -303,6 +342,10 @@ class Limits(msgspec.Struct, frozen=True):
     discard: bool = False
     keep_s: float = 0.0
     """How long an idle namespace keeps its share after its last use."""
+
+
+def _file_sizes(header: SlabHeader) -> tuple[int, int]:
+    return header.slots * header.slot_bytes, header.table_bytes
 
 
 def _slots_in(room: int, slot_bytes: int) -> int:

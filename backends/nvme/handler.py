@@ -38,6 +38,9 @@ class OpenSlab:
     ) -> None:
         self._disk = disk
         self.direct = direct
+        self.users = 0
+        self.retired = False
+        """Closed when its last user is done."""
         self.table_fd = disk.open(home / f"{slab_id:08x}{TABLE_SUFFIX}")
         try:
             page = bytearray(layout.TABLE_AT)
@@ -95,8 +98,6 @@ class NvmeHandler(Handler):
         self._clock = clock
         self._lock = threading.Lock()
         self._slabs: OrderedDict[int, OpenSlab] = OrderedDict()
-        self._retired: list[OpenSlab] = []
-        self._busy = 0
         self._owners: dict[int, int] = {}
 
     # -- moving ----------------------------------------------------------------------------
@@ -160,7 +161,7 @@ class NvmeHandler(Handler):
             if not refused:
                 return Outcome.NO_SPACE if error.errno in _NO_SPACE else Outcome.IO_ERROR
         finally:
-            self._give_back()
+            self._give_back(slab)
         self._refuse_direct(place >> SLOT_BITS)
         return self._run(place, keys, buffers, move)
 
@@ -242,22 +243,25 @@ class NvmeHandler(Handler):
                 self._drop_deleted()
                 self._slabs[slab_id] = slab
                 if len(self._slabs) > _OPEN_SLABS_MAX:
-                    self._retired.append(self._slabs.popitem(last=False)[1])
+                    self._retire(self._slabs.popitem(last=False)[1])
             self._slabs.move_to_end(slab_id)
-            self._busy += 1
+            slab.users += 1
             return slab
 
     def _drop_deleted(self) -> None:
         for slab_id in [i for i, slab in self._slabs.items() if slab.deleted()]:
-            self._retired.append(self._slabs.pop(slab_id))
+            self._retire(self._slabs.pop(slab_id))
 
-    def _give_back(self) -> None:
+    def _retire(self, slab: OpenSlab) -> None:
+        slab.retired = True
+        if not slab.users:
+            slab.close()
+
+    def _give_back(self, slab: OpenSlab) -> None:
         with self._lock:
-            self._busy -= 1
-            if self._retired and not self._busy:
-                for slab in self._retired:
-                    slab.close()
-                self._retired.clear()
+            slab.users -= 1
+            if slab.retired and not slab.users:
+                slab.close()
 
     def _refuse_direct(self, slab_id: int) -> None:
         """The file system took O_DIRECT at open but not at use: go on through the page cache."""
@@ -266,7 +270,7 @@ class NvmeHandler(Handler):
                 self._say_buffered()
             slab = self._slabs.pop(slab_id, None)
             if slab is not None:
-                self._retired.append(slab)
+                self._retire(slab)
 
     def _say_buffered(self) -> None:
         self._direct = False
@@ -286,10 +290,9 @@ class NvmeHandler(Handler):
 
     def close(self) -> None:
         with self._lock:
-            for slab in [*self._slabs.values(), *self._retired]:
+            for slab in self._slabs.values():
                 slab.close()
             self._slabs.clear()
-            self._retired.clear()
             for fd in self._owners.values():
                 os.close(fd)
             self._owners.clear()

@@ -19,7 +19,7 @@ from collections import deque
 import msgspec
 import numpy as np
 
-from kvtier.backends.nvme.files import used_bytes
+from kvtier.backends.nvme.files import owner_path, used_bytes
 from kvtier.backends.nvme.folder import NOBODY, Limits, NvmeFolder, SlabFile
 from kvtier.backends.nvme.uses import Uses
 from kvtier.core.slab import layout
@@ -104,7 +104,7 @@ class Keeper:
         """One round; `thorough` does the rarer parts too, whatever the time."""
         with self._mutex:
             try:
-                if not self.folder.owners.is_dir():
+                if not owner_path(self.folder.owners, self.owner).exists():
                     self._begin_again()
                 self._write_down()
                 self._look_around()
@@ -119,12 +119,16 @@ class Keeper:
                 self._complain(error)
 
     def _begin_again(self) -> None:
-        """The folder has been removed under us: make it anew, empty."""
+        """The folder has been removed under us, or what makes us an owner: make it anew. Slabs that
+        are left are orphans now, like all others of the dead."""
         self._say_once(f"NVMe folder {self.folder.root} was removed: starting over in a new one")
         self.folder.establish()
+        owner, fd = self.folder.claim()
         os.close(self._owner_fd)
-        self.owner, self._owner_fd = self.folder.claim()
+        self.owner, self._owner_fd = owner, fd
         self._hungry = False
+        self.news.extend(News(known.slab, gone=True) for known in self._known.values())
+        self._known.clear()
 
     def _complain(self, error: OSError | MediumError) -> None:
         self._say_once(f"NVMe folder {self.folder.root}: {getattr(error, 'strerror', 0) or error}")
@@ -284,6 +288,8 @@ class Keeper:
 
     def _write_down(self) -> None:
         by_slab: dict[int, dict[int, bytes]] = {}
+        # Counted first: what was recorded of a slab before it was let go is written before, too.
+        released = len(self._released)
         while self._todo:
             slab_id, slot, entry = self._todo.popleft()
             by_slab.setdefault(slab_id, {})[slot] = entry
@@ -294,7 +300,7 @@ class Keeper:
                 del by_slab[slab_id]
                 if known := self._known.get(slab_id):
                     self.news.append(News(known.slab, written=list(entries)))
-            while self._released:
+            for _ in range(released):
                 self._hand_over(*self._released[0])
                 self._released.popleft()
         finally:  # what could not be written waits for the next round, before what came since
@@ -309,14 +315,12 @@ class Keeper:
             self.uses.write(self.folder.disk, tables)
 
     def _hand_over(self, slab_id: int, remove: bool) -> None:
-        if slab_id not in self._known:
-            return
         with self.folder.locked():
             if remove:
                 self.folder.remove_slab(slab_id)
-            else:
+            elif slab_id in self._known:
                 self.folder.write_owner(slab_id, NOBODY)
-        del self._known[slab_id]
+        self._known.pop(slab_id, None)
 
     def _write_entries(self, slab_id: int, entries: dict[int, bytes]) -> None:
         disk = self.folder.disk

@@ -1,0 +1,221 @@
+"""What an NVMe folder's keeper and handler leave behind when something fails: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from nvme_rig import Engine
+
+from kvtier.backends.nvme import handler as handler_module
+from kvtier.backends.nvme.files import hold_owner, owner_path
+from kvtier.backends.nvme.folder import NOBODY, FolderBusy, Limits, NvmeFolder
+from kvtier.core.disk import Disk
+from kvtier.core.record import Buffer, record_bytes
+from kvtier.core.slab import layout
+from kvtier.testing.records import NAMESPACE, blank, make_keys
+from kvtier.types import BlockKey, Outcome
+
+SLOT = record_bytes(NAMESPACE.payload_bytes)
+LIMITS = Limits(capacity=1 << 20, free_floor=0, slot_bytes=SLOT, slab_bytes=8 * SLOT)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def own(engine: Engine) -> set[int]:
+    return {place.slab.id for place in engine.tier._places.values() if place.mine}
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class OneCreation(Disk):
+    """Has room for one more file, and no more."""
+
+    def __init__(self, left: int = 1) -> None:
+        self.left = left
+
+    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
+        if create:
+            if not self.left:
+                raise OSError(errno.ENOSPC, "no room for a file")
+            self.left -= 1
+        return super().open(path, create=create, direct=direct)
+
+
+@pytest.mark.parametrize("lack", ["length", "files"])
+def test_a_slab_that_cannot_be_made_leaves_nothing(tmp_path: Path, lack: str) -> None:
+    folder = NvmeFolder(tmp_path / "kv", NAMESPACE, OneCreation(9 if lack == "length" else 1))
+    owner, fd = folder.claim()
+    there, before = set(folder.home.iterdir()), open_files()
+    with files_of_at_most(SLOT if lack == "length" else 1 << 40):
+        assert folder.create_slab(owner, 8, LIMITS) is None
+    assert open_files() == before
+    assert set(folder.home.iterdir()) == there
+    os.close(fd)
+    folder.close()
+
+
+def test_an_owner_that_is_asked_after_can_still_be_acted_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = owner_path(tmp_path, 7)
+    path.touch()
+    asking = os.open(path, os.O_RDWR)
+    fcntl.flock(asking, fcntl.LOCK_EX)
+    before = open_files()
+    with pytest.raises(BlockingIOError):
+        hold_owner(tmp_path, 7)
+    assert open_files() == before
+    monkeypatch.setattr(time, "sleep", lambda seconds: os.close(asking))
+    os.close(hold_owner(tmp_path, 7))
+
+
+def test_a_namespace_that_was_reclaimed_while_it_opened_is_made_again(tmp_path: Path) -> None:
+    folder = NvmeFolder(tmp_path / "kv", NAMESPACE, Disk())
+    shutil.rmtree(folder.home)
+    owner, fd = folder.claim()
+    assert folder.alive(owner)
+    assert (folder.home / "namespace.json").is_file()
+    os.close(fd)
+    folder.close()
+
+
+def test_who_is_no_owner_any_more_becomes_one_again(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv")
+    keys = make_keys(4)
+    engine.put(keys)
+    owner_path(engine.keeper.folder.owners, engine.keeper.owner).unlink()
+    assert engine.read(keys) == keys
+    neighbour = Engine(tmp_path / "kv")
+    assert own(engine)
+    assert not own(engine) & own(neighbour)
+    engine.close()
+    neighbour.close()
+
+
+def test_becoming_an_owner_again_may_fail_and_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tmp_path / "kv")
+    shutil.rmtree(engine.root)
+
+    def busy() -> tuple[int, int]:
+        raise FolderBusy("busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.keeper.folder, "claim", busy)
+        engine.tier.refresh()
+        engine.tier.refresh()
+    os.fstat(engine.keeper._owner_fd)
+    keys = make_keys(4)
+    assert engine.put(keys) == keys
+    assert engine.read(keys) == keys
+    engine.close()
+
+
+def test_what_was_dropped_is_written_before_the_slab_is_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tmp_path / "kv", blocks=4)
+    engine.put(make_keys(4))
+    keeper, (slab,) = engine.keeper, own(engine)
+    write = keeper._write_entries
+
+    def meanwhile(slab_id: int, entries: dict[int, bytes]) -> None:
+        monkeypatch.setattr(keeper, "_write_entries", write)
+        keeper.record(slab, 1, layout.FREE, BlockKey(b""))
+        keeper.release(slab, remove=False)
+        write(slab_id, entries)
+
+    def written() -> tuple[int, list[int]]:
+        found, table = keeper.folder.read_table(slab)
+        return found.owner, layout.read_entries(table, 2)["state"].tolist()
+
+    monkeypatch.setattr(keeper, "_write_entries", meanwhile)
+    keeper.record(slab, 0, layout.FREE, BlockKey(b""))
+    keeper.flush()
+    assert written() == (keeper.owner, [layout.FREE, layout.VALID])
+    keeper.flush()
+    assert written() == (NOBODY, [layout.FREE, layout.FREE])
+    engine.close()
+
+
+def test_a_table_longer_than_its_slab_is_read_no_further(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv", blocks=4)
+    folder, (slab,) = engine.keeper.folder, own(engine)
+    os.truncate(folder.table_path(slab), 1 << 40)
+    found, table = folder.read_table(slab)
+    assert len(table) == found.header.table_bytes
+    engine.close()
+
+
+class Counting(Disk):
+    """Counts what is open, and calls a function at the first read of a record."""
+
+    def __init__(self) -> None:
+        self.open_now: set[int] = set()
+        self.at_read: Callable[[], None] | None = None
+
+    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
+        fd = super().open(path, create=create, direct=direct)
+        self.open_now.add(fd)
+        return fd
+
+    def close(self, fd: int) -> None:
+        self.open_now.remove(fd)
+        super().close(fd)
+
+    def readv(self, fd: int, into: Sequence[Buffer], offset: int) -> int:
+        action = self.at_read
+        if action and len(into[0]) == SLOT:
+            self.at_read = None
+            action()
+        return super().readv(fd, into, offset)
+
+
+def test_slabs_are_closed_while_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handler_module, "_OPEN_SLABS_MAX", 2)
+    disk = Counting()
+    engine = Engine(tmp_path / "kv", blocks=32, disk=disk)
+    keys = make_keys(32)
+    assert engine.put(keys) == keys
+    assert len(own(engine)) == 8
+    assert engine.hits(keys) == keys
+    most = 0
+
+    def load(key: BlockKey) -> None:
+        spec = engine.tier.prepare_load([key])
+        assert engine.handler.load(spec, [key], [blank()]) == [Outcome.OK]
+        engine.tier.complete_load([key])
+
+    def meanwhile() -> None:
+        nonlocal most
+        for key in keys:
+            load(key)
+            most = max(most, len(disk.open_now))
+
+    disk.at_read = meanwhile
+    load(keys[0])
+    assert most <= 2 * 4, "two slabs, one more in use, and one more just being opened"
+    engine.close()
+    assert not disk.open_now
