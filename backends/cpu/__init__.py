@@ -15,6 +15,7 @@ from kvtier.backends.cpu.region import (
     leftovers,
     plan_region,
     remove,
+    unfinished,
 )
 from kvtier.backends.cpu.tier import CpuSpec, CpuTier
 from kvtier.core.backend import Backend, TierContext
@@ -97,10 +98,10 @@ class CpuBackend(Backend[CpuSettings]):
     ) -> CpuTier:
         folder = Path(settings.path)
         path = region_path(settings, context)
-        for left in leftovers(folder, settings.keep_for.seconds, time.time()):
-            if left != path:
-                logger.info("removing CPU region %s: nobody uses it any more", left)
-                remove(left)
+        left = leftovers(folder, settings.keep_for.seconds, time.time()) + unfinished(folder)
+        for each in left:
+            if each != path and remove(each):
+                logger.info("CPU region %s is removed: nobody uses it any more", each)
         discard = settings.persistence is Persistence.DISCARD
         wanted = plan_region(
             _capacity(settings),

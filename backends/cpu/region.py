@@ -14,7 +14,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtier.core import numa
@@ -34,8 +34,11 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".region"
 _HUGE = 2 << 20
+_MAKING = ".making"
 _DYING_S = 5.0
 """How long a new owner waits for processes of a killed engine to disappear."""
+_ASKING_S = 0.2
+"""Who asks whether a lock is held has it himself for a moment, which nobody may take for a use."""
 
 
 class Region:
@@ -61,12 +64,10 @@ class Region:
                 f"cannot open the CPU region {path} ({error.strerror}): its engine makes it first"
             ) from error
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if not _lock(fd, fcntl.LOCK_SH, _ASKING_S):
+                raise MediumError(f"the CPU region {path} is being taken over: try again")
             return cls(path, fd, read_header(fd))
-        except BlockingIOError:
-            os.close(fd)
-            raise MediumError(f"the CPU region {path} is being taken over: try again") from None
-        except (FormatError, OSError, ValueError):
+        except (FormatError, MediumError, OSError, ValueError):
             os.close(fd)
             raise
 
@@ -169,7 +170,7 @@ class OwnedRegion:
         except OSError as error:
             return f"it cannot be opened ({error.strerror})"
         try:
-            if not _wait_exclusive(fd):
+            if not _lock(fd, fcntl.LOCK_EX, _DYING_S):
                 return "processes of an earlier engine still write to it"
             found = read_header(fd)
         except (FormatError, OSError) as error:
@@ -184,7 +185,7 @@ class OwnedRegion:
 
     def _create(self, header: SlabHeader) -> Region:
         size = header.data_at + header.slots * header.slot_bytes
-        making = self.path.with_suffix(".making")
+        making = self.path.with_suffix(_MAKING)
         try:
             self._disk.unlink(making)
             fd = self._disk.open(making, create=True)
@@ -220,13 +221,17 @@ class OwnedRegion:
                 "the CPU region %s cannot be put on NUMA %s: %s", self.path, where, reason
             )
 
+    def note_use(self) -> None:
+        """Say by the file's time that it is in use: writing through a mapping does not."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path)
+
     def close(self, *, remove: bool) -> None:
         """Give the region up; its blocks stay for the next owner unless it is removed."""
         if remove:
             self.path.unlink(missing_ok=True)
         else:
-            with contextlib.suppress(OSError):
-                os.utime(self.path)
+            self.note_use()
         self.region.close()
         if remove:
             _owner_path(self.path).unlink(missing_ok=True)
@@ -238,33 +243,37 @@ def _owner_path(path: Path) -> Path:
 
 
 def _lock_owner(path: Path) -> int:
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(_owner_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise MediumError(
-            f"cannot make a CPU region in {path.parent} ({error.strerror}): "
-            "set the cpu tier's path to a folder on tmpfs where you may write"
-        ) from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise MediumInUse(
-            f"the CPU region {path} is in use by another engine: give each engine its own name"
-        ) from None
-    return fd
-
-
-def _wait_exclusive(fd: int, sleep: Callable[[float], None] = time.sleep) -> bool:
-    """Whether nobody maps the region any more, after waiting a little for the dying."""
-    for _ in range(int(_DYING_S / 0.05)):
+    owner = _owner_path(path)
+    while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise MediumError(
+                f"cannot make a CPU region in {path.parent} ({error.strerror}): "
+                "set the cpu tier's path to a folder on tmpfs where you may write"
+            ) from error
+        if not _lock(fd, fcntl.LOCK_EX, _ASKING_S):
+            os.close(fd)
+            raise MediumInUse(
+                f"the CPU region {path} is in use by another engine: give each engine its own name"
+            )
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), owner.stat()):
+                return fd
+        os.close(fd)  # it was removed before it was locked
+
+
+def _lock(fd: int, how: int, seconds: float) -> bool:
+    """Lock a file, waiting a little if it must be; whether it is locked."""
+    until = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
             return True
-        except BlockingIOError:
-            sleep(0.05)
-    return False
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.01)
 
 
 def in_use(path: Path) -> bool:
@@ -303,7 +312,23 @@ def leftovers(folder: Path, keep_s: float, now: float) -> list[Path]:
     return found
 
 
-def remove(path: Path) -> None:
-    """Delete a region and what lies beside it."""
-    for victim in (path, _owner_path(path), path.with_suffix(".making")):
-        victim.unlink(missing_ok=True)
+def unfinished(folder: Path) -> list[Path]:
+    """Regions whose makers died before they were there."""
+    making = [path.with_suffix(SUFFIX) for path in folder.glob(f"kvtier-{os.getuid()}-*{_MAKING}")]
+    return [path for path in making if not path.exists() and not in_use(path)]
+
+
+def remove(path: Path) -> bool:
+    """Delete a region and what lies beside it; False if somebody has begun to use it."""
+    try:
+        lock = _lock_owner(path)
+    except MediumError:
+        return False
+    try:
+        if is_locked(path):
+            return False
+        for victim in (path, path.with_suffix(_MAKING), _owner_path(path)):
+            victim.unlink(missing_ok=True)
+    finally:
+        os.close(lock)
+    return True

@@ -33,6 +33,9 @@ class CpuSpec(LoadStoreSpec, tag="cpu"):
         return cls([slot for piece in pieces for slot in piece.slots])
 
 
+_NOTE_USE_S = 3600.0
+
+
 class CpuTier(SlabTier):
     """Slots in shared memory; a commit is one byte written to the table."""
 
@@ -49,6 +52,7 @@ class CpuTier(SlabTier):
         self.region = owned.region
         self._owned_region = owned
         self._discard = discard
+        self._note_use_at = 0.0
         self._table = owned.region.table
         self._key_of = [None] * header.slots
         self._policy.resize(header.slots)
@@ -111,6 +115,13 @@ class CpuTier(SlabTier):
         rows = np.array(slots, np.intp)
         entries["used_at"][rows] = int(self._clock())
         entries["uses"][rows] += 1
+
+    def tick(self) -> None:
+        super().tick()
+        now = self._clock()
+        if now >= self._note_use_at:
+            self._note_use_at = now + _NOTE_USE_S
+            self._owned_region.note_use()
 
     def stats(self) -> TierStats:
         stats = super().stats()

@@ -61,8 +61,7 @@ def _of_regions(settings: Any) -> Iterator[Rubbish]:
         def remove_region(path: Path = path) -> bool:
             if path not in leftovers(folder, keep_s, time.time()):
                 return False
-            remove(path)
-            return True
+            return remove(path)
 
         size = path.stat().st_size
         yield Rubbish("region that nobody will come back to", str(path), size, remove_region)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ import pytest
 from nvme_rig import child, expect
 
 from kvtier.backends.cpu import BACKEND, CpuSettings, CpuTier
-from kvtier.backends.cpu.region import Region, leftovers
+from kvtier.backends.cpu.region import Region, leftovers, remove
 from kvtier.core.backend import TierContext
 from kvtier.core.settings import ByteSize, Capacity, Duration, Persistence
 from kvtier.core.slab import layout
@@ -195,3 +196,65 @@ def test_keep_for_is_the_age_after_which_regions_go(tmp_path: Path) -> None:
     assert settings(tmp_path).keep_for == Duration(7 * 86400.0)
     with opened(tmp_path):
         assert not path.exists()
+
+
+def test_a_region_that_was_never_finished_is_removed_by_the_next_engine(tmp_path: Path) -> None:
+    with opened(tmp_path, TierContext(NAMESPACE, "living")) as tier:
+        making = tier.region.path.with_suffix(".making")
+        making.write_bytes(bytes(4096))
+        dead = tmp_path / making.name.replace("living", "dead")
+        dead.write_bytes(bytes(4096))
+        with opened(tmp_path):
+            assert not dead.exists(), "its maker is"
+            assert making.exists(), "its maker lives"
+
+
+def test_a_region_that_is_used_lately_is_no_leftover(tmp_path: Path) -> None:
+    with opened(tmp_path) as tier:
+        path = tier.region.path
+        os.utime(path, (0, 0))
+        tier.tick()
+        assert time.time() - path.stat().st_mtime < 60
+
+
+def test_what_somebody_has_begun_to_use_is_not_removed(tmp_path: Path) -> None:
+    with opened(tmp_path) as tier:
+        path = tier.region.path
+        assert not remove(path)
+    handler = BACKEND.open_handler(settings(tmp_path), CONTEXT)
+    assert not remove(path)
+    handler.close()
+    assert remove(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_was_removed_before_it_was_taken_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+
+    def too_late(fd: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        next(tmp_path.glob("*.owner")).unlink()
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", too_late)
+    with opened(tmp_path), pytest.raises(MediumInUse):
+        BACKEND.open_tier(settings(tmp_path), CONTEXT)
+
+
+def test_who_only_asks_whether_a_region_is_used_keeps_nobody_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as tier:
+        path = tier.region.path
+    for name in (path, path.with_suffix(".owner")):
+        asking = os.open(name, os.O_RDWR)
+        fcntl.flock(asking, fcntl.LOCK_EX)
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "sleep", lambda seconds, fd=asking: os.close(fd))
+            if name == path:
+                Region.attach(path).close()
+            else:
+                with opened(tmp_path):
+                    pass
