@@ -237,8 +237,8 @@ class Ledger:
             return None, absent
         taken = self._take(target, pinned)
         if len(taken.keys) < len(pinned):
-            kept = set(taken.keys)
-            self._tiers[source].complete_load([key for key in pinned if key not in kept])
+            _, rest = split(pinned, dict.fromkeys(taken.keys, 1))
+            self._tiers[source].complete_load(rest)
             if not taken.keys:
                 return None, absent
             spec = gather([(pinned, spec)], taken.keys)

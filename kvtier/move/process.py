@@ -289,7 +289,8 @@ class ProcessMover(Mover):
                 self._books.ended(transfer, result)
                 self._results.append(result)
             self._flights.clear()
-            os.eventfd_write(self._ready, 1)
+            if self._results:
+                os.eventfd_write(self._ready, 1)
         link.close()
 
     def _pause(self, seconds: float) -> None:

@@ -79,6 +79,12 @@ class TestProcessMover(MoverContract):
         os.kill(pid_of(rig.mover), signal.SIGKILL)
         assert rig.outcomes(load) == [Outcome.OK] * 4
 
+    def test_a_death_without_results_wakes_nobody_for_ever(self, rig: MoverRig) -> None:
+        killed = pid_of(rig.mover)
+        os.kill(killed, signal.SIGKILL)
+        await_restart(rig.mover, killed)
+        assert not rig.mover.wait(0.0)
+
     @pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "hanging"])
     def test_a_process_that_does_not_answer_is_dead_before_its_transfers_time_out(
         self, rig: MoverRig, stopped: bool

@@ -57,6 +57,17 @@ def test_a_load_has_one_spec_wherever_its_blocks_are(rig: ChainRig) -> None:
     rig.check(keys, ticket.spec)
 
 
+def test_a_key_may_be_asked_for_more_than_once(rig: ChainRig) -> None:
+    above, below = *rig.put(0, KEYS[:1]), *rig.put(1, KEYS[1:2])
+    keys = [above, below, above, below, below]
+    ticket = rig.chain.begin_load(keys, "a", FAR)
+    rig.mover.run_all()
+    assert rig.chain.poll() == [ticket]
+    rig.check(keys, ticket.spec)
+    rig.chain.end_load(ticket)
+    rig.assert_quiet()
+
+
 def test_what_is_in_host_memory_needs_no_poll(rig: ChainRig) -> None:
     keys = rig.put(0, KEYS[:3])
     ticket = rig.chain.begin_load(keys, "a", FAR)
