@@ -34,7 +34,7 @@ from kvtier.backends.object import manifest
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper, Limits
-from kvtier.backends.object.listing import read_page
+from kvtier.backends.object.listing import Page
 from kvtier.backends.object.names import block_name
 from kvtier.backends.object.s3 import S3Settings, S3Store
 from kvtier.backends.object.store import ObjectInfo
@@ -277,7 +277,7 @@ class ListedStore(FileStore):
             yield from super().list(prefix, after=after, deadline=deadline)
             return
         for start in range(0, len(self._names), 1000):
-            found = zip(self._names[start : start + 1000], read_page(self._page)[0], strict=True)
+            found = zip(self._names[start : start + 1000], Page(self._page), strict=True)
             yield from (ObjectInfo(name, one.size, one.modified_s) for name, one in found)
 
 

@@ -7,13 +7,12 @@ import logging
 import os
 from pathlib import Path
 from typing import Literal
-from urllib.parse import unquote, urlsplit
 
 from kvtier.backends.object.claims import LEASE_S
 from kvtier.backends.object.errors import Misconfigured, StoreError
 from kvtier.backends.object.handler import ObjectHandler
 from kvtier.backends.object.keeper import Keeper, Limits
-from kvtier.backends.object.open import StoreSettings, open_store
+from kvtier.backends.object.open import StoreSettings, open_store, place_of
 from kvtier.backends.object.s3 import PUT_BYTES_MAX, S3Settings, addressing_of
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.store import Store
@@ -92,21 +91,14 @@ class ObjectBackend(Backend[ObjectSettings]):
                 f"there is no eviction policy {settings.eviction!r}",
                 f"write one of {', '.join(policy_names())}",
             )
-        folder = _folder(settings.url)
+        try:
+            folder, bucket, _ = place_of(settings.url)
+        except Misconfigured as error:
+            raise _refused("url", error) from error
         if folder is not None:
             _check_folder(folder)
-        elif not settings.url.startswith("s3://") or not urlsplit(settings.url).hostname:
-            raise ConfigError(
-                ".url",
-                "this url names no store",  # and may contain a password: it is not quoted
-                "write s3://bucket/prefix or file:///folder",
-            )
-        elif urlsplit(settings.url).username is not None:
-            raise ConfigError(
-                ".url", "a user name stands in the url", "credentials come from the environment"
-            )
         else:
-            _check_bucket(settings)
+            _check_bucket(settings, bucket)
         if folder is None and record_bytes is not None and record_bytes > PUT_BYTES_MAX:
             raise ConfigError(
                 ".url",
@@ -178,7 +170,7 @@ class ObjectBackend(Backend[ObjectSettings]):
         )
 
     def identity(self, settings: ObjectSettings) -> str | None:
-        folder = _folder(settings.url)
+        folder = place_of(settings.url).folder
         place = str(folder.resolve()) if folder else settings.url.rstrip("/")
         return f"object:{settings.endpoint or ''}{place}"
 
@@ -203,11 +195,6 @@ def open_for(settings: ObjectSettings) -> Store:
     )
 
 
-def _folder(url: str) -> Path | None:
-    parts = urlsplit(url)
-    return Path(unquote(parts.path)) if parts.scheme == "file" and not parts.netloc else None
-
-
 def _check_folder(folder: Path) -> None:
     standing = folder if folder.exists() else folder.parent
     if not standing.is_dir():
@@ -216,22 +203,25 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(".url", f"no right to write in {standing}", "change its owner")
 
 
-def _check_bucket(settings: ObjectSettings) -> None:
+def _check_bucket(settings: ObjectSettings, bucket: str) -> None:
     if importlib.util.find_spec("boto3") is None:
         raise ConfigError(
             ".url", "an s3:// store needs an optional package", "pip install 'kvtier[s3]'"
         )
-    bucket = urlsplit(settings.url).netloc
     try:
         addressing_of(S3Settings(bucket=bucket, endpoint=settings.endpoint))
     except Misconfigured as error:
-        problem, _, remedy = str(error).partition(": ")
-        raise ConfigError(f".{error.setting}", problem, remedy) from error
+        raise _refused(error.setting, error) from error
+
+
+def _refused(setting: str, error: Misconfigured) -> ConfigError:
+    problem, _, remedy = str(error).partition(": ")
+    return ConfigError(f".{setting}", problem, remedy)
 
 
 def capacity_of(settings: ObjectSettings) -> int:
     """The budget in bytes."""
-    folder = _folder(settings.url)
+    folder = place_of(settings.url).folder
     if folder is None:
         return settings.capacity.resolve(0)
     return settings.capacity.resolve(
@@ -240,7 +230,7 @@ def capacity_of(settings: ObjectSettings) -> int:
 
 
 def _codec(settings: ObjectSettings, namespace: Namespace) -> Codec:
-    if settings.codec == "auto" and _folder(settings.url) is not None:
+    if settings.codec == "auto" and place_of(settings.url).folder is not None:
         return Codec.RAW
     facts = namespace.facts
     cached_as = facts.get("kv_dtype", "auto")

@@ -15,21 +15,16 @@ import msgspec
 
 from kvtier.backends.object import manifest
 from kvtier.backends.object.breath import Breath
-from kvtier.backends.object.leaving import Object
 from kvtier.backends.object.manifest import Entries
 from kvtier.backends.object.names import block_name, parse_block
-from kvtier.backends.object.spread import Spread
+from kvtier.backends.object.news import Rows
+from kvtier.backends.object.spread import Spread, mark, marked
 from kvtier.backends.object.store import ObjectInfo, Store
-from kvtier.types import BlockKey
 
 _YOUNG_S = 120.0
 _HUNGER_SHARE = 16
 """A namespace without room asks for so much of the budget."""
 _CANDIDATES_MAX = 1 << 16
-
-
-Stated = Spread[tuple[int, float, int]]
-"""Kind, time and size of each object."""
 
 
 class Unfinished(Exception):
@@ -57,21 +52,64 @@ class Audit(msgspec.Struct, frozen=True):
 class Finding(msgspec.Struct):
     """What the store holds, as far as it is news."""
 
-    orphans: list[tuple[BlockKey, int, int, float]]
+    orphans: Rows
     """Blocks that nobody wrote down, or of another size than stated."""
-    gone: list[tuple[BlockKey, int]]
+    gone: Rows
     """Known blocks without an object, or too old."""
     foreign: dict[str, int]
     """Bytes of other namespaces."""
 
 
+class Stated:
+    """What is written down about each object."""
+
+    def __init__(self, entries: Entries, breathe: Breath) -> None:
+        self._kinds = entries["kind"]
+        self._times_us = entries["time_us"]
+        self._sizes = entries["size"]
+        self.rows: Spread[int] = Spread()
+        for piece in breathe.chunks(len(entries)):
+            some = entries[piece]
+            keys, generations = manifest.keys_of(some), some["generation"].tolist()
+            for row, key, generation in zip(
+                range(piece.start, piece.stop), keys, generations, strict=False
+            ):
+                found = mark(key, generation)
+                self.rows.part(found)[found] = row
+
+    def of(self, found: bytes) -> tuple[int, float, int] | None:
+        """Kind, time and size; None if nothing is written down."""
+        row = self.rows.part(found).get(found)
+        if row is None:
+            return None
+        return int(self._kinds[row]), int(self._times_us[row]) / 1e6, int(self._sizes[row])
+
+
+class _Foreign(msgspec.Struct, frozen=True, order=True, gc=False):
+    """An object of another namespace; the youngest is the least."""
+
+    minus_modified_s: float
+    size: int
+    name: str
+
+
 def audit(store: Store, case: Audit, breathe: Breath) -> Finding:
     """List everything and compare; raises StoreError, or Unfinished."""
-    stated = _by_name(case.entries, breathe)
-    finding = Finding([], [], {})
+    stated = Stated(case.entries, breathe)
     present: Spread[None] = Spread()
+    try:
+        return _compare(store, case, stated, present, breathe)
+    finally:
+        stated.rows.clear(breathe.rest)
+        present.clear(breathe.rest)
+
+
+def _compare(
+    store: Store, case: Audit, stated: Stated, present: Spread[None], breathe: Breath
+) -> Finding:
+    finding = Finding(Rows(), Rows(), {})
     leftovers: list[str] = []
-    foreign: list[tuple[float, int, str]] = []
+    foreign: list[_Foreign] = []
     own_bytes = 0
     breathe.begin()
     for info in store.list():
@@ -87,43 +125,28 @@ def audit(store: Store, case: Audit, breathe: Breath) -> Finding:
             _remember(foreign, info)
             continue
         own_bytes += info.size
-        kind, at, size = stated.part(key).get((key, generation), (manifest.ADDED, 0.0, -1))
+        found = mark(key, generation)
+        kind, at, size = stated.of(found) or (manifest.ADDED, 0.0, -1)
+        # a time to come would outlast every removal
+        since = max(at, min(info.modified_s, case.now))
         if kind == manifest.REMOVED:
-            if case.now - max(at, info.modified_s) >= case.read_s:
+            if case.now - since >= case.read_s:
                 leftovers.append(info.name)
         elif case.age_max_s is not None and case.now - info.modified_s > case.age_max_s:
             leftovers.append(info.name)
         else:
-            present.part(key)[key, generation] = None
+            present.part(found)[found] = None
             if size != info.size:
-                finding.orphans.append((key, generation, info.size, max(at, info.modified_s)))
-    _make_room(store, case, foreign, own_bytes, finding.foreign)
+                finding.orphans.add(key, generation, info.size, since)
+    _make_room(store, case, foreign, own_bytes, finding.foreign, breathe)
     store.delete(leftovers)
-    finding.gone = _gone(store, case, stated, present, breathe)
+    _find_gone(store, case, stated, present, breathe, finding.gone)
     return finding
 
 
-def _by_name(entries: Entries, breathe: Breath) -> Stated:
-    """Kind, time and size by key and generation."""
-    found: Stated = Spread()
-    for piece in breathe.chunks(len(entries)):
-        rows = entries[piece]
-        columns = zip(
-            manifest.keys_of(rows),
-            rows["generation"].tolist(),
-            rows["kind"].tolist(),
-            (rows["time_us"] / 1e6).tolist(),
-            rows["size"].tolist(),
-            strict=True,
-        )
-        for key, generation, kind, at, size in columns:
-            found.part(key)[key, generation] = kind, at, size
-    return found
-
-
-def _remember(oldest: list[tuple[float, int, str]], info: ObjectInfo) -> None:
+def _remember(oldest: list[_Foreign], info: ObjectInfo) -> None:
     """Keep the oldest objects of other namespaces, a bounded number of them."""
-    entry = (-info.modified_s, info.size, info.name)
+    entry = _Foreign(-info.modified_s, info.size, info.name)
     if len(oldest) < _CANDIDATES_MAX:
         heapq.heappush(oldest, entry)
     else:
@@ -133,9 +156,10 @@ def _remember(oldest: list[tuple[float, int, str]], info: ObjectInfo) -> None:
 def _make_room(
     store: Store,
     case: Audit,
-    candidates: list[tuple[float, int, str]],
+    candidates: list[_Foreign],
     own_bytes: int,
     foreign: dict[str, int],
+    breathe: Breath,
 ) -> None:
     """Delete the oldest of other namespaces, their share of what is too much."""
     foreign_bytes = sum(foreign.values())
@@ -146,42 +170,42 @@ def _make_room(
     if surplus <= 0 or not foreign_bytes:
         return
     share = min(foreign_bytes, surplus * foreign_bytes // total + 1)
-    chosen: list[tuple[str, int]] = []
-    for _, size, name in sorted(candidates, reverse=True):
-        if share <= 0:
-            break
-        chosen.append((name, size))
-        share -= size
-    failed = store.delete([name for name, _ in chosen])
-    for name, size in chosen:
-        if name not in failed:
-            foreign[name.partition("/")[0]] -= size
+    chosen_bytes = sum(one.size for one in candidates)
+    while candidates and chosen_bytes - candidates[0].size >= share:
+        breathe()
+        chosen_bytes -= heapq.heappop(candidates).size
+    failed = store.delete([one.name for one in candidates])
+    for one in candidates:
+        if one.name not in failed:
+            foreign[one.name.partition("/")[0]] -= one.size
 
 
-def _gone(
+def _find_gone(
     store: Store,
     case: Audit,
     stated: Stated,
     present: Spread[None],
     breathe: Breath,
-) -> list[Object]:
+    gone: Rows,
+) -> None:
     """What is offered or stated, but is not there. What is young is asked for once more, because
     it may have come while the listing was under way, or have been stored again after a removal."""
-    gone: list[Object] = []
 
-    def look(suspect: Object) -> None:
-        breathe()
-        key, generation = suspect
-        if suspect in present.part(key):
+    def look(found: bytes, at: float) -> None:
+        if found in present.part(found):
             return
-        _, at, _ = stated.part(key).get(suspect, (manifest.ADDED, case.now, 0))
+        key, generation = marked(found)
         young = at > case.now - _YOUNG_S
         if not young or store.head(block_name(case.namespace, key, generation)) is None:
-            gone.append(suspect)
+            # after all that is written down, even by a clock that is ahead
+            gone.add(key, generation, 0, max(at, case.now))
 
-    for suspect, _ in case.known.items():
-        look(suspect)
-    for suspect, (kind, _, _) in stated.items():
-        if kind == manifest.ADDED and suspect not in case.known.part(suspect[0]):
-            look(suspect)
-    return gone
+    for found, _ in case.known.items():
+        breathe()
+        _, at, _ = stated.of(found) or (0, case.now, 0)
+        look(found, at)
+    for found, _ in stated.rows.items():
+        breathe()
+        kind, at, _ = stated.of(found) or (manifest.REMOVED, 0.0, 0)
+        if kind == manifest.ADDED and found not in case.known.part(found):
+            look(found, at)

@@ -86,9 +86,6 @@ class BreakerStore(WrappedStore):
         with self._guarded():
             return call(deadline)
 
-    def sweep(self, older_than_s: float) -> int:
-        return self._call(lambda _: self._inner.sweep(older_than_s), None)
-
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         trial = self._admit()

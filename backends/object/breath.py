@@ -27,9 +27,13 @@ class Breath:
     def __call__(self) -> None:
         if time.perf_counter() - self._since > _SLICE_S:
             self._meanwhile()
-            if not self.alone:
-                time.sleep(_PAUSE_S)
-            self._since = time.perf_counter()
+            self.rest()
+
+    def rest(self) -> None:
+        """Nothing but a pause."""
+        if not self.alone:
+            time.sleep(_PAUSE_S)
+        self.begin()
 
     def begin(self) -> None:
         """Something short has been waited for a moment ago."""

@@ -269,17 +269,18 @@ class FileStore(Store):
                 folder.rmdir()
                 folder = folder.parent
 
-    def sweep(self, older_than_s: float) -> int:
+    def sweep(self, older_than_s: float) -> Iterator[int]:
         """Temporary files are what a crash leaves behind."""
-        removed = 0
         for folder, _, files in os.walk(self.root):
+            removed = 0
             for name in files:
                 path = Path(folder) / name
-                with contextlib.suppress(FileNotFoundError):
+                # gone in the meantime, or another user's: not ours to remove
+                with contextlib.suppress(OSError):
                     if name.startswith(_TMP) and time.time() - path.lstat().st_mtime > older_than_s:
                         path.unlink()
                         removed += 1
-        return removed
+            yield removed
 
     def _write_all(self, fd: int, buffers: Sequence[Buffer]) -> None:
         rest = [view.cast("B") for view in buffers if view.nbytes]

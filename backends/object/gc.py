@@ -79,7 +79,7 @@ def collect(store: Store, found: Survey) -> tuple[int, int]:
             by_namespace[parsed[0]].append(parsed[1:])
     for name, objects in by_namespace.items():
         _write_removed(store, name, objects, now_us)
-    return len(found.doomed) - len(failed), store.sweep(_CRASHED_S)
+    return len(found.doomed) - len(failed), sum(store.sweep(_CRASHED_S))
 
 
 def _write_removed(

@@ -31,7 +31,7 @@ from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
 from kvtier.backends.object.names import description_name
 from kvtier.backends.object.news import Known, News, Rows
-from kvtier.backends.object.spread import Spread
+from kvtier.backends.object.spread import Spread, mark
 from kvtier.backends.object.store import Store
 from kvtier.core.record import HEADER_BYTES
 from kvtier.types import BlockKey, Namespace
@@ -188,6 +188,8 @@ class Keeper:
                     self._audit()
                 elif now >= self._next_look - self._haste_s():
                     self._look()
+            except Unfinished:
+                return  # `close` waits
             except StoreError as error:
                 self._next_look = time.monotonic() + self.limits.refresh_s
                 self._next_audit = max(self._next_audit, self._next_look)
@@ -215,7 +217,7 @@ class Keeper:
                 _log.debug("object tier: %s", error)
 
     def close(self) -> None:
-        self._stopping = True
+        self._stopping = self._breath.alone = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
@@ -236,7 +238,7 @@ class Keeper:
             while waiting:
                 count = min(waiting, _ENTRIES_MAX)
                 waiting -= count
-                taken = [self._entries[i] for i in range(count)]
+                taken = list(islice(self._entries, count))
                 self._journal.append(manifest.merge([entries for entries, _ in taken]))
                 for _, size in taken:
                     self._entries.popleft()
@@ -288,18 +290,24 @@ class Keeper:
     def _audit(self, stop_at: float | None = None) -> None:
         """Everything that is written down, against everything that is there."""
         self._next_look = time.monotonic() + self.limits.refresh_s
-        hidden, before = self.budget.hidden, self._known_soon()
+        hidden, known = self.budget.hidden, self._known_soon()
+        try:
+            self._audit_beside(known, hidden, stop_at)
+        finally:
+            known.clear(self._breath.rest)
+
+    def _audit_beside(self, known: Spread[None], hidden: int, stop_at: float | None) -> None:
         self._write_down()  # what is known, and perhaps was removed before, is stated now
         begun = self._clock()
         _, dead = self._claims.renew()
         entries = self._journal.everything()
         self.news.append(News(unhidden=hidden))
-        self._tell(entries, before)
+        self._tell(entries, known)
         finding = self._list(
             Audit(
                 namespace=self.namespace.id,
                 entries=entries,
-                known=before,
+                known=known,
                 capacity=self.limits.capacity,
                 hungry=self._hungry,
                 age_max_s=self.limits.age_max_s,
@@ -309,11 +317,12 @@ class Keeper:
             )
         )
         self._next_audit = time.monotonic() + self.limits.audit_s * random.uniform(0.8, 1.2)
-        self._store.sweep(_CRASHED_S)
+        for _ in self._store.sweep(_CRASHED_S):
+            self._breath()
         self._journal.drop_broken()
         self._purged_before = begun - self.limits.read_s
         self._hungry = False
-        self._take_in(finding, begun)
+        self._take_in(finding)
         self._write_down()
         self._claims.take_measure(finding.foreign)
         self._claims.bury(dead)
@@ -328,6 +337,8 @@ class Keeper:
 
     def _meanwhile(self) -> None:
         """While everything is listed, which may take minutes, the rest of the work goes on."""
+        if self._stopping:
+            raise Unfinished
         if self._listing and time.monotonic() >= self._next_look:
             self._listing = False
             self._write_down()
@@ -341,29 +352,24 @@ class Keeper:
         known: Spread[None] = Spread()
         for piece in self._breath.chunks(len(offered)):
             for key in offered[piece]:
-                known.part(key)[key, generations.get(key, 0)] = None
+                found = mark(key, generations.get(key, 0))
+                known.part(found)[found] = None
         for key in chain.from_iterable(on_the_way):
-            known.part(key).pop((key, generations.get(key, 0)), None)
+            found = mark(key, generations.get(key, 0))
+            known.part(found).pop(found, None)
         return known
 
-    def _take_in(self, finding: Finding, begun: float) -> None:
-        orphans = finding.orphans
-        if orphans:
-            keys, generations, sizes, times = (
-                list(column) for column in zip(*orphans, strict=True)
-            )
-            for piece in Rows(keys, generations, sizes, times).pieces():
-                self.news.append(News(added=piece))
-            times_us = [int(at * 1e6) + 1 for at in times]  # later than what it corrects
-            entries = manifest.pack_entries(ADDED, keys, generations, sizes, times_us)
-            self._entries.append((entries, 0))
-        if finding.gone:
-            count = len(finding.gone)
-            keys = [key for key, _ in finding.gone]
-            generations = [generation for _, generation in finding.gone]
-            self.removed(keys, generations, begun)
-            gone = Rows(keys, generations, [0] * count, [begun] * count)
-            self.news.append(News(removed=gone))
+    def _take_in(self, finding: Finding) -> None:
+        """Tell the tier, and write down."""
+        for kind, rows in ((ADDED, finding.orphans), (REMOVED, finding.gone)):
+            for piece in self._breath.chunks(len(rows)):
+                told = rows[piece]
+                self.news.append(News(added=told) if kind == ADDED else News(removed=told))
+                times_us = [int(at * 1e6) + 2 for at in told.times]  # later than what it corrects
+                entries = manifest.pack_entries(
+                    kind, told.keys, told.generations, told.sizes, times_us
+                )
+                self._entries.append((entries, 0))
 
 
 def _news_among(rows: Entries, known: Spread[None], latest_us: int) -> npt.NDArray[np.bool_]:
@@ -371,7 +377,8 @@ def _news_among(rows: Entries, known: Spread[None], latest_us: int) -> npt.NDArr
     it may be another object than the one that is known, or was when `known` was asked."""
     added: npt.NDArray[np.bool_] = rows["kind"] == ADDED
     keys, generations = manifest.keys_of(rows), rows["generation"].tolist()
-    same = [(key, gen) in known.part(key) for key, gen in zip(keys, generations, strict=True)]
+    marks = [mark(key, gen) for key, gen in zip(keys, generations, strict=True)]
+    same = [found in known.part(found) for found in marks]
     news: npt.NDArray[np.bool_] = np.array(same, bool) != added
     news |= added & (rows["time_us"] + _LATELY_US > latest_us)
     return news

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 
 from kvtier.backends.object.budget import Standing
 from kvtier.types import BlockKey
-
-_NEWS_ROWS = 512
-"""So much is told at once: the tier takes it in between two requests."""
 
 Known = Callable[[], tuple[list[BlockKey], dict[BlockKey, int]]]
 """All keys that a tier offers, and generations that are not 0."""
@@ -19,19 +16,22 @@ Known = Callable[[], tuple[list[BlockKey], dict[BlockKey, int]]]
 class Rows(msgspec.Struct):
     """Blocks, in columns; times in seconds since the epoch."""
 
-    keys: list[BlockKey]
-    generations: list[int]
-    sizes: list[int]
-    times: list[float]
+    keys: list[BlockKey] = []
+    generations: list[int] = []
+    sizes: list[int] = []
+    times: list[float] = []
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def pieces(self) -> Iterator[Rows]:
-        """The same in portions that a caller can take in without being held up."""
-        for start in range(0, len(self), _NEWS_ROWS):
-            cut = slice(start, start + _NEWS_ROWS)
-            yield Rows(self.keys[cut], self.generations[cut], self.sizes[cut], self.times[cut])
+    def add(self, key: BlockKey, generation: int, size: int, at: float) -> None:
+        self.keys.append(key)
+        self.generations.append(generation)
+        self.sizes.append(size)
+        self.times.append(at)
+
+    def __getitem__(self, cut: slice) -> Rows:
+        return Rows(self.keys[cut], self.generations[cut], self.sizes[cut], self.times[cut])
 
 
 class News(msgspec.Struct):

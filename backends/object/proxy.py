@@ -62,17 +62,26 @@ def proxy_for(address: Address) -> Proxy | None:
     url = found.get("https" if address.tls else "http")
     if not url:
         return None
-    parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port or 80
     except ValueError:
-        port = 0
-    if parts.scheme != "http" or not parts.hostname or not port:
-        raise ProxyRefused("HTTP_PROXY or HTTPS_PROXY names no proxy: write http://host:port")
+        raise _no_proxy("it cannot be read") from None
+    if parts.scheme != "http":
+        raise _no_proxy(f"a proxy is not spoken to by {parts.scheme or 'such a scheme'}")
+    if not parts.hostname:
+        raise _no_proxy("it names no host")
     if parts.username is None:
         return Proxy(Address(parts.hostname, port, False))
     user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
     return Proxy(
         Address(parts.hostname, port, False),
         "Basic " + base64.b64encode(user.encode()).decode(),
+    )
+
+
+def _no_proxy(problem: str) -> ProxyRefused:
+    return ProxyRefused(
+        f"HTTP_PROXY or HTTPS_PROXY cannot be used, {problem}: write http://host:port, or name the "
+        "endpoint's host in NO_PROXY"
     )

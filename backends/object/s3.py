@@ -13,7 +13,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 import msgspec
 
@@ -29,7 +29,7 @@ from kvtier.backends.object.errors import (
     WrongEndpoint,
     WrongRegion,
 )
-from kvtier.backends.object.listing import Listed, list_query, read_page
+from kvtier.backends.object.listing import Page, list_query, name_below
 from kvtier.backends.object.proxy import proxy_for
 from kvtier.backends.object.signing import Signer, request_head
 from kvtier.backends.object.store import (
@@ -219,15 +219,18 @@ class S3Store(Store):
         behind = self._prefix + after if after else ""
         token = ""
         while True:
-            page, token = self._page(list_query(start, behind, token), self._end(deadline))
+            page = self._page(list_query(start, behind, token), self._end(deadline))
             for found in page:
-                name = found.key.removeprefix(self._prefix)
-                if name > after and is_name(name):
+                name = name_below(self._prefix, found.key)
+                if name is not None and name > after and is_name(name):
                     yield ObjectInfo(name, found.size, found.modified_s)
-            if not token:
+            if not page.token:
                 return
+            if page.token == token:
+                raise WrongEndpoint(f"{self._where} lists the same page again: check the endpoint")
+            token = page.token
 
-    def _page(self, query: str, end: float) -> tuple[Sequence[Listed], str]:
+    def _page(self, query: str, end: float) -> Page:
         target = f"{self._bucket_target}?{query}"
         headers = self._signer.sign("GET", self._origin + target, {"host": self._host})
         head = self._head_of("GET", target, headers, 0)
@@ -235,7 +238,7 @@ class S3Store(Store):
             if answer.status != 200:
                 raise self._refusal(answer)
             body = answer.read(_PAGE_BYTES_MAX)
-        return read_page(body)
+        return Page(body)
 
     def delete(
         self, names: Sequence[str], *, deadline: float | None = None
@@ -308,11 +311,7 @@ def addressing_of(settings: S3Settings) -> str:
     if not _BUCKET.fullmatch(settings.bucket):
         raise NoSuchBucket(f"{settings.bucket[:80]!r} is not a bucket name: correct the url")
     if settings.endpoint is not None:
-        parts = urlsplit(settings.endpoint)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-            raise WrongEndpoint(
-                "this is no endpoint: write https://host:port, without a user or password in it"
-            )
+        _parts(settings.endpoint)
     if settings.addressing != "auto":
         return settings.addressing
     own = settings.endpoint is None and _DNS_BUCKET.fullmatch(settings.bucket)
@@ -321,7 +320,7 @@ def addressing_of(settings: S3Settings) -> str:
 
 def _address(endpoint: str, bucket: str, style: str) -> tuple[Address, str]:
     """Where to connect, and what every request target begins with."""
-    parts = urlsplit(endpoint)
+    parts = _parts(endpoint)
     tls = parts.scheme == "https"
     port = parts.port or (443 if tls else 80)
     base = parts.path.rstrip("/") + "/"
@@ -329,6 +328,20 @@ def _address(endpoint: str, bucket: str, style: str) -> tuple[Address, str]:
     if style == "virtual":
         return Address(f"{bucket}.{host}", port, tls), base
     return Address(host, port, tls), f"{base}{bucket}/"
+
+
+def _parts(endpoint: str) -> SplitResult:
+    """Raises WrongEndpoint on anything that a request cannot be sent to."""
+    try:
+        parts = urlsplit(endpoint)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or not endpoint.isascii() or parts.username or parts.query or parts.fragment:
+        raise WrongEndpoint(
+            "this is no endpoint: write https://host:port, without a user or password in it"
+        )
+    return parts
 
 
 def _tls(ca_bundle: str | None) -> ssl.SSLContext:

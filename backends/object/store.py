@@ -21,6 +21,7 @@ _SEGMENT = r"[A-Za-z0-9_=-][A-Za-z0-9._=-]{0,199}"
 _NAME = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT}){{0,15}}")
 _PREFIX = re.compile(rf"(?:{_SEGMENT}/){{0,16}}(?:{_SEGMENT})?")
 NAME_CHARS_MAX = 700
+OBJECT_BYTES_MAX = (1 << 63) - 1
 
 
 class PutOutcome(enum.Enum):
@@ -115,10 +116,10 @@ class Store(ABC):
     ) -> Mapping[str, StoreError]:
         """Delete these objects; returns those that could not be. One that is gone is a success."""
 
-    def sweep(self, older_than_s: float) -> int:
-        """Remove what writers that died have left unfinished this long; how much it was. Stores
-        that show only whole objects and keep nothing else have nothing to do."""
-        return 0
+    def sweep(self, older_than_s: float) -> Iterator[int]:
+        """Remove what writers that died have left unfinished this long; how much it was, place by
+        place. Stores that show only whole objects and keep nothing else have nothing to do."""
+        return iter(())
 
     def close(self) -> None:  # noqa: B027 - not every store holds something
         """Release connections. The objects stay."""

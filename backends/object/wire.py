@@ -44,7 +44,8 @@ class Address(NamedTuple):
     tls: bool
 
     def __str__(self) -> str:
-        return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
 
 
 class Wire(ABC):
@@ -135,7 +136,13 @@ def connect(
     first = proxy.address if proxy else address
     found = socket.getaddrinfo(first.host, first.port, type=socket.SOCK_STREAM)
     for index, (family, kind, protocol, _, where) in enumerate(found):
-        sock = socket.socket(family, kind, protocol)
+        last = index == len(found) - 1
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError:  # a name may stand for IPv6 addresses on a machine that has none
+            if last:
+                raise
+            continue
         try:
             sock.settimeout(_left(deadline, timeouts.connect_s, first))
             sock.connect(where)
@@ -149,7 +156,7 @@ def connect(
             return TLSWire(_handshake(sock, tls, address))
         except BaseException as error:
             sock.close()
-            if not isinstance(error, OSError) or index == len(found) - 1:
+            if not isinstance(error, OSError) or last:
                 raise
     raise WrongEndpoint(f"{address} has no address: check the endpoint")
 
@@ -188,6 +195,8 @@ def explain(address: Address) -> Iterator[None]:
         raise WrongEndpoint(
             f"the name {address.host} cannot be resolved ({error.strerror}): check the endpoint"
         ) from error
+    except UnicodeError as error:
+        raise WrongEndpoint(f"{address.host[:80]!r} is no host name: check the endpoint") from error
     except ssl.SSLError as error:
         if "ALERT" in (error.reason or ""):
             raise TLSRefused(f"{address} refuses TLS: {error.reason}") from error

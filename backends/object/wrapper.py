@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from kvtier.backends.object.errors import StoreError
@@ -59,7 +59,7 @@ class WrappedStore(Store):
     ) -> Mapping[str, StoreError]:
         return self._call(lambda end: self._inner.delete(names, deadline=end), deadline)
 
-    def sweep(self, older_than_s: float) -> int:
+    def sweep(self, older_than_s: float) -> Iterator[int]:
         return self._inner.sweep(older_than_s)
 
     def close(self) -> None:

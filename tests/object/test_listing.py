@@ -7,12 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.backends.object.errors import WrongEndpoint
-from kvtier.backends.object.listing import list_query, read_page
+from kvtier.backends.object.listing import Listed, Page, list_query, name_below
 
 ENTRY = (
     "<Contents><Key>{key}</Key><LastModified>2026-11-20T10:00:00.250Z</LastModified>"
     "<Size>{size}</Size><ETag>x</ETag><Owner><ID>1</ID></Owner></Contents>"
 )
+
+BOMB = '<!DOCTYPE x [<!ENTITY a "aaaaaaaa">]><ListBucketResult>&a;</ListBucketResult>'
 
 
 def page(entries: str, facts: str = "", space: str = "") -> bytes:
@@ -22,12 +24,17 @@ def page(entries: str, facts: str = "", space: str = "") -> bytes:
     ).encode()
 
 
+def read_page(body: bytes) -> tuple[list[Listed], str]:
+    found = Page(body)
+    return list(found), found.token
+
+
 @pytest.mark.parametrize("space", ["", ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'])
 def test_a_page_is_read_with_and_without_a_namespace(space: str) -> None:
     entries = ENTRY.format(key="a%20b/c%2Bd", size=5) + ENTRY.format(key="e", size=0)
     facts = "<IsTruncated>true</IsTruncated><NextContinuationToken>a+b=</NextContinuationToken>"
     listed, token = read_page(page(entries, facts, space))
-    assert [(one.key, one.size) for one in listed] == [("a b/c+d", 5), ("e", 0)]
+    assert [(one.key, one.size) for one in listed] == [("a%20b/c%2Bd", 5), ("e", 0)]
     assert listed[0].modified_s == 1795168800.25
     assert token == "a+b="
 
@@ -47,7 +54,11 @@ def test_the_last_page_has_no_token() -> None:
         page(ENTRY.format(key="a", size="many")),
         page("<Contents><Key>a</Key></Contents>"),
         page(ENTRY.format(key="a", size=1).replace("2026", "long ago")),
-        b'<!DOCTYPE x [<!ENTITY a "aaaaaaaa">]><ListBucketResult>&a;</ListBucketResult>',
+        page(ENTRY.format(key="a", size=-1)),
+        page(ENTRY.format(key="a", size=1 << 63)),
+        page(ENTRY.format(key="a", size=1).replace("2026", "0000")),
+        BOMB.encode(),
+        BOMB.encode("utf-16"),
     ],
 )
 def test_what_is_no_listing_is_a_wrong_endpoint(body: bytes) -> None:
@@ -69,3 +80,17 @@ def test_queries_are_in_the_order_in_which_they_are_signed() -> None:
     )
     assert "start-after" not in list_query("p", "a", "token+/=")
     assert "continuation-token=token%2B%2F%3D" in list_query("p", "a", "token+/=")
+
+
+@pytest.mark.parametrize("key", ["my%20pre%2Bfix/a/b-1", "my+pre%2Bfix/a/b-1", "my pre+fix/a/b-1"])
+def test_a_prefix_is_known_however_the_store_writes_it(key: str) -> None:
+    assert name_below("my pre+fix/", key) == "a/b-1"
+    assert name_below("my prefix/", key) is None
+
+
+def test_a_page_is_read_while_it_is_asked_for() -> None:
+    entries = "".join(ENTRY.format(key=f"k{n:03}", size=n) for n in range(1000))
+    reading = iter(Page(page(entries)[:-100]))  # what is wrong comes late
+    assert [next(reading).size for _ in range(900)] == list(range(900))
+    with pytest.raises(WrongEndpoint):
+        list(reading)

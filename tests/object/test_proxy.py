@@ -164,10 +164,27 @@ def test_a_proxy_that_is_not_there_is_named(
     store.close()
 
 
-@pytest.mark.parametrize("url", ["https://secure:1", "socks5://there:1", "http://:1", "http://a:b"])
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("https://me:hidden@secure:1", "not spoken to by https"),
+        ("socks5://me:hidden@there:1", "not spoken to by socks5"),
+        ("http://:1", "no host"),
+        ("http://a:b", "cannot be read"),
+        ("http://[a:1", "cannot be read"),
+    ],
+)
 def test_what_is_no_proxy_is_said_so(
-    server: HostileServer, monkeypatch: pytest.MonkeyPatch, url: str
+    server: HostileServer, monkeypatch: pytest.MonkeyPatch, url: str, problem: str
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", url)
-    with pytest.raises(errors.ProxyRefused, match="http://host:port"):
+    with pytest.raises(errors.ProxyRefused, match=f"{problem}: write http://host:port") as caught:
         S3Store(S3Settings(bucket="bucket", endpoint=server.endpoint))
+    assert "hidden" not in str(caught.value)
+
+
+def test_an_exception_for_an_ipv6_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("NO_PROXY", "::1,[::1]")
+    assert proxy_for(Address("::1", 9000, False)) is None
+    assert proxy_for(Address("::2", 9000, False)) is not None

@@ -264,14 +264,40 @@ def test_an_expired_token_makes_the_chain_start_anew(
 
 @pytest.mark.parametrize(
     "url",
-    ["http://x/y", "s3://", "s3://user:pw@bucket/x", "file://host/folder", "folder", "file:", ""],
+    [
+        "http://x/y",
+        "s3://",
+        "s3://user:pw@bucket/x",
+        "s3://bucket/x?y",
+        "s3://bucket/x#y",
+        "s3://[x",
+        "file://host/folder",
+        "file:///folder%00",
+        "folder",
+        "file:",
+        "",
+    ],
 )
 def test_urls_that_are_none(url: str) -> None:
     with pytest.raises(errors.WrongEndpoint):
         open_store(StoreSettings(url=url))
 
 
-@pytest.mark.parametrize("endpoint", ["ftp://x", "127.0.0.1:9000", "http://user:hidden@host", ""])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "ftp://x",
+        "127.0.0.1:9000",
+        "http://user:hidden@host",
+        "",
+        "http://host:99999",
+        "http://host:http",
+        "http://host:0",
+        "http://[::1",
+        "http://h\u00f6st",
+        "http://host/?x=y",
+    ],
+)
 def test_endpoints_that_are_none(endpoint: str) -> None:
     with pytest.raises(errors.WrongEndpoint) as caught:
         open_store(StoreSettings(url="s3://bucket/x", endpoint=endpoint))
@@ -294,3 +320,21 @@ def test_a_name_that_does_not_resolve(opened: Opener, monkeypatch: pytest.Monkey
     with pytest.raises(errors.WrongEndpoint, match="endpoint"):
         get(store)
     assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+def test_a_name_that_is_none(opened: Opener, host: str) -> None:
+    with pytest.raises(errors.WrongEndpoint, match="no host name"):
+        get(opened(endpoint=f"http://{host}"))
+
+
+def test_an_address_of_a_kind_that_this_machine_has_not(
+    server: HostileServer, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = socket.getaddrinfo
+
+    def both(host: str, port: int, **more: Any) -> list[Any]:
+        return [(9999, socket.SOCK_STREAM, 0, "", ("there", port)), *known(host, port, **more)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    assert get(opened(endpoint=server.endpoint)) == BODY

@@ -1,0 +1,179 @@
+"""Audits: beside a busy engine, cut short, and of stores that lie about times."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.backends.object.files import FileStore
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.keeper import Keeper, Limits
+from kvtier.backends.object.manifest import ADDED, pack_entries
+from kvtier.backends.object.names import block_name
+from kvtier.backends.object.store import ObjectInfo
+from kvtier.backends.object.tier import ObjectTier
+from kvtier.core.eviction import create_policy
+from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.types import BlockKey, EventKind
+
+RECORD = 12288
+CAPACITY = 1 << 40
+
+
+class ListedStore(FileStore):
+    """A folder of manifests beside blocks that only a listing knows."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.blocks: list[ObjectInfo] = []
+
+    def hold(self, keys: list[BlockKey], modified_s: float = 1e9) -> None:
+        names = [block_name(NAMESPACE.id, key) for key in keys]
+        self.blocks = [ObjectInfo(name, RECORD, modified_s) for name in names]
+
+    def list(
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+    ) -> Iterator[ObjectInfo]:
+        if prefix:
+            return super().list(prefix, after=after, deadline=deadline)
+        return iter(self.blocks)
+
+
+def opened(store: FileStore) -> tuple[Keeper, ObjectTier]:
+    keeper = Keeper(store, NAMESPACE, Limits(CAPACITY, refresh_s=600.0, audit_s=600.0))
+    return keeper, ObjectTier(keeper, create_policy())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ListedStore:
+    return ListedStore(tmp_path / "store")
+
+
+def test_the_garbage_collector_has_nothing_to_visit(store: ListedStore) -> None:
+    """A full collection would hold Python's lock for as long as all objects of the process take."""
+    keys = make_keys(20_000)
+    store.hold(keys)
+    keeper, tier = opened(store)
+    Journal(store, NAMESPACE).append(
+        pack_entries(ADDED, keys, [0] * len(keys), [RECORD] * len(keys), [10**15] * len(keys))
+    )
+    keeper.open(tier.known)
+    tier.start()
+    gc.collect()
+    before = gc.get_stats()
+    keeper.refresh()
+    after = gc.get_stats()
+    assert after[2]["collections"] == before[2]["collections"]
+    assert after[1]["collections"] - before[1]["collections"] <= 1
+    assert tier.stats().blocks == len(keys)
+    keeper.close()
+
+
+def test_closing_does_not_wait_for_an_audit(store: ListedStore) -> None:
+    listing, release = threading.Event(), threading.Event()
+    [name] = [block_name(NAMESPACE.id, key) for key in make_keys(1)]
+
+    def endless() -> Iterator[ObjectInfo]:
+        for number in itertools.count():
+            listing.set()
+            yield ObjectInfo(name, RECORD + number % 2, 0.0)
+            if release.is_set():
+                return
+
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    store.blocks = endless()  # type: ignore[assignment]
+    keeper._next_audit = 0.0
+    keeper.start()
+    assert listing.wait(60)
+    closing = threading.Thread(target=keeper.close)
+    closing.start()
+    closing.join(60)
+    ended = not closing.is_alive()
+    release.set()
+    closing.join()
+    assert ended
+
+
+def test_what_is_gone_is_told_a_little_at_a_time(store: ListedStore) -> None:
+    keys = make_keys(5000)
+    store.hold(keys)
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    store.blocks = []
+    keeper.refresh()
+    most = 0
+    while tier.stats().blocks:
+        tier.tick()
+        told = [event for event in tier.take_events() if event.kind is EventKind.REMOVED]
+        most = max(most, sum(len(event.keys) for event in told))
+    assert 0 < most <= 1024
+    keeper.close()
+
+
+@pytest.mark.parametrize("modified_s", [1e18, -1e18, 4e9])
+def test_times_that_cannot_be(tmp_path: Path, store: ListedStore, modified_s: float) -> None:
+    """Blocks that no manifest knows, of a time to come or of long ago: taken in, and removable."""
+    keys = make_keys(3)
+    store.hold(keys, modified_s)
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    assert tier.stats().blocks == 3
+    store.blocks = []
+    keeper.refresh()
+    keeper.close()
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    assert tier.stats().blocks == 0, "a removal outlasts what it removes"
+    keeper.close()
+
+
+def test_an_entry_by_a_clock_that_is_ahead_is_removed(store: ListedStore) -> None:
+    keys = make_keys(3)
+    years_ahead_us = int((time.time() + 1e8) * 1e6)
+    Journal(store, NAMESPACE).append(
+        pack_entries(ADDED, keys, [0] * 3, [RECORD] * 3, [years_ahead_us] * 3)
+    )
+    for _ in range(2):
+        keeper, tier = opened(store)
+        keeper.open(tier.known)
+        tier.start()
+        assert tier.stats().blocks == 0
+        left = Journal(store, NAMESPACE).everything()
+        assert not (left["kind"] == ADDED).any()
+        keeper.close()
+
+
+def test_temporary_files_that_are_not_ours_to_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(tmp_path / "store")
+    torn = store.root / ".tmp-1-dead"
+    torn.write_bytes(b"half")
+    os.utime(torn, (0, 0))
+
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == torn:
+            raise PermissionError(1, "Operation not permitted", str(path))
+        unlink(path, missing_ok)
+
+    keeper, tier = opened(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)  # a folder with the sticky bit, as another user
+        keeper.open(tier.known)
+    assert torn.exists()
+    keeper.refresh()
+    assert not torn.exists()
+    keeper.close()
