@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from kvtier.backends.object import manifest
 from kvtier.backends.object.errors import LengthMismatch, Unavailable
 from kvtier.backends.object.manifest import Entries
-from kvtier.backends.object.names import manifest_name, manifest_prefix, parse_manifest
+from kvtier.backends.object.names import manifest_prefix, parse_manifest
 from kvtier.backends.object.store import GetOutcome, Store
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.types import Namespace
@@ -23,6 +23,8 @@ _READERS = 8
 _LISTINGS_MAX = 4
 _PILE = 16
 """So many manifests of similar size are joined into one."""
+_PILE_MAX = 1024
+"""And no more at once: the list of what a manifest covers must fit into `_HEAD_READ_BYTES`."""
 
 
 class Journal:
@@ -48,8 +50,7 @@ class Journal:
         name = f"{self._writer}-{self._number:010d}"
         self._number += 1
         self._store.put(
-            manifest_name(self._namespace.id, self._writer, self._number - 1),
-            manifest.pack(self._namespace.digest, entries, covers),
+            self._full_name(name), manifest.pack(self._namespace.digest, entries, covers)
         )
         self._seen.add(name)
 
@@ -84,15 +85,16 @@ class Journal:
             old &= entries["kind"] == manifest.REMOVED
             entries = entries[~old]
         self.append(entries, covers=readable)
-        namespace = self._namespace.id
-        self._store.delete([f"{manifest_prefix(namespace)}{name}" for name in readable])
+        self._store.delete([self._full_name(name) for name in readable])
         return True
 
     def drop_broken(self) -> None:
         """Delete damaged manifests: a listing of the blocks has replaced what they said."""
-        prefix = manifest_prefix(self._namespace.id)
-        self._store.delete([f"{prefix}{name}" for name in self._broken])
+        self._store.delete([self._full_name(name) for name in self._broken])
         self._broken.clear()
+
+    def _full_name(self, name: str) -> str:
+        return f"{manifest_prefix(self._namespace.id)}{name}"
 
     def _listed(self) -> dict[str, int]:
         """Sizes of the manifests that are there, by name."""
@@ -143,7 +145,7 @@ class Journal:
 
     def _read_one(self, name: str, size: int, covered: set[str]) -> Entries | bool | None:
         """As in `_fetch`; False if the manifest has vanished."""
-        full_name = f"{manifest_prefix(self._namespace.id)}{name}"
+        full_name = self._full_name(name)
         for again in (True, False):  # damage on the way is gone the second time
             try:
                 return self._read_whole(full_name, size, covered)
@@ -180,7 +182,7 @@ def _pile(sizes: dict[str, int]) -> list[str]:
     """The smaller manifests that are worth joining: many, or as much as the next larger one."""
     chosen: list[str] = []
     total = 0
-    for name in sorted(sizes, key=lambda name: sizes[name]):
+    for name in sorted(sizes, key=lambda name: sizes[name])[:_PILE_MAX]:
         if len(chosen) >= _PILE and sizes[name] > total:
             break
         chosen.append(name)

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvtier.backends.object.store import OBJECT_BYTES_MAX
 from kvtier.core.record import Buffer
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.types import GROUP_BYTES, KEY_BYTES_MAX, BlockKey
@@ -47,6 +48,7 @@ _HEAD = struct.Struct("<8sHHIQ16sQ")
 _SUM = struct.Struct("<Q")
 HEAD_BYTES = _HEAD.size + _SUM.size
 COVERS_BYTES_MAX = 1 << 20
+_TIME_MAX_US = 1 << 62
 _ODD = (
     0x9E3779B97F4A7C15,
     0xC2B2AE3D27D4EB4F,
@@ -136,7 +138,8 @@ def unpack(data: Buffer, namespace: bytes) -> tuple[Entries, list[str]]:
         ((kinds == ADDED) | (kinds == REMOVED))
         & (lengths > GROUP_BYTES)
         & (lengths <= KEY_BYTES_MAX)
-        & (entries["size"] < 1 << 40)
+        & (entries["size"] <= OBJECT_BYTES_MAX)
+        & (entries["time_us"] <= _TIME_MAX_US)
     )
     if not sane.all():
         raise FormatError("an entry of a manifest is inconsistent")

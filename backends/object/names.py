@@ -48,13 +48,8 @@ def manifest_prefix(namespace: str) -> str:
     return f"{namespace}/manifest/"
 
 
-def manifest_name(namespace: str, writer: str, number: int) -> str:
-    """The name of the `number`th manifest of a writer (sixteen hexadecimal digits)."""
-    return f"{namespace}/manifest/{writer}-{number:010d}"
-
-
 def parse_manifest(name: str) -> str | None:
-    """Writer and number of a manifest, None for anything else."""
+    """Writer (16 digits) and number of a manifest, None for anything else."""
     found = _MANIFEST.fullmatch(name)
     return found.group(2) if found else None
 

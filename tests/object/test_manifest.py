@@ -1,0 +1,233 @@
+"""Manifests and the journal of them: what is read back, what is refused, what joining keeps."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.backends.object import manifest
+from kvtier.backends.object.files import FileStore
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
+from kvtier.errors import FormatError, NewerFormat
+from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.types import BlockKey, block_key
+
+DIGEST = NAMESPACE.digest
+
+keys = st.binary(min_size=1, max_size=36).map(block_key)
+rows = st.tuples(
+    st.sampled_from([ADDED, REMOVED]),
+    keys,
+    st.integers(0, 0xFFFF),
+    st.integers(0, (1 << 63) - 1),
+    st.integers(0, 1 << 62),
+)
+
+
+def entries_of(some: list[tuple[int, BlockKey, int, int, int]]) -> Entries:
+    pieces = [manifest.pack_entries(kind, [k], [g], [s], [t]) for kind, k, g, s, t in some]
+    return np.concatenate([np.zeros(0, manifest.ENTRY), *pieces])
+
+
+def rows_of(entries: Entries) -> list[tuple[int, BlockKey, int, int, int]]:
+    return list(
+        zip(
+            entries["kind"].tolist(),
+            manifest.keys_of(entries),
+            entries["generation"].tolist(),
+            entries["size"].tolist(),
+            entries["time_us"].tolist(),
+            strict=True,
+        )
+    )
+
+
+def packed(entries: Entries, covers: list[str] | None = None) -> bytes:
+    return b"".join(bytes(piece) for piece in manifest.pack(DIGEST, entries, covers or []))
+
+
+@given(some=st.lists(rows, max_size=9), covers=st.lists(st.text("0123456789abcdef-", min_size=1)))
+def test_what_is_written_is_read(
+    some: list[tuple[int, BlockKey, int, int, int]], covers: list[str]
+) -> None:
+    entries, covered = manifest.unpack(memoryview(packed(entries_of(some), covers)), DIGEST)
+    assert rows_of(entries) == some
+    assert covered == covers
+
+
+@given(some=st.lists(rows, max_size=12))
+def test_of_each_object_the_latest_entry_counts(
+    some: list[tuple[int, BlockKey, int, int, int]],
+) -> None:
+    latest: dict[tuple[BlockKey, int], tuple[int, int]] = {}
+    for kind, key, generation, _, at in some:
+        latest[key, generation] = max(latest.get((key, generation), (0, 0)), (at, kind))
+    merged = rows_of(manifest.merge([entries_of([one]) for one in some]))
+    assert {(key, gen): (at, kind) for kind, key, gen, _, at in merged} == latest
+    assert [row[4] for row in merged] == sorted(row[4] for row in merged)
+    assert len(merged) == len(latest)
+
+
+def test_no_flipped_byte_and_no_cut_is_overlooked() -> None:
+    good = packed(entries_of([(ADDED, key, 0, 5, 9) for key in make_keys(2)]), ["a-1", "b-2"])
+    for at in range(len(good)):
+        bad = bytearray(good)
+        bad[at] ^= 0x40
+        with pytest.raises((FormatError, NewerFormat)):
+            manifest.unpack(memoryview(bad), DIGEST)
+        with pytest.raises(FormatError):
+            manifest.unpack(memoryview(good[:at]), DIGEST)
+    with pytest.raises(FormatError, match="another namespace"):
+        manifest.unpack(memoryview(good), bytes(16))
+
+
+@given(data=st.binary(max_size=200))
+def test_rubbish_raises_nothing_else(data: bytes) -> None:
+    for some in (data, manifest.MAGIC + data, manifest.MAGIC + b"\1\0\0\0" + data):
+        with pytest.raises((FormatError, NewerFormat)):
+            manifest.unpack(memoryview(some), DIGEST)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kind", 3),
+        ("key_bytes", 0),
+        ("key_bytes", 41),
+        ("size", 1 << 63),
+        ("time_us", (1 << 62) + 1),
+        ("time_us", (1 << 64) - 1),
+    ],
+)
+def test_sums_that_are_right_do_not_make_figures_right(field: str, value: int) -> None:
+    entries = entries_of([(ADDED, key, 0, 5, 9) for key in make_keys(2)])
+    entries[field][1] = value
+    with pytest.raises(FormatError, match="inconsistent"):
+        manifest.unpack(memoryview(packed(entries)), DIGEST)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
+
+
+def added(some: list[BlockKey], at: int = 1) -> Entries:
+    count = len(some)
+    return manifest.pack_entries(ADDED, some, [0] * count, [7] * count, range(at, at + count))
+
+
+def keys_in(entries: Entries) -> set[BlockKey]:
+    return {key for kind, key, *_ in rows_of(entries) if kind == ADDED}
+
+
+def manifests(store: FileStore) -> list[str]:
+    return [info.name for info in store.list(f"{NAMESPACE.id}/manifest/")]
+
+
+def test_each_hears_once_of_what_others_append(store: FileStore) -> None:
+    one, other = Journal(store, NAMESPACE), Journal(store, NAMESPACE)
+    first, second = make_keys(3), make_keys(2, start=9)
+    one.append(added(first))
+    assert keys_in(other.news()) == set(first)
+    other.append(added(second))
+    assert keys_in(other.news()) == set()
+    assert keys_in(one.news()) == set(second)
+    assert keys_in(one.everything()) == set(first + second)
+
+
+def test_joining_loses_nothing_and_is_no_news(store: FileStore) -> None:
+    one, other, late = (Journal(store, NAMESPACE) for _ in range(3))
+    all_keys = make_keys(40)
+    for key in all_keys[:20]:
+        one.append(added([key]))
+    other.news()
+    for key in all_keys[20:]:
+        one.append(added([key]))
+    one.news()
+    assert one.join(0.0)
+    assert len(manifests(store)) == 1
+    assert keys_in(other.news()) >= set(all_keys[20:])
+    assert keys_in(late.everything()) == set(all_keys)
+    assert not one.join(0.0)
+
+
+def test_two_who_join_at_once_lose_nothing(store: FileStore) -> None:
+    all_keys = make_keys(20)
+    journals = [Journal(store, NAMESPACE) for _ in range(2)]
+    for key in all_keys:
+        journals[0].append(added([key]))
+    delete = store.delete
+    store.delete = lambda names, deadline=None: {}  # type: ignore[method-assign]
+    for journal in journals:
+        journal.news()
+        assert journal.join(0.0)
+    store.delete = delete  # type: ignore[method-assign]
+    assert keys_in(Journal(store, NAMESPACE).everything()) == set(all_keys)
+
+
+def test_thousands_of_manifests_are_joined_in_portions_that_others_can_read(
+    store: FileStore,
+) -> None:
+    all_keys = make_keys(3000)
+    one, other = Journal(store, NAMESPACE), Journal(store, NAMESPACE)
+    one.append(added(all_keys))
+    other.news()
+    for key in all_keys:
+        one.append(added([key], at=10_000))
+    while one.join(0.0):
+        pass
+    assert len(manifests(store)) < 16
+    assert keys_in(other.news()) == set(all_keys)
+    other.drop_broken()
+    assert keys_in(Journal(store, NAMESPACE).everything()) == set(all_keys)
+
+
+def test_removals_are_forgotten_when_all_they_hide_is_deleted(store: FileStore) -> None:
+    journal = Journal(store, NAMESPACE)
+    for key in make_keys(20):
+        journal.append(added([key]))
+        removed = manifest.pack_entries(REMOVED, [key], [0], [0], [2_000_000])
+        journal.append(removed)
+    journal.news()
+    assert journal.join(1.0)
+    assert len(journal.everything()) == 20
+    for key in make_keys(30, start=50):
+        journal.append(added([key]))
+    assert journal.join(3.0)
+    assert keys_in(journal.everything()) == set(make_keys(30, start=50))
+    assert len(journal.everything()) == 30
+
+
+def test_a_damaged_manifest_costs_only_itself(store: FileStore) -> None:
+    journal = Journal(store, NAMESPACE)
+    good, bad = make_keys(2), make_keys(2, start=9)
+    journal.append(added(good))
+    journal.append(added(bad))
+    path = store.root / manifests(store)[1]
+    path.write_bytes(path.read_bytes()[:-1])
+    reader = Journal(store, NAMESPACE)
+    assert keys_in(reader.everything()) == set(good)
+    reader.drop_broken()
+    assert len(manifests(store)) == 1
+
+
+def test_a_manifest_of_a_newer_version_is_left_alone(store: FileStore) -> None:
+    journal = Journal(store, NAMESPACE)
+    journal.append(added(make_keys(2)))
+    path = store.root / manifests(store)[0]
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<H", data, 8, manifest.VERSION + 1)
+    path.write_bytes(data)
+    reader = Journal(store, NAMESPACE)
+    assert len(reader.everything()) == 0
+    reader.drop_broken()
+    for key in make_keys(20, start=50):
+        reader.append(added([key]))
+    assert reader.join(0.0)
+    assert path.read_bytes() == bytes(data)
