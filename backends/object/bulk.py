@@ -36,6 +36,7 @@ class BulkClient:
         self._errors = vendor("botocore.exceptions")
         self._parser_error = vendor("botocore.parsers").ResponseParserError
         self._awsrequest = vendor("botocore.awsrequest")
+        self._lock = threading.Lock()
         self._made: Any = None
         self._made_after = 0
 
@@ -50,13 +51,18 @@ class BulkClient:
         """Delete by the thousand; the keys that the store would not delete, and why."""
         failed: dict[str, StoreError] = {}
         for start in range(0, len(keys), _DELETE_BATCH):
-            batch = [{"Key": key} for key in keys[start : start + _DELETE_BATCH]]
+            batch = keys[start : start + _DELETE_BATCH]
+            objects = [{"Key": key} for key in batch]
             answer = self._ask(
-                "delete_objects", deadline(), Delete={"Objects": batch, "Quiet": True}
+                "delete_objects", deadline(), Delete={"Objects": objects, "Quiet": True}
             )
             for entry in answer.get("Errors", []):
                 code = str(entry.get("Code", ""))
-                failed[entry["Key"]] = explain_answer(403, code, {}, f"bucket {self._bucket}")
+                error = explain_answer(403, code, {}, f"bucket {self._bucket}")
+                key = entry.get("Key")
+                if key not in batch:  # then nobody knows which are deleted
+                    raise error
+                failed[key] = error
         return failed
 
     def _ask(self, operation: str, deadline: float, **arguments: Any) -> Any:
@@ -76,28 +82,31 @@ class BulkClient:
             ) from None
 
     def _client(self) -> Any:
-        changes = self._signer.changes
-        if self._made is None or self._made_after != changes:
-            session = self._signer.session
-            config = vendor("botocore.config").Config(
-                retries={"mode": "standard", "total_max_attempts": 1},
-                request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",
-                s3={"addressing_style": self._style, **UNSIGNED},
+        with self._lock:  # boto3's sessions must not make two clients at once
+            changes = self._signer.changes
+            if self._made is None or self._made_after != changes:
+                self._made, self._made_after = self._new_client(), changes
+            return self._made
+
+    def _new_client(self) -> Any:
+        config = vendor("botocore.config").Config(
+            retries={"mode": "standard", "total_max_attempts": 1},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            s3={"addressing_style": self._style, **UNSIGNED},
+        )
+        made = (
+            vendor("boto3.session")
+            .Session(botocore_session=self._signer.session)
+            .client(
+                "s3",
+                region_name=self._signer.region,
+                endpoint_url=self._endpoint,
+                config=config,
             )
-            made = (
-                vendor("boto3.session")
-                .Session(botocore_session=session)
-                .client(
-                    "s3",
-                    region_name=self._signer.region,
-                    endpoint_url=self._endpoint,
-                    config=config,
-                )
-            )
-            made.meta.events.register("before-send.s3", self._before_send)
-            self._made, self._made_after = made, changes
-        return self._made
+        )
+        made.meta.events.register("before-send.s3", self._before_send)
+        return made
 
     def _before_send(self, request: Any, **_: Any) -> Any:
         """What botocore would do with its own connections, done with ours."""

@@ -20,6 +20,7 @@ from kvtier.types import BlockKey, EventKind
 
 _ROWS_AT_ONCE = 512
 """So much news is taken in by one call: long work is spread over many."""
+_DROPS_AT_ONCE = 128
 _HANDLES_MIN = 1024
 
 
@@ -46,6 +47,8 @@ class ObjectCatalogue(SlabTier):
         """By slot, the objects that the keeper is deleting."""
         self._untold: set[int] = set()
         """Slots whose bytes no manifest tells of, until they are committed or deleted."""
+        self._surplus = 0
+        """Bytes that are still to be dropped to keep the budget."""
 
     def start(self) -> None:
         """Take in what the keeper has learnt while it was opened."""
@@ -53,6 +56,8 @@ class ObjectCatalogue(SlabTier):
         while news:
             self._take_in(news[0])
             news.popleft()
+        while self._surplus > 0:
+            self._shrink()
         self._events.clear()
 
     # -- news --------------------------------------------------------------------------------
@@ -65,6 +70,8 @@ class ObjectCatalogue(SlabTier):
             self._take_in(piece)
             news.popleft()  # not before: until then the keeper takes it for unknown
             rows += 1 + len(piece.added or ()) + len(piece.removed or ()) + len(piece.freed)
+        if self._surplus > 0:
+            self._shrink()
 
     def _take_in(self, news: News) -> None:
         self._budget.hidden -= news.unhidden
@@ -76,7 +83,7 @@ class ObjectCatalogue(SlabTier):
             self._freed(slot)
         if news.standing is not None:
             self._budget.hear(news.standing)
-            self._shrink()
+            self._surplus = self._budget.surplus()
 
     def _take_added(self, rows: Rows) -> None:
         """Offer what is new; of what is known, correct the size."""
@@ -181,14 +188,17 @@ class ObjectCatalogue(SlabTier):
         self._announce(EventKind.REMOVED, keys)
 
     def _shrink(self) -> None:
-        """Drop the coldest blocks while there is more than the budget."""
-        over = self._budget.surplus()
-        while over > 0:
-            count = max(1, over // self.slot_bytes)
+        """Drop the coldest blocks while there is more than the budget, some at each call."""
+        self._surplus = min(self._surplus, self._budget.surplus())
+        left = _DROPS_AT_ONCE
+        while self._surplus > 0 and left > 0:
+            count = min(left, max(1, self._surplus // self.slot_bytes))
             slots = self._policy.victims(count, self._pins)
             if not slots:
+                self._surplus = 0
                 return
-            over -= sum(self._sizes[slot] for slot in slots)
+            left -= len(slots)
+            self._surplus -= sum(self._sizes[slot] for slot in slots)
             keys = [self._key_at(slot) for slot in slots]
             self._drop(keys)
             self._stats.evicted += len(keys)

@@ -192,13 +192,15 @@ class S3Store(Store):
             if ranged != ("range" in extra):
                 raise WrongEndpoint(f"{self._where} does not know range requests")
             length = answer.length
-            if length is None or not fits(length):
+            if length is None:
+                raise WrongEndpoint(f"{self._where} does not state how long an object is")
+            if not fits(length):
                 raise wrong_length(name, length)
             answer.read_into(first_bytes(into, length))
             return length
 
     def _missing_or_raise(self, answer: Response) -> None:
-        body = answer.read(_ERROR_BODY_BYTES_MAX)
+        body = _error_body(answer)
         if answer.status == 404 and error_code(body) in ("NoSuchKey", "NotFound"):
             return
         raise self._explained(answer, body)
@@ -290,10 +292,13 @@ class S3Store(Store):
         with self._pool.exchange(method, head, [memoryview(body)], deadline) as answer:
             if answer.status != 200:
                 raise self._refusal(answer)
-            return answer.status, answer.headers, answer.read(_PAGE_BYTES_MAX)
+            answered = answer.read(_PAGE_BYTES_MAX)
+            if b"<!" in answered or b"\0" in answered:  # boto3's parser would follow declarations
+                raise WrongEndpoint(f"{self._where} does not answer as an S3 store would")
+            return answer.status, answer.headers, answered
 
     def _refusal(self, answer: Response) -> StoreError:
-        return self._explained(answer, answer.read(_ERROR_BODY_BYTES_MAX))
+        return self._explained(answer, _error_body(answer))
 
     def _explained(self, answer: Response, body: bytes) -> StoreError:
         error = explain_answer(answer.status, error_code(body), answer.headers, self._where)
@@ -304,6 +309,14 @@ class S3Store(Store):
     def _end(self, deadline: float | None) -> float:
         latest = time.monotonic() + self._settings.timeouts.total_s
         return latest if deadline is None else deadline
+
+
+def _error_body(answer: Response) -> bytes:
+    """What a server says of an error; where that is a whole web page, the status must do."""
+    try:
+        return answer.read(_ERROR_BODY_BYTES_MAX)
+    except ObjectTooLarge:
+        return b""
 
 
 def addressing_of(settings: S3Settings) -> str:

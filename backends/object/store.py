@@ -169,6 +169,6 @@ def first_bytes(buffers: Sequence[Buffer], count: int) -> list[Buffer]:
     return found
 
 
-def wrong_length(name: str, found: int | None) -> LengthMismatch:
+def wrong_length(name: str, found: int) -> LengthMismatch:
     """The error for an object that is not as long as the reader was told."""
     return LengthMismatch(f"{name} has {found} bytes, which is not what was expected")

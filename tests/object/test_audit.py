@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kvtier.backends.object.budget import Standing
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper, Limits
 from kvtier.backends.object.manifest import ADDED, pack_entries
 from kvtier.backends.object.names import block_name
+from kvtier.backends.object.news import News
 from kvtier.backends.object.store import ObjectInfo
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
@@ -176,4 +181,21 @@ def test_temporary_files_that_are_not_ours_to_remove(
     assert torn.exists()
     keeper.refresh()
     assert not torn.exists()
+    keeper.close()
+
+
+def test_a_budget_that_becomes_small_is_kept_a_little_at_a_time(store: ListedStore) -> None:
+    keys = make_keys(2000)
+    store.hold(keys)
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    small = Standing(alone=True, claim=RECORD, cap=100 * RECORD, lease_until=math.inf)
+    keeper.news.append(News(standing=msgspec.structs.replace(small, serial=keeper.budget.serial)))
+    counts = [tier.stats().blocks]
+    while counts[-1] > 100:
+        tier.lookup([])
+        counts.append(tier.stats().blocks)
+    assert counts[-1] == 100
+    assert max(before - after for before, after in pairwise(counts)) <= 128
     keeper.close()

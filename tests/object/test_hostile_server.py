@@ -267,10 +267,67 @@ def test_a_head_without_an_end_is_bounded(server: HostileServer, store: S3Store)
         get(store)
 
 
-def test_an_endless_error_body_is_bounded(server: HostileServer, store: S3Store) -> None:
-    server.script = said(answer(500, b"x" * (1 << 20)))
-    with pytest.raises(errors.StoreError):
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(500, errors.Unavailable), (403, errors.AccessDenied), (404, errors.WrongEndpoint)],
+)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_of_an_error_that_comes_as_a_web_page_the_status_is_understood(
+    server: HostileServer,
+    store: S3Store,
+    status: int,
+    kind: type[errors.StoreError],
+    chunked: bool,
+) -> None:
+    page = b"<p>please</p>" * 100_000
+    head = b"HTTP/1.1 %d Said\r\ntransfer-encoding: chunked\r\n\r\n" % status
+    in_chunks = head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(page), page)
+    server.script = said(in_chunks if chunked else answer(status, page))
+    for call in (lambda: get(store), lambda: list(store.list())):
+        with pytest.raises(kind) as caught:
+            call()
+        assert type(caught.value) is kind
+
+
+def test_an_object_of_unknown_length_is_not_called_corrupt(
+    server: HostileServer, store: S3Store
+) -> None:
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    server.script = said(head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY))
+    with pytest.raises(errors.WrongEndpoint, match="how long"):
         get(store)
+
+
+def test_a_listing_that_does_not_get_on(server: HostileServer, store: S3Store) -> None:
+    more = b"<IsTruncated>true</IsTruncated><NextContinuationToken>x</NextContinuationToken>"
+    server.script = said(answer(200, b"<ListBucketResult>" + more + b"</ListBucketResult>"))
+    with pytest.raises(errors.WrongEndpoint, match="same page"):
+        list(store.list())
+    assert len(server.heads) == 2
+
+
+REFUSED_DELETE = "<DeleteResult><Error>{}<Code>AccessDenied</Code></Error></DeleteResult>"
+
+
+def test_a_bulk_delete_says_what_was_not_deleted(server: HostileServer, store: S3Store) -> None:
+    names = [f"n{index}" for index in range(9)]
+
+    def reply(body: str) -> None:
+        def serve(peer: Peer, head: bytes) -> None:
+            peer.read_body(head)
+            peer.sendall(answer(200, body.encode()))
+
+        server.script = serve
+
+    reply(REFUSED_DELETE.format("<Key>n3</Key>"))
+    assert [*store.delete(names)] == ["n3"]
+    for unclear in ("", "<Key>other</Key>"):
+        reply(REFUSED_DELETE.format(unclear))
+        with pytest.raises(errors.AccessDenied):
+            store.delete(names)
+    reply('<!DOCTYPE x [<!ENTITY a "aaaa">]><DeleteResult>&a;</DeleteResult>')
+    with pytest.raises(errors.WrongEndpoint):
+        store.delete(names)
 
 
 @pytest.mark.parametrize(
