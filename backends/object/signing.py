@@ -19,6 +19,12 @@ from kvtier.backends.object.errors import NoCredentials
 from kvtier.errors import ExtraMissing
 
 _RENEW_PAUSE_S = 10.0
+_MANDATORY_S = 600.0
+"""Credentials with less time left than this must be refreshed before they are used."""
+_CONNECT_S = 2.0
+_READ_S = 5.0
+_ATTEMPTS = 2
+"""For the services that hand out credentials: botocore would wait for minutes."""
 UNSIGNED = {"payload_signing_enabled": False}
 """Bodies are not hashed a second time: every record carries its own checksum."""
 
@@ -53,14 +59,24 @@ class Signer:
         self._profile = profile
         self._auth = vendor("botocore.auth")
         exceptions = vendor("botocore.exceptions")
-        self._errors = (exceptions.BotoCoreError, exceptions.ClientError)
+        # the latter four: token files and helpers that are not there, or say nonsense
+        self._errors = (
+            exceptions.BotoCoreError,
+            exceptions.ClientError,
+            OSError,
+            ValueError,
+            KeyError,
+            RuntimeError,
+        )
         self._context = {"client_config": vendor("botocore.config").Config(s3=UNSIGNED)}
         self._lock = threading.Lock()
         self._renewed_at = time.monotonic()
+        self._failed_at = 0.0
+        self._failure = ""
         self._credentials: Any = None
         self.changes = 0
         """Grows whenever a client made with this session's credentials is outdated."""
-        self.session = vendor("botocore.session").Session(profile=profile)
+        self.session = self._new_session()
         if profile is not None and profile not in self.session.available_profiles:
             raise NoCredentials(f"there is no AWS profile {profile!r}: correct it or its file")
         self.region = region or self._configured_region()
@@ -78,10 +94,22 @@ class Signer:
 
     def credentials(self) -> Any:
         """Those that are valid now; raises NoCredentials."""
-        try:
-            return (self._credentials or self._find()).get_frozen_credentials()
-        except self._errors as error:
-            raise self._unobtainable(error) from None
+        asked_at = time.monotonic()
+        known = self._credentials
+        if known is not None and not _must_be_refreshed(known):
+            return known.get_frozen_credentials()
+        with self._lock:
+            if self._failed_at > asked_at:  # the one before us has asked in vain
+                raise NoCredentials(self._failure)
+            try:
+                return self._find().get_frozen_credentials()
+            except self._errors as error:
+                failure = self._unobtainable(error)
+            except NoCredentials as error:
+                failure = error
+            self._failed_at = time.monotonic()
+            self._failure = str(failure)
+            raise failure from None
 
     def renew(self) -> bool:
         """Ask the chain again, at most every few seconds; whether it will be asked."""
@@ -89,22 +117,32 @@ class Signer:
             if time.monotonic() - self._renewed_at < _RENEW_PAUSE_S:
                 return False
             self._renewed_at = time.monotonic()
-            self.session = vendor("botocore.session").Session(profile=self._profile)
+            self.session = self._new_session()
             self._credentials = None
             self.changes += 1
             return True
 
+    def _new_session(self) -> Any:
+        session = vendor("botocore.session").Session(profile=self._profile)
+        session.set_default_client_config(
+            vendor("botocore.config").Config(
+                connect_timeout=_CONNECT_S,
+                read_timeout=_READ_S,
+                retries={"total_max_attempts": _ATTEMPTS},
+            )
+        )
+        return session
+
     def _find(self) -> Any:
-        with self._lock:
-            if self._credentials is None:
-                self._credentials = self.session.get_credentials()
-                self.changes += 1
-            if self._credentials is None:
-                raise NoCredentials(
-                    "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-                    "name a profile, or give this machine a role"
-                )
-            return self._credentials
+        if self._credentials is None:
+            self._credentials = self.session.get_credentials()
+            self.changes += 1
+        if self._credentials is None:
+            raise NoCredentials(
+                "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+                "name a profile, or give this machine a role"
+            )
+        return self._credentials
 
     def _configured_region(self) -> str:
         try:
@@ -118,6 +156,12 @@ class Signer:
             f"credentials cannot be obtained ({type(error).__name__}): check the profile, the "
             "role and the AWS_ variables"
         )
+
+
+def _must_be_refreshed(credentials: Any) -> bool:
+    """Whether these expire, and soon: some never do."""
+    needed = getattr(credentials, "refresh_needed", None)
+    return needed is not None and bool(needed(_MANDATORY_S))
 
 
 def request_head(method: str, target: str, headers: dict[str, str], body_bytes: int) -> bytes:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,69 @@ def test_web_identity_gives_a_role(
     assert b"token-of-the-pod" not in server.heads[0]
 
 
+def helped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, helper: str) -> None:
+    """Credentials come from a program, in a profile of this name."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    config = tmp_path / "config"
+    config.write_text(f"[profile helped]\ncredential_process = {helper}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+
+
+LONG_AGO = "2001-01-01T00:00:00Z"
+EXPIRED = {"Version": 1, "AccessKeyId": "A", "SecretAccessKey": "hidden", "Expiration": LONG_AGO}
+
+
+@pytest.mark.parametrize("output", ["nonsense", "{}", json.dumps(EXPIRED)])
+def test_a_helper_that_says_nonsense(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, output: str
+) -> None:
+    (tmp_path / "said").write_text(output)
+    helped(monkeypatch, tmp_path, f"cat {tmp_path}/said")
+    store = opened(endpoint="http://127.0.0.1:1", profile="helped")
+    with pytest.raises(errors.NoCredentials) as caught:
+        get(store)
+    assert "hidden" not in str(caught.value)
+
+
+def test_a_helper_that_is_not_there(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    helped(monkeypatch, tmp_path, f"{tmp_path}/nothing")
+    with pytest.raises(errors.NoCredentials):
+        get(opened(endpoint="http://127.0.0.1:1", profile="helped"))
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_role_that_is_not_given(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, silent: bool
+) -> None:
+    """No token file; or one, and a service that never answers: many ask, and none waits long."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(signing, "_READ_S", 0.2)
+    monkeypatch.setattr(signing, "_ATTEMPTS", 1)
+    token = tmp_path / "token"
+    if silent:
+        token.write_text("token-of-the-pod")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/reader")
+    with HostileServer(lambda peer, head: None) as service:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", service.endpoint)
+        store = opened(endpoint="http://127.0.0.1:1")
+
+        def ask(_: int) -> str:
+            with pytest.raises(errors.NoCredentials) as caught:
+                get(store)
+            return str(caught.value)
+
+        with ThreadPoolExecutor(16) as many:
+            said = set(many.map(ask, range(16)))
+        assert len(service.heads) <= (4 if silent else 0)
+    assert len(said) == 1
+    assert "token-of" not in said.pop()
+
+
 def test_an_unknown_profile_is_said_so(opened: Opener) -> None:
     with pytest.raises(errors.NoCredentials, match="profile"):
         opened(endpoint="http://127.0.0.1:1", profile="nobody")
@@ -214,8 +278,6 @@ def test_credentials_that_expire_are_refreshed_while_running(
     opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A credential helper hands out tokens that are always about to expire."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
     counter = tmp_path / "count"
     helper = tmp_path / "helper.py"
     soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=60)
@@ -229,9 +291,7 @@ def test_credentials_that_expire_are_refreshed_while_running(
         f"said = {json.dumps(said)}\n"
         "print(json.dumps(said | {'SessionToken': f'token-{count}'}))\n"
     )
-    config = tmp_path / "config"
-    config.write_text(f"[profile helped]\ncredential_process = {sys.executable} {helper}\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    helped(monkeypatch, tmp_path, f"{sys.executable} {helper}")
     store = opened(endpoint=server.endpoint, profile="helped")
     get(store)
     get(store)
