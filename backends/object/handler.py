@@ -71,28 +71,29 @@ class ObjectHandler(Handler):
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
     ) -> list[Outcome]:
         own = _own(spec)
-        left = own.until - clock()
-        if left <= 0:  # this process or machine slept: the room may be another's by now
-            return [Outcome.TIMEOUT] * len(keys)
-        deadline = time.monotonic() + min(self._store_s, left)
+        deadline = time.monotonic() + min(self._store_s, max(0.0, own.until - clock()))
         victims = [name for names in own.instead_of for name in names]
         if victims:
-            made_room = _outcome(self._delete, victims, deadline)
+            made_room = _outcome(self._delete, victims, own.until, deadline)
             if not made_room.ok:
                 return [made_room] * len(keys)
         return [
-            _outcome(self._put, key, generation, record, deadline)
+            _outcome(self._put, key, generation, record, own.until, deadline)
             for key, generation, record in zip(keys, own.generations, records, strict=True)
         ]
 
-    def _delete(self, names: Sequence[str], deadline: float) -> Outcome:
+    def _delete(self, names: Sequence[str], until: float, deadline: float) -> Outcome:
+        _check_lease(until)
         failed = self._store.delete(names, deadline=deadline)
         return Outcome.IO_ERROR if failed else Outcome.OK
 
-    def _put(self, key: BlockKey, generation: int, record: Buffer, deadline: float) -> Outcome:
+    def _put(
+        self, key: BlockKey, generation: int, record: Buffer, until: float, deadline: float
+    ) -> Outcome:
         name = block_name(self._namespace.id, key, generation)
         size = HEADER_BYTES + self._namespace.payload_of(key)
         pieces = _packed(record[:size], self._codec)
+        _check_lease(until)
         self._store.put(name, pieces, if_absent=True, deadline=deadline)
         return Outcome.OK  # whoever was first has put the same bytes there
 
@@ -104,6 +105,12 @@ def _own(spec: LoadStoreSpec) -> ObjectSpec:
     if not isinstance(spec, ObjectSpec):
         raise TypeError(f"an object tier cannot reach {type(spec).__name__}")
     return spec
+
+
+def _check_lease(until: float) -> None:
+    """Deadlines stand still while the machine sleeps, but the room may be another's by now."""
+    if clock() >= until:
+        raise TimedOut("the claim that gives this block its room has ended")
 
 
 def _outcome(call: Callable[_P, Outcome], *args: _P.args, **kwargs: _P.kwargs) -> Outcome:

@@ -62,6 +62,7 @@ class RetryingStore(WrappedStore):
         """A listing that breaks goes on behind the last name it gave out."""
         failures = 0
         while True:
+            self._keep_quiet(self._end(deadline))
             try:
                 for info in self._inner.list(prefix, after=after, deadline=deadline):
                     after = info.name
@@ -70,11 +71,13 @@ class RetryingStore(WrappedStore):
                 return
             except StoreError as error:
                 failures += 1
-                end = self._clock() + self._total_s if deadline is None else deadline
-                self._wait_or_raise(error, failures, end)
+                self._wait_or_raise(error, failures, self._end(deadline))
+
+    def _end(self, deadline: float | None) -> float:
+        return self._clock() + self._total_s if deadline is None else deadline
 
     def _call(self, call: Callable[[float | None], _T], deadline: float | None) -> _T:
-        end = self._clock() + self._total_s if deadline is None else deadline
+        end = self._end(deadline)
         failures = 0
         while True:
             self._keep_quiet(end)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from object_servers import ServerProcess
 
-from kvtier.backends.object import BACKEND, ObjectSettings
+from kvtier.backends.object import BACKEND, ObjectSettings, budget, handler
 from kvtier.backends.object.errors import StoreError, StoreFull, Unavailable
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.names import block_name, parse_block
@@ -163,6 +163,25 @@ def test_a_full_store_drops_stores_and_serves_on(pair: Pair) -> None:
     pair.settle()
     assert pair.get(keys) == [Outcome.OK] * 4
     assert pair.tier.stats().dropped == 2
+
+
+def test_a_machine_that_slept_between_two_blocks_writes_no_more(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys(3)
+    names = [block_name(NAMESPACE.id, key) for key in keys]
+    slept = 0.0
+    monkeypatch.setattr(handler, "clock", lambda: budget.clock() + slept)
+    put = pair.store.inner.put
+
+    def sleep_behind(*args: object, **options: object) -> PutOutcome:
+        nonlocal slept
+        slept = 1e6
+        return put(*args, **options)  # type: ignore[arg-type]
+
+    pair.store.inner.put = sleep_behind  # type: ignore[method-assign]
+    assert pair.put(keys) == [Outcome.OK, Outcome.TIMEOUT, Outcome.TIMEOUT]
+    assert [pair.store.inner.head(name) is not None for name in names] == [True, False, False]
 
 
 def test_lookups_never_wait_for_the_store(pair: Pair) -> None:

@@ -159,6 +159,18 @@ def test_a_store_that_asks_for_a_pause_gets_it_from_every_caller() -> None:
     assert clock.now >= 1002.0
 
 
+def test_a_listing_waits_like_everybody_else() -> None:
+    inner, clock = ScriptedStore([errors.RateLimited("slow", retry_after_s=2.0)]), Clock()
+    store = retrying(inner, clock)
+    with pytest.raises(errors.RateLimited):
+        get(store, deadline=clock.now + 1.0)
+    with pytest.raises(errors.RateLimited, match="a moment ago"):
+        list(store.list(deadline=clock.now + 1.0))
+    assert inner.calls == 1
+    assert [info.name for info in store.list()] == inner.names
+    assert clock.now >= 1002.0
+
+
 def test_a_broken_listing_goes_on_where_it_was() -> None:
     inner, clock = ScriptedStore([WEATHER, WEATHER]), Clock()
     found = [info.name for info in retrying(inner, clock).list()]
