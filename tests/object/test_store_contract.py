@@ -34,7 +34,7 @@ class TestFileStoreSynced(StoreContract):
 class TestMoto(StoreContract):
     @pytest.fixture
     def store(self, moto_server: ServerProcess) -> Iterator[Store]:
-        prefix = f"some where/{next(_numbers)}"
+        prefix = f"some+where %41&/ä{next(_numbers)}"
         store = S3Store(S3Settings(bucket="bucket", prefix=prefix, endpoint=moto_server.endpoint))
         yield store
         store.close()
@@ -46,7 +46,7 @@ class TestRclone(StoreContract):
 
     @pytest.fixture
     def store(self, rclone_server: ServerProcess) -> Iterator[Store]:
-        prefix = f"p{next(_numbers)}"
+        prefix = f"p {next(_numbers)}+ä%41&"
         store = S3Store(S3Settings(bucket="bucket", prefix=prefix, endpoint=rclone_server.endpoint))
         yield store
         store.close()
