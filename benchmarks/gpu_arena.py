@@ -75,8 +75,8 @@ class Arena:
         self.bytes = records * layout.part_bytes[0]
         self.host = Host(records, record_bytes(max(layout.part_bytes)))
         slot_bytes = len(self.host.record(0))
-        self.memory = PinnedMemory(self.host.data, slot_bytes, CudaRegistrar())
         self.device = Cuda(0)
+        self.memory = PinnedMemory(self.host.data, slot_bytes, CudaRegistrar(self.device.cudart))
         if self.memory.pin():
             self.device.build_kernel()
         self.copier = CudaCopier(

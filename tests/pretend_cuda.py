@@ -17,7 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from kvtier.device import cuda
+from kvtier.device import crossover, cuda
 
 _memory: list[Any] = []
 
@@ -59,6 +59,16 @@ class Cudart:
 
     def cudaRuntimeGetVersion(self, into: Any) -> int:  # noqa: N802
         ctypes.cast(into, ctypes.POINTER(ctypes.c_int))[0] = 13000
+        return 0
+
+    def cudaDriverGetVersion(self, into: Any) -> int:  # noqa: N802
+        return self.cudaRuntimeGetVersion(into)
+
+    def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+        assert ctypes.cast(mode, ctypes.POINTER(ctypes.c_int))[0] == 2
+        return 0
+
+    def cudaGetLastError(self) -> int:  # noqa: N802
         return 0
 
     def cudaMemcpyBatchAsync(  # noqa: N802
@@ -163,6 +173,9 @@ def install() -> None:
     torch.Tensor.to = _to
     torch.Tensor.cuda = torch.Tensor.pin_memory = lambda tensor: tensor
     cuda.runtime = lambda: cudart
+    # The kernel is interpreted here, slowly: try it briefly, and use it all the same.
+    crossover._BATCH_BYTES, crossover._BATCHES, crossover._ROUNDS = 1 << 16, 1, 1
+    crossover._WORTH = float("inf")
 
 
 install()

@@ -6,6 +6,7 @@ are empty then, and nothing is placed or bound.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -87,10 +88,12 @@ def place(memory: Buffer, nodes: Collection[int]) -> str | None:
 
 
 def bind_thread(cores: Collection[int]) -> None:
-    """Keep the calling thread on those of the cores that it may use, if there are any."""
+    """Keep the calling thread on those of the cores that it may use, if there are any; where the
+    system refuses, it stays where it is."""
     usable = os.sched_getaffinity(0).intersection(cores)
     if usable:
-        os.sched_setaffinity(0, usable)
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, usable)
 
 
 def describe(nodes: Sequence[int]) -> str:

@@ -15,24 +15,17 @@ import numpy as np
 from kvtier.core.numa import Topology, bind_thread
 from kvtier.core.record import Buffer
 from kvtier.device.accelerator import Event, Lane
+from kvtier.device.crossover import BatchCopy, Crossover, Ints, crossover
 from kvtier.device.cuda_copy import CudaCopier
 from kvtier.device.direct import DirectLoader
 from kvtier.device.jobs import Host
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.pinned import PinnedMemory
-from kvtier.device.plan import Copies, Ints
+from kvtier.device.plan import Copies
 from kvtier.errors import MediumError
 
 logger = logging.getLogger(__name__)
 
-BatchCopy = Callable[[Ints, Ints, Ints, bool], object]
-"""Queue copies (targets, sources, sizes) on torch's current stream; the flag says that no stream of
-the device writes to the sources meanwhile. Returns what must live until they are done."""
-
-KERNEL_BELOW = 28 << 10
-KERNEL_TO_HOST_BELOW = 0
-"""Below these page sizes a kernel that reads and writes pinned memory is expected to beat the copy
-engine's cost for each piece; `make bench-gpu` measures where the two meet, both ways."""
 KERNEL_MIN_COPIES = 16
 
 
@@ -44,16 +37,24 @@ class Cuda:
 
         self._torch: Any = torch
         self._index = index
-        self._batch_copy = batch_copy or runtime_copy(torch)
-        self._kernel: BatchCopy | None = None
+        self.cudart: Any = torch.cuda.cudart()
+        """What torch offers of the runtime, Python's lock released meanwhile."""
+        self.batch_copy = batch_copy or runtime_copy(torch)
+        self.kernel: BatchCopy | None = None
+        self.crossover = Crossover()
         self._cores = cores_near(index, Topology())
 
     def build_kernel(self) -> None:
-        """From now on, copy small pages with a kernel: all host memory must be pinned."""
-        self._kernel = kernel_copy(self._torch, self._index)
+        """From now on, copy small pieces with a kernel where that is faster: all host memory must
+        be pinned."""
+        kernel = kernel_copy(self._torch, self._index)
+        if kernel is not None:
+            self.crossover = crossover(self._torch, self._index, self.batch_copy, kernel)
+            self.kernel = kernel
 
     def attach(self) -> None:
         self._torch.cuda.set_device(self._index)
+        leave_captures_alone()
         bind_thread(self._cores)
 
     def mark(self) -> Event:
@@ -63,29 +64,22 @@ class Cuda:
 
     def lane(self, *, urgent: bool) -> Lane:
         stream = self._torch.cuda.Stream(self._index, priority=-1 if urgent else 0)
-        return _CudaLane(self._torch, stream, self._batch_copy, lambda: self._kernel)
+        return _CudaLane(self._torch, stream, self)
 
 
 class _CudaLane:
     """A stream of our own."""
 
-    def __init__(
-        self,
-        torch: Any,
-        stream: Any,
-        batch_copy: BatchCopy,
-        kernel: Callable[[], BatchCopy | None],
-    ) -> None:
+    def __init__(self, torch: Any, stream: Any, device: Cuda) -> None:
         self._torch = torch
         self._stream = stream
-        self._batch_copy = batch_copy
-        self._kernel = kernel
+        self._device = device
 
     def after(self, event: Any) -> None:
         self._stream.wait_event(event)
 
     def to_device(self, copies: Copies) -> object:
-        copy = self._way(copies, by_kernel=_small(copies, KERNEL_BELOW))
+        copy = self._way(copies, by_kernel=_small(copies, self._device.crossover.to_device))
         with self._torch.cuda.stream(self._stream):
             return copy(copies.device, copies.host, copies.sizes, True)
 
@@ -95,15 +89,15 @@ class _CudaLane:
             return copy(copies.device, copies.host, copies.sizes, True)
 
     def to_host(self, copies: Copies) -> object:
-        copy = self._way(copies, by_kernel=_small(copies, KERNEL_TO_HOST_BELOW))
+        copy = self._way(copies, by_kernel=_small(copies, self._device.crossover.to_host))
         with self._torch.cuda.stream(self._stream):
             return copy(copies.host, copies.device, copies.sizes, False)
 
     def _way(self, copies: Copies, *, by_kernel: bool) -> BatchCopy:
         """The kernel, if it is wanted, built, and can: it moves whole words."""
-        kernel = self._kernel() if by_kernel else None
+        kernel = self._device.kernel if by_kernel else None
         aligned = not ((copies.device | copies.host | copies.sizes) & 7).any()
-        return kernel if kernel is not None and aligned else self._batch_copy
+        return kernel if kernel is not None and aligned else self._device.batch_copy
 
     def record(self) -> Event:
         event: Event = self._torch.cuda.Event(blocking=True)
@@ -111,8 +105,8 @@ class _CudaLane:
         return event
 
 
-def _small(copies: Copies, below: int) -> bool:
-    return len(copies.sizes) >= KERNEL_MIN_COPIES and bool(copies.sizes.max() < below)
+def _small(copies: Copies, up_to: int) -> bool:
+    return len(copies.sizes) >= KERNEL_MIN_COPIES and bool(copies.sizes.max() <= up_to)
 
 
 def open_copier(
@@ -131,7 +125,7 @@ def open_copier(
     """
     try:
         device = Cuda(index, batch_copy)
-        memory = PinnedMemory(data, len(host.record(0)), CudaRegistrar())
+        memory = PinnedMemory(data, len(host.record(0)), CudaRegistrar(device.cudart))
 
         def prepare() -> None:
             if memory.pin():
@@ -153,19 +147,42 @@ def open_copier(
 class CudaRegistrar:
     """Pins host memory for all contexts of the process."""
 
-    def __init__(self) -> None:
-        import torch
-
-        self._runtime: Any = torch.cuda.cudart()
+    def __init__(self, cudart: Any) -> None:
+        self._runtime = cudart
 
     def register(self, address: int, size: int) -> str | None:
-        result = self._runtime.cudaHostRegister(address, size, 1)
-        return None if int(result) == 0 else str(result)
+        result = _code(self._runtime.cudaHostRegister(address, size, _PORTABLE | _MAPPED))
+        if result:
+            forget_error(runtime())
+        return f"CUDA error {result}" if result else None
 
     def unregister(self, address: int) -> None:
-        result = self._runtime.cudaHostUnregister(address)
-        if int(result) != 0:
-            logger.warning("unpinning memory failed (%s)", result)
+        result = _code(self._runtime.cudaHostUnregister(address))
+        if result:
+            forget_error(runtime())
+            logger.warning("unpinning memory failed (CUDA error %d)", result)
+
+
+_PORTABLE, _MAPPED = 1, 2
+
+
+def _code(result: Any) -> int:
+    """The number of an error, which torch wraps in a type of its own."""
+    return int(getattr(result, "value", result))
+
+
+def forget_error(cudart: Any) -> None:
+    """An error that was dealt with must not be reported by the next call that has none."""
+    cudart.cudaGetLastError()
+
+
+def leave_captures_alone() -> None:
+    """Let this thread work while another one captures a graph, which it would spoil otherwise."""
+    mode = ctypes.c_int(_CAPTURE_RELAXED)
+    runtime().cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+_CAPTURE_RELAXED = 2
 
 
 def torch_copy(operation: Callable[[Any, Any, Any, bool], None]) -> BatchCopy:
@@ -197,24 +214,34 @@ _ANY_ORDER = 3
 _OVERLAP_WITH_COMPUTE = 1
 
 
+_UNSUPPORTED = (36, 801)
+"""The driver is too old for the call, or the platform does not have it."""
+
+
 def runtime_copy(torch: Any) -> BatchCopy:
-    """cudaMemcpyBatchAsync of the runtime that torch has loaded; piece by piece before 12.8."""
+    """cudaMemcpyBatchAsync of the runtime that torch has loaded; piece by piece where that, or the
+    driver, is older than 12.8."""
     cudart = runtime()
-    version = ctypes.c_int()
+    version, driver = ctypes.c_int(), ctypes.c_int()
     cudart.cudaRuntimeGetVersion(ctypes.byref(version))
-    if version.value < 12080:
-        return _piece_by_piece(torch, cudart)
+    cudart.cudaDriverGetVersion(ctypes.byref(driver))
+    one_by_one = _piece_by_piece(torch, cudart)
+    if min(version.value, driver.value) < 12080:
+        logger.warning("CUDA before 12.8 has no batched copies: every page costs a call")
+        return one_by_one
     fails_at = [ctypes.c_size_t()] if version.value < 13000 else []
-    call = cudart.cudaMemcpyBatchAsync
     first = (ctypes.c_size_t * 1)(0)
+    batched = True
 
     def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
+        nonlocal batched
+        if not batched:
+            return one_by_one(targets, sources, sizes, quiet_source)
         order = _ANY_ORDER if quiet_source else _IN_STREAM_ORDER
         attributes = _Attributes(source_order=order, flags=_OVERLAP_WITH_COMPUTE)
         columns = [np.ascontiguousarray(each) for each in (targets, sources, sizes)]
-        pointers = [ctypes.c_void_p(each.ctypes.data) for each in columns]
-        result = call(
-            *pointers,
+        result = cudart.cudaMemcpyBatchAsync(
+            *(ctypes.c_void_p(each.ctypes.data) for each in columns),
             ctypes.c_size_t(len(sizes)),
             ctypes.byref(attributes),
             first,
@@ -222,16 +249,19 @@ def runtime_copy(torch: Any) -> BatchCopy:
             *(ctypes.byref(each) for each in fails_at),
             ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
         )
-        if result:
+        if not result:
+            return columns
+        forget_error(cudart)
+        if result not in _UNSUPPORTED:
             raise RuntimeError(f"cudaMemcpyBatchAsync: error {result}")
-        return columns
+        logger.warning("no batched copies here (CUDA error %d): every page costs a call", result)
+        batched = False
+        return one_by_one(targets, sources, sizes, quiet_source)
 
     return copy
 
 
-def _piece_by_piece(torch: Any, cudart: ctypes.CDLL) -> BatchCopy:
-    logger.warning("CUDA before 12.8 has no batched copies: every page costs a call")
-
+def _piece_by_piece(torch: Any, cudart: Any) -> BatchCopy:
     def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pieces = zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)
@@ -240,6 +270,7 @@ def _piece_by_piece(torch: Any, cudart: ctypes.CDLL) -> BatchCopy:
                 ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(size), 4, stream
             )
             if result:
+                forget_error(cudart)
                 raise RuntimeError(f"cudaMemcpyAsync: error {result}")
         return None
 

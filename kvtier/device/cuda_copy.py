@@ -100,7 +100,10 @@ class CudaCopier(DeviceCopier):
 
     def _start(self, loops: Sequence[Callable[[], None]]) -> list[threading.Thread]:
         def run(loop: Callable[[], None]) -> None:
-            self._device.attach()
+            try:
+                self._device.attach()
+            except _ERRORS:  # what it cannot do fails job by job: a thread that ends hangs them
+                logger.exception("a thread of the copier cannot use the device")
             loop()
 
         threads = [

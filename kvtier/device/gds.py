@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
+import secrets
 import subprocess
 import sys
 import weakref
@@ -39,11 +41,14 @@ def probe(
 ) -> str | None:
     """Why a folder's files cannot be read straight into GPU memory; None if it was done.
 
-    Tried by a process of its own, which is killed after `seconds`; beside the folder if that is
-    still to be made.
+    Tried by a process of its own, which is killed after `seconds`, with a file that is removed
+    whatever becomes of it; beside the folder if that is still to be made.
     """
     folder = folder if folder.is_dir() else folder.parent
-    command = command or [sys.executable, "-m", "kvtier.device.gds_probe", str(folder), str(device)]
+    file = folder / f".kvtier-gds-{secrets.token_hex(8)}"
+    # -P: modules are looked for where they are installed, not in whatever folder this is.
+    module = [sys.executable, "-P", "-m", "kvtier.device.gds_probe"]
+    command = [*(command or module), str(file), str(device)]
     try:
         done = subprocess.run(
             command,
@@ -56,6 +61,9 @@ def probe(
         return f"the attempt did not end within {seconds:g} s"
     except OSError as error:
         return f"the attempt could not be started ({error.strerror})"
+    finally:
+        with contextlib.suppress(OSError):
+            file.unlink()
     try:
         reason = json.loads(done.stdout.splitlines()[-1])["reason"]
     except (IndexError, ValueError, KeyError, TypeError):

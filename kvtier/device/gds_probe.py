@@ -1,4 +1,4 @@
-"""Run as a process of its own: can this machine read files of a folder straight into GPU memory?
+"""Run as a process of its own: can this machine read files straight into GPU memory?
 
 Prints one line of JSON, `{"reason": null}` if it can. Opening the cuFile driver without a device
 hangs for good, which is why the steps are taken in this order, and somebody else holds the clock.
@@ -10,13 +10,14 @@ import ctypes
 import json
 import os
 import sys
-import tempfile
+from pathlib import Path
 
 SIZE = 1 << 20
 
 
-def reason_against(folder: str, device: int = 0) -> str | None:
-    """Why not; None if a real file was written from a device and came back unchanged."""
+def reason_against(path: str, device: int = 0) -> str | None:
+    """Why not; None if a real file was written from a device and came back unchanged. Whoever asks
+    removes the file: this process may not live to do it."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -42,18 +43,16 @@ def reason_against(folder: str, device: int = 0) -> str | None:
     sent = torch.randint(0, 255, (SIZE,), dtype=torch.uint8, device=f"cuda:{device}")
     back = torch.zeros_like(sent)
     torch.cuda.synchronize(device)
+    folder = Path(path).parent
     try:
-        descriptor, path = tempfile.mkstemp(dir=folder, prefix=".kvtier-gds-")
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     except OSError as error:
         return f"no file can be made in {folder} ({error.strerror})"
-    os.close(descriptor)
     try:
         with kvikio.CuFile(path, "r+") as file:
             moved = file.pwrite(sent, SIZE).get(), file.pread(back, SIZE).get()
     except (OSError, RuntimeError) as error:
         return f"the file system of {folder} refuses it ({error})"
-    finally:
-        os.unlink(path)  # noqa: PTH108
     if moved != (SIZE, SIZE) or not bool((sent == back).all()):
         return f"a file in {folder} did not come back as it was written"
     return None

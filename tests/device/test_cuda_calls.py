@@ -11,6 +11,7 @@ import pytest
 
 from kvtier.core.numa import Topology
 from kvtier.device import cuda
+from kvtier.device.crossover import meet
 from kvtier.device.pinned import PinnedMemory
 
 
@@ -59,13 +60,28 @@ def test_a_refused_piece_gives_back_those_before_and_warns(
 class Runtime:
     """Stands for libcudart: notes the arguments of each call."""
 
-    def __init__(self, version: int, result: int = 0) -> None:
+    def __init__(self, version: int, result: int = 0, driver: int = 13000) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.forgotten = 0
+        self.mode = 0
         self._version = version
+        self._driver = driver
         self._result = result
 
     def cudaRuntimeGetVersion(self, into: Any) -> int:  # noqa: N802
         ctypes.cast(into, ctypes.POINTER(ctypes.c_int))[0] = self._version
+        return 0
+
+    def cudaDriverGetVersion(self, into: Any) -> int:  # noqa: N802
+        ctypes.cast(into, ctypes.POINTER(ctypes.c_int))[0] = self._driver
+        return 0
+
+    def cudaGetLastError(self) -> int:  # noqa: N802
+        self.forgotten += 1
+        return self._result
+
+    def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+        self.mode = ctypes.cast(mode, ctypes.POINTER(ctypes.c_int))[0]
         return 0
 
     def cudaMemcpyBatchAsync(self, *arguments: Any) -> int:  # noqa: N802
@@ -120,8 +136,11 @@ def test_quiet_sources_may_be_read_in_any_order(monkeypatch: pytest.MonkeyPatch)
     assert runtime.calls[0][4]._obj.source_order == 3
 
 
-def test_an_old_runtime_copies_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = Runtime(12040)
+@pytest.mark.parametrize(("version", "driver"), [(12040, 13000), (12090, 12040)])
+def test_an_old_runtime_or_driver_copies_piece_by_piece(
+    monkeypatch: pytest.MonkeyPatch, version: int, driver: int
+) -> None:
+    runtime = Runtime(version, driver=driver)
     copy_with(monkeypatch, runtime)(columns(10, 20), columns(30, 40), columns(5, 6), False)
     assert [tuple(each.value for each in call[:3]) for call in runtime.calls] == [
         (10, 30, 5), (20, 40, 6)
@@ -130,9 +149,82 @@ def test_an_old_runtime_copies_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("version", [12040, 13000])
 def test_an_error_code_is_raised(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
-    copy = copy_with(monkeypatch, Runtime(version, result=700))
+    runtime = Runtime(version, result=700)
+    copy = copy_with(monkeypatch, runtime)
     with pytest.raises(RuntimeError, match="700"):
         copy(columns(1), columns(2), columns(3), False)
+    assert runtime.forgotten == 1, "torch would report it after its next kernel"
+
+
+class Unable(Runtime):
+    """Has the call, and says that it cannot do it."""
+
+    def cudaMemcpyAsync(self, *arguments: Any) -> int:  # noqa: N802
+        self.calls.append(arguments)
+        return 0
+
+
+def test_a_batched_copy_that_is_not_supported_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = Unable(13000, result=801)
+    copy = copy_with(monkeypatch, runtime)
+    for _ in range(2):
+        copy(columns(10, 20), columns(30, 40), columns(5, 6), False)
+    assert [len(call) for call in runtime.calls] == [8, 5, 5, 5, 5]
+    assert runtime.forgotten == 1
+    assert caplog.text.count("every page costs a call") == 1
+
+
+class Wrapped:
+    """An error as torch wraps it."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_a_registration_is_for_every_context_and_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    class Cudart:
+        @staticmethod
+        def cudaHostRegister(*arguments: int) -> Wrapped:  # noqa: N802
+            asked.append(arguments)
+            return Wrapped(712 if len(asked) > 1 else 0)
+
+    runtime = Runtime(13000)
+    monkeypatch.setattr(cuda, "runtime", lambda: runtime)
+    registrar = cuda.CudaRegistrar(Cudart)
+    assert registrar.register(4096, 8192) is None
+    assert registrar.register(4096, 8192) == "CUDA error 712"
+    assert asked[0] == (4096, 8192, 3)
+    assert runtime.forgotten == 1
+
+
+def test_a_thread_of_ours_spoils_no_graph_that_is_being_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = Runtime(13000)
+    monkeypatch.setattr(cuda, "runtime", lambda: runtime)
+    cuda.leave_captures_alone()
+    assert runtime.mode == 2
+
+
+@pytest.mark.parametrize(
+    ("engine", "kernel", "up_to"),
+    [
+        ([9, 9, 9], [1, 1, 1], 32),
+        ([9, 9, 9], [1, 8, 9], 16),
+        ([9, 9, 9], [9, 1, 1], 0),
+        ([10, 10, 10], [9, 9.1, 1], 8),
+    ],
+)
+def test_the_kernel_copies_up_to_where_it_stops_to_be_worth_it(
+    engine: list[float], kernel: list[float], up_to: int
+) -> None:
+    assert meet(list(zip([8, 16, 32], engine, kernel, strict=True))) == up_to
 
 
 class Bus(Runtime):

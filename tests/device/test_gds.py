@@ -44,10 +44,12 @@ def test_the_attempt_is_believed_only_if_it_says_so(
     assert (found is None) if reason is None else (found is not None and reason in found)
 
 
-def test_an_attempt_that_hangs_is_killed(tmp_path: Path) -> None:
-    reason = probe(tmp_path, seconds=0.3, command=python("import time; time.sleep(600)"))
+def test_an_attempt_that_hangs_is_killed_and_its_file_removed(tmp_path: Path) -> None:
+    code = "import sys, time; open(sys.argv[1], 'w'); print(sys.argv[2:]); time.sleep(600)"
+    reason = probe(tmp_path, seconds=0.5, command=python(code), device=3)
     assert reason is not None
     assert "did not end within" in reason
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_attempt_that_cannot_start_is_a_reason(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_flipped_bit_in_the_file_does_not_reach_the_device(stage: Stage) -> No
 def test_memory_that_is_pinned_already_is_refused_with_a_reason(torch: Any) -> None:
     memory = np.zeros(3 * 4096, np.uint8)
     address = memory.ctypes.data + -memory.ctypes.data % 4096
-    registrar = cuda.CudaRegistrar()
+    registrar = cuda.CudaRegistrar(torch.cuda.cudart())
     assert registrar.register(address, 4096) is None
     assert registrar.register(address, 4096)
     registrar.unregister(address)
