@@ -26,7 +26,7 @@ from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.testing.subject import Rig
 
 WRITERS = 3
-ROUNDS = 40
+ROUNDS = 80
 
 
 running: list[Life] = []
@@ -76,10 +76,11 @@ class Life:
     def wait_for(self, count: int) -> None:
         """Until it has said so many lines (or is dead, which the caller finds out)."""
         with self.heard:
-            self.heard.wait_for(
+            heard = self.heard.wait_for(
                 lambda: len(self.lines) >= count or self.process.poll() is not None, timeout=120
             )
         assert self.process.poll() is None, self.end()
+        assert heard, f"{self.role} says nothing any more"
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
@@ -155,7 +156,7 @@ def test_three_writers_a_collector_a_pause_and_a_death(
     sleeper, victim = dice.sample(writers, 2)
     for turn in range(1, ROUNDS + 1):
         for writer in writers:
-            if writer is not sleeper or not ROUNDS // 4 <= turn < ROUNDS // 2:
+            if writer is not sleeper or not ROUNDS // 4 < turn <= ROUNDS // 2:
                 writer.wait_for(turn)
         if turn == ROUNDS // 4:
             sleeper.stop()
@@ -172,7 +173,8 @@ def test_three_writers_a_collector_a_pause_and_a_death(
         assert "Traceback" not in life.end(), life.role
     scale.end()
     assert scale.weighed > ROUNDS
-    print(f"peak: {scale.most / RECORD:.1f} of {BLOCKS} blocks")  # `-rP` shows it
+    # `-rP` shows it
+    print(f"peak: {scale.most / RECORD:.1f} of {BLOCKS} blocks, weighed {scale.weighed} times")
     # beyond all accounts: what a writer had on the wire when it was stopped, one block each
     assert scale.most <= (BLOCKS + WRITERS) * RECORD
     assert scale.most > BLOCKS * RECORD // 2, "the budget is used"
