@@ -25,15 +25,19 @@ class Breath:
         self._since = time.perf_counter()
 
     def __call__(self) -> None:
-        if time.perf_counter() - self._since > _SLICE_S:
+        if self._is_due():
             self._meanwhile()
             self.rest()
 
     def rest(self) -> None:
-        """Nothing but a pause."""
-        if not self.alone:
-            time.sleep(_PAUSE_S)
-        self.begin()
+        """Nothing but a pause, if it is due."""
+        if self._is_due():
+            if not self.alone:
+                time.sleep(_PAUSE_S)
+            self.begin()
+
+    def _is_due(self) -> bool:
+        return time.perf_counter() - self._since > _SLICE_S
 
     def begin(self) -> None:
         """Something short has been waited for a moment ago."""
