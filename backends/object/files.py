@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 import time
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtier.backends.object import writers
 from kvtier.backends.object.errors import (
     AccessDenied,
     InvalidName,
@@ -41,6 +43,7 @@ from kvtier.backends.object.store import (
 from kvtier.core.disk import Disk
 
 _TMP = ".tmp-"
+_TMP_OF = re.compile(r"\.tmp-([0-9a-f]{32})-")
 _IOV_MAX = 512
 _SCANS_MAX = 8
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -91,7 +94,7 @@ class FileStore(Store):
             return outcome
 
     def _write_temporary(self, target: Path, buffers: Sequence[Buffer]) -> Path:
-        temporary = target.with_name(f"{_TMP}{os.getpid()}-{secrets.token_hex(8)}")
+        temporary = target.with_name(f"{_TMP}{writers.this_process()}-{secrets.token_hex(8)}")
         for _ in range(8):  # a folder that `delete` found empty may vanish between the two calls
             self._make_folder(target.parent)
             with contextlib.suppress(FileNotFoundError):
@@ -270,14 +273,14 @@ class FileStore(Store):
                 folder = folder.parent
 
     def sweep(self, older_than_s: float) -> Iterator[int]:
-        """Temporary files are what a crash leaves behind."""
+        """Temporary files are what a crash leaves behind; those of this machine go at once."""
         for folder, _, files in os.walk(self.root):
             removed = 0
             for name in files:
                 path = Path(folder) / name
                 # gone in the meantime, or another user's: not ours to remove
                 with contextlib.suppress(OSError):
-                    if name.startswith(_TMP) and time.time() - path.lstat().st_mtime > older_than_s:
+                    if name.startswith(_TMP) and _is_abandoned(path, older_than_s):
                         path.unlink()
                         removed += 1
             yield removed
@@ -318,6 +321,14 @@ def _advance(rest: Sequence[Buffer], count: int) -> list[Buffer]:
             return [view[count:], *rest[index + 1 :]]
         count -= len(view)
     return []
+
+
+def _is_abandoned(temporary: Path, older_than_s: float) -> bool:
+    """Whether its writer is dead; one of another machine counts as dead after so long."""
+    writer = _TMP_OF.match(temporary.name)
+    if writer and not writers.may_live(writer[1]):
+        return True
+    return time.time() - temporary.lstat().st_mtime > older_than_s
 
 
 def _sync_folder(folder: Path) -> None:

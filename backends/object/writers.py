@@ -20,6 +20,16 @@ def new() -> str:
     return writer
 
 
+def this_process() -> str:
+    """The writer that this process is as a whole."""
+    return _of_process(os.getpid())
+
+
+@functools.cache
+def _of_process(pid: int) -> str:  # a fork is another
+    return new()
+
+
 def ended(writer: str) -> None:
     """A writer of this process writes no more."""
     _open_here.discard(writer)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import stat
 from pathlib import Path
 
 import pytest
 
-from kvtier.backends.object import errors
+from kvtier.backends.object import errors, writers
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.store import GetOutcome, PutOutcome
 
@@ -64,6 +65,18 @@ def test_a_crash_leaves_what_sweep_removes(store: FileStore) -> None:
     assert sum(store.sweep(older_than_s=3600)) == 0
     assert sum(store.sweep(older_than_s=-1)) == 1
     assert not torn.exists()
+
+
+def test_what_the_dead_of_this_machine_left_goes_at_once(store: FileStore) -> None:
+    child = os.fork()
+    if not child:
+        (store.root / f".tmp-{writers.this_process()}-1").write_bytes(b"half")
+        os._exit(0)
+    os.waitpid(child, 0)
+    ours = store.root / f".tmp-{writers.this_process()}-2"
+    ours.write_bytes(b"half")
+    assert sum(store.sweep(older_than_s=3600)) == 1
+    assert [path.name for path in store.root.iterdir()] == [ours.name]
 
 
 def test_a_full_disk_is_store_full_and_leaves_nothing(store: FileStore) -> None:
