@@ -40,6 +40,8 @@ class Journal:
         self._writer = secrets.token_hex(8)
         self._number = 0
         self._seen: set[str] = set()
+        self._sizes: dict[str, int] = {}
+        """What the last listing showed, and what we have written since."""
         self._broken: set[str] = set()
         """Damaged ones, which say nothing."""
         self._newer: set[str] = set()
@@ -49,10 +51,10 @@ class Journal:
         """Write one manifest, which nobody else can overwrite."""
         name = f"{self._writer}-{self._number:010d}"
         self._number += 1
-        self._store.put(
-            self._full_name(name), manifest.pack(self._namespace.digest, entries, covers)
-        )
+        pieces = manifest.pack(self._namespace.digest, entries, covers)
+        self._store.put(self._full_name(name), pieces)
         self._seen.add(name)
+        self._sizes[name] = sum(map(len, pieces))
 
     def news(self) -> Entries:
         """What others have written since the last call, merged."""
@@ -69,9 +71,10 @@ class Journal:
         Removals are forgotten when all that was removed `purged_before` that time (seconds since
         the epoch) is known to be deleted; until then they hide objects whose deletion was lost.
         """
-        listed = self._listed()
+        listed = self._sizes
         # only what `news` has told of: it would never be heard of here otherwise
-        chosen = _pile({name: size for name, size in listed.items() if name in self._seen})
+        ripe = self._seen - self._broken - self._newer
+        chosen = _pile({name: size for name, size in listed.items() if name in ripe})
         if not chosen:
             return False
         found = self._fetch({name: listed[name] for name in chosen})
@@ -80,12 +83,14 @@ class Journal:
         if len(found) < len(chosen) or len(pieces) < 2:
             return False  # somebody else is joining them at this moment
         entries = manifest.merge(pieces)
-        if len(readable) == len(listed):
+        if len(readable) == len(listed):  # nothing is left that a removal could hide
             old = entries["time_us"] < purged_before * 1e6
             old &= entries["kind"] == manifest.REMOVED
             entries = entries[~old]
         self.append(entries, covers=readable)
         self._store.delete([self._full_name(name) for name in readable])
+        for name in readable:
+            del self._sizes[name]
         return True
 
     def drop_broken(self) -> None:
@@ -111,7 +116,7 @@ class Journal:
         """The entries of all manifests that are not known, until a listing finds no new one."""
         found: dict[str, Entries] = {}
         for _ in range(_LISTINGS_MAX):
-            listed = self._listed()
+            listed = self._sizes = self._listed()
             todo = {
                 name: size
                 for name, size in listed.items()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from kvtier.backends.object import manifest
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
+from kvtier.backends.object.store import ObjectInfo
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey, block_key
@@ -231,3 +234,22 @@ def test_a_manifest_of_a_newer_version_is_left_alone(store: FileStore) -> None:
         reader.append(added([key]))
     assert reader.join(0.0)
     assert path.read_bytes() == bytes(data)
+
+
+def test_a_look_lists_once(store: FileStore) -> None:
+    journal, other = Journal(store, NAMESPACE), Journal(store, NAMESPACE)
+    for key in make_keys(20):
+        other.append(added([key]))
+    listings = 0
+    list_all = store.list
+
+    def count(*arguments: Any, **options: Any) -> Iterator[ObjectInfo]:
+        nonlocal listings
+        listings += 1
+        return list_all(*arguments, **options)
+
+    store.list = count  # type: ignore[method-assign]
+    assert len(journal.news()) == 20
+    assert journal.join(0.0)
+    assert listings == 1
+    assert len(manifests(store)) == 1
