@@ -83,6 +83,10 @@ class Keeper:
         self._entries: deque[tuple[Entries, int]] = deque()
         """What is to be written down, and how much room is accounted for by it."""
         self._doomed: deque[tuple[int, list[str]]] = deque()
+        """Slots, and the names of their objects, which are to be deleted."""
+        self._stubborn: list[tuple[int, list[str]]] = []
+        """Likewise, but the store would not: to be tried again at the next look."""
+        self._complained = False
         self._last_us = 0
         self._hungry = False
         self._hurried = False
@@ -223,7 +227,7 @@ class Keeper:
             self._thread.join()
         self.flush()
         with self._mutex, contextlib.suppress(StoreError):  # then it is found to be dead
-            self._claims.close(clean=not self._entries and not self._doomed)
+            self._claims.close(clean=not self._entries and not self._doomed and not self._stubborn)
         self._store.close()
 
     # -- the work ----------------------------------------------------------------------------
@@ -248,18 +252,25 @@ class Keeper:
         while self._doomed:
             slots = list(islice(self._doomed, _DELETES))
             names = [name for _, names in slots for name in names]
-            failed = self._store.delete(names)
+            errors = self._store.delete(names)
+            failed = errors.keys()
             for _ in slots:
                 self._doomed.popleft()
-            self._doomed.extend((slot, n) for slot, n in slots if not failed.keys().isdisjoint(n))
-            self.news.append(News(freed=[slot for slot, n in slots if failed.keys().isdisjoint(n)]))
-            if failed:
-                raise next(iter(failed.values()))
+            # one that is protected, say, must not keep all else from being done
+            self._stubborn += [(slot, n) for slot, n in slots if not failed.isdisjoint(n)]
+            self.news.append(News(freed=[slot for slot, n in slots if failed.isdisjoint(n)]))
+            if failed and not self._complained:
+                _log.warning("objects cannot be deleted: %s", next(iter(errors.values())))
+                self._complained = True
+        if not self._stubborn:
+            self._complained = False
 
     def _look(self) -> None:
         """What others have written since the last look, and what we may do beside them."""
         self._next_look = time.monotonic() + self.limits.refresh_s
         self._hurried = False
+        self._doomed.extend(self._stubborn)
+        self._stubborn.clear()
         standing, dead = self._claims.renew()
         if not self._claims.measured or (standing.dead and dead):
             self._next_audit = 0.0  # nobody knows what is there

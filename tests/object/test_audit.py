@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from kvtier.backends.object.budget import Standing
+from kvtier.backends.object.errors import AccessDenied, StoreError
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper, Limits
@@ -198,4 +199,40 @@ def test_a_budget_that_becomes_small_is_kept_a_little_at_a_time(store: ListedSto
         counts.append(tier.stats().blocks)
     assert counts[-1] == 100
     assert max(before - after for before, after in pairwise(counts)) <= 128
+    keeper.close()
+
+
+def test_an_object_that_cannot_be_deleted_keeps_nothing_else_from_being_done(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FileStore(tmp_path / "store")
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    protected, other = [block_name(NAMESPACE.id, key) for key in make_keys(2)]
+    for name in (protected, other):
+        store.put(name, [memoryview(bytes(RECORD))])
+    delete = store.delete
+
+    def refuse(names: Sequence[str], *, deadline: float | None = None) -> Mapping[str, StoreError]:
+        delete([name for name in names if name != protected])
+        return {name: AccessDenied("locked") for name in names if name == protected}
+
+    def freed_by_a_look() -> list[int]:
+        keeper._next_look = 0.0
+        keeper.work()
+        freed = [slot for piece in keeper.news for slot in piece.freed]
+        assert any(piece.standing for piece in keeper.news), "it has looked"
+        keeper.news.clear()
+        return freed
+
+    store.delete = refuse  # type: ignore[method-assign]
+    keeper.delete(1, [protected])
+    keeper.delete(2, [other])
+    assert freed_by_a_look() == [2]
+    assert freed_by_a_look() == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "it is said once"
+    store.delete = delete  # type: ignore[method-assign]
+    assert freed_by_a_look() == [1]
+    assert store.head(protected) is None
     keeper.close()
