@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -99,6 +100,17 @@ def batched_copy() -> Callable[[Any, Any, Any, bool], None]:
 
 
 # -- configuration -----------------------------------------------------------------------------
+
+
+def register(connector: type) -> None:
+    """Let vLLM find a connector by its name alone, too.
+
+    So it looks for those below a MultiConnector when their counters come from another process, and
+    the server ends if it does not find one.
+    """
+    name = connector.__name__
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, connector.__module__, name)
 
 
 def block_tokens(kv_cache_config: Any) -> list[int]:

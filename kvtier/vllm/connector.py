@@ -134,6 +134,9 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         return super().build_prom_metrics(vllm_config, *arguments)
 
 
+compat.register(KVTierConnector)
+
+
 def _set_chunk(extra: dict[str, Any], stack: StackConfig, kv_cache: Any) -> None:
     """How many of the engine's blocks make one stored block, unless the user has said so."""
     if "blocks_per_chunk" in extra or "block_size" in extra:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from engines.world import World
+from engines.world import World, flip
 
 from kvtier.vllm.server import Server
 
 PAGE = Path(__file__).parents[2] / "docs" / "VLLM.md"
+BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TEXT = "Tell me about caches. " * 50
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 FLAGS = ["--max-model-len", "4096", "--dtype", "float32", "--enforce-eager"]
@@ -53,7 +55,7 @@ def server(serving: Serving) -> Iterator[Server]:
 
 
 @pytest.mark.timeout(600)
-def test_metrics_and_restart(serving: Serving, server: Server) -> None:
+def test_metrics_restart_and_sleep(serving: Serving, server: Server) -> None:
     text = serving.ask(server)
     server.settle()
     server.forget_engine_cache()
@@ -79,18 +81,18 @@ def test_metrics_and_restart(serving: Serving, server: Server) -> None:
     assert ours == set(re.findall(r"`(kvtier:\w+)`(?=[ ,].*\|)", PAGE.read_text()))
 
     server.kill()
-    with serving.start() as again:
-        assert serving.ask(again) == text
+    name = "small"
+    with serving.start("--served-model-name", name) as again:
+        assert again.complete(name, TEXT, 12) == text
         again.settle()
         assert again.metric("kvtier:hit_blocks_total") == chunks
+        check_sleep(again, name, text)
 
 
-@pytest.mark.timeout(600)
-def test_flags_and_sleep(serving: Serving) -> None:
-    """Flags reach vLLM. And it sleeps when all that is under way in its processes has ended."""
-    name, other = "small", f"Another. {TEXT}"
-    with serving.start("--served-model-name", name) as server, ThreadPoolExecutor() as pool:
-        text = server.complete(name, TEXT, 12)
+def check_sleep(server: Server, name: str, text: str) -> None:
+    """It sleeps when all that is under way in its processes has ended, and forgets everything."""
+    other = f"Another. {TEXT}"
+    with ThreadPoolExecutor() as pool:
         busy = pool.submit(server.complete, name, other, 200)
         server.post("/sleep?level=1&mode=wait")
         assert json.loads(server.get("/is_sleeping"))["is_sleeping"]
@@ -98,17 +100,17 @@ def test_flags_and_sleep(serving: Serving) -> None:
         assert not json.loads(server.get("/is_sleeping"))["is_sleeping"]
         assert busy.result() == server.complete(name, other, 200)
 
-        server.settle()
-        hits = server.metric("vllm:external_prefix_cache_hits_total")
-        assert server.complete(name, TEXT, 12) == text
-        server.settle()
-        assert server.metric("vllm:external_prefix_cache_hits_total") == hits, "all is emptied"
-        server.forget_engine_cache()
-        assert server.complete(name, TEXT, 12) == text
-        server.settle()
-        found = server.metric("vllm:external_prefix_cache_hits_total") - hits
-        assert found == len(TEXT) // 256 * 256
-        assert server.metric("kvtier:mistakes_total") == 0
+    server.settle()
+    hits = server.metric("vllm:external_prefix_cache_hits_total")
+    assert server.complete(name, TEXT, 12) == text
+    server.settle()
+    assert server.metric("vllm:external_prefix_cache_hits_total") == hits, "all is emptied"
+    server.forget_engine_cache()
+    assert server.complete(name, TEXT, 12) == text
+    server.settle()
+    found = server.metric("vllm:external_prefix_cache_hits_total") - hits
+    assert found == len(TEXT) // 256 * 256
+    assert server.metric("kvtier:mistakes_total") == 0
 
 
 @pytest.mark.timeout(600)
@@ -131,3 +133,33 @@ def test_two_data_parallel_ranks_share_a_folder(world: World, model: Callable[..
         server.settle()
         assert server.metric("kvtier:hit_blocks_total") == chunks
         assert server.metric("kvtier:stored_blocks_total", tier="nvme") == chunks
+
+
+@pytest.mark.timeout(600)
+def test_among_several_connectors(world: World, model: Callable[..., Path]) -> None:
+    """It works, its counters are seen, and a load that fails is recomputed there, too."""
+    serving = Serving(world, model("llama"))
+    (block,) = [each for each in BLOCK.findall(PAGE.read_text()) if "MultiConnector" in each]
+    name, served, _, *flags = shlex.split(block.replace("/path/of/stack.yaml", str(serving.stack)))
+    assert (name, served) == ("vllm", "serve")
+    flags += FLAGS
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    # vLLM collects a connector's counters for its log, too, if it writes one.
+    environment |= ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    with Server.start(
+        serving.model, None, flags, log=serving.log, environment=environment
+    ) as server:
+        text = serving.ask(server)
+        server.settle()
+        server.forget_engine_cache()
+        assert serving.ask(server) == text
+        server.settle()
+        assert server.metric("kvtier:hit_blocks_total", tier="cpu") == len(TEXT) // 256
+        assert server.metric("kvtier:failed_loads_total") == 0
+        server.forget_engine_cache()
+        (region,) = world.region.glob("*.region")
+        flip(region, 1 << 20)
+        assert serving.ask(server) == text
+        server.settle()
+        assert server.metric("kvtier:failed_loads_total") == 1
+        assert server.metric("kvtier:mistakes_total") == 0
