@@ -58,6 +58,8 @@ class RequestState(msgspec.Struct):
     positions: int = -1
     """How many positions of keys `columns` was made of."""
     decision: Decision = msgspec.field(default_factory=Decision)
+    sources: Mapping[bytes, int] = {}
+    """The tiers that the blocks of its load come from."""
 
 
 class Pending(msgspec.Struct):
@@ -198,12 +200,15 @@ class ChainManager:
             at: ticket.files[key] for at, key in enumerate(wanted) if key in ticket.files
         }
         self._pending[errand.number] = Pending(request, wanted, self._ranks, ticket)
+        lower = _lower_tiers(ticket)
+        state.sources = {
+            asked: lower.get(key, HOST) for asked, key in zip(keys, wanted, strict=True)
+        }
         return errand
 
     def source_of(self, key: bytes, request: str) -> int:
-        """The tier that a block would come from; a negative number if from none."""
-        (known,) = self._known_as([key], self._state(request))
-        return self.chain.locate([known])[0]
+        """The tier that a block of a request's load comes from."""
+        return self._state(request).sources.get(key, HOST)
 
     # -- stores ----------------------------------------------------------------------------
 
@@ -316,3 +321,10 @@ class ChainManager:
     def close(self) -> None:
         """Close the stack."""
         self.stack.close()
+
+
+def _lower_tiers(ticket: Ticket) -> dict[BlockKey, int]:
+    """The tiers below host memory that a ticket's blocks come from."""
+    tiers = {key: move.transfer.source for move in ticket.moves for key in move.keys}
+    tiers.update((key, tier) for tier, keys in ticket.pinned_files for key in keys)
+    return tiers

@@ -118,7 +118,7 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
         tier = self._manager.source_of(key, req_context.req_id)
         sources = compat.CacheHitSource
-        if tier < 0 or self._manager.chain.tiers[tier].medium == "object":
+        if self._manager.chain.tiers[tier].medium == "object":
             return sources.EXTERNAL_UNSPECIFIED
         return sources.HOST if tier == 0 else sources.DISK
 

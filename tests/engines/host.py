@@ -240,6 +240,12 @@ class Host:
         manager = self._manager
         return int(tokens // manager.shapes[0].tokens * sum(manager.stack.namespace.group_bytes))
 
+    def sources(self) -> dict[str, float]:
+        """The cached tokens that vLLM has counted, by where it was told that they came from."""
+        name = "vllm:prompt_tokens_cached_by_source"
+        found = {m.labels["source"]: m.value for m in self._llm.get_metrics() if m.name == name}
+        return {source: value for source, value in found.items() if value}
+
     def resident(self) -> int:
         """The bytes of memory that are this process's own."""
         gc.collect()

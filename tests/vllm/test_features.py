@@ -40,6 +40,7 @@ def check_cold_and_warm(engine: Engine, reference: dict[str, Any]) -> None:
     facts = engine.facts()
     assert (facts["failed_loads"], facts["failed_stores"], facts["mistakes"]) == (0, 0, 0)
     assert (facts["pending"], facts["requests"]) == (0, 0)
+    assert engine.sources() in ({"host": HIT, "disk": HIT}, {}), "0.31 does not count them"
 
 
 @pytest.mark.timeout(600)
