@@ -75,13 +75,16 @@ __all__ = [
     "RequestOffloadingContext",
     "TransferResult",
     "batched_copy",
+    "chunk_sizes",
     "errand_spec",
     "finish_stores",
-    "group_payloads",
     "group_shapes",
     "load_limit",
+    "numbers_media",
     "prefills_whole_only",
     "prompt_tokens",
+    "ranks_alike",
+    "register",
     "transfer_results",
     "without_hits",
 ]
@@ -125,21 +128,28 @@ def is_recurrent(kv_cache_config: Any) -> bool:
     )
 
 
-def group_payloads(vllm_config: Any, kv_cache_config: Any) -> tuple[tuple[int, ...], list[int]]:
-    """The payload of a chunk of every cache group, all ranks together; and which are offloaded.
+def chunk_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[tuple[int, ...], int, int]:
+    """The payload of a chunk of every cache group, all ranks together; its blocks; its parts.
 
     Groups that are not offloaded have no chunks: they are given the largest size, which no block
     will ever have.
     """
     config = build_offloading_config(vllm_config, kv_cache_config)
-    offloaded = [group.group_id for group in config.groups]
-    scale = config.cache.blocks_per_chunk * config.parallel.world_size
+    blocks: int = config.cache.blocks_per_chunk
+    parts = 1 if ranks_alike(config) else config.parallel.world_size
+    scale = blocks * parts
     sizes = {
-        group: scale * _page_bytes(kv_cache_config.kv_cache_groups[group]) for group in offloaded
+        group.group_id: scale * _page_bytes(kv_cache_config.kv_cache_groups[group.group_id])
+        for group in config.groups
     }
     largest = max(sizes.values())
     count = len(kv_cache_config.kv_cache_groups)
-    return tuple(sizes.get(group, largest) for group in range(count)), offloaded
+    return tuple(sizes.get(group, largest) for group in range(count)), blocks, parts
+
+
+def ranks_alike(config: Any) -> bool:
+    """Whether all ranks hold the same KV cache: the latent one of MLA, under tensor parallelism."""
+    return bool(config.replicated_layout and not config.canonical_layout)
 
 
 def _page_bytes(group: Any) -> int:
@@ -231,6 +241,16 @@ def prefills_whole_only(vllm_config: Any) -> bool:
 
     chunked = vllm_config.scheduler_config.enable_chunked_prefill
     return bool(current_platform.is_cpu() and vllm_config.model_config.use_mla and not chunked)
+
+
+def numbers_media(vllm_config: Any) -> bool:
+    """Whether vLLM names images and the like by counting them, which says nothing of what they are.
+
+    It does so where neither of its own caches needs to know them again.
+    """
+    media = vllm_config.model_config.multimodal_config
+    caches = vllm_config.cache_config.enable_prefix_caching
+    return media is not None and not media.mm_processor_cache_gb and not caches
 
 
 def load_limit(connector: Any, request: Any, computed: int) -> int:

@@ -15,6 +15,7 @@ import vllm
 
 from kvtier.config import StackConfig
 from kvtier.core.settings import Persistence
+from kvtier.types import Namespace
 from kvtier.vllm import compat, identity
 from kvtier.vllm.spec import KVTierSpec, read_stack
 from kvtier.vllm.versions import check_version
@@ -38,6 +39,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         _set_chunk(extra, stack, kv_cache_config)
         compat.set_recompute_policy(vllm_config)
         self._whole_only = compat.prefills_whole_only(vllm_config)
+        self._numbers_media = compat.numbers_media(vllm_config)
         if role.name == "SCHEDULER":
             self._introduce(vllm_config, kv_cache_config, stack, extra)
         super().__init__(vllm_config, role, kv_cache_config)
@@ -68,10 +70,9 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 "vLLM's MLA for this CPU (without AMX) computes prompts as a whole only: nothing "
                 "that is kept can be used here"
             )
-        payloads, _ = compat.group_payloads(vllm_config, kv_cache_config)
-        namespace = identity.namespace_of(
-            vllm_config, payloads, int(extra.get("blocks_per_chunk", 1))
-        )
+        payloads, blocks, parts = compat.chunk_sizes(vllm_config, kv_cache_config)
+        facts = identity.facts_of(vllm_config, blocks, extra.get("weights"))
+        namespace = Namespace(facts=facts, group_bytes=payloads, parts=parts)
         extra["kvtier_namespace"] = namespace.to_json().decode()
 
     # -- the workers' side -------------------------------------------------------------------
@@ -89,7 +90,9 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         return self.connector_scheduler.manager
 
     def on_new_request(self, request: Any) -> None:
-        self._manager.remember_adapter(request.request_id, getattr(request, "lora_request", None))
+        self._manager.remember_adapter(request.request_id, request.lora_request)
+        if self._numbers_media and request.mm_features:
+            self._manager.keep_nothing(request.request_id)
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(

@@ -11,33 +11,58 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvtier.errors import ConfigError
-from kvtier.types import Namespace
 
 logger = logging.getLogger(__name__)
 
 _SAMPLE = 1024
 _HEADER_MAX = 100 << 20
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_MODEL = (*_WEIGHTS, "*processor_config.json")
 _ADAPTER = (*_WEIGHTS, "adapter_config.json")
 _STABLE_HASHES = ("sha256", "sha256_cbor")
+_BY_LENGTH = ("longrope", "llama4")
+"""What stands in the configuration of models that vLLM computes in another way if they are served
+with long prompts: even the short ones."""
+_MEDIA = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+"""How images and the like become embeddings: vLLM hashes what was given, not what became of it."""
 
 
-def namespace_of(
-    vllm_config: Any, group_bytes: tuple[int, ...], blocks_per_chunk: int
-) -> Namespace:
-    """The namespace of an engine, from its configuration and its weights."""
+def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None) -> dict[str, str]:
+    """The facts of an engine's namespace, from its configuration and its weights; `weights` is what
+    its user calls them, in place of a fingerprint."""
     import vllm
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
-    facts = {
+    configured = model.hf_config.to_json_string(use_diff=False)
+    by_length = any(word in configured for word in _BY_LENGTH)
+    return {
         "model": str(model.model),
-        "model_config": _digest(model.hf_config.to_json_string(use_diff=False)),
-        "weights": fingerprint_weights(vllm_config),
+        "model_config": _digest(configured),
+        "implementation": _stated(model, "model_impl", "model_class_overrides"),
+        "longest_prompt": str(model.max_model_len) if by_length else "any",
+        "media": _media(model.multimodal_config),
+        "weights": f"called {weights}" if weights else fingerprint_weights(vllm_config),
         "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "kv_dtype": str(cache.cache_dtype),
-        "state_dtype": f"{cache.mamba_cache_dtype},{cache.mamba_ssm_cache_dtype}",
+        "quantization": _stated(model, "quantization", "quantization_config"),
+        "kv_dtype": _stated(cache, "cache_dtype", "kv_cache_dtype_skip_layers"),
+        "state": _stated(
+            cache,
+            "mamba_cache_dtype",
+            "mamba_ssm_cache_dtype",
+            "mamba_cache_mode",
+            "use_replayssm",
+            "replayssm_buffer_len",
+            "use_kda_recoverssm",
+        ),
         "kv_layout": str(getattr(cache, "kv_cache_layout", None)),
         "block_tokens": str(cache.block_size),
         "chunk_blocks": str(blocks_per_chunk),
@@ -45,19 +70,35 @@ def namespace_of(
         "hash_seed": os.environ.get("PYTHONHASHSEED", "default"),
         "tensor_parallel": str(parallel.tensor_parallel_size),
         "pipeline_parallel": str(parallel.pipeline_parallel_size),
-        "context_parallel": f"{parallel.prefill_context_parallel_size},"
-        f"{parallel.decode_context_parallel_size}",
+        "context_parallel": _stated(
+            parallel,
+            "prefill_context_parallel_size",
+            "decode_context_parallel_size",
+            "cp_kv_cache_interleave_size",
+            "dcp_kv_cache_interleave_size",
+        ),
         "speculative": _speculative(vllm_config),
         "attention": _attention(vllm_config.attention_config),
         "platform": _platform(),
         "engine": f"vllm {vllm.__version__}",
     }
-    return Namespace(facts=facts, group_bytes=group_bytes, parts=parallel.world_size)
 
 
 def _digest(text: str | bytes) -> str:
     data = text.encode() if isinstance(text, str) else text
     return hashlib.sha256(data).hexdigest()[:32]
+
+
+def _stated(config: Any, *names: str) -> str:
+    """These settings, as far as this version of vLLM has them."""
+    return ",".join(str(getattr(config, name, None)) for name in names)
+
+
+def _media(config: Any) -> str:
+    if config is None:
+        return "none"
+    settings = {name: getattr(config, name, None) for name in _MEDIA}
+    return json.dumps(settings, sort_keys=True, default=str)
 
 
 def _speculative(vllm_config: Any) -> str:
@@ -109,28 +150,43 @@ def fingerprint_weights(vllm_config: Any) -> str:
     model, load = vllm_config.model_config, vllm_config.load_config
     if str(load.load_format) == "dummy":
         return f"dummy {model.seed}"
-    folder = _folder(model)
-    if folder is None:
-        return f"unread {model.model} {model.revision}"
-    return fingerprint_folder(folder)
+    folder = _folder(model, load)
+    if folder is not None and _files(folder, _WEIGHTS):
+        return fingerprint_folder(folder, _MODEL)
+    if Path(model.model).is_file():
+        return _fingerprint([(Path(model.model), Path(model.model).stat().st_size)])
+    logger.warning(
+        "the weights of %s are not in files that could be read here, so that what is kept is for "
+        'this run only: give them a name in kv_connector_extra_config, "weights": "...", and '
+        "another one when they change",
+        model.model,
+    )
+    return f"unseen {os.urandom(16).hex()}"
 
 
-def _folder(model: Any) -> Path | None:
+def _folder(model: Any, load: Any) -> Path | None:
     folder = Path(model.model)
     if folder.is_dir():
         return folder
     try:
-        from huggingface_hub import try_to_load_from_cache
-    except ImportError:
+        from huggingface_hub import snapshot_download
+
+        found = snapshot_download(
+            model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
+        )
+    except (ImportError, OSError, ValueError):  # not there, or no name of the hub's
         return None
-    found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(found)
 
 
 def fingerprint_folder(folder: Path, patterns: Sequence[str] = _WEIGHTS) -> str:
     """Every file of weights by name, size, header, and a piece of each tensor in it."""
+    return _fingerprint(_files(folder, patterns))
+
+
+def _fingerprint(files: Sequence[tuple[Path, int]]) -> str:
     digest = hashlib.sha256()
-    for path, size in _files(folder, patterns):
+    for path, size in files:
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
             for piece in _pieces(file, size, path.suffix == ".safetensors"):
@@ -156,27 +212,35 @@ def fingerprint_adapter(folder: Path) -> bytes:
 class Adapters:
     """What stands in the keys for the bytes of LoRA adapters, which vLLM's hashes leave out.
 
-    Each is read once, because requests wait for the answer. When files have changed since, nobody
-    knows which of them the engine has loaded: every request then has keys of its own. An adapter
-    whose files are not to be seen is known in this process only.
+    Each is read once, because requests wait for the answer. When files have changed since, or
+    cannot be read, nobody knows which of them the engine has loaded: nothing is kept from then on.
+    An adapter whose files are not to be seen is known in this process only.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Path, tuple[object, bytes]] = {}
+        self._known: dict[Path, tuple[object, bytes | None]] = {}
         self._unseen = os.urandom(16)
 
-    def salt(self, folder: Path) -> bytes:
-        """The salt for a request with this adapter."""
-        stamp = [(path, size, path.stat().st_mtime_ns) for path, size in adapter_files(folder)]
-        if not stamp:
-            return self._unseen
-        if folder not in self._known:
-            self._known[folder] = (stamp, fingerprint_adapter(folder))
-        known, salt = self._known[folder]
-        if known == stamp:
-            return salt
-        logger.warning("the adapter in %s has changed: nothing is kept for it any more", folder)
-        return os.urandom(16)
+    def salt(self, folder: Path) -> bytes | None:
+        """The salt for a request with this adapter; None if nothing is to be kept of it."""
+        if folder in self._known and self._known[folder][1] is None:
+            return None
+        try:
+            stamp = [(path, size, path.stat().st_mtime_ns) for path, size in adapter_files(folder)]
+            if folder not in self._known:
+                salt = fingerprint_adapter(folder) if stamp else self._unseen
+                self._known[folder] = (stamp, salt)
+            changed = stamp != self._known[folder][0]
+        except OSError:
+            changed = True
+        if changed:
+            logger.warning(
+                "the adapter in %s has changed, or cannot be read: nothing is kept for it until "
+                "the engine is started again",
+                folder,
+            )
+            self._known[folder] = (None, None)
+        return self._known[folder][1]
 
 
 def _pieces(file: BinaryIO, size: int, safetensors: bool) -> Iterator[bytes]:

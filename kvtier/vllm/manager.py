@@ -45,8 +45,10 @@ class RequestState(msgspec.Struct):
 
     salt: bytes = b""
     """Mixed into its keys, if not empty: what vLLM's own hash leaves out."""
+    kept: bool = True
+    """Whether its keys say all that its blocks depend on: else nothing of it is kept."""
     refused: bool = False
-    """A load has failed: the rest of this request is recomputed."""
+    """It is offered nothing: its keys do not tell enough, or a load has failed."""
     touched: bool = False
     """The tiers know that its blocks were asked for: they count it once a request."""
     start: int = 0
@@ -97,6 +99,7 @@ class ChainManager:
         self._pace = Pace(costs, clock) if costs is not None else None
         namespace = stack.namespace
         self._geometry = Geometry(namespace.digest, namespace.group_bytes, namespace.parts)
+        self._copies = max(1, ranks // namespace.parts)
         self._load_seconds = max(tier.load_deadline.seconds for tier in stack.config.tiers)
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
@@ -107,9 +110,11 @@ class ChainManager:
 
     # -- keys ------------------------------------------------------------------------------
 
-    def on_new_request(self, request: str, salt: bytes = b"") -> None:
-        """A request was added; `salt` stands for what its block hashes do not cover."""
-        self._requests[request] = RequestState(salt=salt)
+    def on_new_request(self, request: str, salt: bytes | None = b"") -> None:
+        """A request was added; `salt` stands for what its block hashes do not cover, None for what
+        nobody knows."""
+        kept = salt is not None
+        self._requests[request] = RequestState(salt=salt or b"", kept=kept, refused=not kept)
 
     def _state(self, request: str) -> RequestState:
         state = self._requests.get(request)
@@ -214,8 +219,9 @@ class ChainManager:
 
     def prepare_store(self, keys: Collection[bytes], request: str) -> tuple[list[bytes], Errand]:
         """Room for those of the keys that are new and can be taken, in their order."""
-        offered = list(keys)
-        wanted = self._known_as(offered, self._state(request))
+        state = self._state(request)
+        offered = list(keys) if state.kept else []
+        wanted = self._known_as(offered, state)
         reservation = self.chain.prepare_store(wanted)
         taken = set(reservation.keys)
         mine = [key for key, known in zip(offered, wanted, strict=True) if known in taken]
@@ -264,10 +270,12 @@ class ChainManager:
             if (outcome in (Outcome.CORRUPT, Outcome.GONE, Outcome.IO_ERROR) and key in taken)
             or key in ticket.files
         }
-        self.chain.end_load(ticket, blamed, (report.bytes_read, report.read_seconds))
+        # Ranks that hold the same have each read all of it.
+        moved, read = (n // self._copies for n in (report.bytes_moved, report.bytes_read))
+        self.chain.end_load(ticket, blamed, (read, report.read_seconds))
         if not failed:
             if self._costs is not None:
-                by_host = report.bytes_moved - report.bytes_read
+                by_host = moved - read
                 self._costs.observe_load(DEVICE, by_host, report.busy_seconds)
             return None
         self.failed_loads += 1

@@ -82,6 +82,7 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
                 group_ids=[group.group_id for group in config.groups],
                 rank=config.parallel.rank,
                 ranks=config.parallel.world_size,
+                alike=compat.ranks_alike(config),
                 gds=stack.gds,
                 folders=stack_config.folders(stack),
             )
@@ -96,7 +97,7 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self._meter = Meter(manager)
         self._events = events
         self._adapters = Adapters()
-        self._salts: dict[str, bytes] = {}
+        self._salts: dict[str, bytes | None] = {}
 
     def keep(self, shapes: Mapping[int, Shape]) -> None:
         """Say which cache groups there are."""
@@ -179,7 +180,12 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     def remember_adapter(self, request: str, adapter: Any) -> None:
         """vLLM's hashes know an adapter by name and path only: its bytes belong in the keys."""
         if adapter is not None:
+            self.keep_nothing(request)
             self._salts[request] = self._adapters.salt(Path(adapter.lora_path))
+
+    def keep_nothing(self, request: str) -> None:
+        """The keys of a request that is about to be added do not tell enough."""
+        self._salts[request] = None
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:

@@ -42,7 +42,11 @@ class Ended(msgspec.Struct):
 
 
 class RankWorker:
-    """Copies for one rank. Called from vLLM's worker thread only; the copier has its own."""
+    """Copies for one rank. Called from vLLM's worker thread only; the copier has its own.
+
+    Where all ranks hold the same (`alike`), records have one part: the first writes
+    it, and all read it.
+    """
 
     def __init__(
         self,
@@ -52,11 +56,14 @@ class RankWorker:
         group_ids: Sequence[int],
         rank: int,
         ranks: int,
+        alike: bool = False,
         gds: Gds = Gds.OFF,
         folders: Sequence[Path] = (),
         open_copier: OpenCopier | None = None,
     ) -> None:
-        self._layout = DeviceLayout.of_caches(caches, blocks_per_chunk, rank, ranks, group_ids)
+        part, parts = (0, 1) if alike else (rank, ranks)
+        self._layout = DeviceLayout.of_caches(caches, blocks_per_chunk, part, parts, group_ids)
+        self._writes = rank == 0 or not alike
         self._group_ids = list(group_ids)
         self._open_copier = open_copier or device_of(caches, gds, folders)
         self._copier: DeviceCopier | None = None
@@ -64,6 +71,7 @@ class RankWorker:
         self._region_name = ""
         self._numbers: dict[int, tuple[int, int]] = {}
         self._ended: list[Ended] = []
+        self._said = ""
 
     # -- jobs ------------------------------------------------------------------------------
 
@@ -85,6 +93,10 @@ class RankWorker:
     def _submit(self, job_id: int, errand: Errand, blocks: Blocks, kind: TransferKind) -> None:
         try:
             copier = self._open(errand)
+            if kind is TransferKind.STORE and not self._writes:
+                report = Report(1, reads_files=self._reads_files)
+                self._ended.append(Ended(job_id, errand.number, True, report, 0.0))
+                return
             self._numbers[job_id] = (errand.number, len(errand.keys))
             copier.submit(
                 Job(
@@ -98,7 +110,9 @@ class RankWorker:
                 )
             )
         except (KVTierError, OSError, ValueError) as error:
-            logger.warning("a %s of %d blocks failed: %s", kind.value, len(errand.keys), error)
+            if str(error) != self._said:  # else once a request, for ever
+                self._said = str(error)
+                logger.warning("a %s of %d blocks failed: %s", kind.value, len(errand.keys), error)
             self._numbers.pop(job_id, None)
             self._fail(job_id, errand, Outcome.IO_ERROR)
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.vllm.identity import Adapters, check_hash, fingerprint_folder
+from kvtier.vllm.identity import (
+    Adapters,
+    check_hash,
+    fingerprint_folder,
+    fingerprint_weights,
+)
 
 
 def write_tensors(folder: Path, values: bytes, name: str = "model.safetensors") -> Path:
@@ -77,16 +83,63 @@ def test_an_adapters_settings_count(tmp_path: Path) -> None:
 def test_nobody_knows_an_adapter_that_changes_under_the_engine(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "a", 1)
     salts = Adapters()
-    before = salts.salt(folder)
+    assert salts.salt(folder)
     adapter(folder, 2)
     os.utime(folder / "adapter_model.safetensors", ns=(0, 0))
-    after = [salts.salt(folder) for _ in range(3)]
-    assert len({before, *after}) == 4
+    assert salts.salt(folder) is None
+    assert salts.salt(folder) is None
+
+
+def test_nobody_knows_an_adapter_that_cannot_be_read(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").symlink_to(folder / "nowhere")
+    salts = Adapters()
+    assert salts.salt(folder) is None
+    (folder / "adapter_model.safetensors").unlink()
+    adapter(folder, 1)
+    assert salts.salt(folder) is None, "who knows what the engine has loaded"
 
 
 def test_an_adapter_that_is_not_to_be_seen_is_for_one_process(tmp_path: Path) -> None:
     salts = Adapters()
     assert salts.salt(tmp_path) == salts.salt(tmp_path) != Adapters().salt(tmp_path)
+    adapter(tmp_path, 1)
+    assert salts.salt(tmp_path) is None
+
+
+def engine(model: Path | str) -> SimpleNamespace:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=str(model), revision=None, seed=0),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+    )
+
+
+def test_weights_in_a_single_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(bytes(4096))
+    before = fingerprint_weights(engine(file))
+    assert fingerprint_weights(engine(file)) == before
+    file.write_bytes(bytes(4095) + b"\x01")
+    assert fingerprint_weights(engine(file)) != before
+
+
+def test_how_images_are_prepared_is_part_of_a_model(tmp_path: Path) -> None:
+    write_tensors(tmp_path, bytes(64))
+    before = fingerprint_weights(engine(tmp_path))
+    (tmp_path / "preprocessor_config.json").write_text('{"do_normalize": false}')
+    assert fingerprint_weights(engine(tmp_path)) != before
+
+
+@pytest.mark.parametrize("model", ["s3://bucket/model", "nobody/has-this", "configs"])
+def test_weights_that_are_not_to_be_seen_are_for_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "config.json").write_text("{}")
+    assert fingerprint_weights(engine(model)) != fingerprint_weights(engine(model))
+    assert "give them a name in kv_connector_extra_config" in caplog.text
 
 
 def test_hashes_that_are_random_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,6 +165,22 @@ def test_a_salt_and_a_reset_make_other_keys(stack: Stack) -> None:
     assert asking.hit("plain", ends, 3 * CHUNK) == 0, "under the keys of before"
 
 
+def test_nothing_is_kept_of_a_request_whose_keys_do_not_tell_enough(stack: Stack) -> None:
+    asking = manager(stack, FULL)
+    ends = asking.keys(3)
+    for request, found in (("unknown", 0), ("known", 3 * CHUNK)):
+        asking.manager.on_new_request(request, None if request == "unknown" else b"")
+        assert asking.hit(request, ends, 3 * CHUNK) == 0
+        taken, errand = asking.manager.prepare_store(list(ends), request)
+        asking.manager.report(errand.number, Report(1))
+        assert len(taken) * CHUNK == found
+        assert not asking.manager.has_pending_work
+        asking.manager.on_request_finished(request)
+    asking.manager.on_new_request("late", None)
+    assert asking.hit("late", ends, 3 * CHUNK) == 0
+    assert asking.hit("other", ends, 3 * CHUNK) == 3 * CHUNK
+
+
 def test_keys_that_end_within_a_chunk_are_not_found(stack: Stack) -> None:
     asking = manager(stack, FULL)
     ends = asking.keys(3)

@@ -6,11 +6,15 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from engines.adapter import make_adapter
 from engines.engine import EngineError
 from engines.world import World, prompt
+
+from kvtier.vllm.identity import facts_of, fingerprint_weights
 
 PROMPT = prompt(7, 1100)
 HIT = 1024
@@ -22,8 +26,9 @@ def test_weights_chunks_and_resets(world: World, model: Callable[..., Path]) -> 
     served = world.folder / "model"
     shutil.copytree(model("llama"), served)
     stack = world.stack()
+    chosen = {"attention_backend": "CPU_ATTN"}
 
-    with world.engine(served, stack=stack) as engine:
+    with world.engine(served, stack=stack, **chosen) as engine:
         (first,) = engine.generate(prompts=[PROMPT])
         (salted,) = engine.generate(prompts=[PROMPT], more=[{"cache_salt": "other"}])
         assert salted == {**first, "cached": 0}
@@ -31,10 +36,11 @@ def test_weights_chunks_and_resets(world: World, model: Callable[..., Path]) -> 
         (again,) = engine.generate(prompts=[PROMPT], more=[{"cache_salt": "third"}])
         assert again["cached"] == 0
         engine.settle()
+        check_facts(world, engine.facts()["namespace"])
 
     for path in model("llama", seed=1).glob("*.safetensors"):
         shutil.copy(path, served / path.name)
-    with world.engine(served, stack=stack) as engine:
+    with world.engine(served, stack=stack, **chosen) as engine:
         (other,) = engine.generate(prompts=[PROMPT])
         assert other["cached"] == 0
         assert other["tokens"] != first["tokens"]
@@ -46,19 +52,28 @@ def test_weights_chunks_and_resets(world: World, model: Callable[..., Path]) -> 
         assert warm == {**other, "cached": HIT}, "what was stored after the reset serves this run"
         engine.settle()
 
-    with world.engine(served, stack=stack) as engine:
+    with world.engine(served, stack=stack, **chosen) as engine:
         (fresh,) = engine.generate(prompts=[PROMPT])
         assert fresh == other, "what was stored after a reset is for no other run"
         engine.settle()
 
-    with world.engine(served, stack=stack | {"chunk_tokens": 128}) as engine:
+    with world.engine(served, stack=stack | {"chunk_tokens": 128}, **chosen) as engine:
         (smaller,) = engine.generate(prompts=[PROMPT])
         assert smaller == other
         engine.settle()
 
-    with world.engine(served, stack=stack) as engine:
+    with world.engine(served, stack=stack, **chosen) as engine:
         (known,) = engine.generate(prompts=[PROMPT])
         assert known == {**other, "cached": HIT}, "and what was right all the time is still there"
+
+
+def check_facts(world: World, facts: dict[str, str]) -> None:
+    """They are written beside the blocks."""
+    (described,) = world.blocks.rglob("namespace.json")
+    assert json.loads(described.read_text())["facts"] == facts
+    assert "all=CPU_ATTN" in facts["attention"]
+    assert facts["kv_layout"] == "LBHNC"
+    assert (facts["dtype"], facts["block_tokens"]) == ("torch.float32", "128")
 
 
 @pytest.mark.timeout(600)
@@ -103,14 +118,57 @@ def test_a_stack_that_is_wrong_is_refused(world: World, model: Callable[..., Pat
         world.engine(model("llama"), stack=stack)
 
 
-def test_facts_are_written_beside_the_blocks(world: World, model: Callable[..., Path]) -> None:
-    chosen = {"attention_backend": "CPU_ATTN"}
-    with world.engine(model("llama"), stack=world.stack(), **chosen) as engine:
-        engine.generate(prompts=[PROMPT])
-        engine.settle()
-        facts = engine.facts()["namespace"]
-    (described,) = world.blocks.rglob("namespace.json")
-    assert json.loads(described.read_text())["facts"] == facts
-    assert "all=CPU_ATTN" in facts["attention"]
-    assert facts["kv_layout"] == "LBHNC"
-    assert (facts["dtype"], facts["block_tokens"]) == ("torch.float32", "128")
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 32,
+    "long_factor": [2.0] * 32,
+    "original_max_position_embeddings": 1024,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
+@pytest.mark.parametrize(
+    ("family", "always", "changed", "same"),
+    [
+        ("llama", {}, {"hf_overrides": {"rms_norm_eps": 1e-3}}, False),
+        ("llama", {}, {"kv_cache_dtype_skip_layers": ["0"]}, False),
+        ("llama", {}, {"max_model_len": 512}, True),
+        ("llama", {"rope_parameters": LONG_ROPE}, {"max_model_len": 512}, False),
+        ("blip2", {}, {"mm_processor_kwargs": {"do_normalize": False}}, False),
+        ("blip2", {}, {"mm_processor_cache_gb": 0}, True),
+    ],
+)
+def test_settings_that_change_what_is_computed(
+    model: Callable[..., Path],
+    family: str,
+    always: dict[str, Any],
+    changed: dict[str, Any],
+    same: bool,
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    def facts(**settings: Any) -> dict[str, str]:
+        settings = {"dtype": "float32", "hf_overrides": always} | settings
+        config = EngineArgs(model=str(model(family)), **settings).create_engine_config()
+        return facts_of(config, 1)
+
+    assert (facts() == facts(**changed)) is same
+
+
+def test_weights_in_a_folder_of_the_users_choice(tmp_path: Path) -> None:
+    """The hub's files, where --download-dir says."""
+    kept = tmp_path / "models--somebody--model"
+    snapshot = kept / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("0" * 40)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model="somebody/model", revision=None, seed=0),
+        load_config=SimpleNamespace(load_format="auto", download_dir=str(tmp_path)),
+    )
+    found = []
+    for content in (b"one", b"two"):
+        (snapshot / "model.safetensors").write_bytes(content)
+        found.append([fingerprint_weights(config), fingerprint_weights(config)])
+    assert found[0][0] == found[0][1] != found[1][0] == found[1][1]

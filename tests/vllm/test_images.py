@@ -42,3 +42,10 @@ def test_each_image_has_its_own_blocks(world: World, model: Callable[..., Path])
     with world.engine(folder, stack=world.stack()) as engine:
         found = [look(engine, image) for image in (2, 3, 1)]
         assert found == [warm[2], cold[3], warm[1]], "after kill -9"
+
+    # Without caches of its own vLLM calls the first image of every process the same.
+    uncached = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
+    for image in (1, 2):
+        with world.engine(folder, stack=world.stack(), **uncached) as engine:
+            assert look(engine, image) == cold[image]
+            engine.settle()

@@ -1,0 +1,114 @@
+"""The workers' side: ranks that hold the same, and ranks that hold a part each."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier import Stack
+from kvtier.backends.cpu import Region
+from kvtier.core.record import record_bytes
+from kvtier.device.cpu_copy import CpuCopier
+from kvtier.device.jobs import DeviceCopier
+from kvtier.device.layout import DeviceLayout
+from kvtier.device.plan import Blocks
+from kvtier.testing.records import make_keys
+from kvtier.types import Namespace
+from kvtier.vllm.manager import ChainManager
+from kvtier.vllm.worker import Ended, RankWorker
+
+RANKS, LAYERS, PAGE, BLOCKS, CHUNKS = 2, 3, 2048, 16, 4
+
+
+class Tensor:
+    """As much of a torch tensor of pages as a layout asks for."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self.shape = array.shape
+
+    def data_ptr(self) -> int:
+        return int(self._array.ctypes.data)
+
+    def element_size(self) -> int:
+        return 1
+
+    def stride(self, axis: int) -> int:
+        return int(self._array.strides[axis])
+
+
+class Rank:
+    """One rank's pages, and its worker."""
+
+    def __init__(self, rank: int, *, alike: bool) -> None:
+        self.pages = np.zeros((LAYERS, BLOCKS, PAGE), np.uint8)
+        tensors = [
+            SimpleNamespace(tensor=Tensor(each), page_size_bytes=PAGE) for each in self.pages
+        ]
+        refs = [SimpleNamespace(tensor_idx=at, page_size_bytes=PAGE) for at in range(LAYERS)]
+        self.worker = RankWorker(
+            SimpleNamespace(tensors=tensors, group_data_refs=[refs]),
+            blocks_per_chunk=1,
+            group_ids=[0],
+            rank=rank,
+            ranks=RANKS,
+            alike=alike,
+            open_copier=self._open,
+        )
+
+    def _open(self, layout: DeviceLayout, region: Region, namespace: bytes) -> DeviceCopier:
+        return CpuCopier(layout, list(self.pages), region, namespace)
+
+    def ended(self, job: int) -> Ended:
+        self.worker.wait([job])
+        end = time.monotonic() + 60
+        while not (found := self.worker.poll()):
+            assert time.monotonic() < end
+        (one,) = found
+        return one
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_what_ranks_store_they_load(tmp_path: Path, alike: bool) -> None:
+    parts = 1 if alike else RANKS
+    namespace = Namespace(
+        facts={"model": "none"}, group_bytes=(parts * LAYERS * PAGE,), parts=parts
+    )
+    size = (2 * CHUNKS) * (record_bytes(namespace.payload_bytes) + 4096)
+    cpu = {"kind": "cpu", "path": str(tmp_path), "capacity": size}
+    config = {"version": 1, "name": "unit", "mover": {"mode": "threads"}, "tiers": [cpu]}
+    keys: list[bytes] = list(make_keys(CHUNKS))
+    with Stack.open(config, namespace) as stack:
+        region = str(stack.host.region.path)  # type: ignore[attr-defined]
+        manager = ChainManager(stack, region=region, ranks=RANKS)
+        ranks = [Rank(rank, alike=alike) for rank in range(RANKS)]
+        written = []
+        for rank in ranks:
+            random = np.random.default_rng(7 if alike else rank.worker._layout.part)
+            rank.pages[:, :CHUNKS] = random.integers(0, 256, (LAYERS, CHUNKS, PAGE), np.uint8)
+            written.append(rank.pages[:, :CHUNKS].copy())
+
+        taken, errand = manager.prepare_store(keys, "a")
+        assert taken == keys
+        for rank in ranks:
+            rank.worker.store(1, errand, Blocks(np.arange(CHUNKS), [CHUNKS], [0]))
+        for rank in ranks:
+            manager.report(errand.number, rank.ended(1).report)
+        assert not manager.has_pending_work
+
+        errand = manager.prepare_load(keys, "b")
+        for rank in ranks:
+            rank.worker.load(2, errand, Blocks(np.arange(CHUNKS) + CHUNKS, [CHUNKS], [0]))
+        for rank, expected in zip(ranks, written, strict=True):
+            ended = rank.ended(2)
+            assert ended.ok
+            manager.report(errand.number, ended.report)
+            assert (rank.pages[:, CHUNKS : 2 * CHUNKS] == expected).all()
+        assert not manager.has_pending_work
+        for rank in ranks:
+            rank.worker.close()
