@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from engines.engine import Engine
 from engines.world import World
 
 MODELS = Path(sys.prefix) / "models"
@@ -33,6 +34,16 @@ def model() -> Callable[..., Path]:
         return target
 
     return build
+
+
+@pytest.fixture(scope="session")
+def plain_llama(
+    model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    """The engine without kvtier that says what others must answer."""
+    world = World(tmp_path_factory.mktemp("plain"))
+    yield world.engine(model("llama"))
+    world.close()
 
 
 @pytest.fixture

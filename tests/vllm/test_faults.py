@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines.engine import Engine
 from engines.world import World, flip, prompt
 
 LENGTH = 1100
@@ -23,12 +24,10 @@ PROMPTS = [prompt(100 + seed, LENGTH) for seed in range(14)]
 class Served:
     """An engine with a stack, and what it must answer."""
 
-    def __init__(self, world: World, model: Path) -> None:
+    def __init__(self, world: World, model: Path, plain: Engine) -> None:
         self.world = world
-        with world.engine(model) as plain:
-            self.reference = [
-                each["tokens"] for each in plain.generate(prompts=PROMPTS, tokens=TOKENS)
-            ]
+        found = plain.generate(prompts=PROMPTS, tokens=TOKENS)
+        self.reference = [each["tokens"] for each in found]
         self.engine = world.engine(model, stack=world.stack(load_deadline="3s"))
 
     def ask(self, number: int) -> int:
@@ -58,8 +57,8 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(shared_world: World, model: Callable[..., Path]) -> Served:
-    return Served(shared_world, model("llama"))
+def served(shared_world: World, model: Callable[..., Path], plain_llama: Engine) -> Served:
+    return Served(shared_world, model("llama"), plain_llama)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engines.engine import Engine, EngineError
@@ -26,13 +25,12 @@ TOKENS = 16
 class Sleeper:
     """An engine with a stack, and what it must answer with its own weights and with others."""
 
-    def __init__(self, world: World, model: Callable[..., Path]) -> None:
+    def __init__(self, world: World, model: Callable[..., Path], plain: Engine) -> None:
         self.world = world
         self.own, self.other = model("llama"), model("llama", seed=1)
-        self.expected: dict[Path, list[Any]] = {}
-        for folder in (self.own, self.other):
-            with world.engine(folder) as plain:
-                self.expected[folder] = plain.generate(prompts=PROMPTS, tokens=TOKENS)
+        self.expected = {self.own: plain.generate(prompts=PROMPTS, tokens=TOKENS)}
+        with world.engine(self.other) as other:
+            self.expected[self.other] = other.generate(prompts=PROMPTS, tokens=TOKENS)
         self.weights = self.own
         self.engine = self.start()
 
@@ -57,8 +55,8 @@ class Sleeper:
 
 
 @pytest.fixture(scope="module")
-def sleeper(shared_world: World, model: Callable[..., Path]) -> Sleeper:
-    return Sleeper(shared_world, model)
+def sleeper(shared_world: World, model: Callable[..., Path], plain_llama: Engine) -> Sleeper:
+    return Sleeper(shared_world, model, plain_llama)
 
 
 @pytest.fixture(autouse=True)
