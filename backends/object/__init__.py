@@ -36,6 +36,15 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+_THREADS_MAX = 1024
+_DURATIONS_MIN = {
+    "refresh": Duration(0.01),
+    "audit": Duration(0.1),
+    "age_max": Duration(1.0),
+    "connect_timeout": Duration(0.001),
+    "idle_timeout": Duration(0.001),
+}
+"""With less, the store is asked without a pause, or nothing can ever succeed."""
 
 
 class ObjectSettings(TierSettings, frozen=True, kw_only=True, tag="object"):
@@ -106,6 +115,7 @@ class ObjectBackend(Backend[ObjectSettings]):
                 "make blocks smaller, or use a file:/// url",
             )
         self._check_capacity(settings, folder, record_bytes or 4096)
+        _check_figures(settings)
 
     def _check_capacity(
         self, settings: ObjectSettings, folder: Path | None, record_bytes: int
@@ -193,6 +203,17 @@ def open_for(settings: ObjectSettings) -> Store:
             ),
         )
     )
+
+
+def _check_figures(settings: ObjectSettings) -> None:
+    for name, least in _DURATIONS_MIN.items():
+        found: Duration | None = getattr(settings, name)
+        if found is not None and found.seconds < least.seconds:
+            raise ConfigError(f".{name}", f"{found} is too short", f"write at least {least}")
+    if settings.threads > _THREADS_MAX:
+        raise ConfigError(
+            ".threads", f"{settings.threads} threads are too many", f"write at most {_THREADS_MAX}"
+        )
 
 
 def _check_folder(folder: Path) -> None:

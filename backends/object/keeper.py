@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 _WRITE_S = 0.5
 _OPEN_S = 2.0
 """How long opening may wait for a listing; what manifests say is known before."""
+_CLOSE_S = 60.0
 _CRASHED_S = 3600.0
 _DELETES = 1000
 _ENTRIES_MAX = 1 << 16
@@ -224,7 +225,10 @@ class Keeper:
         self._stopping = self._breath.alone = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_CLOSE_S)
+            if self._thread.is_alive():  # in a file system that does not answer
+                _log.warning("the object store does not answer: what is to be written down is lost")
+                return
         self.flush()
         with self._mutex, contextlib.suppress(StoreError):  # then it is found to be dead
             self._claims.close(clean=not self._entries and not self._doomed and not self._stubborn)

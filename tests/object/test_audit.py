@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvtier.backends.object import keeper as keeper_module
 from kvtier.backends.object.budget import Standing
 from kvtier.backends.object.errors import AccessDenied, StoreError
 from kvtier.backends.object.files import FileStore
@@ -236,3 +237,25 @@ def test_an_object_that_cannot_be_deleted_keeps_nothing_else_from_being_done(
     assert freed_by_a_look() == [1]
     assert store.head(protected) is None
     keeper.close()
+
+
+def test_closing_does_not_wait_for_a_store_that_hangs(
+    store: ListedStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeper_module, "_CLOSE_S", 0.1)
+    held, release = threading.Event(), threading.Event()
+
+    def hang(*_: object, **__: object) -> Iterator[ObjectInfo]:
+        held.set()
+        release.wait()
+        return iter(())
+
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    keeper._next_look = 0.0
+    store.list = hang  # type: ignore[method-assign,assignment]
+    keeper.start()
+    assert held.wait(60)
+    keeper.close()
+    assert "does not answer" in caplog.text
+    release.set()

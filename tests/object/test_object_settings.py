@@ -10,7 +10,7 @@ from object_servers import SECRET_KEY
 
 from kvtier.backends.object import BACKEND, ObjectSettings, _codec
 from kvtier.core.codec import Codec
-from kvtier.core.settings import Capacity
+from kvtier.core.settings import Capacity, Duration
 from kvtier.errors import ConfigError
 from kvtier.types import Namespace
 
@@ -39,6 +39,12 @@ WRONG = [
     ({"url": "file:///there%00"}, ".url", "s3://bucket/prefix"),
     ({"capacity": Capacity.parse("80%")}, ".capacity", "2TiB"),
     ({"capacity": Capacity.parse("1KiB")}, ".capacity", str(RECORD)),
+    ({"refresh": Duration(0.0)}, ".refresh", "10ms"),
+    ({"audit": Duration(0.0)}, ".audit", "100ms"),
+    ({"age_max": Duration(0.0)}, ".age_max", "1s"),
+    ({"connect_timeout": Duration(0.0)}, ".connect_timeout", "1ms"),
+    ({"idle_timeout": Duration(0.0)}, ".idle_timeout", "1ms"),
+    ({"threads": 100_000}, ".threads", "1024"),
     ({"eviction": "magic"}, ".eviction", "lru"),
 ]
 
