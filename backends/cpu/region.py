@@ -277,9 +277,14 @@ def _lock(fd: int, how: int, seconds: float) -> bool:
 
 
 def in_use(path: Path) -> bool:
-    """Whether any live process owns or maps the region; one that cannot be tried may be in use."""
+    """Whether any live process owns or maps the region."""
+    return _held(path) or _held(_owner_path(path))
+
+
+def _held(path: Path) -> bool:
+    """Whether a lock is held; one that cannot be tried may be."""
     try:
-        return is_locked(path) or is_locked(_owner_path(path))
+        return is_locked(path)
     except OSError:
         return True
 
@@ -325,7 +330,7 @@ def remove(path: Path) -> bool:
     except MediumError:
         return False
     try:
-        if is_locked(path):
+        if _held(path):
             return False
         for victim in (path, path.with_suffix(_MAKING), _owner_path(path)):
             victim.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from kvtier.errors import FormatError, NewerFormat
 DATA_SUFFIX = ".slab"
 TABLE_SUFFIX = ".table"
 _HOLD_TRIES = 100
+_NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 _HOME = re.compile(r"[0-9a-f]{32}")
 _WHOLE = re.compile(r"[0-9a-f]{8}\.(slab|table)")
 _UNFINISHED = re.compile(
@@ -72,11 +73,12 @@ def used_bytes(root: Path) -> int:
 
 
 def held(path: Path) -> bool:
-    """Whether some process holds the lock of an owner's file; strange files have no owner."""
+    """Whether some process holds the lock of an owner's file. What is no file has no owner; what
+    cannot be asked after (too many files are open, say) may well have one."""
     try:
         return is_locked(path)
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno not in _NO_FILE
 
 
 def used_at(table: Path) -> float:

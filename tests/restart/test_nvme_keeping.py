@@ -88,6 +88,29 @@ def test_an_owner_that_is_asked_after_can_still_be_acted_for(
     os.close(hold_owner(tmp_path, 7))
 
 
+def test_an_owner_that_cannot_be_asked_after_may_be_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, neighbour = Engine(tmp_path / "kv"), Engine(tmp_path / "kv")
+    keys = make_keys(4)
+    neighbour.put(keys)
+    theirs = own(neighbour)
+    open_file = os.open
+
+    def too_many(path: Path, flags: int, *mode: int) -> int:
+        if Path(path).parent.name == "owners":
+            raise OSError(errno.EMFILE, "too many open files")
+        return open_file(path, flags, *mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", too_many)
+        mine.tier.refresh()
+    assert not own(mine) & theirs
+    assert mine.read(keys) == keys
+    mine.close()
+    neighbour.close()
+
+
 def test_a_namespace_that_was_reclaimed_while_it_opened_is_made_again(tmp_path: Path) -> None:
     folder = NvmeFolder(tmp_path / "kv", NAMESPACE, Disk())
     shutil.rmtree(folder.home)
