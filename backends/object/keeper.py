@@ -18,19 +18,17 @@ from collections.abc import Callable, Sequence
 from itertools import chain, islice
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from kvtier.backends.object import manifest
 from kvtier.backends.object.audit import Audit, Finding, Unfinished, audit
 from kvtier.backends.object.breath import Breath
-from kvtier.backends.object.budget import Budget
+from kvtier.backends.object.budget import Budget, Standing
 from kvtier.backends.object.claims import LEASE_S, Claims
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
 from kvtier.backends.object.names import description_name
-from kvtier.backends.object.news import Known, News, Rows
+from kvtier.backends.object.news import Known, News, Rows, news_among
 from kvtier.backends.object.spread import Spread, mark
 from kvtier.backends.object.store import Store
 from kvtier.core.record import HEADER_BYTES
@@ -46,7 +44,6 @@ _CRASHED_S = 3600.0
 _DELETES = 1000
 _ENTRIES_MAX = 1 << 16
 _HASTE_SHARE = 0.9
-_LATELY_US = 600_000_000
 _SKEW_US = 3_600_000_000
 
 
@@ -88,6 +85,7 @@ class Keeper:
         self._stubborn: list[tuple[int, list[str]]] = []
         """Likewise, but the store would not: to be tried again at the next look."""
         self._complained = False
+        self._last_standing = News()
         self._last_us = 0
         self._hungry = False
         self._hurried = False
@@ -279,7 +277,7 @@ class Keeper:
         if not self._claims.measured or (standing.dead and dead):
             self._next_audit = 0.0  # nobody knows what is there
         self._tell(self._journal.news())
-        self.news.append(News(standing=standing))
+        self._tell_standing(standing)
         self._journal.join(self._purged_before)
 
     def _tell(self, entries: Entries, known: Spread[None] | None = None) -> None:
@@ -292,7 +290,7 @@ class Keeper:
                 rows = entries[piece]
                 rows = rows[rows["kind"] == kind]
                 if known is not None and len(rows):
-                    rows = rows[_news_among(rows, known, latest_us)]
+                    rows = rows[news_among(rows, known, latest_us)]
                 if len(rows):
                     told = Rows(
                         manifest.keys_of(rows),
@@ -301,6 +299,15 @@ class Keeper:
                         (rows["time_us"] / 1e6).tolist(),
                     )
                     self.news.append(News(added=told) if kind == ADDED else News(removed=told))
+
+    def _tell_standing(self, standing: Standing) -> None:
+        """In place of the last one if nobody has listened since: it may be a quiet weekend."""
+        with contextlib.suppress(IndexError):
+            if self.news[-1] is self._last_standing:
+                self._last_standing.standing = standing
+                return
+        self._last_standing = News(standing=standing)
+        self.news.append(self._last_standing)
 
     def _audit(self, stop_at: float | None = None) -> None:
         """Everything that is written down, against everything that is there."""
@@ -385,15 +392,3 @@ class Keeper:
                     kind, told.keys, told.generations, told.sizes, times_us
                 )
                 self._entries.append((entries, 0))
-
-
-def _news_among(rows: Entries, known: Spread[None], latest_us: int) -> npt.NDArray[np.bool_]:
-    """Which added rows are not known, which removed ones are. What was added lately is always told:
-    it may be another object than the one that is known, or was when `known` was asked."""
-    added: npt.NDArray[np.bool_] = rows["kind"] == ADDED
-    keys, generations = manifest.keys_of(rows), rows["generation"].tolist()
-    marks = [mark(key, gen) for key, gen in zip(keys, generations, strict=True)]
-    same = [found in known.part(found) for found in marks]
-    news: npt.NDArray[np.bool_] = np.array(same, bool) != added
-    news |= added & (rows["time_us"] + _LATELY_US > latest_us)
-    return news

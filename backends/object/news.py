@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from kvtier.backends.object import manifest
 from kvtier.backends.object.budget import Standing
+from kvtier.backends.object.manifest import ADDED, Entries
+from kvtier.backends.object.spread import Spread, mark
 from kvtier.types import BlockKey
+
+_LATELY_US = 600_000_000
 
 Known = Callable[[], tuple[list[BlockKey], dict[BlockKey, int]]]
 """All keys that a tier offers, and generations that are not 0."""
@@ -47,3 +54,15 @@ class News(msgspec.Struct):
     """So many of the hidden bytes are found again in what follows."""
     standing: Standing | None = None
     """All that others wrote down until now is known, and this is what we may do."""
+
+
+def news_among(rows: Entries, known: Spread[None], latest_us: int) -> npt.NDArray[np.bool_]:
+    """Which added rows are not known, which removed ones are. What was added lately is always told:
+    it may be another object than the one that is known, or was when `known` was asked."""
+    added: npt.NDArray[np.bool_] = rows["kind"] == ADDED
+    keys, generations = manifest.keys_of(rows), rows["generation"].tolist()
+    marks = [mark(key, gen) for key, gen in zip(keys, generations, strict=True)]
+    same = [found in known.part(found) for found in marks]
+    news: npt.NDArray[np.bool_] = np.array(same, bool) != added
+    news |= added & (rows["time_us"] + _LATELY_US > latest_us)
+    return news

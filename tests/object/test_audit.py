@@ -259,3 +259,19 @@ def test_closing_does_not_wait_for_a_store_that_hangs(
     keeper.close()
     assert "does not answer" in caplog.text
     release.set()
+
+
+def test_a_tier_that_nobody_asks_does_not_pile_up_news(store: ListedStore) -> None:
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    for _ in range(50):
+        keeper._next_look = 0.0
+        keeper.work()
+    assert len(keeper.news) == 1
+    tier.tick()
+    assert not keeper.news
+    keeper._next_look = 0.0
+    keeper.work()
+    assert len(keeper.news) == 1
+    keeper.close()
