@@ -32,6 +32,7 @@ from kvtier.backends.nvme.files import (
 )
 from kvtier.backends.nvme.idle import reclaim
 from kvtier.core.disk import Disk
+from kvtier.core.record import Buffer
 from kvtier.core.slab.layout import (
     ENTRY_BYTES,
     FLAG_DISCARD,
@@ -190,22 +191,28 @@ class NvmeFolder:
         path = self.table_path(slab_id)
         fd = self.disk.open(path)
         try:
-            page = bytearray(TABLE_AT)
-            self.disk.readv(fd, [memoryview(page)], 0)
-            header = SlabHeader.unpack(memoryview(page))
+            header = SlabHeader.unpack(self._read(fd, TABLE_AT))
             if header.namespace != self.namespace.digest or header.slab_id != slab_id:
                 raise FormatError(f"{path} belongs to another slab or namespace")
             if os.fstat(fd).st_size < header.table_bytes:
                 raise FormatError(f"{path} is cut short")
-            table = bytearray(header.table_bytes)
-            if self.disk.readv(fd, [memoryview(table)], 0) < header.table_bytes:
-                raise FormatError(f"{path} is cut short")
+            table = self._read(fd, header.table_bytes)
         finally:
             self.disk.close(fd)
         data_bytes = self.data_path(slab_id).stat().st_size
         if data_bytes < header.slots * header.slot_bytes:
             raise FormatError(f"{self.data_path(slab_id)} is cut short")
         return SlabFile(header, OWNER.unpack_from(table, OWNER_AT)[0]), bytes(table)
+
+    def _read(self, fd: int, size: int) -> Buffer:
+        """The first bytes of a file, however many reads they take."""
+        left = into = memoryview(bytearray(size))
+        while left:
+            done = self.disk.readv(fd, [left], size - len(left))
+            if not done:
+                raise FormatError("the table is cut short")
+            left = left[done:]
+        return into
 
     def write_owner(self, slab_id: int, owner: int) -> None:
         """Hand a slab over; only under the folder's lock."""

@@ -196,7 +196,7 @@ class Keeper:
                     self._adopt(orphan.id)
             if self._broken and self.folder.alone(self.owner):
                 for slab_id in self._broken:
-                    self.folder.remove_slab(slab_id)
+                    self._remove_broken(slab_id)
                 self._broken.clear()
 
     def _adopt(self, slab_id: int) -> None:
@@ -211,6 +211,17 @@ class Keeper:
         self.folder.write_owner(slab_id, self.owner)
         self._known[slab_id] = Known(slab, True)
         self.news.append(News(slab, mine=True, table=table))
+
+    def _remove_broken(self, slab_id: int) -> None:
+        """Look once more, because a read may go wrong where nothing is."""
+        try:
+            self.folder.read_table(slab_id)
+        except NewerFormat:
+            return
+        except FormatError:
+            self.folder.remove_slab(slab_id)
+        except OSError:
+            return
 
     def _make_room(self) -> None:
         """More slabs, if they are wanted and the budget and the floor allow it."""
