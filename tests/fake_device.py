@@ -33,6 +33,7 @@ class FakeStream:
         self.operations: deque[Callable[[], None] | FakeEvent] = deque()
         self.frozen = False
         self.refuses = False
+        self.lost = False
 
     def after(self, event: FakeEvent) -> None:
         self._device.add(self, event)
@@ -41,6 +42,8 @@ class FakeStream:
         self._device.add(self, operation)
 
     def record(self) -> FakeEvent:
+        if self.lost:
+            raise RuntimeError("the device was lost")
         event = FakeEvent(self._device)
 
         def fire() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from kvtier.device import crossover, cuda
+from kvtier.device import crossover, cuda, kernels
 
 _memory: list[Any] = []
 
@@ -176,6 +177,13 @@ def install() -> None:
     # The kernel is interpreted here, slowly: try it briefly, and use it all the same.
     crossover._BATCH_BYTES, crossover._BATCHES, crossover._ROUNDS = 1 << 16, 1, 1
     crossover._WORTH = float("inf")
+    scatter, one_at_a_time = kernels.scatter, threading.Lock()
+
+    def interpret(*arguments: Any) -> None:
+        with one_at_a_time:  # Triton's interpreter is for one thread
+            scatter(*arguments)
+
+    kernels.scatter = interpret
 
 
 install()

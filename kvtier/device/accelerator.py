@@ -6,6 +6,18 @@ from typing import Any, Protocol
 
 from kvtier.device.plan import Copies
 
+ERRORS = (
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a region that is gone, a device that fails, or a library that is not as expected raises into
+a copier's thread. It fails a batch: a thread that ended would leave the engine waiting for it."""
+
 
 class Event(Protocol):
     """A point in a stream."""

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.record import Buffer
+from kvtier.device.accelerator import ERRORS
 from kvtier.device.jobs import DeviceCopier, Host, Job, JobResult, Prover
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.work import Batch, Desk, Work
@@ -174,7 +175,7 @@ class CpuCopier(DeviceCopier):
                     outcome = self._load(batch.work, row, copy=not failed)
                 else:
                     outcome = self._store(batch.work, row)
-            except (ValueError, IndexError, TypeError):  # a slot or region that is not there
+            except ERRORS:
                 logger.exception("a %s of the engine failed", batch.work.job.kind.value)
                 outcome = Outcome.IO_ERROR
             outcomes.append(outcome)

@@ -316,7 +316,10 @@ def kernel_copy(torch: Any, index: int, programs: int | None = None) -> BatchCop
         table = np.stack([targets, sources, sizes])
         pinned = torch.from_numpy(table).pin_memory()
         on_device = pinned.to(f"cuda:{index}", non_blocking=True)
-        scatter(on_device, len(sizes), programs or PROGRAMS)
+        try:
+            scatter(on_device, len(sizes), programs or PROGRAMS)
+        except ERRORS as error:
+            raise RuntimeError(f"the copy kernel failed: {error}") from error
         return pinned, on_device
 
     return copy

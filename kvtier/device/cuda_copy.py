@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.device.accelerator import Accelerator, Event, Lane
+from kvtier.device.accelerator import ERRORS, Accelerator, Event, Lane
 from kvtier.device.direct import DirectLoader
 from kvtier.device.direct_copy import DirectPath
 from kvtier.device.jobs import DeviceCopier, Host, Job, JobResult, Prover
@@ -27,9 +27,6 @@ from kvtier.device.work import Batch, Desk
 from kvtier.types import Outcome
 
 logger = logging.getLogger(__name__)
-
-_ERRORS = (ValueError, IndexError, TypeError, RuntimeError, OSError)
-"""What a region that is gone, or a device that fails, raises into a thread."""
 
 
 class _Flight(NamedTuple):
@@ -102,7 +99,7 @@ class CudaCopier(DeviceCopier):
         def run(loop: Callable[[], None]) -> None:
             try:
                 self._device.attach()
-            except _ERRORS:  # what it cannot do fails job by job: a thread that ends hangs them
+            except ERRORS:  # what it cannot do fails job by job: a thread that ends hangs them
                 logger.exception("a thread of the copier cannot use the device")
             loop()
 
@@ -118,7 +115,7 @@ class CudaCopier(DeviceCopier):
         """What takes long, like pinning memory, is done while the engine goes on; jobs wait."""
         try:
             self._prepare()
-        except _ERRORS:
+        except ERRORS:
             logger.exception("the device's copies are slower than they could be")
         finally:
             self._ready.set()
@@ -220,7 +217,7 @@ class CudaCopier(DeviceCopier):
         for row in batch.rows:
             try:
                 outcome = step(batch, row)
-            except _ERRORS:
+            except ERRORS:
                 logger.exception("a %s of the engine failed", batch.work.job.kind.value)
                 outcome = Outcome.IO_ERROR
             outcomes.append(outcome)
@@ -244,26 +241,31 @@ class CudaCopier(DeviceCopier):
         records = self._slots_at + slots * self._slot_bytes
         try:
             copies = describe(self._layout, job.blocks, pieces, records)
-        except _ERRORS:
+        except ERRORS:
             logger.exception("a %s of the engine failed", job.kind.value)
             return _Flight(batch, _failed(outcomes), stamps, None, None)
         held: object = None
+        event: Event | None = None
         with pipe.lock:
             try:
                 pipe.lane.after(batch.work.mark)
                 held = copy(copies)
-            except _ERRORS:
+            except ERRORS:
                 logger.exception("the device refused a %s", job.kind.value)
                 outcomes = _failed(outcomes)
-            # Recorded in any case: a part of the copies may be queued.
-            return _Flight(batch, outcomes, stamps, pipe.lane.record(), held)
+            try:
+                event = pipe.lane.record()  # in any case: a part of the copies may be queued
+            except ERRORS:
+                logger.exception("the device failed a %s", job.kind.value)
+                outcomes = _failed(outcomes)
+        return _Flight(batch, outcomes, stamps, event, held)
 
     def _landed(self, flight: _Flight) -> list[Outcome]:
         """Wait for a flight's copies; what became of its rows."""
         try:
             if flight.event is not None:
                 flight.event.synchronize()
-        except _ERRORS:
+        except ERRORS:
             logger.exception("the device failed a %s", flight.batch.work.job.kind.value)
             return _failed(flight.outcomes)
         return flight.outcomes

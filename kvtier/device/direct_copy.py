@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.device.accelerator import Accelerator
+from kvtier.device.accelerator import ERRORS, Accelerator
 from kvtier.device.direct import DirectLoader, DirectRead, Landing, Reading
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Pieces, describe
@@ -23,7 +23,6 @@ from kvtier.types import Outcome
 
 logger = logging.getLogger(__name__)
 
-_ERRORS = (ValueError, IndexError, TypeError, RuntimeError, OSError)
 _STRIKES = 3
 """Reads that fail in a row, none of them for its record's sake, before loads go another way."""
 
@@ -65,7 +64,7 @@ class DirectPath:
         """Serve until the desk closes."""
         try:
             self._loader = self._open()
-        except (KVTierError, *_ERRORS):
+        except (KVTierError, *ERRORS):
             logger.exception("files are not read straight into the device")
         self.able = self._loader is not None
         self.opening = False
@@ -114,12 +113,12 @@ class DirectPath:
             copies = describe(self._layout, work.job.blocks, pieces, records)
             self._lane.after(work.mark)
             held = self._lane.within(copies)
-        except _ERRORS:
+        except ERRORS:
             logger.exception("the device refused a load")
             outcome, held = Outcome.IO_ERROR, None
         try:
             self._lane.record().synchronize()  # in any case: a part of the copies may be queued
-        except _ERRORS:
+        except ERRORS:
             logger.exception("the device failed a load")
             outcome = Outcome.IO_ERROR
         del held

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -210,6 +212,41 @@ def test_a_thread_of_ours_spoils_no_graph_that_is_being_captured(
     monkeypatch.setattr(cuda, "runtime", lambda: runtime)
     cuda.leave_captures_alone()
     assert runtime.mode == 2
+
+
+class TritonError(Exception):
+    """As Triton's: of no built-in kind."""
+
+
+class Tensor:
+    """A tensor that goes wherever it is told to."""
+
+    def pin_memory(self) -> Tensor:
+        return self
+
+    def to(self, device: str, *, non_blocking: bool) -> Tensor:
+        return self
+
+
+def test_a_kernel_that_fails_is_an_error_that_copiers_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels, torch = ModuleType("kernels"), ModuleType("torch")
+    launched: list[int] = []
+
+    def scatter(table: object, count: int, programs: int = 1) -> None:
+        launched.append(count)
+        if len(launched) > 1:
+            raise TritonError("out of resource")
+
+    vars(kernels).update(ERRORS=(TritonError,), PROGRAMS=1, scatter=scatter)
+    vars(torch).update(int64="int64", zeros=lambda *a, **k: None, from_numpy=lambda table: Tensor())
+    monkeypatch.setitem(sys.modules, "kvtier.device.kernels", kernels)
+    copy = cuda.kernel_copy(torch, 0)
+    assert copy is not None
+    with pytest.raises(RuntimeError, match="out of resource"):
+        copy(columns(1), columns(2), columns(8), True)
+    assert launched == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,19 @@ def test_a_device_that_is_lost_fails_jobs_and_raises_nothing(
     assert "the device failed a" in caplog.text
 
 
+@pytest.mark.parametrize("kind", [LOAD, STORE])
+def test_a_device_that_records_no_event_fails_the_job_alone(
+    stage: Stage, kind: TransferKind
+) -> None:
+    stored(stage)
+    stage.device.lanes[kind is LOAD].lost = True
+    stage.submit(kind, 1, 0, 2, 20)
+    assert set(stage.result(1).outcomes) <= {Outcome.IO_ERROR, Outcome.CANCELLED}
+    stage.device.lanes[kind is LOAD].lost = False
+    stage.submit(kind, 2, 2, 2, 24)
+    assert stage.result(2).ok
+
+
 def test_jobs_wait_while_memory_is_pinned_but_not_beyond_their_deadline(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
