@@ -62,6 +62,9 @@ def plan(
     scale: Annotated[
         str, typer.Option(metavar="LIST", help="Sizes to try, as multiples of the stack's.")
     ] = "0.25,0.5,1,2,4",
+    exact: Annotated[
+        bool, typer.Option("--exact", help="All sizes on all of a long trace, not on a sample.")
+    ] = False,
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plot the simulation, as SVG.")
     ] = None,
@@ -83,7 +86,7 @@ def plan(
     rows: list[Row] = []
     if trace is not None:
         requests = read_trace(trace)
-        rows = run_sweep(stack, expectation, requests, block_tokens, factors)
+        rows = run_sweep(stack, expectation, requests, block_tokens, factors, exact)
     if json:
         console.print_json({"model": expectation, "trace": rows})
     else:

@@ -6,10 +6,12 @@ left out is time: a store or load is done before the next request comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.core.eviction import UNKNOWN, EvictionPolicy, create_policy
 from kvtier.core.eviction.trace import Request
@@ -74,34 +76,30 @@ class _Tier:
         here = bytes(map(slot_of.__contains__, blocks))
         self.here += here
         count = here.find(0)
-        slots = list(map(slot_of.__getitem__, blocks if count < 0 else blocks[:count]))
         if count < 0:
-            self._admitted(blocks, keys)
-            if slots:
-                self._policy.use(slots, keys, time)
-            return []
-        wanted = self._admitted(blocks, keys)[count:]
-        if self.plan.write is not WritePolicy.THROUGH:
-            wanted = [block for block in wanted if block in slot_of]
-        wanted = wanted[: max(0, self.plan.blocks - count)]
+            count = len(blocks)
+        slots = [slot_of[block] for block in blocks[:count]]
+        wanted: Sequence[int] = self._wanted(blocks, keys, count)
         if slots:
             self._policy.use(slots, keys[:count], time, ahead=len(wanted))
         if not wanted:
             return []
         after = slots[-1] if slots else UNKNOWN
         if len(wanted) == len(blocks) - count:
-            names = keys[count:]
-        else:
-            name_of = dict(zip(blocks, keys, strict=True))
-            names = [name_of[block] for block in wanted]
-        return self.take(time, wanted, names, after, slots)
+            return self.take(time, wanted, keys[count:], after, slots, 1 in here[count:])
+        name_of = dict(zip(blocks, keys, strict=True))
+        return self.take(time, wanted, [name_of[block] for block in wanted], after, slots)
 
-    def _admitted(self, blocks: Sequence[int], keys: Sequence[bytes]) -> Sequence[int]:
-        if self._touches is None:
-            return blocks
-        again = set(self._touches.note([BlockKey(key) for key in keys]))
-        slot_of = self.slot_of
-        return [b for b, key in zip(blocks, keys, strict=True) if key in again or b in slot_of]
+    def _wanted(self, blocks: Sequence[int], keys: Sequence[bytes], first: int) -> Sequence[int]:
+        """Of a request's blocks from `first` on, those that this tier takes in or holds."""
+        wanted = blocks[first:]
+        if self._touches is not None:
+            again = set(self._touches.note([BlockKey(key) for key in keys]))
+            named = zip(wanted, keys[first:], strict=True)
+            wanted = [block for block, key in named if key in again or block in self.slot_of]
+        if self.plan.write is not WritePolicy.THROUGH:
+            wanted = [block for block in wanted if block in self.slot_of]
+        return wanted[: max(0, self.plan.blocks - first)]
 
     def take(
         self,
@@ -110,12 +108,16 @@ class _Tier:
         keys: Sequence[bytes],
         after: int = UNKNOWN,
         pinned: Sequence[int] = (),
+        some_held: bool = True,
     ) -> list[int]:
         """Store blocks, those that are here already used; what had to go for them."""
         slot_of, block_at, free = self.slot_of, self._block_at, self._free
         blocks = blocks[: self.plan.blocks]
-        held = [slot_of[block] for block in blocks if block in slot_of]
-        new = [block for block in blocks if block not in slot_of] if held else blocks
+        held: list[int] = []
+        new = blocks
+        if some_held:
+            held = [slot_of[block] for block in blocks if block in slot_of]
+            new = [block for block in blocks if block not in slot_of]
         gone: list[int] = []
         if len(new) > len(free):
             freed = self._policy.evict(len(new) - len(free), {*pinned, *held})
@@ -150,9 +152,13 @@ class _Tier:
 class Trace:
     """Requests as a simulation takes them: with the keys of their blocks, all made beforehand."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(
+        self, requests: Sequence[Request], name_of: Mapping[int, bytes] | None = None
+    ) -> None:
         self.requests = requests
-        name_of = {block: block.to_bytes(8, "big") for each in requests for block in each.blocks}
+        if name_of is None:
+            every = set(chain.from_iterable(request.blocks for request in requests))
+            name_of = {block: block.to_bytes(8, "big") for block in every}
         self.keys = [[name_of[block] for block in request.blocks] for request in requests]
         self.name_of = name_of
         self.ends = np.cumsum([len(request.blocks) for request in requests], dtype=np.int64)
@@ -165,12 +171,29 @@ class Trace:
     def seconds(self) -> float:
         return self.requests[-1].time - self.requests[0].time if self.requests else 0.0
 
+    @property
+    def distinct(self) -> int:
+        """An upper bound of how many blocks there are."""
+        return len(self.name_of)
 
-def groups_of(plans: Sequence[TierPlan]) -> list[list[TierPlan]]:
+    def of(self, requests: Sequence[Request]) -> Trace:
+        """Some of the requests."""
+        return Trace(requests, self.name_of)
+
+    def seen_before(self) -> NDArray[np.bool_]:
+        """For every block of every request, whether a request before it asked for it."""
+        blocks = chain.from_iterable(request.blocks for request in self.requests)
+        flat = np.fromiter(blocks, dtype=np.int64, count=self.references)
+        seen = np.ones(len(flat), dtype=np.bool_)
+        seen[np.unique(flat, return_index=True)[1]] = False
+        return seen
+
+
+def groups_of(plans: Sequence[TierPlan]) -> list[tuple[TierPlan, ...]]:
     """The tiers that must be simulated together: one that takes what is evicted from above, with
     all above it. All others go their own way, whatever the other tiers hold."""
     last = max((i for i, plan in enumerate(plans) if plan.write is WritePolicy.ON_EVICT), default=0)
-    return [list(plans[: last + 1]), *([plan] for plan in plans[last + 1 :])]
+    return [tuple(plans[: last + 1]), *((plan,) for plan in plans[last + 1 :])]
 
 
 class Part(msgspec.Struct):
@@ -182,12 +205,16 @@ class Part(msgspec.Struct):
 
 def run_group(trace: Trace, plans: Sequence[TierPlan]) -> Part:
     """Run a trace through tiers that belong together."""
-    tiers = [_Tier(plan) for plan in plans if plan.blocks > 0]
+    if len(plans) == 1 and _holds_all(trace, plans[0]):
+        here = trace.seen_before()
+        written = len(here) - int(here.sum())
+        return Part([TierResult(plans[0].kind, plans[0].blocks, written=written)], [here.tobytes()])
+    tiers = [_Tier(plan) for plan in plans]
     for (time, blocks), keys in zip(trace.requests, trace.keys, strict=True):
         above: list[int] = []
-        for index, tier in enumerate(tiers):
+        for tier in tiers:
             gone = tier.request(time, blocks, keys)
-            if index and above and tier.plan.write is WritePolicy.ON_EVICT:
+            if above and tier.plan.write is WritePolicy.ON_EVICT:
                 left = [block for block in above if block not in tier.slot_of]
                 gone += tier.take(time, left, [trace.name_of[block] for block in left])
             if tier.plan.write is not WritePolicy.NEVER:
@@ -195,10 +222,21 @@ def run_group(trace: Trace, plans: Sequence[TierPlan]) -> Part:
     return Part([tier.result for tier in tiers], [bytes(tier.here) for tier in tiers])
 
 
-def put_together(trace: Trace, parts: Sequence[Part]) -> Simulation:
+def _holds_all(trace: Trace, plan: TierPlan) -> bool:
+    """Whether a tier takes in every block and evicts none: nothing is left for a policy to say."""
+    return (
+        plan.write is WritePolicy.THROUGH
+        and plan.admission is Admission.ALWAYS
+        and plan.blocks >= trace.distinct
+    )
+
+
+_Task = tuple[Trace, tuple[TierPlan, ...]]
+
+
+def put_together(trace: Trace, plans: Sequence[TierPlan], parts: Sequence[Part]) -> Simulation:
     """Of the longest prefix that the tiers hold together, who serves which block."""
-    tiers = [tier for part in parts for tier in part.tiers]
-    left = np.ones(trace.references, bool)
+    done = [tier for part in parts for tier in part.tiers]
     having = [np.frombuffer(each, bool) for part in parts for each in part.here]
     found = np.logical_or.reduce([np.zeros(trace.references, bool), *having])
     # A block is served if none before it in its request was missing.
@@ -206,33 +244,41 @@ def put_together(trace: Trace, parts: Sequence[Part]) -> Simulation:
     starts = np.concatenate([[0], trace.ends[:-1]]) if len(trace.ends) else trace.ends
     before = np.concatenate([[0], missing])[starts]
     left = missing == np.repeat(before, np.diff(trace.ends, prepend=0))
-    for tier, here in zip(tiers, having, strict=True):
-        tier.hits = int((left & here).sum())
+    tiers = []
+    for plan, tier, here in zip(plans, done, having, strict=True):
+        hits = int((left & here).sum())
+        tiers.append(msgspec.structs.replace(tier, kind=plan.kind, hits=hits))
         left &= ~here
     return Simulation(len(trace.requests), trace.references, trace.seconds, tiers)
 
 
 def simulate(requests: Sequence[Request], plans: Sequence[TierPlan]) -> Simulation:
     """Run a trace through a stack of these tiers, the first of which is host memory."""
-    return simulate_all(requests, [plans])[0]
+    return simulate_all([(Trace(requests), plans)])[0]
 
 
 def simulate_all(
-    requests: Sequence[Request],
-    stacks: Sequence[Sequence[TierPlan]],
+    runs: Sequence[tuple[Trace, Sequence[TierPlan]]],
     tell: Callable[[int], None] = lambda tiers: None,
 ) -> list[Simulation]:
-    """Run a trace through several stacks, on all cores; `tell` hears how many tiers are done."""
-    trace = Trace(requests)
-    groups = [(stack, group) for stack, plans in enumerate(stacks) for group in groups_of(plans)]
-    tasks = [group for _, group in groups]
-    parts: dict[int, Part] = {}
-    for number, part in spread(lambda group: run_group(trace, group), tasks, Part):
-        parts[number] = part
-        tell(len(tasks[number]))
+    """Run traces through stacks, on all cores; `tell` hears how many tiers are done."""
+    asked: dict[_Task, int] = {}
+    for trace, plans in runs:
+        for task in _tasks(trace, plans):
+            asked[task] = asked.get(task, 0) + 1
+    # The longest first, so that all cores come to an end together.
+    tasks = sorted(asked, key=lambda task: -task[0].references * len(task[1]))
+    parts: dict[_Task, Part] = {}
+    for number, part in spread(lambda task: run_group(*task), tasks, Part):
+        parts[tasks[number]] = part
+        tell(len(tasks[number][1]) * asked[tasks[number]])
     return [
-        put_together(
-            trace, [parts[number] for number, (mine, _) in enumerate(groups) if mine == stack]
-        )
-        for stack in range(len(stacks))
+        put_together(trace, plans, [parts[task] for task in _tasks(trace, plans)])
+        for trace, plans in runs
     ]
+
+
+def _tasks(trace: Trace, plans: Sequence[TierPlan]) -> list[_Task]:
+    """What has to be run; what a tier is called makes no difference, so it is left out."""
+    nameless = [msgspec.structs.replace(plan, kind="") for plan in plans]
+    return [(trace, group) for group in groups_of(nameless)]

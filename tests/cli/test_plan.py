@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 from cli_world import command
+from msgspec import structs
 
-from kvtier.cli.outlook import Link, load_seconds
-from kvtier.observe.kv_shape import shape_of
+from kvtier.cli import sweep
+from kvtier.cli.outlook import Link, expect, load_seconds
+from kvtier.config import load
+from kvtier.core.eviction.trace import read_trace
+from kvtier.observe.kv_shape import read_shape, shape_of
 
 CONFIG = {
     "model_type": "llama",
@@ -118,18 +122,22 @@ def test_no_model(tmp_path: Path, stack_file: Path) -> None:
     assert "name a model's folder" in done.err
 
 
+def write_trace(path: Path, talks: int, requests: int) -> Path:
+    """Conversations that take turns, one block longer each time."""
+    blocks: list[list[int]] = [[0] for _ in range(talks)]
+    rows = []
+    for number in range(requests):
+        talk = blocks[number % talks]
+        talk.append(number + 1)
+        rows.append({"timestamp": number * 1000, "hash_ids": list(talk)})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 class TestTrace:
     @pytest.fixture
     def trace(self, tmp_path: Path) -> Path:
-        path = tmp_path / "trace.jsonl"
-        talks: list[list[int]] = [[0] for _ in range(20)]
-        rows = []
-        for number in range(200):
-            talk = talks[number % 20]
-            talk.append(number + 1)
-            rows.append({"timestamp": number * 1000, "hash_ids": list(talk)})
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return path
+        return write_trace(tmp_path / "trace.jsonl", talks=20, requests=200)
 
     def test_a_sweep(self, model: Path, stack_file: Path, trace: Path, tmp_path: Path) -> None:
         plot = tmp_path / "plot.svg"
@@ -144,6 +152,34 @@ class TestTrace:
             whole["hit_percent"]
         )
         assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+
+    def test_a_long_trace_is_sampled(
+        self, model: Path, stack_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        requests = read_trace(write_trace(tmp_path / "long.jsonl", talks=400, requests=4000))
+        stack = load(stack_file)
+        expectation = expect(stack, read_shape(model, "auto", 1), {}, None, 100.0, 8192)
+
+        def rows(exact: bool) -> list[sweep.Row]:
+            factors = [1.0, 200.0, 1000.0]
+            return sweep.run_sweep(stack, expectation, requests, 512, factors, exact)
+
+        monkeypatch.setattr(sweep, "_USES_MAX", 110_000)
+        monkeypatch.setattr(sweep, "_SAMPLE_MIN", 100)
+        (small, *others), (small_whole, *wholes) = rows(False), rows(True)
+        assert [row.share for row in (small, small_whole, *wholes)] == [1] * 4
+        assert small.sampled_hit_percent == pytest.approx(small_whole.hit_percent, rel=0.3)
+        assert small == structs.replace(small_whole, sampled_hit_percent=small.sampled_hit_percent)
+        for row, whole in zip(others, wholes, strict=True):
+            assert 0.1 < row.share < 0.9
+            assert (row.requests, row.references) == (whole.requests, whole.references)
+            assert row.hit_percent == pytest.approx(whole.hit_percent, rel=0.3)
+            assert row.saved_tokens == pytest.approx(whole.saved_tokens, rel=0.3)
+            for tier, whole_tier in zip(row.tiers, whole.tiers, strict=True):
+                assert tier.capacity == pytest.approx(whole_tier.capacity, rel=0.2)
+                assert tier.written_bytes == pytest.approx(whole_tier.written_bytes, rel=0.3)
+        assert sweep.said_of_sample(rows(True)) == ""
+        assert "all sizes but x1 are of a sample" in sweep.said_of_sample([small, *others])
 
     def test_as_a_table(self, model: Path, stack_file: Path, trace: Path) -> None:
         done = command("plan", model, "-c", stack_file, *GIVEN, "--trace", trace, columns=40)

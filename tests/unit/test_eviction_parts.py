@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtier.core.eviction import create_policy
 from kvtier.core.eviction.belady import replay_belady
-from kvtier.core.eviction.forecast import AGES, Forecast, age_step
+from kvtier.core.eviction.forecast import AGES, Forecast, age_steps
 from kvtier.core.eviction.ghosts import Ghosts
 from kvtier.core.eviction.history import SAMPLED_IN, History
 from kvtier.core.eviction.kinds import SHARED, Seen, conclude, shared_kind
@@ -25,6 +25,10 @@ from kvtier.errors import ConfigError
 
 def ages(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     return np.array(values, dtype=np.float64)
+
+
+def step(age: float) -> int:
+    return int(age_steps(ages(age))[0])
 
 
 class TestGhosts:
@@ -65,7 +69,7 @@ class TestForecast:
     def test_what_returns_after_a_minute_is_worth_more_shortly_before(self) -> None:
         forecast = Forecast(2, 1)
         for _ in range(2000):
-            forecast.reused(0, 60.0)
+            forecast.reused.note(0, 60.0)
         forecast.refresh(np.zeros((2, AGES)))
         early, shortly_before, late = forecast.rate(
             np.zeros(3, dtype=np.uint8), ages(1.0, 45.0, 600.0)
@@ -75,19 +79,19 @@ class TestForecast:
     def test_a_kind_that_is_given_up_is_worth_less_than_one_that_returns(self) -> None:
         forecast = Forecast(2, 2)
         for _ in range(2000):
-            forecast.reused(0, 60.0)
-            forecast.lost(1, 600.0)
+            forecast.reused.note(0, 60.0)
+            forecast.lost.note(1, 600.0)
         forecast.refresh(np.zeros((2, AGES)))
         returning, leaving = forecast.rate(np.array([0, 1], dtype=np.uint8), ages(10.0, 10.0))
         assert returning > 5 * leaving
 
     def test_those_still_waiting_count(self) -> None:
         waiting = np.zeros((1, AGES))
-        waiting[0, age_step(600.0)] = 10_000
+        waiting[0, step(600.0)] = 10_000
         quick, patient = Forecast(1, 1), Forecast(1, 1)
         for forecast, crowd in ((quick, waiting * 0), (patient, waiting)):
             for _ in range(1000):
-                forecast.reused(0, 60.0)
+                forecast.reused.note(0, 60.0)
             forecast.refresh(crowd)
         kind = np.zeros(1, dtype=np.uint8)
         assert quick.rate(kind, ages(10.0)) > 3 * patient.rate(kind, ages(10.0))
@@ -103,8 +107,8 @@ class TestHistory:
         ((_, cell, tag),) = history.sample([SAMPLED_IN * 5])
         history.write(cell, tag, 0.0, 1, 4, 0)
         history.write(cell, tag, 60.0, 2, 5, 0)
-        assert forecast._reused[1 * AGES + age_step(60.0)] == 1.0
-        assert history.waiting(70.0, 3)[2, age_step(10.0)] == 1.0
+        assert forecast.reused.count()[1, step(60.0)] == 1.0
+        assert history.waiting(70.0, 3)[2, step(10.0)] == 1.0
         assert (history.tags[cell], history.marks[cell]) == (tag, 5)
 
     def test_another_key_in_the_same_cell_ends_a_wait_unanswered(self) -> None:
@@ -115,7 +119,7 @@ class TestHistory:
         assert cell == same_cell
         history.write(cell, first, 0.0, 0, 0, 0)
         history.write(cell, second, 9.0, 0, 0, 0)
-        assert forecast._lost[age_step(9.0)] == 1.0
+        assert forecast.lost.count()[0, step(9.0)] == 1.0
 
     def test_only_a_sample_is_watched(self) -> None:
         dice = random.Random(3)

@@ -10,13 +10,16 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kvtier.core.eviction import UNKNOWN, create_policy
 from kvtier.core.eviction.trace import Request
 from kvtier.core.links import Touches
 from kvtier.core.settings import Admission, WritePolicy
 from kvtier.errors import KVTierError
-from kvtier.observe.simulate import TierPlan, simulate, simulate_all
+from kvtier.observe import simulate as simulate_module
+from kvtier.observe.sample import sample
+from kvtier.observe.simulate import TierPlan, Trace, simulate, simulate_all
 from kvtier.observe.workers import spread
 from kvtier.types import BlockKey
 
@@ -165,14 +168,101 @@ def test_many_stacks_at_once_are_the_same_as_one_by_one() -> None:
         for write in (through, evicted)
     ]
     told: list[int] = []
-    together = simulate_all(requests, stacks, told.append)
+    trace = Trace(requests)
+    together = simulate_all([(trace, plans) for plans in stacks], told.append)
     assert together == [simulate(requests, plans) for plans in stacks]
     assert sum(told) == 2 * len(stacks)
+
+
+def test_the_same_tier_under_another_name_is_not_run_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    trace = Trace(conversations(5, 100))
+    ran: list[Sequence[TierPlan]] = []
+    run = simulate_module.run_group
+
+    def remembered(trace: Trace, plans: Sequence[TierPlan]) -> simulate_module.Part:
+        ran.append(plans)
+        return run(trace, plans)
+
+    monkeypatch.setattr(simulate_module, "run_group", remembered)
+    small, large = [
+        TierPlan("cpu", blocks, "lru", WritePolicy.THROUGH, Admission.ALWAYS) for blocks in (9, 30)
+    ]
+    disk = structs.replace(large, kind="nvme")
+    told: list[int] = []
+    first, second = simulate_all([(trace, [small, disk]), (trace, [large, disk])], told.append)
+    assert len(ran) == 2
+    assert sum(told) == 4
+    assert [tier.kind for tier in first.tiers + second.tiers] == ["cpu", "nvme", "cpu", "nvme"]
+    assert first == simulate(trace.requests, [small, disk])
+    assert second.tiers[1].hits == 0
+    assert first.hits == second.hits > second.tiers[1].hits < first.tiers[1].hits
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+def test_a_tier_that_holds_everything_needs_no_policy(spare: int) -> None:
+    requests = conversations(8, 200)
+    distinct = len({block for request in requests for block in request.blocks})
+    for blocks in (20, distinct + spare):
+        plans = [
+            TierPlan("tier", each, "adaptive", WritePolicy.THROUGH, Admission.ALWAYS)
+            for each in (blocks, distinct + spare)
+        ]
+        assert counts(requests, plans) == slowly(requests, plans)
 
 
 def test_no_requests() -> None:
     plans = [TierPlan("tier", 4, "lru", WritePolicy.THROUGH, Admission.ALWAYS)]
     assert counts([], plans) == [Counts(0, 0, 0)]
+
+
+class TestSample:
+    @pytest.fixture
+    def requests(self) -> list[Request]:
+        """Conversations that all begin with the same two blocks."""
+        dice = random.Random(4)
+        fresh = iter(range(10, 1_000_000))
+        found = []
+        for talk in range(900):
+            blocks = [0, 1]
+            for turn in range(1 + int(dice.expovariate(1))):
+                blocks += [next(fresh) for _ in range(1 + int(dice.expovariate(0.1)))]
+                found.append(Request(talk + 60.0 * turn, tuple(blocks)))
+        return sorted(found, key=lambda request: request.time)
+
+    @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.9])
+    def test_it_is_of_whole_conversations(self, requests: list[Request], share: float) -> None:
+        found = sample(requests, share)
+        chosen = set(found)
+        assert found == [request for request in requests if request in chosen]
+        talks = {request.blocks[2] for request in found}
+        assert chosen == {request for request in requests if request.blocks[2] in talks}
+
+    @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.9])
+    def test_it_is_of_the_size_asked_for(self, requests: list[Request], share: float) -> None:
+        size = sum(len(request.blocks) for request in sample(requests, share))
+        whole = sum(len(request.blocks) for request in requests)
+        assert size / whole == pytest.approx(share, rel=0.1)
+
+    def test_all_and_nothing(self, requests: list[Request]) -> None:
+        assert sample(requests, 1.0) == requests
+        assert sample([], 0.5) == []
+        assert sample([Request(0.0, ()), Request(1.0, ())], 0.6) == [
+            Request(0.0, ()),
+            Request(1.0, ()),
+        ]
+
+    def test_it_says_nearly_what_the_whole_says(self, requests: list[Request]) -> None:
+        part = sample(requests, 0.5)
+
+        def percent(of: list[Request], blocks: int) -> float:
+            plan = TierPlan("t", blocks, "adaptive", WritePolicy.THROUGH, Admission.ALWAYS)
+            found = simulate(of, [plan])
+            return 100 * found.hits / found.references
+
+        assert percent(part, 1500) == pytest.approx(percent(requests, 3000), abs=2)
 
 
 class TestWorkers:

@@ -45,6 +45,8 @@ _QUEUED_SHARE = 64
 """The worst 1/64 of what is ranked is queued; when that is used up, all is ranked again."""
 _RANKED_MAX = 8192
 """At most so many runs are ranked at once, in turns: no request waits for more than that."""
+_LOW_SHARE = 16
+_SORTED_MAX = 256
 _RESTORED_RUN = 32
 _RESTORED_STEP_S = 1e-3
 
@@ -105,27 +107,31 @@ class Adaptive(EvictionPolicy):
         if not slots:
             return
         runs = self._runs
+        run_of = runs.run_of
         self._tell_time(now)
-        if after != UNKNOWN and runs.run_of[after] == NO_RUN:
-            after = UNKNOWN
+        parent = NO_RUN if after == UNKNOWN else run_of[after]
         watched = self._history.sample(map(fingerprint, keys))
         known, seen, shared_mark = self._recall(slots, watched)
-        slack = SAMPLED_IN if known >= 0 and runs.run_of[slots[known]] == NO_RUN else 0
-        depth, fresh = len(slots), len(slots) - 1 - known
-        earlier = 0
-        if after != UNKNOWN:
-            parent = runs.run_of[after]
+        left = NO_RUN if known < 0 else run_of[slots[known]]
+        depth = len(slots)
+        fresh = depth - 1 - known
+        new = fresh + ahead
+        if parent == NO_RUN:
+            after = UNKNOWN
+        else:
             depth += runs.depth[parent]
             if seen is None:
-                seen = Seen(self._marks[after], self._rests[after], again=False)
-                earlier = runs.fresh[parent]
-        story = conclude(seen, max(0, earlier + fresh + ahead - slack), depth + ahead)
+                seen = Seen(self._marks[after], self._rests[after], False)
+                new += runs.fresh[parent]
+        if known >= 0 and left == NO_RUN:
+            # Only a sample is watched: blocks after this one may have been seen as well.
+            new = max(0, new - SAMPLED_IN)
+        story = conclude(seen, new, depth + ahead)
         shared = known + 1 if shared_mark else 0
         if story.forked and ahead:
             # Undecided: what is missing here may have been evicted, which its store will tell.
             assert seen is not None
-            where = runs.run_of[slots[known]]
-            before = SUPERSEDED if where == NO_RUN else runs.kind[where]
+            before = SUPERSEDED if left == NO_RUN else runs.kind[left]
             story = Story(seen.mark, before if before < POOLED else story.kind)
         elif story.forked and known >= 0:
             assert seen is not None
@@ -135,58 +141,61 @@ class Adaptive(EvictionPolicy):
         shared = self._mark(slots, story.turn, shared, shared_mark)
         if fresh:
             self._note_rests(slots, after)
-        left = runs.run_of[slots[known]] if known >= 0 and not story.forked else NO_RUN
         if known >= 0:
             runs.unlink(slots[: known + 1])  # those after it are in no run
-        if left != NO_RUN and 0 < runs.size[left] <= NEAR_TAIL:
-            runs.kind[left] = SUPERSEDED
-            runs.queued[left] = 0
+            if left != NO_RUN and not story.forked and 0 < runs.size[left] <= NEAR_TAIL:
+                runs.kind[left] = SUPERSEDED
+                runs.queued[left] = 0
         self._arrange(slots, story.kind, shared, known + 1, depth, after)
         self._watch(slots, watched, ahead)
 
     def _tell_time(self, now: float) -> None:
         if self._epoch is None:
             self._epoch = now
-        self._now = max(self._now, now - self._epoch)
+        passed = now - self._epoch
+        if passed > self._now:
+            self._now = passed
 
     def _recall(self, slots: Sequence[int], watched: _Watched) -> tuple[int, Seen | None, int]:
         """The index of the last block that was seen before, resident or not; what is known of it;
         and the mark of everything up to it if it was shared when it was evicted, else 0."""
         run_of, history = self._runs.run_of, self._history
         known = len(slots) - 1
-        while known >= 0 and run_of[slots[known]] == NO_RUN:
+        for slot in reversed(slots):
+            if run_of[slot] != NO_RUN:
+                break
             known -= 1
+        tags = history.tags
         for index, cell, tag in reversed(watched):
             if index <= known:
                 break
-            if history.tags[cell] == tag:
+            if tags[cell] == tag:
                 mark = history.marks[cell]
                 # Only a sample is watched: blocks after this one may have been seen as well.
-                seen = Seen(mark, max(0, history.rests[cell] - SAMPLED_IN), again=True)
+                seen = Seen(mark, max(0, history.rests[cell] - SAMPLED_IN), True)
                 return index, seen, min(mark + 1, MARK_MAX) if mark >= SHARED else 0
         if known < 0:
             return known, None, 0
         slot = slots[known]
-        return known, Seen(self._marks[slot], self._rests[slot], again=True), 0
+        return known, Seen(self._marks[slot], self._rests[slot], True), 0
 
     def _mark(self, slots: Sequence[int], turn: int, shared: int, shared_mark: int) -> int:
         """Mark these slots; returns how many of them, from the first on, are shared."""
         run_of, marks = self._runs.run_of, self._marks
-        count = len(slots)
-        for index in range(count):
-            slot = slots[index]
-            if run_of[slot] != NO_RUN and marks[slot] >= SHARED:
-                marks[slot] = min(marks[slot] + 1, MARK_MAX)
+        index = 0
+        for slot in slots:
+            mark = marks[slot]
+            if mark >= SHARED and run_of[slot] != NO_RUN:
+                if mark < MARK_MAX:
+                    marks[slot] = mark + 1
             elif index < shared:
                 marks[slot] = shared_mark
             else:
-                shared = index
                 break
-        else:
-            return count
-        for slot in slots[shared:]:
+            index += 1
+        for slot in slots[index:] if index else slots:
             marks[slot] = turn
-        return shared
+        return index
 
     def _share(self, slot: int) -> None:
         """Another request went a different way after this block: its whole prefix is shared."""
@@ -203,7 +212,7 @@ class Adaptive(EvictionPolicy):
         for slot in slots:
             rests[slot] = _REST_MAX
         behind = 0
-        for slot in reversed(slots[-_REST_MAX:]):
+        for slot in slots[: -_REST_MAX - 1 : -1]:
             rests[slot] = behind
             behind += 1
         if after != UNKNOWN and len(slots) < _REST_MAX:
@@ -218,19 +227,21 @@ class Adaptive(EvictionPolicy):
         what is new. Behind the blocks of the same request they go on from theirs."""
         runs, marks = self._runs, self._marks
         count = len(slots)
-        base = depth - count
         first = 0
-        while first < shared:
-            level = shared_kind(marks[slots[first]])
-            end = first + 1
-            while end < shared and shared_kind(marks[slots[end]]) == level:
-                end += 1
-            runs.open(slots[first:end], self._now, level, base + end)
-            first = end
-        if first:
+        if shared:
+            base = depth - count
+            while first < shared:
+                level = shared_kind(marks[slots[first]])
+                end = first + 1
+                while end < shared and shared_kind(marks[slots[end]]) == level:
+                    end += 1
+                runs.open(slots[first:end], self._now, level, base + end)
+                first = end
+            if first == count:
+                return
             after = slots[first - 1]
         if first < known:
-            self._continue(after, slots[first:known], kind, base + known, 0)
+            self._continue(after, slots[first:known], kind, depth - count + known, 0)
             after = slots[known - 1]
         elif after != UNKNOWN:
             self._renew(after, kind)
@@ -244,15 +255,12 @@ class Adaptive(EvictionPolicy):
         """Extend the run that ends with `after` if it is of the same sort, else open one."""
         runs = self._runs
         run = NO_RUN if after == UNKNOWN else runs.run_of[after]
-        if (
-            run != NO_RUN
-            and runs.tail[run] == after
-            and runs.kind[run] < POOLED
-            and came_back(runs.kind[run]) == came_back(kind)
-        ):
-            runs.extend(run, slots, self._now, kind, fresh)
-        else:
-            runs.open(slots, self._now, kind, depth, fresh, after)
+        if run != NO_RUN and runs.tail[run] == after:
+            before = runs.kind[run]
+            if before < POOLED and came_back(before) == came_back(kind):
+                runs.extend(run, slots, self._now, kind, fresh)
+                return
+        runs.open(slots, self._now, kind, depth, fresh, after)
 
     def _renew(self, slot: int, kind: int) -> None:
         """What this request came back to, which ends here or before what it added here, is used."""
@@ -327,25 +335,40 @@ class Adaptive(EvictionPolicy):
         """Queue more runs, worst first, with at least `wanted` blocks; false if all are queued."""
         runs = self._runs
         queued = runs.queued
-        self._queue = deque(run for run in self._queue if queued[run])
+        self._queue = deque(filter(queued.__getitem__, self._queue))
         ranked = runs.unqueued()
         if not len(ranked):
             return False
         if len(ranked) > _RANKED_MAX:
-            start = int(np.searchsorted(ranked, self._ranked_to))
+            start = int(ranked.searchsorted(self._ranked_to))
             if start == len(ranked):
                 start = 0
             ranked = ranked[start : start + _RANKED_MAX]
             self._ranked_to = int(ranked[-1]) + 1
-        used_at = runs.times()[ranked]
-        rates = self._forecast.rate(runs.kinds()[ranked], self._now - used_at)
-        order = np.lexsort((-runs.depths()[ranked], used_at, rates))
-        blocks = np.cumsum(runs.sizes()[ranked[order]])
-        wanted = max(wanted, int(blocks[-1]) // _QUEUED_SHARE)
-        for run in ranked[order[: int(np.searchsorted(blocks, wanted)) + 1]].tolist():
-            self._queue.append(run)
+        worst = self._worst(ranked, wanted)
+        self._queue.extend(worst)
+        for run in worst:
             queued[run] = 1
         return True
+
+    def _worst(self, ranked: NDArray[np.intp], wanted: int) -> list[int]:
+        """The first of these runs to go, in order: with so many blocks, or its share of all."""
+        runs = self._runs
+        blocks = runs.sizes().take(ranked)
+        wanted = max(wanted, int(blocks.sum()) // _QUEUED_SHARE)
+        used_at = runs.times().take(ranked)
+        rates = self._forecast.rate(runs.kinds().take(ranked), self._now - used_at)
+        if len(ranked) >= _SORTED_MAX:
+            # To tell the low ones apart and sort only them is quicker than to sort all.
+            few = len(ranked) // _LOW_SHARE
+            low = (rates <= np.partition(rates, few)[few]).nonzero()[0]
+            if blocks.take(low).sum() >= wanted:
+                ranked, blocks = ranked.take(low), blocks.take(low)
+                rates, used_at = rates.take(low), used_at.take(low)
+        order = np.lexsort((-runs.depths().take(ranked), used_at, rates))
+        needed = int(blocks.take(order).cumsum().searchsorted(wanted)) + 1
+        worst: list[int] = ranked.take(order[:needed]).tolist()
+        return worst
 
     def remove(self, slots: Sequence[int]) -> None:
         self._runs.unlink(slots)

@@ -10,7 +10,6 @@ returns after a minute or two earns much in its first minute although nothing ha
 
 from __future__ import annotations
 
-import math
 from array import array
 
 import numpy as np
@@ -21,6 +20,12 @@ Floats = NDArray[np.float64]
 AGES = 60
 _STEPS_PER_OCTAVE = 3
 _YOUNGEST_S = 0.125
+# Arrays without a dimension: numpy multiplies by them in half the time that a number takes.
+_YOUNGEST = np.array(_YOUNGEST_S)
+_PER_OCTAVE = np.array(float(_STEPS_PER_OCTAVE))
+_OLDEST = np.array(AGES - 1.001)
+_ONE = np.array(1.0)
+_INSTANT = np.array(1e-300)
 _PRIOR_HAZARD = 0.05
 """The same chance in every step of a logarithmic scale: then the rate falls as 1 / age, and blocks
 are ordered as LRU does. What is learned moves away from that."""
@@ -30,21 +35,25 @@ _LEVEL_WEIGHT = 10.0
 """So many observations a kind needs before its own curve, and its own level, count more than those
 of all kinds together."""
 _SMOOTHINGS = 2
-_AGES_AT_ONCE = 10
-"""So that what is computed at a time stays in the processor's cache."""
 
 
-def age_step(age: float) -> int:
-    """The step of the logarithmic scale that an age in seconds falls into."""
-    if age <= _YOUNGEST_S:
-        return 0
-    return min(int(math.log2(age / _YOUNGEST_S) * _STEPS_PER_OCTAVE), AGES - 1)
+def _positions(ages: Floats) -> Floats:
+    scaled: Floats = np.maximum(ages, _YOUNGEST)
+    scaled /= _YOUNGEST
+    np.log2(scaled, out=scaled)
+    scaled *= _PER_OCTAVE
+    return scaled
+
+
+def age_steps(ages: Floats) -> NDArray[np.intp]:
+    """The steps of the logarithmic scale that ages in seconds fall into."""
+    return np.minimum(_positions(ages).astype(np.intp), AGES - 1)
 
 
 def age_positions(ages: Floats) -> Floats:
     """Where ages in seconds lie on the scale, between the steps."""
-    octaves: Floats = np.log2(np.maximum(ages, _YOUNGEST_S) / _YOUNGEST_S)
-    return np.minimum(octaves * _STEPS_PER_OCTAVE, AGES - 1.001)
+    positions: Floats = np.minimum(_positions(ages), _OLDEST)
+    return positions
 
 
 def _smooth(counts: Floats) -> Floats:
@@ -52,6 +61,30 @@ def _smooth(counts: Floats) -> Floats:
         padded = np.hstack([counts[:, :1], counts, counts[:, -1:]])
         counts = (padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]) / 4
     return counts
+
+
+class Counts:
+    """How many waits of blocks ended at each age, by kind: noted one by one, counted in bulk."""
+
+    def __init__(self, kinds: int) -> None:
+        self.total: Floats = np.zeros((kinds, AGES))
+        self._kinds = bytearray()
+        self._ages = array("d")
+
+    def note(self, kind: int, age: float) -> None:
+        """One more."""
+        self._kinds.append(kind)
+        self._ages.append(age)
+
+    def count(self) -> Floats:
+        """By kind and age, all that was noted."""
+        if self._ages:
+            cells = age_steps(np.frombuffer(self._ages))
+            cells += np.frombuffer(self._kinds, dtype=np.uint8).astype(np.intp) * AGES
+            self.total += np.bincount(cells, minlength=self.total.size).reshape(self.total.shape)
+            self._kinds = bytearray()
+            self._ages = array("d")
+        return self.total
 
 
 class Forecast:
@@ -69,37 +102,33 @@ class Forecast:
         self._heads, self._tails = heads, tails
         self.memory = 1 << 14
         """When so many uses were counted, all counts are halved: the old count less and less."""
-        self._reused = array("d", bytes(8 * kinds * AGES))
-        self._lost = array("d", bytes(8 * kinds * AGES))
+        self.reused = Counts(kinds)
+        """Watched blocks that were used again."""
+        self.lost = Counts(kinds)
+        """Watched blocks that were given up, not used again yet."""
         edges = _YOUNGEST_S * 2 ** (np.arange(AGES + 1) / _STEPS_PER_OCTAVE)
         edges[0] = 0.0
         self._width: Floats = np.diff(edges)
         self.rates: Floats = np.zeros((kinds + 1, AGES))
         """By kind and age; the last row is of what is worth nothing."""
+        self._unseen = np.arange(kinds) < pooled
+        self._first_cell = np.arange(kinds + 1, dtype=np.intp) * AGES
         self.refresh(np.zeros((kinds, AGES)))
 
     @property
     def nbytes(self) -> int:
         return 3 * 8 * self._kinds * AGES
 
-    def reused(self, kind: int, age: float) -> None:
-        """A watched block was used again."""
-        self._reused[kind * AGES + age_step(age)] += 1.0
-
-    def lost(self, kind: int, age: float) -> None:
-        """A watched block was given up, at this age not used again yet."""
-        self._lost[kind * AGES + age_step(age)] += 1.0
-
     def refresh(self, waiting: Floats) -> None:
         """Learn from what was counted; `waiting` counts the watched blocks, by kind and age."""
-        shape = (self._kinds, AGES)
-        reused = np.frombuffer(self._reused).reshape(shape)
-        lost = np.frombuffer(self._lost).reshape(shape)
+        reused, lost = self.reused.count(), self.lost.count()
         left = lost + waiting
         at_risk = np.cumsum((reused + left)[:, ::-1], axis=1)[:, ::-1] - 0.5 * left
-        self.rates[: self._kinds] = self._best_rates(
-            self._hazards(_smooth(reused), _smooth(at_risk))
-        )
+        hazards = self._hazards(_smooth(reused), _smooth(at_risk))
+        # All pooled kinds that nobody has seen yet have one curve, and so have the others.
+        curve = np.where(at_risk[:, 0] > 0, np.arange(2, self._kinds + 2), self._unseen)
+        _, first, which = np.unique(curve, return_index=True, return_inverse=True)
+        self.rates[: self._kinds] = self._best_rates(hazards[first])[which]
         self.rates[self._heads] = np.maximum(self.rates[self._heads], self.rates[self._tails])
         if reused.sum() + lost.sum() > self.memory:
             reused *= 0.5
@@ -122,27 +151,32 @@ class Forecast:
     def _best_rates(self, hazard: Floats) -> Floats:
         """For each kind and age, the best over all ages to wait for of hits / time spent."""
         surviving = np.cumprod(1 - hazard, axis=1) / (1 - hazard)
-        gained = np.cumsum(surviving * hazard, axis=1)
-        spent = np.cumsum(surviving * (1 - hazard / 2) * self._width, axis=1)
-        nothing = np.zeros((len(hazard), 1))
-        gained_before = np.hstack([nothing, gained[:, :-1]])
-        spent_before = np.hstack([nothing, spent[:, :-1]])
-        rates = np.empty_like(hazard)
-        for first in range(0, AGES, _AGES_AT_ONCE):
-            ages = slice(first, first + _AGES_AT_ONCE)
-            # By kind, age, and age to wait for; where that has passed, no hits are left to gain.
-            hits = gained[:, None, first:] - gained_before[:, ages, None]
-            time = spent[:, None, first:] - spent_before[:, ages, None]
-            hits /= np.maximum(time, 1e-300, out=time)
-            hits.max(axis=2, out=rates[:, ages])
-        return rates
+        # By age and kind, so that rows lie together in memory.
+        gained: Floats = np.ascontiguousarray(np.cumsum(surviving * hazard, axis=1).T)
+        spent: Floats = np.ascontiguousarray(
+            np.cumsum(surviving * (1 - hazard / 2) * self._width, axis=1).T
+        )
+        nothing = np.zeros((1, len(hazard)))
+        gained_before = np.vstack([nothing, gained[:-1]])
+        spent_before = np.vstack([nothing, spent[:-1]])
+        rates: Floats = np.zeros(gained.shape)
+        for wait in range(AGES):
+            upto = slice(AGES - wait)
+            hits = gained[wait:] - gained_before[upto]
+            time = spent[wait:] - spent_before[upto]
+            hits /= np.maximum(time, _INSTANT, out=time)
+            np.maximum(rates[upto], hits, out=rates[upto])
+        return rates.T
 
     def rate(self, kinds: NDArray[np.uint8], ages: Floats) -> Floats:
         """Hits per second that slots of these kinds and ages are worth."""
         position = age_positions(ages)
         step = position.astype(np.intp)
         part = position - step
-        step += kinds.astype(np.intp) * AGES
+        step += self._first_cell.take(kinds)
         rates = self.rates.ravel()
-        found: Floats = (1 - part) * rates.take(step) + part * rates.take(step + 1)
+        found: Floats = (_ONE - part) * rates.take(step)
+        step += 1
+        part *= rates.take(step)
+        found += part
         return found

@@ -27,6 +27,7 @@ class History:
 
     def __init__(self, forecast: Forecast) -> None:
         self._forecast = forecast
+        self._reused, self._lost = forecast.reused, forecast.lost
         self._census_at = 0
         self._reset(_CELLS_MIN)
 
@@ -71,11 +72,8 @@ class History:
         """A watched block is used now: what it was waiting for has happened, or is lost."""
         before = self.tags[cell]
         if before != _EMPTY:
-            age = time - self.times[cell]
-            if before == tag:
-                self._forecast.reused(self.kinds[cell], age)
-            else:
-                self._forecast.lost(self.kinds[cell], age)
+            ended = self._reused if before == tag else self._lost
+            ended.note(self.kinds[cell], time - self.times[cell])
         self.tags[cell] = tag
         self.times[cell] = time
         self.kinds[cell] = kind
@@ -86,11 +84,12 @@ class History:
         """How many watched blocks wait, by kind and age; in a large table a part stands for all."""
         part = slice(self._census_at, self._census_at + _CENSUS_CELLS)
         tags = np.frombuffer(self.tags, dtype=np.uint32)[part]
-        used = tags != _EMPTY
-        ages = now - np.frombuffer(self.times, dtype=np.float32)[part][used].astype(np.float64)
-        step = age_positions(ages).astype(np.intp)
-        kind = np.frombuffer(self.kinds, dtype=np.uint8)[part][used].astype(np.intp)
-        counts = np.bincount(kind * AGES + step, minlength=kinds * AGES).reshape(kinds, AGES)
+        ages = now - np.frombuffer(self.times, dtype=np.float32)[part].astype(np.float64)
+        cell = np.frombuffer(self.kinds, dtype=np.uint8)[part].astype(np.intp)
+        cell *= AGES
+        cell += age_positions(ages).astype(np.intp)
+        cell[tags == _EMPTY] = kinds * AGES
+        counts = np.bincount(cell, minlength=kinds * AGES)[: kinds * AGES].reshape(kinds, AGES)
         self._census_at += _CENSUS_CELLS
         if self._census_at >= self.cells:
             self._census_at = 0

@@ -7,7 +7,7 @@ how many used it since.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 SHARED = 128
 MARK_MAX = 255
@@ -40,7 +40,8 @@ _FEW_USES = 32
 
 def fresh_kind(length: int) -> int:
     """The first request of a conversation, by its length in blocks: the long return less often."""
-    return _FRESH + min(max(length - 1, 0).bit_length(), _LENGTHS - 1)
+    bits = (length - 1).bit_length()
+    return _FRESH + (bits if bits < _LENGTHS else _LENGTHS - 1)
 
 
 def forked_kind(length: int, mark: int) -> int:
@@ -56,7 +57,8 @@ def turn_kind(turn: int, fresh: int, length: int) -> int:
         return fresh_kind(length)
     if fresh > _GREW_BLOCKS:
         return _GREW
-    return _RETURNED + min(turn.bit_length(), _TURN_LEVELS) - 1
+    bits = turn.bit_length()
+    return _RETURNED + (bits if bits < _TURN_LEVELS else _TURN_LEVELS) - 1
 
 
 def added_kind(kind: int) -> int:
@@ -66,15 +68,16 @@ def added_kind(kind: int) -> int:
 
 def came_back(kind: int) -> bool:
     """Whether blocks of this kind are those that a turn came back to, without what it added."""
-    return HEADS.start <= kind < HEADS.stop
+    return _RETURNED <= kind <= _GREW
 
 
 def shared_kind(mark: int) -> int:
     """A block after which requests went different ways, by how many used it."""
-    return POOLED + min((mark - SHARED + 1).bit_length(), _SHARE_LEVELS) - 1
+    bits = (mark - SHARED + 1).bit_length()
+    return POOLED + (bits if bits < _SHARE_LEVELS else _SHARE_LEVELS) - 1
 
 
-class Seen(NamedTuple):
+class Seen(msgspec.Struct, frozen=True, gc=False):
     """The last block of a request that was seen before."""
 
     mark: int
@@ -84,7 +87,7 @@ class Seen(NamedTuple):
     """Seen in another request, not in an earlier part of this one."""
 
 
-class Story(NamedTuple):
+class Story(msgspec.Struct, frozen=True, gc=False):
     """What a request is taken for."""
 
     turn: int
@@ -100,6 +103,8 @@ def conclude(seen: Seen | None, fresh: int, length: int) -> Story:
     if seen.mark >= SHARED:
         return Story(0, forked_kind(length, seen.mark))
     if not fresh or seen.rest <= NEAR_TAIL:
-        turn = min(seen.mark + seen.again, TURN_MAX)
+        turn = seen.mark + seen.again
+        if turn > TURN_MAX:
+            turn = TURN_MAX
         return Story(turn, turn_kind(turn, fresh, length))
     return Story(0, forked_kind(length, SHARED), forked=True)

@@ -69,14 +69,29 @@ class Runs:
         before: int = _END,
     ) -> int:
         """A new run of slots that are in none, the head of the prefix first."""
-        self._reserve(1)
+        if not self._free:
+            self._reserve(1)
         run = self._free.pop()
-        self.size[run] = 0
-        self.fresh[run] = 0
+        run_of, toward_head, toward_tail = self.run_of, self.toward_head, self.toward_tail
+        above = slots[0]
+        run_of[above] = run
+        toward_head[above] = _END
+        for slot in slots[1:]:
+            run_of[slot] = run
+            toward_head[slot] = above
+            toward_tail[above] = slot
+            above = slot
+        toward_tail[above] = _END
+        count = len(slots)
+        self.tail[run] = above
+        self.size[run] = count
+        self.depth[run] = depth
+        self.fresh[run] = fresh
         self.before[run] = before
-        self.depth[run] = depth - len(slots)
-        self.tail[run] = _END
-        self.extend(run, slots, now, kind, fresh)
+        self.used_at[run] = now
+        self.kind[run] = kind
+        self.queued[run] = 0
+        self.resident += count
         return run
 
     def extend(self, run: int, slots: Sequence[int], now: float, kind: int, fresh: int) -> None:
@@ -86,15 +101,15 @@ class Runs:
         for slot in slots:
             run_of[slot] = run
             toward_head[slot] = above
-            if above != _END:
-                toward_tail[above] = slot
+            toward_tail[above] = slot
             above = slot
         toward_tail[above] = _END
         self.tail[run] = above
-        self.size[run] += len(slots)
-        self.depth[run] += len(slots)
+        count = len(slots)
+        self.size[run] += count
+        self.depth[run] += count
         self.fresh[run] += fresh
-        self.resident += len(slots)
+        self.resident += count
         self.renew(run, now, kind)
 
     def renew(self, run: int, now: float, kind: int) -> None:
@@ -132,13 +147,16 @@ class Runs:
     def cut_tails(self, runs: Iterable[int], count: int, kept: Container[int]) -> list[int]:
         """Take up to `count` slots that are not to be kept off these runs, tail first, one run
         after the other. It is `unlink` of what `from_tail` gives, in a third of the time."""
-        run_of, toward_head = self.run_of, self.toward_head
+        run_of, toward_head, size = self.run_of, self.toward_head, self.size
         cut: list[int] = []
+        append = cut.append
         for run in runs:
             first = len(cut)
             slot = self.tail[run]
-            while slot != _END and slot not in kept and len(cut) < count:
-                cut.append(slot)
+            for _ in range(min(size[run], count - first)):
+                if slot in kept:
+                    break
+                append(slot)
                 run_of[slot] = NO_RUN
                 slot = toward_head[slot]
             taken = len(cut) - first
@@ -226,4 +244,5 @@ class Runs:
 
     def unqueued(self) -> NDArray[np.intp]:
         """The numbers of the runs that hold slots and are not queued, ascending."""
-        return np.flatnonzero((self.sizes() > 0) & (np.frombuffer(self.queued, np.uint8) == 0))
+        in_use = self.sizes().astype(np.bool_)
+        return (in_use > np.frombuffer(self.queued, dtype=np.bool_)).nonzero()[0]
