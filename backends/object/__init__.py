@@ -230,7 +230,7 @@ def _check_bucket(settings: ObjectSettings, bucket: str) -> None:
             ".url", "an s3:// store needs an optional package", "pip install 'kvtier[s3]'"
         )
     try:
-        addressing_of(S3Settings(bucket=bucket, endpoint=settings.endpoint))
+        addressing_of(S3Settings(bucket=bucket, endpoint=settings.endpoint, region=settings.region))
     except Misconfigured as error:
         raise _refused(error.setting, error) from error
 

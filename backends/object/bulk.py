@@ -1,7 +1,7 @@
-"""Deleting by the thousand, and the endpoint: by boto3's client, over our own connections.
+"""Deleting by the thousand, and the endpoint: by botocore's client, over our own connections.
 
-boto3 knows how to build and parse these requests; a `before-send` hook takes them out of its hands
-before they reach its own sockets, which have no total deadline.
+botocore knows how to build and parse these requests; a `before-send` hook takes them out of its
+hands before they reach its own sockets, which have no total deadline.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DELETE_BATCH = 1000
 
 
 class BulkClient:
-    """boto3's client for one bucket. Thread-safe; rebuilt when the credentials are renewed."""
+    """botocore's client for one bucket. Thread-safe; rebuilt when the credentials are renewed."""
 
     def __init__(
         self, signer: Signer, endpoint: str | None, style: str, bucket: str, send: Send
@@ -42,7 +42,7 @@ class BulkClient:
 
     @property
     def endpoint(self) -> str:
-        """The endpoint that boto3 found: from the settings, environment, profile or region."""
+        """The endpoint that botocore found: from the settings, environment, profile or region."""
         return self._endpoint or str(self._client().meta.endpoint_url)
 
     def delete(
@@ -82,7 +82,7 @@ class BulkClient:
             ) from None
 
     def _client(self) -> Any:
-        with self._lock:  # boto3's sessions must not make two clients at once
+        with self._lock:  # a session must not make two clients at once
             changes = self._signer.changes
             if self._made is None or self._made_after != changes:
                 self._made, self._made_after = self._new_client(), changes
@@ -95,16 +95,19 @@ class BulkClient:
             response_checksum_validation="when_required",
             s3={"addressing_style": self._style, **UNSIGNED},
         )
-        made = (
-            vendor("boto3.session")
-            .Session(botocore_session=self._signer.session)
-            .client(
+        try:
+            # botocore's own, which boto3 wraps: a second wrapper around one session is an error
+            made = self._signer.session.create_client(
                 "s3",
                 region_name=self._signer.region,
                 endpoint_url=self._endpoint,
                 config=config,
             )
-        )
+        except (self._errors.BotoCoreError, ValueError) as error:
+            raise WrongEndpoint(
+                f"no client can be made for bucket {self._bucket} ({type(error).__name__}): check "
+                "region and endpoint, AWS_ENDPOINT_URL and the AWS config file"
+            ) from None
         made.meta.events.register("before-send.s3", self._before_send)
         return made
 

@@ -1,7 +1,7 @@
 """Any S3-compatible bucket as an object store.
 
 Objects travel over our own connections, straight from and into the caller's memory. Bulk deletes
-are built and parsed by boto3's client and sent over the same connections, so that the same
+are built and parsed by botocore's client and sent over the same connections, so that the same
 deadlines, certificates and errors hold for all of them.
 """
 
@@ -31,7 +31,7 @@ from kvtier.backends.object.errors import (
 )
 from kvtier.backends.object.listing import Page, list_query, name_below
 from kvtier.backends.object.proxy import proxy_for
-from kvtier.backends.object.signing import Signer, request_head
+from kvtier.backends.object.signing import Signer, check_region, request_head
 from kvtier.backends.object.store import (
     Buffer,
     GetOutcome,
@@ -51,7 +51,7 @@ PUT_BYTES_MAX = 5 << 30
 _ERROR_BODY_BYTES_MAX = 64 << 10
 _PAGE_BYTES_MAX = 8 << 20
 _SINGLE_DELETES_MAX = 4
-"""A few deletes cost less one by one than boto3's building and parsing of a bulk request."""
+"""A few deletes cost less one by one than botocore's building and parsing of a bulk request."""
 _DNS_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
@@ -280,7 +280,7 @@ class S3Store(Store):
     def _send_built(
         self, method: str, url: str, headers: dict[str, str], body: bytes, deadline: float
     ) -> tuple[int, dict[str, str], bytes]:
-        """Send a request that boto3 has built and signed."""
+        """Send a request that botocore has built and signed."""
         parts = urlsplit(url)
         if parts.netloc != self._host:
             raise WrongRegion(f"{self._where} sends us elsewhere: correct the region or endpoint")
@@ -293,7 +293,8 @@ class S3Store(Store):
             if answer.status != 200:
                 raise self._refusal(answer)
             answered = answer.read(_PAGE_BYTES_MAX)
-            if b"<!" in answered or b"\0" in answered:  # boto3's parser would follow declarations
+            # declarations of entities, which botocore's parser would follow
+            if b"<!" in answered or b"\0" in answered:
                 raise WrongEndpoint(f"{self._where} does not answer as an S3 store would")
             return answer.status, answer.headers, answered
 
@@ -325,6 +326,8 @@ def addressing_of(settings: S3Settings) -> str:
         raise NoSuchBucket(f"{settings.bucket[:80]!r} is not a bucket name: correct the url")
     if settings.endpoint is not None:
         _parts(settings.endpoint)
+    if settings.region:
+        check_region(settings.region)
     if settings.addressing != "auto":
         return settings.addressing
     own = settings.endpoint is None and _DNS_BUCKET.fullmatch(settings.bucket)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import threading
 import time
 from typing import Any
 
 import msgspec
 
-from kvtier.backends.object.errors import NoCredentials
+from kvtier.backends.object.errors import NoCredentials, WrongRegion
 from kvtier.errors import ExtraMissing
 
+_REGION = re.compile(r"[A-Za-z0-9-]{1,63}")
 _RENEW_PAUSE_S = 10.0
 _MANDATORY_S = 600.0
 """Credentials with less time left than this must be refreshed before they are used."""
@@ -77,9 +79,13 @@ class Signer:
         self.changes = 0
         """Grows whenever a client made with this session's credentials is outdated."""
         self.session = self._new_session()
-        if profile is not None and profile not in self.session.available_profiles:
-            raise NoCredentials(f"there is no AWS profile {profile!r}: correct it or its file")
-        self.region = region or self._configured_region()
+        try:
+            if profile is not None and profile not in self.session.available_profiles:
+                raise NoCredentials(f"there is no AWS profile {profile!r}: correct it or its file")
+            configured = self.session.get_config_variable("region")
+        except self._errors as error:
+            raise self._unobtainable(error) from None
+        self.region = check_region(region or configured or "us-east-1")
         # at DEBUG botocore logs whole requests and answers, which contain session tokens
         logging.getLogger("botocore").setLevel(logging.INFO)
 
@@ -144,18 +150,19 @@ class Signer:
             )
         return self._credentials
 
-    def _configured_region(self) -> str:
-        try:
-            return str(self.session.get_config_variable("region") or "us-east-1")
-        except self._errors as error:
-            raise self._unobtainable(error) from None
-
     def _unobtainable(self, error: Exception) -> NoCredentials:
         # the kind alone: the text may quote what a credential helper printed
         return NoCredentials(
             f"credentials cannot be obtained ({type(error).__name__}): check the profile, the "
             "role and the AWS_ variables"
         )
+
+
+def check_region(region: str) -> str:
+    """`region`, or WrongRegion: it becomes a part of header fields and host names."""
+    if not _REGION.fullmatch(region):
+        raise WrongRegion(f"{region[:40]!r} is no region: write one like eu-west-1")
+    return region
 
 
 def _must_be_refreshed(credentials: Any) -> bool:

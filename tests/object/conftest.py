@@ -7,6 +7,7 @@ import ipaddress
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import object_servers
 import pytest
@@ -14,7 +15,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from object_servers import ServerProcess
+from object_servers import Opener, ServerProcess
+
+from kvtier.backends.object.s3 import S3Settings, S3Store
 
 if not os.environ.get("KVTIER_TEST_ENDPOINT"):
     collect_ignore = ["test_any_endpoint.py"]
@@ -93,3 +96,17 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
         + made.public_bytes(serialization.Encoding.PEM)
     )
     return path
+
+
+@pytest.fixture
+def opened() -> Iterator[Opener]:
+    """Opens stores for a test and closes them behind it."""
+    stores: list[S3Store] = []
+
+    def open_one(**settings: Any) -> S3Store:
+        stores.append(S3Store(S3Settings(bucket="bucket", **settings)))
+        return stores[-1]
+
+    yield open_one
+    for store in stores:
+        store.close()

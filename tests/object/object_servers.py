@@ -19,9 +19,13 @@ from typing import Self
 
 import boto3
 
+from kvtier.backends.object.s3 import S3Store
+
 ACCESS_KEY = "AKIDKVTIERTEST"
 SECRET_KEY = "secret-of-the-tests-0123456789"
 START_SECONDS_MAX = 60.0
+Opener = Callable[..., S3Store]
+"""Opens a store with these settings: see the fixture `opened`."""
 
 
 def _state(task: Path) -> str:

@@ -39,6 +39,7 @@ WRONG = [
     ({"url": "file:///there%00"}, ".url", "s3://bucket/prefix"),
     ({"capacity": Capacity.parse("80%")}, ".capacity", "2TiB"),
     ({"capacity": Capacity.parse("1KiB")}, ".capacity", str(RECORD)),
+    ({"region": "eu west"}, ".region", "eu-west-1"),
     ({"refresh": Duration(0.0)}, ".refresh", "10ms"),
     ({"audit": Duration(0.0)}, ".audit", "100ms"),
     ({"age_max": Duration(0.0)}, ".age_max", "1s"),

@@ -1,0 +1,215 @@
+"""Credentials that come, go, are renewed, or cannot be had."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from object_servers import HostileServer, Opener, Peer, ServerProcess, answer, error_body
+
+from kvtier.backends.object import errors, signing
+from kvtier.backends.object.s3 import S3Store
+from kvtier.backends.object.store import GetOutcome
+
+pytestmark = pytest.mark.s3
+BODY = b"bytes of an object"
+
+
+def serve(peer: Peer, head: bytes) -> None:
+    if not head.startswith(b"GET"):
+        peer.read_body(head)
+    peer.sendall(answer(200, BODY))
+
+
+@pytest.fixture
+def server() -> Iterator[HostileServer]:
+    with HostileServer(serve) as server:
+        yield server
+
+
+def get(store: S3Store) -> bytes:
+    into = bytearray(len(BODY))
+    assert store.get("name", [memoryview(into)]) is GetOutcome.FOUND
+    return bytes(into)
+
+
+def test_credentials_may_come_after_the_start(
+    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    store = opened(endpoint=server.endpoint)
+    with pytest.raises(errors.NoCredentials, match="AWS_ACCESS_KEY_ID"):
+        get(store)
+    with pytest.raises(errors.NoCredentials):
+        store.delete([f"n{index}" for index in range(9)])
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "late")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "but here")
+    assert get(store) == BODY
+
+
+def test_a_profile_of_the_users_files(
+    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name)
+    config, keys = tmp_path / "config", tmp_path / "credentials"
+    config.write_text("[profile kv]\nregion = eu-north-1\n")
+    keys.write_text("[kv]\naws_access_key_id = OFTHEPROFILE\naws_secret_access_key = SK\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
+    assert get(opened(endpoint=server.endpoint, profile="kv")) == BODY
+    assert b"Credential=OFTHEPROFILE/" in server.heads[0]
+    assert b"/eu-north-1/s3/" in server.heads[0]
+
+
+def test_web_identity_gives_a_role(
+    opened: Opener,
+    server: HostileServer,
+    moto_server: ServerProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """As in a pod of Kubernetes: a token in a file, exchanged for keys that expire."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    token = tmp_path / "token"
+    token.write_text("token-of-the-pod")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/reader")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", moto_server.endpoint)
+    assert get(opened(endpoint=server.endpoint)) == BODY
+    assert b"Credential=ASIA" in server.heads[0]
+    assert b"x-amz-security-token: " in server.heads[0].lower()
+    assert b"token-of-the-pod" not in server.heads[0]
+
+
+def helped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, helper: str) -> None:
+    """Credentials come from a program, in a profile of this name."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    config = tmp_path / "config"
+    config.write_text(f"[profile helped]\ncredential_process = {helper}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+
+
+LONG_AGO = "2001-01-01T00:00:00Z"
+EXPIRED = {"Version": 1, "AccessKeyId": "A", "SecretAccessKey": "hidden", "Expiration": LONG_AGO}
+
+
+@pytest.mark.parametrize("output", ["nonsense", "{}", json.dumps(EXPIRED)])
+def test_a_helper_that_says_nonsense(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, output: str
+) -> None:
+    (tmp_path / "said").write_text(output)
+    helped(monkeypatch, tmp_path, f"cat {tmp_path}/said")
+    store = opened(endpoint="http://127.0.0.1:1", profile="helped")
+    with pytest.raises(errors.NoCredentials) as caught:
+        get(store)
+    assert "hidden" not in str(caught.value)
+
+
+def test_a_helper_that_is_not_there(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    helped(monkeypatch, tmp_path, f"{tmp_path}/nothing")
+    with pytest.raises(errors.NoCredentials):
+        get(opened(endpoint="http://127.0.0.1:1", profile="helped"))
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_role_that_is_not_given(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, silent: bool
+) -> None:
+    """No token file; or one, and a service that never answers: many ask, and none waits long."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(signing, "_READ_S", 0.2)
+    monkeypatch.setattr(signing, "_ATTEMPTS", 1)
+    token = tmp_path / "token"
+    if silent:
+        token.write_text("token-of-the-pod")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/reader")
+    with HostileServer(lambda peer, head: None) as service:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", service.endpoint)
+        store = opened(endpoint="http://127.0.0.1:1")
+
+        def ask(_: int) -> str:
+            with pytest.raises(errors.NoCredentials) as caught:
+                get(store)
+            return str(caught.value)
+
+        with ThreadPoolExecutor(16) as many:
+            said = set(many.map(ask, range(16)))
+        assert len(service.heads) <= (4 if silent else 0)
+    assert len(said) == 1
+    assert "token-of" not in said.pop()
+
+
+def test_an_unknown_profile_is_said_so(opened: Opener) -> None:
+    with pytest.raises(errors.NoCredentials, match="profile"):
+        opened(endpoint="http://127.0.0.1:1", profile="nobody")
+
+
+def test_credentials_that_expire_are_refreshed_while_running(
+    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A credential helper hands out tokens that are always about to expire."""
+    counter = tmp_path / "count"
+    helper = tmp_path / "helper.py"
+    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=60)
+    said: dict[str, object] = {"Version": 1, "AccessKeyId": "AK", "SecretAccessKey": "SK"}
+    said["Expiration"] = soon.isoformat()
+    helper.write_text(
+        "import json, pathlib\n"
+        f"path = pathlib.Path({str(counter)!r})\n"
+        "count = int(path.read_text()) + 1 if path.exists() else 1\n"
+        "path.write_text(str(count))\n"
+        f"said = {json.dumps(said)}\n"
+        "print(json.dumps(said | {'SessionToken': f'token-{count}'}))\n"
+    )
+    helped(monkeypatch, tmp_path, f"{sys.executable} {helper}")
+    store = opened(endpoint=server.endpoint, profile="helped")
+    get(store)
+    get(store)
+    tokens = {
+        line
+        for head in server.heads
+        for line in head.split(b"\r\n")
+        if line.lower().startswith(b"x-amz-security-token")
+    }
+    assert len(tokens) == 2
+
+
+def test_an_expired_token_makes_the_chain_start_anew(
+    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "old")
+    monkeypatch.setattr(signing, "_RENEW_PAUSE_S", 0.0)
+
+    def picky(peer: Peer, head: bytes) -> None:
+        fresh = b"token: new" in head.lower()
+        peer.sendall(answer(200, BODY) if fresh else answer(400, error_body("ExpiredToken")))
+
+    server.script = picky
+    store = opened(endpoint=server.endpoint)
+    with pytest.raises(errors.ExpiredToken):
+        get(store)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "new")
+    assert get(store) == BODY
+
+
+def test_a_config_file_that_is_damaged(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "config"
+    config.write_text("[profile kv\nregion")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    with pytest.raises(errors.NoCredentials, match="profile"):
+        opened(endpoint="http://127.0.0.1:1", profile="kv")
