@@ -12,7 +12,7 @@ from kvtier.core.direct import DirectReads
 from kvtier.core.flight import Ticket, split
 from kvtier.core.health import Health
 from kvtier.core.ledger import Ledger
-from kvtier.core.offers import Appraiser, Decision, Room, Span, asked, columns, needed
+from kvtier.core.offers import Appraiser, Decision, Span, asked, columns, needed
 from kvtier.core.plan import HOST, JOINING, NOWHERE, plan_host, plan_lower
 from kvtier.core.promises import Promises
 from kvtier.core.promotion import Promotion
@@ -78,7 +78,9 @@ class TierChain(Tier):
             settings, self._ledger, mover, self._load_health, self._tally, costs
         )
         self._direct = DirectReads(tiers, self._ledger, self._load_health, self._tally, costs)
-        self._promises = Promises(tiers[HOST], self._slots[HOST], self._ledger, self._direct)
+        queues = [rule.queue_blocks for rule in settings]
+        host, slots = tiers[HOST], self._slots[HOST]
+        self._promises = Promises(host, slots, queues, self._ledger, self._direct)
         # Apart from loads: what can no longer be written to may well be read.
         store_health = Health(len(tiers), rest_seconds)
         self._cascade = Cascade(
@@ -126,7 +128,7 @@ class TierChain(Tier):
         origins = columns(spans, start, self.locate(asked(spans, start)))
         promises = self._promises
         for _ in range(2):
-            room = Room(promises.room(), promises.kept, promises.slotless)
+            room = promises.left()
             stop = self._appraiser.furthest(spans, origins, start, limit, room, decision)
             keys, places = needed(spans, origins, start, stop)
             if NOWHERE not in promises.make(keys, places):

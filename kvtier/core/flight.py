@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -119,6 +120,34 @@ class Move:
         self.waiters: list[Ticket] = []
         self.spoiled: dict[BlockKey, Outcome] = {}
         """Will be aborted whatever the mover says: dropped or found bad meanwhile."""
+
+
+class Held:
+    """Slots of blocks that have failed, kept while somebody may still be reading them: a block may
+    have landed, and been shown to its readers, before its transfer failed."""
+
+    def __init__(self) -> None:
+        self._readers: Counter[BlockKey] = Counter()
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._readers
+
+    def __bool__(self) -> bool:
+        return bool(self._readers)
+
+    def keep(self, ticket: Ticket, keys: Sequence[BlockKey]) -> None:
+        """One reader more of each."""
+        ticket.held += keys
+        self._readers.update(keys)
+
+    def let_go(self, ticket: Ticket, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """One reader less of each; answers with those that have none left."""
+        ticket.held = [key for key in ticket.held if key not in keys]
+        self._readers.subtract(keys)
+        free = [key for key in keys if not self._readers[key]]
+        for key in free:
+            del self._readers[key]
+        return free
 
 
 class Settled(msgspec.Struct, frozen=True):

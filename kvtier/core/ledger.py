@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 
-from kvtier.core.flight import Move, Purpose, Settled, Ticket, pin_what_is_there, split
+from kvtier.core.flight import Held, Move, Purpose, Settled, Ticket, pin_what_is_there, split
 from kvtier.core.plan import HOST, gather
 from kvtier.core.tier import Tier
 from kvtier.core.transfer import Transfer, TransferKind, TransferResult
@@ -32,7 +32,9 @@ class Ledger:
         self._moves: dict[int, Move] = {}
         self._tickets: dict[Ticket, None] = {}
         self._stores: dict[BlockKey, bool] = {}
-        self._held: dict[BlockKey, int] = {}
+        self._held = Held()
+        self.loading = [0] * len(tiers)
+        """Blocks of each tier that are on their way into host memory."""
         self.joinable: dict[BlockKey, Move] = {}
         """Promotions that another request may join."""
         self.stranded: set[BlockKey] = set()
@@ -179,15 +181,9 @@ class Ledger:
         ticket.pinned_files = []
 
     def _unhold(self, ticket: Ticket, keys: list[BlockKey]) -> None:
-        """One reader less of slots whose blocks have failed: free those that have none left."""
-        ticket.held = [key for key in ticket.held if key not in keys]
-        for key in keys:
-            self._held[key] -= 1
-        free = dict.fromkeys((key for key in keys if not self._held[key]), Outcome.CANCELLED)
-        for key in free:
-            del self._held[key]
+        free = self._held.let_go(ticket, keys)
         self.stranded.difference_update(free)
-        self._tiers[HOST].complete_store(list(free), free)
+        self._tiers[HOST].complete_store(free, dict.fromkeys(free, Outcome.CANCELLED))
 
     def _spoil(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
         for move in ticket.moves:
@@ -254,6 +250,7 @@ class Ledger:
             deadline=deadline,
         )
         move = self._moves[transfer.id] = Move(purpose, transfer)
+        self.loading[source] += len(move.keys) if purpose is Purpose.PROMOTION else 0
         return move, absent
 
     def _take(self, tier: int, keys: Sequence[BlockKey], evict: bool = True) -> Reservation:
@@ -290,9 +287,11 @@ class Ledger:
         self._tiers[move.transfer.source].complete_load(keys, blamed or None)
         if blamed and move.transfer.source == HOST:
             self.doom(blamed)
-        for key in keys if move.purpose is Purpose.PROMOTION else ():
-            self.joinable.pop(key, None)
-            self.stranded.discard(key)
+        if move.purpose is Purpose.PROMOTION:
+            self.loading[move.transfer.source] -= len(keys)
+            for key in keys:
+                self.joinable.pop(key, None)
+                self.stranded.discard(key)
         committed = [key for key in keys if key not in failed] if failed else list(keys)
         ended = self._hold(move, failed) if failed and move.waiters else keys
         self._tiers[move.transfer.target].complete_store(ended, failed or None)
@@ -300,12 +299,10 @@ class Ledger:
         return Settled(move, committed, failed, blamed, landed)
 
     def _hold(self, move: Move, failed: Mapping[BlockKey, Outcome]) -> list[BlockKey]:
-        """Keep the slots of failed blocks while somebody may be reading them: a block may have
-        landed, and been shown to its readers, before its transfer failed. Answers with the rest."""
+        """Keep the slots of failed blocks that somebody may be reading; answers with the rest."""
         for ticket in move.waiters:
             read = [key for key in failed if key in ticket.unsettled and key in move.keys]
-            ticket.held += read
-            self._held.update((key, self._held.get(key, 0) + 1) for key in read)
+            self._held.keep(ticket, read)
         self.stranded.update(key for key in failed if key in self._held)
         return [key for key in move.keys if key not in self._held]
 

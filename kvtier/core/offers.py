@@ -47,13 +47,15 @@ class Span(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What host memory can take in."""
+    """What host memory and the mover can take in."""
 
     slots: int
     promised: Container[BlockKey]
     """Their slots are not counted any more."""
     slotless: Container[int]
     """Tiers whose blocks do not come through host memory."""
+    queues: Mapping[int, int]
+    """How many more blocks of each lower tier may be under way."""
 
     def takes(self, key: BlockKey, origin: int) -> bool:
         """Whether a block needs one more slot, be it the one that it lies in."""
@@ -172,7 +174,7 @@ def stops(
     room: Room,
 ) -> tuple[list[int], bool]:
     """Where a hit that begins at `start` may end: at `limit` tokens at most, with all that it needs
-    at hand, and with room in host memory. And whether with more room it could reach further."""
+    at hand, and with room for it. And whether with more room it could reach further."""
     step = max(span.shape.tokens for span in spans)
     end = min(len(span.keys) * span.shape.tokens for span in spans)
     recurrent = any(span.shape.recurrent for span in spans)
@@ -182,14 +184,30 @@ def stops(
         _sums(map(room.takes, span.keys, column))
         for span, column in zip(spans, origins, strict=True)
     ]
+    queued = [
+        (most, [_sums(takes) for takes in _from(tier, spans, origins, room)])
+        for tier, most in room.queues.items()
+        if any(tier in column for column in origins)
+    ]
     found: list[int] = []
     for stop in range(start // step * step + step, end + 1, step):
         ranges = [span.needed(start, stop) for span in spans]
         if _count(missing, ranges) == 0:
-            if _count(taking, ranges) > room.slots:
+            crowded = any(_count(sums, ranges) > most for most, sums in queued)
+            if crowded or _count(taking, ranges) > room.slots:
                 return found, True
             found.append(stop)
     return found, False
+
+
+def _from(
+    tier: int, spans: Sequence[Span], origins: Sequence[Sequence[int]], room: Room
+) -> Iterable[list[bool]]:
+    """Group by group, which blocks would have to be moved in from a tier."""
+    for span, column in zip(spans, origins, strict=True):
+        yield [
+            at == tier and room.takes(key, at) for key, at in zip(span.keys, column, strict=True)
+        ]
 
 
 def thin(values: list[int], count: int = OFFERS_MAX) -> list[int]:

@@ -115,6 +115,21 @@ def plan_room(
     return kept
 
 
+def plan_queue(
+    keys: Sequence[BlockKey],
+    origins: list[int],
+    promised: Collection[BlockKey],
+    tier: int,
+    room: int,
+) -> list[int]:
+    """Take back what the mover would not take any more of a lower tier: the leading ones stay."""
+    fresh = [at for at, key in enumerate(keys) if origins[at] == tier and key not in promised]
+    kept = origins.copy()
+    for at in fresh[max(0, room) :]:
+        kept[at] = NOWHERE
+    return kept
+
+
 def plan_runs(origins: Sequence[int], media: Sequence[str], sizes: Sequence[int]) -> list[Run]:
     """The unbroken head of a prefix, as the cost model wants it: run by run, link by link."""
     runs: list[Run] = []

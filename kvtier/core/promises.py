@@ -1,24 +1,39 @@
-"""What lookup promises: room in host memory for every hit, until the engine's step is over."""
+"""What lookup promises: room for every hit, in host memory and with the mover, until the engine's
+step is over."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from kvtier.core.direct import DirectReads
 from kvtier.core.ledger import Ledger
-from kvtier.core.plan import HOST, plan_room
+from kvtier.core.offers import Room
+from kvtier.core.plan import HOST, plan_queue, plan_room
 from kvtier.core.tier import Tier
 from kvtier.types import BlockKey
 
 
 class Promises:
-    """Keeps account of host memory's slots: what is taken, and what was promised."""
+    """Keeps account of host memory's slots and of the loads that may be under way: what is taken,
+    and what was promised. `queues` is how many blocks of each tier the mover has at most."""
 
-    def __init__(self, host: Tier, slots: int, ledger: Ledger, direct: DirectReads) -> None:
+    def __init__(
+        self,
+        host: Tier,
+        slots: int,
+        queues: Sequence[int],
+        ledger: Ledger,
+        direct: DirectReads,
+    ) -> None:
         self._host = host
         self._slots = slots
+        self._queues = queues
+        self._ledger = ledger
         self._direct = direct
         self._free: int | None = None
+        self._queued: Counter[int] = Counter()
+        """Blocks promised from each lower tier; some of them may be under way already."""
         self.kept = ledger.promised
 
     @property
@@ -33,10 +48,28 @@ class Promises:
             self._free = self._slots - host.pinned - host.in_flight - host.quarantined
         return self._free - len(self.kept)
 
+    def left(self) -> Room:
+        """What can still be promised to a request, wherever its blocks are."""
+        tiers = range(HOST + 1, len(self._queues))
+        if any(self._queued[tier] > self._queues[tier] // 2 for tier in tiers):
+            self._queued = Counter(self.kept.values())
+        queues = {tier: self._queue(tier) for tier in tiers}
+        return Room(self.room(), self.kept, self.slotless, queues)
+
+    def _queue(self, tier: int) -> int:
+        return self._queues[tier] - self._ledger.loading[tier] - self._queued[tier]
+
     def make(self, keys: Sequence[BlockKey], origins: list[int]) -> list[int]:
         """Take back what there is no room for, and hold the room of the rest."""
         slotless = self.slotless
         origins = plan_room(keys, origins, self.kept, self.room(), slotless)
+        for tier in range(HOST + 1, len(self._queues)):
+            if tier in slotless or tier not in origins:
+                continue
+            if origins.count(tier) > self._queue(tier):
+                self._queued = Counter(self.kept.values())
+                origins = plan_queue(keys, origins, self.kept, tier, self._queue(tier))
+            self._queued[tier] += origins.count(tier)
         hits = zip(keys, origins, strict=True)
         if min(origins, default=HOST) >= HOST and not slotless:
             self.kept.update(hits)
@@ -51,4 +84,5 @@ class Promises:
     def end(self) -> None:
         """What was promised no longer is."""
         self.kept.clear()
+        self._queued.clear()
         self._free = None

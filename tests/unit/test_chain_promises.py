@@ -9,7 +9,7 @@ from kvtier.core.costs import DEVICE, CostModel
 from kvtier.core.plan import HOST
 from kvtier.core.settings import WritePolicy
 from kvtier.errors import NotResident
-from kvtier.types import Presence
+from kvtier.types import Outcome, Presence
 
 HIT, PENDING, MISS = Presence.HIT, Presence.PENDING, Presence.MISS
 READ_ONLY = [rule(), rule(WritePolicy.NEVER), rule(WritePolicy.NEVER)]
@@ -35,6 +35,26 @@ def test_no_more_is_promised_than_host_memory_can_take(rig: ChainRig) -> None:
     assert rig.chain.lookup(keys[8:]) == [MISS] * 4, "and pinned"
     rig.chain.end_load(ticket)
     assert rig.chain.lookup(keys[8:]) == [HIT] * 4
+
+
+def test_no_more_is_promised_than_the_mover_takes() -> None:
+    rig = ChainRig([32, 16], [rule(), rule(WritePolicy.NEVER, queue_blocks=4)])
+    above, below = rig.put(0, KEYS[:2]), rig.put(1, KEYS[2:12])
+    assert rig.chain.lookup([*above, *below]) == [HIT] * 6 + [MISS] * 6
+    assert rig.chain.worth([*above, *below], 16) == 6
+    first = rig.chain.begin_load(below[:3], "a", FAR)
+    assert rig.chain.lookup(below[3:]) == [HIT] + [MISS] * 6, "three of four are under way"
+    second = rig.chain.begin_load([*above, below[3]], "b", FAR)
+    assert not first.missing + second.missing
+    rig.chain.poll()
+    assert rig.chain.lookup(below[4:]) == [MISS] * 6
+    rig.mover.run_all()
+    rig.chain.poll()
+    assert rig.chain.lookup(below[4:]) == [HIT] * 4 + [MISS] * 2
+    rig.chain.begin_load(below[4:8], "c", FAR)
+    rig.mover.fail_all(Outcome.DROPPED)
+    rig.chain.poll()
+    assert rig.chain.lookup(below[8:]) == [HIT] * 2, "what has failed is under way no more"
 
 
 def test_what_was_promised_and_evicted_is_no_hit(rig: ChainRig) -> None:

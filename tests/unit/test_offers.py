@@ -29,7 +29,7 @@ from kvtier.types import BlockKey
 
 CHUNK = 256
 FULL, WINDOW, STATE = Shape(CHUNK), Shape(CHUNK, 2), Shape(CHUNK, 1, recurrent=True)
-PLENTY = Room(1000, (), ())
+PLENTY = Room(1000, (), (), {})
 MEDIA = ["cpu", "disk"]
 LAST = 8
 
@@ -86,11 +86,21 @@ def test_chunks_of_different_sizes_end_together() -> None:
 def test_room_is_asked_only_for_what_is_loaded() -> None:
     of = spans(FULL, WINDOW)
     there = [[1] * 8] * 2
-    assert reach(of, there, room=Room(7, (), ())) == [1, 2, 3, 4, 5], "five and two of the window"
-    assert reach(of, there, room=Room(7, (), {1})) == list(range(1, 9)), "they need no slots"
-    assert reach(of, there, room=Room(5, set(of[0].keys[:2]), ())) == [1, 2, 3, 4, 5]
-    assert stops(of, there, 0, 1 << 20, Room(7, (), ()))[1]
+    assert reach(of, there, room=Room(7, (), (), {})) == [1, 2, 3, 4, 5], (
+        "five and two of the window"
+    )
+    assert reach(of, there, room=Room(7, (), {1}, {})) == list(range(1, 9)), "they need no slots"
+    assert reach(of, there, room=Room(5, set(of[0].keys[:2]), (), {})) == [1, 2, 3, 4, 5]
+    assert stops(of, there, 0, 1 << 20, Room(7, (), (), {}))[1]
     assert not stops(of, there, 0, 1 << 20, PLENTY)[1]
+
+
+def test_no_more_is_asked_of_a_tier_than_the_mover_takes() -> None:
+    of = spans(FULL, WINDOW)
+    there = [[0] * 4 + [1] * 4, [1] * 8]
+    assert reach(of, there, room=Room(99, (), (), {1: 3})) == [1, 2, 3, 4, 5]
+    assert reach(of, there, room=Room(99, set(of[1].keys), (), {1: 3})) == list(range(1, 8))
+    assert reach(of, there, room=Room(99, (), {1}, {1: 0})) == list(range(1, 9))
 
 
 def test_an_offer_states_the_loads_of_all_groups_by_link() -> None:
