@@ -80,7 +80,9 @@ class BreakerStore(WrappedStore):
         self, prefix: str = "", *, after: str = "", deadline: float | None = None
     ) -> Iterator[ObjectInfo]:
         with self._guarded():
-            yield from self._inner.list(prefix, after=after, deadline=deadline)
+            for info in self._inner.list(prefix, after=after, deadline=deadline):
+                self._worked()  # others need not wait for the end, which may be minutes away
+                yield info
 
     def _call(self, call: Callable[[float | None], _T], deadline: float | None) -> _T:
         with self._guarded():

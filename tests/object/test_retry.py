@@ -202,6 +202,19 @@ def test_the_breaker_opens_and_recovers_by_itself(caplog: pytest.LogCaptureFixtu
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
+def test_a_listing_that_begins_to_answer_closes_the_circuit() -> None:
+    inner, clock = ScriptedStore([WEATHER] * 3), Clock()
+    store = breaking(inner, clock)
+    for _ in range(3):
+        with pytest.raises(errors.Unavailable):
+            get(store)
+    clock.now += 1.0
+    listing = store.list()
+    assert next(listing).name == inner.names[0]
+    assert get(store) is GetOutcome.FOUND
+    assert [info.name for info in listing] == inner.names[1:]
+
+
 def test_one_trial_at_a_time() -> None:
     clock = Clock()
     refused: list[bool] = []

@@ -18,6 +18,7 @@ from kvtier.backends.object import errors
 from kvtier.backends.object.open import StoreSettings, open_store
 from kvtier.backends.object.s3 import S3Settings, S3Store
 from kvtier.backends.object.store import GetOutcome
+from kvtier.backends.object.transport import Pool
 from kvtier.errors import ExtraMissing
 
 pytestmark = pytest.mark.s3
@@ -127,6 +128,26 @@ def test_an_ipv6_endpoint(opened: Opener) -> None:
 def test_aws_itself_is_addressed_by_host() -> None:
     store = S3Store(S3Settings(bucket="my-bucket", region="eu-west-1"))
     assert "https://my-bucket.s3.eu-west-1.amazonaws.com:443" in repr(store)
+
+
+@pytest.mark.parametrize("region", ["us-east-1", "eu-west-1", "cn-north-1"])
+@pytest.mark.parametrize("bucket", ["my-bucket", "my.dotted.bucket"])
+def test_bulk_deletes_go_where_all_else_goes(
+    monkeypatch: pytest.MonkeyPatch, region: str, bucket: str
+) -> None:
+    heads: list[bytes] = []
+
+    def refuse(_: Pool, method: str, head: bytes, *rest: object) -> None:
+        heads.append(head)
+        raise errors.Unavailable("not reached")
+
+    monkeypatch.setattr(Pool, "exchange", refuse)
+    store = S3Store(S3Settings(bucket=bucket, region=region))
+    for count in (1, 9):
+        with pytest.raises(errors.Unavailable):
+            store.delete([f"n{index}" for index in range(count)])
+    one, many = (head.partition(b"host: ")[2].partition(b"\r\n")[0] for head in heads)
+    assert one == many
 
 
 def test_the_region_is_signed(opened: Opener, server: HostileServer) -> None:
