@@ -245,17 +245,22 @@ def test_answers_about_an_object_do_not_open_the_breaker() -> None:
     assert circuit_of(store) is Circuit.CLOSED
 
 
-def test_a_listing_that_is_given_up_decides_nothing() -> None:
+def test_a_trial_that_is_interrupted_decides_nothing() -> None:
     inner, clock = ScriptedStore([WEATHER] * 3), Clock()
     store = breaking(inner, clock)
     for _ in range(3):
         with pytest.raises(errors.Unavailable):
             get(store)
     clock.now += 1.0
-    listing = store.list()
-    next(listing)
-    assert circuit_of(store) is Circuit.HALF_OPEN
-    listing.close()  # type: ignore[attr-defined]
+
+    def interrupt() -> None:
+        assert circuit_of(store) is Circuit.HALF_OPEN
+        raise KeyboardInterrupt
+
+    inner._step = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        get(store)
+    del inner._step  # type: ignore[method-assign]
     assert circuit_of(store) is Circuit.OPEN
     assert get(store) is GetOutcome.FOUND
 
