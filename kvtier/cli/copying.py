@@ -68,11 +68,13 @@ class Copied(msgspec.Struct):
     """Prompts ask for them, and the source does not have them."""
     full: bool = False
     """There was no room for more: engines that share the tier hold it, or it is too small."""
+    skipped: str = ""
+    """Why nothing of it was copied."""
 
     @property
     def whole(self) -> bool:
         """Whether everything that could be read is where it should be."""
-        return not (self.bad or self.unread or self.not_stored)
+        return not (self.bad or self.unread or self.not_stored or self.skipped)
 
 
 class Pace:

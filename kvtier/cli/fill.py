@@ -20,7 +20,7 @@ from kvtier.core.settings import ByteSize, Capacity
 from kvtier.errors import KVTierError
 from kvtier.observe import human
 from kvtier.types import BlockKey, Namespace
-from kvtier.vllm.keys import Prompt, chunk_keys
+from kvtier.vllm.keys import Prompt, chunk_keys, chunk_tokens
 
 _FILL_SHARE = 0.95
 """Of a tier's capacity: beyond it, the last blocks would push out the first."""
@@ -46,7 +46,7 @@ def copy_all(
     prompts: list[Prompt] | None = None,
 ) -> list[Copied]:
     """Fill a tier with what places hold, one namespace after the other: all of it, or what these
-    prompts would ask for."""
+    prompts would ask for. Of several namespaces those are skipped of which that cannot be told."""
     most = int(capacity_of(target.tiers[tier]) * _FILL_SHARE)
     if size is not None:
         most = min(most, console.parse_size(size))
@@ -54,10 +54,17 @@ def copy_all(
     done = []
     for name in namespaces_of(places, namespace):
         result = Copied(name)
-        described = describe(places, name)
+        done.append(result)
+        try:
+            described = describe(places, name)
+            keys = None if prompts is None else keys_of(prompts, described)
+        except KVTierError as error:
+            if namespace is not None:
+                raise
+            result.skipped = str(error)
+            continue
         choice = choose(places, name, hottest=hottest)
-        if prompts is not None:
-            keys = keys_of(prompts, described)
+        if keys is not None:
             choice = choice.only(keys)
             result.missing = len(keys) - len(choice)
         choice = choice.cut(most)
@@ -69,58 +76,68 @@ def copy_all(
             console.progress("copying", len(choice), "blocks") as bar,
         ):
             sink.fill(pieces_of(choice, sink.piece), result, bar)
-        done.append(result)
     return done
 
 
 def keys_of(prompts: Sequence[Prompt], namespace: Namespace) -> set[BlockKey]:
-    """All keys that these prompts would ask for."""
+    """All keys that these prompts would ask for; raises KVTierError as `chunk_keys`."""
+    chunk_tokens(namespace)
     chunks = (keys for prompt in prompts for keys in chunk_keys(prompt, namespace))
     return {key for keys in chunks for key in keys}
 
 
-def report(done: Sequence[Copied], places: Sequence[Place], json: bool) -> None:
-    """Say what was copied; ends with a failure if something is missing."""
+def report(
+    done: Sequence[Copied], places: Sequence[Place], json: bool, *, may_skip: bool = False
+) -> None:
+    """Say what was copied; ends with a failure if something is missing. `may_skip`: it is none to
+    skip a namespace, unless there is no other."""
+    skipped = [each for each in done if each.skipped]
+    rest = [each for each in done if not each.skipped]
+    ok = all(each.whole for each in (rest if rest and may_skip else done))
     if json:
-        console.print_json({"ok": all(each.whole for each in done), "namespaces": done})
+        console.print_json({"ok": ok, "namespaces": done})
     elif not done:
         console.say("there is nothing to copy")
-    else:
-        columns = ["namespace", "asked", "there", "copied", "size", "bad"]
-        columns += ["unread", "gone", "not stored"]
-        asked_for_more = any(each.missing for each in done)
-        rows = [
-            [
-                each.namespace[:12],
-                each.asked,
-                each.already_there,
-                each.copied,
-                human.size(each.bytes),
-                each.bad,
-                each.unread,
-                each.gone,
-                each.not_stored,
-            ]
-            for each in done
-        ]
-        console.print_table(columns, rows, numbers=columns[1:])
-        if moved := sum(each.bytes for each in done):
-            seconds = sum(each.seconds for each in done)
-            rate = human.rate(moved / seconds)
-            console.say(f"{human.size(moved)} in {human.duration(seconds)}, {rate}")
-        if asked_for_more:
-            missing = sum(each.missing for each in done)
-            console.say(f"{missing} blocks that the prompts ask for are not in the source")
+    elif rest:
+        _show(rest)
+    for each in skipped:
+        console.warn(f"namespace {each.namespace[:12]} is skipped: {each.skipped}")
     console.end_with_troubles(places)
     if any(each.full for each in done):
         console.warn(
             "the tier had no room for the rest, which an engine that runs there may hold: "
             "give it more capacity, stop the engine meanwhile, or copy less with --size"
         )
-        raise typer.Exit(console.EXIT_FAILURE)
-    if not all(each.whole for each in done):
+    elif not all(each.whole for each in rest):
         console.warn("some blocks are missing: run it again, or see kvtier verify and kvtier du")
+    if not ok:
         raise typer.Exit(console.EXIT_FAILURE)
+
+
+def _show(done: Sequence[Copied]) -> None:
+    columns = ["namespace", "asked", "there", "copied", "size", "bad"]
+    columns += ["unread", "gone", "not stored"]
+    rows = [
+        [
+            each.namespace[:12],
+            each.asked,
+            each.already_there,
+            each.copied,
+            human.size(each.bytes),
+            each.bad,
+            each.unread,
+            each.gone,
+            each.not_stored,
+        ]
+        for each in done
+    ]
+    console.print_table(columns, rows, numbers=columns[1:])
+    if moved := sum(each.bytes for each in done):
+        seconds = sum(each.seconds for each in done)
+        rate = human.rate(moved / seconds)
+        console.say(f"{human.size(moved)} in {human.duration(seconds)}, {rate}")
+    if missing := sum(each.missing for each in done):
+        console.say(f"{missing} blocks that the prompts ask for are not in the source")
 
 
 def tier_to_fill(config: StackConfig, into: str | None) -> int:

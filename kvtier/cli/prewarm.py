@@ -49,8 +49,8 @@ def prewarm(
 
     An engine that shares the tier finds them at once, without a restart. What is there already is
     left alone, so it can be interrupted and run again. Every block is proved when it is read and
-    when it is loaded. Of prompts it is said how many blocks the source does not have. Exit code 1
-    if something could not be copied.
+    when it is loaded. Of prompts it is said how many blocks the source does not have, and in which
+    namespaces that cannot be computed. Exit code 1 if something could not be copied.
     """
     target = load(config)
     tier = tier_to_fill(target, into)
@@ -76,4 +76,4 @@ def prewarm(
     )
     if asked is not None:
         asked.say_skipped(console.warn)
-    report(done, places, json)
+    report(done, places, json, may_skip=asked is not None)

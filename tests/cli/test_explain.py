@@ -242,3 +242,73 @@ def test_prewarm_of_what_a_prompt_asks_for(
     (report,) = run(*args)["namespaces"]
     assert (report["asked"], report["copied"], report["missing"]) == (8, 8, 4)
     assert run("explain", prompt_file, "-c", target / "stack.yaml")["answers"][0]["hits"] == 4
+
+
+def make_room(stack_file: Path) -> None:
+    """For the blocks of two namespaces."""
+    stack_file.write_text(stack_file.read_text().replace("16MiB", "256MiB"))
+
+
+class TestPrewarmWhereKeysCannotBeComputed:
+    PICKLED = Namespace(facts=FACTS | {"hash": "sha256"}, group_bytes=(4096, 4096))
+
+    @pytest.fixture
+    def args(self, prompt_file: Path, stack_file: Path, tmp_path: Path) -> list[object]:
+        """To prewarm from a stack where an engine with such keys has stored blocks."""
+        make_room(stack_file)
+        with Stack.open(stack_file, self.PICKLED, engine="two") as stack:
+            key = block_key(b"x" * 32)
+            stack.store({key: payload(key, self.PICKLED)})
+            assert stack.settle()
+        target = tmp_path / "target"
+        (target / "host").mkdir(parents=True)
+        path = target / "stack.yaml"
+        path.write_text(STACK.format(host=target / "host", blocks=target / "blocks"))
+        return ["prewarm", "-c", path, "--from", stack_file, "--prompts", prompt_file]
+
+    def test_that_namespace_is_skipped(self, stack_file: Path, args: list[object]) -> None:
+        store(stack_file, ENGINE, 4)
+        report = run(*args)
+        assert report["ok"]
+        found = {each["namespace"]: each for each in report["namespaces"]}
+        assert found[ENGINE.id]["copied"] == 8
+        assert found[self.PICKLED.id]["copied"] == 0
+        assert "hashes pickles" in found[self.PICKLED.id]["skipped"]
+        done = command(*args)
+        assert (done.code, f"namespace {self.PICKLED.id[:12]} is skipped" in done.err) == (0, True)
+        assert ENGINE.id[:12] in done.out
+        assert self.PICKLED.id[:12] not in done.out
+
+    def test_without_another_one_that_is_a_failure(self, args: list[object]) -> None:
+        assert not run(*args, code=1)["ok"]
+        done = command(*args)
+        assert (done.code, done.out) == (1, "")
+        assert "hashes pickles" in done.err
+
+    def test_so_it_is_if_it_was_asked_for(self, stack_file: Path, args: list[object]) -> None:
+        store(stack_file, ENGINE, 4)
+        done = command(*args, "--namespace", self.PICKLED.id)
+        assert done.code == 1
+        assert "hashes pickles" in done.err
+
+
+def test_a_namespace_that_nothing_describes_does_not_stop_the_others(
+    stack_file: Path, tmp_path: Path
+) -> None:
+    make_room(stack_file)
+    for namespace, engine in ((ENGINE, "one"), (OTHER, "two")):
+        with Stack.open(stack_file, namespace, engine=engine) as stack:
+            key = block_key(b"x" * 32)
+            stack.store({key: payload(key, namespace)})
+            assert stack.settle()
+    first, last = sorted([ENGINE.id, OTHER.id])
+    for path in tmp_path.rglob("namespace.json"):
+        if path.parent.name == first:
+            path.write_text("{}")
+    store_url = f"file://{tmp_path}/store"
+    report = run("snapshot", "-c", stack_file, "--to", store_url, code=1)
+    assert [(each["namespace"], each["copied"]) for each in report["namespaces"]] == [
+        (first, 0),
+        (last, 1),
+    ]
+    assert "does not describe this namespace" in report["namespaces"][0]["skipped"]
