@@ -246,7 +246,7 @@ def test_prewarm_of_what_a_prompt_asks_for(
 
 def make_room(stack_file: Path) -> None:
     """For the blocks of two namespaces."""
-    stack_file.write_text(stack_file.read_text().replace("16MiB", "256MiB"))
+    stack_file.write_text(stack_file.read_text().replace("16MiB", "1GiB"))
 
 
 class TestPrewarmWhereKeysCannotBeComputed:
