@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 _OURS = {"spec_name": KVTierSpec.__name__, "spec_module_path": KVTierSpec.__module__}
 
+_SYNCHRONOUS = "sync_load_budget_bytes"
+"""How much 0.33 loads while it waits; such a load must not fail, and ours may."""
+
 
 class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     """Keeps KV cache in the tiers of a stack. Works alone and under MultiConnector."""
@@ -35,6 +38,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         check_version(vllm.__version__)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         extra.update(_OURS)
+        if extra.pop(_SYNCHRONOUS, 0):
+            logger.warning("%s is ignored: requests wait for their loads", _SYNCHRONOUS)
         stack = read_stack(extra)
         _set_chunk(extra, stack, kv_cache_config)
         compat.set_recompute_policy(vllm_config)
