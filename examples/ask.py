@@ -39,7 +39,7 @@ def wait_until_up(server: str) -> None:
 
 def hits(server: str) -> dict[str, int]:
     """How many blocks each tier has given so far, from the server's metrics."""
-    time.sleep(0.6)  # the engine tells its counters a few times a second
+    time.sleep(0.6)  # the engine tells its counters twice a second
     sample = r'^kvtier:hit_blocks_total\{.*tier="(\w+)".*\} (\S+)$'
     found = re.findall(sample, get(f"{server}/metrics"), re.MULTILINE)
     return {tier: int(float(value)) for tier, value in found}

@@ -314,6 +314,11 @@ class ChainManager:
         """Whether steps are needed although no request is scheduled."""
         return bool(self._pending) or self.chain.has_pending_work
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody asks for anything, and nothing is under way."""
+        return not (self._requests or self.has_pending_work)
+
     def reset(self) -> None:
         """The engine's weights may have changed: nothing stored so far is served any more.
 

@@ -11,7 +11,7 @@ from kvtier.vllm import compat, guard
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Report
 
-_EVERY_S = 0.25
+_EVERY_S = 0.5
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -63,7 +63,8 @@ def definitions(extra_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Meter:
-    """Reads the chain's counters a few times a second, and tells vLLM what has changed."""
+    """Reads the chain's counters twice a second, and once more when there is nothing else to do, and
+    tells vLLM what has changed."""
 
     def __init__(self, manager: ChainManager, clock: Callable[[], float] = time.monotonic) -> None:
         self._manager = manager
@@ -87,10 +88,11 @@ class Meter:
     def read(self) -> Any:
         """What has changed since the last answer; None if it is too soon to ask."""
         now = self._clock()
-        if now < self._next:
+        if now < self._next and not (self._unread and self._manager.idle):
             return None
         self._next = now + _EVERY_S
-        self._unread = False
+        # What is under way will be something to tell when it has ended.
+        self._unread = self._manager.has_pending_work
         stats = compat.OffloadingConnectorStats()
         chain = self._manager.chain
         found = chain.chain_stats()

@@ -153,7 +153,7 @@ class Server:
             if not waiting and now == last:
                 return
             last = now
-            time.sleep(0.6)  # the counters are told a few times a second
+            time.sleep(0.6)  # the counters are told twice a second
 
     # -- the end -----------------------------------------------------------------------------
 

@@ -1,0 +1,57 @@
+"""The counters are told in time, and to the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier import Stack
+from kvtier.core.offers import Shape
+from kvtier.core.record import record_bytes
+from kvtier.testing.records import make_keys
+from kvtier.types import Namespace
+from kvtier.vllm.manager import ChainManager
+from kvtier.vllm.protocol import Report
+
+NAMESPACE = Namespace(facts={"model": "unit"}, group_bytes=(8192,))
+SLOT = record_bytes(8192)
+
+
+def told(stats: Any) -> Mapping[Any, Any]:
+    return {} if stats is None else dict(stats.data)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
+def test_what_happens_behind_the_last_request_is_told(tmp_path: Path) -> None:
+    from kvtier.vllm.metrics import Meter
+
+    now = [100.0]
+    cpu = {"kind": "cpu", "path": str(tmp_path), "capacity": 64 * SLOT}
+    nvme = {"kind": "nvme", "path": str(tmp_path / "nvme"), "capacity": 64 * SLOT, "free_floor": 0}
+    config = {"version": 1, "name": "unit", "mover": {"mode": "threads"}, "tiers": [cpu, nvme]}
+    with Stack.open(config, NAMESPACE) as stack:
+        manager = ChainManager(stack, region="region", ranks=1)
+        manager.shapes = {0: Shape(256)}
+        meter = Meter(manager, lambda: now[0])
+        manager.on_new_request("a")
+        assert meter.read() is not None
+        _, errand = manager.prepare_store(list(make_keys(4)), "a")
+        meter.reported(Report(1))
+        manager.report(errand.number, Report(1))
+        assert meter.read() is None, "too soon, while somebody asks"
+        now[0] += 1
+        assert "kvtier:stored_blocks" in str(told(meter.read()))
+        assert meter.due, "it is on its way to the disk"
+        manager.on_request_finished("a")
+        end = time.monotonic() + 60
+        while manager.has_pending_work:
+            assert time.monotonic() < end
+            manager.on_schedule_end()
+        assert meter.due
+        assert "nvme" in str(told(meter.read())), "at once, because nothing else is to be done"
+        assert not meter.due
+        assert stack.chain.tiers[1].stats().stored == 4
