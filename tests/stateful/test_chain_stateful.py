@@ -27,6 +27,7 @@ SLOTS = (4, 6, 8)
 REQUESTS = ("a", "b")
 
 some_keys = st.lists(st.sampled_from(UNIVERSE), min_size=1, max_size=6, unique=True)
+asked_keys = st.lists(st.sampled_from(UNIVERSE), min_size=1, max_size=6)  # some of them twice
 number = st.integers(0, 7)
 bad_outcomes = st.sampled_from([outcome for outcome in Outcome if not outcome.ok])
 bad_keys = st.dictionaries(st.sampled_from(UNIVERSE), bad_outcomes, max_size=3)
@@ -116,7 +117,7 @@ class ChainMachine(RuleBasedStateMachine):
                 assert key not in self.dead
         return [key for key, now in zip(keys, answers, strict=True) if now is Presence.HIT]
 
-    @step(keys=some_keys, request=st.sampled_from(REQUESTS), patience=st.integers(1, 20))
+    @step(keys=asked_keys, request=st.sampled_from(REQUESTS), patience=st.integers(1, 20))
     def load_what_is_a_hit(self, keys: list[BlockKey], request: str, patience: int) -> None:
         hits = self.look_up(keys)
         self.chain.touch(hits)
@@ -125,7 +126,7 @@ class ChainMachine(RuleBasedStateMachine):
         assert refusing or not ticket.missing, "lookup promised what could not be taken in"
         self.keep(ticket, hits)
 
-    @step(keys=some_keys, named=st.booleans())
+    @step(keys=asked_keys, named=st.booleans())
     def load_anything(self, keys: list[BlockKey], named: bool) -> None:
         if named:
             self.keep(self.chain.begin_load(keys, "other", self.rig.now + 5.0), keys)
