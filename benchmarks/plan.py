@@ -3,9 +3,10 @@
     python -m benchmarks.plan [--references 1000000] [--rounds 3] [--trace FILE]
 
 The command as a person calls it, in a process of its own, from its start to its last line: two
-tiers with the default policy, in all the sizes that it tries by itself, and in one. The trace is
-made up of conversations like those of an online chat service, the same ones every time; or it is
-a file's, repeated with other blocks until it is long enough.
+tiers with the default policy, in all the sizes that it tries by itself, in one, and in all of them
+with --exact, which says how far off the sampled ones are. The trace is made up of conversations
+like those of an online chat service, the same ones every time; or it is a file's, repeated with
+other blocks until it is long enough.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def repeated(file: Path, references: int) -> Iterator[Row]:
                 return
 
 
-def plan(folder: Path, trace: Path, *more: str) -> float:
-    """The whole command."""
+def plan(folder: Path, trace: Path, *more: str) -> tuple[float, list[float]]:
+    """The whole command: seconds, and percent of hits by size."""
     args = [KVTIER, "plan", folder, "-c", folder / "stack.yaml", *GIVEN, "--trace", trace, "--json"]
     args += more
     start = time.monotonic()
@@ -91,7 +92,7 @@ def plan(folder: Path, trace: Path, *more: str) -> float:
     seconds = time.monotonic() - start
     rows = json.loads(text)["trace"]
     print(f"{seconds:.2f} s for {len(rows)} sizes", file=sys.stderr)
-    return seconds
+    return seconds, [row["hit_percent"] for row in rows]
 
 
 def main() -> None:
@@ -112,11 +113,16 @@ def main() -> None:
                 file.write(json.dumps({"timestamp": now, "hash_ids": blocks}) + "\n")
         times, single = [], []
         for _ in range(chosen.rounds):
-            times.append(plan(folder, trace))
-            single.append(plan(folder, trace, "--scale=1"))
+            seconds, sampled = plan(folder, trace)
+            times.append(seconds)
+            single.append(plan(folder, trace, "--scale=1")[0])
+        exact_s, exact = plan(folder, trace, "--exact")
     report = Report(f"kvtier plan, {made} block references, two tiers")
     report.at_most("all five sizes", statistics.median(times), "s", TARGET_S)
     report.at_most("one size", statistics.median(single), "s", TARGET_S)
+    report.add("all five sizes, --exact", exact_s, "s")
+    off = max(abs(one - other) for one, other in zip(sampled, exact, strict=True))
+    report.add("largest error of a sampled size", off, "points of hits")
     report.add("cores", len(os.sched_getaffinity(0)), "")
     report.finish()
 

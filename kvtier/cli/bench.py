@@ -42,6 +42,7 @@ def bench(
     block did not come back, or not with its own bytes.
     """
     stack = load(config, record_bytes=record_bytes(chunk))
+    console.check_plot(svg)
     found = measure(stack, Size(chunk, blocks, rounds), console.note)
     good = all(tier.good for tier in found)
     if json:

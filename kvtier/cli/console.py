@@ -173,6 +173,14 @@ def confirm(question: str, yes: bool) -> None:
         raise typer.Exit(EXIT_FAILURE)
 
 
+def check_plot(file: Path | None) -> None:
+    """That a plot can be written at the end is seen to before all that it will show."""
+    if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+        raise typer.BadParameter(
+            f"{file}: name a file in a folder where you may write", param_hint="--svg"
+        )
+
+
 def parse_size(text: str | int) -> int:
     """The value of an option that is a size, like 64MiB."""
     from kvtier.core.values import ByteSize

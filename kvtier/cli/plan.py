@@ -33,7 +33,8 @@ def plan(
     ],
     config: console.ConfigOption,
     prefill: Annotated[
-        float | None, typer.Option(min=1, help="Tokens a second that the engine computes.")
+        float | None,
+        typer.Option(min=1, max=1e12, help="Tokens a second that the engine computes."),
     ] = None,
     prompt: Annotated[int, typer.Option(min=1, help="The length that times are for.")] = 8192,
     kv_dtype: Annotated[
@@ -80,6 +81,7 @@ def plan(
     factors = _factors(scale)
     if svg is not None and trace is None:
         raise typer.BadParameter("there is a plot of a --trace only", param_hint="--svg")
+    console.check_plot(svg)
     links = _links(stack, shape.token_bytes * stack.chunk_tokens, bandwidth or [], do_measure)
     device = links.pop(-1, None)
     expectation = expect(stack, shape, links, device, prefill, prompt)

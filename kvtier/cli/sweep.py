@@ -98,16 +98,16 @@ class _Size(NamedTuple):
         self, config: StackConfig, expectation: Expectation, block_bytes: int
     ) -> list[TierPlan]:
         """Its tiers; as a part of the requests fills only a part of the room, they are smaller."""
-        return [
-            TierPlan(
-                settings.kind,
-                max(1, round(int(tier.capacity * self.factor) // block_bytes * self.share)),
-                settings.eviction,
-                settings.write,
-                settings.admission,
+        plans = []
+        for settings, tier in zip(config.tiers, expectation.tiers, strict=True):
+            whole = int(tier.capacity * self.factor) // block_bytes
+            blocks = max(1, round(whole * self.share)) if whole else 0
+            plans.append(
+                TierPlan(
+                    settings.kind, blocks, settings.eviction, settings.write, settings.admission
+                )
             )
-            for settings, tier in zip(config.tiers, expectation.tiers, strict=True)
-        ]
+        return plans
 
 
 def _share(references: int, tiers: int, sizes: int) -> float:
@@ -144,7 +144,7 @@ def _row(
                 hit_percent=_percent(tier.hits, found.references),
                 loaded_bytes=round(tier.hits / size.share) * block_bytes,
                 written_bytes=round(tier.written / size.share) * block_bytes,
-                writes_per_day=tier.written / tier.blocks / days if days else 0.0,
+                writes_per_day=tier.written / tier.blocks / days if days and tier.blocks else 0.0,
             )
             for tier in found.tiers
         ],

@@ -106,6 +106,8 @@ def test_what_is_not_counted_is_said(model: Path, stack_file: Path) -> None:
         (["--bandwidth=nvme=fast"], 'like "64GiB"'),
         (["--scale=0,1"], "write numbers like"),
         (["--svg=x.svg"], "--trace"),
+        (["--svg=none/x.svg", "--trace=none.jsonl"], "where you may write"),
+        (["--prefill=inf"], "--prefill"),
         (["--kv-dtype=float3"], "is not known"),
         (["--trace=none.jsonl"], "cannot be read"),
     ],
@@ -180,6 +182,15 @@ class TestTrace:
                 assert tier.written_bytes == pytest.approx(whole_tier.written_bytes, rel=0.3)
         assert sweep.said_of_sample(rows(True)) == ""
         assert "all sizes but x1 are of a sample" in sweep.said_of_sample([small, *others])
+
+    def test_a_tier_without_room_for_one_block_has_no_hits(
+        self, model: Path, stack_file: Path, trace: Path
+    ) -> None:
+        args = [model, "-c", stack_file, *GIVEN, "--trace", trace, "--scale=0.1"]
+        (row,) = run(*args)["trace"]
+        host, disk = row["tiers"]
+        assert (host["capacity"], host["hit_percent"], host["written_bytes"]) == (0, 0, 0)
+        assert row["hit_percent"] == disk["hit_percent"]
 
     def test_as_a_table(self, model: Path, stack_file: Path, trace: Path) -> None:
         done = command("plan", model, "-c", stack_file, *GIVEN, "--trace", trace, columns=40)

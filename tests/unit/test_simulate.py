@@ -213,6 +213,18 @@ def test_a_tier_that_holds_everything_needs_no_policy(spare: int) -> None:
         assert counts(requests, plans) == slowly(requests, plans)
 
 
+@pytest.mark.parametrize("eviction", ["adaptive", "arc", "lru", "s3fifo"])
+@pytest.mark.parametrize("write", WritePolicy)
+def test_a_tier_without_room_is_as_good_as_none(eviction: str, write: WritePolicy) -> None:
+    requests = conversations(2, 100)
+    above = TierPlan("above", 20, eviction, WritePolicy.THROUGH, Admission.ALWAYS)
+    nothing = TierPlan("below", 0, eviction, write, Admission.ALWAYS)
+    for plans in ([above, nothing], [nothing, above]):
+        found = counts(requests, plans)
+        assert found[plans.index(nothing)] == Counts(0, 0, 0)
+        assert found[plans.index(above)] == counts(requests, [above])[0]
+
+
 def test_no_requests() -> None:
     plans = [TierPlan("tier", 4, "lru", WritePolicy.THROUGH, Admission.ALWAYS)]
     assert counts([], plans) == [Counts(0, 0, 0)]
