@@ -7,7 +7,7 @@ and what the keeper has deleted, comes as news from the keeper, and is taken in 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 from kvtier.backends.object.keeper import Keeper
@@ -253,6 +253,11 @@ class ObjectCatalogue(SlabTier):
     def _write_removed(self, objects: Sequence[Object]) -> None:
         self._keeper.removed([key for key, _ in objects], [gen for _, gen in objects])
 
-    def known(self) -> tuple[list[BlockKey], dict[BlockKey, int]]:
-        """All offered keys, and generations that are not 0; may be called from any thread."""
-        return list(self._where), dict(self._generation)
+    def known(self) -> Iterator[tuple[BlockKey, int]]:
+        """All offered keys and their generations, one after the other, from any thread: what comes
+        or goes in the meantime may be among them or not."""
+        where, generation, key_of = self._where, self._generation, self._key_of
+        for slot in range(len(key_of)):
+            key = key_of[slot]
+            if key is not None and where.get(key) == slot:
+                yield key, generation.get(key, 0)

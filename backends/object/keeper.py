@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import chain, islice
+from itertools import islice
 
 import msgspec
 
@@ -95,7 +95,7 @@ class Keeper:
         self._next_look = self._next_audit = 0.0
         self._purged_before = 0.0
         self._thread: threading.Thread | None = None
-        self._known: Known = lambda: ([], {})
+        self._known: Known = lambda: iter(())
         self._breath = Breath(self._meanwhile)
         self._listing = False
 
@@ -150,8 +150,8 @@ class Keeper:
     # -- beginning and end -----------------------------------------------------------------
 
     def open(self, known: Known) -> None:
-        """Learn what is there; raises StoreError. `known` answers the tier's keys, and the
-        generations of those whose generation is not 0, from any thread."""
+        """Learn what is there; raises StoreError. `known` answers the tier's keys and their
+        generations, from any thread."""
         self._known = known
         with self._mutex:
             self._store.put(
@@ -369,16 +369,19 @@ class Keeper:
 
     def _known_soon(self) -> Spread[None]:
         """What the tier knows, but for what it is still to hear of."""
-        on_the_way = [piece.removed.keys for piece in tuple(self.news) if piece.removed]
-        offered, generations = self._known()
+        leaving = {
+            mark(key, generation)
+            for piece in tuple(self.news)
+            if piece.removed
+            for key, generation in zip(piece.removed.keys, piece.removed.generations, strict=True)
+        }
         known: Spread[None] = Spread()
-        for piece in self._breath.chunks(len(offered)):
-            for key in offered[piece]:
-                found = mark(key, generations.get(key, 0))
+        self._breath.begin()
+        for key, generation in self._known():
+            self._breath()
+            found = mark(key, generation)
+            if found not in leaving:
                 known.part(found)[found] = None
-        for key in chain.from_iterable(on_the_way):
-            found = mark(key, generations.get(key, 0))
-            known.part(found).pop(found, None)
         return known
 
     def _take_in(self, finding: Finding) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
@@ -16,8 +16,8 @@ from kvtier.types import BlockKey
 
 _LATELY_US = 600_000_000
 
-Known = Callable[[], tuple[list[BlockKey], dict[BlockKey, int]]]
-"""All keys that a tier offers, and generations that are not 0."""
+Known = Callable[[], Iterator[tuple[BlockKey, int]]]
+"""All keys that a tier offers, and their generations."""
 
 
 class Rows(msgspec.Struct):
