@@ -17,10 +17,10 @@ import time
 from collections import deque
 
 import msgspec
-import numpy as np
 
 from kvtier.backends.nvme.files import owner_path, used_bytes
 from kvtier.backends.nvme.folder import NOBODY, Limits, NvmeFolder, SlabFile
+from kvtier.backends.nvme.news import News, changes
 from kvtier.backends.nvme.uses import Uses
 from kvtier.core.slab import layout
 from kvtier.errors import FormatError, MediumError, NewerFormat
@@ -30,26 +30,12 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.02
 """How long another process's commit may stay unknown here."""
+_LOOK_SHARE = 10
+"""A look around takes at most one part in so many of a core, however many slabs there are."""
 _HOUSEKEEPING_S = 1.0
 _USES_S = 10.0
 _RECENT_NS = 100_000_000
 """File times are coarse: a table written this recently is read again even if it looks unchanged."""
-
-
-class News(msgspec.Struct):
-    """Something about a slab that the tier does not know yet."""
-
-    slab: SlabFile
-    mine: bool = False
-    gone: bool = False
-    wanted: str = ""
-    """ "yield" or "retire": a slab of ours should go to a neighbour, or go altogether."""
-    table: bytes | None = None
-    """Everything that the slab holds, where it becomes ours with its blocks."""
-    changes: tuple[list[int], list[BlockKey]] | None = None
-    """What changed in another's slab: slots, and the key of each (empty if it holds none)."""
-    written: list[int] | None = None
-    """Entries of these slots have been written down."""
 
 
 class Known(msgspec.Struct):
@@ -80,6 +66,7 @@ class Keeper:
         self._mutex = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
+        self._look_took = 0.0
         self._next_housekeeping = 0.0
         self._next_uses = 0.0
         self._thread: threading.Thread | None = None
@@ -94,11 +81,15 @@ class Keeper:
 
     def _run(self) -> None:
         while not self._stopping:
-            alone = all(known.mine for known in self._known.values())
-            self._wake.wait(_HOUSEKEEPING_S / 4 if alone else _LOOK_S)
+            self._wake.wait(self.pause())
             self._wake.clear()
             if not self._stopping:
                 self.work()
+
+    def pause(self) -> float:
+        """How long to sleep if nobody wants anything."""
+        alone = all(known.mine for known in self._known.values())
+        return _HOUSEKEEPING_S / 4 if alone else max(_LOOK_S, _LOOK_SHARE * self._look_took)
 
     def work(self, *, thorough: bool = False) -> None:
         """One round; `thorough` does the rarer parts too, whatever the time."""
@@ -107,8 +98,10 @@ class Keeper:
                 if not owner_path(self.folder.owners, self.owner).exists():
                     self._begin_again()
                 self._write_down()
+                began = time.monotonic()
                 self._look_around()
                 now = time.monotonic()
+                self._look_took = now - began
                 if thorough or now >= self._next_housekeeping or self._slots_wanted:
                     self._next_housekeeping = now + _HOUSEKEEPING_S
                     self._adopt_orphans()
@@ -174,7 +167,7 @@ class Keeper:
             return
         if time.time_ns() - changed < _RECENT_NS:
             changed = 0
-        slots, keys = _changes(known.table if known else b"", table, slab.header.slots)
+        slots, keys = changes(known.table if known else b"", table, slab.header.slots)
         self._known[slab_id] = Known(slab, False, changed, table)
         if slots or known is None:
             self.news.append(News(slab, changes=(slots, keys)))
@@ -364,25 +357,3 @@ class Keeper:
                         self.folder.remove_slab(slab_id)
         os.close(self._owner_fd)
         self.folder.close()
-
-
-def _changes(old: bytes, new: bytes, slots: int) -> tuple[list[int], list[BlockKey]]:
-    """The slots whose entries differ between two states of a table, with their present keys."""
-    entries = layout.read_entries(new, slots)
-    held = np.zeros(slots, bool)
-    held[layout.committed(entries)] = True
-    if len(old) == len(new):
-        words = (
-            np.frombuffer(table, np.uint64, slots * 8, layout.TABLE_AT) for table in (old, new)
-        )
-        before, after = (table.reshape(slots, 8) for table in words)
-        different = before != after
-        different[:, layout.USES_AT // 8] = False  # used, and otherwise the same
-        rows = np.flatnonzero(different.any(axis=1))
-    else:
-        rows = np.flatnonzero(held)
-    keys = layout.keys_of(entries[rows])
-    here = held[rows].tolist()
-    return rows.tolist(), [
-        key if present else BlockKey(b"") for key, present in zip(keys, here, strict=True)
-    ]

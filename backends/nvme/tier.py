@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.backends.nvme.folder import SlabFile
-from kvtier.backends.nvme.keeper import Keeper, News
+from kvtier.backends.nvme.keeper import Keeper
+from kvtier.backends.nvme.news import News
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
 from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.slab import layout

@@ -134,6 +134,18 @@ def test_who_is_no_owner_any_more_becomes_one_again(tmp_path: Path) -> None:
     neighbour.close()
 
 
+def test_looking_around_takes_a_small_share_of_a_core(tmp_path: Path) -> None:
+    mine, neighbour = Engine(tmp_path / "kv"), Engine(tmp_path / "kv")
+    mine.tier.refresh()
+    keeper = mine.keeper
+    keeper._look_took = 0.0001
+    assert keeper.pause() == 0.02
+    keeper._look_took = 0.012  # of two thousand slabs
+    assert keeper.pause() == pytest.approx(0.12)
+    neighbour.close()
+    mine.close()
+
+
 def test_becoming_an_owner_again_may_fail_and_be_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from nvme_rig import Engine, child, expect
 
 from kvtier.backends.nvme.folder import SlabFile
-from kvtier.backends.nvme.keeper import News
+from kvtier.backends.nvme.news import News
 from kvtier.backends.nvme.spec import NvmeSpec
 from kvtier.core.record import record_bytes
 from kvtier.core.slab.layout import SlabHeader
