@@ -175,11 +175,10 @@ class Keeper:
     # -- owning ----------------------------------------------------------------------------
 
     def _adopt_orphans(self) -> None:
-        orphans = [
-            known.slab
-            for known in self._known.values()
-            if not known.mine and not self.folder.alive(known.slab.owner)
-        ]
+        theirs = [known.slab for known in self._known.values() if not known.mine]
+        owners = {slab.owner for slab in theirs}
+        dead = {owner for owner in owners if not self.folder.alive(owner)}
+        orphans = [slab for slab in theirs if slab.owner in dead]
         if not orphans and not self._broken:
             return
         with self.folder.locked():
