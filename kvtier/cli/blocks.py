@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
@@ -111,15 +112,17 @@ class Prover:
         self._config = config
         self._namespaces = namespaces
         self._stores: dict[int, ObjectProver] = {}
+        self._opening = threading.Lock()
 
     def prove(self, block: Block) -> Verdict:
         """Read a block's record; what it is worth."""
         if block.slab is not None:
             return _prove_slot(block, block.slab)
-        if block.tier not in self._stores:
-            from kvtier.cli.look_objects import StoreProver
+        with self._opening:  # several threads prove at once
+            if block.tier not in self._stores:
+                from kvtier.cli.look_objects import StoreProver
 
-            self._stores[block.tier] = StoreProver(self._config.tiers[block.tier])
+                self._stores[block.tier] = StoreProver(self._config.tiers[block.tier])
         return self._stores[block.tier].prove(block, self._namespaces.get(block.namespace))
 
     def close(self) -> None:

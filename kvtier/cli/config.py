@@ -112,12 +112,11 @@ def init(
     if file is None:
         console.say(text.rstrip())
         return
-    try:
-        with file.open("x", encoding="utf-8") as target:
-            target.write(text)
-    except FileExistsError:
-        raise KVTierError(f"{file} exists; name another file, or remove it first") from None
+    if file.exists():
+        raise KVTierError(f"{file} exists; name another file, or remove it first")
     folder.expanduser().mkdir(mode=0o700, parents=True, exist_ok=True)
+    with file.open("x", encoding="utf-8") as target:
+        target.write(text)
     console.say(f"{file} is written; look through it, then: kvtier config check {file}")
 
 

@@ -86,9 +86,20 @@ def stdout() -> Console:
     return Console(highlight=False, width=_FILE_COLUMNS if wide else None)
 
 
+# What names and messages from media and stores must not do to a terminal: move it, colour it.
+_CONTROL = {
+    code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"
+}
+
+
+def plain(text: str) -> str:
+    """A text without characters that a terminal obeys instead of showing them."""
+    return text.translate(_CONTROL)
+
+
 def say(text: str = "") -> None:
     """One line to the person who called."""
-    print(text)
+    print(plain(text))
 
 
 def say_wrapped(text: str, indent: int = 0) -> None:
@@ -105,7 +116,7 @@ def say_wrapped(text: str, indent: int = 0) -> None:
 
 def warn(text: str) -> None:
     """One line to standard error."""
-    print(f"kvtier: {text}", file=sys.stderr)
+    print(f"kvtier: {plain(text)}", file=sys.stderr)
 
 
 def note(text: str) -> None:
@@ -265,7 +276,7 @@ def print_table(
             name, justify="right" if name in numbers else "left", overflow="fold", no_wrap=False
         )
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
+        table.add_row(*(Text(plain(str(cell))) for cell in row))
     with console.capture() as text:  # rich would end the process where the reader has gone
         console.print(table)
     print(text.get(), end="")

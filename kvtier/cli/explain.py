@@ -68,7 +68,12 @@ def explain(
     ] = None,
     namespace: Annotated[
         str | None,
-        typer.Option(metavar="NAMESPACE", help="The one asked about; else one that is in use."),
+        typer.Option(
+            "--namespace",
+            "-n",
+            metavar="NAMESPACE",
+            help="The one asked about; else one that is in use.",
+        ),
     ] = None,
     json: console.JsonOption = False,
 ) -> None:

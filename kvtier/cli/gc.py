@@ -59,7 +59,8 @@ def gc(
             [[row["what"], row["where"], human.size(float(str(row["bytes"])))] for row in rows],
             numbers=["size"],
         )
-        total = human.size(sum(int(str(row["bytes"])) for row in rows))
+        counted = [row for row in rows if dry_run or row["removed"]]
+        total = human.size(sum(int(str(row["bytes"])) for row in counted))
         console.say(f"{total} {'would be' if dry_run else 'were'} removed")
     if kept:
         console.warn(f"{kept} of them are in use again and stay")

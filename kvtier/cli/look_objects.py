@@ -99,6 +99,12 @@ def _read_manifests(place: Place, store: Store) -> None:
     for name in _namespace_names(store):
         namespace = _describe(place, store, name)
         if namespace is None:
+            if not any(parse_block(info.name) for info in store.list(f"{name}/")):
+                continue
+            place.troubles.append(
+                f"nothing in {place.where} says what the namespace {name} means: its blocks are "
+                f"left alone; kvtier clear {name[:12]} removes them"
+            )
             continue
         entries = Journal(store, namespace).everything()
         added = entries[entries["kind"] == ADDED]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,6 +62,8 @@ class PackWriter:
             if kind is None:
                 tail = _TAIL.pack(END, self.count)
                 self._file.write(tail + _SUM.pack(xxhash.xxh3_64_intdigest(tail)))
+                self._file.flush()
+                os.fsync(self._file.fileno())  # or the name could outlive a crash, and not the rest
             self._file.close()
             if kind is None:
                 self._making.replace(self._path)
@@ -73,6 +76,8 @@ class PackReader(Reader):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
+        if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would mean to wait
+            raise FormatError(f"{path} is no ordinary file: name one that kvtier export wrote")
         self._file: BinaryIO = path.open("rb")
         try:
             self.namespace = self._read_head(path)

@@ -10,7 +10,7 @@ import typer
 from kvtier.cli import console
 from kvtier.cli.blocks import Block, Prover, blocks_of
 from kvtier.cli.holdings import Place, known_namespaces, look
-from kvtier.cli.ls import age, count
+from kvtier.cli.ls import age, count, find_namespace
 from kvtier.config import StackConfig, load
 from kvtier.errors import KVTierError
 from kvtier.observe import human
@@ -47,10 +47,11 @@ def show(
     places = look(stack)
     known = known_namespaces(places)
     ids = known.keys() | {part.namespace for place in places for part in place.parts}
-    namespaces = sorted(each for each in ids if each.startswith(text))
-    for each in namespaces:
-        _show_namespace(each, known.get(each), places, json)
-    if not namespaces:
+    namespaces = [each for each in ids if each.startswith(text)]
+    if namespaces:
+        name = find_namespace(places, text)
+        _show_namespace(name, known.get(name), places, json)
+    else:
         _show_blocks(stack, places, known, text, json)
     console.end_with_troubles(places)
 

@@ -40,9 +40,7 @@ class Found(msgspec.Struct):
 )
 def verify(
     config: console.ConfigOption,
-    namespace: Annotated[
-        str | None, typer.Option(metavar="NAMESPACE", help="Only this one; its first digits.")
-    ] = None,
+    namespace: console.NamespaceOption = None,
     tier: console.TierOption = None,
     sample: Annotated[
         str | None, typer.Option(metavar="N|P%", help="Only so many blocks, drawn at random.")
@@ -59,14 +57,13 @@ def verify(
     stack = load(config)
     places = look(stack, console.tier_of(tier, stack))
     chosen = "" if namespace is None else find_namespace(places, namespace)
-    total = sum(
-        part.blocks for place in places for part in place.parts if part.namespace.startswith(chosen)
-    )
+    parts = [part for place in places for part in place.parts if part.namespace.startswith(chosen)]
+    total = sum(part.blocks for part in parts)
     wanted = total if sample is None else _sample_size(sample, total)
     blocks = (block for place in places for block in blocks_of(place, chosen))
     sound = (block for block in blocks if not block.quarantined)
     found = _prove(stack, places, _draw(sound, total, wanted), wanted)
-    found.counts["quarantined"] = sum(part.quarantined for place in places for part in place.parts)
+    found.counts["quarantined"] = sum(part.quarantined for part in parts)
     left: list[str] = []
     repaired = 0
     if repair:
@@ -150,6 +147,7 @@ def _report(
     troubles = [trouble for place in places for trouble in place.troubles] + left
     for block, why in found.unread[:_SHOWN]:
         troubles.append(f"{block.where}: cannot be read: {why}")
+    ok = not (troubles or found.counts["unread"] or len(found.bad) > (repaired or 0))
     if json:
         bad = [
             {"tier": b.tier, "key": b.key.hex(), "namespace": b.namespace, "where": b.where}
@@ -158,7 +156,7 @@ def _report(
         ]
         console.print_json(
             {
-                "ok": not (found.bad or troubles),
+                "ok": ok,
                 "counts": found.counts,
                 "bytes": found.bytes,
                 "bad": bad,
@@ -181,5 +179,5 @@ def _report(
             console.say("to take them out of use: stop their engines, then kvtier verify --repair")
     for trouble in troubles:
         console.warn(trouble)
-    if troubles or found.counts["unread"] or (len(found.bad) > (repaired or 0)):
+    if not ok:
         raise typer.Exit(console.EXIT_FAILURE)

@@ -257,6 +257,17 @@ class TestSnapshots:
         assert "name a url" in command("snapshot", "-c", filled).err
         assert command("snapshot", "-c", filled, "--to", "ftp://x").code == 2
 
+    def test_a_description_that_is_lost_is_no_empty_store(
+        self, filled: Path, fresh: Path, tmp_path: Path
+    ) -> None:
+        store = f"file://{tmp_path}/snapshot"
+        run("snapshot", "-c", filled, "--to", store)
+        (description,) = (tmp_path / "snapshot").rglob("namespace.json")
+        description.write_text("{}")
+        done = command("restore", "-c", fresh, "--from", store)
+        assert (done.code, done.out) == (1, "")
+        assert f"says what the namespace {NAMESPACE.id} means" in done.err
+
     def test_from_a_store_that_is_down(self, fresh: Path, monkeypatch: Any) -> None:
         fresh.write_text(
             fresh.read_text()
@@ -328,6 +339,12 @@ class TestFiles:
         done = command("import", fresh, "-c", fresh)
         assert done.code == 1
         assert "not a file of kvtier export" in done.err
+
+    def test_a_pipe_is_not_waited_for(self, fresh: Path, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        done = command("import", tmp_path / "pipe", "-c", fresh)
+        assert done.code == 1
+        assert "no ordinary file" in done.err
 
     def test_a_missing_file(self, fresh: Path, tmp_path: Path) -> None:
         assert "name one that exists" in command("import", tmp_path / "x", "-c", fresh).err

@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from itertools import count
 from pathlib import Path
 
 import pytest
 from cli_world import KVTIER, Hold, command
 
-from kvtier.testing.records import NAMESPACE
+from kvtier import Stack
+from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.types import Namespace
 
 pytestmark = pytest.mark.slow
 
@@ -178,3 +181,37 @@ def test_json(words: list[str], filled: Path) -> None:
     done = command(*words, "-c", filled, "--json")
     assert (done.code, done.err) == (0, "")
     assert json.loads(done.out)
+
+
+@pytest.mark.parametrize("words", [["ls"], ["show", "{id}"], ["show", "{id}", "--json"]])
+def test_names_do_not_command_the_terminal(words: list[str], stack_file: Path) -> None:
+    """A namespace's facts come from whoever may write to the folder or bucket."""
+    hostile = Namespace(facts={"model": "\x1b]0;mine\x07\x9b2J\r"}, group_bytes=(4096,))
+    with Stack.open(stack_file, hostile) as stack:
+        key = make_keys(1)[0]
+        stack.store({key: payload(key, hostile)})
+        assert stack.settle()
+    done = command(*[word.format(id=hostile.id) for word in words], "-c", stack_file)
+    assert done.code == 0
+    assert "mine" in done.out
+    assert not set(done.out) & set("\x1b\x07\r") | set(done.err)
+    assert "--json" in words or "\x9b" not in done.out
+
+
+def test_of_two_namespaces_with_the_same_digits_none_is_shown(
+    stack_file: Path, tmp_path: Path
+) -> None:
+    seen: dict[str, Namespace] = {}
+    for number in count():
+        first = Namespace(facts={"model": str(number)}, group_bytes=(4096,))
+        second = seen.setdefault(first.id[:4], first)
+        if second is not first:
+            break
+    for namespace in (first, second):
+        home = tmp_path / "disk" / "blocks" / namespace.id
+        home.mkdir(parents=True)
+        (home / "namespace.json").write_bytes(namespace.to_json())
+    done = command("show", first.id[:4], "-c", stack_file, "--json")
+    assert (done.code, done.out) == (1, "")
+    assert "2 namespaces begin with" in done.err
+    assert command("show", first.id, "-c", stack_file).code == 0
