@@ -8,6 +8,7 @@ deadlines, certificates and errors hold for all of them.
 from __future__ import annotations
 
 import email.utils
+import os
 import re
 import ssl
 import time
@@ -52,6 +53,7 @@ _ERROR_BODY_BYTES_MAX = 64 << 10
 _PAGE_BYTES_MAX = 8 << 20
 _SINGLE_DELETES_MAX = 4
 """A few deletes cost less one by one than botocore's building and parsing of a bulk request."""
+_ENDPOINT_NAMES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _DNS_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
@@ -330,8 +332,8 @@ def addressing_of(settings: S3Settings) -> str:
         check_region(settings.region)
     if settings.addressing != "auto":
         return settings.addressing
-    own = settings.endpoint is None and _DNS_BUCKET.fullmatch(settings.bucket)
-    return "virtual" if own else "path"
+    named = settings.endpoint or any(os.environ.get(name) for name in _ENDPOINT_NAMES)
+    return "virtual" if not named and _DNS_BUCKET.fullmatch(settings.bucket) else "path"
 
 
 def _address(endpoint: str, bucket: str, style: str) -> tuple[Address, str]:

@@ -116,6 +116,17 @@ def test_path_and_virtual_host_addressing(
         store.close()
 
 
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_an_endpoint_of_the_environment_is_not_asked_for_names_below_it(
+    server: HostileServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, server.endpoint)
+    store = open_store(StoreSettings(url="s3://bucket/a"))
+    store.get("name", [memoryview(bytearray(len(BODY)))])
+    assert server.heads[-1].startswith(b"GET /bucket/a/name HTTP/1.1")
+    store.close()
+
+
 def test_an_ipv6_endpoint(opened: Opener) -> None:
     with HostileServer(serve, host="::1") as server:
         store = opened(endpoint=f"http://[::1]:{server.port}")
