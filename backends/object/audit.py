@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from array import array
 
 import msgspec
 
@@ -64,9 +65,10 @@ class Stated:
     """What is written down about each object."""
 
     def __init__(self, entries: Entries, breathe: Breath) -> None:
-        self._kinds = entries["kind"]
-        self._times_us = entries["time_us"]
-        self._sizes = entries["size"]
+        # one by one they are read from arrays in a third of the time
+        self._kinds = entries["kind"].tobytes()
+        self._times_us = array("Q", entries["time_us"].tobytes())
+        self._sizes = array("Q", entries["size"].tobytes())
         self.rows: Spread[int] = Spread()
         for piece in breathe.chunks(len(entries)):
             some = entries[piece]
@@ -82,7 +84,7 @@ class Stated:
         row = self.rows.part(found).get(found)
         if row is None:
             return None
-        return int(self._kinds[row]), int(self._times_us[row]) / 1e6, int(self._sizes[row])
+        return self._kinds[row], self._times_us[row] / 1e6, self._sizes[row]
 
 
 class _Foreign(msgspec.Struct, frozen=True, order=True, gc=False):
@@ -192,8 +194,6 @@ def _find_gone(
     it may have come while the listing was under way, or have been stored again after a removal."""
 
     def look(found: bytes, at: float) -> None:
-        if found in present.part(found):
-            return
         key, generation = marked(found)
         young = at > case.now - _YOUNG_S
         if not young or store.head(block_name(case.namespace, key, generation)) is None:
@@ -202,10 +202,12 @@ def _find_gone(
 
     for found, _ in case.known.items():
         breathe()
-        _, at, _ = stated.of(found) or (0, case.now, 0)
-        look(found, at)
+        if found not in present.part(found):
+            _, at, _ = stated.of(found) or (0, case.now, 0)
+            look(found, at)
     for found, _ in stated.rows.items():
         breathe()
-        kind, at, _ = stated.of(found) or (manifest.REMOVED, 0.0, 0)
-        if kind == manifest.ADDED and found not in case.known.part(found):
-            look(found, at)
+        if found not in present.part(found) and found not in case.known.part(found):
+            kind, at, _ = stated.of(found) or (manifest.REMOVED, 0.0, 0)
+            if kind == manifest.ADDED:
+                look(found, at)

@@ -72,7 +72,7 @@ class Page:
         """Of the page."""
 
     def __iter__(self) -> Iterator[Listed]:
-        parser = expat.ParserCreate(None, "}")
+        parser = expat.ParserCreate()  # stores that state a namespace state it as the default
         parser.StartDoctypeDeclHandler = _refuse_declarations
         parser.StartElementHandler = self._begin
         parser.EndElementHandler = self._end
@@ -93,20 +93,19 @@ class Page:
     def _begin(self, tag: str, _: object) -> None:
         self._depth += 1
         self._text.clear()
-        if self._depth == 1 and _plain(tag) != "ListBucketResult":
+        if self._depth == 1 and tag != "ListBucketResult":
             raise WrongEndpoint("the endpoint does not list as an S3 store would: check it")
 
     def _end(self, tag: str) -> None:
         if self._depth == 3:
-            self._fields[_plain(tag)] = "".join(self._text)
-        elif self._depth == 2 and _plain(tag) == "Contents":
-            self._listed.append(_listed(self._fields))
+            self._fields[tag] = "".join(self._text)
         elif self._depth == 2:
-            self._facts[_plain(tag)] = "".join(self._text)
-        if self._depth == 2:
+            if tag == "Contents":
+                self._listed.append(_listed(self._fields))
+            else:
+                self._facts[tag] = "".join(self._text)
             self._fields.clear()
         self._depth -= 1
-        self._text.clear()
 
 
 def _listed(fields: dict[str, str]) -> Listed:
@@ -119,8 +118,3 @@ def _listed(fields: dict[str, str]) -> Listed:
 
 def _refuse_declarations(*_: object) -> None:
     raise WrongEndpoint("a listing with declarations of its own: is it an S3 endpoint?")
-
-
-def _plain(tag: str) -> str:
-    """A tag without its namespace, which not every store states."""
-    return tag.rpartition("}")[2]
