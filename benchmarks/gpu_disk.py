@@ -70,6 +70,7 @@ class DiskArena:
             index=0,
             open_direct=lambda: access.open(layout, namespace.digest),
         )
+        assert self.copier.prepared.wait(SECONDS_MAX), "pinning the region takes too long"
         self.keys = [block_key(at.to_bytes(8, "big")) for at in range(records)]
         ids = np.random.default_rng(0).permutation(2 * count)
         self.away, self.back = (Blocks(mine, [count], [0]) for mine in (ids[:count], ids[count:]))

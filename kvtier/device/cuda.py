@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -127,8 +128,8 @@ def open_copier(
         device = Cuda(index, batch_copy)
         memory = PinnedMemory(data, len(host.record(0)), CudaRegistrar(device.cudart))
 
-        def prepare() -> None:
-            if memory.pin():
+        def prepare(stopping: threading.Event) -> None:
+            if memory.pin(stopping):
                 device.build_kernel()
 
         return CudaCopier(
@@ -292,7 +293,8 @@ def cores_near(index: int, topology: Topology) -> set[int]:
 def runtime() -> ctypes.CDLL:
     """The CUDA runtime in this process: torch has loaded one, and there must not be two."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
-        paths = {line.split()[-1] for line in maps if "libcudart" in line}
+        lines = [line.removesuffix(" (deleted)\n") for line in maps if "libcudart" in line]
+    paths = {line.split()[-1] for line in lines}
     if not paths:
         raise RuntimeError("torch has loaded no CUDA runtime: this is a build without CUDA")
     return ctypes.CDLL(sorted(paths)[0])

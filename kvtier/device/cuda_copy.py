@@ -66,7 +66,7 @@ class CudaCopier(DeviceCopier):
         namespace: bytes,
         *,
         prove_threads: int = 4,
-        prepare: Callable[[], None] = lambda: None,
+        prepare: Callable[[threading.Event], None] = lambda stopping: None,
         on_close: Callable[[], None] = lambda: None,
         open_direct: Callable[[], DirectLoader | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -88,7 +88,9 @@ class CudaCopier(DeviceCopier):
         self._loads = _Pipe(device.lane(urgent=True))
         self._stores = _Pipe(device.lane(urgent=False))
         self._prepare = prepare
-        self._ready = threading.Event()
+        self.prepared = threading.Event()
+        """Set when copies are as fast as they will get."""
+        self._stopping = threading.Event()
         self._opening = self._start([self._open])
         self._issuing = self._start([self._issue_loads] * prove_threads + [self._issue_stores])
         self._direct = DirectPath(layout, device, self._desk, open_direct) if open_direct else None
@@ -112,17 +114,14 @@ class CudaCopier(DeviceCopier):
         return threads
 
     def _open(self) -> None:
-        """What takes long, like pinning memory, is done while the engine goes on; jobs wait."""
+        """What takes long, like pinning memory, is done while the engine goes on, and its copies
+        with it: pageable memory is slower, but no reason to wait."""
         try:
-            self._prepare()
+            self._prepare(self._stopping)
         except ERRORS:
             logger.exception("the device's copies are slower than they could be")
         finally:
-            self._ready.set()
-
-    def _wait_until_ready(self) -> None:
-        while not self._ready.wait(0.1):
-            self._desk.expire()
+            self.prepared.set()
 
     # -- the engine's side -----------------------------------------------------------------
 
@@ -140,6 +139,7 @@ class CudaCopier(DeviceCopier):
         return self._direct is not None and self._direct.able
 
     def close(self) -> None:
+        self._stopping.set()
         self._desk.close()
         if self._direct is not None:
             self._direct.stop()
@@ -157,7 +157,6 @@ class CudaCopier(DeviceCopier):
     # -- to the device ---------------------------------------------------------------------
 
     def _issue_loads(self) -> None:
-        self._wait_until_ready()
         while (batch := self._desk.next(self._desk.load)) is not None:
             stamps = [self._prover.stamp(slot) for slot in _slots(batch)]
             outcomes = _head(self._guard(batch, self._prove), batch.work.failed)
@@ -180,7 +179,6 @@ class CudaCopier(DeviceCopier):
     # -- from the device -------------------------------------------------------------------
 
     def _issue_stores(self) -> None:
-        self._wait_until_ready()
         while (batch := self._desk.next(self._desk.store)) is not None:
             outcomes = self._guard(batch, self._reserved)
             flight = self._queue(self._stores, batch, outcomes, self._stores.lane.to_host, [])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from typing import Protocol
 
 import numpy as np
@@ -11,8 +13,9 @@ from kvtier.core.record import Buffer
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 16 << 30
-"""Drivers have refused larger ranges in one piece."""
+PIECE_BYTES = 64 << 20
+"""While the driver pins, what else wants its locks waits, the engine's own calls and those of other
+ranks too: some milliseconds for so much. Drivers and kernels have also refused large ranges."""
 
 
 class Registrar(Protocol):
@@ -42,10 +45,13 @@ class PinnedMemory:
         self._size = len(data)
         self._step = max(piece_bytes // slot_bytes, 1) * slot_bytes
 
-    def pin(self) -> bool:
-        """Register all of it, which takes a while; whether the device reaches it directly now."""
+    def pin(self, stopping: threading.Event | None = None) -> bool:
+        """Register all of it; whether the device reaches it directly now. That takes a while, half
+        of which is left to others, and ends early if it is to stop."""
+        stopping = stopping or threading.Event()
         for at in range(0, self._size, self._step):
             size = min(self._step, self._size - at)
+            began = time.monotonic()
             reason = self._registrar.register(self._base + at, size)
             if reason is not None:
                 logger.warning(
@@ -60,6 +66,8 @@ class PinnedMemory:
                 self.close()
                 return False
             self._addresses.append(self._base + at)
+            if stopping.wait(time.monotonic() - began):
+                return False
         return True
 
     def close(self) -> None:

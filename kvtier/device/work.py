@@ -226,12 +226,6 @@ class Desk:
         """Rows of the oldest store, if no load could use the time."""
         return None if any(self._arrived(work) for work in self._loads) else self.store()
 
-    def expire(self) -> None:
-        """Give up loads whose deadline has passed, when nobody takes batches."""
-        with self._lock:
-            for work in list(self._loads):
-                self._expire(work)
-
     def _expire(self, work: Work) -> None:
         if (work.waiting or work.unread) and self._clock() >= work.job.deadline:
             work.give_up(Outcome.TIMEOUT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,6 +47,23 @@ def test_a_region_is_pinned_in_pieces_that_end_where_slots_end() -> None:
     pinned.close()
     pinned.close()
     assert registrar.returned == [base + 8 * 4096, base + 4 * 4096, base]
+
+
+def test_pinning_ends_early_if_it_is_to_stop() -> None:
+    memory, stopping = np.zeros(10 * 4096, np.uint8), threading.Event()
+
+    class Stopper(Listener):
+        def register(self, address: int, size: int) -> str | None:
+            if len(self.ranges) == 2:
+                stopping.set()
+            return super().register(address, size)
+
+    registrar = Stopper()
+    pinned = PinnedMemory(memory.data, 4096, registrar, piece_bytes=4096)
+    assert not pinned.pin(stopping)
+    assert len(registrar.ranges) == 3
+    pinned.close()
+    assert sorted(registrar.returned) == [address for address, _ in registrar.ranges]
 
 
 def test_a_refused_piece_gives_back_those_before_and_warns(

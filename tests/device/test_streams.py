@@ -200,43 +200,37 @@ def test_a_device_that_records_no_event_fails_the_job_alone(
     assert stage.result(2).ok
 
 
-def test_jobs_wait_while_memory_is_pinned_but_not_beyond_their_deadline(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    pinned, now = threading.Event(), [0.0]
+def test_jobs_do_not_wait_while_memory_is_pinned(stage: Stage) -> None:
+    stopped: list[bool] = []
 
-    def prepare() -> None:
-        pinned.wait()
+    def prepare(stopping: threading.Event) -> None:
+        stopped.append(stopping.wait())
         raise RuntimeError("no kernel for this device")
 
     layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
     world = World(layout, stage.memory)
-    copier = CudaCopier(
-        world.addressed(),
-        FakeDevice(),
-        stage.host,
-        NAMESPACE,
-        prepare=prepare,
-        clock=lambda: now[0],
-    )
-    for slot, state in ((0, table.VALID), (1, table.RESERVED)):
-        stage.host.put(slot, stage.keys[slot], state)
-    for name, kind in ((0, LOAD), (1, STORE)):
-        blocks = Blocks(np.array([name]), [1], [0])
+    copier = CudaCopier(world.addressed(), FakeDevice(), stage.host, NAMESPACE, prepare=prepare)
+    for kind, state in ((STORE, table.RESERVED), (LOAD, table.VALID)):
+        stage.host.put(0, stage.keys[0], state)
+        blocks = Blocks(np.array([0]), [1], [0])
         copier.submit(
-            Job(
-                id=name, kind=kind, keys=[stage.keys[name]], slots=[name], blocks=blocks, deadline=5
-            )
+            Job(id=0, kind=kind, keys=stage.keys[:1], slots=[0], blocks=blocks, deadline=5e9)
         )
-    assert copier.poll() == []
-    now[0] = 5.0
-    copier.wait([0])
-    assert [result.outcomes for result in copier.poll()] == [[Outcome.TIMEOUT]]
-    pinned.set()
-    while not (results := copier.poll()):
-        pass
-    assert [result.ok for result in results] == [True]
+        while not (results := copier.poll()):
+            pass
+        assert [result.ok for result in results] == [True]
+    assert not stopped
     copier.close()
+    assert stopped == [True], "closing does not wait for the rest of the memory"
+
+
+def test_copies_go_on_if_preparing_fails(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    def prepare(stopping: threading.Event) -> None:
+        raise RuntimeError("no kernel for this device")
+
+    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
+    world = World(layout, stage.memory)
+    CudaCopier(world.addressed(), FakeDevice(), stage.host, NAMESPACE, prepare=prepare).close()
     assert "slower than they could be" in caplog.text
 
 

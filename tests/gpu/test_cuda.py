@@ -11,6 +11,7 @@ from device_worlds import NAMESPACE, MemoryHost, keys_of
 
 from kvtier.core.slab import layout as table
 from kvtier.core.transfer import TransferKind
+from kvtier.device.crossover import Crossover
 from kvtier.device.cuda import open_copier
 from kvtier.device.cuda_copy import CudaCopier
 from kvtier.device.jobs import Job, JobResult
@@ -34,7 +35,7 @@ def torch() -> Any:
 class Stage:
     """Two groups over four tensors: padded pages, one tensor shared, three blocks a chunk."""
 
-    def __init__(self, torch: Any, page: int) -> None:
+    def __init__(self, torch: Any, page: int, by_kernel: int | None) -> None:
         self.torch = torch
         self.pools = [
             torch.randint(0, 255, (BLOCKS, page + pad), dtype=torch.uint8, device="cuda")
@@ -55,6 +56,9 @@ class Stage:
         self.copier: CudaCopier = open_copier(
             self.layout, self.host, data, NAMESPACE, index=torch.cuda.current_device()
         )
+        assert self.copier.prepared.wait(60)
+        if by_kernel is not None:
+            self.copier._device.crossover = Crossover(by_kernel, by_kernel)  # type: ignore[attr-defined]
         self.keys: list[BlockKey] = []
 
     def run(self, kind: TransferKind, blocks: Blocks, first: int = 0) -> JobResult:
@@ -73,9 +77,13 @@ class Stage:
         return results[0]
 
 
-@pytest.fixture(params=[1024, 16384, 262144])
+@pytest.fixture(
+    params=[(1024, None), (16384, None), (262144, None), (16384, 0), (16384, 16384)],
+    ids=lambda param: f"{param[0]} bytes, kernel up to {param[1]}",
+)
 def stage(torch: Any, request: pytest.FixtureRequest) -> Iterator[Stage]:
-    stage = Stage(torch, request.param)
+    """Pages of several sizes, by whatever was found to be faster; then each way for itself."""
+    stage = Stage(torch, *request.param)
     yield stage
     stage.copier.close()
 
