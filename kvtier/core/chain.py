@@ -212,7 +212,9 @@ class TierChain(Tier):
             elif origin > HOST:
                 if origin in self._direct.tiers:
                     self._promises.count_again()
-                    mine = self._direct.start(ticket, origin, mine, self._promises.room())
+                    left = self._promises.left()
+                    room = min(left.slots, left.queues[origin])
+                    mine = self._direct.start(ticket, origin, mine, room)
                 if mine:
                     self._promotion.start(ticket, origin, mine, self._clock())
 

@@ -66,6 +66,14 @@ def test_a_load_longer_than_host_memory(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_a_second_use_that_the_mover_would_refuse_goes_direct_again(engine: Engine) -> None:
+    engine.load(KEYS)
+    engine.chain._promises._queues = [4096, 11]
+    assert sorted(engine.load(KEYS).files) == list(range(12))
+    engine.chain._promises._queues = [4096, 12]
+    assert not engine.load(KEYS).files
+
+
 def test_all_three_ways_in_one_load(engine: Engine) -> None:
     engine.load(KEYS[:4])
     more = keys_of(4, tag=5)
