@@ -61,7 +61,7 @@ def gc(
         )
         counted = [row for row in rows if dry_run or row["removed"]]
         total = human.size(sum(int(str(row["bytes"])) for row in counted))
-        console.say(f"{total} {'would be' if dry_run else 'were'} removed")
+        console.say(f"{len(counted)} {'would be' if dry_run else 'were'} removed ({total})")
     if kept:
         console.warn(f"{kept} of them are in use again and stay")
         raise typer.Exit(console.EXIT_FAILURE)
