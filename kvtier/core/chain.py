@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from kvtier.core.anonymous import Anonymous
 from kvtier.core.cascade import Cascade
 from kvtier.core.costs import CostModel
 from kvtier.core.direct import DirectReads
-from kvtier.core.flight import Ticket, split
+from kvtier.core.flight import Ticket
 from kvtier.core.health import Health
 from kvtier.core.ledger import Ledger
 from kvtier.core.offers import Appraiser, Decision, Span, asked, columns, needed
@@ -87,7 +88,7 @@ class TierChain(Tier):
             self.tiers, settings, self._slots, self._ledger, mover, store_health
         )
         self._names = [*[Presence.HIT] * len(tiers), Presence.HIT, Presence.PENDING, Presence.MISS]
-        self._anonymous: list[tuple[Ticket, Counter[BlockKey]]] = []
+        self._anonymous = Anonymous(self._ledger)
         self._ended: list[Ticket] = []
         self._stored: deque[TransferResult] = deque()
         self._uses: deque[Sequence[BlockKey]] = deque(maxlen=USES_KEPT)
@@ -255,25 +256,13 @@ class TierChain(Tier):
             self._drop(self._ledger.release(ticket))
             missing = f"{len(keys) - len(ticket.keys)} of {len(keys)} keys"
             raise NotResident(f"{missing} are not here: look up first")
-        if keys:
-            self._anonymous.append((ticket, Counter(keys)))
-        else:
-            self._ledger.release(ticket)
+        self._anonymous.add(ticket, keys)
         return ticket.spec
 
     def complete_load(
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
-        left: Sequence[BlockKey] = keys
-        for ticket, unread in list(self._anonymous):
-            mine, left = split(left, unread)
-            if not mine:
-                continue
-            unread.subtract(mine)
-            done = not any(unread.values())
-            self._ledger.release(ticket, None if done else mine, failed)
-            if done:
-                self._anonymous.remove((ticket, unread))
+        self._anonymous.end(keys, failed)
         self._promises.count_again()
         if failed:
             self._promises.end()

@@ -107,8 +107,8 @@ class TierSettings(
     admission: Admission = Admission.ALWAYS
     """Which of the blocks offered are taken."""
     queue_blocks: Count = 4096
-    """How many blocks may wait to be moved in or out; stores beyond it are dropped, and blocks beyond
-    it are no hits."""
+    """How many blocks may wait to be moved in or out; stores beyond it are dropped, and blocks
+    beyond it are no hits."""
     load_deadline: Duration = Duration(10.0)
     """A load that takes longer is given up, and its blocks are recomputed."""
     store_deadline: Duration = Duration(60.0)
