@@ -48,7 +48,7 @@ class CpuSettings(TierSettings, frozen=True, kw_only=True, tag="cpu"):
     persistence: Persistence = Persistence.KEEP
     """Whether the region outlives the process."""
     keep_for: Duration = Duration(7 * 86400.0)
-    """A region that nobody attached to for so long is removed by the next engine that starts."""
+    """A region that nobody used for so long is removed by the next engine that starts."""
     huge_pages: bool = False
     """Ask for huge pages; where the system gives none, say why and go on without."""
 
