@@ -26,7 +26,7 @@ def sample(requests: Sequence[Request], share: float) -> list[Request]:
         length[talk] += len(request.blocks)
     # Evenly out of the short and of the long ones, each in the order in which they began.
     by_length = sorted(length, key=lambda talk: length[talk].bit_length())
-    kept = set()
+    kept = set(by_length[-1:]) if share * len(by_length) < 1 else set()  # never nothing at all
     owed = 0.5
     for talk in by_length:
         owed += share

@@ -266,6 +266,11 @@ class TestSample:
             Request(1.0, ()),
         ]
 
+    @pytest.mark.parametrize("talks", [1, 2, 5])
+    def test_of_few_conversations_one_is_left(self, talks: int) -> None:
+        requests = [Request(0.0, (talk, 10 + talk)) for talk in range(talks)]
+        assert len(sample(requests, 0.01)) == 1
+
     def test_it_says_nearly_what_the_whole_says(self, requests: list[Request]) -> None:
         part = sample(requests, 0.5)
 
