@@ -63,8 +63,10 @@ def definitions(extra_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Meter:
-    """Reads the chain's counters twice a second, and when nothing else is left to do, and tells vLLM
-    what has changed."""
+    """Reads the chain's counters twice a second, and when nothing else is left to do.
+
+    Tells vLLM what has changed.
+    """
 
     def __init__(self, manager: ChainManager, clock: Callable[[], float] = time.monotonic) -> None:
         self._manager = manager
