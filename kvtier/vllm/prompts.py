@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ def read_prompts(file: Path, model: str | None) -> Prompts:
             line = decoder.decode(text)
         except msgspec.DecodeError as error:
             raise ConfigError(place, f"no prompt: {error}", f"like {_FORM}") from error
+        if line.prompt is None and line.messages is None and line.tokens is None:
+            raise ConfigError(place, "no prompt, no messages and no tokens", f"like {_FORM}")
         try:
             prompt = _prompt_of(line, tokenizer)
         except Unknowable as error:
@@ -146,11 +149,22 @@ def _tokens_of(line: _Line, tokenizer: _Lazy) -> list[int]:
         return line.tokens
     if line.messages is not None:
         messages = [message | {"content": _content(message)} for message in line.messages]
-        text = tokenizer.get().apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        text = _render(tokenizer.get(), messages)
         return _plain(tokenizer.get().encode(text, add_special_tokens=False))
     return _plain(tokenizer.get().encode(line.prompt or ""))
+
+
+def _render(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+    """Messages through the model's chat template, which is a program of the model's own."""
+    template_error: type[Exception] = import_module("jinja2").TemplateError
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+    except (ValueError, TypeError, LookupError, AttributeError, template_error) as error:
+        reason = str(error).partition("\n")[0]
+        raise Unknowable(f"the model's chat template does not take it: {reason}") from error
+    return text
 
 
 def _content(message: dict[str, Any]) -> Any:

@@ -120,6 +120,7 @@ class TestPrompts:
             ('{"tokens": ["a"]}', "no prompt"),
             ('{"tokens": [-1]}', "out of range"),
             ('{"prompt": 7}', "no prompt"),
+            ('{"timestamp": 0, "hash_ids": [1]}', "no prompt, no messages"),
         ],
     )
     def test_bad_lines_are_named(self, tmp_path: Path, text: str, says: str) -> None:

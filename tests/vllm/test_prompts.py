@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from kvtier.types import Namespace
 from kvtier.vllm.keys import Prompt, chunk_keys
+from kvtier.vllm.prompts import read_prompts
 
 TEXT = "What a cache is good for, and for whom. " * 40
 TOKENS = prompt(3, 1100)
@@ -43,8 +44,6 @@ def test_what_an_engine_stored_is_found(
     messages = [{"role": "user", "content": TEXT}]
     lines = [{"tokens": TOKENS}, {"prompt": TEXT}, {"messages": messages}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    from kvtier.vllm.prompts import read_prompts
-
     tokens = [each.tokens for each in read_prompts(prompts, str(folder)).known]
     with world.engine(folder, stack=stack, prefix_caching_hash_algo="sha256_cbor") as engine:
         engine.generate(prompts=tokens)
@@ -97,6 +96,17 @@ def test_salts_and_adapters_are_in_the_keys(world: World, model: Callable[..., P
     prompts.write_text("".join(json.dumps(line) + "\n" for line, _ in lines))
     answers = kvtier("explain", prompts, "-c", source)["answers"]
     assert [answer["hits"] for answer in answers] == [hits for _, hits in lines]
+
+
+def test_what_a_chat_template_refuses_is_skipped(
+    tmp_path: Path, model: Callable[..., Path]
+) -> None:
+    """The template is the model's own program: whatever it says of messages is no mistake here."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"messages": []}\n{"messages": [{"role": "user", "content": "hello"}]}\n')
+    found = read_prompts(prompts, str(model("llama")))
+    assert [each.number for each in found.known] == [1]
+    assert "prompts.jsonl:1 is skipped: the model's chat template" in found.skipped[0]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
