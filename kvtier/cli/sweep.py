@@ -216,4 +216,8 @@ def plot(rows: Sequence[Row]) -> str:
     }
     for index, tier in enumerate(rows[0].tiers):
         series[f"{index} {tier.kind}"] = [(row.scale, row.tiers[index].hit_percent) for row in rows]
-    return lines("Hits by size of the stack", "size", "% of blocks", series, logarithmic=True)
+    title = "Hits by size of the stack"
+    share = min(row.share for row in rows)
+    if share < 1:
+        title += f", of a sample of {share:.0%}"
+    return lines(title, "size", "% of blocks", series, logarithmic=True)

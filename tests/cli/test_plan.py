@@ -180,6 +180,8 @@ class TestTrace:
             for tier, whole_tier in zip(row.tiers, whole.tiers, strict=True):
                 assert tier.capacity == pytest.approx(whole_tier.capacity, rel=0.2)
                 assert tier.written_bytes == pytest.approx(whole_tier.written_bytes, rel=0.3)
+        assert "of a sample" not in sweep.plot(rows(True))
+        assert f"of a sample of {others[0].share:.0%}" in sweep.plot([small, *others])
         assert sweep.said_of_sample(rows(True)) == ""
         assert "all sizes but x1 are of a sample" in sweep.said_of_sample([small, *others])
 
