@@ -32,6 +32,8 @@ _LOOK_S = 0.02
 """How long another process's commit may stay unknown here."""
 _LOOK_SHARE = 10
 """A look around takes at most one part in so many of a core, however many slabs there are."""
+_NEWS_MAX = 64
+"""A tier that is not asked takes nothing in. What happens meanwhile is one difference later on."""
 _HOUSEKEEPING_S = 1.0
 _USES_S = 10.0
 _RECENT_NS = 100_000_000
@@ -98,6 +100,8 @@ class Keeper:
                 if not owner_path(self.folder.owners, self.owner).exists():
                     self._begin_again()
                 self._write_down()
+                if len(self.news) > _NEWS_MAX:
+                    return
                 began = time.monotonic()
                 self._look_around()
                 now = time.monotonic()

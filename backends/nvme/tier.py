@@ -305,6 +305,7 @@ class NvmeTier(SlabTier):
         self._catch_up()
 
     def refresh(self) -> None:
+        self._catch_up_with_all()
         self._keeper.work(thorough=True)
         self._catch_up_with_all()
         self._keeper.flush()

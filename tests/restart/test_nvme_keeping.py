@@ -134,6 +134,18 @@ def test_who_is_no_owner_any_more_becomes_one_again(tmp_path: Path) -> None:
     neighbour.close()
 
 
+def test_news_for_an_idle_engine_is_bounded(tmp_path: Path) -> None:
+    idle, busy = Engine(tmp_path / "kv", blocks=16), Engine(tmp_path / "kv", blocks=16)
+    keys = make_keys(300)
+    for key in keys:
+        busy.put([key])
+        idle.keeper.work()
+    assert len(idle.keeper.news) < 100
+    assert idle.read(keys) == busy.read(keys) != []
+    idle.close()
+    busy.close()
+
+
 def test_looking_around_takes_a_small_share_of_a_core(tmp_path: Path) -> None:
     mine, neighbour = Engine(tmp_path / "kv"), Engine(tmp_path / "kv")
     mine.tier.refresh()
