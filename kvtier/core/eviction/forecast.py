@@ -71,6 +71,10 @@ class Counts:
         self._kinds = bytearray()
         self._ages = array("d")
 
+    @property
+    def nbytes(self) -> int:
+        return self.total.nbytes + 9 * len(self._ages)
+
     def note(self, kind: int, age: float) -> None:
         """One more."""
         self._kinds.append(kind)
@@ -117,7 +121,7 @@ class Forecast:
 
     @property
     def nbytes(self) -> int:
-        return 3 * 8 * self._kinds * AGES
+        return self.rates.nbytes + self.reused.nbytes + self.lost.nbytes
 
     def refresh(self, waiting: Floats) -> None:
         """Learn from what was counted; `waiting` counts the watched blocks, by kind and age."""
