@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -35,6 +36,8 @@ _LOOK_SHARE = 10
 _NEWS_MAX = 64
 """A tier that is not asked takes nothing in. What happens meanwhile is one difference later on."""
 _HOUSEKEEPING_S = 1.0
+_GIVEN_S = 3.0
+"""So long a slab that was given away is left to those who starve, before it is taken back."""
 _USES_S = 10.0
 _RECENT_NS = 100_000_000
 """File times are coarse: a table written this recently is read again even if it looks unchanged."""
@@ -60,7 +63,10 @@ class Keeper:
         self.owner, self._owner_fd = folder.claim()
         self.news: deque[News] = deque()
         self.uses = Uses()
+        self.when_idle: Callable[[], None] = lambda: None
+        """Called between rounds: a tier that nobody asks must take its news in all the same."""
         self._known: dict[int, Known] = {}
+        self._given: dict[int, float] = {}
         self._todo: deque[tuple[int, int, bytes]] = deque()
         self._released: deque[tuple[int, bool]] = deque()
         self._slots_wanted = 0
@@ -87,6 +93,7 @@ class Keeper:
             self._wake.clear()
             if not self._stopping:
                 self.work()
+                self.when_idle()
 
     def pause(self) -> float:
         """How long to sleep if nobody wants anything."""
@@ -182,7 +189,9 @@ class Keeper:
         theirs = [known.slab for known in self._known.values() if not known.mine]
         owners = {slab.owner for slab in theirs}
         dead = {owner for owner in owners if not self.folder.alive(owner)}
-        orphans = [slab for slab in theirs if slab.owner in dead]
+        now = time.monotonic()
+        self._given = {slab_id: until for slab_id, until in self._given.items() if until > now}
+        orphans = [slab for slab in theirs if slab.owner in dead and slab.id not in self._given]
         if not orphans and not self._broken:
             return
         with self.folder.locked():
@@ -327,6 +336,7 @@ class Keeper:
                 self.folder.remove_slab(slab_id)
             elif slab_id in self._known:
                 self.folder.write_owner(slab_id, NOBODY)
+                self._given[slab_id] = time.monotonic() + _GIVEN_S
         self._known.pop(slab_id, None)
 
     def _write_entries(self, slab_id: int, entries: dict[int, bytes]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +30,25 @@ _AHEAD_SLOTS = 1 << 14
 
 _NEWS_SLOTS = 1 << 14
 """About so many entries are taken in by one call: the death of a neighbour may be a million."""
+
+
+_IDLE_S = 1.0
+"""Who has not been asked for so long may not be asked again soon: the keeper takes news in itself,
+because neighbours wait for slabs that an idle engine holds."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound="NvmeTier")
+
+
+def _alone(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Keep the keeper from taking news in meanwhile."""
+
+    def call(tier: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with tier.mutex:
+            return method(tier, *args, **kwargs)
+
+    return functools.update_wrapper(call, method)
 
 
 class Place:
@@ -60,6 +82,9 @@ class NvmeTier(SlabTier):
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__("nvme", keeper.limits.slot_bytes, policy, clock)
+        self.mutex = threading.RLock()
+        self._asked = True
+        self._idle_since = 0.0
         self._keeper = keeper
         self._places: dict[int, Place] = {}
         self._place_of = array("H")
@@ -73,17 +98,45 @@ class NvmeTier(SlabTier):
         self._want_room()
         self.refresh()
         give_back_memory()
+        keeper.when_idle = self.take_in_if_idle
+
+    # Not `lookup`, which only reads, and is asked most.
+    prepare_load = _alone(SlabTier.prepare_load)
+    complete_load = _alone(SlabTier.complete_load)
+    prepare_store = _alone(SlabTier.prepare_store)
+    complete_store = _alone(SlabTier.complete_store)
+    touch = _alone(SlabTier.touch)
+    victims = _alone(SlabTier.victims)
+    forget = _alone(SlabTier.forget)
+    take_events = _alone(SlabTier.take_events)
 
     # -- news ------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
+        self._asked = True
+        if self._keeper.news:
+            with self.mutex:
+                self._take_some_in()
+
+    def _take_some_in(self) -> None:
         news, budget = self._keeper.news, _NEWS_SLOTS
         while news and budget > 0:
             budget -= self._take_in(news.popleft())
 
-    def _catch_up_with_all(self) -> None:
+    def _take_all_in(self) -> None:
         while self._keeper.news:
-            self._catch_up()
+            self._take_some_in()
+
+    def take_in_if_idle(self) -> None:
+        """For the keeper's thread: what this tier's own thread is not there to do."""
+        now = time.monotonic()
+        if self._asked:
+            self._asked, self._idle_since = False, now
+        elif now - self._idle_since >= _IDLE_S and self.mutex.acquire(blocking=False):
+            try:
+                self._take_some_in()
+            finally:
+                self.mutex.release()
 
     def _take_in(self, news: News) -> int:
         """Learn something; answers with how many entries were looked at."""
@@ -291,28 +344,33 @@ class NvmeTier(SlabTier):
 
     # -- the rest --------------------------------------------------------------------------
 
+    @_alone
     def clear(self) -> None:
         """Own slabs are given up whole, so that not even what was evicted can be found again."""
-        self._catch_up_with_all()
+        self._take_all_in()
         for place in [place for place in self._places.values() if place.mine]:
             self._lose(place)
             self._keeper.release(place.slab.id, remove=True)
         super().clear()
         self._want_room()
 
+    @_alone
     def tick(self) -> None:
         super().tick()
         self._catch_up()
 
     def refresh(self) -> None:
-        self._catch_up_with_all()
+        with self.mutex:
+            self._take_all_in()
         self._keeper.work(thorough=True)
-        self._catch_up_with_all()
+        with self.mutex:
+            self._take_all_in()
         self._keeper.flush()
 
     def flush(self) -> None:
         self._keeper.flush()
 
+    @_alone
     def stats(self) -> TierStats:
         stats = super().stats()
         stats.bytes_capacity = self._keeper.limits.capacity

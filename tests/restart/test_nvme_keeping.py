@@ -8,6 +8,7 @@ import fcntl
 import os
 import resource
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,8 +17,10 @@ import pytest
 from nvme_rig import Engine
 
 from kvtier.backends.nvme import handler as handler_module
+from kvtier.backends.nvme import tier as tier_module
 from kvtier.backends.nvme.files import hold_owner, owner_path
 from kvtier.backends.nvme.folder import NOBODY, FolderBusy, Limits, NvmeFolder
+from kvtier.backends.nvme.news import News
 from kvtier.core.disk import Disk
 from kvtier.core.record import Buffer, record_bytes
 from kvtier.core.slab import layout
@@ -144,6 +147,41 @@ def test_news_for_an_idle_engine_is_bounded(tmp_path: Path) -> None:
     assert idle.read(keys) == busy.read(keys) != []
     idle.close()
     busy.close()
+
+
+def test_an_idle_engine_gives_slabs_away_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "_IDLE_S", 0.0)
+    idle = Engine(tmp_path / "kv", blocks=16)
+    idle.put(make_keys(16))
+    poor = Engine(tmp_path / "kv", blocks=16)
+    new = make_keys(4, start=100)
+    assert poor.put(new) == []
+    for _ in range(6):
+        idle.keeper.work(thorough=True)
+        idle.keeper.when_idle()
+        poor.tier.refresh()
+    assert poor.put(new) == new
+    idle.close()
+    poor.close()
+
+
+def test_a_tier_that_is_being_asked_is_left_alone(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv", blocks=4)
+    engine.keeper.news.append(News(next(iter(engine.tier._places.values())).slab, gone=True))
+    for _ in range(2):
+        engine.keeper.when_idle()
+    assert engine.keeper.news, "it was asked a moment ago"
+    engine.tier._idle_since -= 10
+    keeper = threading.Thread(target=engine.keeper.when_idle)
+    with engine.tier.mutex:
+        keeper.start()
+        keeper.join()
+    assert engine.keeper.news, "it is being asked"
+    engine.keeper.when_idle()
+    assert not engine.keeper.news
+    engine.close()
 
 
 def test_looking_around_takes_a_small_share_of_a_core(tmp_path: Path) -> None:
