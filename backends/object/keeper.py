@@ -211,13 +211,16 @@ class Keeper:
                 _log.debug("object tier: %s", error)
 
     def refresh(self) -> None:
-        """Learn everything now; quiet if the store is away."""
+        """Learn everything now, and fast: the caller waits. Quiet if the store is away."""
         with self._mutex:
+            alone, self._breath.alone = self._breath.alone, True
             try:
                 self._write_down()
                 self._audit()
             except StoreError as error:
                 _log.debug("object tier: %s", error)
+            finally:
+                self._breath.alone = alone or self._stopping
 
     def close(self) -> None:
         self._stopping = self._breath.alone = True
@@ -264,8 +267,7 @@ class Keeper:
             if failed and not self._complained:
                 _log.warning("objects cannot be deleted: %s", next(iter(errors.values())))
                 self._complained = True
-        if not self._stubborn:
-            self._complained = False
+        self._complained &= bool(self._stubborn)
 
     def _look(self) -> None:
         """What others have written since the last look, and what we may do beside them."""
