@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,24 @@ def served(stack_file: Path, namespace: Namespace = NAMESPACE, count: int = BLOC
         found = stack.load(list(wanted))
     assert all(wanted[key] == data for key, data in found.items())
     return len(found)
+
+
+# Takes all the room of a stack's disk, says so, and holds it until told to go.
+FULL = """
+import sys
+from pathlib import Path
+from kvtier import Stack
+from kvtier.testing.records import NAMESPACE, make_keys, payload
+with Stack.open(Path(sys.argv[1]), NAMESPACE) as stack:
+    keys = make_keys(2000, start=1000)
+    for at in range(0, len(keys), 100):
+        stack.store({key: payload(key) for key in keys[at : at + 100]})
+        assert stack.settle()
+        stack.chain.tiers[1].refresh()
+    assert stack.chain.tiers[1].stats().evicted
+    print("full", flush=True)
+    sys.stdin.readline()
+"""
 
 
 def fill_up(engine: Stack) -> None:
@@ -105,11 +125,28 @@ class TestPrewarm:
             engine.chain.tiers[1].refresh()
             assert len(engine.load(make_keys(BLOCKS))) == BLOCKS
 
-    def test_where_nothing_makes_room(self, filled: Path, fresh: Path) -> None:
-        """An engine that does nothing at all cannot hand anything over."""
+    def test_beside_an_engine_that_is_idle(self, filled: Path, fresh: Path) -> None:
         with Stack.open(fresh, NAMESPACE) as engine:
             fill_up(engine)
+            (report,) = run("prewarm", "-c", fresh, "--from", filled)["namespaces"]
+        assert report["copied"] == BLOCKS
+
+    def test_where_nothing_makes_room(self, filled: Path, fresh: Path) -> None:
+        """An engine whose process is stopped cannot hand anything over."""
+        engine = subprocess.Popen(
+            [sys.executable, "-c", FULL, str(fresh)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == "full\n"
+        engine.send_signal(signal.SIGSTOP)
+        try:
             done = command("prewarm", "-c", fresh, "--from", filled)
+        finally:
+            engine.send_signal(signal.SIGCONT)
+            engine.communicate("go\n")
         assert done.code == 1
         assert "stop the engine meanwhile" in done.err
 
