@@ -158,10 +158,14 @@ class Host:
         return self._llm.llm_engine.engine_core.engine_core
 
     @property
-    def _manager(self) -> Any:
+    def _vllm_manager(self) -> Any:
         connector = self._core.scheduler.connector
         connector = getattr(connector, "_connectors", [connector])[0]
-        return connector.connector_scheduler.manager._manager
+        return connector.connector_scheduler.manager
+
+    @property
+    def _manager(self) -> Any:
+        return self._vllm_manager._manager
 
     def _step(self) -> None:
         self._core.step_fn()
@@ -199,6 +203,7 @@ class Host:
     def clear(self, tier: int) -> None:
         """Forget all that one tier holds."""
         self._manager.chain.tiers[tier].clear()
+        self._vllm_manager._meter.stir()
         self._step()
 
     def slow_reads(self, pause: float) -> None:
