@@ -80,10 +80,6 @@ class Meter:
         """Count what workers have copied."""
         self._copied += report.bytes_moved - report.bytes_read
         self._direct += report.bytes_read
-        self.stir()
-
-    def stir(self) -> None:
-        """Something has happened, to be told with its events though nobody asks for anything."""
         self._unread = True
 
     @property

@@ -202,7 +202,6 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     @guarded(lambda: None)
     def reset_cache(self) -> None:
         self._manager.reset()
-        self._meter.stir()
 
     @guarded(list)
     def take_events(self) -> Iterable[Any]:

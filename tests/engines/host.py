@@ -203,7 +203,7 @@ class Host:
     def clear(self, tier: int) -> None:
         """Forget all that one tier holds."""
         self._manager.chain.tiers[tier].clear()
-        self._vllm_manager._meter.stir()
+        self._vllm_manager._meter._unread = True  # else there is nothing to do, and no step
         self._step()
 
     def slow_reads(self, pause: float) -> None:
