@@ -46,6 +46,8 @@ class Standing(msgspec.Struct, frozen=True):
     writers: int = 1
     cap: int = 0
     """Bytes that the namespace may hold."""
+    measured: bool = False
+    """Whether that is a bound for what is there, and not just unknown as yet."""
     lease_until: float = 0.0
     serial: int = 0
     settled: int = 0
@@ -149,7 +151,7 @@ class Budget:
     def surplus(self) -> int:
         """Bytes to drop to keep the budget, and to make a claim fit if it is needed."""
         now = self._standing
-        if now.lease_until == 0.0 or now.blocked:
+        if now.lease_until == 0.0 or now.blocked or not now.measured:
             return 0
         needed = 0 if now.alone or not self._demand else now.claim - self._pending + now.others
         return self.used + self.hidden + needed - now.cap

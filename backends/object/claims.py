@@ -207,6 +207,7 @@ class Claims:
             blocked=any(claim.kind == _ALONE for claim in living),
             writers=1 + len(living),
             cap=self._cap,
+            measured=self.measured or self._cap > 0,
             lease_until=self._begun_at + self._lease_s,
             serial=self._budget.serial,
             settled=self._budget.settled,

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from kvtier.backends.object import keeper as keeper_module
@@ -28,7 +27,7 @@ from kvtier.backends.object.store import ObjectInfo
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
 from kvtier.testing.records import NAMESPACE, make_keys
-from kvtier.types import BlockKey, EventKind
+from kvtier.types import BlockKey, EventKind, Presence
 
 RECORD = 12288
 CAPACITY = 1 << 40
@@ -192,8 +191,15 @@ def test_a_budget_that_becomes_small_is_kept_a_little_at_a_time(store: ListedSto
     keeper, tier = opened(store)
     keeper.open(tier.known)
     tier.start()
-    small = Standing(alone=True, claim=RECORD, cap=100 * RECORD, lease_until=math.inf)
-    keeper.news.append(News(standing=msgspec.structs.replace(small, serial=keeper.budget.serial)))
+    small = Standing(
+        alone=True,
+        claim=RECORD,
+        cap=100 * RECORD,
+        measured=True,
+        lease_until=math.inf,
+        serial=keeper.budget.serial,
+    )
+    keeper.news.append(News(standing=small))
     counts = [tier.stats().blocks]
     while counts[-1] > 100:
         tier.lookup([])
@@ -274,4 +280,56 @@ def test_a_tier_that_nobody_asks_does_not_pile_up_news(store: ListedStore) -> No
     keeper._next_look = 0.0
     keeper.work()
     assert len(keeper.news) == 1
+    keeper.close()
+
+
+def filled(store: FileStore, count: int) -> list[BlockKey]:
+    """Blocks that lie there, and are written down."""
+    keys = make_keys(count)
+    for key in keys:
+        store.put(block_name(NAMESPACE.id, key), [memoryview(bytes(RECORD))])
+    Journal(store, NAMESPACE).append(
+        pack_entries(ADDED, keys, [0] * count, [RECORD] * count, [10**15] * count)
+    )
+    return keys
+
+
+def blocks_in(store: FileStore) -> int:
+    return sum("/blocks/" in info.name for info in store.list())
+
+
+def test_nothing_is_dropped_as_long_as_nobody_knows_what_may_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first listing takes longer than opening may wait for it."""
+    monkeypatch.setattr(keeper_module, "_OPEN_S", 0.0)
+    store = FileStore(tmp_path / "store")
+    keys = filled(store, 50)
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    for _ in range(2):
+        assert tier.lookup(keys) == [Presence.HIT] * 50
+        keeper.refresh()
+        tier.tick()
+    assert tier.prepare_store(make_keys(1, start=100)).keys
+    assert blocks_in(store) == 50
+    keeper.close()
+
+
+def test_nothing_is_dropped_when_others_have_taken_us_for_dead(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store")
+    keys = filled(store, 50)
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    store.delete([info.name for info in store.list("claims/")])
+    keeper._next_look = 0.0
+    keeper.work()
+    tier.tick()
+    assert tier.lookup(keys) == [Presence.HIT] * 50
+    keeper.work()
+    tier.tick()
+    assert tier.prepare_store(make_keys(1, start=100)).keys, "it has listed everything again"
+    assert blocks_in(store) == 50
     keeper.close()
