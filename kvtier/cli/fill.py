@@ -93,10 +93,11 @@ def report(
     skip a namespace, unless there is no other."""
     skipped = [each for each in done if each.skipped]
     rest = [each for each in done if not each.skipped]
-    ok = all(each.whole for each in (rest if rest and may_skip else done))
+    troubles = [trouble for place in places for trouble in place.troubles]
+    ok = not troubles and all(each.whole for each in (rest if rest and may_skip else done))
     if json:
-        console.print_json({"ok": ok, "namespaces": done})
-    elif not done:
+        console.print_json({"ok": ok, "namespaces": done, "troubles": troubles})
+    elif not done and not troubles:
         console.say("there is nothing to copy")
     elif rest:
         _show(rest)

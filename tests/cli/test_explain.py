@@ -313,3 +313,4 @@ def test_a_namespace_that_nothing_describes_does_not_stop_the_others(
         (last, 1),
     ]
     assert "does not describe this namespace" in report["namespaces"][0]["skipped"]
+    assert (report["ok"], len(report["troubles"])) == (False, 1)
