@@ -97,8 +97,10 @@ class Keeper:
 
     def pause(self) -> float:
         """How long to sleep if nobody wants anything."""
-        alone = all(known.mine for known in self._known.values())
-        return _HOUSEKEEPING_S / 4 if alone else max(_LOOK_S, _LOOK_SHARE * self._look_took)
+        longest = _HOUSEKEEPING_S / 4
+        if all(known.mine for known in self._known.values()):
+            return longest
+        return min(longest, max(_LOOK_S, _LOOK_SHARE * self._look_took))
 
     def work(self, *, thorough: bool = False) -> None:
         """One round; `thorough` does the rarer parts too, whatever the time."""

@@ -32,7 +32,7 @@ _NEWS_SLOTS = 1 << 14
 """About so many entries are taken in by one call: the death of a neighbour may be a million."""
 
 
-_IDLE_S = 1.0
+_IDLE_S = 5.0
 """Who has not been asked for so long may not be asked again soon: the keeper takes news in itself,
 because neighbours wait for slabs that an idle engine holds."""
 
@@ -85,6 +85,9 @@ class NvmeTier(SlabTier):
         self.mutex = threading.RLock()
         self._asked = True
         self._idle_since = 0.0
+        self._taking = False
+        """Whether the keeper takes news in: who asks meanwhile waits, and who has just asked keeps
+        it from beginning, so that what a lookup has found is there a moment later."""
         self._keeper = keeper
         self._places: dict[int, Place] = {}
         self._place_of = array("H")
@@ -114,7 +117,7 @@ class NvmeTier(SlabTier):
 
     def _catch_up(self) -> None:
         self._asked = True
-        if self._keeper.news:
+        if self._taking or self._keeper.news:
             with self.mutex:
                 self._take_some_in()
 
@@ -134,8 +137,11 @@ class NvmeTier(SlabTier):
             self._asked, self._idle_since = False, now
         elif now - self._idle_since >= _IDLE_S and self.mutex.acquire(blocking=False):
             try:
-                self._take_some_in()
+                self._taking = True
+                if not self._asked:
+                    self._take_some_in()
             finally:
+                self._taking = False
                 self.mutex.release()
 
     def _take_in(self, news: News) -> int:

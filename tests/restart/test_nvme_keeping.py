@@ -25,7 +25,7 @@ from kvtier.core.disk import Disk
 from kvtier.core.record import Buffer, record_bytes
 from kvtier.core.slab import layout
 from kvtier.testing.records import NAMESPACE, blank, make_keys
-from kvtier.types import BlockKey, Outcome
+from kvtier.types import BlockKey, Outcome, Presence
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
 LIMITS = Limits(capacity=1 << 20, free_floor=0, slot_bytes=SLOT, slab_bytes=8 * SLOT)
@@ -181,6 +181,32 @@ def test_a_tier_that_is_being_asked_is_left_alone(tmp_path: Path) -> None:
     assert engine.keeper.news, "it is being asked"
     engine.keeper.when_idle()
     assert not engine.keeper.news
+    engine.close()
+
+
+def test_who_asks_while_the_keeper_takes_news_in_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tmp_path / "kv", blocks=4)
+    keys = make_keys(4)
+    engine.put(keys)
+    tier, take_in = engine.tier, engine.tier._take_in
+    found: list[Presence] = []
+    asking = threading.Thread(target=lambda: found.extend(tier.lookup(keys)))
+
+    def slowly(news: News) -> int:
+        asking.start()
+        asking.join(0.05)
+        assert asking.is_alive(), "what it finds is about to go"
+        return take_in(news)
+
+    monkeypatch.setattr(tier, "_take_in", slowly)
+    engine.keeper.news.append(News(next(iter(tier._places.values())).slab, gone=True))
+    engine.keeper.when_idle()
+    tier._idle_since -= 10
+    engine.keeper.when_idle()
+    asking.join()
+    assert found == [Presence.MISS] * 4
     engine.close()
 
 
