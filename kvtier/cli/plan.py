@@ -87,8 +87,7 @@ def plan(
     expectation = expect(stack, shape, links, device, prefill, prompt)
     rows: list[Row] = []
     if trace is not None:
-        requests = read_trace(trace)
-        rows = run_sweep(stack, expectation, requests, block_tokens, factors, exact)
+        rows = run_sweep(stack, expectation, read_trace(trace), block_tokens, factors, exact)
     if json:
         console.print_json({"model": expectation, "trace": rows})
     else:
