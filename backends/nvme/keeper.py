@@ -193,6 +193,9 @@ class Keeper:
         dead = {owner for owner in owners if not self.folder.alive(owner)}
         now = time.monotonic()
         self._given = {slab_id: until for slab_id, until in self._given.items() if until > now}
+        for slab in theirs:
+            if slab.owner != NOBODY:
+                self._given.pop(slab.id, None)  # whoever it was for has had it
         orphans = [slab for slab in theirs if slab.owner in dead and slab.id not in self._given]
         if not orphans and not self._broken:
             return
