@@ -66,7 +66,7 @@ def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
     command = [sys.executable, "-m", _SERVER, "--model", model, _TRANSFER, json.dumps(transfer)]
     if _value(flags, _HASH) is None:
         command += [_HASH, "sha256_cbor"]
-    if not {_DETAILS, _DETAILS.replace("--", "--no-", 1)}.intersection(flags):
+    if all(_value(flags, flag) is None for flag in (_DETAILS, _DETAILS.replace("--", "--no-", 1))):
         command.append(_DETAILS)  # so that an answer's usage says how many tokens were cached
     return [*command, *flags]
 
@@ -85,13 +85,15 @@ def prepare_environment(environment: MutableMapping[str, str], model: str, *, cp
 
 
 def _value(flags: Sequence[str], name: str) -> str | None:
-    """The value of one of vLLM's flags; the last one counts, as it does there."""
+    """The value of one of vLLM's flags; the last one counts, and _ is as good as -, as there."""
     found = None
     for index, flag in enumerate(flags):
-        if flag == name:
-            found = flags[index + 1] if index + 1 < len(flags) else ""
-        elif flag.startswith(f"{name}="):
-            found = flag.partition("=")[2]
+        written, equals, value = flag.partition("=")
+        if written.replace("_", "-").partition(".")[0] != name:  # --name.part sets a part of it
+            continue
+        if not equals:
+            value = flags[index + 1] if index + 1 < len(flags) else ""
+        found = value
     return found
 
 

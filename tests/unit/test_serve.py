@@ -41,9 +41,18 @@ def test_answers_say_how_many_tokens_were_cached(flags: list[str]) -> None:
     assert ("--enable-prompt-tokens-details" in command) is not bool(flags)
 
 
-def test_a_connector_of_the_users_is_refused() -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--kv-transfer-config={}"],
+        ["--kv-transfer-config", "{}"],
+        ["--kv_transfer_config", "{}"],
+        ["--kv-transfer-config.kv_connector", "Other"],
+    ],
+)
+def test_a_connector_of_the_users_is_refused(flags: list[str]) -> None:
     with pytest.raises(ConfigError, match="--kv-transfer-config"):
-        serve.server_command("m", Path("s.yaml"), ["--kv-transfer-config={}"])
+        serve.server_command("m", Path("s.yaml"), flags)
 
 
 def test_what_the_user_has_set_stays() -> None:
