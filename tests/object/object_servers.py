@@ -20,6 +20,7 @@ from typing import Self
 import boto3
 
 from kvtier.backends.object.s3 import S3Store
+from kvtier.backends.object.store import GetOutcome
 
 ACCESS_KEY = "AKIDKVTIERTEST"
 SECRET_KEY = "secret-of-the-tests-0123456789"
@@ -276,3 +277,20 @@ def error_body(code: str, message: str = "") -> bytes:
         '<?xml version="1.0" encoding="UTF-8"?>\n'
         f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
     ).encode()
+
+
+BODY = b"bytes of an object"
+
+
+def serve_body(peer: Peer, head: bytes) -> None:
+    """Take every PUT, and answer every GET with the same."""
+    if not head.startswith(b"GET"):
+        peer.read_body(head)
+    peer.sendall(answer(200, BODY))
+
+
+def get_body(store: S3Store) -> bytes:
+    """What a store gets from a server that does so."""
+    into = bytearray(len(BODY))
+    assert store.get("name", [memoryview(into)]) is GetOutcome.FOUND
+    return bytes(into)

@@ -10,32 +10,27 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from object_servers import HostileServer, Opener, Peer, ServerProcess, answer, error_body
+from object_servers import (
+    BODY,
+    HostileServer,
+    Opener,
+    Peer,
+    ServerProcess,
+    answer,
+    error_body,
+    get_body,
+    serve_body,
+)
 
 from kvtier.backends.object import errors, signing
-from kvtier.backends.object.s3 import S3Store
-from kvtier.backends.object.store import GetOutcome
 
 pytestmark = pytest.mark.s3
-BODY = b"bytes of an object"
-
-
-def serve(peer: Peer, head: bytes) -> None:
-    if not head.startswith(b"GET"):
-        peer.read_body(head)
-    peer.sendall(answer(200, BODY))
 
 
 @pytest.fixture
 def server() -> Iterator[HostileServer]:
-    with HostileServer(serve) as server:
+    with HostileServer(serve_body) as server:
         yield server
-
-
-def get(store: S3Store) -> bytes:
-    into = bytearray(len(BODY))
-    assert store.get("name", [memoryview(into)]) is GetOutcome.FOUND
-    return bytes(into)
 
 
 def test_credentials_may_come_after_the_start(
@@ -45,12 +40,12 @@ def test_credentials_may_come_after_the_start(
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     store = opened(endpoint=server.endpoint)
     with pytest.raises(errors.NoCredentials, match="AWS_ACCESS_KEY_ID"):
-        get(store)
+        get_body(store)
     with pytest.raises(errors.NoCredentials):
         store.delete([f"n{index}" for index in range(9)])
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "late")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "but here")
-    assert get(store) == BODY
+    assert get_body(store) == BODY
 
 
 def test_a_profile_of_the_users_files(
@@ -63,7 +58,7 @@ def test_a_profile_of_the_users_files(
     keys.write_text("[kv]\naws_access_key_id = OFTHEPROFILE\naws_secret_access_key = SK\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
-    assert get(opened(endpoint=server.endpoint, profile="kv")) == BODY
+    assert get_body(opened(endpoint=server.endpoint, profile="kv")) == BODY
     assert b"Credential=OFTHEPROFILE/" in server.heads[0]
     assert b"/eu-north-1/s3/" in server.heads[0]
 
@@ -83,7 +78,7 @@ def test_web_identity_gives_a_role(
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
     monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/reader")
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", moto_server.endpoint)
-    assert get(opened(endpoint=server.endpoint)) == BODY
+    assert get_body(opened(endpoint=server.endpoint)) == BODY
     assert b"Credential=ASIA" in server.heads[0]
     assert b"x-amz-security-token: " in server.heads[0].lower()
     assert b"token-of-the-pod" not in server.heads[0]
@@ -110,7 +105,7 @@ def test_a_helper_that_says_nonsense(
     helped(monkeypatch, tmp_path, f"cat {tmp_path}/said")
     store = opened(endpoint="http://127.0.0.1:1", profile="helped")
     with pytest.raises(errors.NoCredentials) as caught:
-        get(store)
+        get_body(store)
     assert "hidden" not in str(caught.value)
 
 
@@ -119,7 +114,7 @@ def test_a_helper_that_is_not_there(
 ) -> None:
     helped(monkeypatch, tmp_path, f"{tmp_path}/nothing")
     with pytest.raises(errors.NoCredentials):
-        get(opened(endpoint="http://127.0.0.1:1", profile="helped"))
+        get_body(opened(endpoint="http://127.0.0.1:1", profile="helped"))
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -142,7 +137,7 @@ def test_a_role_that_is_not_given(
 
         def ask(_: int) -> str:
             with pytest.raises(errors.NoCredentials) as caught:
-                get(store)
+                get_body(store)
             return str(caught.value)
 
         with ThreadPoolExecutor(16) as many:
@@ -176,8 +171,8 @@ def test_credentials_that_expire_are_refreshed_while_running(
     )
     helped(monkeypatch, tmp_path, f"{sys.executable} {helper}")
     store = opened(endpoint=server.endpoint, profile="helped")
-    get(store)
-    get(store)
+    get_body(store)
+    get_body(store)
     tokens = {
         line
         for head in server.heads
@@ -200,9 +195,9 @@ def test_an_expired_token_makes_the_chain_start_anew(
     server.script = picky
     store = opened(endpoint=server.endpoint)
     with pytest.raises(errors.ExpiredToken):
-        get(store)
+        get_body(store)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "new")
-    assert get(store) == BODY
+    assert get_body(store) == BODY
 
 
 def test_a_config_file_that_is_damaged(

@@ -12,42 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_servers import HostileServer, Opener, Peer, answer
+from object_servers import BODY, HostileServer, Opener, Peer, answer, get_body, serve_body
 
 from kvtier.backends.object import errors
 from kvtier.backends.object.open import StoreSettings, open_store
 from kvtier.backends.object.s3 import S3Settings, S3Store
-from kvtier.backends.object.store import GetOutcome
 from kvtier.backends.object.transport import Pool
 from kvtier.errors import ExtraMissing
 
 pytestmark = pytest.mark.s3
-BODY = b"bytes of an object"
-
-
-def serve(peer: Peer, head: bytes) -> None:
-    if not head.startswith(b"GET"):
-        peer.read_body(head)
-    peer.sendall(answer(200, BODY))
 
 
 @pytest.fixture
 def server() -> Iterator[HostileServer]:
-    with HostileServer(serve) as server:
+    with HostileServer(serve_body) as server:
         yield server
-
-
-def get(store: S3Store) -> bytes:
-    into = bytearray(len(BODY))
-    assert store.get("name", [memoryview(into)]) is GetOutcome.FOUND
-    return bytes(into)
 
 
 @pytest.fixture
 def tls_server(certificate: Path) -> Iterator[HostileServer]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
-    with HostileServer(serve, tls=context) as server:
+    with HostileServer(serve_body, tls=context) as server:
         yield server
 
 
@@ -56,14 +42,14 @@ def test_tls_with_a_ca_bundle(opened: Opener, tls_server: HostileServer, certifi
         endpoint=tls_server.endpoint.replace("http:", "https:"), ca_bundle=str(certificate)
     )
     for _ in range(2):
-        assert get(store) == BODY
+        assert get_body(store) == BODY
     store.put("name", [memoryview(b"head"), memoryview(bytes(3 << 20)), memoryview(b"tail")])
 
 
 def test_an_unknown_authority_is_refused(opened: Opener, tls_server: HostileServer) -> None:
     store = opened(endpoint=tls_server.endpoint.replace("http:", "https:"))
     with pytest.raises(errors.TLSRefused, match="ca_bundle"):
-        get(store)
+        get_body(store)
     with pytest.raises(errors.TLSRefused, match="ca_bundle"):
         list(store.list())
 
@@ -82,7 +68,7 @@ def test_https_to_a_plain_server_says_so(opened: Opener, server: HostileServer) 
     thread.start()
     store = opened(endpoint=f"https://127.0.0.1:{plain.getsockname()[1]}")
     with pytest.raises(errors.TLSRefused, match="http://"):
-        get(store)
+        get_body(store)
     thread.join()
     plain.close()
 
@@ -128,9 +114,9 @@ def test_an_endpoint_of_the_environment_is_not_asked_for_names_below_it(
 
 
 def test_an_ipv6_endpoint(opened: Opener) -> None:
-    with HostileServer(serve, host="::1") as server:
+    with HostileServer(serve_body, host="::1") as server:
         store = opened(endpoint=f"http://[::1]:{server.port}")
-        assert get(store) == BODY
+        assert get_body(store) == BODY
         with pytest.raises(errors.Unavailable):  # what this server says to a delete is no answer
             store.delete([f"n{index}" for index in range(9)])
     assert f"host: [::1]:{server.port}\r\n".encode() in server.heads[0]
@@ -163,7 +149,7 @@ def test_bulk_deletes_go_where_all_else_goes(
 
 def test_the_region_is_signed(opened: Opener, server: HostileServer) -> None:
     store = opened(endpoint=server.endpoint, region="eu-north-1")
-    get(store)
+    get_body(store)
     assert b"/eu-north-1/s3/aws4_request" in server.heads[0]
 
 
@@ -223,14 +209,14 @@ def test_a_name_that_does_not_resolve(opened: Opener, monkeypatch: pytest.Monkey
     store = opened(endpoint="http://no-such-host.test")
     started = time.monotonic()
     with pytest.raises(errors.WrongEndpoint, match="endpoint"):
-        get(store)
+        get_body(store)
     assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64])
 def test_a_name_that_is_none(opened: Opener, host: str) -> None:
     with pytest.raises(errors.WrongEndpoint, match="no host name"):
-        get(opened(endpoint=f"http://{host}"))
+        get_body(opened(endpoint=f"http://{host}"))
 
 
 def test_an_address_of_a_kind_that_this_machine_has_not(
@@ -242,7 +228,7 @@ def test_an_address_of_a_kind_that_this_machine_has_not(
         return [(9999, socket.SOCK_STREAM, 0, "", ("there", port)), *known(host, port, **more)]
 
     monkeypatch.setattr(socket, "getaddrinfo", both)
-    assert get(opened(endpoint=server.endpoint)) == BODY
+    assert get_body(opened(endpoint=server.endpoint)) == BODY
 
 
 def test_the_endpoint_of_the_environment(

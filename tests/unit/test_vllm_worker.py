@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
+from direct_engine import Tensor
 
 from kvtier import Stack
 from kvtier.backends.cpu import Region
@@ -23,23 +23,6 @@ from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.worker import Ended, RankWorker
 
 RANKS, LAYERS, PAGE, BLOCKS, CHUNKS = 2, 3, 2048, 16, 4
-
-
-class Tensor:
-    """As much of a torch tensor of pages as a layout asks for."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-        self.shape = array.shape
-
-    def data_ptr(self) -> int:
-        return int(self._array.ctypes.data)
-
-    def element_size(self) -> int:
-        return 1
-
-    def stride(self, axis: int) -> int:
-        return int(self._array.strides[axis])
 
 
 class Rank:
