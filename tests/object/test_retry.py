@@ -111,6 +111,13 @@ def get(store: Store, deadline: float | None = None) -> GetOutcome:
     return store.get("name", [], deadline=deadline)
 
 
+def trip(store: BreakerStore) -> None:
+    """Fail as often as opens the circuit."""
+    for _ in range(3):
+        with pytest.raises(errors.Unavailable):
+            get(store)
+
+
 def test_passing_weather_is_survived() -> None:
     inner, clock = ScriptedStore([WEATHER, WEATHER, WEATHER]), Clock()
     store = retrying(inner, clock)
@@ -181,9 +188,7 @@ def test_the_breaker_opens_and_recovers_by_itself(caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.INFO)
     inner, clock = ScriptedStore([WEATHER] * 5), Clock()
     store = breaking(inner, clock)
-    for _ in range(3):
-        with pytest.raises(errors.Unavailable):
-            get(store)
+    trip(store)
     assert circuit_of(store) is Circuit.OPEN
     for _ in range(100):
         with pytest.raises(errors.CircuitOpen, match="rain"):
@@ -205,9 +210,7 @@ def test_the_breaker_opens_and_recovers_by_itself(caplog: pytest.LogCaptureFixtu
 def test_a_listing_that_begins_to_answer_closes_the_circuit() -> None:
     inner, clock = ScriptedStore([WEATHER] * 3), Clock()
     store = breaking(inner, clock)
-    for _ in range(3):
-        with pytest.raises(errors.Unavailable):
-            get(store)
+    trip(store)
     clock.now += 1.0
     listing = store.list()
     assert next(listing).name == inner.names[0]
@@ -228,9 +231,7 @@ def test_one_trial_at_a_time() -> None:
                 refused.append(True)
 
     store = breaking(Slow([WEATHER] * 3), clock)
-    for _ in range(3):
-        with pytest.raises(errors.Unavailable):
-            get(store)
+    trip(store)
     clock.now += 1.0
     assert get(store) is GetOutcome.FOUND
     assert refused == [True]
@@ -248,9 +249,7 @@ def test_answers_about_an_object_do_not_open_the_breaker() -> None:
 def test_a_trial_that_is_interrupted_decides_nothing() -> None:
     inner, clock = ScriptedStore([WEATHER] * 3), Clock()
     store = breaking(inner, clock)
-    for _ in range(3):
-        with pytest.raises(errors.Unavailable):
-            get(store)
+    trip(store)
     clock.now += 1.0
 
     def interrupt() -> None:
