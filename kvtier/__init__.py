@@ -6,7 +6,8 @@ The names below are loaded when first used, so that importing kvtier costs next 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+
+TYPE_CHECKING = False  # true to type checkers; importing it would take longer than all else here
 
 if TYPE_CHECKING:
     from kvtier.config import load as load_config

@@ -1,129 +1,34 @@
-"""The command `kvtier`: finds the file of each command only when it is called."""
+"""The door of the command `kvtier`: what Python runs first, and so imports next to nothing.
+
+Until a command is imported there is nothing to undo, and Ctrl-C ends the process at once. An
+exception would come out of the middle of some import, which may print it or make another of it.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib import import_module
-from typing import Annotated, Any
+from types import FrameType
 
-import typer
-from typer.core import TyperCommand, TyperGroup
-
-from kvtier import __version__
-from kvtier.cli import console
-from kvtier.errors import KVTierError
-
-# Name, and what it does. The command is the Typer `app` of the file with its name in this folder.
-COMMANDS = {
-    "config": "Check, show and start stack files.",
-    "serve": "Serve a model with vLLM, its KV cache kept in a stack.",
-    "demo": "See what it is good for: a long prompt cold, warm, and after a crash.",
-    "ls": "List what a stack holds.",
-    "du": "Show how full each tier is.",
-    "show": "Show one namespace or one block.",
-    "explain": "Say why a prompt hits or misses.",
-    "verify": "Check every record of a stack.",
-    "gc": "Remove what nobody will ask for again.",
-    "clear": "Remove blocks.",
-    "doctor": "Look for what is wrong, and say what to do.",
-    "prewarm": "Fill a tier before it is asked.",
-    "snapshot": "Copy what a stack holds to an object store.",
-    "restore": "Copy a snapshot back into a stack.",
-    "export": "Write blocks to a file.",
-    "import": "Take blocks in from a file.",
-    "plan": "Say what a stack is worth for a model.",
-    "bench": "Measure the tiers of a stack.",
-}
-
-
-class _Commands(TyperGroup):
-    """Lists all commands from the table above, and imports only the one that is called."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        help_text = COMMANDS.get(cmd_name)
-        return None if help_text is None else TyperCommand(cmd_name, help=help_text)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, stub, rest = super().resolve_command(ctx, args)
-        return name, (load(name) if stub is not None and name else stub), rest
-
-    def make_context(self, *args: Any, **more: Any) -> Any:
-        with _exit_codes():
-            return super().make_context(*args, **more)
-
-    def invoke(self, ctx: Any) -> Any:
-        with _exit_codes():
-            return super().invoke(ctx)
-
-
-@contextmanager
-def _exit_codes() -> Iterator[None]:
-    """Turn how a command ends into its exit code; only a mistake in kvtier passes through."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise typer.Exit(console.leave_pipe()) from None
-    except (KVTierError, OSError) as error:
-        raise typer.Exit(console.explain(error)) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(console.EXIT_INTERRUPTED) from None
-
-
-def load(name: str) -> Any:
-    """Import one command."""
-    file = "import_" if name == "import" else name.replace("-", "_")
-    module = import_module(f"kvtier.cli.{file}")
-    command = typer.main.get_command(module.app)
-    command.name = name
-    return command
-
-
-app = typer.Typer(
-    cls=_Commands,
-    name="kvtier",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    context_settings=console.HELP,
-    epilog="Exit codes: 0 all is well, 1 something was found or failed, 2 the call or the "
-    "configuration is wrong, 130 interrupted, 141 the reader of the output went away.",
-)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        console.say(f"kvtier {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option("--version", is_eager=True, callback=_print_version, help="Print it."),
-    ] = False,
-) -> None:
-    """Keep an LLM server's KV cache: on GPU, CPU memory, NVMe and an object store."""
-
-
-def run(args: Sequence[str]) -> int:
-    """Run one command and answer its exit code."""
-    try:
-        typer.main.get_command(app)(list(args), prog_name="kvtier")
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else console.EXIT_FAILURE
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return console.leave_pipe()
-    return code
+EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
     """Entry point of the `kvtier` command."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is to be ignored
+        signal.signal(signal.SIGINT, _leave)
+    from kvtier.cli import commands, console
+
     sys.excepthook = console.report_crash
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(commands.run(sys.argv[1:]))
+
+
+def begin() -> None:
+    """There will be something to undo: from now on Ctrl-C is an exception."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os._exit(EXIT_INTERRUPTED)

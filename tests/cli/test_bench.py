@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cli_world import KVTIER, Hold, command
 
-from kvtier.cli import main, measure
+from kvtier.cli import commands, measure
 from kvtier.config import load
 from kvtier.stack import Stack
 from kvtier.testing.records import NAMESPACE, make_keys, payload
@@ -30,7 +30,7 @@ def everything(folder: Path) -> dict[str, int]:
 
 
 def test_every_tier_is_measured(stack_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["bench", "--config", str(stack_file), *SMALL, "--json"]) == 0
+    assert commands.run(["bench", "--config", str(stack_file), *SMALL, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"]
     assert [(tier["tier"], tier["hits"], tier["blocks"]) for tier in report["tiers"]] == [
@@ -47,7 +47,7 @@ def test_a_table_and_a_plot(
     stack_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plot = tmp_path / "plot.svg"
-    assert main.run(["bench", "-c", str(stack_file), *SMALL, "--svg", str(plot)]) == 0
+    assert commands.run(["bench", "-c", str(stack_file), *SMALL, "--svg", str(plot)]) == 0
     out = capsys.readouterr().out
     assert "8/8" in out
     assert "nvme" in out
@@ -56,7 +56,7 @@ def test_a_table_and_a_plot(
 
 def test_nothing_is_left_behind(stack_file: Path, tmp_path: Path) -> None:
     before = everything(tmp_path)
-    assert main.run(["bench", "-c", str(stack_file), *SMALL]) == 0
+    assert commands.run(["bench", "-c", str(stack_file), *SMALL]) == 0
     assert everything(tmp_path) == before
     assert list((tmp_path / "disk").iterdir()) == []
 
@@ -101,7 +101,7 @@ def test_wrong_bytes_are_told(
         count(result, stack, ticket, blocks)  # type: ignore[arg-type]
 
     monkeypatch.setattr(measure, "_count", expect_others)
-    assert main.run(["bench", "-c", str(stack_file), *SMALL]) == 1
+    assert commands.run(["bench", "-c", str(stack_file), *SMALL]) == 1
     assert "12 WRONG" in capsys.readouterr().out
 
 
@@ -109,7 +109,7 @@ def test_a_tier_that_is_only_read_is_not_written(
     stack_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stack_file.write_text(stack_file.read_text().replace("free_floor: 0", "write: never"))
-    assert main.run(["bench", "-c", str(stack_file), *SMALL]) == 0
+    assert commands.run(["bench", "-c", str(stack_file), *SMALL]) == 0
     assert "only read" in capsys.readouterr().out
 
 
@@ -118,5 +118,5 @@ def test_too_little_room_is_said_before(
 ) -> None:
     stack_file.write_text(stack_file.read_text().replace("free_floor: 0", "free_floor: 8000TiB"))
     assert load(stack_file)
-    assert main.run(["bench", "-c", str(stack_file), *SMALL]) == 1
+    assert commands.run(["bench", "-c", str(stack_file), *SMALL]) == 1
     assert "ask for fewer blocks" in capsys.readouterr().err

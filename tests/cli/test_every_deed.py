@@ -18,7 +18,7 @@ import pytest
 from cli_world import KVTIER, STACK, Done, Hold, command
 
 from kvtier import Stack
-from kvtier.cli import main
+from kvtier.cli import commands
 from kvtier.core.slab import layout
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 
@@ -106,7 +106,7 @@ class Scene:
         """In this process, because there are many; a traceback would fail the test."""
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main.run(self.words(deed))
+            code = commands.run(self.words(deed))
         return Done(code, out.getvalue(), err.getvalue())
 
 
@@ -129,7 +129,7 @@ def scene(stack_file: Path, tmp_path: Path) -> Scene:
         ["export", tmp_path / "blocks.kvpack"],
         ["snapshot", "--to", f"file://{tmp_path}/store"],
     ):
-        assert main.run([*map(str, words), "-c", str(scene.good)]) == 0
+        assert commands.run([*map(str, words), "-c", str(scene.good)]) == 0
     return scene
 
 

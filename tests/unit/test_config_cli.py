@@ -15,7 +15,7 @@ import typer
 import yaml
 
 from kvtier import __version__
-from kvtier.cli import console, main
+from kvtier.cli import commands, console
 from kvtier.config import load
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def stack(tmp_path: Path, other_tiers: None) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> str:
-    assert main.run(args) == code
+    assert commands.run(args) == code
     out, err = capsys.readouterr()
     assert out == ""
     assert "Traceback" not in err
@@ -39,7 +39,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> st
 
 class TestCheck:
     def test_a_good_file(self, stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main.run(["config", "check", str(stack)]) == 0
+        assert commands.run(["config", "check", str(stack)]) == 0
         assert capsys.readouterr().out == f"{stack}: all is well (bench)\n"
 
     def test_a_bad_file_names_every_place(
@@ -53,10 +53,10 @@ class TestCheck:
         ]
 
     def test_json(self, stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main.run(["config", "check", str(stack), "--json"]) == 0
+        assert commands.run(["config", "check", str(stack), "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == {"ok": True, "errors": []}
         stack.write_text("version: 1\ntiers: [{kind: bench, capacity: 5MB, wrt: never}]\n")
-        assert main.run(["config", "check", str(stack), "--json"]) == 2
+        assert commands.run(["config", "check", str(stack), "--json"]) == 2
         assert json.loads(capsys.readouterr().out) == {
             "ok": False,
             "errors": [
@@ -70,7 +70,7 @@ class TestCheck:
         }
 
     def test_against_a_block(self, stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main.run(["config", "check", str(stack), "--block-size", "5MiB"]) == 0
+        assert commands.run(["config", "check", str(stack), "--block-size", "5MiB"]) == 0
         capsys.readouterr()
         err = refused(capsys, "config", "check", str(stack), "--block-size", "6MiB")
         assert "$.tiers[0].capacity: 5MiB holds no block" in err
@@ -84,18 +84,18 @@ class TestCheck:
         self, stack: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("KVTIER_CONFIG", str(stack))
-        assert main.run(["config", "check"]) == 0
+        assert commands.run(["config", "check"]) == 0
 
 
 class TestShow:
     def test_defaults_are_filled_in(self, stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main.run(["config", "show", str(stack)]) == 0
+        assert commands.run(["config", "show", str(stack)]) == 0
         shown = capsys.readouterr().out
         assert "load_deadline: 10s" in shown
         assert load(yaml.safe_load(shown)) == load(stack)
 
     def test_json(self, stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main.run(["config", "show", str(stack), "--json"]) == 0
+        assert commands.run(["config", "show", str(stack), "--json"]) == 0
         assert load(json.loads(capsys.readouterr().out)) == load(stack)
 
 
@@ -107,9 +107,9 @@ class TestSchemaAndReference:
         assert "tier kind 'broken'" in err
 
     def test_built_in(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main.run(["config", "schema", "--built-in"]) == 0
+        assert commands.run(["config", "schema", "--built-in"]) == 0
         assert "StackConfig" in json.loads(capsys.readouterr().out)["$defs"]
-        assert main.run(["config", "reference", "--built-in"]) == 0
+        assert commands.run(["config", "reference", "--built-in"]) == 0
         assert "kind: memory" in capsys.readouterr().out
 
 
@@ -119,7 +119,7 @@ class TestInit:
     ) -> None:
         file, folder = tmp_path / "stack.yaml", tmp_path / 'odd "$${folder}" # here'
         args = ["config", "init", str(file), "--folder", str(folder)]
-        assert main.run(args) == 0
+        assert commands.run(args) == 0
         assert folder.stat().st_mode & 0o777 == 0o700
         config: Any = load(file)
         assert [settings.kind for settings in config.tiers] == ["cpu", "nvme"]
@@ -133,7 +133,7 @@ class TestInit:
         file, bucket = tmp_path / "stack.yaml", f"file://{tmp_path}/bucket"
         args = ["config", "init", str(file), "--folder", str(tmp_path / "kv"), "--name", "first"]
         args += ["--memory", "16MiB", "--disk", "32MiB", "--bucket", bucket]
-        assert main.run(args) == 0
+        assert commands.run(args) == 0
         config: Any = load(file)
         assert [settings.kind for settings in config.tiers] == ["cpu", "nvme", "object"]
         assert config.name == "first"
@@ -144,7 +144,7 @@ class TestInit:
         assert "--disk" in refused(capsys, "config", "init", "--disk", "a lot")
 
     def test_printed(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main.run(["config", "init", "--folder", str(tmp_path / "new")]) == 0
+        assert commands.run(["config", "init", "--folder", str(tmp_path / "new")]) == 0
         assert str(tmp_path / "new") in capsys.readouterr().out
         assert not (tmp_path / "new").exists()
 
@@ -156,25 +156,25 @@ class TestInit:
 
 
 class TestTheFrame:
-    @pytest.mark.parametrize("name", main.COMMANDS)
+    @pytest.mark.parametrize("name", commands.COMMANDS)
     def test_every_command_has_help_with_an_example(
         self, name: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert main.run([name, "--help"]) == 0
+        assert commands.run([name, "--help"]) == 0
         assert "Usage: kvtier " in capsys.readouterr().out
-        command = main.load(name)
+        command = commands.load(name)
         for each in getattr(command, "commands", {"": command}).values():
             assert each.help, f"{name} {each.name} says nothing about itself"
             assert "Example" in (each.epilog or ""), f"{name} {each.name} has no example"
 
     def test_help_lists_all_commands(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main.run(["--help"]) == 0
+        assert commands.run(["--help"]) == 0
         out = capsys.readouterr().out
-        assert all(f"\n  {name} " in out for name in main.COMMANDS)
+        assert all(f"\n  {name} " in out for name in commands.COMMANDS)
         assert "Exit codes" in out
 
     def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main.run(["--version"]) == 0
+        assert commands.run(["--version"]) == 0
         assert capsys.readouterr().out == f"kvtier {__version__}\n"
 
     @pytest.mark.parametrize("args", [["nope"], ["config", "nope"], ["--nope"], ["config"]])
@@ -183,13 +183,13 @@ class TestTheFrame:
 
     def test_help_imports_no_command(self) -> None:
         code = (
-            "import sys; from kvtier.cli.main import run; run(['--help']); "
+            "import sys; from kvtier.cli.commands import run; run(['--help']); "
             "print(*[m for m in sys.modules if m.startswith('kvtier.')], file=sys.stderr)"
         )
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
         )
-        assert "kvtier.cli.main" in done.stderr
+        assert "kvtier.cli.commands" in done.stderr
         assert "kvtier.cli.config" not in done.stderr
 
     def test_forty_columns(self, stack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,10 +248,28 @@ class TestTheFrame:
         _, err = process.communicate(timeout=60)
         assert (process.returncode, err) == (130, "")
 
+    @pytest.mark.parametrize("module", ["kvtier.errors", "typer", "kvtier.cli.config"])
+    def test_interrupted_while_python_imports(self, module: str) -> None:
+        code = INTERRUPTED_IMPORT.format(module=module, script=str(KVTIER))
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+# The installed command, with a Ctrl-C at the moment when a module is asked for.
+INTERRUPTED_IMPORT = """
+import os, runpy, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{module}":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+sys.argv[:] = ["{script}", "config", "schema", "--built-in"]
+runpy.run_path("{script}", run_name="__main__")
+"""
 
 COMMAND = """
 import signal, sys, types, typer
-from kvtier.cli import console, main
+from kvtier.cli import commands, console, main
 from kvtier.errors import KVTierError
 module = types.ModuleType("kvtier.cli.try")
 module.app = console.new_app("Try.")
@@ -259,7 +277,7 @@ module.app = console.new_app("Try.")
 def run() -> None:
     {body}
 sys.modules[module.__name__] = module
-main.COMMANDS["try"] = "Try."
+commands.COMMANDS["try"] = "Try."
 sys.argv[1:] = ["try"]
 main.main()
 """
