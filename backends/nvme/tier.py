@@ -230,6 +230,7 @@ class NvmeTier(SlabTier):
     def _see_changes(self, place: Place, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         """Another process's slab changed: forget what has gone, learn what is new."""
         key_of, where = self._key_of, self._where
+        known = (where, self._reserved, self._doomed)
         now = [(place.base + slot, key) for slot, key in zip(slots, keys, strict=True)]
         gone = []
         for slot, key in now:
@@ -239,7 +240,7 @@ class NvmeTier(SlabTier):
         self._drop(gone)
         fresh = []
         for slot, key in now:
-            if key and key_of[slot] is None and key not in where and key not in self._doomed:
+            if key and key_of[slot] is None and not any(key in each for each in known):
                 where[key] = slot
                 key_of[slot] = key
                 fresh.append(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from nvme_rig import Engine, child, expect
 
 from kvtier.backends.nvme.folder import SlabFile
@@ -11,6 +12,7 @@ from kvtier.backends.nvme.news import News
 from kvtier.backends.nvme.spec import NvmeSpec
 from kvtier.core.record import record_bytes
 from kvtier.core.slab.layout import SlabHeader
+from kvtier.errors import NotResident
 from kvtier.testing.records import NAMESPACE, make_keys, sealed
 from kvtier.types import Outcome, Presence, Reservation
 
@@ -76,6 +78,37 @@ def test_a_store_into_a_slab_that_is_removed_meanwhile_is_not_committed(tmp_path
     assert engine.put(keys) == keys
     assert engine.read(keys) == keys
     engine.close()
+
+
+def test_a_block_that_two_store_at_once_hides_nothing_later(tmp_path: Path) -> None:
+    mine, other = Engine(tmp_path / "kv", blocks=8), Engine(tmp_path / "kv", blocks=8)
+    both, new = make_keys(1), make_keys(1, start=100)
+    reservation = mine.tier.prepare_store(both)
+    assert other.put([*both, *make_keys(3, start=50)])
+    mine.tier.refresh()
+    mine.handler.store(reservation.spec, both, [sealed(both[0])])
+    mine.tier.complete_store(both)
+    assert mine.read(both) == both
+    assert other.put(new) == new, "in the place of the oldest"
+    assert mine.read(new) == new
+    mine.close()
+    other.close()
+
+
+def test_a_block_that_is_stored_here_is_not_read_there_meanwhile(tmp_path: Path) -> None:
+    mine, other = Engine(tmp_path / "kv", blocks=8), Engine(tmp_path / "kv", blocks=8)
+    keys = make_keys(1)
+    reservation = mine.tier.prepare_store(keys)
+    assert other.put(keys) == keys
+    mine.tier.refresh()
+    with pytest.raises(NotResident):
+        mine.tier.prepare_load(keys)
+    mine.tier.complete_store(reservation.keys)
+    mine.tier.prepare_load(keys)
+    mine.tier.complete_load(keys)
+    assert not mine.tier.stats().pinned
+    mine.close()
+    other.close()
 
 
 def test_numbers_of_lost_slabs_are_used_again_whatever_their_size(tmp_path: Path) -> None:

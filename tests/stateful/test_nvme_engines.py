@@ -9,6 +9,7 @@ import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,10 @@ class Walker:
         tier = self.tier
         where = tier._where
         assert all(tier._key_of[slot] == key for key, slot in where.items())
+        assert not where.keys() & tier._reserved.keys()
+        named = [where.values(), tier._reserved.values(), tier._doomed.values()]
+        keyed = [slot for slot, key in enumerate(tier._key_of) if key is not None]
+        assert sorted(keyed) == sorted(chain(*named)), "a slot whose news nobody would hear"
         own = {slot for place in tier._places.values() if place.mine for slot in place.slots}
         free = list(tier._free)
         places = [free, tier._reserved.values(), where.values(), tier._doomed.values()]
