@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from nvme_rig import Engine, child, expect
 
+from kvtier.backends.nvme import tier as tier_module
 from kvtier.backends.nvme.folder import SlabFile
 from kvtier.backends.nvme.news import News
 from kvtier.backends.nvme.spec import NvmeSpec
@@ -14,7 +15,7 @@ from kvtier.core.record import record_bytes
 from kvtier.core.slab.layout import SlabHeader
 from kvtier.errors import NotResident
 from kvtier.testing.records import NAMESPACE, make_keys, sealed
-from kvtier.types import Outcome, Presence, Reservation
+from kvtier.types import EventKind, Outcome, Presence, Reservation
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
 
@@ -109,6 +110,30 @@ def test_a_block_that_is_stored_here_is_not_read_there_meanwhile(tmp_path: Path)
     assert not mine.tier.stats().pinned
     mine.close()
     other.close()
+
+
+def test_what_nobody_listens_to_is_told_later_as_one_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "_IDLE_S", 0.0)
+    idle, busy = Engine(tmp_path / "kv", blocks=16), Engine(tmp_path / "kv", blocks=16)
+    first, keys = make_keys(3), make_keys(300, start=100)
+    busy.put(first)
+    idle.tier.refresh()
+    known = {key for event in idle.tier.take_events() for key in event.keys}
+    assert known == set(first)
+    for key in keys:
+        busy.put([key])
+        idle.keeper.work(thorough=True)
+        idle.keeper.when_idle()
+    events = idle.tier.take_events()
+    assert sum(len(event.keys) for event in events) < 40
+    for event in events:
+        assert known.isdisjoint(event.keys) == (event.kind is EventKind.STORED)
+        known.symmetric_difference_update(event.keys)
+    assert known == set(idle.hits([*first, *keys])) != set()
+    idle.close()
+    busy.close()
 
 
 def test_numbers_of_lost_slabs_are_used_again_whatever_their_size(tmp_path: Path) -> None:
