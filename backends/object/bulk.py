@@ -19,6 +19,8 @@ Send = Callable[[str, str, dict[str, str], bytes, float], tuple[int, dict[str, s
 Raises StoreError for every answer that is not a success: botocore would follow redirects."""
 
 _DELETE_BATCH = 1000
+_NOBODY = {"aws_access_key_id": "-", "aws_secret_access_key": "-"}
+"""For a client that is only asked where the store is."""
 
 
 class BulkClient:
@@ -43,7 +45,7 @@ class BulkClient:
     @property
     def endpoint(self) -> str:
         """The endpoint that botocore found: from the settings, environment, profile or region."""
-        return self._endpoint or str(self._client().meta.endpoint_url)
+        return self._endpoint or str(self._new_client(**_NOBODY).meta.endpoint_url)
 
     def delete(
         self, keys: Sequence[str], deadline: Callable[[], float]
@@ -88,7 +90,8 @@ class BulkClient:
                 self._made, self._made_after = self._new_client(), changes
             return self._made
 
-    def _new_client(self) -> Any:
+    def _new_client(self, **credentials: str) -> Any:
+        """A client with these credentials; without any, botocore looks for some now."""
         config = vendor("botocore.config").Config(
             retries={"mode": "standard", "total_max_attempts": 1},
             request_checksum_calculation="when_required",
@@ -102,8 +105,9 @@ class BulkClient:
                 region_name=self._signer.region,
                 endpoint_url=self._endpoint,
                 config=config,
+                **credentials,
             )
-        except (self._errors.BotoCoreError, ValueError) as error:
+        except self._signer.errors as error:
             raise WrongEndpoint(
                 f"no client can be made for bucket {self._bucket} ({type(error).__name__}): check "
                 "region and endpoint, AWS_ENDPOINT_URL and the AWS config file"

@@ -61,8 +61,7 @@ class Signer:
         self._profile = profile
         self._auth = vendor("botocore.auth")
         exceptions = vendor("botocore.exceptions")
-        # the latter four: token files and helpers that are not there, or say nonsense
-        self._errors = (
+        self.errors = (
             exceptions.BotoCoreError,
             exceptions.ClientError,
             OSError,
@@ -70,6 +69,8 @@ class Signer:
             KeyError,
             RuntimeError,
         )
+        """What a session raises; the latter four where token files and helpers are not there, or
+        say nonsense."""
         self._context = {"client_config": vendor("botocore.config").Config(s3=UNSIGNED)}
         self._lock = threading.Lock()
         self._renewed_at = time.monotonic()
@@ -83,7 +84,7 @@ class Signer:
             if profile is not None and profile not in self.session.available_profiles:
                 raise NoCredentials(f"there is no AWS profile {profile!r}: correct it or its file")
             configured = self.session.get_config_variable("region")
-        except self._errors as error:
+        except self.errors as error:
             raise self._unobtainable(error) from None
         self.region = check_region(region or configured or "us-east-1")
         # at DEBUG botocore logs whole requests and answers, which contain session tokens
@@ -109,7 +110,7 @@ class Signer:
                 raise NoCredentials(self._failure)
             try:
                 return self._find().get_frozen_credentials()
-            except self._errors as error:
+            except self.errors as error:
                 failure = self._unobtainable(error)
             except NoCredentials as error:
                 failure = error

@@ -109,12 +109,31 @@ def test_a_helper_that_says_nonsense(
     assert "hidden" not in str(caught.value)
 
 
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", None])
 def test_a_helper_that_is_not_there(
-    opened: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    opened: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str | None
 ) -> None:
     helped(monkeypatch, tmp_path, f"{tmp_path}/nothing")
+    store = opened(endpoint=endpoint, profile="helped")
     with pytest.raises(errors.NoCredentials):
-        get_body(opened(endpoint="http://127.0.0.1:1", profile="helped"))
+        get_body(store)
+    with pytest.raises(errors.NoCredentials):
+        store.delete([f"n{index}" for index in range(9)])
+
+
+def test_nobody_is_asked_for_a_role_before_it_is_needed(
+    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an instance of AWS itself, whose endpoint stands in no setting."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED", raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", server.endpoint)
+    store = opened()
+    assert not server.heads
+    with pytest.raises(errors.NoCredentials):
+        get_body(store)
+    assert server.heads
 
 
 @pytest.mark.parametrize("silent", [False, True])
