@@ -119,6 +119,7 @@ class BreakerStore(WrappedStore):
         with self._lock:
             self._failures += 1
             self._cause = str(error)
+            trial = self._is_on(trial)
             if trial:
                 self._open_s = min(self._open_s * 2, self._policy.open_max_s)
             elif self.circuit is not Circuit.CLOSED or self._failures < self._policy.failures:
@@ -141,6 +142,10 @@ class BreakerStore(WrappedStore):
             _log.info("object store recovered")
 
     def _undecided(self, trial: bool) -> None:
-        if trial:
-            with self._lock:
+        with self._lock:
+            if self._is_on(trial):
                 self._circuit = Circuit.OPEN
+
+    def _is_on(self, trial: bool) -> bool:
+        """Whether it is the trial still: a listing has ended it with its first name."""
+        return trial and self.circuit is Circuit.HALF_OPEN

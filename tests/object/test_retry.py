@@ -218,6 +218,25 @@ def test_a_listing_that_begins_to_answer_closes_the_circuit() -> None:
     assert [info.name for info in listing] == inner.names[1:]
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_listing_that_has_closed_the_circuit_is_no_trial_any_more(breaks: bool) -> None:
+    inner, clock = ScriptedStore([WEATHER] * 3), Clock()
+    store = breaking(inner, clock)
+    trip(store)
+    clock.now += 1.0
+    listing = store.list()
+    next(listing)
+    if breaks:
+        inner.script = [WEATHER]
+        with pytest.raises(errors.Unavailable):
+            list(listing)
+    else:
+        del listing
+    assert circuit_of(store) is Circuit.CLOSED
+    assert store.opened == 1
+    assert get(store) is GetOutcome.FOUND
+
+
 def test_one_trial_at_a_time() -> None:
     clock = Clock()
     refused: list[bool] = []
