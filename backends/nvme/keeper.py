@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -118,7 +118,8 @@ class Keeper:
                 if thorough or now >= self._next_housekeeping or self._slots_wanted:
                     self._next_housekeeping = now + _HOUSEKEEPING_S
                     self._adopt_orphans()
-                    self._make_room()
+                    with self._going_on():
+                        self._make_room()
                     self._share()
                     self._write_uses(now, thorough)
             except (OSError, MediumError) as error:
@@ -135,6 +136,14 @@ class Keeper:
         self._hungry = False
         self.news.extend(News(known.slab, gone=True) for known in self._known.values())
         self._known.clear()
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """One strange file must not stop the work on all others."""
+        try:
+            yield
+        except OSError as error:
+            self._complain(error)
 
     def _complain(self, error: OSError | MediumError) -> None:
         self._say_once(f"NVMe folder {self.folder.root}: {getattr(error, 'strerror', 0) or error}")
@@ -202,12 +211,12 @@ class Keeper:
         with self.folder.locked():
             # The coldest first, as the tier takes in the blocks of one slab.
             for orphan in sorted(orphans, key=lambda slab: self.folder.last_used(slab.id)):
-                with contextlib.suppress(FormatError, FileNotFoundError):
+                with self._going_on(), contextlib.suppress(FormatError, FileNotFoundError):
                     self._adopt(orphan.id)
             if self._broken and self.folder.alone(self.owner):
-                for slab_id in self._broken:
-                    self._remove_broken(slab_id)
-                self._broken.clear()
+                while self._broken:
+                    with self._going_on():
+                        self._remove_broken(self._broken.pop())
 
     def _adopt(self, slab_id: int) -> None:
         slab, table = self.folder.read_table(slab_id)
@@ -308,25 +317,30 @@ class Keeper:
                 self._complain(error)
 
     def _write_down(self) -> None:
+        """What cannot be written waits for the next round, before what comes until then."""
         by_slab: dict[int, dict[int, bytes]] = {}
         # Counted first: what was recorded of a slab before it was let go is written before, too.
         released = len(self._released)
         while self._todo:
             slab_id, slot, entry = self._todo.popleft()
             by_slab.setdefault(slab_id, {})[slot] = entry
-        try:
-            while by_slab:
-                slab_id, entries = next(iter(by_slab.items()))
-                self._write_entries(slab_id, entries)
-                del by_slab[slab_id]
+        for slab_id in list(by_slab):
+            with self._going_on():
+                self._write_entries(slab_id, by_slab[slab_id])
+                written = list(by_slab.pop(slab_id))
                 if known := self._known.get(slab_id):
-                    self.news.append(News(known.slab, written=list(entries)))
-            for _ in range(released):
-                self._hand_over(*self._released[0])
-                self._released.popleft()
-        finally:  # what could not be written waits for the next round, before what came since
-            left = [(i, slot, each) for i, rows in by_slab.items() for slot, each in rows.items()]
-            self._todo.extendleft(reversed(left))
+                    self.news.append(News(known.slab, written=written))
+        left = [(i, slot, each) for i, rows in by_slab.items() for slot, each in rows.items()]
+        self._todo.extendleft(reversed(left))
+        due = [self._released.popleft() for _ in range(released)]
+        try:
+            for slab_id, remove in due.copy():
+                if remove or slab_id not in by_slab:
+                    with self._going_on():
+                        self._hand_over(slab_id, remove)
+                        due.remove((slab_id, remove))
+        finally:
+            self._released.extendleft(reversed(due))
 
     def _write_uses(self, now: float, at_once: bool) -> None:
         if at_once or now >= self._next_uses:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,9 @@ from nvme_rig import Engine, child, expect
 from kvtier.backends.nvme import tier as tier_module
 from kvtier.backends.nvme.folder import SlabFile
 from kvtier.backends.nvme.news import News
-from kvtier.backends.nvme.spec import NvmeSpec
-from kvtier.core.record import record_bytes
+from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec
+from kvtier.core.disk import Disk
+from kvtier.core.record import Buffer, record_bytes
 from kvtier.core.slab.layout import SlabHeader
 from kvtier.errors import NotResident
 from kvtier.testing.records import NAMESPACE, make_keys, sealed
@@ -165,3 +169,64 @@ def test_much_news_is_taken_in_over_several_calls(tmp_path: Path) -> None:
     engine.tier.tick()
     assert engine.tier.lookup(keys).count(Presence.HIT) == 4 * count
     engine.close()
+
+
+class WornDisk(Disk):
+    """Some files can be read, and not be written any more."""
+
+    def __init__(self) -> None:
+        self.worn: set[Path] = set()
+
+    def writev(self, fd: int, data: Sequence[Buffer], offset: int) -> int:
+        if Path(f"/proc/self/fd/{fd}").readlink() in self.worn:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().writev(fd, data, offset)
+
+
+def test_a_table_that_cannot_be_written_stops_nothing_else(tmp_path: Path) -> None:
+    disk = WornDisk()
+    mine = Engine(tmp_path / "kv", blocks=16, disk=disk)
+    keys = make_keys(8)
+    assert mine.put(keys) == keys
+    spec = mine.tier.prepare_load(keys)
+    mine.tier.complete_load(keys)
+    assert isinstance(spec, NvmeSpec)
+    slabs = [place >> SLOT_BITS for place in spec.places]
+    bad = [key for key, slab in zip(keys, slabs, strict=True) if slab == slabs[0]]
+    good = [key for key, slab in zip(keys, slabs, strict=True) if slab != slabs[0]]
+    disk.worn.add(mine.keeper.folder.table_path(slabs[0]))
+    free = len(mine.tier._free)
+    mine.tier.forget([bad[0], good[0]])
+    mine.tier.refresh()
+    assert len(mine.tier._free) == free + 1, "the other one is written down"
+    other = Engine(tmp_path / "kv", blocks=16)
+    assert other.hits(good[:1]) == []
+    new = make_keys(1, start=100)
+    assert other.put(new) == new
+    assert mine.read(new) == new, "who cannot write looks around all the same"
+    disk.worn.clear()
+    mine.tier.refresh()
+    assert other.hits(keys) == [*bad[1:], *good[1:]]
+    assert mine.tier._unwritten == set()
+    mine.close()
+    other.close()
+
+
+def test_a_slab_that_cannot_be_taken_over_stops_nothing_else(tmp_path: Path) -> None:
+    with child(
+        "engine = Engine(Path(sys.argv[1]), blocks=8); engine.put(make_keys(8))\n"
+        "print('stored', flush=True); sys.stdin.readline()",
+        tmp_path / "kv",
+    ) as dead:
+        expect(dead, "stored")
+    dead.wait()
+    home = next((tmp_path / "kv").glob("*/*.table")).parent
+    tables = sorted(home.glob("*.table"), key=lambda table: table.stat().st_mtime_ns)
+    assert len(tables) == 2
+    disk = WornDisk()
+    disk.worn.add(tables[0])
+    mine = Engine(tmp_path / "kv", blocks=16, disk=disk)
+    assert len(mine.hits(make_keys(8))) == 4
+    new = make_keys(4, start=100)
+    assert mine.put(new) == new
+    mine.close()
