@@ -49,17 +49,28 @@ def owner_path(owners: Path, owner: int) -> Path:
 
 def hold_owner(owners: Path, owner: int) -> int:
     """Act for an owner: its slabs are not adopted while the descriptor returned is open."""
-    fd = os.open(owner_path(owners, owner), os.O_RDWR | os.O_CLOEXEC)
+    path = owner_path(owners, owner)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         for _ in range(_HOLD_TRIES):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if not os.fstat(fd).st_nlink:
+                    raise FileNotFoundError(errno.ENOENT, "its mark was taken away", str(path))
                 return fd
             time.sleep(0.001)  # who asks whether it is `held` holds it himself for a moment
         raise BlockingIOError(errno.EWOULDBLOCK, "another process keeps it locked")
     except OSError:
         os.close(fd)
         raise
+
+
+def let_go(owners: Path, owner: int, fd: int) -> None:
+    """Act for an owner no more: who is the last to do so takes its mark away."""
+    with contextlib.suppress(OSError):  # somebody else still acts for it
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        owner_path(owners, owner).unlink()
+    os.close(fd)
 
 
 def used_bytes(root: Path) -> int:

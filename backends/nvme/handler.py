@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvtier.backends.nvme.files import DATA_SUFFIX, TABLE_SUFFIX, hold_owner
+from kvtier.backends.nvme.files import DATA_SUFFIX, TABLE_SUFFIX, hold_owner, let_go
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
 from kvtier.core.disk import Disk
 from kvtier.core.record import Buffer, record_bytes
@@ -293,8 +293,8 @@ class NvmeHandler(Handler):
             for slab in self._slabs.values():
                 slab.close()
             self._slabs.clear()
-            for fd in self._owners.values():
-                os.close(fd)
+            for owner, fd in self._owners.items():
+                let_go(self._home / "owners", owner, fd)
             self._owners.clear()
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from kvtier.backends.nvme.files import owner_path, used_bytes
+from kvtier.backends.nvme.files import let_go, owner_path, used_bytes
 from kvtier.backends.nvme.folder import NOBODY, Limits, NvmeFolder, SlabFile
 from kvtier.backends.nvme.news import News, changes
 from kvtier.backends.nvme.uses import Uses
@@ -387,5 +387,5 @@ class Keeper:
                 with self.folder.locked():
                     for slab_id in [i for i, known in self._known.items() if known.mine]:
                         self.folder.remove_slab(slab_id)
-        os.close(self._owner_fd)
+        let_go(self.folder.owners, self.owner, self._owner_fd)
         self.folder.close()

@@ -91,6 +91,43 @@ def test_an_owner_that_is_asked_after_can_still_be_acted_for(
     os.close(hold_owner(tmp_path, 7))
 
 
+@pytest.mark.parametrize("first", ["handler", "tier"])
+def test_the_last_who_acts_for_an_owner_takes_its_mark_away(tmp_path: Path, first: str) -> None:
+    engine = Engine(tmp_path / "kv")
+    keys = make_keys(4)
+    engine.put(keys)
+    folder = engine.keeper.folder
+    mark = owner_path(folder.owners, engine.keeper.owner)
+    ends = [engine.handler.close, engine.tier.close]
+    for end in ends if first == "handler" else reversed(ends):
+        assert mark.exists()
+        assert folder.alive(engine.keeper.owner)
+        end()
+    assert not list(folder.owners.iterdir())
+    heir = Engine(tmp_path / "kv")
+    assert heir.read(keys) == keys
+    heir.close()
+
+
+def test_a_mark_that_was_taken_away_cannot_be_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = owner_path(tmp_path, 7)
+    path.touch()
+    open_file = os.open
+
+    def just_before(path: Path, flags: int, *mode: int) -> int:
+        fd = open_file(path, flags, *mode)
+        path.unlink()
+        return fd
+
+    monkeypatch.setattr(os, "open", just_before)
+    before = open_files()
+    with pytest.raises(FileNotFoundError):
+        hold_owner(tmp_path, 7)
+    assert open_files() == before
+
+
 def test_an_owner_that_cannot_be_asked_after_may_be_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
