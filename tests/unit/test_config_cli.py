@@ -264,6 +264,7 @@ class Finder:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder())
 sys.argv[:] = ["{script}", "config", "schema", "--built-in"]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
 runpy.run_path("{script}", run_name="__main__")
 """
 
