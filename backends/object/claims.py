@@ -245,11 +245,7 @@ class Claims:
         return self._read()
 
     def _read(self) -> Mapping[str, Writer]:
-        found: dict[str, list[Claim]] = defaultdict(list)
-        for info in self._store.list(PREFIX):
-            claim = parse_claim(info.name, info.modified_s)
-            if claim is not None:
-                found[claim.writer].append(claim)
+        found = _by_writer(self._store)
         mine = found.pop(self.writer, [])
         current = [claim for claim in mine if claim.number == self._number]
         old = [claim.name for claim in mine if claim.number != self._number]
@@ -292,6 +288,28 @@ class Claims:
                 caps[namespace] = max(caps.get(namespace, 0), one.claim.cap)
         self._foreign.update(caps)
         return sum(self._foreign.values())
+
+
+def ended(store: Store, namespace: str) -> list[str]:
+    """The claims of a namespace's writers that ended, as far as that can be told without a claim of
+    one's own: of those that only stopped renewing, how old theirs are is not known. These claims
+    may go when all that there is of the namespace has been deleted after this."""
+    found = [_seen(claims, 0.0) for claims in _by_writer(store).values()]
+    return [
+        name
+        for one in found
+        if one.claim.namespace == namespace and not one.alive
+        for name in one.names
+    ]
+
+
+def _by_writer(store: Store) -> dict[str, list[Claim]]:
+    found: dict[str, list[Claim]] = defaultdict(list)
+    for info in store.list(PREFIX):
+        claim = parse_claim(info.name, info.modified_s)
+        if claim is not None:
+            found[claim.writer].append(claim)
+    return found
 
 
 def _seen(claims: Sequence[Claim], now: float) -> Writer:

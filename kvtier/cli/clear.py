@@ -99,9 +99,7 @@ def _remove(config: StackConfig, place: Place, namespace: str) -> None:
         if not remove_home(root, root / namespace):
             raise MediumInUse(f"{root / namespace} is in use: stop its engines first")
     elif place.kind == "object":
-        from kvtier.cli.look_objects import delete_objects, objects_of
+        from kvtier.cli.look_objects import remove_namespace
 
-        settings = config.tiers[place.tier]
-        names = objects_of(settings, namespace)
-        if delete_objects(settings, names) < len(names):
+        if not remove_namespace(config.tiers[place.tier], namespace):
             raise KVTierError(f"the store kept some objects of {namespace}: try again")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvtier.backends.object import open_for
+from kvtier.backends.object.claims import ended
 from kvtier.backends.object.errors import LengthMismatch, StoreError
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED
@@ -200,34 +202,41 @@ def _raw(stored: memoryview, block: Block, namespace: Namespace | None) -> memor
 
 def delete_objects(settings: Any, names: Sequence[str]) -> int:
     """Delete objects; how many. Raises MediumError if the store cannot be reached."""
-    try:
-        store = open_for(settings)
-        try:
-            return len(names) - len(store.delete(names))
-        finally:
-            store.close()
-    except StoreError as error:
-        raise MediumError(str(error)) from error
+    with _opened(settings) as store:
+        return len(names) - len(store.delete(names))
+
+
+def remove_namespace(settings: Any, namespace: str) -> bool:
+    """Delete all objects of a namespace, and then the claims of writers that had ended before: what
+    they answer for is gone. False if some objects stay, and the claims with them."""
+    with _opened(settings) as store:
+        claimed = ended(store, namespace)
+        names = [info.name for info in store.list(f"{namespace}/")]
+        return not store.delete(names) and not store.delete(claimed)
 
 
 def empty_store(settings: Any) -> None:
-    """Delete every object of kvtier's below a url that is nobody else's."""
-    delete_objects(settings, objects_of(settings, ""))
+    """Delete every object below a url that is nobody else's."""
+    delete_objects(settings, names_below(settings, ""))
+
+
+def names_below(settings: Any, prefix: str) -> list[str]:
+    """The names of all objects that begin so."""
+    with _opened(settings) as store:
+        return [info.name for info in store.list(prefix)]
+
+
+@contextmanager
+def _opened(settings: Any) -> Iterator[Store]:
+    """A store whose errors say what to do to people."""
+    try:
+        with closing(open_for(settings)) as store:
+            yield store
+    except StoreError as error:
+        raise MediumError(str(error)) from error
 
 
 def local_folder(url: str) -> Path | None:
     """The folder of a file:// url."""
     parts = urlsplit(url)
     return Path(unquote(parts.path)) if parts.scheme == "file" and not parts.netloc else None
-
-
-def objects_of(settings: Any, namespace: str) -> list[str]:
-    """The names of all objects of a namespace: blocks, manifests and its description."""
-    try:
-        store = open_for(settings)
-        try:
-            return [info.name for info in store.list(f"{namespace}/" if namespace else "")]
-        finally:
-            store.close()
-    except StoreError as error:
-        raise MediumError(str(error)) from error

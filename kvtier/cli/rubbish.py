@@ -239,20 +239,18 @@ def _size_of(folder: Path) -> int:
 
 def _of_store(config: StackConfig, place: Place, idle_s: float | None) -> Iterator[Rubbish]:
     """Idle namespaces, and blocks that are too old or over the budget."""
-    from kvtier.cli.look_objects import delete_objects, objects_of
+    from kvtier.cli.look_objects import remove_namespace
 
     settings = config.tiers[place.tier]
     for part in place.parts:
         if idle_s is None or part.newest is None or time.time() - part.newest <= idle_s:
             continue
-
-        def remove_objects(name: str = part.namespace) -> bool:
-            names = objects_of(settings, name)
-            return delete_objects(settings, names) == len(names)
-
         where = f"{place.where.rstrip('/')}/{part.namespace}"
         yield Rubbish(
-            "namespace to which nothing was added for so long", where, part.bytes, remove_objects
+            "namespace to which nothing was added for so long",
+            where,
+            part.bytes,
+            partial(remove_namespace, settings, part.namespace),
         )
     if not place.troubles:
         yield from _doomed_objects(settings, place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ from cli_world import command
 from object import object_servers  # type: ignore[attr-defined]
 
 from kvtier import Stack
+from kvtier.cli import commands
+from kvtier.cli.look_objects import names_below
+from kvtier.config import load
+from kvtier.core.disk import Disk
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
@@ -64,6 +69,10 @@ def run(*args: object, code: int = 0) -> Any:
     return json.loads(done.out)
 
 
+def objects(stack: Path) -> list[str]:
+    return names_below(load(stack).tiers[2], "")
+
+
 def test_all_is_seen(stack: Path) -> None:
     rows = run("ls", "-c", stack)["namespaces"]
     assert [(row["kind"], row["blocks"]) for row in rows] == [
@@ -91,13 +100,40 @@ def test_bad_objects_are_found_and_removed(stack: Path, tmp_path: Path) -> None:
 
 def test_a_namespace_is_cleared(stack: Path) -> None:
     run("clear", NAMESPACE.id, "-c", stack, "--tier", "object", "--yes")
+    assert objects(stack) == []
     assert run("du", "-c", stack, "--tier", "object")[0]["used"] == 0
     assert [row["kind"] for row in run("ls", "-c", stack)["namespaces"]] == ["cpu", "nvme"]
+
+
+def test_what_a_running_engine_claims_stays(stack: Path) -> None:
+    with Stack.open(stack, NAMESPACE):
+        run("clear", "-c", stack, "--tier", "object", "--yes")
+        assert [name.partition("/")[0] for name in objects(stack)] == ["claims"]
+
+
+def test_claims_stay_with_what_cannot_be_removed(
+    in_a_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = make_keys(1)[0]
+    with Stack.open(in_a_folder, NAMESPACE) as opened:
+        opened.store({key: payload(key)})
+        assert opened.settle()
+    unlink = Disk.unlink
+
+    def protect(disk: Disk, path: Path) -> None:
+        if "blocks" in path.parts:
+            raise PermissionError(errno.EPERM, "protected")
+        unlink(disk, path)
+
+    monkeypatch.setattr(Disk, "unlink", protect)
+    assert commands.run(["clear", "-c", str(in_a_folder), "--tier", "object", "--yes"]) == 1
+    assert {name.partition("/")[0] for name in objects(in_a_folder)} == {"claims", NAMESPACE.id}
 
 
 def test_idle_namespaces_go(stack: Path) -> None:
     found = run("gc", "-c", stack, "--tier", "object", "--idle", "0s")["found"]
     assert len(found) == 1
+    assert objects(stack) == []
     assert run("du", "-c", stack, "--tier", "object")[0]["used"] == 0
 
 

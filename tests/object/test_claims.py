@@ -12,7 +12,7 @@ from object_subjects import FOLDER
 
 from kvtier.backends.object import writers
 from kvtier.backends.object.budget import Budget, Standing
-from kvtier.backends.object.claims import Claim, Claims, parse_claim
+from kvtier.backends.object.claims import Claim, Claims, ended, parse_claim
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.names import parse_block
@@ -206,6 +206,27 @@ def test_a_process_that_ended_is_known_to_be_dead() -> None:
     assert not writers.may_live(init), "a process number is used again"
     elsewhere = f"{int(own[:8], 16) ^ 1:08x}{own[8:]}"
     assert writers.may_live(elsewhere), "of another machine nobody knows"
+
+
+def test_who_has_ended_is_plain_to_see_or_not_said() -> None:
+    store = NameStore(lambda: 0.0)
+    namespace, other = "ab" * 16, "cd" * 16
+    own = writers.new()
+    dead, of_another = (f"{own[:8]}{1:08x}{0:08x}{dice:08x}" for dice in (1, 2))
+    elsewhere, closed = (f"{int(own[:8], 16) ^ 1:08x}{own[8:24]}{dice:08x}" for dice in (1, 2))
+
+    def claim(writer: str, number: int, kind: str, space: str = namespace) -> str:
+        name = Claim(space, writer, number, 5, 9, 60_000, kind, False).name
+        store.put(name, [])
+        return name
+
+    claim(own, 1, "a")
+    claim(elsewhere, 1, "s")
+    claim(of_another, 1, "a", other)
+    gone = {claim(closed, 1, "a"), claim(closed, 2, "c"), claim(dead, 1, "s")}
+    store.put("claims/nothing-like-a-claim", [])
+    assert set(ended(store, namespace)) == gone
+    writers.ended(own)
 
 
 def weight(folder: Path) -> int:
