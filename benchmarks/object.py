@@ -33,7 +33,8 @@ from benchmarks.report import Report
 from kvtier.backends.object import manifest
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.keeper import Keeper, Limits
+from kvtier.backends.object.keeper import Keeper
+from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.listing import Page
 from kvtier.backends.object.names import block_name
 from kvtier.backends.object.s3 import S3Settings, S3Store

@@ -11,7 +11,8 @@ from typing import Literal
 from kvtier.backends.object.claims import LEASE_S
 from kvtier.backends.object.errors import Misconfigured, StoreError
 from kvtier.backends.object.handler import ObjectHandler
-from kvtier.backends.object.keeper import Keeper, Limits
+from kvtier.backends.object.keeper import Keeper
+from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.open import StoreSettings, open_store, place_of
 from kvtier.backends.object.s3 import PUT_BYTES_MAX, S3Settings, addressing_of
 from kvtier.backends.object.spec import ObjectSpec

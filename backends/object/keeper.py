@@ -17,20 +17,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-import msgspec
-
 from kvtier.backends.object import manifest
 from kvtier.backends.object.audit import Audit, Finding, Unfinished, audit
 from kvtier.backends.object.breath import Breath
 from kvtier.backends.object.budget import Budget, Standing
-from kvtier.backends.object.claims import LEASE_S, Claims
+from kvtier.backends.object.claims import Claims
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
 from kvtier.backends.object.names import description_name
 from kvtier.backends.object.news import Known, News, Rows, news_among
 from kvtier.backends.object.spread import Spread, mark
 from kvtier.backends.object.store import Store
+from kvtier.backends.object.uses import Uses
 from kvtier.core.record import HEADER_BYTES
 from kvtier.types import BlockKey, Namespace
 
@@ -45,17 +45,6 @@ _DELETES = 1000
 _ENTRIES_MAX = 1 << 16
 _HASTE_SHARE = 0.9
 _SKEW_US = 3_600_000_000
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """What the keeper must know of the settings."""
-
-    capacity: int
-    refresh_s: float
-    audit_s: float
-    age_max_s: float | None = None
-    read_s: float = 20.0
-    lease_s: float = LEASE_S
 
 
 class Keeper:
@@ -97,6 +86,7 @@ class Keeper:
         self._thread: threading.Thread | None = None
         self._known: Known = lambda: iter(())
         self._breath = Breath(self._meanwhile)
+        self.uses = Uses(store, namespace, limits.audit_s, self._breath.rest)
         self._listing = False
 
     # -- what the tier asks for ------------------------------------------------------------
@@ -231,6 +221,8 @@ class Keeper:
                 _log.warning("the object store does not answer: what is to be written down is lost")
                 return
         self.flush()
+        with self._mutex, contextlib.suppress(StoreError):
+            self.uses.close()
         with self._mutex, contextlib.suppress(StoreError):  # then it is found to be dead
             self._claims.close(clean=not self._entries and not self._doomed and not self._stubborn)
         self._store.close()
@@ -281,6 +273,7 @@ class Keeper:
         self._tell(self._journal.news())
         self._tell_standing(standing)
         self._journal.join(self._purged_before)
+        self.uses.look()
 
     def _tell(self, entries: Entries, known: Spread[None] | None = None) -> None:
         """Hand entries over; of a whole state only what is not `known` as it is stated."""

@@ -30,6 +30,8 @@ MAGIC = b"KVTMAN\r\n"
 VERSION = 1
 ADDED = 1
 REMOVED = 2
+USED = 3
+"""Not in manifests, but in the lists of uses, which have the same form."""
 
 ENTRY = np.dtype(
     [
@@ -125,7 +127,9 @@ def unpack_head(data: Buffer, namespace: bytes) -> tuple[int, int, list[str]]:
     return end, count, names.decode("ascii", "replace").split("\n") if names else []
 
 
-def unpack(data: Buffer, namespace: bytes) -> tuple[Entries, list[str]]:
+def unpack(
+    data: Buffer, namespace: bytes, kinds: Sequence[int] = (ADDED, REMOVED)
+) -> tuple[Entries, list[str]]:
     """Entries and cover list; raises FormatError on anything that kvtier did not write."""
     start, count, covers = unpack_head(data, namespace)
     if len(data) != start + count * ENTRY.itemsize:
@@ -133,9 +137,9 @@ def unpack(data: Buffer, namespace: bytes) -> tuple[Entries, list[str]]:
     if _HEAD.unpack_from(data)[6] != xxhash.xxh3_64_intdigest(data[start:]):
         raise FormatError("the entries of a manifest fail their checksum")
     entries = np.frombuffer(data, ENTRY, count, start)
-    kinds, lengths = entries["kind"], entries["key_bytes"]
+    lengths = entries["key_bytes"]
     sane = (
-        ((kinds == ADDED) | (kinds == REMOVED))
+        np.isin(entries["kind"], kinds)
         & (lengths > GROUP_BYTES)
         & (lengths <= KEY_BYTES_MAX)
         & (entries["size"] <= OBJECT_BYTES_MAX)
@@ -151,17 +155,25 @@ def merge(pieces: Sequence[Entries]) -> Entries:
     entries = np.concatenate([np.zeros(0, ENTRY), *pieces])
     if not len(entries):
         return entries
-    words = np.ascontiguousarray(entries["key"]).view("<u8").reshape(-1, KEY_BYTES_MAX // 8)
     # 64 bits stand for key and generation: a collision, once in 10^7 states of a million
     # objects, would forget one block
-    mark = entries["generation"].astype(np.uint64) * np.uint64(0xD6E8FEB86659FD93)
-    mark += entries["key_bytes"].astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
-    for column, odd in enumerate(_ODD):
-        mark = (mark ^ words[:, column]) * np.uint64(odd)
-        mark ^= mark >> np.uint64(29)
+    mark = marks(entries, entries["generation"])
     chosen = entries if _unique(mark) else entries[_latest(mark, entries)]
     chosen = chosen[np.argsort(chosen["time_us"], kind="stable")]
     return chosen
+
+
+def marks(
+    entries: Entries, generations: npt.NDArray[np.uint16] | int = 0
+) -> npt.NDArray[np.uint64]:
+    """64 bits for each key and generation."""
+    words = np.ascontiguousarray(entries["key"]).view("<u8").reshape(-1, KEY_BYTES_MAX // 8)
+    mark = entries["key_bytes"].astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
+    mark += np.uint64(0xD6E8FEB86659FD93) * np.asarray(generations, np.uint64)
+    for column, odd in enumerate(_ODD):
+        mark = (mark ^ words[:, column]) * np.uint64(odd)
+        mark ^= mark >> np.uint64(29)
+    return mark
 
 
 def _unique(mark: npt.NDArray[np.uint64]) -> bool:

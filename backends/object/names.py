@@ -3,6 +3,7 @@
     <namespace>/namespace.json               what the bytes mean, readable
     <namespace>/blocks/ab/cd/<key>-<gen>     one record; ab and cd are the key's first bytes
     <namespace>/manifest/<writer>-<number>   what a writer added and removed
+    <namespace>/uses/<writer>-<number>       how often its requests used blocks
 
 The generation of a block is 0 unless the same writer is just deleting an earlier object of the
 same key: a late delete must not hit its successor.
@@ -21,6 +22,7 @@ _BLOCK = re.compile(
     rf"((?:[0-9a-f]{{2}}){{{GROUP_BYTES + 1},{KEY_BYTES_MAX}}})-(0|[1-9][0-9]{{0,4}})"
 )
 _MANIFEST = re.compile(r"([0-9a-f]{32})/manifest/([0-9a-f]{16}-[0-9]{10})")
+_USES = re.compile(r"([0-9a-f]{32})/uses/([0-9a-f]{16}-[0-9]{10})")
 
 
 def block_name(namespace: str, key: BlockKey, generation: int = 0) -> str:
@@ -51,6 +53,16 @@ def manifest_prefix(namespace: str) -> str:
 def parse_manifest(name: str) -> str | None:
     """Writer (16 digits) and number of a manifest, None for anything else."""
     found = _MANIFEST.fullmatch(name)
+    return found.group(2) if found else None
+
+
+def uses_prefix(namespace: str) -> str:
+    return f"{namespace}/uses/"
+
+
+def parse_uses(name: str) -> str | None:
+    """Writer (16 digits) and number of a list of uses, None for anything else."""
+    found = _USES.fullmatch(name)
     return found.group(2) if found else None
 
 

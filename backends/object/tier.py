@@ -197,6 +197,10 @@ class ObjectTier(ObjectCatalogue):
                 self._budget.dying += self._sizes[slot]
                 self._delete_soon(slot, objects)
 
+    def _note_uses(self, slots: Sequence[int]) -> None:
+        key_of = self._key_of
+        self._keeper.uses.note([key for slot in slots if (key := key_of[slot])])
+
     # -- the rest --------------------------------------------------------------------------------
 
     def tick(self) -> None:
@@ -210,6 +214,7 @@ class ObjectTier(ObjectCatalogue):
         self._keeper.flush()
 
     def close(self) -> None:
+        self._tell_policy()
         self._keeper.close()
 
     def stats(self) -> TierStats:

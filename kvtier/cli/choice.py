@@ -99,7 +99,7 @@ class Choice:
 
 def choose(places: Sequence[Place], namespace: str, *, hottest: bool = False) -> Choice:
     """All blocks of a namespace, the newest first, or the most used and of these the newest; of
-    several copies the one in the first place. Stores do not know how often blocks were used.
+    several copies the one in the first place.
 
     Places must have been looked at quickly: of a store, what its manifests say is taken.
     """
@@ -111,7 +111,7 @@ def choose(places: Sequence[Place], namespace: str, *, hottest: bool = False) ->
                 pieces.append(_rows_of_slab(slab, len(origins)))
                 origins.append(Origin(place, slab))
         if namespace in place.manifests:
-            pieces.append(_rows_of_store(place.manifests[namespace], len(origins)))
+            pieces.append(_rows_of_store(place, namespace, len(origins)))
             origins.append(Origin(place, None))
     rows = _once(np.concatenate(pieces))
     order = np.argsort(-rows["stored_at"], kind="stable")
@@ -131,11 +131,13 @@ def _rows_of_slab(slab: Slab, origin: int) -> _Rows:
     return rows
 
 
-def _rows_of_store(entries: npt.NDArray[np.void], origin: int) -> _Rows:
+def _rows_of_store(place: Place, namespace: str, origin: int) -> _Rows:
+    entries = place.manifests[namespace]
     rows = _rows(entries, origin)
     rows["at"] = entries["generation"]
     rows["bytes"] = entries["size"]
     rows["stored_at"] = entries["time_us"] / 1e6
+    rows["uses"] = place.uses[namespace]
     return rows
 
 

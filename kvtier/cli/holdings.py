@@ -107,6 +107,8 @@ class Place(msgspec.Struct, kw_only=True):
     """What a listing of a store has found: blocks only, as the store's own `ObjectInfo`."""
     manifests: dict[str, npt.NDArray[np.void]] = {}
     """By namespace, what a quick look has found written down of a store's blocks."""
+    uses: dict[str, npt.NDArray[np.uint32]] = {}
+    """And how often each of these was used."""
     namespaces: dict[str, Namespace] = {}
     strangers: list[str] = []
     """Names of what lies there and is not kvtier's."""

@@ -15,6 +15,7 @@ from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED
 from kvtier.backends.object.names import description_name, parse_block
 from kvtier.backends.object.store import Store, read_object
+from kvtier.backends.object.uses import count_uses
 from kvtier.cli.blocks import Block, Proof, Verdict, is_newer, judge
 from kvtier.cli.holdings import (
     NAMESPACE_BYTES_MAX,
@@ -116,6 +117,7 @@ def _read_manifests(place: Place, store: Store) -> None:
             times = added["time_us"] / 1e6
             part.add_times(float(times.min()), float(times.max()))
         place.manifests[name] = added
+        place.uses[name] = count_uses(store, namespace, added)
         place.parts.append(part)
 
 

@@ -89,6 +89,29 @@ def test_the_hottest_first(used: Path, tmp_path: Path, how: str) -> None:
     assert {BlockKey(bytes.fromhex(row["key"])) for row in rows} == set(KEYS[:2])
 
 
+def test_the_hottest_of_a_store_first(stack_file: Path, tmp_path: Path) -> None:
+    text = stack_file.read_text()
+    stack_file.write_text(
+        f"{text}  - {{kind: object, capacity: 64MiB, url: 'file://{tmp_path}/store'}}\n"
+    )
+    for first in (True, False):  # by two engines, one after the other
+        with Stack.open(stack_file, NAMESPACE) as stack:
+            if first:
+                stack.store({key: payload(key) for key in KEYS})
+                assert stack.settle()
+            for keys in (KEYS[4:6], KEYS[5:6]):
+                assert len(stack.load(keys)) == len(keys)
+            stack.settle()
+    for tier in ("cpu", "nvme"):
+        run("clear", "-c", stack_file, "--tier", tier, "--yes")
+    (copied,) = run("prewarm", "-c", stack_file, "--hottest", "--size", "24KiB")["namespaces"]
+    assert copied["copied"] == 2
+    rows = run("ls", NAMESPACE.id, "-c", stack_file, "--tier", "nvme")["blocks"]
+    assert {BlockKey(bytes.fromhex(row["key"])) for row in rows} == set(KEYS[4:6])
+    (part,) = run("ls", "-c", stack_file, "--tier", "object")["namespaces"]
+    assert (part["blocks"], part["hits"]) == (8, None), "shown where they stand beside the blocks"
+
+
 def test_layouts_in_short() -> None:
     facts = {"dtype": "torch.bfloat16", "kv_dtype": "auto", "tensor_parallel": "1"}
     assert layout_of({}) == "-"

@@ -19,7 +19,8 @@ from kvtier.backends.object.budget import Standing
 from kvtier.backends.object.errors import AccessDenied, StoreError
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.keeper import Keeper, Limits
+from kvtier.backends.object.keeper import Keeper
+from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.manifest import ADDED, pack_entries
 from kvtier.backends.object.names import block_name
 from kvtier.backends.object.news import News

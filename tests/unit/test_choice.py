@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +32,8 @@ def store(found: list[tuple[int, int, int]]) -> Place:
     times = [at * 1_000_000 for _, at, _ in found]
     sizes = [size for _, _, size in found]
     entries = pack_entries(ADDED, keys, list(range(len(found))), sizes, times)
-    return Place(tier=1, kind="object", where="", manifests={NAME: entries})
+    uses = np.array(sizes, np.uint32) % 7
+    return Place(tier=1, kind="object", where="", manifests={NAME: entries}, uses={NAME: uses})
 
 
 @given(rows, rows)
@@ -50,6 +52,13 @@ def test_each_block_once_and_the_newest_first(
     assert sorted(keys) == sorted(best)
     assert [best[key][1] for key in keys] == sorted((at for _, at in best.values()), reverse=True)
     assert [choice.places([row])[0] for row in range(len(keys))] == [[best[key][0]] for key in keys]
+
+
+@given(rows)
+def test_the_most_used_of_a_store_first(found: list[tuple[int, int, int]]) -> None:
+    choice = choose([store(found)], NAME, hottest=True)
+    order = [(-(block.bytes % 7), -block.stored_at) for block in choice.blocks()]
+    assert order == sorted(order)
 
 
 @given(rows, st.integers(0, 400), st.sets(st.sampled_from(KEYS)))

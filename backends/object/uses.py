@@ -1,0 +1,173 @@
+"""How often blocks were used, as all servers of a namespace have counted it together.
+
+    <namespace>/uses/<writer>-<number>
+
+A list is a manifest of entries of a kind of its own, with a count in place of the size. Each server
+writes now and then what its requests have used most, and whoever finds many lists joins them into
+one that names those it covers, so that none counts twice. Statistics only: `--hottest` chooses by
+them. What was not written down yet when its writer died, and what cannot be read, counts nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.backends.object import manifest
+from kvtier.backends.object.breath import CHUNK
+from kvtier.backends.object.errors import LengthMismatch
+from kvtier.backends.object.manifest import ENTRY, USED, Entries
+from kvtier.backends.object.names import parse_uses, uses_prefix
+from kvtier.backends.object.store import GetOutcome, Store
+from kvtier.errors import FormatError, NewerFormat
+from kvtier.types import BlockKey, Namespace
+
+_REQUESTS_MAX = 4096
+"""So many requests are remembered between two looks."""
+_BLOCKS_MAX = 1 << 14
+"""So many blocks are counted between two lists; beyond it, only those used more than most are."""
+_JOINED_MAX = 1 << 16
+_LIST_BYTES_MAX = 5 << 20
+_PILE = 16
+"""So many lists are joined into one."""
+_LISTS_MAX = 64
+_COUNT_MAX = (1 << 32) - 1
+
+
+class Uses:
+    """What the requests of one server use. `note` is for the tier's thread, the rest for the
+    keeper's."""
+
+    def __init__(
+        self,
+        store: Store,
+        namespace: Namespace,
+        every_s: float,
+        rest: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._namespace = namespace
+        self._prefix = uses_prefix(namespace.id)
+        self._every_s = every_s
+        self._rest = rest
+        self._clock = clock
+        self._writer = secrets.token_hex(8)
+        self._number = 0
+        self._next = clock() + every_s
+        self._noted: deque[Sequence[BlockKey]] = deque(maxlen=_REQUESTS_MAX)
+        self._counts: Counter[BlockKey] = Counter()
+
+    def note(self, keys: Sequence[BlockKey]) -> None:
+        """A request has used these blocks."""
+        self._noted.append(keys)
+
+    def look(self) -> None:
+        """Count, and write a list when one is due; raises StoreError."""
+        while self._noted:
+            self._counts.update(self._noted.popleft())
+            if len(self._counts) > _BLOCKS_MAX:
+                most = np.median(np.fromiter(self._counts.values(), np.uint64))
+                self._counts = Counter({k: n for k, n in self._counts.items() if n > most})
+            self._rest()
+        if self._clock() >= self._next:
+            self._next = self._clock() + self._every_s
+            self._write()
+
+    def close(self) -> None:
+        """Write the last list; raises StoreError."""
+        self._next = 0.0
+        self.look()
+
+    def _write(self) -> None:
+        if not self._counts:
+            return
+        now_us = int(time.time() * 1e6)
+        pieces = []
+        counts = iter(self._counts.items())
+        while some := dict(islice(counts, CHUNK)):
+            none = [0] * len(some)
+            columns = list(some), none, list(some.values()), [now_us] * len(some)
+            pieces.append(manifest.pack_entries(USED, *columns))
+            self._rest()
+        self._put(np.concatenate(pieces))
+        self._counts.clear()
+        self._join()
+
+    def _join(self) -> None:
+        if sum(1 for _ in islice(self._store.list(self._prefix), _PILE)) < _PILE:
+            return
+        lists = _Lists(self._store, self._namespace)
+        if len(lists.names) < _PILE:
+            return
+        entries = lists.sum()
+        if len(entries) > _JOINED_MAX:  # blocks come and go: old uses count less and less
+            entries = entries[np.argsort(entries["size"])[-_JOINED_MAX:]]
+            entries["size"] //= 2
+        self._put(entries, lists.names)
+        self._store.delete([f"{self._prefix}{name}" for name in lists.names])
+
+    def _put(self, entries: Entries, covers: Sequence[str] = ()) -> None:
+        name = f"{self._prefix}{self._writer}-{self._number:010d}"
+        self._number += 1
+        self._store.put(name, manifest.pack(self._namespace.digest, entries, covers))
+
+
+class _Lists:
+    """The lists of a namespace, read; raises StoreError. `names` are those that may be replaced by
+    their sum: damaged ones too, but not those of a newer version."""
+
+    def __init__(self, store: Store, namespace: Namespace) -> None:
+        self.names: list[str] = []
+        self._read: list[tuple[list[str], str, Entries]] = []
+        for info in islice(store.list(uses_prefix(namespace.id)), _LISTS_MAX):
+            name = parse_uses(info.name)
+            if name is None:
+                continue
+            data = memoryview(bytearray(info.size if info.size <= _LIST_BYTES_MAX else 0))
+            try:
+                if store.get(info.name, [data]) is GetOutcome.MISSING:
+                    continue  # somebody else is joining it
+                entries, covers = manifest.unpack(data, namespace.digest, kinds=(USED,))
+            except NewerFormat:
+                continue
+            except (FormatError, LengthMismatch):
+                self.names.append(name)
+                continue
+            self.names.append(name)
+            self._read.append((covers, name, entries))
+
+    def sum(self) -> Entries:
+        """One entry a block, with all its uses."""
+        covered: set[str] = set()
+        pieces = [np.zeros(0, ENTRY)]
+        for covers, name, entries in sorted(self._read, key=lambda read: -len(read[0])):
+            if name not in covered and covered.isdisjoint(covers):
+                covered.update(covers)
+                pieces.append(entries)
+        entries = np.concatenate(pieces)
+        _, first, which = np.unique(manifest.marks(entries), return_index=True, return_inverse=True)
+        counts = np.zeros(len(first), np.uint64)
+        np.add.at(counts, which, np.minimum(entries["size"], _COUNT_MAX))
+        found = entries[first]
+        found["size"] = np.minimum(counts, _COUNT_MAX)
+        return found
+
+
+def count_uses(store: Store, namespace: Namespace, blocks: Entries) -> npt.NDArray[np.uint32]:
+    """How often each of these blocks was used; raises StoreError."""
+    found = _Lists(store, namespace).sum()
+    counts = np.zeros(len(blocks), np.uint32)
+    if len(found):
+        known, wanted = manifest.marks(found), manifest.marks(blocks)
+        order = np.argsort(known)
+        at = order[np.minimum(np.searchsorted(known, wanted, sorter=order), len(order) - 1)]
+        same = known[at] == wanted
+        counts[same] = found["size"][at[same]]
+    return counts

@@ -1,0 +1,192 @@
+"""Lists of uses: what servers have counted adds up, once, and what is strange counts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvtier.backends.object import manifest
+from kvtier.backends.object import uses as uses_module
+from kvtier.backends.object.errors import StoreError, Unavailable
+from kvtier.backends.object.files import FileStore
+from kvtier.backends.object.manifest import ADDED, USED, Entries
+from kvtier.backends.object.names import uses_prefix
+from kvtier.backends.object.uses import Uses, count_uses
+from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.types import BlockKey
+
+KEYS = make_keys(8)
+PREFIX = uses_prefix(NAMESPACE.id)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def entries_of(kind: int, keys: Sequence[BlockKey], counts: Sequence[int]) -> Entries:
+    none = [0] * len(keys)
+    return manifest.pack_entries(kind, keys, none, counts, none)
+
+
+BLOCKS = entries_of(ADDED, KEYS, [12288] * len(KEYS))
+BLOCKS["generation"] = 3
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
+
+
+def counted(store: FileStore) -> list[int]:
+    return count_uses(store, NAMESPACE, BLOCKS).tolist()
+
+
+def names(store: FileStore) -> list[str]:
+    return [info.name for info in store.list(PREFIX)]
+
+
+def served(store: FileStore, *requests: Sequence[BlockKey]) -> None:
+    """A server, from its start to its end."""
+    uses = Uses(store, NAMESPACE, 600.0)
+    for keys in requests:
+        uses.note(keys)
+    uses.close()
+
+
+def test_all_servers_count_together(store: FileStore) -> None:
+    assert counted(store) == [0] * 8
+    served(store, KEYS[:2], KEYS[:1])
+    served(store, KEYS[1:3])
+    served(store)
+    assert counted(store) == [2, 2, 1, 0, 0, 0, 0, 0]
+    assert len(names(store)) == 2, "who has nothing to say writes nothing"
+
+
+def test_a_list_is_written_when_it_is_due(store: FileStore) -> None:
+    clock = Clock()
+    uses = Uses(store, NAMESPACE, 600.0, clock=clock)
+    for at, expected in ((1.0, 0), (601.0, 2), (602.0, 2), (1202.0, 4)):
+        clock.now = at
+        uses.note(KEYS[:1])
+        uses.look()
+        assert counted(store)[0] == expected
+
+
+def test_many_lists_become_one(store: FileStore) -> None:
+    for _ in range(40):
+        served(store, KEYS[:2], KEYS[:1])
+        assert len(names(store)) < 16
+    assert counted(store)[:3] == [80, 40, 0]
+
+
+class Undeletable(FileStore):
+    def delete(
+        self, names: Sequence[str], *, deadline: float | None = None
+    ) -> Mapping[str, StoreError]:
+        return {name: Unavailable("not now") for name in names}
+
+
+def test_what_is_joined_but_still_there_counts_once(store: FileStore, tmp_path: Path) -> None:
+    for _ in range(15):
+        served(store, KEYS[:1])
+    for _ in range(3):  # three join at once, and none comes to delete
+        served(Undeletable(tmp_path / "store"), KEYS[:1])
+    assert len(names(store)) > 16
+    assert counted(store)[0] == 18
+    served(store)
+    served(store, KEYS[:1])
+    assert len(names(store)) == 1
+    assert counted(store)[0] == 19
+
+
+def test_a_store_that_is_away_costs_no_count(store: FileStore, tmp_path: Path) -> None:
+    clock = Clock()
+
+    class Away(FileStore):
+        def put(self, *args: object, **more: object) -> object:  # type: ignore[override]
+            raise Unavailable("not now")
+
+    uses = Uses(Away(tmp_path / "store"), NAMESPACE, 600.0, clock=clock)
+    uses.note(KEYS[:1])
+    clock.now = 600.0
+    with pytest.raises(Unavailable):
+        uses.look()
+    uses.look()  # not at every look
+    uses._store = store
+    clock.now = 1200.0
+    uses.look()
+    assert counted(store)[0] == 1
+
+
+def written(store: FileStore, name: str, entries: Entries, namespace: bytes | None = None) -> None:
+    digest = NAMESPACE.digest if namespace is None else namespace
+    store.put(f"{PREFIX}{name}-0000000000", manifest.pack(digest, entries))
+
+
+def test_what_is_strange_counts_nothing_and_goes(store: FileStore) -> None:
+    right = entries_of(USED, KEYS[:1], [7])
+    written(store, "a" * 16, right)
+    written(store, "b" * 16, entries_of(ADDED, KEYS, [7] * 8))
+    written(store, "c" * 16, right, namespace=b"another space..!")
+    store.put(f"{PREFIX}{'d' * 16}-0000000000", [memoryview(b"")])
+    store.put(f"{PREFIX}{'e' * 16}-0000000000", [memoryview(bytes(1000))])
+    newer = b"".join(manifest.pack(NAMESPACE.digest, right))
+    newer = newer[:8] + b"\2\0" + newer[10:]
+    store.put(f"{PREFIX}{'f' * 16}-0000000000", [memoryview(newer)])
+    store.put(f"{PREFIX}readme", [memoryview(b"mine")])
+    assert counted(store) == [7, 0, 0, 0, 0, 0, 0, 0]
+    for _ in range(11):
+        served(store, KEYS[:1])
+    assert counted(store)[0] == 18
+    left = names(store)
+    assert len(left) == 3, "their sum, what a newer kvtier wrote, and what is not kvtier's"
+    assert f"{PREFIX}{'f' * 16}-0000000000" in left
+    assert f"{PREFIX}readme" in left
+
+
+def test_a_list_too_long_is_not_read(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses_module, "_LIST_BYTES_MAX", 200)
+    written(store, "a" * 16, entries_of(USED, KEYS[:1], [7]))
+    written(store, "b" * 16, entries_of(USED, KEYS, [7] * 8))
+    assert counted(store) == [7, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_absurd_counts_stay_counts(store: FileStore) -> None:
+    for name in "ab":
+        written(store, name * 16, entries_of(USED, KEYS[:2], [(1 << 63) - 1, 1]))
+    assert counted(store)[:2] == [(1 << 32) - 1, 2]
+    for _ in range(14):
+        served(store, KEYS[:1])
+    assert counted(store)[:2] == [(1 << 32) - 1, 2]
+
+
+def test_memory_and_lists_are_bounded(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses_module, "_BLOCKS_MAX", 100)
+    monkeypatch.setattr(uses_module, "_JOINED_MAX", 50)
+    many = make_keys(2000, start=100)
+    uses = Uses(store, NAMESPACE, 600.0)
+    for start in range(0, 2000, 20):
+        uses.note([*KEYS[:2], *many[start : start + 20]])
+        uses.look()
+        assert len(uses._counts) <= 100
+    uses.close()
+    assert counted(store)[:3] == [100, 100, 0]
+    for _ in range(15):
+        served(store, many[:60])
+    (only,) = names(store)
+    info = store.head(only)
+    assert info is not None
+    assert info.size < 5000
+    assert counted(store)[:2] == [50, 50], "old uses count less when there is no room for all"
+
+
+def test_many_blocks(store: FileStore) -> None:
+    many = make_keys(10_000)
+    served(store, *(many for _ in range(10)))
+    blocks = entries_of(ADDED, many, [1] * len(many))
+    assert (count_uses(store, NAMESPACE, blocks) == 10).all()
