@@ -101,6 +101,7 @@ class NvmeTier(SlabTier):
         self.refresh()
         self._want_room()
         self.refresh()
+        self._events.clear()  # nothing of what is there at the start is news
         give_back_memory()
         keeper.when_idle = self.take_in_if_idle
 
@@ -168,9 +169,10 @@ class NvmeTier(SlabTier):
         slab, known = news.slab, place is not None
         place = place or self._number(slab)
         if news.table is not None:
-            if known:
-                self._forget_place(place)
-            self._own_blocks(place, layout.read_entries(news.table, slab.header.slots))
+            before = self._forget_place(place) if known else set()
+            found = self._own_blocks(place, layout.read_entries(news.table, slab.header.slots))
+            self._announce(EventKind.REMOVED, before.difference(self._where))
+            self._announce(EventKind.STORED, found.difference(before))
         elif news.changes is not None:
             if not place.mine:
                 self._see_changes(place, *news.changes)
@@ -208,9 +210,9 @@ class NvmeTier(SlabTier):
             slot in slots for slot in self._pins
         )
 
-    def _own_blocks(self, place: Place, entries: npt.NDArray[np.void]) -> None:
+    def _own_blocks(self, place: Place, entries: npt.NDArray[np.void]) -> set[BlockKey]:
         """A slab of the dead is ours now, with all it holds but what is being read at the moment:
-        those slots are their readers' until the last unpin."""
+        those slots are their readers' until the last unpin. Answers with the blocks."""
         place.mine = True
         base, slots = place.base, place.slots
         held = np.zeros(len(entries), bool)
@@ -227,6 +229,7 @@ class NvmeTier(SlabTier):
         self._quarantine.extend((bad + base).tolist())
         self._free.extend((np.flatnonzero(~held) + base).tolist())
         self._free.extend(copies)
+        return {key for key in keys if self._where.get(key) in slots}
 
     def _see_changes(self, place: Place, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         """Another process's slab changed: forget what has gone, learn what is new."""
@@ -247,7 +250,7 @@ class NvmeTier(SlabTier):
                 fresh.append(key)
         self._announce(EventKind.STORED, fresh)
 
-    def _forget_place(self, place: Place) -> None:
+    def _forget_place(self, place: Place) -> set[BlockKey]:
         """Take a slab's blocks out of the catalogue without writing anything down."""
         keys = []
         for slot in place.slots:
@@ -261,14 +264,14 @@ class NvmeTier(SlabTier):
             keys.append(key)
             del self._where[key]
         self._policy.remove(place.slots)
-        self._announce(EventKind.REMOVED, keys)
+        return set(keys)
 
     def _lose(self, place: Place) -> None:
         """A slab has been removed by somebody, or its files have been."""
         place.mine, place.lost = False, True
         slots = place.slots
         self._unwanted.update(key for key, slot in self._reserved.items() if slot in slots)
-        self._forget_place(place)
+        self._announce(EventKind.REMOVED, self._forget_place(place))
         self._drop_free(place)
         del self._places[place.slab.id]
         self._note_foreign()

@@ -19,7 +19,7 @@ from kvtier.core.record import Buffer, record_bytes
 from kvtier.core.slab.layout import SlabHeader
 from kvtier.errors import NotResident
 from kvtier.testing.records import NAMESPACE, make_keys, sealed
-from kvtier.types import EventKind, Outcome, Presence, Reservation
+from kvtier.types import BlockKey, EventKind, Outcome, Presence, Reservation
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
 
@@ -138,6 +138,53 @@ def test_what_nobody_listens_to_is_told_later_as_one_difference(
     assert known == set(idle.hits([*first, *keys])) != set()
     idle.close()
     busy.close()
+
+
+def test_a_slab_that_changes_hands_is_no_news_of_its_blocks(tmp_path: Path) -> None:
+    mine = Engine(tmp_path / "kv", blocks=8)
+    keys = make_keys(6)
+    with child(
+        "engine = Engine(Path(sys.argv[1]), blocks=8); keys = make_keys(6); engine.put(keys[:4])\n"
+        "print('stored', flush=True); sys.stdin.readline()\n"
+        "engine.tier.forget(keys[:1]); engine.tier.flush(); engine.put(keys[4:5])\n"
+        "print('changed', flush=True); sys.stdin.readline()",
+        tmp_path / "kv",
+    ) as neighbour:
+        expect(neighbour, "stored")
+        assert mine.hits(keys) == keys[:4]
+        assert [(e.kind, set(e.keys)) for e in mine.tier.take_events()] == [
+            (EventKind.STORED, set(keys[:4]))
+        ]
+        assert neighbour.stdin is not None
+        print(flush=True, file=neighbour.stdin)
+        expect(neighbour, "changed")
+    neighbour.wait()
+    assert mine.hits(keys) == keys[1:5]
+    told = {kind: set[BlockKey]() for kind in EventKind}
+    for event in mine.tier.take_events():
+        told[event.kind].update(event.keys)
+    assert told == {EventKind.REMOVED: {keys[0]}, EventKind.STORED: {keys[4]}}
+    mine.close()
+
+
+def test_what_comes_back_after_it_was_lost_is_told(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv", blocks=8)
+    keys = make_keys(3)
+    engine.put(keys)
+    engine.tier.take_events()
+    for mark in engine.keeper.folder.owners.iterdir():
+        mark.unlink()
+    assert engine.read(keys) == keys
+    known = set(keys)
+    for event in engine.tier.take_events():
+        assert known.isdisjoint(event.keys) == (event.kind is EventKind.STORED)
+        known.symmetric_difference_update(event.keys)
+    assert known == set(keys)
+    again = Engine(tmp_path / "kv", blocks=8)
+    assert again.hits(keys) == keys
+    assert again.tier.take_events() == []
+    again.close()
+    engine.close()
 
 
 def test_numbers_of_lost_slabs_are_used_again_whatever_their_size(tmp_path: Path) -> None:

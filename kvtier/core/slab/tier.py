@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 from abc import abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 
 from kvtier.core.eviction import UNKNOWN, EvictionPolicy
@@ -312,7 +312,7 @@ class SlabTier(Tier):
         assert key is not None, "a slot in the policy holds a key"
         return key
 
-    def _announce(self, kind: EventKind, keys: Sequence[BlockKey]) -> None:
+    def _announce(self, kind: EventKind, keys: Collection[BlockKey]) -> None:
         if keys:
             self._events.append(TierEvent(kind, self.medium, tuple(keys)))
 
