@@ -157,6 +157,7 @@ class Keeper:
 
     def _look_around(self) -> None:
         present = self.folder.slab_ids()
+        self._broken &= present
         for slab_id in [slab_id for slab_id in self._known if slab_id not in present]:
             known = self._known.pop(slab_id)
             self.news.append(News(known.slab, gone=True))
@@ -176,6 +177,8 @@ class Keeper:
             self._say_once(f"slab {slab_id:08x} is left alone: {error}")
             return
         except FormatError as error:
+            if not self.folder.table_path(slab_id).exists():
+                return  # it is being removed
             self._broken.add(slab_id)
             self._say_once(f"slab {slab_id:08x} is broken: {error}")
             return

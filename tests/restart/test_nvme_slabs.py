@@ -218,6 +218,29 @@ def test_much_news_is_taken_in_over_several_calls(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_a_slab_that_is_being_removed_is_not_broken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = Engine(tmp_path / "kv", blocks=16)
+    assert other.put(make_keys(1))
+    folder = other.keeper.folder
+
+    class BetweenDisk(Disk):
+        """The table is read; before anything else is, its slab is all but removed."""
+
+        def close(self, fd: int) -> None:
+            super().close(fd)
+            for slab_id in folder.slab_ids():
+                folder.table_path(slab_id).unlink()
+                os.truncate(folder.data_path(slab_id), 0)
+
+    mine = Engine(tmp_path / "kv", blocks=16, disk=BetweenDisk())
+    assert "broken" not in caplog.text
+    assert not mine.keeper._broken
+    mine.close()
+    other.close()
+
+
 class WornDisk(Disk):
     """Some files can be read, and not be written any more."""
 
