@@ -22,6 +22,8 @@ _SERVER = "vllm.entrypoints.openai.api_server"
 _TRANSFER = "--kv-transfer-config"
 _HASH = "--prefix-caching-hash-algo"
 _DETAILS = "--enable-prompt-tokens-details"
+_GRACE = "--shutdown-timeout"
+_GRACE_S = 10
 _PROMPT = "Tell me about caches. " * 100
 
 
@@ -68,6 +70,8 @@ def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
         command += [_HASH, "sha256_cbor"]
     if all(_value(flags, flag) is None for flag in (_DETAILS, _DETAILS.replace("--", "--no-", 1))):
         command.append(_DETAILS)  # so that an answer's usage says how many tokens were cached
+    if _value(flags, _GRACE) is None:
+        command += [_GRACE, str(_GRACE_S)]  # else vLLM kills its engine before that closes anything
     return [*command, *flags]
 
 

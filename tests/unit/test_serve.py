@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,15 @@ def test_what_the_user_says_of_hashes_counts(flags: list[str]) -> None:
     assert "sha256_cbor" not in serve.server_command("m", Path("s.yaml"), flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "seconds"), [([], "10"), (["--shutdown-timeout", "0"], "0"), (["--port", "1"], "10")]
+)
+def test_an_engine_may_close_its_tiers_before_it_ends(flags: list[str], seconds: str) -> None:
+    command = serve.server_command("m", Path("s.yaml"), flags)
+    assert command.count("--shutdown-timeout") == 1
+    assert command[command.index("--shutdown-timeout") + 1] == seconds
+
+
 @pytest.mark.parametrize("flags", [[], ["--no-enable-prompt-tokens-details"]])
 def test_answers_say_how_many_tokens_were_cached(flags: list[str]) -> None:
     command = serve.server_command("m", Path("s.yaml"), flags)
@@ -53,6 +63,19 @@ def test_answers_say_how_many_tokens_were_cached(flags: list[str]) -> None:
 def test_a_connector_of_the_users_is_refused(flags: list[str]) -> None:
     with pytest.raises(ConfigError, match="--kv-transfer-config"):
         serve.server_command("m", Path("s.yaml"), flags)
+
+
+def test_the_page_says_what_it_is_the_same_as() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "VLLM.md").read_text()
+    block = page.partition("It is the same as\n")[2].split("```")[1]
+    name, serving, model, *written = shlex.split(block.removeprefix("sh").replace("\\\n", " "))
+    assert (name, serving) == ("vllm", "serve")
+    command = serve.server_command(model, Path("/path/of/stack.yaml"), [])
+    assert transfer(written) == transfer(command)
+    made = command[command.index(model) + 1 :]
+    for flags in (made, written):
+        del flags[flags.index("--kv-transfer-config") + 1]
+    assert sorted(made) == sorted(written)
 
 
 def test_what_the_user_has_set_stays() -> None:

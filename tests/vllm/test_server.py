@@ -136,6 +136,19 @@ def test_two_data_parallel_ranks_share_a_folder(world: World, model: Callable[..
 
 
 @pytest.mark.timeout(600)
+def test_a_stop_leaves_no_mark(world: World, model: Callable[..., Path]) -> None:
+    """vLLM kills its engine at once unless it is told to wait."""
+    serving = Serving(world, model("llama"))
+    with serving.start() as server:
+        serving.ask(server)
+        server.settle()
+        assert list(world.folder.rglob("owners/*"))
+        server.process.terminate()
+        assert server.process.wait(60) == 0
+        assert not list(world.folder.rglob("owners/*"))
+
+
+@pytest.mark.timeout(600)
 def test_among_several_connectors(world: World, model: Callable[..., Path]) -> None:
     """It works, its counters are seen, and a load that fails is recomputed there, too."""
     serving = Serving(world, model("llama"))
