@@ -1,12 +1,14 @@
 """The block record: a 4 KiB header in front of every payload, the same on every medium.
 
 docs/FORMAT.md states the layout. The header proves whose bytes follow; the payload is proved by
-one xxh3 checksum a part, so that each rank writes and verifies its own part alone.
+one xxh3 checksum a part, so that each rank writes and verifies its own part alone. That of a part
+of several pieces is the checksum of theirs: a GPU takes those of all pieces at once.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import xxhash
 
@@ -14,10 +16,13 @@ from kvtier.errors import FormatError
 from kvtier.types import KEY_BYTES_MAX, PARTS_MAX, BlockKey, Outcome
 
 MAGIC = b"KVTBLK\r\n"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 4096
 ALIGN = 4096
 CODEC_RAW = 0
+PIECE_BYTES = 2 << 20
+TAIL_BYTES = 1024
+"""A rest of fewer bytes belongs to the piece before it."""
 
 # magic, version, codec, key length, parts, payload bytes, stored bytes, namespace, key
 _FIXED = struct.Struct(f"<8sHBBIQQ16s{KEY_BYTES_MAX}s")
@@ -97,14 +102,40 @@ def record_bytes(payload_bytes: int) -> int:
     return HEADER_BYTES + padded(payload_bytes)
 
 
+def pieces_of(size: int) -> int:
+    """How many pieces a part of this size has: all of them `PIECE_BYTES`, but for the last."""
+    return max(1, (size + PIECE_BYTES - TAIL_BYTES) // PIECE_BYTES)
+
+
 def part_sum(part: Buffer) -> int:
     """The checksum of one part of a payload."""
-    return xxhash.xxh3_64_intdigest(part)
+    starts = [index * PIECE_BYTES for index in range(pieces_of(len(part)))]
+    ends = [*starts[1:], len(part)]
+    pairs = zip(starts, ends, strict=True)
+    return sum_of([xxhash.xxh3_64_intdigest(part[start:end]) for start, end in pairs])
+
+
+def sum_of(pieces: Sequence[int]) -> int:
+    """The checksum of a part whose pieces have these."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(pieces)}Q", *pieces))
 
 
 def seal_part(record: Buffer, index: int, part: Buffer) -> None:
     """Write the checksum of part `index`; `part` is its payload, wherever it lies."""
-    _SUM.pack_into(record, _PARTS_AT + index * _SUM.size, part_sum(part))
+    put_sum(record, index, part_sum(part))
+
+
+def put_sum(record: Buffer, index: int, checksum: int) -> None:
+    """Write the checksum of part `index`, by whoever took it."""
+    _SUM.pack_into(record, _PARTS_AT + index * _SUM.size, checksum)
+
+
+def stated_sum(record: Buffer, index: int) -> int:
+    """The checksum that the header states for part `index`."""
+    stated: int = _SUM.unpack_from(record, _PARTS_AT + index * _SUM.size)[0]
+    return stated
 
 
 def seal(record: Buffer, header: Header) -> None:
@@ -139,8 +170,7 @@ def check_header(record: Buffer, key: BlockKey, namespace: bytes, payload_max: i
 
 def check_part(record: Buffer, index: int, part: Buffer) -> bool:
     """Whether `part` has the checksum the header states for it."""
-    stated: int = _SUM.unpack_from(record, _PARTS_AT + index * _SUM.size)[0]
-    return stated == part_sum(part)
+    return stated_sum(record, index) == part_sum(part)
 
 
 def verify(record: Buffer, key: BlockKey, namespace: bytes) -> Outcome:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from kvtier.core.record import VERSION as RECORD_VERSION
 from kvtier.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None
         "kv_layout": str(getattr(cache, "kv_cache_layout", None)),
         "block_tokens": str(cache.block_size),
         "chunk_blocks": str(blocks_per_chunk),
+        "record": str(RECORD_VERSION),
         "hash": str(cache.prefix_caching_hash_algo),
         "hash_seed": os.environ.get("PYTHONHASHSEED", "default"),
         "tensor_parallel": str(parallel.tensor_parallel_size),
