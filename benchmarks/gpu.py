@@ -24,6 +24,7 @@ from benchmarks.gpu_arena import (
     LOAD,
     STORE,
     Arena,
+    Unstaged,
     chunk_of,
     even_layout,
     in_turns,
@@ -31,13 +32,11 @@ from benchmarks.gpu_arena import (
 )
 from benchmarks.gpu_disk import one_hop
 from benchmarks.report import Report
-from kvtier.device.cuda import kernel_copy, runtime_copy
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.plan import Blocks
 
 TURN_BYTES = 4 << 30
 PAGES = [16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20]
-KERNEL_PAGES = [4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10]
 IDENTITY_PAGES = 1_000_000
 IDENTITY_RECORDS = 512
 SIDE = 8192
@@ -93,50 +92,53 @@ def page_sizes(torch: Any, report: Report) -> None:
         arena.close()
 
 
-def proving_threads(torch: Any, report: Report) -> None:
-    """Whether more threads that check sums make loads and stores faster."""
-    for threads in (2, 4, 8):
-        arena = Arena.even(torch, 64 << 10, TURN_BYTES, threads)
+def unstaged(torch: Any, report: Report) -> None:
+    """What copies page by page, which the host proves, reach: where staging is not possible."""
+    for page in (16 << 10, 256 << 10, 2 << 20):
+        arena = Arena.even(torch, page, TURN_BYTES, Unstaged(0))
         blocks = arena.shuffled()
         contestants = {
             "store": functools.partial(arena.move, STORE, blocks),
             "load": functools.partial(arena.move, LOAD, blocks),
         }
         for name, taken in in_turns(contestants, 3).items():
-            report.add(f"{name}, {threads} proving threads", arena.bytes / taken / 1e9, "GB/s")
+            speed = arena.bytes / taken / 1e9
+            report.add(f"{name}, page by page, pages of {page >> 10} KiB", speed, "GB/s")
         arena.close()
 
 
-def kernel_or_engine(torch: Any, report: Report) -> None:
-    """Where the kernel for small pages stops being faster than the copy engine."""
-    copies_by: dict[str, Any] = {"engine": runtime_copy(torch)}
-    for programs in (8, 12, 24, 48):
-        copies_by[f"kernel of {programs}"] = kernel_copy(torch, 0, programs)
-    stream = torch.cuda.Stream()
+class Link:
+    """Large copies both ways, of which neither gathers, proves or waits for anything."""
 
-    def run(copy: Any, targets: Any, sources: Any, sizes: Any, quiet: bool) -> None:
-        with torch.cuda.stream(stream):
-            held = copy(targets, sources, sizes, quiet)
-            stream.synchronize()
-            del held
+    def __init__(self, torch: Any) -> None:
+        def memory(**options: Any) -> Any:
+            return torch.empty(1 << 30, dtype=torch.uint8, **options)
 
-    for page in KERNEL_PAGES:
-        arena = Arena.even(torch, page, TURN_BYTES >> 2)
-        copies = arena.copies(arena.shuffled())
-        device, host, sizes = copies.device, copies.host, copies.sizes
-        ways = {"to device": (device, host, sizes, True), "to host": (host, device, sizes, False)}
-        contestants: dict[str, Callable[[], object]] = {
-            f"{name}, {way}, {page >> 10} KiB": functools.partial(run, copy, *columns)
-            for way, columns in ways.items()
-            for name, copy in copies_by.items()
-            if copy is not None
-        }
-        for name, taken in in_turns(contestants, 3).items():
-            report.add(name, arena.bytes / taken / 1e9, "GB/s")
-        chosen = arena.device.crossover
-        arena.close()
-    report.add("kernel is used up to, to device", chosen.to_device / 1024, "KiB")
-    report.add("kernel is used up to, to host", chosen.to_host / 1024, "KiB")
+        self._torch = torch
+        self._streams = [torch.cuda.Stream(priority=priority) for priority in (-1, 0)]
+        self._pairs = [(memory(device="cuda"), memory(pin_memory=True)) for _ in range(2)]
+
+    def _to_device(self) -> float:
+        start, stop = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream, (device, host) = self._streams[0], self._pairs[0]
+        with self._torch.cuda.stream(stream):
+            start.record(stream)
+            for _ in range(4):
+                device.copy_(host, non_blocking=True)
+            stop.record(stream)
+        stop.synchronize()
+        return float(start.elapsed_time(stop))
+
+    def loses(self) -> float:
+        """How much longer copies to the device take beside copies to the host, in percent."""
+        alone = self._to_device()
+        device, host = self._pairs[1]
+        with self._torch.cuda.stream(self._streams[1]):
+            for _ in range(16):
+                host.copy_(device, non_blocking=True)
+        beside = self._to_device()
+        self._torch.cuda.synchronize()
+        return (beside / alone - 1) * 100
 
 
 class Duplex:
@@ -154,6 +156,7 @@ class Duplex:
             Blocks(mine, [count], [0]) for mine in (ids[:count], ids[count:])
         )
         arena.finish([arena.submit(STORE, self._low, self._loads)])
+        self.bytes = 4 * arena.bytes // 2
         self.outlasted = True
 
     @property
@@ -207,6 +210,11 @@ def disturbance(torch: Any, report: Report) -> None:
 
     turns = [turn() for _ in range(6)][1:]
     alone, both, calm, busy = (statistics.median(column) for column in zip(*turns, strict=True))
+    link = Link(torch)
+    bare = statistics.median([link.loses() for _ in range(6)][1:])
+    report.add("large copies to the device lose beside others to the host", bare, "%")
+    report.add("loads alone", duplex.bytes / alone / 1e9, "GB/s")
+    report.add("loads while stores run", duplex.bytes / both / 1e9, "GB/s")
     report.at_most("loads lose while stores run", (both / alone - 1) * 100, "%", 10)
     report.at_most("a matrix product loses while both run", (busy / calm - 1) * 100, "%", 3)
     if not duplex.outlasted:
@@ -282,8 +290,7 @@ def main() -> None:
         "page sizes": page_sizes,
         "disturbance": disturbance,
         "disk": disk,
-        "kernel": kernel_or_engine,
-        "proving": proving_threads,
+        "page by page": unstaged,
     }
     failed = []
     for title, part in parts.items():

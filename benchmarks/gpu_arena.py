@@ -19,7 +19,7 @@ from kvtier.device.cuda_copy import CudaCopier
 from kvtier.device.jobs import Job
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.pinned import PinnedMemory
-from kvtier.device.plan import Blocks, Copies, cut, describe
+from kvtier.device.plan import Blocks, cut
 from kvtier.types import BlockKey, block_key
 
 LAYERS = 32
@@ -64,40 +64,41 @@ def even_layout(torch: Any, page: int, blocks: int, per_chunk: int) -> tuple[Any
     return pool, DeviceLayout(tensors, (refs,), per_chunk)
 
 
+class Unstaged(Cuda):
+    """A device without buffers to spare: pages are copied one by one, and proved by the host."""
+
+    def stages(self, *arguments: object, **options: object) -> list[Any]:
+        raise RuntimeError("the benchmark wants none")
+
+
 class Arena:
     """A copier between the tensors of a layout and pinned memory for `records` records."""
 
     def __init__(
-        self, torch: Any, pool: Any, layout: DeviceLayout, records: int, prove_threads: int = 4
+        self, torch: Any, pool: Any, layout: DeviceLayout, records: int, device: Cuda | None = None
     ) -> None:
         self.torch, self.pool, self.layout, self.records = torch, pool, layout, records
         self.count = records * layout.blocks_per_chunk
         self.bytes = records * layout.part_bytes[0]
         self.host = Host(records, record_bytes(max(layout.part_bytes)))
         slot_bytes = len(self.host.record(0))
-        self.device = Cuda(0)
-        self.memory = PinnedMemory(self.host.data, slot_bytes, CudaRegistrar(self.device.cudart))
-        if self.memory.pin():
-            self.device.build_kernel()
+        device = device or Cuda(0)
+        memory = PinnedMemory(self.host.data, slot_bytes, CudaRegistrar(device.cudart))
         self.copier = CudaCopier(
-            layout,
-            self.device,
-            self.host,
-            NAMESPACE,
-            prove_threads=prove_threads,
-            on_close=self.memory.close,
+            layout, device, self.host, NAMESPACE, prepare=memory.pin, on_close=memory.close
         )
+        assert self.copier.prepared.wait(120), "pinning the region takes too long"
         self._names = itertools.count()
         self._finished: set[int] = set()
         self._random = np.random.default_rng(0)
 
     @classmethod
-    def even(cls, torch: Any, page: int, size: int, prove_threads: int = 4) -> Arena:
+    def even(cls, torch: Any, page: int, size: int, device: Cuda | None = None) -> Arena:
         """For records of one group with about `size` bytes in all, and twice as many blocks."""
         per_chunk = chunk_of(page)
         records = max(2, size // (LAYERS * page * per_chunk))
         pool, layout = even_layout(torch, page, 2 * records * per_chunk, per_chunk)
-        return cls(torch, pool, layout, records, prove_threads)
+        return cls(torch, pool, layout, records, device)
 
     def shuffled(self) -> Blocks:
         """Blocks in an order that leaves no neighbours to merge."""
@@ -135,11 +136,6 @@ class Arena:
 
     def move(self, kind: TransferKind, blocks: Blocks) -> None:
         self.finish([self.submit(kind, range(len(cut(self.layout, blocks))), blocks)])
-
-    def copies(self, blocks: Blocks) -> Copies:
-        first = int(np.frombuffer(self.host.data, np.uint8).ctypes.data)
-        records = first + np.arange(self.records, dtype=np.int64) * len(self.host.record(0))
-        return describe(self.layout, blocks, cut(self.layout, blocks), records)
 
     def close(self) -> None:
         self.copier.close()

@@ -6,10 +6,14 @@ import ctypes
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
-from kvtier.device.plan import Copies
+import numpy as np
+
+from kvtier.core.record import part_sum
+from kvtier.device.layout import DeviceLayout
+from kvtier.device.plan import Copies, Ints
 
 
 def _move(target: int, source: int, size: int) -> None:
@@ -69,15 +73,78 @@ class FakeStream:
         return object()
 
 
+class FakeStage(FakeStream):
+    """A buffer whose stream is its own; what is asked of it happens when the stream gets there."""
+
+    def __init__(self, device: FakeDevice, layout: DeviceLayout, size: int) -> None:
+        super().__init__(device)
+        self._layout = layout
+        self._buffer = np.zeros(size, np.uint8)  # takes memory only where it is used
+        self._sums: list[int] = []
+
+    def gather(self, group: int, ids: Ints) -> None:
+        self._pages(group, ids, out=True)
+
+    def scatter(self, group: int, ids: Ints) -> None:
+        self._pages(group, ids, out=False)
+
+    def _pages(self, group: int, ids: Ints, *, out: bool) -> None:
+        at = int(self._buffer.ctypes.data)
+        columns: list[list[int]] = [[], [], []]
+        for row in ids.tolist():
+            for ref in self._layout.groups[group]:
+                tensor = self._layout.tensors[ref.tensor]
+                for block in row:
+                    if block >= 0:
+                        page = tensor.base + block * tensor.stride
+                        each = (at, page) if out else (page, at)
+                        for column, number in zip(columns, (*each, ref.page_bytes), strict=True):
+                            column.append(number)
+                    at += ref.page_bytes
+        self._copy(*columns)
+
+    def fetch(self, group: int, addresses: Ints) -> object:
+        return self._copy(self._parts(group, len(addresses)), *self._sized(group, addresses))
+
+    def send(self, group: int, addresses: Ints) -> object:
+        targets, sizes = self._sized(group, addresses)
+        return self._copy(targets, self._parts(group, len(addresses)), sizes)
+
+    def _parts(self, group: int, count: int) -> list[int]:
+        size, first = self._layout.part_bytes[group], int(self._buffer.ctypes.data)
+        assert count * size <= len(self._buffer)
+        return [first + index * size for index in range(count)]
+
+    def _sized(self, group: int, addresses: Ints) -> tuple[list[int], list[int]]:
+        return addresses.tolist(), [self._layout.part_bytes[group]] * len(addresses)
+
+    def digest(self, group: int, rows: int) -> None:
+        size = self._layout.part_bytes[group]
+        self._sums = []
+
+        def add_up() -> None:
+            parts = self._buffer[: rows * size].reshape(rows, size)
+            self._sums = [part_sum(part.data) for part in parts]
+
+        self.do(add_up)
+
+    def sums(self, group: int, rows: int) -> list[int]:
+        assert len(self._sums) == rows, "asked for before they were there"
+        return self._sums
+
+
 class FakeDevice:
-    def __init__(self, seed: int = 0) -> None:
+    """`staging` is how many buffers it has for each direction."""
+
+    def __init__(self, seed: int = 0, staging: int = 0) -> None:
+        self._staging = staging
         self._random = random.Random(seed)
         self._changed = threading.Condition()
         self._streams: list[FakeStream] = []
         self.waiters: set[int] = set()
         self.broken = False
         self.engine = self.stream()
-        self.lanes: dict[bool, FakeStream] = {}
+        self.lanes: dict[bool, list[FakeStream]] = {True: [], False: []}
 
     def stream(self) -> FakeStream:
         stream = FakeStream(self)
@@ -92,17 +159,33 @@ class FakeDevice:
 
     def lane(self, *, urgent: bool) -> FakeStream:
         stream = self.stream()
-        self.lanes.setdefault(urgent, stream)
+        self.lanes[urgent].append(stream)
         return stream
+
+    def stages(self, layout: DeviceLayout, batch_bytes: int, *, urgent: bool) -> list[FakeStage]:
+        if not self._staging:
+            raise RuntimeError("a device without memory to spare")
+        size = max(batch_bytes, *layout.part_bytes)
+        stages = [FakeStage(self, layout, size) for _ in range(self._staging)]
+        self._streams += stages
+        self.lanes[urgent] += stages
+        return stages
 
     def add(self, stream: FakeStream, operation: Callable[[], None] | FakeEvent) -> None:
         with self._changed:
             stream.operations.append(operation)
             self._changed.notify_all()
 
-    def freeze(self, stream: FakeStream, frozen: bool) -> None:
+    def freeze(self, *streams: FakeStream) -> None:
+        self._freeze(streams, True)
+
+    def thaw(self, *streams: FakeStream) -> None:
+        self._freeze(streams, False)
+
+    def _freeze(self, streams: Iterable[FakeStream], frozen: bool) -> None:
         with self._changed:
-            stream.frozen = frozen
+            for stream in streams:
+                stream.frozen = frozen
             self._changed.notify_all()
 
     def run_until(self, event: FakeEvent) -> None:

@@ -16,9 +16,11 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import numpy as np
 import torch
 
-from kvtier.device import crossover, cuda, kernels
+from kvtier.core.record import PIECE_BYTES, part_sum, pieces_of
+from kvtier.device import cuda, kernels
 
 _memory: list[Any] = []
 
@@ -146,6 +148,19 @@ def _anywhere(*_: object) -> Iterator[None]:
     yield
 
 
+def _digest(buffer: Any, numbers: Any, totals: Any, sums: int, parts: int, part_bytes: int) -> None:
+    """What the kernels do, which Triton's interpreter takes seconds for."""
+    assert len(totals) >= kernels.totals_of(parts, part_bytes)
+    data = buffer.numpy().view(np.uint8)[: parts * part_bytes].reshape(parts, part_bytes)
+    pieces = pieces_of(part_bytes)
+    for row, part in enumerate(data):
+        starts = [PIECE_BYTES * index for index in range(pieces)]
+        ends = [*starts[1:], part_bytes]
+        found = [part_sum(part[start:end].data) for start, end in zip(starts, ends, strict=True)]
+        place = (ctypes.c_uint64 * pieces).from_address(sums + 8 * pieces * row)
+        place[:] = found
+
+
 def install() -> None:
     """Until the end of this process, torch has a CUDA device."""
     cudart = Cudart()
@@ -156,6 +171,7 @@ def install() -> None:
         "set_device": lambda index: None,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
+        "mem_get_info": lambda device=None: (8 << 30, 16 << 30),
         "current_stream": lambda device=None: Stream(),
         "cudart": lambda: cudart,
         "Stream": Stream,
@@ -174,16 +190,13 @@ def install() -> None:
     torch.Tensor.to = _to
     torch.Tensor.cuda = torch.Tensor.pin_memory = lambda tensor: tensor
     cuda.runtime = lambda: cudart
-    # The kernel is interpreted here, slowly: try it briefly, and use it all the same.
-    crossover._BATCH_BYTES, crossover._BATCHES, crossover._ROUNDS = 1 << 16, 1, 1
-    crossover._WORTH = float("inf")
-    scatter, one_at_a_time = kernels.scatter, threading.Lock()
+    interpreted, one_at_a_time = kernels.move, threading.Lock()
 
-    def interpret(*arguments: Any) -> None:
+    def move(*arguments: Any, **options: Any) -> None:
         with one_at_a_time:  # Triton's interpreter is for one thread
-            scatter(*arguments)
+            interpreted(*arguments, **options)
 
-    kernels.scatter = interpret
+    kernels.move, kernels.digest = move, _digest
 
 
 install()

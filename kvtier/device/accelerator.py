@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kvtier.device.plan import Copies
+from kvtier.device.layout import DeviceLayout
+from kvtier.device.plan import Copies, Ints
 
 ERRORS = (
     AttributeError,
@@ -45,6 +47,39 @@ class Lane(Protocol):
         """The point after everything queued so far."""
 
 
+class Stage(Protocol):
+    """A buffer on the device with a stream of its own; for one thread, one batch at a time.
+
+    It has room for this rank's parts of the records of a batch, which are all of one group, one
+    behind the other. What is given to it is done in order, and later; what is given to it is
+    copied at once, or returned to be kept until then.
+    """
+
+    def after(self, event: Any) -> None:
+        """Hold what follows until an event of another stream of this device."""
+
+    def gather(self, group: int, ids: Ints) -> None:
+        """Queue pages into the buffer: a row of block numbers for each record, -1 for none."""
+
+    def scatter(self, group: int, ids: Ints) -> None:
+        """Queue the buffer's pages into their blocks."""
+
+    def fetch(self, group: int, addresses: Ints) -> object:
+        """Queue parts from these addresses of host memory into the buffer."""
+
+    def send(self, group: int, addresses: Ints) -> object:
+        """Queue the buffer's parts to these addresses of host memory."""
+
+    def digest(self, group: int, rows: int) -> None:
+        """Queue the checksums of so many parts."""
+
+    def sums(self, group: int, rows: int) -> list[int]:
+        """Those checksums, once an event says that they are there."""
+
+    def record(self) -> Event:
+        """The point after everything queued so far."""
+
+
 class Accelerator(Protocol):
     """A device whose work is queued."""
 
@@ -56,3 +91,7 @@ class Accelerator(Protocol):
 
     def lane(self, *, urgent: bool) -> Lane:
         """A new stream; an urgent one goes before others where the device can tell."""
+
+    def stages(self, layout: DeviceLayout, batch_bytes: int, *, urgent: bool) -> Sequence[Stage]:
+        """Buffers for batches of so many bytes, or of one record. Raises RuntimeError where there
+        can be none: records are then copied page by page, and proved by the host."""

@@ -7,27 +7,30 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvtier.core.numa import Topology, bind_thread
 from kvtier.core.record import Buffer
-from kvtier.device.accelerator import Event, Lane
-from kvtier.device.crossover import BatchCopy, Crossover, Ints, crossover
+from kvtier.device.accelerator import Event, Lane, Stage
 from kvtier.device.cuda_copy import CudaCopier
 from kvtier.device.direct import DirectLoader
 from kvtier.device.jobs import Host
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.pinned import PinnedMemory
-from kvtier.device.plan import Copies
+from kvtier.device.plan import Copies, Ints
 from kvtier.errors import MediumError
+
+if TYPE_CHECKING:
+    from kvtier.device.staging import Staging
 
 logger = logging.getLogger(__name__)
 
-KERNEL_MIN_COPIES = 16
+BatchCopy = Callable[[Ints, Ints, Ints, bool], object]
+"""Queue copies (targets, sources, sizes) on torch's current stream; the flag says that no stream of
+the device writes to the sources meanwhile. Returns what must live until they are done."""
 
 
 class Cuda:
@@ -41,17 +44,8 @@ class Cuda:
         self.cudart: Any = torch.cuda.cudart()
         """What torch offers of the runtime, Python's lock released meanwhile."""
         self.batch_copy = batch_copy or runtime_copy(torch)
-        self.kernel: BatchCopy | None = None
-        self.crossover = Crossover()
         self._cores = cores_near(index, Topology())
-
-    def build_kernel(self) -> None:
-        """From now on, copy small pieces with a kernel where that is faster: all host memory must
-        be pinned."""
-        kernel = kernel_copy(self._torch, self._index)
-        if kernel is not None:
-            self.crossover = crossover(self._torch, self._index, self.batch_copy, kernel)
-            self.kernel = kernel
+        self._staging: Staging | None = None
 
     def attach(self) -> None:
         self._torch.cuda.set_device(self._index)
@@ -67,6 +61,22 @@ class Cuda:
         stream = self._torch.cuda.Stream(self._index, priority=-1 if urgent else 0)
         return _CudaLane(self._torch, stream, self)
 
+    def stages(self, layout: DeviceLayout, batch_bytes: int, *, urgent: bool) -> Sequence[Stage]:
+        if self._staging is None:
+            self._staging = staging(self._torch, self._index, layout, self.batch_copy)
+        return self._staging.stages(batch_bytes, urgent=urgent)
+
+
+def staging(torch: Any, index: int, layout: DeviceLayout, batch_copy: BatchCopy) -> Staging:
+    """What staged copies have in common, tried out; raises RuntimeError where they do not work."""
+    try:
+        from kvtier.device.staging import Staging
+    except ImportError as error:
+        raise RuntimeError(f"no Triton ({error})") from error
+    shared = Staging(torch, index, layout, batch_copy)
+    shared.try_out()
+    return shared
+
 
 class _CudaLane:
     """A stream of our own."""
@@ -80,34 +90,22 @@ class _CudaLane:
         self._stream.wait_event(event)
 
     def to_device(self, copies: Copies) -> object:
-        copy = self._way(copies, by_kernel=_small(copies, self._device.crossover.to_device))
-        with self._torch.cuda.stream(self._stream):
-            return copy(copies.device, copies.host, copies.sizes, True)
+        return self._copy(copies.device, copies.host, copies.sizes, True)
 
     def within(self, copies: Copies) -> object:
-        copy = self._way(copies, by_kernel=True)
-        with self._torch.cuda.stream(self._stream):
-            return copy(copies.device, copies.host, copies.sizes, True)
+        return self.to_device(copies)
 
     def to_host(self, copies: Copies) -> object:
-        copy = self._way(copies, by_kernel=_small(copies, self._device.crossover.to_host))
-        with self._torch.cuda.stream(self._stream):
-            return copy(copies.host, copies.device, copies.sizes, False)
+        return self._copy(copies.host, copies.device, copies.sizes, False)
 
-    def _way(self, copies: Copies, *, by_kernel: bool) -> BatchCopy:
-        """The kernel, if it is wanted, built, and can: it moves whole words."""
-        kernel = self._device.kernel if by_kernel else None
-        aligned = not ((copies.device | copies.host | copies.sizes) & 7).any()
-        return kernel if kernel is not None and aligned else self._device.batch_copy
+    def _copy(self, targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
+        with self._torch.cuda.stream(self._stream):
+            return self._device.batch_copy(targets, sources, sizes, quiet_source)
 
     def record(self) -> Event:
         event: Event = self._torch.cuda.Event(blocking=True)
         event.record(self._stream)  # type: ignore[attr-defined]
         return event
-
-
-def _small(copies: Copies, up_to: int) -> bool:
-    return len(copies.sizes) >= KERNEL_MIN_COPIES and bool(copies.sizes.max() <= up_to)
 
 
 def open_copier(
@@ -128,16 +126,12 @@ def open_copier(
         device = Cuda(index, batch_copy)
         memory = PinnedMemory(data, len(host.record(0)), CudaRegistrar(device.cudart))
 
-        def prepare(stopping: threading.Event) -> None:
-            if memory.pin(stopping):
-                device.build_kernel()
-
         return CudaCopier(
             layout,
             device,
             host,
             namespace,
-            prepare=prepare,
+            prepare=memory.pin,
             on_close=memory.close,
             open_direct=open_direct,
         )
@@ -298,30 +292,3 @@ def runtime() -> ctypes.CDLL:
     if not paths:
         raise RuntimeError("torch has loaded no CUDA runtime: this is a build without CUDA")
     return ctypes.CDLL(sorted(paths)[0])
-
-
-def kernel_copy(torch: Any, index: int, programs: int | None = None) -> BatchCopy | None:
-    """Copies by a kernel that reads pinned memory itself, on so many multiprocessors; None where
-    Triton cannot build it."""
-    try:
-        from kvtier.device.kernels import ERRORS, PROGRAMS, scatter
-    except ImportError as error:
-        logger.info("small pages are copied by the copy engine: no Triton (%s)", error)
-        return None
-    try:  # builds it now, not in the middle of the first load
-        scatter(torch.zeros((3, 1), dtype=torch.int64, device=f"cuda:{index}"), 1)
-    except ERRORS as error:
-        logger.warning("small pages are copied by the copy engine: no kernel (%s)", error)
-        return None
-
-    def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
-        table = np.stack([targets, sources, sizes])
-        pinned = torch.from_numpy(table).pin_memory()
-        on_device = pinned.to(f"cuda:{index}", non_blocking=True)
-        try:
-            scatter(on_device, len(sizes), programs or PROGRAMS)
-        except ERRORS as error:
-            raise RuntimeError(f"the copy kernel failed: {error}") from error
-        return pinned, on_device
-
-    return copy

@@ -1,9 +1,9 @@
 """The copier for KV tensors on a device with streams.
 
-Loads: threads prove records that have arrived and queue their copies; another thread waits for the
-events, looks whether the records were left alone meanwhile, and reports. Stores: one thread queues
-copies behind what the engine had queued by then; others wait for the events, let the engine reuse
-its blocks, and seal the records. Nobody waits for the whole device, and no page costs Python time.
+Where the device has buffers for it, batches go by way of them, and are proved there. Otherwise they
+are copied page by page: threads prove what is to be loaded and queue copies, others wait for the
+events, prove what was stored, and report. Nobody waits for the whole device, and no page costs
+Python time.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.device.accelerator import ERRORS, Accelerator, Event, Lane
+from kvtier.device.accelerator import ERRORS, Accelerator, Event, Lane, Stage
 from kvtier.device.direct import DirectLoader
 from kvtier.device.direct_copy import DirectPath
 from kvtier.device.jobs import DeviceCopier, Host, Job, JobResult, Prover
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Copies, Ints, Pieces, describe
-from kvtier.device.work import Batch, Desk
+from kvtier.device.staged import StagedPath
+from kvtier.device.work import Batch, Desk, each_row, failed, head
 from kvtier.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -49,14 +50,28 @@ class _Pipe:
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
+        self.staged = False
+        self.stages: queue.SimpleQueue[Stage] = queue.SimpleQueue()
         self.lock = threading.Lock()
         self.flights: queue.Queue[_Flight | None] = queue.Queue(self._DEPTH)
+
+    def use(self, stages: Iterable[Stage]) -> None:
+        """Let batches go by way of these from now on."""
+        for stage in stages:
+            self.stages.put(stage)
+            self.staged = True
+
+    def by_stage(self, move: Callable[[Batch, Stage], None], batch: Batch) -> None:
+        """Move a batch in the next buffer that is free."""
+        stage = self.stages.get()
+        move(batch, stage)
+        self.stages.put(stage)
 
 
 class CudaCopier(DeviceCopier):
     """Moves records through a device's streams, both directions at once."""
 
-    _BATCH_BYTES = 16 << 20
+    _BATCH_BYTES = 32 << 20
 
     def __init__(
         self,
@@ -65,8 +80,8 @@ class CudaCopier(DeviceCopier):
         host: Host,
         namespace: bytes,
         *,
-        prove_threads: int = 4,
-        prepare: Callable[[threading.Event], None] = lambda stopping: None,
+        threads: int = 4,
+        prepare: Callable[[threading.Event], object] = lambda stopping: None,
         on_close: Callable[[], None] = lambda: None,
         open_direct: Callable[[], DirectLoader | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -91,11 +106,14 @@ class CudaCopier(DeviceCopier):
         self.prepared = threading.Event()
         """Set when copies are as fast as they will get."""
         self._stopping = threading.Event()
+        self._staged = StagedPath(
+            layout, self._desk, self._prover, self._slots_at, self._slot_bytes
+        )
         self._opening = self._start([self._open])
-        self._issuing = self._start([self._issue_loads] * prove_threads + [self._issue_stores])
+        self._issuing = self._start([self._issue_loads, self._issue_stores] * threads)
         self._direct = DirectPath(layout, device, self._desk, open_direct) if open_direct else None
         self._reading = self._start([self._direct.run] if self._direct else [])
-        self._landing = self._start([self._land_loads] + [self._land_stores] * prove_threads)
+        self._landing = self._start([self._land_loads] + [self._land_stores] * threads)
 
     def _start(self, loops: Sequence[Callable[[], None]]) -> list[threading.Thread]:
         def run(loop: Callable[[], None]) -> None:
@@ -115,7 +133,12 @@ class CudaCopier(DeviceCopier):
 
     def _open(self) -> None:
         """What takes long, like pinning memory, is done while the engine goes on, and its copies
-        with it: pageable memory is slower, but no reason to wait."""
+        with it: they are slower until then, but that is no reason to wait."""
+        try:
+            for pipe, urgent in ((self._loads, True), (self._stores, False)):
+                pipe.use(self._device.stages(self._layout, self._BATCH_BYTES, urgent=urgent))
+        except ERRORS as error:
+            logger.warning("records are copied page by page and proved by the host: %s", error)
         try:
             self._prepare(self._stopping)
         except ERRORS:
@@ -158,15 +181,18 @@ class CudaCopier(DeviceCopier):
 
     def _issue_loads(self) -> None:
         while (batch := self._desk.next(self._desk.load)) is not None:
+            if self._loads.staged:
+                self._loads.by_stage(self._staged.load, batch)
+                continue
             stamps = [self._prover.stamp(slot) for slot in _slots(batch)]
-            outcomes = _head(self._guard(batch, self._prove), batch.work.failed)
+            outcomes = head(each_row(batch, self._prove), batch.work.failed)
             flight = self._queue(self._loads, batch, outcomes, self._loads.lane.to_device, stamps)
             self._loads.flights.put(flight)
 
     def _prove(self, batch: Batch, row: int) -> Outcome:
         key, slot = batch.work.job.keys[row], batch.work.job.slots[row]
         outcome = self._prover.arrived(slot, key)
-        return self._prover.verify(slot, key, batch.work.groups[row]) if outcome.ok else outcome
+        return self._prover.verify(slot, key, batch.group) if outcome.ok else outcome
 
     def _land_loads(self) -> None:
         while (flight := self._loads.flights.get()) is not None:
@@ -180,7 +206,10 @@ class CudaCopier(DeviceCopier):
 
     def _issue_stores(self) -> None:
         while (batch := self._desk.next(self._desk.store)) is not None:
-            outcomes = self._guard(batch, self._reserved)
+            if self._stores.staged:
+                self._stores.by_stage(self._staged.store, batch)
+                continue
+            outcomes = each_row(batch, self._reserved)
             flight = self._queue(self._stores, batch, outcomes, self._stores.lane.to_host, [])
             self._stores.flights.put(flight)
 
@@ -192,7 +221,7 @@ class CudaCopier(DeviceCopier):
         while (flight := self._stores.flights.get()) is not None:
             batch, outcomes = flight.batch, self._landed(flight)
             self._desk.released(batch)
-            sealed = self._guard(batch, self._seal)
+            sealed = each_row(batch, self._seal)
             for index, outcome in enumerate(sealed):
                 if outcomes[index].ok:
                     outcomes[index] = outcome
@@ -203,23 +232,11 @@ class CudaCopier(DeviceCopier):
         outcome = self._reserved(batch, row)
         if outcome.ok:
             job = batch.work.job
-            self._prover.seal(job.slots[row], job.keys[row], batch.work.groups[row])
+            self._prover.seal(job.slots[row], job.keys[row], batch.group)
             outcome = self._reserved(batch, row)
         return outcome
 
     # -- both ------------------------------------------------------------------------------
-
-    def _guard(self, batch: Batch, step: Callable[[Batch, int], Outcome]) -> list[Outcome]:
-        """One step for every row, in order."""
-        outcomes = []
-        for row in batch.rows:
-            try:
-                outcome = step(batch, row)
-            except ERRORS:
-                logger.exception("a %s of the engine failed", batch.work.job.kind.value)
-                outcome = Outcome.IO_ERROR
-            outcomes.append(outcome)
-        return outcomes
 
     def _queue(
         self,
@@ -241,7 +258,7 @@ class CudaCopier(DeviceCopier):
             copies = describe(self._layout, job.blocks, pieces, records)
         except ERRORS:
             logger.exception("a %s of the engine failed", job.kind.value)
-            return _Flight(batch, _failed(outcomes), stamps, None, None)
+            return _Flight(batch, failed(outcomes), stamps, None, None)
         held: object = None
         event: Event | None = None
         with pipe.lock:
@@ -250,12 +267,12 @@ class CudaCopier(DeviceCopier):
                 held = copy(copies)
             except ERRORS:
                 logger.exception("the device refused a %s", job.kind.value)
-                outcomes = _failed(outcomes)
+                outcomes = failed(outcomes)
             try:
                 event = pipe.lane.record()  # in any case: a part of the copies may be queued
             except ERRORS:
                 logger.exception("the device failed a %s", job.kind.value)
-                outcomes = _failed(outcomes)
+                outcomes = failed(outcomes)
         return _Flight(batch, outcomes, stamps, event, held)
 
     def _landed(self, flight: _Flight) -> list[Outcome]:
@@ -265,21 +282,8 @@ class CudaCopier(DeviceCopier):
                 flight.event.synchronize()
         except ERRORS:
             logger.exception("the device failed a %s", flight.batch.work.job.kind.value)
-            return _failed(flight.outcomes)
+            return failed(flight.outcomes)
         return flight.outcomes
-
-
-def _head(outcomes: list[Outcome], failed: bool) -> list[Outcome]:
-    """What is good, but comes after something that is not, is not copied any more."""
-    head = []
-    for outcome in outcomes:
-        head.append(Outcome.CANCELLED if failed and outcome.ok else outcome)
-        failed = failed or not outcome.ok
-    return head
-
-
-def _failed(outcomes: list[Outcome]) -> list[Outcome]:
-    return [Outcome.IO_ERROR if outcome.ok else outcome for outcome in outcomes]
 
 
 def _slots(batch: Batch) -> list[int]:

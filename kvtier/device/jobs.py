@@ -14,7 +14,9 @@ from kvtier.core.record import (
     Buffer,
     Header,
     check_part,
+    put_sum,
     seal_part,
+    stated_sum,
 )
 from kvtier.core.slab import layout as table
 from kvtier.core.transfer import TransferKind
@@ -158,25 +160,39 @@ class Prover:
 
     def verify(self, slot: int, key: BlockKey, group: int) -> Outcome:
         """Prove header and this rank's part, where they lie."""
+        outcome = self.header(slot, key, group)
+        if not outcome.ok:
+            return outcome
         record = self._host.record(slot)
-        if not header_fits(self._layout, self._namespace, record, key, group):
-            return Outcome.CORRUPT
         proved = check_part(record, self._layout.part, self.part(slot, group))
         return Outcome.OK if proved else Outcome.CORRUPT
+
+    def header(self, slot: int, key: BlockKey, group: int) -> Outcome:
+        """Prove the header alone."""
+        fits = header_fits(self._layout, self._namespace, self._host.record(slot), key, group)
+        return Outcome.OK if fits else Outcome.CORRUPT
+
+    def stated(self, slot: int) -> int:
+        """The checksum that the header states for this rank's part."""
+        return stated_sum(self._host.record(slot), self._layout.part)
 
     def reserved(self, slot: int, key: BlockKey) -> bool:
         """Whether a slot waits for this key's bytes."""
         entry = self._host.entry(slot)
         return entry[0] == table.RESERVED and _key(entry) == key
 
-    def seal(self, slot: int, key: BlockKey, group: int) -> None:
-        """Make the proof of this rank's part; the first rank writes the header, too."""
+    def seal(self, slot: int, key: BlockKey, group: int, checksum: int | None = None) -> None:
+        """Make the proof of this rank's part, whose checksum somebody may have taken already; the
+        first rank writes the header, too."""
         record = self._host.record(slot)
         layout = self._layout
         if layout.part == 0:
             size = layout.group_bytes[group]
             Header(key, self._namespace, size, layout.parts).write(record)
-        seal_part(record, layout.part, self.part(slot, group))
+        if checksum is None:
+            seal_part(record, layout.part, self.part(slot, group))
+        else:
+            put_sum(record, layout.part, checksum)
 
 
 def _key(entry: bytes) -> bytes:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
 from kvtier.core.transfer import TransferKind
+from kvtier.device.accelerator import ERRORS
 from kvtier.device.jobs import Job, JobResult, Prover
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Pieces, cut, whole
 from kvtier.types import Outcome, group_of
+
+logger = logging.getLogger(__name__)
 
 
 class Busy:
@@ -75,16 +79,48 @@ class Work:
 
 
 class Batch(NamedTuple):
-    """Rows of a job that are moved together."""
+    """Rows of a job that are moved together, all of one group."""
 
     work: Work
     rows: list[int]
     from_files: bool = False
 
     @property
+    def group(self) -> int:
+        """The group's position in the layout."""
+        return self.work.groups[self.rows[0]]
+
+    @property
     def busy(self) -> Busy:
         """The clock that runs meanwhile."""
         return self.work.reading if self.from_files else self.work.copying
+
+
+def each_row(batch: Batch, step: Callable[[Batch, int], Outcome]) -> list[Outcome]:
+    """One step for every row, in order."""
+    outcomes = []
+    for row in batch.rows:
+        try:
+            outcome = step(batch, row)
+        except ERRORS:
+            logger.exception("a %s of the engine failed", batch.work.job.kind.value)
+            outcome = Outcome.IO_ERROR
+        outcomes.append(outcome)
+    return outcomes
+
+
+def head(outcomes: list[Outcome], failed: bool) -> list[Outcome]:
+    """What is good, but comes after something that is not, is not copied any more."""
+    kept = []
+    for outcome in outcomes:
+        kept.append(Outcome.CANCELLED if failed and outcome.ok else outcome)
+        failed = failed or not outcome.ok
+    return kept
+
+
+def failed(outcomes: list[Outcome]) -> list[Outcome]:
+    """The device did not do it."""
+    return [Outcome.IO_ERROR if outcome.ok else outcome for outcome in outcomes]
 
 
 class Desk:
@@ -113,7 +149,7 @@ class Desk:
         self._prover = prover
         self._clock = clock
         self._block_bytes = [size // layout.blocks_per_chunk for size in layout.part_bytes]
-        self._at_once = max(1, batch_bytes // max(layout.part_bytes))
+        self._at_once = [max(1, batch_bytes // size) for size in layout.part_bytes]
         self._lock = threading.Lock()
         self._woken = threading.Condition(self._lock)
         self._done = threading.Condition(self._lock)
@@ -218,8 +254,10 @@ class Desk:
         """Rows of the oldest store."""
         for work in self._stores:
             if work.waiting:
-                count = min(self._at_once, len(work.waiting))
-                return Batch(work, [work.waiting.popleft() for _ in range(count)])
+                rows = self._alike(work, work.waiting)
+                for row in rows:
+                    work.waiting.remove(row)
+                return Batch(work, rows)
         return None
 
     def store_after_loads(self) -> Batch | None:
@@ -269,8 +307,19 @@ class Desk:
     def _arrived(self, work: Work) -> list[int]:
         """The first waiting rows that are no longer on their way."""
         slots, pending = work.job.slots, self._prover.pending
-        rows = islice(work.waiting, max(self._AHEAD, self._at_once))
-        return list(islice((row for row in rows if not pending(slots[row])), self._at_once))
+        rows = islice(work.waiting, max(self._AHEAD, *self._at_once))
+        return self._alike(work, (row for row in rows if not pending(slots[row])))
+
+    def _alike(self, work: Work, rows: Iterable[int]) -> list[int]:
+        """The first of these that make a batch."""
+        batch: list[int] = []
+        for row in rows:
+            if batch and work.groups[row] != work.groups[batch[0]]:
+                break
+            batch.append(row)
+            if len(batch) == self._at_once[work.groups[row]]:
+                break
+        return batch
 
     def _settle(self, work: Work) -> None:
         """Turn a job that has ended into its result."""

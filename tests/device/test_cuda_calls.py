@@ -6,7 +6,6 @@ import ctypes
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 
 from kvtier.core.numa import Topology
 from kvtier.device import cuda
-from kvtier.device.crossover import meet
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.pinned import PinnedMemory
 
 
@@ -232,54 +231,13 @@ def test_a_thread_of_ours_spoils_no_graph_that_is_being_captured(
     assert runtime.mode == 2
 
 
-class TritonError(Exception):
-    """As Triton's: of no built-in kind."""
-
-
-class Tensor:
-    """A tensor that goes wherever it is told to."""
-
-    def pin_memory(self) -> Tensor:
-        return self
-
-    def to(self, device: str, *, non_blocking: bool) -> Tensor:
-        return self
-
-
-def test_a_kernel_that_fails_is_an_error_that_copiers_know(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kernels, torch = ModuleType("kernels"), ModuleType("torch")
-    launched: list[int] = []
-
-    def scatter(table: object, count: int, programs: int = 1) -> None:
-        launched.append(count)
-        if len(launched) > 1:
-            raise TritonError("out of resource")
-
-    vars(kernels).update(ERRORS=(TritonError,), PROGRAMS=1, scatter=scatter)
-    vars(torch).update(int64="int64", zeros=lambda *a, **k: None, from_numpy=lambda table: Tensor())
-    monkeypatch.setitem(sys.modules, "kvtier.device.kernels", kernels)
-    copy = cuda.kernel_copy(torch, 0)
-    assert copy is not None
-    with pytest.raises(RuntimeError, match="out of resource"):
-        copy(columns(1), columns(2), columns(8), True)
-    assert launched == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("engine", "kernel", "up_to"),
-    [
-        ([9, 9, 9], [1, 1, 1], 32),
-        ([9, 9, 9], [1, 8, 9], 16),
-        ([9, 9, 9], [9, 1, 1], 0),
-        ([10, 10, 10], [9, 9.1, 1], 8),
-    ],
-)
-def test_the_kernel_copies_up_to_where_it_stops_to_be_worth_it(
-    engine: list[float], kernel: list[float], up_to: int
-) -> None:
-    assert meet(list(zip([8, 16, 32], engine, kernel, strict=True))) == up_to
+def test_without_triton_nothing_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "kvtier.device.kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "kvtier.device.staging", raising=False)
+    layout = DeviceLayout((DeviceTensor(0, 1, 512, 512),), ((PageRef(0, 512),),))
+    with pytest.raises(RuntimeError, match="no Triton"):
+        cuda.staging(Torch, 0, layout, lambda *columns: None)
 
 
 class Bus(Runtime):

@@ -55,17 +55,18 @@ class Stage(NamedTuple):
                     return result
 
 
-@pytest.fixture(params=range(5))
+@pytest.fixture(params=[(seed, staging) for seed in range(4) for staging in (0, 2)], ids=str)
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
-    """The device's seed is the parameter: other orders of what may be reordered."""
+    """The device's seed is a parameter: other orders of what may be reordered. The other one is how
+    many buffers it has to stage records in."""
     layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
     memory = np.random.default_rng(1).integers(0, 256, 32 * PAGE, dtype=np.uint8)
-    device, host = FakeDevice(request.param), MemoryHost(layout, RECORDS)
+    device, host = FakeDevice(*request.param), MemoryHost(layout, RECORDS)
     copier = CudaCopier(World(layout, memory).addressed(), device, host, NAMESPACE)
+    assert copier.prepared.wait(60)
     stage = Stage(copier, device, host, memory, keys_of(RECORDS))
     yield stage
-    for stream in (device.engine, *device.lanes.values()):
-        device.freeze(stream, False)
+    device.thaw(device.engine, *device.lanes[True], *device.lanes[False])
     copier.close()
 
 
@@ -76,17 +77,17 @@ def stored(stage: Stage) -> None:
 
 
 def test_a_store_waits_for_what_the_engine_writes(stage: Stage) -> None:
-    stage.device.freeze(stage.device.engine, True)
+    stage.device.freeze(stage.device.engine)
     stage.device.engine.do(lambda: stage.page(2).fill(42))
     stage.submit(STORE, 1, 2, 1, 2)
     stage.device.engine.do(lambda: stage.page(2).fill(43))
     stage.device.drain()
     assert not any(stage.host.record(2)[4096:]), "nothing was copied before its time"
-    stage.device.freeze(stage.device.lanes[False], True)
-    stage.device.freeze(stage.device.engine, False)
+    stage.device.freeze(*stage.device.lanes[False])
+    stage.device.thaw(stage.device.engine)
     stage.device.drain()
     stage.page(2).fill(42)
-    stage.device.freeze(stage.device.lanes[False], False)
+    stage.device.thaw(*stage.device.lanes[False])
     assert stage.result(1).ok
     assert set(stage.host.record(2)[4096 : 4096 + PAGE]) == {42}
 
@@ -95,12 +96,12 @@ def test_a_load_waits_for_what_the_engine_writes_there(stage: Stage) -> None:
     """An engine may still zero the blocks that it gives to a load."""
     stored(stage)
     wanted = stage.page(1).copy()
-    stage.device.freeze(stage.device.engine, True)
+    stage.device.freeze(stage.device.engine)
     stage.device.engine.do(lambda: stage.page(20).fill(0))
     stage.submit(LOAD, 1, 1, 1, 20)
     stage.device.drain()
     assert stage.copier.poll() == []
-    stage.device.freeze(stage.device.engine, False)
+    stage.device.thaw(stage.device.engine)
     assert stage.result(1).ok
     assert (stage.page(20) == wanted).all()
 
@@ -117,20 +118,20 @@ def test_what_the_engine_reads_after_a_result_is_there(stage: Stage) -> None:
 
 def test_loads_do_not_wait_for_stores(stage: Stage) -> None:
     stored(stage)
-    stage.device.freeze(stage.device.lanes[False], True)
+    stage.device.freeze(*stage.device.lanes[False])
     stage.submit(STORE, 1, 3, 3, 3)
     stage.submit(LOAD, 2, 0, 3, 20)
     assert stage.result(2).ok
     assert stage.copier.poll() == []
-    stage.device.freeze(stage.device.lanes[False], False)
+    stage.device.thaw(*stage.device.lanes[False])
     assert stage.result(1).ok
 
 
 def test_the_engines_thread_never_waits_for_the_device(stage: Stage) -> None:
-    stage.device.freeze(stage.device.engine, True)
+    stage.device.freeze(stage.device.engine)
     stage.submit(STORE, 1, 0, RECORDS, 0)
     assert stage.copier.poll() == []
-    stage.device.freeze(stage.device.engine, False)
+    stage.device.thaw(stage.device.engine)
     assert stage.result(1).ok
     assert threading.get_ident() not in stage.device.waiters
 
@@ -145,9 +146,9 @@ def test_blocks_may_be_reused_before_a_store_is_sealed(
     may_seal = Sealing()
     seal = stage.copier._prover.seal
 
-    def later(slot: int, key: BlockKey, group: int) -> None:
+    def later(*arguments: Any) -> None:
         may_seal.wait()
-        seal(slot, key, group)
+        seal(*arguments)
 
     monkeypatch.setattr(stage.copier._prover, "seal", later)
     wanted = bytes(stage.page(1))
@@ -165,11 +166,13 @@ def test_a_device_that_refuses_copies_fails_the_job_alone(
     stage: Stage, kind: TransferKind, caplog: pytest.LogCaptureFixture
 ) -> None:
     stored(stage)
-    stage.device.lanes[kind is LOAD].refuses = True
+    for lane in stage.device.lanes[kind is LOAD]:
+        lane.refuses = True
     stage.submit(kind, 1, 0, 2, 20)
     assert set(stage.result(1).outcomes) <= {Outcome.IO_ERROR, Outcome.CANCELLED}
     assert "the device refused a" in caplog.text
-    stage.device.lanes[kind is LOAD].refuses = False
+    for lane in stage.device.lanes[kind is LOAD]:
+        lane.refuses = False
     stage.submit(kind, 2, 2, 2, 24)
     assert stage.result(2).ok
 
@@ -179,10 +182,10 @@ def test_a_device_that_is_lost_fails_jobs_and_raises_nothing(
     stage: Stage, kind: TransferKind, caplog: pytest.LogCaptureFixture
 ) -> None:
     stored(stage)
-    stage.device.freeze(stage.device.engine, True)
+    stage.device.freeze(stage.device.engine)
     stage.submit(kind, 1, 0, 2, 20)
     stage.device.broken = True
-    stage.device.freeze(stage.device.engine, False)
+    stage.device.thaw(stage.device.engine)
     assert set(stage.result(1).outcomes) <= {Outcome.IO_ERROR, Outcome.CANCELLED}
     assert "the device failed a" in caplog.text
 
@@ -192,10 +195,12 @@ def test_a_device_that_records_no_event_fails_the_job_alone(
     stage: Stage, kind: TransferKind
 ) -> None:
     stored(stage)
-    stage.device.lanes[kind is LOAD].lost = True
+    for lane in stage.device.lanes[kind is LOAD]:
+        lane.lost = True
     stage.submit(kind, 1, 0, 2, 20)
     assert set(stage.result(1).outcomes) <= {Outcome.IO_ERROR, Outcome.CANCELLED}
-    stage.device.lanes[kind is LOAD].lost = False
+    for lane in stage.device.lanes[kind is LOAD]:
+        lane.lost = False
     stage.submit(kind, 2, 2, 2, 24)
     assert stage.result(2).ok
 

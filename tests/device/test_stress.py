@@ -72,7 +72,8 @@ class Play:
         if kind == "cpu":
             self.copier = CpuCopier(layout, world.arrays(), self.host, NAMESPACE)
         else:
-            self.copier = CudaCopier(world.addressed(), FakeDevice(seed), self.host, NAMESPACE)
+            device = FakeDevice(seed, staging=3 if kind == "staged" else 0)
+            self.copier = CudaCopier(world.addressed(), device, self.host, NAMESPACE)
         self.arrivals = Arrivals(self.host, seed)
         self.arrivals.start()
         self.keys = keys_of(SLOTS)
@@ -127,7 +128,7 @@ class Play:
         # Slots of a load that failed are left alone: what still arrives would be the next job's.
 
 
-@pytest.mark.parametrize("kind", ["cpu", "streams"])
+@pytest.mark.parametrize("kind", ["cpu", "streams", "staged"])
 @pytest.mark.parametrize("seed", range(4))
 def test_many_jobs_at_once(kind: str, seed: int) -> None:
     play = Play(kind, seed)

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from device_worlds import NAMESPACE, MemoryHost, keys_of
 
+from kvtier.core.record import part_sum, pieces_of, sum_of
 from kvtier.core.slab import layout as table
 from kvtier.core.transfer import TransferKind
-from kvtier.device.crossover import Crossover
-from kvtier.device.cuda import open_copier
+from kvtier.device.cuda import Cuda, open_copier
 from kvtier.device.cuda_copy import CudaCopier
 from kvtier.device.jobs import Job, JobResult
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.pinned import PinnedMemory
 from kvtier.device.plan import Blocks, cut
 from kvtier.types import BlockKey, Outcome
 
@@ -35,7 +36,7 @@ def torch() -> Any:
 class Stage:
     """Two groups over four tensors: padded pages, one tensor shared, three blocks a chunk."""
 
-    def __init__(self, torch: Any, page: int, by_kernel: int | None) -> None:
+    def __init__(self, torch: Any, page: int) -> None:
         self.torch = torch
         self.pools = [
             torch.randint(0, 255, (BLOCKS, page + pad), dtype=torch.uint8, device="cuda")
@@ -57,8 +58,6 @@ class Stage:
             self.layout, self.host, data, NAMESPACE, index=torch.cuda.current_device()
         )
         assert self.copier.prepared.wait(60)
-        if by_kernel is not None:
-            self.copier._device.crossover = Crossover(by_kernel, by_kernel)  # type: ignore[attr-defined]
         self.keys: list[BlockKey] = []
 
     def run(self, kind: TransferKind, blocks: Blocks, first: int = 0) -> JobResult:
@@ -77,13 +76,23 @@ class Stage:
         return results[0]
 
 
+def no_stages(*arguments: object, **options: object) -> list[Any]:
+    raise RuntimeError("a test wants none")
+
+
 @pytest.fixture(
-    params=[(1024, None), (16384, None), (262144, None), (16384, 0), (16384, 16384)],
-    ids=lambda param: f"{param[0]} bytes, kernel up to {param[1]}",
+    params=[(page, staged) for page in (1024, 16384, 262144, 1 << 20) for staged in (True, False)],
+    ids=lambda param: f"{param[0]} bytes, {'staged' if param[1] else 'page by page'}",
 )
-def stage(torch: Any, request: pytest.FixtureRequest) -> Iterator[Stage]:
-    """Pages of several sizes, by whatever was found to be faster; then each way for itself."""
-    stage = Stage(torch, *request.param)
+def stage(
+    torch: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Stage]:
+    """Pages of several sizes, by way of buffers on the device and without."""
+    page, staged = request.param
+    if not staged:
+        monkeypatch.setattr(Cuda, "stages", no_stages)
+    stage = Stage(torch, page)
+    assert stage.copier._loads.staged == staged
     yield stage
     stage.copier.close()
 
@@ -132,3 +141,32 @@ def test_a_flipped_bit_does_not_reach_the_device(stage: Stage) -> None:
     result = stage.run(LOAD, Blocks(np.arange(32, 35), [3, 0], [0, 0]))
     assert result.outcomes == [Outcome.CORRUPT]
     assert (stage.pools[0] == before).all()
+
+
+def test_memory_that_is_not_pinned_yet(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PinnedMemory, "pin", lambda self, stopping: False)
+    stage = Stage(torch, 16384)
+    before = stage.pools[0].clone()
+    assert stage.run(STORE, Blocks(np.arange(6), [6, 0], [0, 0])).ok
+    assert stage.run(LOAD, Blocks(np.arange(32, 38), [6, 0], [0, 0])).ok
+    assert (stage.pools[0][32:38, : stage.page] == before[:6, : stage.page]).all()
+    stage.copier.close()
+
+
+@pytest.mark.parametrize("size", [256, 1024, 1088, 40_000, 2 << 20, (2 << 20) + 1024, 7_654_320])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_device_takes_the_checksums_that_the_host_takes(
+    torch: Any, size: int, parts: int
+) -> None:
+    kernels = pytest.importorskip("kvtier.device.kernels")
+    words = torch.int64
+    data = torch.randint(0, 255, (parts * size,), dtype=torch.uint8, device="cuda")
+    numbers = torch.from_numpy(kernels.constants()).to("cuda:0")
+    totals = torch.empty(kernels.totals_of(parts, size), dtype=words, device="cuda")
+    pieces = pieces_of(size)
+    sums = torch.zeros(parts * pieces, dtype=words, device="cuda")
+    kernels.digest(data.view(words), numbers, totals, sums.data_ptr(), parts, size)
+    torch.cuda.synchronize()
+    found = sums.cpu().numpy().view(np.uint64).reshape(parts, pieces).tolist()
+    host = data.cpu().numpy().reshape(parts, size)
+    assert [sum_of(row) for row in found] == [part_sum(part.data) for part in host]

@@ -17,31 +17,197 @@ from kvtier.device.layout import DeviceLayout
 
 pytestmark = pytest.mark.vllm
 
-_KERNEL = """
-import numpy as np, torch
-from kvtier.device.kernels import scatter
+_KERNELS = """
+import numpy as np
+import torch
+from kvtier.core.record import part_sum, pieces_of, sum_of
+from kvtier.device import kernels
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.staging import references_of
+
 rng = np.random.default_rng(0)
-source = rng.integers(0, 256, 1 << 20, dtype=np.uint8)
-target, wanted = np.zeros_like(source), np.zeros_like(source)
-sizes = rng.integers(1, 3000, 37) * 8
-starts = np.concatenate([[0], np.cumsum(sizes + 64)[:-1]])
-order = rng.permutation(37)
-places = np.empty(37, np.int64)
-places[order] = np.concatenate([[0], np.cumsum(sizes[order] + 64)[:-1]])
-for start, place, size in zip(starts, places, sizes):
-    wanted[place : place + size] = source[start : start + size]
-table = np.stack([target.ctypes.data + places, source.ctypes.data + starts, sizes])
-scatter(torch.from_numpy(table.astype(np.int64)), 37)
-assert (target == wanted).all() and wanted.any()
+pools = [rng.integers(0, 256, (24, size + pad), dtype=np.uint8)
+         for size, pad in ((24, 0), (9000, 8), (40000, 0), (4096, 64))]
+tensors = tuple(
+    DeviceTensor(pool.ctypes.data, 24, pool.strides[0], pool.shape[1]) for pool in pools
+)
+refs = (PageRef(0, 24), PageRef(1, 8992), PageRef(2, 40000), PageRef(3, 4096))
+layout = DeviceLayout(tensors, (refs,), 3)
+table = torch.from_numpy(references_of(layout, 0))
+away, back = rng.permutation(24).reshape(2, 4, 3).astype(np.int64)
+back[0, 0] = back[3, 2] = -1
+part = layout.part_bytes[0]
+buffer = torch.zeros(4 * part // 8, dtype=torch.int64)
+kernels.move(away.ctypes.data, table, buffer, 4, 3, part, out=True)
+parts = buffer.numpy().view(np.uint8).reshape(4, part)
+for row in range(4):
+    pages = [pools[ref.tensor][block, : ref.page_bytes] for ref in refs for block in away[row]]
+    assert (parts[row] == np.concatenate(pages)).all()
+wanted = [pool.copy() for pool in pools]
+for new, old in zip(back.flat, away.flat):
+    if new >= 0:
+        for ref in refs:
+            pool = wanted[ref.tensor]
+            pool[new, : ref.page_bytes] = pool[old, : ref.page_bytes]
+kernels.move(back.ctypes.data, table, buffer, 4, 3, part, out=False)
+assert all((pool == want).all() for pool, want in zip(pools, wanted))
+
+for size in (256, 1024, 1088, 40_000, 2 << 20, (2 << 20) + 1016, (2 << 20) + 1024, 5_000_008):
+    data = rng.integers(0, 256, (2, size), dtype=np.uint8)
+    totals = torch.zeros(kernels.totals_of(2, size), dtype=torch.int64)
+    sums = torch.zeros(2 * pieces_of(size), dtype=torch.int64)
+    numbers = torch.from_numpy(kernels.constants())
+    words = torch.from_numpy(data).view(torch.int64)
+    kernels.digest(words, numbers, totals, sums.data_ptr(), 2, size)
+    found = sums.numpy().view(np.uint64).reshape(2, -1).tolist()
+    assert [sum_of(row) for row in found] == [part_sum(part.data) for part in data], size
 """
 
 
-def test_the_kernel_copies_pieces_of_any_size() -> None:
-    """In Triton's interpreter, which runs the same program on the CPU."""
+def test_the_kernels_move_pages_and_take_the_checksums_of_records() -> None:
+    """In Triton's interpreter, which runs the same programs on the CPU."""
     pytest.importorskip("triton")
     root = Path(__file__).parents[2]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    subprocess.run([sys.executable, "-c", _KERNEL], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", _KERNELS], env=environment, check=True, timeout=240)
+
+
+_COMPILED = """
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kvtier.device import kernels
+
+class Launched:
+    def __init__(self, function):
+        self.function = function
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *arguments, num_warps, **fixed):
+        names = self.function.arg_names
+        types = {
+            name: "*i64" if isinstance(given, torch.Tensor) else "i64" if given >= 2**31 else "i32"
+            for name, given in zip(names, arguments)
+        }
+        assert [*types, *fixed] == names
+        source = ASTSource(
+            self.function,
+            types | dict.fromkeys(fixed, "constexpr"),
+            constexprs={(names.index(name),): value for name, value in fixed.items()},
+        )
+        for generation in (80, 90, 100):
+            target = GPUTarget("cuda", generation, 32)
+            built = triton.compile(source, target=target, options={"num_warps": num_warps})
+            assert built.asm["cubin"]
+            print(self.function.fn.__name__, *fixed.values(), generation)
+
+for name in ("_move", "_add_blocks", "_finish"):
+    setattr(kernels, name, Launched(getattr(kernels, name)))
+words, refs = torch.zeros(1, dtype=torch.int64), torch.zeros((4, 3), dtype=torch.int64)
+for out in (True, False):
+    for part_bytes in (1 << 12, 1 << 24):
+        kernels.move(1 << 40, refs, words, 2, 4, part_bytes, out=out)
+kernels.digest(words, words, words, 1 << 40, 2, 1 << 24)
+"""
+
+
+def test_the_kernels_can_be_built_for_devices_that_are_not_here() -> None:
+    """The interpreter takes more than the compiler does."""
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILED],
+        env=environment,
+        check=True,
+        timeout=240,
+        capture_output=True,
+        text=True,
+    )
+    assert len(done.stdout.splitlines()) == 18
+
+
+_TRIAL = """
+import ctypes
+import pretend_cuda
+import numpy as np
+import torch
+from kvtier.device import cuda, kernels, staging
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+
+def layout(page=4096, base=0, stride=4096):
+    return DeviceLayout((DeviceTensor(base, 8, stride, page),), ((PageRef(0, page),),))
+
+def reason(layout, batch=1 << 20):
+    try:
+        device = cuda.Cuda(0)
+        device.stages(layout, batch, urgent=True)
+        return "; ".join(type(each).__name__ for each in device.stages(layout, batch, urgent=False))
+    except RuntimeError as error:
+        return str(error)
+
+move, digest = kernels.move, kernels.digest
+print(reason(layout()))
+print(reason(layout(4092)))
+print(reason(layout(248, 8)))
+print(reason(layout(1 << 30, stride=1 << 30)))
+
+def loses_a_word(*arguments, out):
+    move(*arguments, out=out)
+    if out:
+        arguments[2][77] += 1
+kernels.move = loses_a_word
+print(reason(layout()))
+
+def spills(*arguments, out):
+    move(*arguments, out=out)
+    if not out:
+        refs, buffer = arguments[1:3]
+        table = torch.clone(refs)
+        table[0] += 8
+        move(arguments[0], table, *arguments[2:], out=out)
+kernels.move = spills
+print(reason(layout()))
+
+def miscounts(*arguments):
+    digest(*arguments)
+    ctypes.c_int64.from_address(arguments[3]).value += 1
+kernels.move, kernels.digest = move, miscounts
+print(reason(layout()))
+
+def breaks(*arguments):
+    raise kernels.ERRORS[-1]("out of resource")
+kernels.digest = breaks
+print(reason(layout()))
+"""
+
+
+def test_a_device_that_moves_or_adds_up_wrongly_stages_nothing() -> None:
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}:{root / 'tests'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", _TRIAL],
+        env=environment,
+        check=True,
+        timeout=240,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines() == [
+        "CudaStage; CudaStage; CudaStage; CudaStage",
+        "pages that are not made of words of 8 bytes",
+        "records of fewer than 256 bytes",
+        "buffers for records of 1024 MiB do not fit into the 8192 MiB that are free on the device",
+        "its kernels do not gather the right pages",
+        "its kernels do not put pages where they belong",
+        "its kernels do not take the right checksums",
+        "a kernel for staged records failed: out of resource",
+    ]
 
 
 def canonical(tensor: Any, pages: list[tuple[int, int]]) -> Any:

@@ -22,7 +22,7 @@ import torch
 from host_reads import HostDriver
 from benchmarks import gpu, gpu_arena, gpu_disk
 gpu_arena.RECORD_BYTES = 1 << 20
-gpu.TURN_BYTES, gpu.PAGES, gpu.KERNEL_PAGES = 8 << 20, [16 << 10, 64 << 10], [8 << 10]
+gpu.TURN_BYTES, gpu.PAGES = 8 << 20, [16 << 10, 64 << 10]
 gpu.IDENTITY_PAGES, gpu.IDENTITY_RECORDS, gpu.SIDE = 500, 8, 32
 gpu_disk.DISK_BYTES = 8 << 20
 gpu_disk.probe = lambda folder: None

@@ -1,0 +1,199 @@
+"""Batches by way of a buffer on the device: a thread takes each from its beginning to its end.
+
+Meanwhile the link carries those of other threads, which have buffers of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.core.record import HEADER_BYTES
+from kvtier.device.accelerator import ERRORS, Event, Stage
+from kvtier.device.jobs import Prover
+from kvtier.device.layout import DeviceLayout
+from kvtier.device.plan import Ints
+from kvtier.device.work import Batch, Desk, each_row, failed, head
+from kvtier.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+
+class _Queued(NamedTuple):
+    """Something that was given to the device."""
+
+    whole: bool
+    """Else a part of it was refused."""
+    event: Event | None
+    held: object
+    """What must live until the event."""
+
+
+class StagedPath:
+    """Moves batches between slots and pages."""
+
+    def __init__(
+        self, layout: DeviceLayout, desk: Desk, prover: Prover, slots_at: int, slot_bytes: int
+    ) -> None:
+        self._layout = layout
+        self._desk = desk
+        self._prover = prover
+        self._slots_at = slots_at
+        self._slot_bytes = slot_bytes
+
+    # -- to the device ---------------------------------------------------------------------
+
+    def load(self, batch: Batch, stage: Stage) -> None:
+        """Slots to the buffer; what is proved there goes on to its pages."""
+        slots = [batch.work.job.slots[row] for row in batch.rows]
+        stamps = [self._prover.stamp(slot) for slot in slots]
+        outcomes = each_row(batch, self._arrived)
+        fetched = _good(batch, outcomes)
+        if fetched:
+            outcomes = self._prove(batch, stage, fetched, outcomes)
+        outcomes = head(outcomes, batch.work.failed)
+        placed = _good(batch, outcomes)
+        if placed:
+            outcomes = self._place(batch, stage, fetched, placed, outcomes)
+        for index, slot in enumerate(slots):
+            if outcomes[index].ok and not self._prover.unchanged(slot, stamps[index]):
+                outcomes[index] = Outcome.GONE
+        self._desk.finish(batch, outcomes)
+
+    def _arrived(self, batch: Batch, row: int) -> Outcome:
+        key, slot = batch.work.job.keys[row], batch.work.job.slots[row]
+        outcome = self._prover.arrived(slot, key)
+        return self._prover.header(slot, key, batch.group) if outcome.ok else outcome
+
+    def _prove(
+        self, batch: Batch, stage: Stage, rows: list[int], outcomes: list[Outcome]
+    ) -> list[Outcome]:
+        """Fetch these rows; what the checksums of their bytes, there, make of them."""
+
+        def fetch() -> object:
+            held = stage.fetch(batch.group, self._parts(batch, rows))
+            stage.digest(batch.group, len(rows))
+            return held
+
+        if not _ended(batch, _queue(batch, stage, fetch)):
+            return failed(outcomes)
+        sums = dict(zip(rows, stage.sums(batch.group, len(rows)), strict=True))
+
+        def proved(batch: Batch, row: int) -> Outcome:
+            if row not in sums:
+                return outcomes[batch.rows.index(row)]
+            right = sums[row] == self._prover.stated(batch.work.job.slots[row])
+            return Outcome.OK if right else Outcome.CORRUPT
+
+        return each_row(batch, proved)
+
+    def _place(
+        self,
+        batch: Batch,
+        stage: Stage,
+        fetched: list[int],
+        placed: list[int],
+        outcomes: list[Outcome],
+    ) -> list[Outcome]:
+        ids = self._ids(batch, fetched)
+        ids[[row not in placed for row in fetched]] = -1
+
+        def place() -> None:
+            stage.after(batch.work.mark)
+            stage.scatter(batch.group, ids)
+
+        return outcomes if _ended(batch, _queue(batch, stage, place)) else failed(outcomes)
+
+    # -- from the device -------------------------------------------------------------------
+
+    def store(self, batch: Batch, stage: Stage) -> None:
+        """Pages to the buffer, which is all that the engine waits for, and on to the slots."""
+        outcomes = each_row(batch, self._reserved)
+        rows = _good(batch, outcomes)
+
+        def leave() -> None:
+            stage.after(batch.work.mark)
+            stage.gather(batch.group, self._ids(batch, rows))
+
+        def send() -> object:
+            stage.digest(batch.group, len(rows))
+            return stage.send(batch.group, self._parts(batch, rows))
+
+        if rows:
+            left = _queue(batch, stage, leave)
+            sent = _queue(batch, stage, send) if left.whole else left
+            fine = _ended(batch, left)
+            self._desk.released(batch)
+            if _ended(batch, sent) and fine:
+                outcomes = self._seal(batch, stage, rows, outcomes)
+            else:
+                outcomes = failed(outcomes)
+        self._desk.finish(batch, outcomes, released=bool(rows))
+
+    def _reserved(self, batch: Batch, row: int) -> Outcome:
+        job = batch.work.job
+        return Outcome.OK if self._prover.reserved(job.slots[row], job.keys[row]) else Outcome.GONE
+
+    def _seal(
+        self, batch: Batch, stage: Stage, rows: list[int], outcomes: list[Outcome]
+    ) -> list[Outcome]:
+        sums = dict(zip(rows, stage.sums(batch.group, len(rows)), strict=True))
+
+        def seal(batch: Batch, row: int) -> Outcome:
+            outcome = self._reserved(batch, row) if row in sums else Outcome.GONE
+            if outcome.ok:
+                job = batch.work.job
+                self._prover.seal(job.slots[row], job.keys[row], batch.group, sums[row])
+                outcome = self._reserved(batch, row)
+            return outcome
+
+        sealed = each_row(batch, seal)
+        return [new if old.ok else old for old, new in zip(outcomes, sealed, strict=True)]
+
+    # -- both ------------------------------------------------------------------------------
+
+    def _parts(self, batch: Batch, rows: list[int]) -> Ints:
+        """Where this rank's parts of these rows lie in host memory."""
+        slots = np.array([batch.work.job.slots[row] for row in rows], np.int64)
+        part = HEADER_BYTES + self._layout.part * self._layout.part_bytes[batch.group]
+        return self._slots_at + slots * self._slot_bytes + part
+
+    def _ids(self, batch: Batch, rows: list[int]) -> Ints:
+        """The block at each place of these rows; -1 where a partial chunk has none."""
+        pieces, ids = batch.work.pieces, batch.work.job.blocks.ids
+        place = np.arange(self._layout.blocks_per_chunk) - pieces.skip[rows][:, None]
+        inside = (place >= 0) & (place < pieces.length[rows][:, None])
+        at = np.where(inside, pieces.at[rows][:, None] + place, 0)
+        return np.where(inside, ids[at], -1)
+
+
+def _good(batch: Batch, outcomes: list[Outcome]) -> list[int]:
+    return [row for row, outcome in zip(batch.rows, outcomes, strict=True) if outcome.ok]
+
+
+def _queue(batch: Batch, stage: Stage, step: Callable[[], object]) -> _Queued:
+    held, whole = None, True
+    try:
+        held = step()
+    except ERRORS:
+        logger.exception("the device refused a %s", batch.work.job.kind.value)
+        whole = False
+    try:
+        return _Queued(whole, stage.record(), held)  # in any case: a part of it may be queued
+    except ERRORS:
+        logger.exception("the device failed a %s", batch.work.job.kind.value)
+        return _Queued(False, None, held)
+
+
+def _ended(batch: Batch, queued: _Queued) -> bool:
+    """Wait; whether all of it was done."""
+    try:
+        if queued.event is not None:
+            queued.event.synchronize()
+    except ERRORS:
+        logger.exception("the device failed a %s", batch.work.job.kind.value)
+        return False
+    return queued.whole

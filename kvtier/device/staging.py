@@ -1,0 +1,192 @@
+"""Staging buffers on a CUDA device: records pass through them, and are proved there.
+
+Pages are scattered, and the engine that copies over the link takes half a microsecond for each; the
+device itself gathers them many times faster than the link carries them. A record's part crosses the
+link in one piece, and the processors of the host never read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvtier.core.record import pieces_of, sum_of
+from kvtier.device import kernels, trial
+from kvtier.device.accelerator import Event
+from kvtier.device.layout import DeviceLayout
+from kvtier.device.plan import Ints
+
+BUDGET_BYTES = 256 << 20
+"""The most device memory that all buffers take, of what the model left."""
+_SHARE = 8
+"""They take at most this part of what is free."""
+_EACH_WAY = 4
+"""Buffers for one direction: while one is filled, others are proved and emptied."""
+
+
+class Staging:
+    """What all buffers of a layout share."""
+
+    def __init__(self, torch: Any, index: int, layout: DeviceLayout, batch_copy: Any) -> None:
+        self.torch = torch
+        self.device = torch.device("cuda", index)
+        self.layout = layout
+        self.batch_copy = batch_copy
+        self.numbers = self.on_device(kernels.constants())
+        self.references = [
+            self.on_device(references_of(layout, group)) for group in range(len(layout.groups))
+        ]
+
+    def try_out(self) -> None:
+        """Build the kernels, which takes seconds, and see that they do what they should."""
+
+        def make(layout: DeviceLayout) -> CudaStage:
+            shared = Staging(self.torch, self.device.index, layout, self.batch_copy)
+            return CudaStage(shared, [trial.ROWS], urgent=False)
+
+        trial.try_out(self.torch, self.device, make)
+
+    def on_device(self, array: Any) -> Any:
+        return self.torch.from_numpy(array).to(self.device)
+
+    def stages(self, batch_bytes: int, *, urgent: bool) -> list[CudaStage]:
+        """Buffers for one direction; raises RuntimeError where they would not fit."""
+        if (reason := why_not(self.layout)) is not None:
+            raise RuntimeError(reason)
+        rows = [max(1, batch_bytes // size) for size in self.layout.part_bytes]
+        largest = max(
+            count * size for count, size in zip(rows, self.layout.part_bytes, strict=True)
+        )
+        free, _ = self.torch.cuda.mem_get_info(self.device)
+        count = min(_EACH_WAY, min(BUDGET_BYTES, free // _SHARE) // 2 // largest)
+        if count < 2:
+            raise RuntimeError(
+                f"buffers for records of {largest >> 20} MiB do not fit into the "
+                f"{free >> 20} MiB that are free on the device"
+            )
+        return [CudaStage(self, rows, urgent=urgent) for _ in range(count)]
+
+
+def references_of(layout: DeviceLayout, group: int) -> Ints:
+    """What `kernels.move` has to know of a group's references."""
+    refs = layout.groups[group]
+    tensors = [layout.tensors[ref.tensor] for ref in refs]
+    return np.array(
+        [
+            [tensor.base for tensor in tensors],
+            [tensor.stride for tensor in tensors],
+            [ref.page_bytes // kernels.WORD_BYTES for ref in refs],
+            [at // kernels.WORD_BYTES for at in layout.ref_at[group]],
+        ],
+        np.int64,
+    )
+
+
+def why_not(layout: DeviceLayout) -> str | None:
+    """Why a layout's records cannot be staged; None if they can."""
+    numbers = [ref.page_bytes for group in layout.groups for ref in group]
+    numbers += [number for tensor in layout.tensors for number in (tensor.base, tensor.stride)]
+    if any(number % kernels.WORD_BYTES for number in numbers):
+        return f"pages that are not made of words of {kernels.WORD_BYTES} bytes"
+    if min(layout.part_bytes) < kernels.SMALLEST_PART:
+        return f"records of fewer than {kernels.SMALLEST_PART} bytes"
+    return None
+
+
+class CudaStage:
+    """A buffer with a stream of its own, for the parts of some records of one group."""
+
+    def __init__(self, shared: Staging, rows: Sequence[int], *, urgent: bool) -> None:
+        torch, layout = shared.torch, shared.layout
+        self._shared = shared
+        self._torch = torch
+        sizes = list(zip(rows, layout.part_bytes, strict=True))
+        self._stream = torch.cuda.Stream(shared.device, priority=-1 if urgent else 0)
+
+        def words(count: int) -> Any:
+            return torch.empty(count, dtype=torch.int64, device=shared.device)
+
+        with torch.cuda.stream(self._stream):
+            # On the stream that uses it: on another, what was there before may still be in use.
+            self._buffer = words(max(row * size for row, size in sizes) // kernels.WORD_BYTES)
+            self._totals = words(max(kernels.totals_of(row, size) for row, size in sizes))
+        # The kernels read and write these over the link themselves: the engines that copy to and
+        # from the device have queues, in which a few bytes would wait for the other direction.
+        self._ids = torch.empty(
+            max(rows) * layout.blocks_per_chunk, dtype=torch.int64, pin_memory=True
+        )
+        count = max(row * pieces_of(size) for row, size in sizes)
+        self._sums = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        self._address: int = self._buffer.data_ptr()
+
+    def after(self, event: Any) -> None:
+        self._stream.wait_event(event)
+
+    def gather(self, group: int, ids: Ints) -> None:
+        self._move(group, ids, out=True)
+
+    def scatter(self, group: int, ids: Ints) -> None:
+        self._move(group, ids, out=False)
+
+    def _move(self, group: int, ids: Ints, *, out: bool) -> None:
+        rows, per_chunk = ids.shape
+        self._ids[: ids.size] = self._torch.from_numpy(ids.reshape(-1))
+        size = self._shared.layout.part_bytes[group]
+        references = self._shared.references[group]
+        with self._torch.cuda.stream(self._stream):
+            _launch(
+                kernels.move,
+                self._ids.data_ptr(),
+                references,
+                self._buffer,
+                rows,
+                per_chunk,
+                size,
+                out=out,
+            )
+
+    def fetch(self, group: int, addresses: Ints) -> object:
+        return self._cross(group, addresses, to_host=False)
+
+    def send(self, group: int, addresses: Ints) -> object:
+        return self._cross(group, addresses, to_host=True)
+
+    def _cross(self, group: int, addresses: Ints, *, to_host: bool) -> object:
+        size = self._shared.layout.part_bytes[group]
+        here = self._address + size * np.arange(len(addresses), dtype=np.int64)
+        sizes = np.full(len(addresses), size, np.int64)
+        targets, sources = (addresses, here) if to_host else (here, addresses)
+        with self._torch.cuda.stream(self._stream):
+            return self._shared.batch_copy(targets, sources, sizes, not to_host)
+
+    def digest(self, group: int, rows: int) -> None:
+        size = self._shared.layout.part_bytes[group]
+        with self._torch.cuda.stream(self._stream):
+            _launch(
+                kernels.digest,
+                self._buffer,
+                self._shared.numbers,
+                self._totals,
+                self._sums.data_ptr(),
+                rows,
+                size,
+            )
+
+    def sums(self, group: int, rows: int) -> list[int]:
+        pieces = pieces_of(self._shared.layout.part_bytes[group])
+        numbers = self._sums[: rows * pieces].numpy().view(np.uint64).reshape(rows, pieces)
+        return [sum_of(row) for row in numbers.tolist()]
+
+    def record(self) -> Event:
+        event: Event = self._torch.cuda.Event(blocking=True)
+        event.record(self._stream)  # type: ignore[attr-defined]
+        return event
+
+
+def _launch(kernel: Any, *arguments: Any, **options: Any) -> None:
+    try:
+        kernel(*arguments, **options)
+    except kernels.ERRORS as error:
+        raise RuntimeError(f"a kernel for staged records failed: {error}") from error
