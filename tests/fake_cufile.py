@@ -11,14 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.core.record import part_sum
+
 
 class FakeStage:
     def __init__(self, size: int) -> None:
         self.buffer = np.zeros(size, np.uint8)
         self.address = int(self.buffer.ctypes.data)
 
-    def to_host(self, size: int) -> memoryview:
-        return memoryview(self.buffer[:size].tobytes())
+    def checksum(self, skip: int, size: int) -> int:
+        return part_sum(self.buffer[skip : skip + size].data)
 
 
 class FakeFuture:
@@ -68,6 +70,7 @@ class FakeCufile:
     no_file: Exception | None = None
     short = 0
     open_files = 0
+    released = False
     reads = 0
 
     def __init__(self) -> None:
@@ -84,3 +87,7 @@ class FakeCufile:
         stages = [FakeStage(size) for _ in range(count)]
         self.made += [weakref.ref(stage) for stage in stages]
         return stages
+
+    def release(self) -> None:
+        assert not self.open_files
+        self.released = True

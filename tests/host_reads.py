@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.device import cuda
-from kvtier.device.gds import DeviceMemory, KvikioStage
+from kvtier.device.gds import DeviceMemory, KvikioStage, device_sums
 
 
 class HostFuture:
@@ -37,10 +37,11 @@ class HostFile:
 
 
 class HostDriver:
-    """Makes its buffers as the real driver does."""
+    """Makes its buffers as the real driver does; what is read is proved by the device, or not."""
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: Any, *, proves: bool = True) -> None:
         self._torch = torch
+        self._proves = proves
         self._stream = torch.cuda.Stream()
 
     def open(self, path: Path) -> HostFile:
@@ -51,4 +52,8 @@ class HostDriver:
         whole = self._torch.as_tensor(memory, device="cuda")
         assert whole.data_ptr() == memory.__cuda_array_interface__["data"][0]
         pieces = [whole[at : at + size] for at in range(0, count * size, size)]
-        return [KvikioStage(self._torch, self._stream, piece) for piece in pieces]
+        sums = device_sums(self._torch, "cuda:0", self._stream, size) if self._proves else None
+        return [KvikioStage(self._torch, self._stream, piece, sums) for piece in pieces]
+
+    def release(self) -> None:
+        pass

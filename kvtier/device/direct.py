@@ -1,9 +1,9 @@
 """Records read straight from files into device memory, proved before anyone may use them.
 
-Header and checksums are read on the host, the payload goes to a staging buffer on the device. Its
-bytes are copied back on the otherwise idle way to the host and hashed there: direct or not, nothing
-is loaded unproved. A buffer and its file are kept until their read has ended, whatever becomes of
-the load, because a driver that writes to memory that was freed takes the process with it.
+Header and checksums are read on the host, the payload goes to a staging buffer on the device, where
+its checksum is taken: direct or not, nothing is loaded unproved. A buffer and its file are kept
+until their read has ended, whatever becomes of the load, because a driver that writes to memory
+that was freed takes the process with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kvtier.core.disk import Disk
-from kvtier.core.record import ALIGN, HEADER_BYTES, Buffer, check_part, padded
+from kvtier.core.record import ALIGN, HEADER_BYTES, Buffer, padded, stated_sum
 from kvtier.device.jobs import header_fits
 from kvtier.device.layout import DeviceLayout
 from kvtier.types import BlockKey, FilePlace, Outcome
@@ -49,8 +49,8 @@ class Stage(Protocol):
     buffer: object
     address: int
 
-    def to_host(self, size: int) -> Buffer:
-        """Its first bytes, copied to host memory and there."""
+    def checksum(self, skip: int, size: int) -> int:
+        """That of its bytes after the first `skip`; raises OSError or RuntimeError."""
 
 
 class DirectDriver(Protocol):
@@ -61,6 +61,9 @@ class DirectDriver(Protocol):
 
     def stages(self, count: int, size: int) -> Sequence[Stage]:
         """Make staging buffers."""
+
+    def release(self) -> None:
+        """Take back what the driver was told of them; no read may be under way."""
 
 
 class DirectRead(NamedTuple):
@@ -99,7 +102,7 @@ _hanging: list[_Flight] = []
 _ERRORS = (OSError, RuntimeError, ValueError)
 
 _STAGING_BYTES = 256 << 20
-"""The most device memory, and pinned memory as well, that buffers take of what the model left."""
+"""The most device memory that buffers take of what the model left."""
 
 
 class DirectLoader:
@@ -169,6 +172,8 @@ class DirectLoader:
     def close(self) -> None:
         """Release the buffers, but for those of reads that hang: they stay until the end."""
         self._reap()
+        if not self._lost:
+            self._driver.release()
         _hanging.extend(self._lost)
         self._lost.clear()
         self._free.clear()
@@ -197,10 +202,10 @@ class DirectLoader:
         size = layout.part_bytes[read.group]
         skip = HEADER_BYTES + layout.part * size - self._span(read.group)[0]
         try:
-            part = flight.stage.to_host(skip + size)[skip:]
+            found = flight.stage.checksum(skip, size)
         except _ERRORS as error:
             return _io_error(read, error)
-        return Outcome.OK if check_part(header, layout.part, part) else Outcome.CORRUPT
+        return Outcome.OK if found == stated_sum(header, layout.part) else Outcome.CORRUPT
 
     def _header(self, read: DirectRead) -> Buffer | Outcome:
         """A record's header page, proved to be this key's."""

@@ -12,16 +12,19 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvtier.core.record import Buffer
+from kvtier.core.record import part_sum
 from kvtier.core.settings import Gds
 from kvtier.device.cuda import runtime
 from kvtier.device.direct import DirectDriver, DirectFile, DirectLoader, Stage
 from kvtier.device.layout import DeviceLayout
 from kvtier.errors import MediumError
+
+if TYPE_CHECKING:
+    from kvtier.device.staging import DeviceSums
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +158,7 @@ class KvikioDriver:
         self._torch: Any = torch
         self._device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self._device)
+        self._registered: list[Any] = []
 
     def open(self, path: Path) -> DirectFile:
         file: DirectFile = self._kvikio.CuFile(path, "r")
@@ -168,12 +172,21 @@ class KvikioDriver:
         whole = self._torch.as_tensor(memory, device=self._device)
         try:
             self._kvikio.buffer.memory_register(whole)
+            self._registered.append(whole)
         except RuntimeError as error:
             logger.warning("direct reads go through the driver's own buffers: %s", error)
+        sums = device_sums(self._torch, self._device, self._stream, size)
         return [
-            KvikioStage(self._torch, self._stream, whole[at : at + size])
+            KvikioStage(self._torch, self._stream, whole[at : at + size], sums)
             for at in range(0, count * size, size)
         ]
+
+    def release(self) -> None:
+        while self._registered:
+            try:
+                self._kvikio.buffer.memory_deregister(self._registered.pop())
+            except RuntimeError as error:
+                logger.warning("memory stays registered for direct reads: %s", error)
 
 
 class DeviceMemory:
@@ -195,18 +208,36 @@ class DeviceMemory:
 
 
 class KvikioStage:
-    """A buffer on the device, and pinned memory in which its bytes are proved."""
+    """A buffer on the device; its checksums are taken there, or else by the host of a copy."""
 
-    def __init__(self, torch: Any, stream: Any, tensor: Any) -> None:
+    def __init__(self, torch: Any, stream: Any, tensor: Any, sums: DeviceSums | None) -> None:
         self._torch = torch
         self._stream = stream
-        self._pinned = torch.empty(tensor.numel(), dtype=torch.uint8, pin_memory=True)
+        self._sums = sums
+        self._pinned: Any = None
         self.buffer = tensor
         self.address: int = tensor.data_ptr()
 
-    def to_host(self, size: int) -> Buffer:
+    def checksum(self, skip: int, size: int) -> int:
+        if self._sums is not None and self._sums.can(skip, size):
+            return self._sums.take(self.buffer, skip, size)
+        if self._pinned is None:
+            self._pinned = self._torch.empty(
+                self.buffer.numel(), dtype=self._torch.uint8, pin_memory=True
+            )
         with self._torch.cuda.stream(self._stream):
-            self._pinned[:size].copy_(self.buffer[:size], non_blocking=True)
+            self._pinned[:size].copy_(self.buffer[skip : skip + size], non_blocking=True)
             self._stream.synchronize()
         array: np.ndarray[Any, np.dtype[np.uint8]] = self._pinned.numpy()
-        return array.data[:size]
+        return part_sum(array.data[:size])
+
+
+def device_sums(torch: Any, device: Any, stream: Any, longest: int) -> DeviceSums | None:
+    """What takes checksums on the device, if it does so rightly."""
+    try:
+        from kvtier.device.staging import DeviceSums
+
+        return DeviceSums(torch, device, stream, longest)
+    except (ImportError, RuntimeError) as error:
+        logger.info("direct reads are proved by the host: %s", error)
+        return None

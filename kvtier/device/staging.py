@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.core.record import pieces_of, sum_of
+from kvtier.core.record import PIECE_BYTES, part_sum, pieces_of, sum_of
 from kvtier.device import kernels, trial
 from kvtier.device.accelerator import Event
 from kvtier.device.layout import DeviceLayout
@@ -24,6 +24,9 @@ _SHARE = 8
 """They take at most this part of what is free."""
 _EACH_WAY = 4
 """Buffers for one direction: while one is filled, others are proved and emptied."""
+
+
+_SAMPLE = 3 * PIECE_BYTES
 
 
 class Staging:
@@ -183,6 +186,40 @@ class CudaStage:
         event: Event = self._torch.cuda.Event(blocking=True)
         event.record(self._stream)  # type: ignore[attr-defined]
         return event
+
+
+class DeviceSums:
+    """Takes the checksum of one piece of device memory at a time, and waits for it.
+
+    Raises RuntimeError if the device takes another one than the host.
+    """
+
+    def __init__(self, torch: Any, device: Any, stream: Any, longest: int) -> None:
+        self._torch = torch
+        self._stream = stream
+        self._numbers = torch.from_numpy(kernels.constants()).to(device)
+        with torch.cuda.stream(stream):
+            count = kernels.totals_of(1, longest)
+            self._totals = torch.empty(count, dtype=torch.int64, device=device)
+        self._sums = torch.empty(pieces_of(longest), dtype=torch.int64, pin_memory=True)
+        sample = np.random.default_rng(0).integers(0, 256, min(longest, _SAMPLE), dtype=np.uint8)
+        if self.take(torch.from_numpy(sample).to(device), 0, len(sample)) != part_sum(sample.data):
+            raise RuntimeError("its kernels do not take the right checksums")
+
+    def can(self, skip: int, size: int) -> bool:
+        """Whether the bytes are such as a kernel can take."""
+        whole = not (skip % kernels.WORD_BYTES or size % kernels.WORD_BYTES)
+        return whole and size >= kernels.SMALLEST_PART
+
+    def take(self, buffer: Any, skip: int, size: int) -> int:
+        """The checksum of a buffer's bytes after the first `skip`."""
+        words = buffer[skip : skip + size].view(self._torch.int64)
+        with self._torch.cuda.stream(self._stream):
+            _launch(
+                kernels.digest, words, self._numbers, self._totals, self._sums.data_ptr(), 1, size
+            )
+            self._stream.synchronize()
+        return sum_of(self._sums[: pieces_of(size)].numpy().view(np.uint64).tolist())
 
 
 def _launch(kernel: Any, *arguments: Any, **options: Any) -> None:

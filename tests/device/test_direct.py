@@ -161,3 +161,10 @@ def test_what_hangs_outlives_its_loader(stage: Stage) -> None:
     assert stage.outcome() is Outcome.TIMEOUT
     stage.loader.close()
     assert [each() is not None for each in stage.driver.made].count(True) == 1
+    assert not stage.driver.released, "the driver may still write there"
+
+
+def test_a_loader_that_closes_takes_back_what_it_told_the_driver(stage: Stage) -> None:
+    assert stage.outcome() is Outcome.OK
+    stage.loader.close()
+    assert stage.driver.released

@@ -285,6 +285,9 @@ class Library:
     def memory_register(self, tensor: Any) -> None:
         self.registered.append(tensor.numel())
 
+    def memory_deregister(self, tensor: Any) -> None:
+        self.registered.remove(tensor.numel())
+
 
 class FakeTensor:
     def __init__(self, array: Any) -> None:
@@ -305,8 +308,12 @@ def test_buffers_share_one_registered_piece_of_memory(monkeypatch: pytest.Monkey
     library.modules(monkeypatch)
     gds.KvikioDriver(0, by_host=True)
     assert library.set_to["compat_mode"] is CompatMode.ON
-    stages = gds.KvikioDriver(0).stages(3, 4096)
+    monkeypatch.setitem(sys.modules, "kvtier.device.staging", None)  # whose kernels want a device
+    driver = gds.KvikioDriver(0)
+    stages = driver.stages(3, 4096)
     assert library.registered == [3 * 4096]
     assert [stage.address - stages[0].address for stage in stages] == [0, 4096, 8192]
     assert library.set_to["compat_mode"] is CompatMode.OFF
     assert library.set_to["gds_threshold"] == 0
+    driver.release()
+    assert library.registered == []

@@ -36,8 +36,8 @@ def drivers() -> list[str]:
     try:
         importlib.import_module("kvikio")
     except (ImportError, OSError):
-        return ["host"]
-    return ["host", "kvikio"]
+        return ["host", "host proves"]
+    return ["host", "host proves", "kvikio"]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,8 @@ class Stage:
 def stage(torch: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
     index = torch.cuda.current_device()
     kvikio = request.param == "kvikio"
-    driver = KvikioDriver(index, by_host=True) if kvikio else HostDriver(torch)
+    proves = request.param != "host proves"
+    driver = KvikioDriver(index, by_host=True) if kvikio else HostDriver(torch, proves=proves)
     stage = Stage(torch, tmp_path, driver)
     yield stage
     stage.copier.close()
