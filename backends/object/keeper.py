@@ -27,7 +27,7 @@ from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
 from kvtier.backends.object.names import description_name
-from kvtier.backends.object.news import Known, News, Rows, news_among
+from kvtier.backends.object.news import Known, News, leaving_by, news_among, rows_of
 from kvtier.backends.object.spread import Spread, mark
 from kvtier.backends.object.store import Store
 from kvtier.backends.object.uses import Uses
@@ -44,6 +44,8 @@ _CRASHED_S = 3600.0
 _DELETES = 1000
 _ENTRIES_MAX = 1 << 16
 _HASTE_SHARE = 0.9
+_NEWS_MAX = 1024
+"""Pieces of a few hundred blocks at most: a tier may not be asked for days, beside busy ones."""
 _SKEW_US = 3_600_000_000
 
 
@@ -177,7 +179,7 @@ class Keeper:
             try:
                 self._write_down()
                 now = time.monotonic()
-                if now >= self._next_audit:
+                if now >= self._next_audit and not self._unheard:
                     self._audit()
                 elif now >= self._next_look - self._haste_s():
                     self._look()
@@ -187,6 +189,11 @@ class Keeper:
                 self._next_look = time.monotonic() + self.limits.refresh_s
                 self._next_audit = max(self._next_audit, self._next_look)
                 _log.debug("object tier: %s", error)
+
+    @property
+    def _unheard(self) -> bool:
+        """Whether nobody has listened for long: what others do waits in the store until then."""
+        return not self._breath.alone and len(self.news) > _NEWS_MAX
 
     def _haste_s(self) -> float:
         """How much sooner than usual to look."""
@@ -270,6 +277,8 @@ class Keeper:
         standing, dead = self._claims.renew()
         if not self._claims.measured or (standing.dead and dead):
             self._next_audit = 0.0  # nobody knows what is there
+        if self._unheard:
+            return
         self._tell(self._journal.news())
         self._tell_standing(standing)
         self._journal.join(self._purged_before)
@@ -287,12 +296,7 @@ class Keeper:
                 if known is not None and len(rows):
                     rows = rows[news_among(rows, known, latest_us)]
                 if len(rows):
-                    told = Rows(
-                        manifest.keys_of(rows),
-                        rows["generation"].tolist(),
-                        rows["size"].tolist(),
-                        (rows["time_us"] / 1e6).tolist(),
-                    )
+                    told = rows_of(rows)
                     self.news.append(News(added=told) if kind == ADDED else News(removed=told))
 
     def _tell_standing(self, standing: Standing) -> None:
@@ -364,12 +368,7 @@ class Keeper:
 
     def _known_soon(self) -> Spread[None]:
         """What the tier knows, but for what it is still to hear of."""
-        leaving = {
-            mark(key, generation)
-            for piece in tuple(self.news)
-            if piece.removed
-            for key, generation in zip(piece.removed.keys, piece.removed.generations, strict=True)
-        }
+        leaving = leaving_by(tuple(self.news))
         known: Spread[None] = Spread()
         self._breath.begin()
         for key, generation in self._known():

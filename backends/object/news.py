@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -41,6 +41,16 @@ class Rows(msgspec.Struct):
         return Rows(self.keys[cut], self.generations[cut], self.sizes[cut], self.times[cut])
 
 
+def rows_of(entries: Entries) -> Rows:
+    """Entries of one kind, as a tier hears of them."""
+    return Rows(
+        manifest.keys_of(entries),
+        entries["generation"].tolist(),
+        entries["size"].tolist(),
+        (entries["time_us"] / 1e6).tolist(),
+    )
+
+
 class News(msgspec.Struct):
     """Something that the tier does not know yet."""
 
@@ -54,6 +64,16 @@ class News(msgspec.Struct):
     """So many of the hidden bytes are found again in what follows."""
     standing: Standing | None = None
     """All that others wrote down until now is known, and this is what we may do."""
+
+
+def leaving_by(news: Sequence[News]) -> set[bytes]:
+    """The marks of what is told to be gone."""
+    return {
+        mark(key, generation)
+        for piece in news
+        if piece.removed
+        for key, generation in zip(piece.removed.keys, piece.removed.generations, strict=True)
+    }
 
 
 def news_among(rows: Entries, known: Spread[None], latest_us: int) -> npt.NDArray[np.bool_]:

@@ -21,12 +21,13 @@ from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.limits import Limits
-from kvtier.backends.object.manifest import ADDED, pack_entries
+from kvtier.backends.object.manifest import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.names import block_name
 from kvtier.backends.object.news import News
 from kvtier.backends.object.store import ObjectInfo
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
+from kvtier.core.record import HEADER_BYTES
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey, EventKind, Presence
 
@@ -281,6 +282,40 @@ def test_a_tier_that_nobody_asks_does_not_pile_up_news(store: ListedStore) -> No
     keeper._next_look = 0.0
     keeper.work()
     assert len(keeper.news) == 1
+    keeper.close()
+
+
+def test_what_others_do_waits_in_the_store_for_a_tier_that_nobody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "_NEWS_MAX", 10)
+    store = FileStore(tmp_path / "store")
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    keeper._breath.alone = False
+    keys, size = make_keys(100), HEADER_BYTES + NAMESPACE.payload_bytes
+    neighbour = Journal(store, NAMESPACE)
+    for at, key in enumerate(keys):  # one comes, one goes
+        store.put(block_name(NAMESPACE.id, key), [memoryview(bytes(size))])
+        now_us = int(time.time() * 1e6)
+        neighbour.append(pack_entries(ADDED, [key], [0], [size], [now_us]))
+        if at >= 10:
+            old = keys[at - 10]
+            store.delete([block_name(NAMESPACE.id, old)])
+            neighbour.append(pack_entries(REMOVED, [old], [0], [0], [now_us]))
+        keeper._next_look = 0.0
+        if at % 20 == 0:
+            keeper._next_audit = 0.0
+        keeper.work()
+    assert len(keeper.news) < 40
+    assert [info.name for info in store.list("claims/")], "it is alive all the same"
+    while keeper.news:
+        tier.tick()
+    keeper._next_look = 0.0
+    keeper.work()
+    tier.tick()
+    assert {key for key, _ in tier.known()} == set(keys[-10:])
     keeper.close()
 
 
