@@ -64,8 +64,10 @@ class _Pipe:
     def by_stage(self, move: Callable[[Batch, Stage], None], batch: Batch) -> None:
         """Move a batch in the next buffer that is free."""
         stage = self.stages.get()
-        move(batch, stage)
-        self.stages.put(stage)
+        try:
+            move(batch, stage)
+        finally:
+            self.stages.put(stage)
 
 
 class CudaCopier(DeviceCopier):

@@ -8,6 +8,7 @@ the other, which is done for all pieces at once.
 from __future__ import annotations
 
 import subprocess
+import threading
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,23 @@ import triton.language as tl
 
 from kvtier.core.record import PIECE_BYTES, TAIL_BYTES, pieces_of
 
-ERRORS = (RuntimeError, OSError, subprocess.SubprocessError, triton.errors.TritonError)
-"""What building or launching a kernel may raise: no compiler, no driver, too old a device."""
+ERRORS = (
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    subprocess.SubprocessError,
+    triton.errors.TritonError,
+)
+"""What building or launching a kernel may raise: no compiler, no driver, too old a device, a folder
+from which nothing may be executed, another Triton than expected."""
+
+building = threading.Lock()
+"""Held by whoever may have to build kernels: Triton says nothing of doing so in several threads."""
 
 PROGRAMS = 16
 """Multiprocessors' worth of threads: few, kept busy, because the model wants them, too."""
@@ -73,8 +89,10 @@ _END = tl.constexpr(24)
 _STRIPES = tl.constexpr(32)
 
 
-# One build serves all numbers, because each would be built in the middle of some load.
-@triton.jit(do_not_specialize=["ids", "items", "references", "per_chunk", "part_words"])  # type: ignore[untyped-decorator]
+# One build serves all numbers and places, because others would be built in the middle of some load.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["ids", "buffer", "items", "references", "per_chunk", "part_words"]
+)
 def _move(  # type: ignore[no-untyped-def]
     ids, refs, buffer, items, references, per_chunk, part_words,
     out: tl.constexpr, words_at_once: tl.constexpr,
@@ -139,7 +157,9 @@ def _add_up(data, numbers, block, stripes, tile: tl.constexpr, whole: tl.constex
     return products + tl.reshape(tl.join(odd, even), (tile, 8))
 
 
-@triton.jit(do_not_specialize=["parts", "part_bytes", "pieces", "longest"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["buffer", "parts", "part_bytes", "pieces", "longest"]
+)
 def _add_blocks(  # type: ignore[no-untyped-def]
     buffer, numbers, totals, parts, part_bytes, pieces, longest,
     piece_bytes: tl.constexpr, tile: tl.constexpr,
@@ -164,7 +184,9 @@ def _add_blocks(  # type: ignore[no-untyped-def]
         unit += tl.num_programs(0)
 
 
-@triton.jit(do_not_specialize=["sums", "parts", "part_bytes", "pieces", "longest"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["buffer", "sums", "parts", "part_bytes", "pieces", "longest"]
+)
 def _finish(  # type: ignore[no-untyped-def]
     buffer, numbers, totals, sums, parts, part_bytes, pieces, longest,
     piece_bytes: tl.constexpr, chains: tl.constexpr, ahead: tl.constexpr,

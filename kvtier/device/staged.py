@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvtier.device.accelerator import ERRORS, Event, Stage
 from kvtier.device.jobs import Prover
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Ints
-from kvtier.device.work import Batch, Desk, each_row, failed, head
+from kvtier.device.work import Batch, Desk, each_row, failed, head, or_failed
 from kvtier.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,9 @@ class StagedPath:
 
     def load(self, batch: Batch, stage: Stage) -> None:
         """Slots to the buffer; what is proved there goes on to its pages."""
+        self._desk.finish(batch, or_failed(batch, partial(self._load, batch, stage)))
+
+    def _load(self, batch: Batch, stage: Stage) -> list[Outcome]:
         slots = [batch.work.job.slots[row] for row in batch.rows]
         stamps = [self._prover.stamp(slot) for slot in slots]
         outcomes = each_row(batch, self._arrived)
@@ -61,7 +65,7 @@ class StagedPath:
         for index, slot in enumerate(slots):
             if outcomes[index].ok and not self._prover.unchanged(slot, stamps[index]):
                 outcomes[index] = Outcome.GONE
-        self._desk.finish(batch, outcomes)
+        return outcomes
 
     def _arrived(self, batch: Batch, row: int) -> Outcome:
         key, slot = batch.work.job.keys[row], batch.work.job.slots[row]
@@ -84,11 +88,12 @@ class StagedPath:
 
         def proved(batch: Batch, row: int) -> Outcome:
             if row not in sums:
-                return outcomes[batch.rows.index(row)]
+                return Outcome.GONE
             right = sums[row] == self._prover.stated(batch.work.job.slots[row])
             return Outcome.OK if right else Outcome.CORRUPT
 
-        return each_row(batch, proved)
+        found = each_row(batch, proved)
+        return [new if old.ok else old for old, new in zip(outcomes, found, strict=True)]
 
     def _place(
         self,
@@ -99,7 +104,7 @@ class StagedPath:
         outcomes: list[Outcome],
     ) -> list[Outcome]:
         ids = self._ids(batch, fetched)
-        ids[[row not in placed for row in fetched]] = -1
+        ids[~np.isin(fetched, placed)] = -1
 
         def place() -> None:
             stage.after(batch.work.mark)
@@ -128,7 +133,7 @@ class StagedPath:
             fine = _ended(batch, left)
             self._desk.released(batch)
             if _ended(batch, sent) and fine:
-                outcomes = self._seal(batch, stage, rows, outcomes)
+                outcomes = or_failed(batch, partial(self._seal, batch, stage, rows, outcomes))
             else:
                 outcomes = failed(outcomes)
         self._desk.finish(batch, outcomes, released=bool(rows))

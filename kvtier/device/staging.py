@@ -49,7 +49,8 @@ class Staging:
             shared = Staging(self.torch, self.device.index, layout, self.batch_copy)
             return CudaStage(shared, [trial.ROWS], urgent=False)
 
-        trial.try_out(self.torch, self.device, make)
+        with kernels.building:
+            trial.try_out(self.torch, self.device, make)
 
     def on_device(self, array: Any) -> Any:
         return self.torch.from_numpy(array).to(self.device)
@@ -203,7 +204,10 @@ class DeviceSums:
             self._totals = torch.empty(count, dtype=torch.int64, device=device)
         self._sums = torch.empty(pieces_of(longest), dtype=torch.int64, pin_memory=True)
         sample = np.random.default_rng(0).integers(0, 256, min(longest, _SAMPLE), dtype=np.uint8)
-        if self.take(torch.from_numpy(sample).to(device), 0, len(sample)) != part_sum(sample.data):
+        there = torch.from_numpy(sample).to(device)
+        with kernels.building:
+            found = self.take(there, 0, len(sample))
+        if found != part_sum(sample.data):
             raise RuntimeError("its kernels do not take the right checksums")
 
     def can(self, skip: int, size: int) -> bool:

@@ -109,6 +109,15 @@ def each_row(batch: Batch, step: Callable[[Batch, int], Outcome]) -> list[Outcom
     return outcomes
 
 
+def or_failed(batch: Batch, step: Callable[[], list[Outcome]]) -> list[Outcome]:
+    """What a step makes of a batch; if it breaks, nothing of the batch is good."""
+    try:
+        return step()
+    except ERRORS:
+        logger.exception("a %s of the engine failed", batch.work.job.kind.value)
+        return [Outcome.IO_ERROR] * len(batch.rows)
+
+
 def head(outcomes: list[Outcome], failed: bool) -> list[Outcome]:
     """What is good, but comes after something that is not, is not copied any more."""
     kept = []

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from device_worlds import NAMESPACE, MemoryHost, World, keys_of
-from fake_device import FakeDevice
+from fake_device import FakeDevice, FakeStage
 
 from kvtier.core.slab import layout as table
 from kvtier.core.transfer import TransferKind
@@ -203,6 +203,27 @@ def test_a_device_that_records_no_event_fails_the_job_alone(
         lane.lost = False
     stage.submit(kind, 2, 2, 2, 24)
     assert stage.result(2).ok
+
+
+@pytest.mark.parametrize("kind", [LOAD, STORE])
+def test_what_breaks_in_a_batch_fails_the_job_alone(
+    stage: Stage, kind: TransferKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that ended would leave the engine waiting, and its buffer in nobody's hands."""
+    stored(stage)
+    staged = stage.copier._loads.staged
+    where = (FakeStage, "sums") if staged else (stage.copier._prover, "part")
+
+    def breaks(*arguments: Any) -> None:
+        raise ValueError("operation forbidden on released memoryview object")
+
+    for name in range(1, 6):  # more than there are threads
+        with monkeypatch.context() as broken:
+            broken.setattr(*where, breaks)
+            stage.submit(kind, name, 0, 2, 20)
+            assert set(stage.result(name).outcomes) <= {Outcome.IO_ERROR, Outcome.CANCELLED}
+    stage.submit(kind, 9, 2, 2, 24)
+    assert stage.result(9).ok
 
 
 def test_jobs_do_not_wait_while_memory_is_pinned(stage: Stage) -> None:

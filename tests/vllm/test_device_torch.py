@@ -77,7 +77,11 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
 from kvtier.device import kernels
+
+builds = {}
 
 class Launched:
     def __init__(self, function):
@@ -87,7 +91,13 @@ class Launched:
         return self
 
     def __call__(self, *arguments, num_warps, **fixed):
-        names = self.function.arg_names
+        names, backend = self.function.arg_names, make_backend(GPUTarget("cuda", 90, 32))
+        bind = create_function_from_signature(
+            self.function.signature, self.function.params, backend
+        )
+        _, specialised, _ = bind(*arguments, num_warps=num_warps, **fixed)
+        build = builds.setdefault((self.function, *fixed.values()), str(specialised))
+        assert build == str(specialised), "it would be built again in the middle of a load"
         types = {
             name: "*i64" if isinstance(given, torch.Tensor) else "i64" if given >= 2**31 else "i32"
             for name, given in zip(names, arguments)
@@ -111,6 +121,13 @@ for out in (True, False):
     for part_bytes in (1 << 12, 1 << 24):
         kernels.move(1 << 40, refs, words, 2, 4, part_bytes, out=out)
 kernels.digest(words, words, words, 1 << 40, 2, 1 << 24)
+halfway = torch.zeros(64, dtype=torch.uint8)[8:].view(torch.int64)
+assert words.data_ptr() % 16 == 0 != halfway.data_ptr() % 16
+kernels.digest(halfway, words, words, (1 << 40) + 8, 1, 1 << 12)
+refs = torch.zeros((4, 1), dtype=torch.int64)
+for out in (True, False):
+    for part_bytes in (1 << 12, 1 << 24):
+        kernels.move((1 << 40) + 8, refs, halfway, 1, 1, part_bytes - 8, out=out)
 """
 
 
@@ -128,7 +145,7 @@ def test_the_kernels_can_be_built_for_devices_that_are_not_here() -> None:
         capture_output=True,
         text=True,
     )
-    assert len(done.stdout.splitlines()) == 18
+    assert len(set(done.stdout.splitlines())) == 18
 
 
 _TRIAL = """
