@@ -81,6 +81,7 @@ class FakeStage(FakeStream):
         self._layout = layout
         self._buffer = np.zeros(size, np.uint8)  # takes memory only where it is used
         self._sums: list[int] = []
+        self._ids = np.zeros(size // min(layout.part_bytes) * layout.blocks_per_chunk, np.int64)
 
     def gather(self, group: int, ids: Ints) -> None:
         self._pages(group, ids, out=True)
@@ -89,19 +90,23 @@ class FakeStage(FakeStream):
         self._pages(group, ids, out=False)
 
     def _pages(self, group: int, ids: Ints, *, out: bool) -> None:
-        at = int(self._buffer.ctypes.data)
-        columns: list[list[int]] = [[], [], []]
-        for row in ids.tolist():
-            for ref in self._layout.groups[group]:
-                tensor = self._layout.tensors[ref.tensor]
-                for block in row:
-                    if block >= 0:
-                        page = tensor.base + block * tensor.stride
-                        each = (at, page) if out else (page, at)
-                        for column, number in zip(columns, (*each, ref.page_bytes), strict=True):
-                            column.append(number)
-                    at += ref.page_bytes
-        self._copy(*columns)
+        self._ids[: ids.size] = ids.ravel()
+        for row in range(len(ids)):
+            self.do(partial(self._row, group, row, out))
+            if self.refuses:
+                raise RuntimeError("an illegal address was encountered")
+
+    def _row(self, group: int, row: int, out: bool) -> None:
+        """Reads block numbers late, as kernels do, which have no copy of their own."""
+        per_chunk = self._layout.blocks_per_chunk
+        at = int(self._buffer.ctypes.data) + row * self._layout.part_bytes[group]
+        for ref in self._layout.groups[group]:
+            tensor = self._layout.tensors[ref.tensor]
+            for block in self._ids[row * per_chunk : (row + 1) * per_chunk].tolist():
+                if block >= 0:
+                    page = tensor.base + block * tensor.stride
+                    _move(*((at, page) if out else (page, at)), ref.page_bytes)
+                at += ref.page_bytes
 
     def fetch(self, group: int, addresses: Ints) -> object:
         return self._copy(self._parts(group, len(addresses)), *self._sized(group, addresses))
