@@ -22,7 +22,7 @@ from kvtier.core.backend import Backend, TierContext
 from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy, policy_names
 from kvtier.core.record import record_bytes
-from kvtier.core.settings import Duration, Persistence, TierSettings
+from kvtier.core.settings import ByteSize, Duration, Persistence, TierSettings
 from kvtier.errors import ConfigError, MediumError
 
 __all__ = [
@@ -86,11 +86,12 @@ class CpuBackend(Backend[CpuSettings]):
             except MediumError as error:
                 problem, _, remedy = str(error).partition(": ")
                 raise ConfigError(".capacity", problem, remedy) from error
-        if size > Disk().total_bytes(folder):
+        total = Disk().total_bytes(folder)
+        if size > total:
             raise ConfigError(
                 ".capacity",
                 f"{settings.capacity} is more than the whole of {settings.path}",
-                f"write at most {Disk().total_bytes(folder)} bytes, or enlarge that tmpfs",
+                f"write at most {ByteSize.within(total)}, or enlarge that tmpfs",
             )
 
     def open_tier(

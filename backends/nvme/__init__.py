@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from kvtier.backends.nvme.folder import Limits, NvmeFolder
@@ -13,6 +12,7 @@ from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.core.backend import Backend, TierContext
 from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy, policy_names
+from kvtier.core.folders import standing_folder
 from kvtier.core.record import record_bytes
 from kvtier.core.settings import (
     ByteSize,
@@ -76,21 +76,13 @@ class NvmeBackend(Backend[NvmeSettings]):
                 f"there is no eviction policy {settings.eviction!r}",
                 f"write one of {', '.join(policy_names())}",
             )
-        folder = Path(settings.path)
-        standing = folder if folder.exists() else folder.parent
-        if not standing.is_dir():
-            raise ConfigError(
-                ".path", f"{standing} is not a folder", "make it, or name one that exists"
-            )
-        if not os.access(standing, os.W_OK | os.X_OK):
-            raise ConfigError(".path", f"no right to write in {standing}", "change its owner")
-        total = Disk().total_bytes(standing)
+        total = Disk().total_bytes(standing_folder(Path(settings.path), ".path"))
         size = settings.capacity.resolve(total)
         if size > total:
             raise ConfigError(
                 ".capacity",
                 f"{settings.capacity} is more than the whole file system of {settings.path}",
-                f"write at most {total} bytes, or a share like 80%",
+                f"write at most {ByteSize.within(total)}, or a share like 80%",
             )
         least = _least(record_bytes or 4096)
         if size < least:

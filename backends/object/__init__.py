@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +22,7 @@ from kvtier.core.backend import Backend, TierContext
 from kvtier.core.codec import Codec, codec_for
 from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy, policy_names
+from kvtier.core.folders import standing_folder
 from kvtier.core.settings import Count, Duration, TierSettings
 from kvtier.errors import ConfigError, MediumError
 from kvtier.types import Namespace
@@ -106,7 +106,7 @@ class ObjectBackend(Backend[ObjectSettings]):
         except Misconfigured as error:
             raise _refused("url", error) from error
         if folder is not None:
-            _check_folder(folder)
+            standing_folder(folder, ".url")
         else:
             _check_bucket(settings, bucket)
         if folder is None and record_bytes is not None and record_bytes > PUT_BYTES_MAX:
@@ -215,14 +215,6 @@ def _check_figures(settings: ObjectSettings) -> None:
         raise ConfigError(
             ".threads", f"{settings.threads} threads are too many", f"write at most {_THREADS_MAX}"
         )
-
-
-def _check_folder(folder: Path) -> None:
-    standing = folder if folder.exists() else folder.parent
-    if not standing.is_dir():
-        raise ConfigError(".url", f"{standing} is not a folder", "make it, or name one that exists")
-    if not os.access(standing, os.W_OK | os.X_OK):
-        raise ConfigError(".url", f"no right to write in {standing}", "change its owner")
 
 
 def _check_bucket(settings: ObjectSettings, bucket: str) -> None:

@@ -17,7 +17,7 @@ from kvtier.cli.outlook import capacity_of
 from kvtier.cli.reader import ChoiceReader
 from kvtier.config import StackConfig, load
 from kvtier.core.settings import ByteSize, Capacity
-from kvtier.errors import KVTierError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.observe import human
 from kvtier.types import BlockKey, Namespace
 from kvtier.vllm.keys import Prompt, chunk_keys, chunk_tokens
@@ -106,8 +106,9 @@ def report(
     console.end_with_troubles(places)
     if any(each.full for each in done):
         console.warn(
-            "the tier had no room for the rest, which an engine that runs there may hold: "
-            "give it more capacity, stop the engine meanwhile, or copy less with --size"
+            "the tier had no room for the rest: it is full, its disk is (free_floor counts), or an "
+            "engine that runs there holds it - kvtier doctor and kvtier du say which; give it more "
+            "room, stop the engine meanwhile, or copy less with --size"
         )
     elif not all(each.whole for each in rest):
         console.warn("some blocks are missing: run it again, or see kvtier verify and kvtier du")
@@ -159,7 +160,10 @@ def store_of(text: str | None, config: StackConfig) -> tuple[StackConfig, int]:
         from kvtier.backends.object import BACKEND, ObjectSettings
 
         settings = ObjectSettings(url=text, capacity=Capacity(ByteSize(1 << 60)))
-        BACKEND.check(settings, None)
+        try:
+            BACKEND.check(settings, None)
+        except ConfigError as error:
+            raise ConfigError(text, error.problem, error.remedy) from error
         return msgspec.structs.replace(config, tiers=(config.tiers[0], settings)), 1
     other = config if text is None else load(Path(text))
     for tier, each in enumerate(other.tiers):

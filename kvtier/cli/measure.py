@@ -37,6 +37,7 @@ from kvtier.core.settings import (
 )
 from kvtier.core.slab.layout import ENTRY_BYTES
 from kvtier.errors import KVTierError, MediumError
+from kvtier.observe import human
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Namespace, block_key
 
@@ -328,7 +329,7 @@ def _folder_beside(settings: TierSettings, room: int) -> Path | None:
     free = _free_bytes(beside) - (floor.bytes if floor is not None else 0)
     if free < room + room // 8:
         raise MediumError(
-            f"{beside} has too little free room to measure with {room + room // 8} bytes: "
+            f"{beside} has too little free room to measure with {human.size(room + room // 8)}: "
             "ask for fewer blocks, or free some"
         )
     return Path(tempfile.mkdtemp(prefix=f"{BENCH_MARK}{os.getpid()}-", dir=beside))

@@ -97,6 +97,12 @@ class ByteSize(Value):
             raise ValueError(f"{_shown(value)} is too large; a size is less than 2**63 bytes")
         return cls(size)
 
+    @classmethod
+    def within(cls, size: int) -> Self:
+        """The largest short number that is no more than `size`, to be read by people."""
+        scale = max((each for each in _BINARY.values() if size >= 10 * each), default=1)
+        return cls(size // scale * scale)
+
     def __str__(self) -> str:
         for unit, scale in reversed(_BINARY.items()):
             if self.bytes and self.bytes % scale == 0:

@@ -293,6 +293,9 @@ class TestSnapshots:
     def test_without_a_store(self, filled: Path) -> None:
         assert "name a url" in command("snapshot", "-c", filled).err
         assert command("snapshot", "-c", filled, "--to", "ftp://x").code == 2
+        done = command("snapshot", "-c", filled, "--to", "file:///no/such/folder")
+        assert done.code == 2
+        assert "kvtier: file:///no/such/folder: /no/such is not a folder" in done.err
 
     def test_a_description_that_is_lost_is_no_empty_store(
         self, filled: Path, fresh: Path, tmp_path: Path

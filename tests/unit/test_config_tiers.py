@@ -64,6 +64,14 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
     assert (tmp_path / "blocks").read_text() == "mine"
 
 
+def test_a_home_that_nobody_expands(tmp_path: Path) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        load(stack(tmp_path, {}, {"path": "~/kv/blocks"}))
+    assert str(caught.value) == (
+        '$.tiers[1].path: ~ stands for nothing here - write "${HOME}/kv/blocks"'
+    )
+
+
 def test_two_tiers_in_one_folder(tmp_path: Path) -> None:
     source = stack(tmp_path, {}, {})
     source["tiers"].append(source["tiers"][1] | {"path": f"{tmp_path}/./blocks/"})

@@ -78,6 +78,19 @@ def test_sizes_are_shown_in_their_largest_whole_unit(size: int, text: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0B"), (9000, "9000B"), (25_276_502_016, "23GiB"), (25_165_824, "24MiB")],
+)
+def test_a_short_size_within_another(size: int, text: str) -> None:
+    assert str(ByteSize.within(size)) == text
+
+
+@given(SIZES)
+def test_a_short_size_is_no_more_and_not_much_less(size: int) -> None:
+    assert 0 <= size - ByteSize.within(size).bytes <= size / 10
+
+
+@pytest.mark.parametrize(
     ("value", "hint"),
     [
         ("64gb", 'did you mean "64GB"?'),
