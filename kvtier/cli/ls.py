@@ -100,7 +100,7 @@ def _row(part: Part, namespace: Namespace | None) -> list[str]:
 
 def layout_of(facts: Mapping[str, str]) -> str:
     """What of an engine's facts tells two layouts of one model apart, in short."""
-    kind = facts.get("kv_dtype", "auto")
+    kind = facts.get("kv_dtype", "auto").partition(",")[0]  # the layers that it skips follow
     kind = facts.get("dtype", "-") if kind == "auto" else kind
     words = [kind.removeprefix("torch.")]
     for name, sign in (("tensor_parallel", "tp"), ("pipeline_parallel", "pp")):

@@ -116,5 +116,11 @@ def test_layouts_in_short() -> None:
     facts = {"dtype": "torch.bfloat16", "kv_dtype": "auto", "tensor_parallel": "1"}
     assert layout_of({}) == "-"
     assert layout_of(facts) == "bfloat16"
-    facts |= {"kv_dtype": "fp8", "tensor_parallel": "4", "block_tokens": "16", "chunk_blocks": "8"}
+    assert layout_of(facts | {"kv_dtype": "auto,[]"}) == "bfloat16", "as an engine states it"
+    facts |= {
+        "kv_dtype": "fp8,['0']",
+        "tensor_parallel": "4",
+        "block_tokens": "16",
+        "chunk_blocks": "8",
+    }
     assert layout_of(facts) == "fp8 tp4 16x8"
