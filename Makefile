@@ -16,7 +16,7 @@ FLAGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm venv-vllm check fix lint docs lock clean venv bench-nvme bench-object bench-prewarm bench-plan bench-gpu gpu-sanitize gpu-needs gpu-wheels
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm venv-vllm check fix lint docs lock clean venv bench-nvme bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-sanitize gpu-needs gpu-wheels
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest -m "not vllm and not gpu"
@@ -99,6 +99,10 @@ SANITIZER  ?= $(firstword $(shell command -v compute-sanitizer) \
 bench-gpu: gpu-needs
 	@status=0; export PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1; \
 	$(GPU_TESTS) || status=1; $(PYTHON) -m benchmarks.gpu || status=1; exit $$status
+
+# Other numbers for the copies' buffers and kernels, in two minutes.
+bench-gpu-sweep: gpu-needs
+	PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu_sweep
 
 # The same tests, but for those that only take time or provoke errors, under NVIDIA's checker of
 # memory accesses. Without torch's cache, so that it sees where every tensor ends.

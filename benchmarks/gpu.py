@@ -144,13 +144,13 @@ class Link:
 class Duplex:
     """Loads of one half of the records, stores of the other."""
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: Any, size: int, threads: int = 4) -> None:
         page = 64 << 10
         per_chunk = chunk_of(page)
-        self.half = max(1, TURN_BYTES // (LAYERS * page * per_chunk) // 2)
+        self.half = max(1, size // (LAYERS * page * per_chunk) // 2)
         records = 2 * self.half
         pool, layout = even_layout(torch, page, 2 * records * per_chunk, per_chunk)
-        self.arena = arena = Arena(torch, pool, layout, records)
+        self.arena = arena = Arena(torch, pool, layout, records, threads=threads)
         ids, count = arena.shuffled().ids, self.half * per_chunk
         self._loads, self._stores = (
             Blocks(mine, [count], [0]) for mine in (ids[:count], ids[count:])
@@ -181,10 +181,18 @@ class Duplex:
         self.arena.finish(names)
         return taken
 
+    def beside(self, action: Callable[[], float]) -> float:
+        """What an action says that is done while both run."""
+        names = self.begin_stores(16) + self.begin_loads(16)
+        time.sleep(0.01)
+        result = action()
+        self.outlasted &= not self.arena.finished(set(names))
+        self.arena.finish(names)
+        return result
 
-def disturbance(torch: Any, report: Report) -> None:
-    """What loads lose while stores run, and a matrix product while both run."""
-    duplex = Duplex(torch)
+
+def product_of(torch: Any) -> Callable[[], float]:
+    """A matrix product that keeps the whole device busy; it says how long it took."""
     matrix = torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16)
 
     def product() -> float:
@@ -196,17 +204,16 @@ def disturbance(torch: Any, report: Report) -> None:
         stop.synchronize()
         return float(start.elapsed_time(stop))
 
-    def product_during_copies() -> float:
-        names = duplex.begin_stores(16) + duplex.begin_loads(16)
-        time.sleep(0.01)
-        taken = product()
-        duplex.outlasted &= not duplex.arena.finished(set(names))
-        duplex.arena.finish(names)
-        return taken
+    return product
+
+
+def disturbance(torch: Any, report: Report) -> None:
+    """What loads lose while stores run, and a matrix product while both run."""
+    duplex, product = Duplex(torch, TURN_BYTES), product_of(torch)
 
     def turn() -> tuple[float, float, float, float]:
         alone = seconds_of(duplex.load)
-        return alone, duplex.load_beside_stores(), product(), product_during_copies()
+        return alone, duplex.load_beside_stores(), product(), duplex.beside(product)
 
     turns = [turn() for _ in range(6)][1:]
     alone, both, calm, busy = (statistics.median(column) for column in zip(*turns, strict=True))
@@ -272,17 +279,23 @@ def identity(torch: Any, report: Report) -> None:
     arena.close()
 
 
-def main() -> None:
-    """Run everything; tell the device and the date first, because figures mean nothing without."""
+def device_or_exit() -> tuple[Any, str, str]:
+    """torch, the device's name and the date, which are printed, too."""
     try:
         import torch
     except ImportError:
-        raise SystemExit("no torch here: make bench-gpu PYTHON=one-that-has-it") from None
+        raise SystemExit("no torch here: PYTHON=one-that-has-it") from None
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: this benchmark measures one (docs/GPU.md)")
     name = torch.cuda.get_device_name(0)
     when = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
     print(f"{name}, torch {torch.__version__}, {when} UTC, {os.cpu_count()} cores", flush=True)
+    return torch, name, when
+
+
+def main() -> None:
+    """Run everything; tell the device and the date first, because figures mean nothing without."""
+    torch, name, when = device_or_exit()
     report = Report(f"copies between {name}, pinned host memory and a disk, {when} UTC")
     disk = functools.partial(one_hop, folder=Path(os.environ.get("FOLDER", Path.cwd())))
     parts = {

@@ -75,7 +75,13 @@ class Arena:
     """A copier between the tensors of a layout and pinned memory for `records` records."""
 
     def __init__(
-        self, torch: Any, pool: Any, layout: DeviceLayout, records: int, device: Cuda | None = None
+        self,
+        torch: Any,
+        pool: Any,
+        layout: DeviceLayout,
+        records: int,
+        device: Cuda | None = None,
+        threads: int = 4,
     ) -> None:
         self.torch, self.pool, self.layout, self.records = torch, pool, layout, records
         self.count = records * layout.blocks_per_chunk
@@ -85,7 +91,13 @@ class Arena:
         device = device or Cuda(0)
         memory = PinnedMemory(self.host.data, slot_bytes, CudaRegistrar(device.cudart))
         self.copier = CudaCopier(
-            layout, device, self.host, NAMESPACE, prepare=memory.pin, on_close=memory.close
+            layout,
+            device,
+            self.host,
+            NAMESPACE,
+            threads=threads,
+            prepare=memory.pin,
+            on_close=memory.close,
         )
         assert self.copier.prepared.wait(120), "pinning the region takes too long"
         self._names = itertools.count()
@@ -93,12 +105,14 @@ class Arena:
         self._random = np.random.default_rng(0)
 
     @classmethod
-    def even(cls, torch: Any, page: int, size: int, device: Cuda | None = None) -> Arena:
+    def even(
+        cls, torch: Any, page: int, size: int, device: Cuda | None = None, threads: int = 4
+    ) -> Arena:
         """For records of one group with about `size` bytes in all, and twice as many blocks."""
         per_chunk = chunk_of(page)
         records = max(2, size // (LAYERS * page * per_chunk))
         pool, layout = even_layout(torch, page, 2 * records * per_chunk, per_chunk)
-        return cls(torch, pool, layout, records, device)
+        return cls(torch, pool, layout, records, device, threads)
 
     def shuffled(self) -> Blocks:
         """Blocks in an order that leaves no neighbours to merge."""

@@ -30,6 +30,17 @@ gpu_disk.KvikioDriver = lambda index: HostDriver(torch)
 gpu.main()
 """
 
+_SWEEP = """
+import pretend_cuda
+from benchmarks import gpu, gpu_arena, gpu_sweep
+gpu_arena.RECORD_BYTES, gpu.SIDE = 1 << 20, 32
+gpu_sweep.SIZE, gpu_sweep.PAGES, gpu_sweep.TURNS = 4 << 20, [64 << 10], 1
+gpu_sweep.VARIANTS = [gpu_sweep.VARIANTS[0], gpu_sweep.VARIANTS[4]]
+before = gpu_sweep.staging._EACH_WAY
+gpu_sweep.main()
+assert gpu_sweep.staging._EACH_WAY == before
+"""
+
 
 def python(*arguments: str, **environment: str) -> str:
     paths = f"{ROOT}:{ROOT / 'tests'}"
@@ -63,3 +74,12 @@ def test_the_benchmark(tmp_path: Path) -> None:
     assert "one hop, of the sum of its halves" in figures
     assert figures["disk to GPU directly"]["value"] > 0
     assert "GPUDirect Storage: works here" in said
+
+
+def test_the_sweep(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    python("-c", _SWEEP, JSON=str(file))
+    figures = [figure["name"] for figure in json.loads(file.read_text())]
+    assert len(figures) == 10
+    assert "as they are: store, pages of 64 KiB" in figures
+    assert "8 buffers of 16 MiB: a product loses meanwhile" in figures

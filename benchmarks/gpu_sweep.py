@@ -1,0 +1,152 @@
+"""What the numbers that the copies were built with do on this GPU: `make bench-gpu-sweep`.
+
+Each variant changes one or two of them, and all are measured briefly, within two minutes: loads and
+stores alone, loads beside stores, and what a matrix product loses meanwhile. The usual numbers come
+first and last: what lies between those two says nothing. JSON=path is written after each variant.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from benchmarks.gpu import FAILURES, Duplex, device_or_exit, product_of
+from benchmarks.gpu_arena import LOAD, STORE, Arena, in_turns, seconds_of
+from benchmarks.report import Report
+from kvtier.device import kernels, staging
+from kvtier.device.cuda_copy import CudaCopier
+
+SIZE = 2 << 30
+PAGES = [16 << 10, 64 << 10, 2 << 20]
+TURNS = 3
+SECONDS = 120.0
+
+
+class Variant(NamedTuple):
+    """The numbers; as they are unless it says otherwise."""
+
+    title: str
+    programs: int = kernels.PROGRAMS
+    batch: int = CudaCopier._BATCH_BYTES
+    buffers: int = staging._EACH_WAY
+    """As many threads, too: one that waits for a buffer is of no use."""
+
+    @property
+    def budget(self) -> int:
+        """What all these buffers take."""
+        return max(staging.BUDGET_BYTES, 2 * self.buffers * self.batch)
+
+
+VARIANTS = [
+    Variant("as they are"),
+    Variant("8 programs", programs=8),
+    Variant("32 programs", programs=32),
+    Variant("2 buffers", buffers=2),
+    Variant("8 buffers of 16 MiB", buffers=8, batch=16 << 20),
+    Variant("batches of 16 MiB", batch=16 << 20),
+    Variant("batches of 64 MiB", batch=64 << 20),
+    Variant("as they are, again"),
+]
+
+
+@contextmanager
+def built_with(variant: Variant) -> Iterator[None]:
+    """Copiers that are opened meanwhile have a variant's numbers."""
+    places: list[tuple[Any, str, int]] = [
+        (kernels, "PROGRAMS", variant.programs),
+        (CudaCopier, "_BATCH_BYTES", variant.batch),
+        (staging, "_EACH_WAY", variant.buffers),
+        (staging, "BUDGET_BYTES", variant.budget),
+    ]
+    usual = [getattr(owner, name) for owner, name, _ in places]
+    try:
+        for owner, name, value in places:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, _), value in zip(places, usual, strict=True):
+            setattr(owner, name, value)
+
+
+def alone(torch: Any, report: Report, variant: Variant) -> None:
+    """Loads and stores of pages of several sizes, one after the other."""
+    for page in PAGES:
+        arena = Arena.even(torch, page, SIZE, threads=variant.buffers)
+        try:
+            must_be_staged(arena)
+            blocks = arena.shuffled()
+            contestants: dict[str, Callable[[], object]] = {
+                "store": functools.partial(arena.move, STORE, blocks),
+                "load": functools.partial(arena.move, LOAD, blocks),
+            }
+            for name, taken in in_turns(contestants, TURNS).items():
+                title = f"{variant.title}: {name}, pages of {page >> 10} KiB"
+                report.add(title, arena.bytes / taken / 1e9, "GB/s")
+        finally:
+            arena.close()
+
+
+def together(torch: Any, report: Report, variant: Variant, product: Callable[[], float]) -> None:
+    """Loads beside stores, and a matrix product beside both."""
+    duplex = Duplex(torch, SIZE, variant.buffers)
+    try:
+        must_be_staged(duplex.arena)
+
+        def turn() -> tuple[float, float, float, float]:
+            seconds = seconds_of(duplex.load), duplex.load_beside_stores()
+            return *seconds, product(), duplex.beside(product)
+
+        turns = [turn() for _ in range(TURNS + 1)][1:]
+    finally:
+        duplex.arena.close()
+    columns = zip(*turns, strict=True)
+    calm_load, busy_load, calm, busy = (statistics.median(column) for column in columns)
+    report.add(f"{variant.title}: loads while stores run", duplex.bytes / busy_load / 1e9, "GB/s")
+    for name, ratio in (("loads lose", busy_load / calm_load), ("a product loses", busy / calm)):
+        report.add(f"{variant.title}: {name} meanwhile", (ratio - 1) * 100, "%")
+    if not duplex.outlasted:
+        print(f"{variant.title}: what disturbs ended too early: it disturbs more", flush=True)
+
+
+def must_be_staged(arena: Arena) -> None:
+    """Page by page, all these numbers say nothing."""
+    if not (arena.copier._loads.staged and arena.copier._stores.staged):
+        raise RuntimeError("nothing is staged here: the warning above says why")
+
+
+def main() -> None:
+    """Measure the variants that there is time for."""
+    torch, name, when = device_or_exit()
+    report = Report(f"copies on {name} with other numbers, {when} UTC")
+    product = product_of(torch)
+    product()
+    started, longest, failed = time.perf_counter(), 0.0, []
+    for variant in VARIANTS:
+        began, known = time.perf_counter(), len(report.figures)
+        if began - started + longest > SECONDS:
+            print(f"{variant.title}: no time left")
+            continue
+        try:
+            with built_with(variant):
+                alone(torch, report, variant)
+                together(torch, report, variant, product)
+        except FAILURES:
+            traceback.print_exc()
+            failed.append(variant.title)
+        for figure in report.figures[known:]:
+            print(f"  {figure.name}: {figure.value:.4g} {figure.unit}", flush=True)
+        report.save()
+        longest = max(longest, time.perf_counter() - began)
+    report.finish()
+    if failed:
+        sys.exit(f"these variants failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
