@@ -43,7 +43,7 @@ class Cuda:
         self._index = index
         self.cudart: Any = torch.cuda.cudart()
         """What torch offers of the runtime, Python's lock released meanwhile."""
-        self.batch_copy = batch_copy or runtime_copy(torch)
+        self.batch_copy = few_at_once(batch_copy or runtime_copy(torch))
         self._cores = cores_near(index, Topology())
         self._staging: Staging | None = None
 
@@ -178,6 +178,20 @@ def leave_captures_alone() -> None:
 
 
 _CAPTURE_RELAXED = 2
+
+
+_PIECES = 4096
+"""Pieces in one call. A driver of CUDA 13.0 crashed over 50,000, which small pages could make."""
+
+
+def few_at_once(copy: BatchCopy) -> BatchCopy:
+    """The same copy, in as many calls as it takes."""
+
+    def split(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
+        cuts = [slice(at, at + _PIECES) for at in range(0, len(sizes), _PIECES)]
+        return [copy(targets[cut], sources[cut], sizes[cut], quiet_source) for cut in cuts]
+
+    return split
 
 
 def torch_copy(operation: Callable[[Any, Any, Any, bool], None]) -> BatchCopy:

@@ -195,6 +195,17 @@ def test_a_batched_copy_that_is_not_supported_is_tried_once(
     assert caplog.text.count("every page costs a call") == 1
 
 
+def test_many_pieces_take_several_calls() -> None:
+    calls: list[tuple[Any, ...]] = []
+    sources = np.arange(10_000)
+    held = cuda.few_at_once(lambda *call: calls.append(call))(sources + 1, sources, sources, True)
+    assert held == [None] * 3
+    assert max(len(call[2]) for call in calls) <= 4096
+    for column, given in enumerate((sources + 1, sources, sources)):
+        assert (np.concatenate([call[column] for call in calls]) == given).all()
+    assert all(call[3] for call in calls)
+
+
 class Wrapped:
     """An error as torch wraps it."""
 

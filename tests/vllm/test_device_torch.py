@@ -200,6 +200,11 @@ def breaks(*arguments):
     raise kernels.ERRORS[-1]("out of resource")
 kernels.digest = breaks
 print(reason(layout()))
+
+def is_not_executable(*arguments):
+    raise ImportError("failed to map segment from shared object")
+kernels.digest = is_not_executable
+print(reason(layout()))
 """
 
 
@@ -224,6 +229,7 @@ def test_a_device_that_moves_or_adds_up_wrongly_stages_nothing() -> None:
         "its kernels do not put pages where they belong",
         "its kernels do not take the right checksums",
         "a kernel for staged records failed: out of resource",
+        "a kernel for staged records failed: failed to map segment from shared object",
     ]
 
 
