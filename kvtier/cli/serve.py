@@ -52,6 +52,8 @@ def serve(
 
 def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
     """What runs vLLM's server with kvtier's connector and these flags of the user's."""
+    if model.startswith(("/", ".", "~")) and not Path(model).exists():  # no name on a hub does
+        raise ConfigError(model, "there is no such model", "name a folder that exists")
     if _value(flags, _TRANSFER) is not None:
         raise ConfigError(
             _TRANSFER,

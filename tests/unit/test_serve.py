@@ -29,6 +29,12 @@ def test_the_connector_is_given_to_vllm() -> None:
     assert found["kv_connector_extra_config"] == {"stack": str(Path("stack.yaml").absolute())}
 
 
+@pytest.mark.parametrize("model", ["./no/model", "/no/model", "../no", "~/no"])
+def test_a_folder_that_is_not_there(model: str) -> None:
+    with pytest.raises(ConfigError, match="there is no such model - name a folder that exists"):
+        serve.server_command(model, Path("stack.yaml"), [])
+
+
 @pytest.mark.parametrize(
     "flags", [["--prefix-caching-hash-algo", "sha256"], ["--prefix-caching-hash-algo=sha256"]]
 )
