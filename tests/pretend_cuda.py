@@ -54,6 +54,13 @@ class Event:
         return max(1e-6, (end._at - self._at) * 1000)
 
 
+class Graph:
+    """What it captures has been done then, too."""
+
+    def replay(self) -> None:
+        pass
+
+
 class Cudart:
     """The runtime that kvtier calls by itself (ctypes), and the part that torch offers."""
 
@@ -176,6 +183,8 @@ def install() -> None:
         "cudart": lambda: cudart,
         "Stream": Stream,
         "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": _anywhere,
         "stream": _anywhere,
         "device": _anywhere,
     }

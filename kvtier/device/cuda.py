@@ -73,8 +73,10 @@ def staging(torch: Any, index: int, layout: DeviceLayout, batch_copy: BatchCopy)
         from kvtier.device.staging import Staging
     except ImportError as error:
         raise RuntimeError(f"no Triton ({error})") from error
-    shared = Staging(torch, index, layout, batch_copy)
-    shared.try_out()
+    # Not on the default stream: it may be the engine's, and forbidden while a graph is captured.
+    with torch.cuda.stream(torch.cuda.Stream(index)):
+        shared = Staging(torch, index, layout, batch_copy)
+        shared.try_out()
     return shared
 
 

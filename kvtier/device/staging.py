@@ -198,13 +198,13 @@ class DeviceSums:
     def __init__(self, torch: Any, device: Any, stream: Any, longest: int) -> None:
         self._torch = torch
         self._stream = stream
-        self._numbers = torch.from_numpy(kernels.constants()).to(device)
+        sample = np.random.default_rng(0).integers(0, 256, min(longest, _SAMPLE), dtype=np.uint8)
+        self._sums = torch.empty(pieces_of(longest), dtype=torch.int64, pin_memory=True)
         with torch.cuda.stream(stream):
+            self._numbers = torch.from_numpy(kernels.constants()).to(device)
             count = kernels.totals_of(1, longest)
             self._totals = torch.empty(count, dtype=torch.int64, device=device)
-        self._sums = torch.empty(pieces_of(longest), dtype=torch.int64, pin_memory=True)
-        sample = np.random.default_rng(0).integers(0, 256, min(longest, _SAMPLE), dtype=np.uint8)
-        there = torch.from_numpy(sample).to(device)
+            there = torch.from_numpy(sample).to(device)
         with kernels.building:
             found = self.take(there, 0, len(sample))
         if found != part_sum(sample.data):

@@ -36,7 +36,7 @@ def torch() -> Any:
 class Stage:
     """Two groups over four tensors: padded pages, one tensor shared, three blocks a chunk."""
 
-    def __init__(self, torch: Any, page: int) -> None:
+    def __init__(self, torch: Any, page: int, *, wait: bool = True) -> None:
         self.torch = torch
         self.pools = [
             torch.randint(0, 255, (BLOCKS, page + pad), dtype=torch.uint8, device="cuda")
@@ -57,7 +57,7 @@ class Stage:
         self.copier: CudaCopier = open_copier(
             self.layout, self.host, data, NAMESPACE, index=torch.cuda.current_device()
         )
-        assert self.copier.prepared.wait(60)
+        assert not wait or self.copier.prepared.wait(60)
         self.keys: list[BlockKey] = []
 
     def run(self, kind: TransferKind, blocks: Blocks, first: int = 0) -> JobResult:
@@ -147,6 +147,27 @@ def test_memory_that_is_not_pinned_yet(torch: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(PinnedMemory, "pin", lambda self, stopping: False)
     stage = Stage(torch, 16384)
     before = stage.pools[0].clone()
+    assert stage.run(STORE, Blocks(np.arange(6), [6, 0], [0, 0])).ok
+    assert stage.run(LOAD, Blocks(np.arange(32, 38), [6, 0], [0, 0])).ok
+    assert (stage.pools[0][32:38, : stage.page] == before[:6, : stage.page]).all()
+    stage.copier.close()
+
+
+def test_an_engine_captures_graphs_while_the_copier_gets_ready(torch: Any) -> None:
+    """vLLM does, just after it has handed over its tensors."""
+    numbers = torch.zeros(1024, device="cuda")
+    numbers.add_(0)
+    stage = Stage(torch, 16384, wait=False)
+    before = stage.pools[0].clone()
+    graphs = 0
+    while graphs < 3 or not stage.copier.prepared.is_set():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            numbers.add_(1)
+        graph.replay()
+        graphs += 1
+    assert (numbers == graphs).all()
+    assert stage.copier._loads.staged
     assert stage.run(STORE, Blocks(np.arange(6), [6, 0], [0, 0])).ok
     assert stage.run(LOAD, Blocks(np.arange(32, 38), [6, 0], [0, 0])).ok
     assert (stage.pools[0][32:38, : stage.page] == before[:6, : stage.page]).all()

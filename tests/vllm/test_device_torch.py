@@ -149,12 +149,27 @@ def test_the_kernels_can_be_built_for_devices_that_are_not_here() -> None:
 
 
 _TRIAL = """
+import contextlib
 import ctypes
 import pretend_cuda
 import numpy as np
 import torch
 from kvtier.device import cuda, kernels, staging
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+
+inside, to = [], torch.Tensor.to
+
+@contextlib.contextmanager
+def stream(entered):
+    inside.append(entered)
+    yield
+    inside.pop()
+
+def moved(*arguments, **options):
+    assert inside, "the default stream may be the engine's"
+    return to(*arguments, **options)
+
+torch.cuda.stream, torch.Tensor.to = stream, moved
 
 def layout(page=4096, base=0, stride=4096):
     return DeviceLayout((DeviceTensor(base, 8, stride, page),), ((PageRef(0, page),),))
