@@ -9,8 +9,8 @@ _TIMES = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")
 
 def size(count: float) -> str:
     """A number of bytes, like "1.5 GiB"."""
-    step = 0
-    while abs(count) >= 1024 and step < len(_SIZES) - 1:
+    step = 0  # what would be shown as 1024 of a unit is 1 of the next
+    while abs(count) >= 1023.5 and step < len(_SIZES) - 1:
         count, step = count / 1024, step + 1
     return f"{_digits(count)} {_SIZES[step]}"
 
@@ -25,7 +25,7 @@ def rate(bytes_per_second: float) -> str:
 def count(number: float) -> str:
     """A number of things, like "1.5M"."""
     step = 0
-    while abs(number) >= 1000 and step < len(_COUNTS) - 1:
+    while abs(number) >= 999.5 and step < len(_COUNTS) - 1:
         number, step = number / 1000, step + 1
     return f"{_digits(number)}{_COUNTS[step]}"
 

@@ -24,7 +24,14 @@ from kvtier.observe.svg import bars, lines
 class TestHuman:
     @pytest.mark.parametrize(
         ("number", "text"),
-        [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (5 << 40, "5 TiB")],
+        [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1 KiB"),
+            (1536, "1.5 KiB"),
+            ((1 << 30) - 4096, "1 GiB"),
+            (5 << 40, "5 TiB"),
+        ],
     )
     def test_sizes(self, number: int, text: str) -> None:
         assert human.size(number) == text
@@ -40,6 +47,7 @@ class TestHuman:
         assert human.rate(2.5e9) == "2.5 GB/s"
         assert human.rate(80e6) == "80 MB/s"
         assert human.count(999) == "999"
+        assert human.count(999_900) == "1M"
         assert human.count(1_500_000) == "1.5M"
         assert human.share(1, 3) == "33.3%"
         assert human.share(1, 0) == "-"
