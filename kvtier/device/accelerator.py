@@ -55,9 +55,6 @@ class Stage(Protocol):
     copied at once, or returned to be kept until then.
     """
 
-    def after(self, event: Any) -> None:
-        """Hold what follows until an event of another stream of this device."""
-
     def gather(self, group: int, ids: Ints) -> None:
         """Queue pages into the buffer: a row of block numbers for each record, -1 for none."""
 

@@ -107,7 +107,7 @@ class StagedPath:
         ids[~np.isin(fetched, placed)] = -1
 
         def place() -> None:
-            stage.after(batch.work.mark)
+            _reach(batch)
             stage.scatter(batch.group, ids)
 
         return outcomes if _ended(batch, _queue(batch, stage, place)) else failed(outcomes)
@@ -120,7 +120,7 @@ class StagedPath:
         rows = _good(batch, outcomes)
 
         def leave() -> None:
-            stage.after(batch.work.mark)
+            _reach(batch)
             stage.gather(batch.group, self._ids(batch, rows))
 
         def send() -> object:
@@ -173,6 +173,15 @@ class StagedPath:
         inside = (place >= 0) & (place < pieces.length[rows][:, None])
         at = np.where(inside, pieces.at[rows][:, None] + place, 0)
         return np.where(inside, ids[at], -1)
+
+
+def _reach(batch: Batch) -> None:
+    """Wait until the engine has done what it had queued when the job was given.
+
+    By this thread, not by the stream: streams share a few queues of the device, where what waits
+    holds up what comes behind it, other batches as well as the engine's own work.
+    """
+    batch.work.mark.synchronize()
 
 
 def _good(batch: Batch, outcomes: list[Outcome]) -> list[int]:

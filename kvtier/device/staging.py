@@ -125,9 +125,6 @@ class CudaStage:
         self._sums = torch.empty(count, dtype=torch.int64, pin_memory=True)
         self._address: int = self._buffer.data_ptr()
 
-    def after(self, event: Any) -> None:
-        self._stream.wait_event(event)
-
     def gather(self, group: int, ids: Ints) -> None:
         self._move(group, ids, out=True)
 
