@@ -16,7 +16,7 @@ from cli_world import KVTIER, Hold, command
 from kvtier import Stack
 from kvtier.cli.holdings import BENCH_MARK
 from kvtier.config import load
-from kvtier.core.record import HEADER_BYTES, record_bytes
+from kvtier.core.record import HEADER_BYTES, VERSION, record_bytes
 from kvtier.core.slab import layout
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
@@ -79,7 +79,7 @@ class TestVerify:
         slab = one(tmp_path, "*.slab")
         with slab.open("r+b") as data:
             data.seek(8)
-            data.write(b"\2")
+            data.write(bytes([VERSION + 1]))
         before = slab.read_bytes(), one(tmp_path, "*.table").read_bytes()
         report = run("verify", "-c", filled, "--tier", "nvme", "--repair")
         assert report["counts"]["newer"] == 1
