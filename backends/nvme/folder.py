@@ -94,9 +94,11 @@ class NvmeFolder:
         try:
             yield
         except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "name a folder where you may write, on a local disk"
             raise MediumError(
-                f"cannot use {self.root} for an NVMe tier ({error.strerror}): name a folder where "
-                "you may write, on a local disk"
+                f"cannot use {self.root} for an NVMe tier ({error.strerror}): "
+                + ("free some room there" if full else remedy)
             ) from error
 
     def _make_home(self) -> None:
