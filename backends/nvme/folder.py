@@ -105,7 +105,11 @@ class NvmeFolder:
         """Under the lock: this namespace's folders and its description."""
         for folder in (self.home, self.owners):
             folder.mkdir(mode=0o700, exist_ok=True)
-        self._describe()
+        try:
+            self._describe()
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise  # else an engine starts all the same: before the first slab comes another try
 
     def _describe(self) -> None:
         """Leave the namespace's JSON beside the data, for people and for `explain`."""
@@ -113,9 +117,13 @@ class NvmeFolder:
         if path.is_file() and path.read_bytes() == text:
             return
         making = path.with_suffix(f".{secrets.token_hex(4)}{_MAKING}")
-        making.write_bytes(text)
-        making.chmod(0o600)
-        making.rename(path)
+        try:
+            making.write_bytes(text)
+            making.chmod(0o600)
+            making.rename(path)
+        except OSError:
+            making.unlink(missing_ok=True)
+            raise
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -232,6 +240,7 @@ class NvmeFolder:
                 return None
             making = self._making(header.slab_id, owner)
             try:
+                self._describe()
                 fds = self._begin(making, header)
             except OSError as error:
                 self._give_up(making, error)

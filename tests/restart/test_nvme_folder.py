@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -143,6 +144,27 @@ def test_the_floor_stops_growth_and_gives_room_back(tmp_path: Path) -> None:
     engine.keeper._full_until = 0.0
     new = make_keys(4, start=100)
     assert engine.put(new) == new
+    engine.close()
+
+
+def test_an_engine_starts_on_a_full_disk_and_stores_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        write(path, b"")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    engine = Engine(tmp_path / "kv")
+    keys = make_keys(4)
+    assert engine.put(keys) == []
+    assert [path.name for path in engine.keeper.folder.home.iterdir()] == ["owners"], "nothing half made"
+    monkeypatch.undo()
+    engine.keeper._full_until = 0.0
+    assert engine.put(keys) == keys
+    assert (engine.keeper.folder.home / "namespace.json").is_file()
     engine.close()
 
 
