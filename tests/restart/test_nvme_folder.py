@@ -160,7 +160,9 @@ def test_an_engine_starts_on_a_full_disk_and_stores_once_there_is_room(
     engine = Engine(tmp_path / "kv")
     keys = make_keys(4)
     assert engine.put(keys) == []
-    assert [path.name for path in engine.keeper.folder.home.iterdir()] == ["owners"], "nothing half made"
+    assert [path.name for path in engine.keeper.folder.home.iterdir()] == ["owners"], (
+        "nothing half made"
+    )
     monkeypatch.undo()
     engine.keeper._full_until = 0.0
     assert engine.put(keys) == keys
