@@ -94,7 +94,7 @@ class NvmeFolder:
         try:
             yield
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            full = error.errno in _NO_ROOM
             remedy = "name a folder where you may write, on a local disk"
             raise MediumError(
                 f"cannot use {self.root} for an NVMe tier ({error.strerror}): "

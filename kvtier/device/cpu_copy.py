@@ -185,12 +185,12 @@ class CpuCopier(DeviceCopier):
     def _store(self, work: Work, row: int) -> Outcome:
         key, slot, group = _record(work, row)
         prover = self._prover
-        if not prover.reserved(slot, key):
+        if not prover.reserved(slot, key).ok:
             return Outcome.GONE
         ids, skip = _blocks(work, row)
         self._pages.gather(group, ids, skip, prover.part(slot, group))
         prover.seal(slot, key, group)
-        return Outcome.OK if prover.reserved(slot, key) else Outcome.GONE
+        return prover.reserved(slot, key)
 
     def _load(self, work: Work, row: int, *, copy: bool) -> Outcome:
         key, slot, group = _record(work, row)

@@ -53,9 +53,7 @@ class Cuda:
         bind_thread(self._cores)
 
     def mark(self) -> Event:
-        event: Event = self._torch.cuda.Event(blocking=True)
-        event.record(self._torch.cuda.current_stream(self._index))  # type: ignore[attr-defined]
-        return event
+        return event_on(self._torch, self._torch.cuda.current_stream(self._index))
 
     def lane(self, *, urgent: bool) -> Lane:
         stream = self._torch.cuda.Stream(self._index, priority=-1 if urgent else 0)
@@ -105,9 +103,14 @@ class _CudaLane:
             return self._device.batch_copy(targets, sources, sizes, quiet_source)
 
     def record(self) -> Event:
-        event: Event = self._torch.cuda.Event(blocking=True)
-        event.record(self._stream)  # type: ignore[attr-defined]
-        return event
+        return event_on(self._torch, self._stream)
+
+
+def event_on(torch: Any, stream: Any) -> Event:
+    """The point that a stream has come to, for threads that sleep until then."""
+    event: Event = torch.cuda.Event(blocking=True)
+    event.record(stream)  # type: ignore[attr-defined]
+    return event
 
 
 def open_copier(

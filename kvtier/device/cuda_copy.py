@@ -217,7 +217,7 @@ class CudaCopier(DeviceCopier):
 
     def _reserved(self, batch: Batch, row: int) -> Outcome:
         job = batch.work.job
-        return Outcome.OK if self._prover.reserved(job.slots[row], job.keys[row]) else Outcome.GONE
+        return self._prover.reserved(job.slots[row], job.keys[row])
 
     def _land_stores(self) -> None:
         while (flight := self._stores.flights.get()) is not None:
@@ -231,12 +231,8 @@ class CudaCopier(DeviceCopier):
         self._stores.flights.put(None)  # for the next of these threads
 
     def _seal(self, batch: Batch, row: int) -> Outcome:
-        outcome = self._reserved(batch, row)
-        if outcome.ok:
-            job = batch.work.job
-            self._prover.seal(job.slots[row], job.keys[row], batch.group)
-            outcome = self._reserved(batch, row)
-        return outcome
+        job = batch.work.job
+        return self._prover.complete(job.slots[row], job.keys[row], batch.group)
 
     # -- both ------------------------------------------------------------------------------
 

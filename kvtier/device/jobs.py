@@ -176,10 +176,21 @@ class Prover:
         """The checksum that the header states for this rank's part."""
         return stated_sum(self._host.record(slot), self._layout.part)
 
-    def reserved(self, slot: int, key: BlockKey) -> bool:
-        """Whether a slot waits for this key's bytes."""
+    def reserved(self, slot: int, key: BlockKey) -> Outcome:
+        """OK if a slot waits for this key's bytes."""
         entry = self._host.entry(slot)
-        return entry[0] == table.RESERVED and _key(entry) == key
+        waits = entry[0] == table.RESERVED and _key(entry) == key
+        return Outcome.OK if waits else Outcome.GONE
+
+    def complete(
+        self, slot: int, key: BlockKey, group: int, checksum: int | None = None
+    ) -> Outcome:
+        """Seal a record; OK if its slot waited for it, before and after."""
+        outcome = self.reserved(slot, key)
+        if outcome.ok:
+            self.seal(slot, key, group, checksum)
+            outcome = self.reserved(slot, key)
+        return outcome
 
     def seal(self, slot: int, key: BlockKey, group: int, checksum: int | None = None) -> None:
         """Make the proof of this rank's part, whose checksum somebody may have taken already; the

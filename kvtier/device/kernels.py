@@ -17,16 +17,12 @@ import triton
 import triton.language as tl
 
 from kvtier.core.record import PIECE_BYTES, TAIL_BYTES, pieces_of
+from kvtier.device import accelerator
 
 ERRORS = (
+    *accelerator.ERRORS,
     AssertionError,
-    AttributeError,
     ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
     subprocess.SubprocessError,
     triton.errors.TritonError,
 )
@@ -250,8 +246,9 @@ def totals_of(parts: int, part_bytes: int) -> int:
     return 8 * parts * pieces_of(part_bytes) * _blocks(part_bytes)
 
 
-def digest(buffer: Any, numbers: Any, totals: Any, sums: Any, parts: int, part_bytes: int) -> None:
-    """Queue the checksums of all pieces of so many parts, on torch's current stream."""
+def digest(buffer: Any, numbers: Any, totals: Any, sums: int, parts: int, part_bytes: int) -> None:
+    """Queue the checksums of all pieces of so many parts, on torch's current stream; they go to the
+    address `sums`."""
     pieces, longest = pieces_of(part_bytes), _blocks(part_bytes)
     tiles = parts * pieces * -(-longest // _TILE)
     _add_blocks[(min(tiles, PROGRAMS * _TILES),)](

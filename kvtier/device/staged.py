@@ -140,7 +140,7 @@ class StagedPath:
 
     def _reserved(self, batch: Batch, row: int) -> Outcome:
         job = batch.work.job
-        return Outcome.OK if self._prover.reserved(job.slots[row], job.keys[row]) else Outcome.GONE
+        return self._prover.reserved(job.slots[row], job.keys[row])
 
     def _seal(
         self, batch: Batch, stage: Stage, rows: list[int], outcomes: list[Outcome]
@@ -148,12 +148,10 @@ class StagedPath:
         sums = dict(zip(rows, stage.sums(batch.group, len(rows)), strict=True))
 
         def seal(batch: Batch, row: int) -> Outcome:
-            outcome = self._reserved(batch, row) if row in sums else Outcome.GONE
-            if outcome.ok:
-                job = batch.work.job
-                self._prover.seal(job.slots[row], job.keys[row], batch.group, sums[row])
-                outcome = self._reserved(batch, row)
-            return outcome
+            if row not in sums:
+                return Outcome.GONE
+            job = batch.work.job
+            return self._prover.complete(job.slots[row], job.keys[row], batch.group, sums[row])
 
         sealed = each_row(batch, seal)
         return [new if old.ok else old for old, new in zip(outcomes, sealed, strict=True)]

@@ -15,6 +15,7 @@ import numpy as np
 from kvtier.core.record import PIECE_BYTES, part_sum, pieces_of, sum_of
 from kvtier.device import kernels, trial
 from kvtier.device.accelerator import Event
+from kvtier.device.cuda import event_on
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Ints
 
@@ -25,8 +26,8 @@ _SHARE = 8
 _EACH_WAY = 4
 """Buffers for one direction: while one is filled, others are proved and emptied."""
 
-
 _SAMPLE = 3 * PIECE_BYTES
+"""What is added up to see whether a device does it rightly: several pieces."""
 
 
 class Staging:
@@ -181,9 +182,7 @@ class CudaStage:
         return [sum_of(row) for row in numbers.tolist()]
 
     def record(self) -> Event:
-        event: Event = self._torch.cuda.Event(blocking=True)
-        event.record(self._stream)  # type: ignore[attr-defined]
-        return event
+        return event_on(self._torch, self._stream)
 
 
 class DeviceSums:

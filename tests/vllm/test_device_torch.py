@@ -17,6 +17,25 @@ from kvtier.device.layout import DeviceLayout
 
 pytestmark = pytest.mark.vllm
 
+
+def said_by(program: str, *, interpreted: bool = True) -> list[str]:
+    """What a process of its own prints, whose kernels are interpreted or built."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}"}
+    environment.pop("TRITON_INTERPRET", None)
+    if interpreted:
+        environment["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        check=True,
+        timeout=240,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return done.stdout.splitlines()
+
+
 _KERNELS = """
 import numpy as np
 import torch
@@ -67,9 +86,7 @@ for size in (256, 1024, 1088, 40_000, 2 << 20, (2 << 20) + 1016, (2 << 20) + 102
 def test_the_kernels_move_pages_and_take_the_checksums_of_records() -> None:
     """In Triton's interpreter, which runs the same programs on the CPU."""
     pytest.importorskip("triton")
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    subprocess.run([sys.executable, "-c", _KERNELS], env=environment, check=True, timeout=240)
+    said_by(_KERNELS)
 
 
 _COMPILED = """
@@ -134,18 +151,7 @@ for out in (True, False):
 def test_the_kernels_can_be_built_for_devices_that_are_not_here() -> None:
     """The interpreter takes more than the compiler does."""
     pytest.importorskip("triton")
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILED],
-        env=environment,
-        check=True,
-        timeout=240,
-        capture_output=True,
-        text=True,
-    )
-    assert len(set(done.stdout.splitlines())) == 18
+    assert len(set(said_by(_COMPILED, interpreted=False))) == 18
 
 
 _TRIAL = """
@@ -225,17 +231,7 @@ print(reason(layout()))
 
 def test_a_device_that_moves_or_adds_up_wrongly_stages_nothing() -> None:
     pytest.importorskip("triton")
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}:{root / 'tests'}"}
-    done = subprocess.run(
-        [sys.executable, "-c", _TRIAL],
-        env=environment,
-        check=True,
-        timeout=240,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.splitlines() == [
+    assert said_by(_TRIAL) == [
         "CudaStage; CudaStage; CudaStage; CudaStage",
         "pages that are not made of words of 8 bytes",
         "records of fewer than 256 bytes",
