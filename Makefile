@@ -13,13 +13,16 @@ VLLM_STAMP := $(VLLM_VENV)/.ready-$(shell cat pyproject.toml tools/install_vllm_
 MODEL ?= $(VLLM_VENV)/models/small
 STACK ?= configs/laptop.yaml
 FLAGS ?=
+# How many processes share the tests that need no engine: make check WORKERS=8
+WORKERS ?= 2
+SHARED = -n $(WORKERS) --dist worksteal
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm venv-vllm check fix lint docs lock clean venv bench-nvme bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-sanitize gpu-needs gpu-wheels
 
 test: lint $(VLLM_STAMP)
-	$(BIN)/pytest -m "not vllm and not gpu"
+	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
 	$(VLLM_BIN)/pytest -m "vllm and not gpu" tests/vllm
 	@if nvidia-smi >/dev/null 2>&1; then $(VLLM_BIN)/pytest -m gpu; fi
 
@@ -35,7 +38,7 @@ demo: $(VLLM_STAMP)
 
 # The quick part of `make test`, for every change.
 check: lint
-	$(BIN)/pytest -m "not slow and not vllm and not gpu"
+	$(BIN)/pytest $(SHARED) -m "not slow and not vllm and not gpu"
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check

@@ -1,6 +1,26 @@
 """For all tests: property tests take the same examples every time, and as long as they need."""
 
+from collections.abc import Callable
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("kvtier", deadline=None, derandomize=True)
 settings.load_profile("kvtier")
+
+FIGURE = "figure"
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Shows a line at the end of the run; it travels there in the test's report."""
+    return lambda line: record_property(FIGURE, line)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", None) == "call":
+                for name, line in report.user_properties:
+                    if name == FIGURE:
+                        terminalreporter.write_line(line)

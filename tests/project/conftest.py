@@ -1,4 +1,4 @@
-"""The project as somebody else gets it: its files, and the figures that are limits."""
+"""The project as somebody else gets it: its files."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 from sources import copy_sources
 
-ROOT = Path(__file__).parents[2]
-FIGURES: list[str] = []
-
 
 @pytest.fixture(scope="session")
 def source_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -17,14 +14,3 @@ def source_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("source") / "kvtier"
     copy_sources(target)
     return target
-
-
-@pytest.fixture
-def figure() -> list[str]:
-    """Lines to show at the end of the run."""
-    return FIGURES
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for line in FIGURES:
-        terminalreporter.write_line(line)
