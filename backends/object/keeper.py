@@ -176,6 +176,7 @@ class Keeper:
     def work(self) -> None:
         """One round of whatever is due. Weather is no news: the store's breaker logs it."""
         with self._mutex:
+            self.uses.count()
             try:
                 self._write_down()
                 now = time.monotonic()
@@ -228,7 +229,7 @@ class Keeper:
                 _log.warning("the object store does not answer: what is to be written down is lost")
                 return
         self.flush()
-        with self._mutex, contextlib.suppress(StoreError):
+        with self._mutex:
             self.uses.close()
         with self._mutex, contextlib.suppress(StoreError):  # then it is found to be dead
             self._claims.close(clean=not self._entries and not self._doomed and not self._stubborn)

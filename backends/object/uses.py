@@ -10,10 +10,11 @@ them. What was not written down yet when its writer died, and what cannot be rea
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -21,12 +22,14 @@ import numpy.typing as npt
 
 from kvtier.backends.object import manifest
 from kvtier.backends.object.breath import CHUNK
-from kvtier.backends.object.errors import LengthMismatch
+from kvtier.backends.object.errors import LengthMismatch, StoreError
 from kvtier.backends.object.manifest import ENTRY, USED, Entries
 from kvtier.backends.object.names import parse_uses, uses_prefix
-from kvtier.backends.object.store import GetOutcome, Store
+from kvtier.backends.object.store import GetOutcome, ObjectInfo, Store
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.types import BlockKey, Namespace
+
+_log = logging.getLogger(__name__)
 
 _REQUESTS_MAX = 4096
 """So many requests are remembered between two looks."""
@@ -63,25 +66,35 @@ class Uses:
         self._next = clock() + every_s
         self._noted: deque[Sequence[BlockKey]] = deque(maxlen=_REQUESTS_MAX)
         self._counts: Counter[BlockKey] = Counter()
+        self._undeleted = 0
+        """So many lists that are joined already the store would not delete."""
 
     def note(self, keys: Sequence[BlockKey]) -> None:
         """A request has used these blocks."""
         self._noted.append(keys)
 
     def look(self) -> None:
-        """Count, and write a list when one is due; raises StoreError."""
+        """Write a list when one is due. If the store will not have it, nothing else must wait for
+        that: the next list tells all."""
+        self.count()
+        if self._clock() >= self._next:
+            self._next = self._clock() + self._every_s
+            try:
+                self._write()
+            except StoreError as error:
+                _log.debug("uses are not written down: %s", error)
+
+    def count(self) -> None:
+        """Take in what was noted, which costs more memory than counts do."""
         while self._noted:
             self._counts.update(self._noted.popleft())
             if len(self._counts) > _BLOCKS_MAX:
                 most = np.median(np.fromiter(self._counts.values(), np.uint64))
                 self._counts = Counter({k: n for k, n in self._counts.items() if n > most})
             self._rest()
-        if self._clock() >= self._next:
-            self._next = self._clock() + self._every_s
-            self._write()
 
     def close(self) -> None:
-        """Write the last list; raises StoreError."""
+        """Write the last list."""
         self._next = 0.0
         self.look()
 
@@ -101,7 +114,8 @@ class Uses:
         self._join()
 
     def _join(self) -> None:
-        if sum(1 for _ in islice(self._store.list(self._prefix), _PILE)) < _PILE:
+        most = _PILE + self._undeleted
+        if sum(1 for _ in islice(_listed(self._store, self._namespace), most)) < most:
             return
         lists = _Lists(self._store, self._namespace)
         if len(lists.names) < _PILE:
@@ -111,7 +125,8 @@ class Uses:
             entries = entries[np.argsort(entries["size"])[-_JOINED_MAX:]]
             entries["size"] //= 2
         self._put(entries, lists.names)
-        self._store.delete([f"{self._prefix}{name}" for name in lists.names])
+        names = [f"{self._prefix}{name}" for name in lists.names]
+        self._undeleted = len(self._store.delete(names))
 
     def _put(self, entries: Entries, covers: Sequence[str] = ()) -> None:
         name = f"{self._prefix}{self._writer}-{self._number:010d}"
@@ -126,10 +141,7 @@ class _Lists:
     def __init__(self, store: Store, namespace: Namespace) -> None:
         self.names: list[str] = []
         self._read: list[tuple[list[str], str, Entries]] = []
-        for info in islice(store.list(uses_prefix(namespace.id)), _LISTS_MAX):
-            name = parse_uses(info.name)
-            if name is None:
-                continue
+        for name, info in islice(_listed(store, namespace), _LISTS_MAX):
             data = memoryview(bytearray(info.size if info.size <= _LIST_BYTES_MAX else 0))
             try:
                 if store.get(info.name, [data]) is GetOutcome.MISSING:
@@ -145,11 +157,12 @@ class _Lists:
 
     def sum(self) -> Entries:
         """One entry a block, with all its uses."""
-        covered: set[str] = set()
+        joined = {name for covers, _, _ in self._read for name in covers}
+        counted: set[str] = set()
         pieces = [np.zeros(0, ENTRY)]
         for covers, name, entries in sorted(self._read, key=lambda read: -len(read[0])):
-            if name not in covered and covered.isdisjoint(covers):
-                covered.update(covers)
+            if name not in joined and counted.isdisjoint(covers):
+                counted.update(covers)
                 pieces.append(entries)
         entries = np.concatenate(pieces)
         _, first, which = np.unique(manifest.marks(entries), return_index=True, return_inverse=True)
@@ -158,6 +171,13 @@ class _Lists:
         found = entries[first]
         found["size"] = np.minimum(counts, _COUNT_MAX)
         return found
+
+
+def _listed(store: Store, namespace: Namespace) -> Iterator[tuple[str, ObjectInfo]]:
+    """The lists of a namespace, and nothing else that lies there."""
+    for info in store.list(uses_prefix(namespace.id)):
+        if name := parse_uses(info.name):
+            yield name, info
 
 
 def count_uses(store: Store, namespace: Namespace, blocks: Entries) -> npt.NDArray[np.uint32]:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from kvtier.backends.object import breath as breath_module
 from kvtier.backends.object import manifest
 from kvtier.backends.object import uses as uses_module
-from kvtier.backends.object.errors import StoreError, Unavailable
+from kvtier.backends.object.errors import AccessDenied, StoreError, Unavailable
 from kvtier.backends.object.files import FileStore
+from kvtier.backends.object.keeper import Keeper
+from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.manifest import ADDED, USED, Entries
-from kvtier.backends.object.names import uses_prefix
+from kvtier.backends.object.names import block_name, uses_prefix
+from kvtier.backends.object.store import ObjectInfo
+from kvtier.backends.object.tier import ObjectTier
 from kvtier.backends.object.uses import Uses, count_uses
+from kvtier.core.eviction import create_policy
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey
 
@@ -114,8 +120,8 @@ def test_a_store_that_is_away_costs_no_count(store: FileStore, tmp_path: Path) -
     uses = Uses(Away(tmp_path / "store"), NAMESPACE, 600.0, clock=clock)
     uses.note(KEYS[:1])
     clock.now = 600.0
-    with pytest.raises(Unavailable):
-        uses.look()
+    uses.look()  # raises nothing: all else that is due must be done
+    clock.now = 601.0
     uses.look()  # not at every look
     uses._store = store
     clock.now = 1200.0
@@ -190,3 +196,75 @@ def test_many_blocks(store: FileStore) -> None:
     served(store, *(many for _ in range(10)))
     blocks = entries_of(ADDED, many, [1] * len(many))
     assert (count_uses(store, NAMESPACE, blocks) == 10).all()
+
+
+def test_a_join_that_is_cut_short_counts_nothing_twice(store: FileStore) -> None:
+    """The sum of a sum and others is there, and so is that first sum, which is listed before."""
+    others = [f"{number:016x}-0000000000" for number in range(31)]
+    first, second = f"{'a' * 16}-0000000000", f"{'b' * 16}-0000000000"
+    sums = ((first, 16, others[:16]), (second, 31, [first, *others[16:]]))
+    for name, count, covers in sums:
+        entries = entries_of(USED, KEYS[:1], [count])
+        store.put(f"{PREFIX}{name}", manifest.pack(NAMESPACE.digest, entries, covers))
+    assert counted(store)[0] == 31
+
+
+def test_what_else_lies_there_does_not_hide_lists(store: FileStore) -> None:
+    for number in range(70):
+        store.put(f"{PREFIX}0-note-{number}", [memoryview(b"mine")])
+    for _ in range(40):
+        served(store, KEYS[:1])
+        assert len(names(store)) < 70 + 16
+    assert counted(store)[0] == 40
+
+
+def test_what_cannot_be_deleted_is_not_joined_at_every_look(tmp_path: Path) -> None:
+    clock = Clock()
+    store = Undeletable(tmp_path / "store")
+    uses = Uses(store, NAMESPACE, 600.0, clock=clock)
+    for _ in range(40):
+        clock.now += 600.0
+        uses.note(KEYS[:1])
+        uses.look()
+    assert len(names(store)) <= 40 + 2
+    assert counted(store)[0] == 40
+
+
+def test_a_store_that_refuses_lists_of_uses_is_audited_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breath_module, "_SLICE_S", -1.0)
+
+    class Strict(FileStore):
+        def put(self, name: str, *args: object, **more: object) -> object:  # type: ignore[override]
+            if name.startswith(PREFIX):
+                raise AccessDenied("not there")
+            return super().put(name, *args, **more)  # type: ignore[arg-type]
+
+    store = Strict(tmp_path / "store")
+    keeper = Keeper(store, NAMESPACE, Limits(1 << 30, refresh_s=0.0, audit_s=600.0))
+    tier = ObjectTier(keeper, create_policy())
+    keeper.open(tier.known)
+    tier.start()
+    store.put(block_name(NAMESPACE.id, KEYS[0]), [memoryview(bytes(12288))])
+    keeper.uses.note(KEYS)
+    keeper.uses._next = 0.0
+    keeper._next_audit = 0.0
+    keeper.work()
+    tier.tick()
+    assert tier.stats().blocks == 1
+    keeper.close()
+
+
+def test_what_is_noted_while_the_store_is_away_takes_no_more_than_counts(tmp_path: Path) -> None:
+    class Away(FileStore):
+        def list(self, *args: object, **more: object) -> Iterator[ObjectInfo]:  # type: ignore[override]
+            raise Unavailable("not now")
+
+    keeper = Keeper(Away(tmp_path / "store"), NAMESPACE, Limits(1 << 30, 600.0, 600.0))
+    for _ in range(100):
+        keeper.uses.note(KEYS)
+        keeper.work()
+    assert len(keeper.uses._noted) == 0
+    assert len(keeper.uses._counts) == len(KEYS)
+    keeper.close()
