@@ -45,6 +45,11 @@ class Done:
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err
 
+    @property
+    def said(self) -> str:
+        """All its words, wherever its lines end: that may hang on the length of a folder's name."""
+        return " ".join((self.out + self.err).split())
+
 
 def command(
     *args: object, columns: int | None = None, typed: str = "", rights: bool = True

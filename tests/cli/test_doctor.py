@@ -41,7 +41,7 @@ def test_every_finding_that_matters_says_what_to_do(stack_file: Path) -> None:
 def test_for_people(stack_file: Path) -> None:
     done = command("doctor", "-c", stack_file, "--no-measure")
     assert done.code == 0
-    assert "ok    1 nvme: O_DIRECT works" in done.out
+    assert "ok 1 nvme: O_DIRECT works" in done.said
 
 
 def test_nothing_is_left_behind(stack_file: Path, tmp_path: Path) -> None:

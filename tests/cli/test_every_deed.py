@@ -142,8 +142,7 @@ def stocked(scene: Scene) -> Scene:
 
 def check(done: Done, expected: tuple[int, str]) -> None:
     code, says = expected
-    said = " ".join((done.out + done.err).split())
-    assert (done.code, says in said) == (code, True), (done.out, done.err)
+    assert (done.code, says in done.said) == (code, True), (done.out, done.err)
     assert "Traceback" not in done.err
 
 

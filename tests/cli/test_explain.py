@@ -186,7 +186,7 @@ class TestExplain:
         assert (mine["hits"], mine["differs"]) == (0, [])
         assert other["hits"] == 6
         assert other["differs"] == ["dtype: bfloat16 here, float16 there"]
-        assert "differs: dtype" in command(*args).out
+        assert "differs: dtype" in command(*args).said
 
     def test_a_group_that_is_missing_is_a_miss(self, stack_file: Path, prompt_file: Path) -> None:
         keys = chunk_keys(PROMPT, ENGINE)
@@ -202,7 +202,7 @@ class TestExplain:
         path.write_text('{"tokens": [1, 2]}')
         done = command("explain", path, "-c", stack_file)
         assert done.code == 1
-        assert "shorter than one chunk" in done.out
+        assert "shorter than one chunk" in done.said
 
     def test_an_empty_stack(self, stack_file: Path, prompt_file: Path) -> None:
         done = command("explain", prompt_file, "-c", stack_file)
@@ -212,7 +212,7 @@ class TestExplain:
     def test_keys_that_only_the_engine_can_compute(self, filled: Path, prompt_file: Path) -> None:
         done = command("explain", prompt_file, "-c", filled)
         assert done.code == 1
-        assert "cannot be computed here" in done.out
+        assert "cannot be computed here" in done.said
 
     def test_skipped_prompts_are_said_and_counted(self, stack_file: Path, tmp_path: Path) -> None:
         store(stack_file, ENGINE, 4)

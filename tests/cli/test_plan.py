@@ -89,14 +89,13 @@ def test_for_people(model: Path, stack_file: Path) -> None:
     done = command("plan", model, "-c", stack_file, *GIVEN)
     assert done.code == 0
     assert "2 KiB a token" in done.out
-    assert "--prefill RATE" in done.out
+    assert "--prefill RATE" in done.said
 
 
 def test_what_is_not_counted_is_said(model: Path, stack_file: Path) -> None:
     (model / "config.json").write_text(json.dumps(CONFIG | {"full_attention_interval": 2}))
-    assert (
-        "not counted: 2 layers keep a state" in command("plan", model, "-c", stack_file, *GIVEN).out
-    )
+    done = command("plan", model, "-c", stack_file, *GIVEN)
+    assert "not counted: 2 layers keep a state" in done.said
 
 
 @pytest.mark.parametrize(
