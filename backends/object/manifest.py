@@ -50,7 +50,8 @@ _HEAD = struct.Struct("<8sHHIQ16sQ")
 _SUM = struct.Struct("<Q")
 HEAD_BYTES = _HEAD.size + _SUM.size
 COVERS_BYTES_MAX = 1 << 20
-_TIME_MAX_US = 1 << 62
+_TIME_MAX_US = 1 << 53
+"""The year 2255. What corrects an entry is later, and times beyond it are not exact in seconds."""
 _ODD = (
     0x9E3779B97F4A7C15,
     0xC2B2AE3D27D4EB4F,
@@ -73,7 +74,7 @@ def pack_entries(
     entries["key_bytes"] = [len(key) for key in keys]
     entries["generation"] = generations
     entries["size"] = sizes
-    entries["time_us"] = times_us
+    entries["time_us"] = np.minimum(times_us, _TIME_MAX_US)
     padded = b"".join([key.ljust(KEY_BYTES_MAX, b"\0") for key in keys])
     entries["key"] = np.frombuffer(padded, entries["key"].dtype)
     return entries

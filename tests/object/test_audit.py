@@ -146,12 +146,14 @@ def test_times_that_cannot_be(tmp_path: Path, store: ListedStore, modified_s: fl
     keeper.close()
 
 
-def test_an_entry_by_a_clock_that_is_ahead_is_removed(store: ListedStore) -> None:
+@pytest.mark.parametrize("at_us", [5 * 10**15, (1 << 53) - 1, 1 << 53, 1 << 62])
+def test_an_entry_by_a_clock_that_is_ahead_is_removed(
+    store: ListedStore, caplog: pytest.LogCaptureFixture, at_us: int
+) -> None:
     keys = make_keys(3)
-    years_ahead_us = int((time.time() + 1e8) * 1e6)
-    Journal(store, NAMESPACE).append(
-        pack_entries(ADDED, keys, [0] * 3, [RECORD] * 3, [years_ahead_us] * 3)
-    )
+    entries = pack_entries(ADDED, keys, [0] * 3, [RECORD] * 3, [0] * 3)
+    entries["time_us"] = at_us
+    Journal(store, NAMESPACE).append(entries)
     for _ in range(2):
         keeper, tier = opened(store)
         keeper.open(tier.known)
@@ -160,6 +162,8 @@ def test_an_entry_by_a_clock_that_is_ahead_is_removed(store: ListedStore) -> Non
         left = Journal(store, NAMESPACE).everything()
         assert not (left["kind"] == ADDED).any()
         keeper.close()
+    damaged = {record.args for record in caplog.records}
+    assert len(damaged) <= 1, "only what was strange to begin with, never what corrects it"
 
 
 def test_temporary_files_that_are_not_ours_to_remove(
