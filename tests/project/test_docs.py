@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -64,7 +65,7 @@ def commands(body: str, *, typed: bool) -> list[str]:
 @pytest.fixture
 def engine_name() -> Iterator[str]:
     """A name of its own for the regions of shared memory that a page leaves behind."""
-    name = f"docs-{os.getpid()}"
+    name = f"docs-{uuid.uuid4().hex}"
     yield name
     for region in Path("/dev/shm").glob(f"kvtier-*-{name}*"):
         shutil.rmtree(region) if region.is_dir() else region.unlink()
