@@ -19,7 +19,7 @@ from kvtier.core.decode import decode
 from kvtier.core.document import Document
 from kvtier.core.settings import Count, Gds, TierSettings, WritePolicy
 from kvtier.core.values import show_hook
-from kvtier.errors import BackendError, ConfigError, ConfigErrors
+from kvtier.errors import BackendError, ConfigError, ConfigErrors, NotWritable
 
 VERSION = 1
 TIERS_MAX = 8
@@ -76,13 +76,14 @@ class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 Source = Mapping[str, object] | Path | str
 
 
-def load(source: Source, *, record_bytes: int | None = None) -> StackConfig:
+def load(source: Source, *, record_bytes: int | None = None, to_write: bool = True) -> StackConfig:
     """Read and check a stack, from the path of a YAML file or from nested dicts.
 
     With `record_bytes`, the size of one stored block, capacities are checked against it too.
+    Without `to_write`, for those who only look, it may lie where nothing can be written.
     Raises ConfigErrors with all that is wrong.
     """
-    return _read(_document(source), record_bytes)
+    return _read(_document(source), record_bytes, to_write)
 
 
 def effective(source: Source) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def effective(source: Source) -> dict[str, Any]:
     Values that come from the environment stand there by the names of their variables.
     """
     document = _document(source)
-    config = _read(document, None)
+    config = _read(document, None, to_write=False)
     values = msgspec.to_builtins(config, enc_hook=show_hook)
     shown = document.as_written("$", values)
     assert isinstance(shown, dict)
@@ -113,7 +114,7 @@ def _document(source: Source) -> Document:
     return document
 
 
-def _read(document: Document, record_bytes: int | None) -> StackConfig:
+def _read(document: Document, record_bytes: int | None, to_write: bool) -> StackConfig:
     readers = {
         "version": lambda value, place: _version(value, place, document),
         "tiers": lambda value, place: _tiers(value, place, document),
@@ -121,7 +122,7 @@ def _read(document: Document, record_bytes: int | None) -> StackConfig:
     config = decode(StackConfig, document.value, "$", document, readers)
     document.check()
     assert config is not None
-    _check(config.tiers, record_bytes, document)
+    _check(config.tiers, record_bytes, document, to_write)
     if config.gds is Gds.REQUIRE and not folders(config):
         document.report(
             "$.gds", "no tier lies on a local disk", "add one of kind nvme, or write gds: auto"
@@ -200,7 +201,9 @@ def _is_host(kind: str) -> bool:
         return False
 
 
-def _check(tiers: Sequence[TierSettings], record_bytes: int | None, document: Document) -> None:
+def _check(
+    tiers: Sequence[TierSettings], record_bytes: int | None, document: Document, to_write: bool
+) -> None:
     """What no type can say: tiers against this machine, and against each other."""
     owners: dict[str, str] = {}
     for index, settings in enumerate(tiers):
@@ -208,7 +211,11 @@ def _check(tiers: Sequence[TierSettings], record_bytes: int | None, document: Do
         where = place + (".path" if hasattr(settings, "path") else "")
         found = backend(settings.kind)
         try:
-            found.check(settings, record_bytes)
+            try:
+                found.check(settings, record_bytes)
+            except NotWritable:
+                if to_write:
+                    raise
             identity = found.identity(settings)
         except ConfigErrors as error:
             for each in error.errors:

@@ -40,6 +40,10 @@ class ConfigErrors(ConfigError):
         return "\n".join(str(error) for error in self.errors)
 
 
+class NotWritable(ConfigError):
+    """A place that the configuration names cannot be written to; who only looks needs not."""
+
+
 class BackendError(KVTierError):
     """A kind of tier is not installed, or what its entry point names is not a backend."""
 

@@ -6,7 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 KVTIER = Path(sys.executable).with_name("kvtier")
@@ -52,12 +52,16 @@ class Done:
 
 
 def command(
-    *args: object, columns: int | None = None, typed: str = "", rights: bool = True
+    *args: object,
+    columns: int | None = None,
+    typed: str = "",
+    rights: bool = True,
+    before: Sequence[object] = (),
 ) -> Done:
-    """Run the command line in a process of its own."""
+    """Run the command line in a process of its own; `before` are the words in front of it."""
     environment = os.environ | ({"COLUMNS": str(columns)} if columns else {})
     done = subprocess.run(
-        [KVTIER, *map(str, args)],
+        [*map(str, before), KVTIER, *map(str, args)],
         capture_output=True,
         text=True,
         env=environment,

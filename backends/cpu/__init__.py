@@ -23,7 +23,7 @@ from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy, policy_names
 from kvtier.core.record import record_bytes
 from kvtier.core.settings import ByteSize, Duration, Persistence, TierSettings
-from kvtier.errors import ConfigError, MediumError
+from kvtier.errors import ConfigError, MediumError, NotWritable
 
 __all__ = [
     "BACKEND",
@@ -73,12 +73,8 @@ class CpuBackend(Backend[CpuSettings]):
                 ".name", f"{settings.name!r} cannot name a region", "write a short word without /"
             )
         folder = Path(settings.path)
-        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            raise ConfigError(
-                ".path",
-                f"{settings.path} is not a folder where you may write",
-                "name a folder on tmpfs, like /dev/shm",
-            )
+        if not folder.is_dir():
+            raise _no_place(ConfigError, settings)
         size = _capacity(settings)
         if record_bytes is not None:
             try:
@@ -93,6 +89,8 @@ class CpuBackend(Backend[CpuSettings]):
                 f"{settings.capacity} is more than the whole of {settings.path}",
                 f"write at most {ByteSize.within(total)}, or enlarge that tmpfs",
             )
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise _no_place(NotWritable, settings)
 
     def open_tier(
         self, settings: CpuSettings, context: TierContext, disk: Disk | None = None
@@ -120,6 +118,11 @@ class CpuBackend(Backend[CpuSettings]):
 
     def identity(self, settings: CpuSettings) -> str | None:
         return f"cpu:{Path(settings.path).resolve()}/{settings.name}"
+
+
+def _no_place(kind: type[ConfigError], settings: CpuSettings) -> ConfigError:
+    problem = f"{settings.path} is not a folder where you may write"
+    return kind(".path", problem, "name a folder on tmpfs, like /dev/shm")
 
 
 def region_path(settings: CpuSettings, context: TierContext) -> Path:

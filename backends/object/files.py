@@ -64,8 +64,8 @@ class FileStore(Store):
         self._disk = disk or Disk()
         with _mapped(str(self.root)):
             self.root.mkdir(mode=0o700, exist_ok=True)
-            if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
-                raise AccessDenied(f"no right to read and write the folder {self.root}")
+            if not os.access(self.root, os.R_OK | os.X_OK):  # what writes is refused where it does
+                raise AccessDenied(f"no right to read the folder {self.root}")
 
     def __repr__(self) -> str:
         return f"FileStore({str(self.root)!r})"
@@ -177,7 +177,7 @@ class FileStore(Store):
             try:
                 if not stat.S_ISREG(path.lstat().st_mode):  # a link may lead anywhere
                     return None
-                fd = self._disk.open(path)
+                fd = self._disk.open_to_read(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
             try:

@@ -25,7 +25,7 @@ def du(
     Files count with their length against a tier's capacity, blocks or not. Nothing is opened: a
     running engine does not notice. Exit code 1 if something could not be read.
     """
-    stack = load(config)
+    stack = load(config, to_write=False)
     places = look(stack, console.tier_of(tier, stack))
     if json:
         console.print_json([_plain(place) for place in places])

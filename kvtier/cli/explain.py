@@ -83,7 +83,7 @@ def explain(
     Keys are computed as vLLM computes them, with cache salts and LoRA adapters; prompts with images
     are skipped. Exit code 1 if no prompt hits.
     """
-    stack = load(config)
+    stack = load(config, to_write=False)
     places = look(stack)
     known = known_namespaces(places)
     if not known:

@@ -41,7 +41,7 @@ def export(
 
     The stack may be in use. The file is there when it is whole, or not at all.
     """
-    stack = load(config)
+    stack = load(config, to_write=False)
     chosen = console.tier_of(tier, stack)
     places = look_at(stack, range(len(stack.tiers)) if chosen is None else [chosen])
     names = namespaces_of(places, namespace)

@@ -17,7 +17,7 @@ from kvtier.cli.outlook import capacity_of
 from kvtier.cli.reader import ChoiceReader
 from kvtier.config import StackConfig, load
 from kvtier.core.settings import ByteSize, Capacity
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import ConfigError, KVTierError, NotWritable
 from kvtier.observe import human
 from kvtier.types import BlockKey, Namespace
 from kvtier.vllm.keys import Prompt, chunk_keys, chunk_tokens
@@ -154,7 +154,9 @@ def tier_to_fill(config: StackConfig, into: str | None) -> int:
     raise KVTierError("this stack has no nvme tier to fill: name one with --into")
 
 
-def store_of(text: str | None, config: StackConfig) -> tuple[StackConfig, int]:
+def store_of(
+    text: str | None, config: StackConfig, *, to_write: bool = True
+) -> tuple[StackConfig, int]:
     """The object tier that a url, another stack file, or the stack itself names."""
     if text is not None and "://" in text:
         from kvtier.backends.object import BACKEND, ObjectSettings
@@ -163,9 +165,10 @@ def store_of(text: str | None, config: StackConfig) -> tuple[StackConfig, int]:
         try:
             BACKEND.check(settings, None)
         except ConfigError as error:
-            raise ConfigError(text, error.problem, error.remedy) from error
+            if to_write or not isinstance(error, NotWritable):
+                raise ConfigError(text, error.problem, error.remedy) from error
         return msgspec.structs.replace(config, tiers=(config.tiers[0], settings)), 1
-    other = config if text is None else load(Path(text))
+    other = config if text is None else load(Path(text), to_write=to_write)
     for tier, each in enumerate(other.tiers):
         if each.kind == "object":
             return other, tier

@@ -56,8 +56,10 @@ class Slab(msgspec.Struct, kw_only=True):
         return self.header.table_bytes + self.header.slots * self.header.slot_bytes
 
     def entries(self) -> npt.NDArray[np.void]:
-        """The table as it is now; shorter if its file was cut meanwhile."""
-        text = read_file(self.table, self.header.table_bytes)
+        """The table as it is now; shorter if its file was cut meanwhile, empty if removed."""
+        text = b""
+        with contextlib.suppress(FileNotFoundError):
+            text = read_file(self.table, self.header.table_bytes)
         slots = max(0, min(self.header.slots, (len(text) - TABLE_AT) // ENTRY_BYTES))
         return read_entries(text.ljust(TABLE_AT, b"\0"), slots)
 

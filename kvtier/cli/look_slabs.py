@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -37,29 +38,38 @@ def look_at_regions(tier: int, config: StackConfig) -> Place:
     disk = Disk()
     place = Place(tier=tier, kind="cpu", where=str(folder), free=disk.free_bytes(folder))
     capacity = settings.capacity.resolve(disk.total_bytes(folder))
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        place.troubles.append(_trouble(folder, error))
+        return place
     locked = locked_files()
-    prefix = f"kvtier-{os.getuid()}-{settings.name}-"
-    for path in sorted(folder.glob(f"{prefix}*{SUFFIX}")):
-        engine = path.name.removeprefix(prefix).removesuffix(SUFFIX)
-        if not _is_namesake(engine, config.name):
-            continue
-        place.used += path.stat().st_size
-        owner = path.with_suffix(".owner")
-        used = is_locked(path, locked) or is_locked(owner, locked)
-        try:
-            header = _region_header(path)
-        except (FormatError, OSError) as error:
-            _note(place, path, error)
-            continue
-        place.slabs.append(Slab(table=path, data=path, header=header, in_use=used, engine=engine))
+    named = _names_of(f"kvtier-{os.getuid()}-{settings.name}-", config.name)
+    for path in paths:
+        if region := named.fullmatch(path.name):
+            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                _look_at_region(place, path, region[1], locked)
     place.capacity = capacity * max(1, len(place.slabs))
     count_parts(place)
     return place
 
 
-def _is_namesake(engine: str, name: str) -> bool:
-    """Whether an engine bears the name of a stack, or the number that a second one gets."""
-    return engine == name or re.fullmatch(re.escape(name) + r"-[0-9]{1,3}", engine) is not None
+def _names_of(prefix: str, name: str) -> re.Pattern[str]:
+    """The files of an engine's region and of its namesakes': of data-parallel ranks, which have
+    their number, and of those that found the name in use and got another."""
+    engine = rf"({re.escape(name)}(?:-dp[0-9]{{1,5}})?(?:-[0-9]{{1,3}})?)"
+    return re.compile(re.escape(prefix) + engine + re.escape(SUFFIX))
+
+
+def _look_at_region(place: Place, path: Path, engine: str, locked: set[int]) -> None:
+    place.used += path.stat().st_size
+    used = is_locked(path, locked) or is_locked(path.with_suffix(".owner"), locked)
+    try:
+        header = _region_header(path)
+    except (FormatError, OSError) as error:
+        _note(place, path, error)
+        return
+    place.slabs.append(Slab(table=path, data=path, header=header, in_use=used, engine=engine))
 
 
 def _region_header(path: Path) -> SlabHeader:

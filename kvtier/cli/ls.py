@@ -41,7 +41,7 @@ def ls(
 
     Exit code 1 if something could not be read.
     """
-    stack = load(config)
+    stack = load(config, to_write=False)
     places = look(stack, console.tier_of(tier, stack))
     if namespace is None:
         _list_namespaces(places, json)

@@ -60,7 +60,7 @@ def prewarm(
         stack = target
         places = look_at(stack, range(tier + 1, len(stack.tiers)))
     else:
-        stack = load(source)
+        stack = load(source, to_write=False)
         places = look_at(stack, range(len(stack.tiers)))
     asked = None if prompts is None else read_prompts(prompts, model)
     done = copy_all(

@@ -40,7 +40,7 @@ def restore(
     copied.
     """
     target = load(config)
-    stack, from_tier = store_of(source, target)
+    stack, from_tier = store_of(source, target, to_write=False)
     places = look_at(stack, [from_tier], strict=True)
     tier = tier_to_fill(target, into)
     done = copy_all(stack, places, target, tier, namespace=namespace, size=size, rate=rate)

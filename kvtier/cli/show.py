@@ -43,7 +43,7 @@ def show(
         raise typer.BadParameter(
             f"give at least {_DIGITS_MIN} hexadecimal digits", param_hint="KEY|NAMESPACE"
         )
-    stack = load(config)
+    stack = load(config, to_write=False)
     places = look(stack)
     known = known_namespaces(places)
     ids = known.keys() | {part.namespace for place in places for part in place.parts}

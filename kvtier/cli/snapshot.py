@@ -36,7 +36,7 @@ def snapshot(
     The stack may be in use: a running engine does not notice. What the store has already is left
     alone. Exit code 1 if something could not be copied.
     """
-    stack = load(config)
+    stack = load(config, to_write=to is None)
     target, tier = store_of(to, stack)
     kept = [index for index, settings in enumerate(stack.tiers) if settings.kind != "object"]
     places = look_at(stack, kept)

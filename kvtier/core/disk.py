@@ -27,6 +27,10 @@ class Disk:
             flags |= os.O_DIRECT
         return os.open(path, flags, 0o600)
 
+    def open_to_read(self, path: Path) -> int:
+        """Open for reading alone, closed on exec; does not wait for what is no ordinary file."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+
     def close(self, fd: int) -> None:
         """Close a descriptor."""
         os.close(fd)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, NotWritable
 
 
 def standing_folder(folder: Path, place: str) -> Path:
-    """The folder, or the one it will be made in; raises ConfigError if nothing can be kept there.
+    """The folder, or the one it will be made in; raises ConfigError if nothing can be kept there,
+    NotWritable if only this user or this mount is in the way.
 
     `place` names the setting that it comes from.
     """
@@ -23,6 +24,6 @@ def standing_folder(folder: Path, place: str) -> Path:
         read_only = os.statvfs(standing).f_flag & os.ST_RDONLY
         if read_only:
             problem = f"{standing} is mounted read-only"
-            raise ConfigError(place, problem, "mount it writable, or name another folder")
-        raise ConfigError(place, f"no right to write in {standing}", "change its owner")
+            raise NotWritable(place, problem, "mount it writable, or name another folder")
+        raise NotWritable(place, f"no right to write in {standing}", "change its owner")
     return standing

@@ -143,6 +143,10 @@ class FaultyDisk(Disk):
         self._next("create" if create else "open")
         return super().open(path, create=create, direct=direct)
 
+    def open_to_read(self, path: Path) -> int:
+        self._next("open")
+        return super().open_to_read(path)
+
     def readv(self, fd: int, into: Sequence[Buffer], offset: int) -> int:
         fault = self._next("readv")
         if fault is Fault.SHORT_READ:

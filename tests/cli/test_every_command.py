@@ -102,9 +102,13 @@ def test_a_folder_without_rights(words: list[str], filled: Path, tmp_path: Path)
         done = command(*words, "-c", filled, rights=False)
     finally:
         folder.chmod(0o700)
-    assert done.code == 2
-    assert "no right to write" in done.err
-    assert "change its owner" in done.err
+    if words in LOOKS and words[0] != "gc":
+        assert done.code == 1
+        assert f"{folder}: Permission denied; run this as its owner" in done.err
+    else:
+        assert done.code == 2
+        assert "no right to write" in done.err
+        assert "change its owner" in done.err
 
 
 @every_look

@@ -66,6 +66,10 @@ EMPTY = FINE | {
 IN_USE = FINE | {"clear": (1, "is in use: stop its engine")}
 STORE_DOWN = FINE | dict.fromkeys(["prewarm from", "export", "clear", "gc", "repair"], DOWN)
 NO_RIGHTS = dict.fromkeys(DEEDS, (2, "no right to write"))
+NO_RIGHTS |= dict.fromkeys(
+    ["explain", "prewarm from", "prewarm prompts", "snapshot", "export"], RIGHTS
+)
+NO_RIGHTS["config show"] = FINE["config show"]
 NO_RIGHTS_WITHIN = FINE | dict.fromkeys(DEEDS, RIGHTS)
 for _deed in ("plan", "config check", "config show", "serve"):
     NO_RIGHTS_WITHIN[_deed] = FINE[_deed]

@@ -1,0 +1,216 @@
+"""Looking at what may only be read: folders without the right to write, and a read-only mount.
+
+Whoever inspects a snapshot, or another's cache, needs no right to change it, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cli_world import STACK, Done, Hold, command
+
+from kvtier import Stack
+from kvtier.cli import commands
+from kvtier.cli.blocks import blocks_of
+from kvtier.cli.holdings import look
+from kvtier.config import load
+from kvtier.testing.records import NAMESPACE, make_keys, payload
+
+pytestmark = pytest.mark.slow
+
+BLOCKS = 8
+LOOKS = {
+    "ls": "ls -c {stack}",
+    "ls json": "ls -c {stack} --json",
+    "ls one": f"ls {NAMESPACE.id} -c {{stack}}",
+    "du": "du -c {stack}",
+    "show": f"show {NAMESPACE.id} -c {{stack}}",
+    "show block": f"show {make_keys(1)[0].hex()} -c {{stack}}",
+    "verify": "verify -c {stack}",
+    "config show": "config show {stack}",
+    "export": "export {out}/new.kvpack -c {stack}",
+    "snapshot": "snapshot --to file://{out}/store -c {stack}",
+    "prewarm from": "prewarm --from {stack} -c {out}/stack.yaml",
+    "restore from": "restore --from file://{kept}/store -c {out}/stack.yaml",
+}
+DEEDS = {
+    "clear": "clear --yes -c {stack}",
+    "gc": "gc -c {stack}",
+    "gc dry": "gc --dry-run -c {stack}",
+    "repair": "verify --repair -c {stack}",
+    "prewarm": "prewarm -c {stack}",
+    "snapshot": "snapshot -c {stack}",
+    "snapshot into": "snapshot -c {out}/stack.yaml --to file://{kept}/store",
+    "doctor": "doctor -c {stack}",
+    "config check": "config check {stack}",
+}
+# Makes its first argument a read-only mount that only the rest of the words see.
+MOUNT = """
+mount --make-rprivate / && mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" || exit 125
+shift; exec "$@"
+"""
+Run = Callable[[str], Done]
+
+
+class Kept:
+    """A stack of three tiers below one folder, with blocks in all; and another, which is empty."""
+
+    def __init__(self, folder: Path) -> None:
+        self.kept, self.out = folder / "kept", folder / "out"
+        self.stack = self._make(self.kept)
+        self._make(self.out)
+        with Stack.open(self.stack, NAMESPACE) as opened:
+            opened.store({key: payload(key) for key in make_keys(BLOCKS)})
+            assert opened.settle()
+
+    def _make(self, home: Path) -> Path:
+        (home / "host").mkdir(parents=True)
+        path = home / "stack.yaml"
+        text = STACK.format(host=home / "host", blocks=home / "blocks")
+        path.write_text(
+            f'{text}  - {{kind: object, capacity: 64MiB, url: "file://{home}/store"}}\n'
+        )
+        return path
+
+    def words(self, text: str) -> list[str]:
+        return [
+            word.format(stack=self.stack, out=self.out, kept=self.kept) for word in text.split()
+        ]
+
+    def state(self) -> dict[str, tuple[int, int, int]]:
+        """Everything there, by what would show that it was written to."""
+        found = {str(path): path.lstat() for path in [self.kept, *self.kept.rglob("*")]}
+        return {
+            name: (info.st_mtime_ns, info.st_ctime_ns, info.st_size) for name, info in found.items()
+        }
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Kept:
+    return Kept(tmp_path)
+
+
+def mounted(kept: Kept) -> list[object]:
+    """The words that run a command where the stack is mounted read-only."""
+    before = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "-r", "--mount"]
+    before += ["sh", "-c", MOUNT, "sh", str(kept.kept)]
+    if subprocess.run([*before, "true"], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    return list(before)
+
+
+@pytest.fixture(params=["rights", "mount"])
+def run(request: pytest.FixtureRequest, kept: Kept) -> Iterator[Run]:
+    """Runs commands that may read the stack and not write to it."""
+    if request.param == "mount":
+        before = mounted(kept)
+        yield lambda text: command(*kept.words(text), before=before)
+        return
+    paths = [kept.kept, *kept.kept.rglob("*")]
+    folders = [path for path in paths if path.is_dir()]
+    for path in paths:
+        path.chmod(0o500 if path in folders else 0o400)
+    yield lambda text: command(*kept.words(text), rights=False)
+    for path in folders:
+        path.chmod(0o700)
+
+
+@pytest.mark.parametrize("words", LOOKS.values(), ids=LOOKS)
+def test_looking_needs_no_right_to_write(words: str, run: Run, kept: Kept) -> None:
+    before = kept.state()
+    done = run(words)
+    assert (done.code, done.err) == (0, "")
+    assert done.out
+    assert kept.state() == before
+
+
+@pytest.mark.parametrize("words", LOOKS.values(), ids=LOOKS)
+def test_nor_does_it_write_where_it_could(words: str, kept: Kept) -> None:
+    before = kept.state()
+    done = command(*kept.words(words))
+    assert (done.code, done.err) == (0, "")
+    assert kept.state() == before
+
+
+@pytest.mark.parametrize("words", DEEDS.values(), ids=DEEDS)
+def test_deeds_are_refused(words: str, run: Run, kept: Kept) -> None:
+    before = kept.state()
+    done = run(words)
+    assert done.code == 2
+    assert "no right to write" in done.err or "is mounted read-only" in done.err
+    assert kept.state() == before
+
+
+def test_all_is_seen_and_all_is_good(run: Run) -> None:
+    rows = json.loads(run("ls -c {stack} --json").out)["namespaces"]
+    assert [(row["kind"], row["blocks"], row["in_use"]) for row in rows] == [
+        ("cpu", BLOCKS, False),
+        ("nvme", BLOCKS, False),
+        ("object", BLOCKS, False),
+    ]
+    assert json.loads(run("verify -c {stack} --json").out)["counts"]["good"] == 3 * BLOCKS
+
+
+def test_beside_a_running_engine(kept: Kept, hold: Hold) -> None:
+    """What is looked at through the mount is what the engine holds at the moment."""
+    before = mounted(kept)
+    engine = hold(kept.stack, 2 * BLOCKS)
+    rows = json.loads(command("ls", "-c", kept.stack, "--json", before=before).out)["namespaces"]
+    assert [(row["kind"], row["blocks"], row["in_use"]) for row in rows] == [
+        ("cpu", 2 * BLOCKS, True),
+        ("nvme", 2 * BLOCKS, True),
+        ("object", 2 * BLOCKS, False),
+    ]
+    assert command("verify", "-c", kept.stack, before=before).code == 0
+    engine.communicate("check\n")
+    assert engine.returncode == 0
+
+
+def test_a_folder_that_may_not_even_be_read(kept: Kept) -> None:
+    """All that can be seen is shown, and what cannot is named."""
+    folders = [kept.kept / name for name in ("host", "blocks", "store")]
+    for folder in folders:
+        folder.chmod(0)
+    try:
+        done = command("du", "-c", kept.stack, "--json", rights=False)
+    finally:
+        for folder in folders:
+            folder.chmod(0o700)
+    assert done.code == 1
+    places = json.loads(done.out)
+    for folder, place in zip(folders, places, strict=True):
+        assert str(folder) in place["troubles"][0]
+        assert str(folder) in done.err
+
+
+def test_a_stack_that_was_never_used(kept: Kept) -> None:
+    """Its folders are not made where nothing can be."""
+    stack = kept.out / "stack.yaml"
+    kept.out.chmod(0o500)
+    try:
+        done = command("ls", "-c", stack, rights=False)
+    finally:
+        kept.out.chmod(0o700)
+    assert (done.code, done.out, done.err) == (0, "nothing is stored here yet\n", "")
+    assert commands.run(["ls", "-c", str(stack)]) == 0
+    assert {path.name for path in kept.out.iterdir()} == {"host", "stack.yaml"}
+
+
+def test_what_goes_while_it_is_looked_at(kept: Kept) -> None:
+    places = look(load(kept.stack, to_write=False))
+    assert commands.run(["clear", "--yes", "-c", str(kept.stack)]) == 0
+    assert [list(blocks_of(place)) for place in places[:2]] == [[], []]
+
+
+def test_regions_of_namesakes_are_seen(kept: Kept) -> None:
+    """Of a second engine, and of a server's data-parallel ranks."""
+    for engine in ("cli-2", "cli-dp0", "cli-dp1-2", "clip", "cli-dp", "cli-x"):
+        with Stack.open(kept.stack, NAMESPACE, engine=engine):
+            pass
+    regions = look(load(kept.stack))[0].slabs
+    assert [slab.engine for slab in regions] == ["cli-2", "cli-dp0", "cli-dp1-2", "cli"]
