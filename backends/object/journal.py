@@ -46,6 +46,8 @@ class Journal:
         """Damaged ones, which say nothing."""
         self._newer: set[str] = set()
         """Those that a newer kvtier wrote, which are not ours to touch."""
+        self._joined: set[str] = set()
+        """Those that we have joined, as long as they are still there."""
 
     def append(self, entries: Entries, covers: Iterable[str] = ()) -> None:
         """Write one manifest, which nobody else can overwrite."""
@@ -73,7 +75,7 @@ class Journal:
         """
         listed = self._sizes
         # only what `news` has told of: it would never be heard of here otherwise
-        ripe = self._seen - self._broken - self._newer
+        ripe = self._seen - self._broken - self._newer - self._joined
         chosen = _pile({name: size for name, size in listed.items() if name in ripe})
         if not chosen:
             return False
@@ -88,15 +90,16 @@ class Journal:
             old &= entries["kind"] == manifest.REMOVED
             entries = entries[~old]
         self.append(entries, covers=readable)
-        self._store.delete([self._full_name(name) for name in readable])
         for name in readable:
             del self._sizes[name]
+        self._joined.update(readable)  # or, if the store keeps them, they would be again and again
+        self._store.delete([self._full_name(name) for name in sorted(self._joined)])
         return True
 
     def drop_broken(self) -> None:
         """Delete damaged manifests: a listing of the blocks has replaced what they said."""
-        self._store.delete([self._full_name(name) for name in self._broken])
-        self._broken.clear()
+        failed = self._store.delete([self._full_name(name) for name in self._broken])
+        self._broken = {name for name in self._broken if self._full_name(name) in failed}
 
     def _full_name(self, name: str) -> str:
         return f"{manifest_prefix(self._namespace.id)}{name}"
@@ -123,6 +126,7 @@ class Journal:
                 if name not in known and name not in found
             }
             self._seen = {name for name in self._seen if name in listed}
+            self._joined.intersection_update(listed)
             fetched = self._fetch(todo, skip_if_covered_by=known | found.keys())
             found.update({n: entries for n, entries in fetched.items() if entries is not None})
             self._seen.update(fetched)

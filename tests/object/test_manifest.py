@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.backends.object import manifest
+from kvtier.backends.object.errors import AccessDenied, StoreError
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
@@ -172,6 +174,48 @@ def test_two_who_join_at_once_lose_nothing(store: FileStore) -> None:
         assert journal.join(0.0)
     store.delete = delete  # type: ignore[method-assign]
     assert keys_in(Journal(store, NAMESPACE).everything()) == set(all_keys)
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_a_store_that_deletes_nothing_is_not_filled_by_joining(
+    store: FileStore, raised: bool
+) -> None:
+    def refuse(names: Sequence[str], deadline: float | None = None) -> dict[str, StoreError]:
+        if raised:
+            raise AccessDenied("no right to delete")
+        return {name: AccessDenied("locked") for name in names}
+
+    journal, delete = Journal(store, NAMESPACE), store.delete
+    store.delete = refuse  # type: ignore[method-assign,assignment]
+    all_keys = make_keys(80)
+    for key in all_keys:
+        journal.append(added([key]))
+        journal.news()
+        with contextlib.suppress(AccessDenied):
+            journal.join(0.0)
+    assert len(manifests(store)) <= 80 + 5
+    assert keys_in(journal.everything()) == set(all_keys)
+    store.delete = delete  # type: ignore[method-assign]
+    for key in all_keys[:16]:
+        journal.append(added([key], at=1000))
+        journal.join(0.0)
+    assert len(manifests(store)) < 16 + 5, "once it does, they go"
+    assert keys_in(Journal(store, NAMESPACE).everything()) == set(all_keys)
+
+
+def test_a_damaged_manifest_that_cannot_be_deleted_is_told_of_once(
+    store: FileStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    Journal(store, NAMESPACE).append(added(make_keys(2)))
+    (name,) = manifests(store)
+    path = store.root / name
+    path.write_bytes(path.read_bytes()[:-1])
+    reader = Journal(store, NAMESPACE)
+    store.delete = lambda names, deadline=None: dict.fromkeys(names, AccessDenied("locked"))  # type: ignore[method-assign,assignment]
+    for _ in range(3):
+        assert len(reader.everything()) == 0
+        reader.drop_broken()
+    assert len(caplog.records) == 1
 
 
 def test_thousands_of_manifests_are_joined_in_portions_that_others_can_read(
