@@ -32,6 +32,12 @@ from kvtier.types import BlockKey, Namespace, Outcome, Presence
 logger = logging.getLogger(__name__)
 
 _ENGINES_MAX = 64
+_NAME_IN_USE = (
+    "the engine name %r is in use on this machine: this engine goes on as %r, with CPU memory of "
+    "its own beside the other's. Which of the two finds which blocks there after a restart is left "
+    "to chance; folders and buckets are not concerned. Give each engine a name of its own (name in "
+    "its stack, KVTIER_NAME in those of configs/), or start it when the other has ended"
+)
 _WAIT_S = 0.05
 _PIECE = 256
 
@@ -210,7 +216,7 @@ def _open_tiers(
                 tier.close()
             raise
         if number > 1:
-            logger.info("engine name %r: %r is in use on this machine", engine, name)
+            logger.warning(_NAME_IN_USE, name, engine)
         return context, tiers
     raise AssertionError("the last round returns or raises")
 

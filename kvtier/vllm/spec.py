@@ -51,7 +51,8 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
             )
         namespace = read_namespace(self.extra_config)
         index = config.parallel.data_parallel_index
-        shared = config.parallel.data_parallel_size > 1
+        # Of a dense model each rank is told that there is no other; its index it keeps.
+        shared = config.parallel.data_parallel_size > 1 or index > 0
         source = self.extra_config["stack"]
         ranks = config.parallel.world_size
         costs = CostModel() if stack.loads is stack_config.Loads.WORTHWHILE else None

@@ -64,6 +64,22 @@ def test_two_engines_on_one_machine_share_the_disk_and_not_the_memory(tmp_path: 
         assert two.chain.chain_stats().hits == [0, 4]
 
 
+def test_a_name_in_use_is_said_once_with_what_it_means(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        Stack.open(config(tmp_path), NAMESPACE),
+        Stack.open(config(tmp_path), NAMESPACE, engine="x"),
+    ):
+        assert not caplog.records, "names of their own are nothing to speak of"
+        with Stack.open(config(tmp_path), NAMESPACE) as second:
+            assert second.context.engine == "unit-2"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    for words in ("'unit' is in use", "goes on as 'unit-2'", "restart", "KVTIER_NAME"):
+        assert words in record.getMessage()
+
+
 def test_the_movers_death_costs_time_only(tmp_path: Path) -> None:
     wanted = blocks(6)
     with Stack.open(config(tmp_path, mode="process"), NAMESPACE) as stack:
