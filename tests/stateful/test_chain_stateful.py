@@ -5,6 +5,7 @@ The mover is a script: it ends any transfer at any time, well or badly, or not b
 
 from __future__ import annotations
 
+import pytest
 from chains import REST, ChainRig, rule
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -257,11 +258,20 @@ class ChainMachine(RuleBasedStateMachine):
         self.events_tell_what_is_there()
 
 
-TestChain = ChainMachine.TestCase
-TestChain.settings = settings(
-    max_examples=600,
-    stateful_step_count=50,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+def examples(count: int) -> settings:
+    return settings(
+        max_examples=count,
+        stateful_step_count=50,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+class TestChain(ChainMachine.TestCase):  # type: ignore[misc]
+    settings = examples(150)
+
+
+@pytest.mark.slow
+class TestChainForLonger(ChainMachine.TestCase):  # type: ignore[misc]
+    settings = examples(600)
