@@ -24,6 +24,7 @@ from kvtier.backends.nvme.files import (
     TABLE_SUFFIX,
     held,
     homes,
+    length,
     owner_path,
     slab_files,
     unfinished,
@@ -114,7 +115,7 @@ class NvmeFolder:
     def _describe(self) -> None:
         """Leave the namespace's JSON beside the data, for people and for `explain`."""
         path, text = self.home / "namespace.json", self.namespace.to_json()
-        if path.is_file() and path.read_bytes() == text:
+        if path.is_file() and length(path) == len(text) and path.read_bytes() == text:
             return
         making = path.with_suffix(f".{secrets.token_hex(4)}{_MAKING}")
         try:

@@ -271,8 +271,8 @@ class Keeper:
 
     def _set_hungry(self, hungry: bool) -> None:
         if hungry != self._hungry:
-            self._hungry = hungry
             os.pwrite(self._owner_fd, b"hungry" if hungry else b"\0\0\0\0\0\0", 0)
+            self._hungry = hungry
 
     def _share(self) -> None:
         """Give a slab away where neighbours starve, or up where the folder is over its limits."""

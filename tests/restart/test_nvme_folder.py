@@ -170,6 +170,35 @@ def test_an_engine_starts_on_a_full_disk_and_stores_once_there_is_room(
     engine.close()
 
 
+def test_a_description_too_long_for_memory_is_replaced(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv")
+    path = engine.keeper.folder.home / "namespace.json"
+    text = path.read_bytes()
+    os.truncate(path, 1 << 43)
+    engine.keeper.folder.establish()
+    assert path.stat().st_size == len(text)
+    assert path.read_bytes() == text
+    engine.close()
+
+
+def test_who_cannot_say_that_it_starves_says_so_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rich = Engine(tmp_path / "kv")
+    rich.put(make_keys(16))
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        poor = Engine(tmp_path / "kv")
+    poor.keeper.work(thorough=True)
+    assert rich.keeper.folder.hungry_neighbours(rich.keeper.owner)[1] == {NAMESPACE.id}
+    poor.close()
+    rich.close()
+
+
 def test_a_removed_folder_is_made_anew(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "kv")
     keys = make_keys(4)
