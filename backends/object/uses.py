@@ -14,8 +14,10 @@ import logging
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from heapq import nlargest
 from itertools import islice
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +85,16 @@ class Uses:
                 self._write()
             except StoreError as error:
                 _log.debug("uses are not written down: %s", error)
+
+    def carry(self, used: Mapping[BlockKey, tuple[int, float]]) -> None:
+        """Write down how often these were used, and when last, before they came here; of very many
+        the most used. Raises StoreError."""
+        chosen = dict(nlargest(_JOINED_MAX, used.items(), key=itemgetter(1)))
+        if chosen:
+            counts, times = zip(*chosen.values(), strict=True)
+            columns = list(chosen), [0] * len(chosen), counts, [int(at * 1e6) for at in times]
+            self._put(manifest.pack_entries(USED, *columns))
+            self._join()
 
     def count(self) -> None:
         """Take in what was noted, which costs more memory than counts do."""
@@ -156,7 +168,7 @@ class _Lists:
             self._read.append((covers, name, entries))
 
     def sum(self) -> Entries:
-        """One entry a block, with all its uses."""
+        """One entry a block, with all its uses, and when the last of them was written down."""
         joined = {name for covers, _, _ in self._read for name in covers}
         counted: set[str] = set()
         pieces = [np.zeros(0, ENTRY)]
@@ -166,10 +178,12 @@ class _Lists:
                 pieces.append(entries)
         entries = np.concatenate(pieces)
         _, first, which = np.unique(manifest.marks(entries), return_index=True, return_inverse=True)
-        counts = np.zeros(len(first), np.uint64)
+        counts, times = np.zeros((2, len(first)), np.uint64)
         np.add.at(counts, which, np.minimum(entries["size"], _COUNT_MAX))
+        np.maximum.at(times, which, entries["time_us"])
         found = entries[first]
         found["size"] = np.minimum(counts, _COUNT_MAX)
+        found["time_us"] = times
         return found
 
 
@@ -178,6 +192,13 @@ def _listed(store: Store, namespace: Namespace) -> Iterator[tuple[str, ObjectInf
     for info in store.list(uses_prefix(namespace.id)):
         if name := parse_uses(info.name):
             yield name, info
+
+
+def used_blocks(store: Store, namespace: Namespace) -> Entries | None:
+    """One entry for each block that was used, with its uses in place of the size and when that was
+    written down last; None where nobody has written anything down. Raises StoreError."""
+    lists = _Lists(store, namespace)
+    return lists.sum() if lists.names else None
 
 
 def count_uses(store: Store, namespace: Namespace, blocks: Entries) -> npt.NDArray[np.uint32]:

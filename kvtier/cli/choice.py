@@ -22,6 +22,7 @@ _ROW = np.dtype(
         ("bytes", "u8"),
         ("stored_at", "f8"),
         ("uses", "u4"),
+        ("used_at", "u4"),
     ]
 )
 _Rows = npt.NDArray[np.void]
@@ -74,6 +75,12 @@ class Choice:
         ]
         rows = self._rows[np.concatenate([np.zeros(0, bool), *chosen])]
         return Choice(self.namespace, rows, self.origins)
+
+    def used(self) -> dict[BlockKey, tuple[int, float]]:
+        """How often these were used and when last, without those that never were."""
+        rows = self._rows[self._rows["uses"] > 0]
+        values = zip(rows["uses"].tolist(), rows["used_at"].astype(float).tolist(), strict=True)
+        return dict(zip(keys_of(rows), values, strict=True))
 
     def blocks(self) -> Iterator[Block]:
         """One by one, as `Prover` takes them."""
@@ -128,6 +135,7 @@ def _rows_of_slab(slab: Slab, origin: int) -> _Rows:
     rows["bytes"] = slab.header.slot_bytes
     rows["stored_at"] = entries["stored_at"][slots]
     rows["uses"] = entries["uses"][slots]
+    rows["used_at"] = entries["used_at"][slots]
     return rows
 
 
@@ -137,7 +145,7 @@ def _rows_of_store(place: Place, namespace: str, origin: int) -> _Rows:
     rows["at"] = entries["generation"]
     rows["bytes"] = entries["size"]
     rows["stored_at"] = entries["time_us"] / 1e6
-    rows["uses"] = place.uses[namespace]
+    rows["uses"] = place.uses.get(namespace, 0)
     return rows
 
 

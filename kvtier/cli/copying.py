@@ -128,6 +128,8 @@ class Sink:
             room = min(room, int(pace.bytes_per_s * _PIECE_S))
         self.piece = max(1, min(_PIECE_BLOCKS_MAX, room // record_bytes(namespace.payload_bytes)))
         """How many blocks are best offered at once."""
+        self.kept: list[BlockKey] = []
+        """What was not there before, and is now."""
 
     def fill(self, pieces: Iterable[Piece], result: Copied, bar: Progress) -> None:
         """Store all of these that are not there."""
@@ -240,6 +242,8 @@ class Sink:
         for start in range(0, len(self._stored), _LOOK_BLOCKS):
             keys = self._stored[start : start + _LOOK_BLOCKS]
             lost = self._lacking(keys)
+            gone = set(lost)
+            self.kept += [key for key in keys if key not in gone]
             result.not_stored += len(lost)
             result.copied += len(keys) - len(lost)
             result.bytes += sum(map(self._namespace.payload_of, keys))

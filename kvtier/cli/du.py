@@ -26,7 +26,7 @@ def du(
     running engine does not notice. Exit code 1 if something could not be read.
     """
     stack = load(config, to_write=False)
-    places = look(stack, console.tier_of(tier, stack))
+    places = look(stack, console.tier_of(tier, stack), uses_of="")
     if json:
         console.print_json([_plain(place) for place in places])
     else:

@@ -43,7 +43,7 @@ def export(
     """
     stack = load(config, to_write=False)
     chosen = console.tier_of(tier, stack)
-    places = look_at(stack, range(len(stack.tiers)) if chosen is None else [chosen])
+    places = look_at(stack, range(len(stack.tiers)) if chosen is None else [chosen], uses=hottest)
     names = namespaces_of(places, namespace)
     if len(names) != 1:
         console.end_with_troubles(places)

@@ -76,6 +76,12 @@ def copy_all(
             console.progress("copying", len(choice), "blocks") as bar,
         ):
             sink.fill(pieces_of(choice, sink.piece), result, bar)
+        if sink.kept and target.tiers[tier].kind == "object":
+            from kvtier.cli.look_objects import carry_uses
+
+            used = choice.used()
+            carried = {key: used[key] for key in sink.kept if key in used}
+            carry_uses(target.tiers[tier], described, carried)
     return done
 
 
@@ -176,9 +182,13 @@ def store_of(
     raise KVTierError(f"{where} has no object tier: name a url, like s3://bucket/prefix")
 
 
-def look_at(config: StackConfig, tiers: Iterable[int], *, strict: bool = False) -> list[Place]:
-    """Some of a stack's tiers; `strict`: a trouble with one is an error here."""
-    places = [place for tier in tiers for place in look(config, tier, quick=True)]
+def look_at(
+    config: StackConfig, tiers: Iterable[int], *, strict: bool = False, uses: bool = False
+) -> list[Place]:
+    """Some of a stack's tiers, and how often a store's blocks were used if `uses` is said;
+    `strict`: a trouble with one is an error here."""
+    uses_of = "" if uses else None
+    places = [place for tier in tiers for place in look(config, tier, quick=True, uses_of=uses_of)]
     unreadable = [trouble for place in places for trouble in place.troubles]
     if strict and unreadable:
         raise KVTierError(unreadable[0])

@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from kvtier.core.slab.layout import (
     committed,
     read_entries,
 )
-from kvtier.types import Namespace
+from kvtier.types import BlockKey, Namespace
 
 NAMESPACE_BYTES_MAX = 1 << 20
 NAMESPACE_ID = re.compile(r"[0-9a-f]{32}")
@@ -110,7 +111,10 @@ class Place(msgspec.Struct, kw_only=True):
     manifests: dict[str, npt.NDArray[np.void]] = {}
     """By namespace, what a quick look has found written down of a store's blocks."""
     uses: dict[str, npt.NDArray[np.uint32]] = {}
-    """And how often each of these was used."""
+    """And how often each of these was used, if that was asked for."""
+    used_blocks: dict[str, dict[BlockKey, tuple[int, float]]] = {}
+    """By namespace, how often the blocks that a listing has found were used, and when last; it
+    lacks those that never were, and namespaces of which nobody has counted it."""
     namespaces: dict[str, Namespace] = {}
     strangers: list[str] = []
     """Names of what lies there and is not kvtier's."""
@@ -123,22 +127,34 @@ class Place(msgspec.Struct, kw_only=True):
 Reader = Callable[[int, StackConfig], Place]
 
 
-def look(config: StackConfig, tier: int | None = None, *, quick: bool = False) -> list[Place]:
-    """Every tier of a stack, or one; `quick` believes what is written down of a store's objects."""
+def look(
+    config: StackConfig,
+    tier: int | None = None,
+    *,
+    quick: bool = False,
+    uses_of: str | None = None,
+) -> list[Place]:
+    """Every tier of a stack, or one; `quick` believes what is written down of a store's objects.
+
+    How often blocks of a store were used is read only of the namespaces that begin with `uses_of`.
+    """
     return [
-        _reader(settings, quick)(index, config)
+        _reader(settings, quick, uses_of)(index, config)
         for index, settings in enumerate(config.tiers)
         if tier is None or index == tier
     ]
 
 
-def _reader(settings: TierSettings, quick: bool) -> Reader:
+def _reader(settings: TierSettings, quick: bool, uses_of: str | None) -> Reader:
     from kvtier.cli import look_objects, look_slabs
 
     readers: dict[str, Reader] = {
         "cpu": look_slabs.look_at_regions,
         "nvme": look_slabs.look_at_folder,
-        "object": look_objects.look_at_manifests if quick else look_objects.look_at_store,
+        "object": partial(
+            look_objects.look_at_manifests if quick else look_objects.look_at_store,
+            uses_of=uses_of,
+        ),
         "memory": _private,
     }
     return readers.get(settings.kind, _unknown)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -12,10 +13,10 @@ from kvtier.backends.object import open_for
 from kvtier.backends.object.claims import ended
 from kvtier.backends.object.errors import LengthMismatch, StoreError
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.manifest import ADDED
+from kvtier.backends.object.manifest import ADDED, keys_of
 from kvtier.backends.object.names import description_name, parse_block
 from kvtier.backends.object.store import Store, read_object
-from kvtier.backends.object.uses import count_uses
+from kvtier.backends.object.uses import Uses, count_uses, used_blocks
 from kvtier.cli.blocks import Block, Proof, Verdict, is_newer, judge
 from kvtier.cli.holdings import (
     NAMESPACE_BYTES_MAX,
@@ -28,20 +29,20 @@ from kvtier.config import StackConfig
 from kvtier.core.codec import decode
 from kvtier.core.record import CODEC_RAW, HEADER_BYTES, Header, record_bytes
 from kvtier.errors import FormatError, MediumError
-from kvtier.types import Namespace
+from kvtier.types import BlockKey, Namespace
 
 _RECORD_BYTES_MAX = 1 << 32
 
 
-def look_at_store(tier: int, config: StackConfig) -> Place:
+def look_at_store(tier: int, config: StackConfig, uses_of: str | None = None) -> Place:
     """All blocks below a url, by a listing; a store that is down is a trouble, not an error."""
-    return _look(tier, config, _list)
+    return _look(tier, config, partial(_list, uses_of=uses_of))
 
 
-def look_at_manifests(tier: int, config: StackConfig) -> Place:
+def look_at_manifests(tier: int, config: StackConfig, uses_of: str | None = None) -> Place:
     """What is written down of the blocks below a url: read in a moment where a listing takes
     minutes, and without what a writer that died could not write down any more."""
-    return _look(tier, config, _read_manifests)
+    return _look(tier, config, partial(_read_manifests, uses_of=uses_of))
 
 
 def _look(tier: int, config: StackConfig, how: Callable[[Place, Store], None]) -> Place:
@@ -70,7 +71,7 @@ def _down(error: StoreError) -> str:
     return f"{error}; see that the store is running, and kvtier doctor"
 
 
-def _list(place: Place, store: Store) -> None:
+def _list(place: Place, store: Store, uses_of: str | None) -> None:
     parts: dict[str, Part] = {}
     for info in store.list():
         place.used += info.size
@@ -86,8 +87,23 @@ def _list(place: Place, store: Store) -> None:
         part.bytes += info.size
         part.add_times(info.modified_s, info.modified_s)
     place.parts = sorted(parts.values(), key=lambda part: -part.bytes)
-    for name in parts:
-        _describe(place, store, name)
+    for name, part in parts.items():
+        namespace = _describe(place, store, name)
+        if namespace is not None and uses_of is not None and name.startswith(uses_of):
+            _count_uses(place, store, namespace, part)
+
+
+def _count_uses(place: Place, store: Store, namespace: Namespace, part: Part) -> None:
+    found = used_blocks(store, namespace)
+    if found is None:
+        return
+    times = (found["time_us"] / 1e6).tolist()
+    uses = dict(zip(keys_of(found), zip(found["size"].tolist(), times, strict=True), strict=True))
+    place.used_blocks[namespace.id] = uses
+    part.add_uses(0, 0.0)
+    for block in list_blocks(place, namespace.id):
+        if block.hits:
+            part.add_uses(block.hits, block.used or 0.0)
 
 
 def _describe(place: Place, store: Store, name: str) -> Namespace | None:
@@ -98,7 +114,7 @@ def _describe(place: Place, store: Store, name: str) -> Namespace | None:
     return namespace
 
 
-def _read_manifests(place: Place, store: Store) -> None:
+def _read_manifests(place: Place, store: Store, uses_of: str | None) -> None:
     for name in _namespace_names(store):
         namespace = _describe(place, store, name)
         if namespace is None:
@@ -117,7 +133,8 @@ def _read_manifests(place: Place, store: Store) -> None:
             times = added["time_us"] / 1e6
             part.add_times(float(times.min()), float(times.max()))
         place.manifests[name] = added
-        place.uses[name] = count_uses(store, namespace, added)
+        if uses_of is not None and name.startswith(uses_of):
+            place.uses[name] = count_uses(store, namespace, added)
         place.parts.append(part)
 
 
@@ -135,16 +152,22 @@ def list_blocks(place: Place, namespace: str = "") -> Iterator[Block]:
     """The blocks that `look_at_store` has listed."""
     for info in place.objects:
         parsed = parse_block(info.name)
-        if parsed is not None and parsed[0].startswith(namespace):
-            yield Block(
-                tier=place.tier,
-                kind="object",
-                namespace=parsed[0],
-                key=parsed[1],
-                bytes=info.size,
-                stored_at=info.modified_s,
-                name=info.name,
-            )
+        if parsed is None or not parsed[0].startswith(namespace):
+            continue
+        name, key, _ = parsed
+        uses = place.used_blocks.get(name)
+        hits, used = (None, None) if uses is None else uses.get(key, (0, 0.0))
+        yield Block(
+            tier=place.tier,
+            kind="object",
+            namespace=name,
+            key=key,
+            bytes=info.size,
+            stored_at=info.modified_s,
+            hits=hits,
+            used=used or None,
+            name=info.name,
+        )
 
 
 class StoreProver:
@@ -200,6 +223,14 @@ def _raw(stored: memoryview, block: Block, namespace: Namespace | None) -> memor
     header.stored_bytes = header.payload_bytes
     header.write(record)
     return record
+
+
+def carry_uses(
+    settings: Any, namespace: Namespace, used: Mapping[BlockKey, tuple[int, float]]
+) -> None:
+    """Write down how often blocks were used, and when last, before they came to this store."""
+    with _opened(settings) as store:
+        Uses(store, namespace, 0.0).carry(used)
 
 
 def delete_objects(settings: Any, names: Sequence[str]) -> int:

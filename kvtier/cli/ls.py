@@ -42,7 +42,8 @@ def ls(
     Exit code 1 if something could not be read.
     """
     stack = load(config, to_write=False)
-    places = look(stack, console.tier_of(tier, stack))
+    uses_of = "" if namespace is None else namespace.lower()
+    places = look(stack, console.tier_of(tier, stack), uses_of=uses_of)
     if namespace is None:
         _list_namespaces(places, json)
     else:

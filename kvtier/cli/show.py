@@ -44,7 +44,7 @@ def show(
             f"give at least {_DIGITS_MIN} hexadecimal digits", param_hint="KEY|NAMESPACE"
         )
     stack = load(config, to_write=False)
-    places = look(stack)
+    places = look(stack, uses_of="")
     known = known_namespaces(places)
     ids = known.keys() | {part.namespace for place in places for part in place.parts}
     namespaces = [each for each in ids if each.startswith(text)]

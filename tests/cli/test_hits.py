@@ -10,6 +10,7 @@ import pytest
 from cli_world import STACK, command
 
 from kvtier import Stack
+from kvtier.cli import commands, look_objects
 from kvtier.cli.ls import layout_of
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey
@@ -58,13 +59,56 @@ def test_by_block(used: Path) -> None:
     assert "hits       3" in command("show", KEYS[0].hex(), "-c", used).out
 
 
-def test_nothing_is_counted_in_a_store(used: Path, tmp_path: Path) -> None:
-    used.write_text(
-        f"{used.read_text()}  - {{kind: object, capacity: 64MiB, url: 'file://{tmp_path}/store'}}\n"
+def with_store(stack_file: Path, folder: Path) -> Path:
+    stack_file.write_text(
+        f"{stack_file.read_text()}  - {{kind: object, capacity: 64MiB, url: 'file://{folder}'}}\n"
     )
-    assert command("snapshot", "-c", used).code == 0
-    (part,) = run("ls", "-c", used, "--tier", "object")["namespaces"]
+    return stack_file
+
+
+def test_what_nobody_used_has_no_hits_in_a_store(stack_file: Path, tmp_path: Path) -> None:
+    with Stack.open(with_store(stack_file, tmp_path / "store"), NAMESPACE) as stack:
+        stack.store({key: payload(key) for key in KEYS})
+        assert stack.settle()
+    (part,) = run("ls", "-c", stack_file, "--tier", "object")["namespaces"]
     assert (part["blocks"], part["hits"], part["used"]) == (8, None, None)
+
+
+def test_a_snapshot_takes_the_counts_along_once(used: Path, tmp_path: Path) -> None:
+    stack = with_store(used, tmp_path / "store")
+    for copied in (8, 0):
+        assert run("snapshot", "-c", stack)["namespaces"][0]["copied"] == copied
+        (part,) = run("ls", "-c", stack, "--tier", "object")["namespaces"]
+        assert (part["blocks"], part["hits"]) == (8, 4)
+        here = run("ls", "-c", stack, "--tier", "nvme")["namespaces"][0]
+        assert part["used"] == here["used"], "when they were used, not when that was copied"
+    rows = run("ls", NAMESPACE.id[:8].upper(), "-c", stack, "--tier", "object")["blocks"]
+    hits = {row["key"]: row["hits"] for row in rows}
+    assert [hits[key.hex()] for key in KEYS] == [3, 1, 0, 0, 0, 0, 0, 0]
+    assert {row["used"] is None for row in rows if not row["hits"]} == {True}
+    assert [each["namespaces"][0]["hits"] for each in run("du", "-c", stack)] == [4, 4, 4]
+    assert [row["hits"] for row in run("show", KEYS[0].hex(), "-c", stack)] == [3, 3, 3]
+    for tier in ("cpu", "nvme"):
+        run("clear", "-c", stack, "--tier", tier, "--yes")
+    (copied,) = run("prewarm", "-c", stack, "--hottest", "--size", "24KiB")["namespaces"]
+    assert copied["copied"] == 2
+    rows = run("ls", NAMESPACE.id, "-c", stack, "--tier", "nvme")["blocks"]
+    assert {BlockKey(bytes.fromhex(row["key"])) for row in rows} == set(KEYS[:2])
+
+
+@pytest.mark.parametrize("words", [["verify"], ["prewarm"], ["gc", "--dry-run"]])
+def test_counts_are_read_only_where_they_are_shown(
+    words: list[str], used: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = with_store(used, tmp_path / "store")
+    assert commands.run(["snapshot", "-c", str(stack)]) == 0
+    read: list[str] = []
+    monkeypatch.setattr(look_objects, "used_blocks", lambda store, _: read.append("listed"))
+    monkeypatch.setattr(look_objects, "count_uses", lambda store, *_: read.append("counted"))
+    assert commands.run([*words, "-c", str(stack)]) == 0
+    assert not read
+    assert commands.run(["ls", "-c", str(stack)]) == 0
+    assert read == ["listed"]
 
 
 @pytest.mark.parametrize("how", ["snapshot", "prewarm"])
@@ -90,10 +134,7 @@ def test_the_hottest_first(used: Path, tmp_path: Path, how: str) -> None:
 
 
 def test_the_hottest_of_a_store_first(stack_file: Path, tmp_path: Path) -> None:
-    text = stack_file.read_text()
-    stack_file.write_text(
-        f"{text}  - {{kind: object, capacity: 64MiB, url: 'file://{tmp_path}/store'}}\n"
-    )
+    with_store(stack_file, tmp_path / "store")
     for first in (True, False):  # by two engines, one after the other
         with Stack.open(stack_file, NAMESPACE) as stack:
             if first:
@@ -109,7 +150,7 @@ def test_the_hottest_of_a_store_first(stack_file: Path, tmp_path: Path) -> None:
     rows = run("ls", NAMESPACE.id, "-c", stack_file, "--tier", "nvme")["blocks"]
     assert {BlockKey(bytes.fromhex(row["key"])) for row in rows} == set(KEYS[4:6])
     (part,) = run("ls", "-c", stack_file, "--tier", "object")["namespaces"]
-    assert (part["blocks"], part["hits"]) == (8, None), "shown where they stand beside the blocks"
+    assert (part["blocks"], part["hits"]) == (8, 6)
 
 
 def test_layouts_in_short() -> None:
