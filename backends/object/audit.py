@@ -113,6 +113,8 @@ def _compare(
     leftovers: list[str] = []
     foreign: list[_Foreign] = []
     own_bytes = 0
+    latest = case.now + manifest.SKEW_US / 1e6
+    """What is said to be removed after that would lie there uncounted until then: it is offered."""
     breathe.begin()
     for info in store.list():
         breathe()
@@ -131,7 +133,7 @@ def _compare(
         kind, at, size = stated.of(found) or (manifest.ADDED, 0.0, -1)
         # a time to come would outlast every removal
         since = max(at, min(info.modified_s, case.now))
-        if kind == manifest.REMOVED:
+        if kind == manifest.REMOVED and at <= latest:
             if case.now - since >= case.read_s:
                 leftovers.append(info.name)
         elif case.age_max_s is not None and case.now - info.modified_s > case.age_max_s:

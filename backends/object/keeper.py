@@ -25,7 +25,7 @@ from kvtier.backends.object.claims import Claims
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.limits import Limits
-from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
+from kvtier.backends.object.manifest import ADDED, REMOVED, SKEW_US, Entries
 from kvtier.backends.object.names import description_name
 from kvtier.backends.object.news import Known, News, leaving_by, news_among, rows_of
 from kvtier.backends.object.spread import Spread, mark
@@ -46,7 +46,6 @@ _ENTRIES_MAX = 1 << 16
 _HASTE_SHARE = 0.9
 _NEWS_MAX = 1024
 """Pieces of a few hundred blocks at most: a tier may not be asked for days, beside busy ones."""
-_SKEW_US = 3_600_000_000
 
 
 class Keeper:
@@ -289,7 +288,7 @@ class Keeper:
         """Hand entries over; of a whole state only what is not `known` as it is stated."""
         latest_us = int(entries["time_us"][-1]) if len(entries) else 0
         if latest_us:  # what follows is later, whatever the clocks of others say
-            self._last_us = max(self._last_us, min(latest_us, int(self._clock() * 1e6) + _SKEW_US))
+            self._last_us = max(self._last_us, min(latest_us, int(self._clock() * 1e6) + SKEW_US))
         for kind in (REMOVED, ADDED):
             for piece in self._breath.chunks(len(entries)):
                 rows = entries[piece]

@@ -52,6 +52,8 @@ HEAD_BYTES = _HEAD.size + _SUM.size
 COVERS_BYTES_MAX = 1 << 20
 _TIME_MAX_US = 1 << 53
 """The year 2255. What corrects an entry is later, and times beyond it are not exact in seconds."""
+SKEW_US = 3_600_000_000
+"""Clocks of servers differ by no more; later times come from one that is wrong."""
 _ODD = (
     0x9E3779B97F4A7C15,
     0xC2B2AE3D27D4EB4F,

@@ -166,6 +166,24 @@ def test_an_entry_by_a_clock_that_is_ahead_is_removed(
     assert len(damaged) <= 1, "only what was strange to begin with, never what corrects it"
 
 
+def test_what_a_clock_that_is_ahead_has_removed_does_not_lie_there_uncounted(
+    tmp_path: Path,
+) -> None:
+    """A server whose clock was a year ahead has dropped a block that somebody stored anew."""
+    store = FileStore(tmp_path / "store")
+    keys = filled(store, 1)
+    keeper, tier = opened(store)
+    year_ahead_us = int((time.time() + 3e7) * 1e6)
+    Journal(store, NAMESPACE).append(pack_entries(REMOVED, keys, [0], [0], [year_ahead_us]))
+    keeper.open(tier.known)
+    tier.start()
+    assert tier.lookup(keys) == [Presence.HIT]
+    assert keeper.budget.used == RECORD
+    entries = Journal(store, NAMESPACE).everything()
+    assert entries["kind"].tolist() == [ADDED]
+    keeper.close()
+
+
 def test_temporary_files_that_are_not_ours_to_remove(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
