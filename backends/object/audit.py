@@ -140,7 +140,7 @@ def _compare(
             leftovers.append(info.name)
         else:
             present.part(found)[found] = None
-            if size != info.size:
+            if size != info.size or kind == manifest.REMOVED:
                 finding.orphans.add(key, generation, info.size, since)
     _make_room(store, case, foreign, own_bytes, finding.foreign, breathe)
     store.delete(leftovers)

@@ -286,15 +286,16 @@ class Keeper:
 
     def _tell(self, entries: Entries, known: Spread[None] | None = None) -> None:
         """Hand entries over; of a whole state only what is not `known` as it is stated."""
-        latest_us = int(entries["time_us"][-1]) if len(entries) else 0
-        if latest_us:  # what follows is later, whatever the clocks of others say
-            self._last_us = max(self._last_us, min(latest_us, int(self._clock() * 1e6) + SKEW_US))
+        latest_us, now_us = 0, int(self._clock() * 1e6)
+        if len(entries):  # what follows is later, whatever the clocks of others say
+            latest_us = min(int(entries["time_us"][-1]), now_us + SKEW_US)
+            self._last_us = max(self._last_us, latest_us)
         for kind in (REMOVED, ADDED):
             for piece in self._breath.chunks(len(entries)):
                 rows = entries[piece]
                 rows = rows[rows["kind"] == kind]
                 if known is not None and len(rows):
-                    rows = rows[news_among(rows, known, latest_us)]
+                    rows = rows[news_among(rows, known, min(latest_us, now_us))]
                 if len(rows):
                     told = rows_of(rows)
                     self.news.append(News(added=told) if kind == ADDED else News(removed=told))

@@ -166,21 +166,44 @@ def test_an_entry_by_a_clock_that_is_ahead_is_removed(
     assert len(damaged) <= 1, "only what was strange to begin with, never what corrects it"
 
 
+@pytest.mark.parametrize("size", [0, RECORD])
 def test_what_a_clock_that_is_ahead_has_removed_does_not_lie_there_uncounted(
-    tmp_path: Path,
+    tmp_path: Path, size: int
 ) -> None:
     """A server whose clock was a year ahead has dropped a block that somebody stored anew."""
     store = FileStore(tmp_path / "store")
     keys = filled(store, 1)
     keeper, tier = opened(store)
     year_ahead_us = int((time.time() + 3e7) * 1e6)
-    Journal(store, NAMESPACE).append(pack_entries(REMOVED, keys, [0], [0], [year_ahead_us]))
+    Journal(store, NAMESPACE).append(pack_entries(REMOVED, keys, [0], [size], [year_ahead_us]))
     keeper.open(tier.known)
     tier.start()
     assert tier.lookup(keys) == [Presence.HIT]
     assert keeper.budget.used == RECORD
     entries = Journal(store, NAMESPACE).everything()
     assert entries["kind"].tolist() == [ADDED]
+    keeper.close()
+
+
+def test_a_clock_that_is_ahead_keeps_no_size_from_being_corrected(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store")
+    [key, other] = make_keys(2)
+    store.put(block_name(NAMESPACE.id, key), [memoryview(bytes(RECORD))])
+    now_us = int(time.time() * 1e6)
+    times = [now_us, now_us + 10**15]
+    journal = Journal(store, NAMESPACE)
+    journal.append(pack_entries(ADDED, [key, other], [0, 0], [RECORD] * 2, times))
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    journal.append(pack_entries(ADDED, [key], [0], [RECORD // 2], [now_us - 10**8]))
+    keeper._next_look = 0.0
+    keeper.work()
+    tier.tick()
+    assert keeper.budget.used == RECORD // 2, "heard late, as if it were the latest"
+    keeper.refresh()
+    tier.tick()
+    assert keeper.budget.used == RECORD
     keeper.close()
 
 
