@@ -73,7 +73,7 @@ class CpuBackend(Backend[CpuSettings]):
                 ".name", f"{settings.name!r} cannot name a region", "write a short word without /"
             )
         folder = Path(settings.path)
-        if not folder.is_dir():
+        if not settings.path or not folder.is_dir():
             raise _no_place(ConfigError, settings)
         size = _capacity(settings)
         if record_bytes is not None:
@@ -121,7 +121,7 @@ class CpuBackend(Backend[CpuSettings]):
 
 
 def _no_place(kind: type[ConfigError], settings: CpuSettings) -> ConfigError:
-    problem = f"{settings.path} is not a folder where you may write"
+    problem = f"{settings.path or 'an empty text'} is not a folder where you may write"
     return kind(".path", problem, "name a folder on tmpfs, like /dev/shm")
 
 

@@ -76,6 +76,8 @@ class NvmeBackend(Backend[NvmeSettings]):
                 f"there is no eviction policy {settings.eviction!r}",
                 f"write one of {', '.join(policy_names())}",
             )
+        if not settings.path:
+            raise ConfigError(".path", "is empty", "name a folder on a local disk")
         total = Disk().total_bytes(standing_folder(Path(settings.path), ".path"))
         size = settings.capacity.resolve(total)
         if size > total:

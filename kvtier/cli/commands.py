@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from kvtier import __version__
 from kvtier.cli import console, main
@@ -36,6 +36,19 @@ COMMANDS = {
     "plan": "Say what a stack is worth for a model.",
     "bench": "Measure the tiers of a stack.",
 }
+
+
+class _Command(TyperCommand):
+    """Refuses an option that stands twice: only the last would count, and nobody would know."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = self.make_parser(ctx).parse_args(list(args))[2]
+        for option in given:
+            if not isinstance(option, TyperOption) or option.multiple or option.is_flag:
+                continue
+            if given.count(option) > 1:
+                raise typer.BadParameter("stands twice: name one", ctx, option)
+        return super().parse_args(ctx, args)
 
 
 class _Commands(TyperGroup):
@@ -80,6 +93,8 @@ def load(name: str) -> Any:
     """Import one command."""
     file = "import_" if name == "import" else name.replace("-", "_")
     module = import_module(f"kvtier.cli.{file}")
+    for each in module.app.registered_commands:
+        each.cls = _Command
     command = typer.main.get_command(module.app)
     command.name = name
     return command

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from kvtier.cli import console
 from kvtier.cli.starter import starter
-from kvtier.config import effective, load
+from kvtier.config import Name, effective, load
 from kvtier.core.backend import kinds
 from kvtier.core.values import ByteSize
 from kvtier.errors import ConfigError, ConfigErrors, KVTierError
@@ -102,6 +103,7 @@ def init(
     ] = None,
 ) -> None:
     """Write a commented stack file for this machine, and make the folder that it names."""
+    _check_init(name, bucket)
     text = starter(
         folder,
         name=name,
@@ -120,10 +122,27 @@ def init(
     console.say(f"{file} is written; look through it, then: kvtier config check {file}")
 
 
+def _check_init(name: str | None, bucket: str | None) -> None:
+    """Refuse what would make a stack that `check` refuses."""
+    try:
+        msgspec.convert(name, Name | None)
+    except msgspec.ValidationError:
+        problem = f"{name!r} cannot name an engine; write letters, digits, dots and dashes"
+        raise typer.BadParameter(problem, param_hint="--name") from None
+    if bucket is not None:
+        from kvtier.backends.object.errors import WrongEndpoint
+        from kvtier.backends.object.open import place_of
+
+        try:
+            place_of(bucket)
+        except WrongEndpoint as error:
+            raise typer.BadParameter(str(error), param_hint="--bucket") from None
+
+
 def _size(text: str, option: str) -> ByteSize:
     try:
-        return ByteSize.parse(text)
-    except ValueError as error:
+        return ByteSize(console.parse_size(text))
+    except typer.BadParameter as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
 
 

@@ -30,6 +30,35 @@ EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_CLOSED_PIPE = 141
 
+
+def parse_size(text: str | int) -> int:
+    """The value of an option that is a size, like 64MiB."""
+    from kvtier.core.values import ByteSize
+
+    try:
+        size = ByteSize.parse(text).bytes
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if size < 1:
+        raise typer.BadParameter("a size of nothing; write at least 1")
+    return size
+
+
+def parse_rate(text: str | int) -> int:
+    """The value of an option that is a rate, like 200MB/s, in bytes a second."""
+    return parse_size(text.removesuffix("/s") if isinstance(text, str) else text)
+
+
+def parse_duration(text: str | float) -> float:
+    """The value of an option that is a length of time, like 30d, in seconds."""
+    from kvtier.core.values import Duration
+
+    try:
+        return Duration.parse(text).seconds
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 ConfigOption = Annotated[
     Path,
     typer.Option(
@@ -49,11 +78,16 @@ NamespaceOption = Annotated[
     ),
 ]
 RateOption = Annotated[
-    str | None, typer.Option("--rate", metavar="RATE", help="At most so fast, like 200MB/s.")
+    int | None,
+    typer.Option(
+        "--rate", parser=parse_rate, metavar="RATE", help="At most so fast, like 200MB/s."
+    ),
 ]
 SizeOption = Annotated[
-    str | None,
-    typer.Option("--size", metavar="SIZE", help="The first blocks, at most so many bytes."),
+    int | None,
+    typer.Option(
+        "--size", parser=parse_size, metavar="SIZE", help="The first blocks, at most so many bytes."
+    ),
 ]
 HottestOption = Annotated[
     bool, typer.Option("--hottest", help="The most used blocks first, not the newest.")
@@ -185,41 +219,15 @@ def confirm(question: str, yes: bool) -> None:
 
 def check_plot(file: Path | None) -> None:
     """That a plot can be written at the end is seen to before all that it will show."""
-    if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+    if file is None:
+        return
+    if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
         raise typer.BadParameter(
             f"{file}: name a file in a folder where you may write", param_hint="--svg"
         )
 
 
-def parse_size(text: str | int) -> int:
-    """The value of an option that is a size, like 64MiB."""
-    from kvtier.core.values import ByteSize
-
-    try:
-        size = ByteSize.parse(text).bytes
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    if size < 1:
-        raise typer.BadParameter("a size of nothing; write at least 1")
-    return size
-
-
-def parse_rate(text: str | int) -> int:
-    """The value of an option that is a rate, like 200MB/s, in bytes a second."""
-    return parse_size(text.removesuffix("/s") if isinstance(text, str) else text)
-
-
-def parse_duration(text: str | float) -> float:
-    """The value of an option that is a length of time, like 30d, in seconds."""
-    from kvtier.core.values import Duration
-
-    try:
-        return Duration.parse(text).seconds
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def tier_of(text: str | None, config: StackConfig) -> int | None:
+def tier_of(text: str | None, config: StackConfig, option: str = "--tier") -> int | None:
     """The tier that an option names, by number or kind."""
     if text is None:
         return None
@@ -229,7 +237,7 @@ def tier_of(text: str | None, config: StackConfig) -> int | None:
     if kinds.count(text) == 1:
         return kinds.index(text)
     numbered = ", ".join(f"{index} {kind}" for index, kind in enumerate(kinds))
-    raise typer.BadParameter(f"{text!r} is not one tier of {numbered}", param_hint="--tier")
+    raise typer.BadParameter(f"{text!r} is not one tier of {numbered}", param_hint=option)
 
 
 def end_with_troubles(places: Iterable[Place]) -> None:
@@ -292,6 +300,9 @@ _REMEDIES = {
     errno.EACCES: "run this as its owner, or change its rights",
     errno.EPERM: "run this as its owner",
     errno.ENOENT: "name one that exists",
+    errno.ENOTDIR: "name one in a folder that exists",
+    errno.EISDIR: "name a file",
+    errno.ENAMETOOLONG: "name a shorter one",
     errno.ENOSPC: "free some room there",
     errno.EROFS: "name a place that can be written to",
 }

@@ -42,6 +42,7 @@ def export(
     The stack may be in use. The file is there when it is whole, or not at all.
     """
     stack = load(config, to_write=False)
+    _check_target(file, force)
     chosen = console.tier_of(tier, stack)
     places = look_at(stack, range(len(stack.tiers)) if chosen is None else [chosen], uses=hottest)
     names = namespaces_of(places, namespace)
@@ -49,13 +50,11 @@ def export(
         console.end_with_troubles(places)
         found = f"{len(names)} namespaces here" if names else "there is nothing here to export"
         raise KVTierError(found + (": name one with --namespace" if names else ""))
-    if file.exists() and not force:
-        raise KVTierError(f"{file} exists; name another file, or say --force")
     described = describe(places, names[0])
     result = Copied(names[0])
     choice = choose(places, names[0], hottest=hottest)
     if size is not None:
-        choice = choice.cut(console.parse_size(size))
+        choice = choice.cut(size)
     result.asked = len(choice)
     start = time.monotonic()
     with (
@@ -70,6 +69,16 @@ def export(
             bar.advance(1, payload)
     result.seconds = time.monotonic() - start
     report([result], places, json)
+
+
+def _check_target(file: Path, force: bool) -> None:
+    if file.exists():
+        if not file.is_file():  # a device, say, which must not be replaced
+            raise KVTierError(f"{file} is no ordinary file; name another")
+        if not force:
+            raise KVTierError(f"{file} exists; name another file, or say --force")
+    if not file.parent.is_dir():
+        raise KVTierError(f"{file.parent} is not a folder; make it, or name one that exists")
 
 
 def _proved(

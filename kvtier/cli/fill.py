@@ -40,8 +40,8 @@ def copy_all(
     tier: int,
     *,
     namespace: str | None,
-    size: str | None,
-    rate: str | None,
+    size: int | None,
+    rate: int | None,
     hottest: bool = False,
     prompts: list[Prompt] | None = None,
 ) -> list[Copied]:
@@ -49,8 +49,8 @@ def copy_all(
     prompts would ask for. Of several namespaces those are skipped of which that cannot be told."""
     most = int(capacity_of(target.tiers[tier]) * _FILL_SHARE)
     if size is not None:
-        most = min(most, console.parse_size(size))
-    pace = Pace(None if rate is None else console.parse_rate(rate))
+        most = min(most, size)
+    pace = Pace(rate)
     done = []
     for name in namespaces_of(places, namespace):
         result = Copied(name)
@@ -112,9 +112,9 @@ def report(
     console.end_with_troubles(places)
     if any(each.full for each in done):
         console.warn(
-            "the tier had no room for the rest: it is full, its disk is (free_floor counts), or an "
-            "engine that runs there holds it - kvtier doctor and kvtier du say which; give it more "
-            "room, stop the engine meanwhile, or copy less with --size"
+            "the tier had no room for the rest: it is full, its disk is (free_floor counts), its "
+            "store went away, or an engine that runs there holds it - kvtier doctor and kvtier du "
+            "say which; give it more room, stop the engine meanwhile, or copy less with --size"
         )
     elif not all(each.whole for each in rest):
         console.warn("some blocks are missing: run it again, or see kvtier verify and kvtier du")
@@ -151,7 +151,7 @@ def _show(done: Sequence[Copied]) -> None:
 def tier_to_fill(config: StackConfig, into: str | None) -> int:
     """The tier that an option names, or the first one below host memory that keeps blocks."""
     if into is not None:
-        tier = console.tier_of(into, config)
+        tier = console.tier_of(into, config, "--into")
         assert tier is not None
         return tier
     for tier, settings in enumerate(config.tiers):
@@ -166,13 +166,18 @@ def store_of(
     """The object tier that a url, another stack file, or the stack itself names."""
     if text is not None and "://" in text:
         from kvtier.backends.object import BACKEND, ObjectSettings
+        from kvtier.cli.look_objects import local_folder
 
         settings = ObjectSettings(url=text, capacity=Capacity(ByteSize(1 << 60)))
         try:
             BACKEND.check(settings, None)
         except ConfigError as error:
             if to_write or not isinstance(error, NotWritable):
-                raise ConfigError(text, error.problem, error.remedy) from error
+                shown = "this url" if "@" in text else text  # which may hold a password
+                raise ConfigError(shown, error.problem, error.remedy) from error
+        folder = local_folder(text)
+        if not to_write and folder is not None and not folder.exists():
+            raise ConfigError(text, "there is no such folder", "name one that holds a snapshot")
         return msgspec.structs.replace(config, tiers=(config.tiers[0], settings)), 1
     other = config if text is None else load(Path(text), to_write=to_write)
     for tier, each in enumerate(other.tiers):

@@ -38,7 +38,7 @@ def import_(
     """
     target = load(config)
     tier = tier_to_fill(target, into)
-    pace = Pace(None if rate is None else console.parse_rate(rate))
+    pace = Pace(rate)
     pack = PackReader(file)
     result = Copied(pack.namespace.id)
     total = pack.bytes // record_bytes(pack.namespace.payload_bytes)

@@ -53,6 +53,8 @@ def ls(
 
 def find_namespace(places: list[Place], text: str) -> str:
     """The one namespace whose id begins so; raises KVTierError if there is none or several."""
+    if not text:
+        raise KVTierError("an empty text names no namespace: give its first digits, or none at all")
     ids = {part.namespace for place in places for part in place.parts}
     ids |= known_namespaces(places).keys()
     found = sorted(each for each in ids if each.startswith(text.lower()))
@@ -141,7 +143,10 @@ def _list_blocks(places: list[Place], namespace: str, limit: int, json: bool) ->
             }
             for block in blocks
         ]
-        console.print_json({"namespace": namespace, "blocks": rows, "more": more})
+        troubles = [trouble for place in places for trouble in place.troubles]
+        console.print_json(
+            {"namespace": namespace, "blocks": rows, "more": more, "troubles": troubles}
+        )
         return
     console.print_table(
         ["tier", "key", "size", "hits", "last hit", "age", "state"],

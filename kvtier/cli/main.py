@@ -16,12 +16,22 @@ EXIT_INTERRUPTED = 130
 
 def main() -> None:
     """Entry point of the `kvtier` command."""
+    _fill_standard_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is to be ignored
         signal.signal(signal.SIGINT, _leave)
     from kvtier.cli import commands, console
 
     sys.excepthook = console.report_crash
     sys.exit(commands.run(sys.argv[1:]))
+
+
+def _fill_standard_streams() -> None:
+    """A stream that the caller has closed leads nowhere. Its number would otherwise go to the next
+    file that is opened, a block's perhaps, and what is printed with it."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def begin() -> None:

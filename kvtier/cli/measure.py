@@ -293,8 +293,8 @@ def _private(settings: TierSettings, room: int) -> TierSettings:
 
 
 def patient(settings: TierSettings) -> TierSettings:
-    """A tier that takes all that it is given, and has time."""
-    return _replace(settings, _TAKE_ALL)
+    """A tier that takes all that it is given, and has time, but not for a store that is down."""
+    return _replace(settings, _TAKE_ALL | {"unreachable": "refuse"})
 
 
 def _lower(settings: TierSettings, room: int, folder: Path | None) -> TierSettings:

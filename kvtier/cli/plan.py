@@ -117,10 +117,13 @@ def _links(
     for text in given:
         name, _, value = text.partition("=")
         rate, _, latency = value.partition(",")
-        tier = -1 if name == DEVICE else console.tier_of(name, config)
+        tier = -1 if name == DEVICE else console.tier_of(name, config, "--bandwidth")
         assert tier is not None
-        seconds = console.parse_duration(latency) if latency else 0.0
-        links[tier] = Link(float(console.parse_size(rate.removesuffix("/s"))), seconds, "given")
+        try:
+            seconds = console.parse_duration(latency) if latency else 0.0
+            links[tier] = Link(float(console.parse_rate(rate)), seconds, "given")
+        except typer.BadParameter as error:
+            raise typer.BadParameter(f"{text}: {error}", param_hint="--bandwidth") from None
     if do_measure and not links.keys() >= set(range(len(config.tiers))):
         block = min(record_bytes(chunk_bytes) - 4096, _BLOCK_BYTES_MAX)
         size = Size(block, max(4, _MEASURED_BYTES // block), 1)

@@ -31,6 +31,7 @@ def restore(
     ] = None,
     namespace: console.NamespaceOption = None,
     size: console.SizeOption = None,
+    hottest: console.HottestOption = False,
     rate: console.RateOption = None,
     json: console.JsonOption = False,
 ) -> None:
@@ -41,7 +42,9 @@ def restore(
     """
     target = load(config)
     stack, from_tier = store_of(source, target, to_write=False)
-    places = look_at(stack, [from_tier], strict=True)
+    places = look_at(stack, [from_tier], strict=True, uses=hottest)
     tier = tier_to_fill(target, into)
-    done = copy_all(stack, places, target, tier, namespace=namespace, size=size, rate=rate)
+    done = copy_all(
+        stack, places, target, tier, namespace=namespace, size=size, rate=rate, hottest=hottest
+    )
     report(done, places, json)

@@ -68,6 +68,7 @@ def _show_namespace(
                 "group_bytes": namespace.group_bytes if namespace else None,
                 "parts": namespace.parts if namespace else None,
                 "tiers": msgspec.to_builtins(parts),
+                "troubles": [trouble for place in places for trouble in place.troubles],
             }
         )
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterable, Iterator
 from typing import Annotated
@@ -34,6 +35,14 @@ class Found(msgspec.Struct):
     unread: list[tuple[Block, str]] = []
 
 
+def _parse_sample(text: str) -> str:
+    """The value of --sample, if it is one."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text[:-1]) <= 100 if text.endswith("%") else int(text) > 0:
+            return text
+    raise typer.BadParameter(f"{text!r}: write a number of blocks, or 1% to 100%")
+
+
 @app.command(
     epilog="Examples: kvtier verify -c stack.yaml; kvtier verify -c stack.yaml --sample 5%; "
     "kvtier verify -c stack.yaml --tier nvme --repair"
@@ -43,7 +52,10 @@ def verify(
     namespace: console.NamespaceOption = None,
     tier: console.TierOption = None,
     sample: Annotated[
-        str | None, typer.Option(metavar="N|P%", help="Only so many blocks, drawn at random.")
+        str | None,
+        typer.Option(
+            parser=_parse_sample, metavar="N|P%", help="Only so many blocks, drawn at random."
+        ),
     ] = None,
     repair: Annotated[bool, typer.Option("--repair", help="Take out of use what is bad.")] = False,
     json: console.JsonOption = False,
@@ -72,16 +84,9 @@ def verify(
 
 
 def _sample_size(text: str, total: int) -> int:
-    try:
-        if text.endswith("%"):
-            share = float(text[:-1])
-            if 0 < share <= 100:
-                return max(1, round(total * share / 100))
-        elif int(text) > 0:
-            return min(total, int(text))
-    except ValueError:
-        pass
-    raise typer.BadParameter(f"{text!r}: write a number of blocks, or 1% to 100%")
+    if text.endswith("%"):
+        return max(1, round(total * float(text[:-1]) / 100))
+    return min(total, int(text))
 
 
 def _draw(blocks: Iterable[Block], total: int, wanted: int) -> Iterator[Block]:

@@ -189,3 +189,28 @@ class TestAStoreThatIsDown:
     def test_bench_measures_the_rest(self, down: Path) -> None:
         report = run("bench", "-c", down, "--chunk=8KiB", "--blocks=2", "--rounds=1", code=1)
         assert [tier["good"] for tier in report["tiers"]] == [True, True, False]
+
+
+@pytest.mark.parametrize("words", [["snapshot"], ["prewarm", "--into", "object", "--from"]])
+def test_a_target_that_is_down_is_called_that(
+    words: list[str], in_a_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not a tier without room, after a while of waiting for some."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nobody")
+    with Stack.open(in_a_folder, NAMESPACE) as stack:
+        stack.store({key: payload(key) for key in make_keys(BLOCKS)})
+        assert stack.settle()
+    down = 'url: "s3://bucket/kv", region: none, endpoint: "http://127.0.0.1:9"'
+    text = in_a_folder.read_text()
+    if words[0] == "prewarm":
+        words = [*words, str(in_a_folder)]
+        target = tmp_path / "down.yaml"
+    else:
+        target = in_a_folder
+    target.write_text(text.replace(f'url: "file://{tmp_path}/store"', down))
+    done = command(*words, "-c", target, "--json")
+    assert (done.code, done.out) == (1, "")
+    assert done.err == (
+        "kvtier: nothing listens at http://127.0.0.1:9: is the endpoint up, and right?\n"
+    )

@@ -1,0 +1,114 @@
+"""Calls that cannot be meant: each is refused by the name of its option, and nothing is done."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from cli_world import KVTIER, command
+
+from kvtier.cli import commands
+from kvtier.testing.records import NAMESPACE
+
+pytestmark = pytest.mark.slow
+
+WRONG = [
+    ("snapshot --size 0 -c {stack}", 2, "'--size': a size of nothing"),
+    ("snapshot --rate 5MB/h -c {stack}", 2, "'--rate': '5MB/h' is not"),
+    ("verify --sample 150% -c {stack}", 2, "'--sample': '150%': write a number"),
+    ("verify --sample 0 -c {stack}", 2, "'--sample': '0': write a number"),
+    ("verify --sample nan% -c {stack}", 2, "'--sample': 'nan%': write a number"),
+    ("prewarm --into 7 -c {stack}", 2, "--into: '7' is not one tier of 0 cpu, 1 nvme"),
+    ("bench --svg {stack}/x.svg -c {stack}", 2, "--svg: "),
+    ("export {folder} --force -c {stack}", 1, "is no ordinary file"),
+    ("export {folder}/none/x -c {stack}", 1, "none is not a folder; make it"),
+    ("restore --from file://{folder}/none -c {stack}", 2, "there is no such folder"),
+    ("snapshot --to s3://me:secret@bucket/x -c {stack}", 2, "a user name stands in the url"),
+    ("config init --bucket http://bucket", 2, "--bucket: this url names no store"),
+    ("config init --bucket s3://me:secret@bucket", 2, "--bucket: a user name"),
+    ("config init --name a/b", 2, "--name: 'a/b' cannot name an engine"),
+    ("config init --memory 0", 2, "--memory: a size of nothing"),
+    ("config init --disk 5XB", 2, "--disk: 'XB' is not a unit"),
+    ("ls -c {stack} -c {stack}", 2, "stands twice"),
+    ("serve model -c {stack} --config {stack}", 2, "stands twice"),
+    ("ls --tier 0 -t 1 -c {stack}", 2, "stands twice"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "says"), WRONG, ids=[each[0] for each in WRONG])
+def test_a_wrong_call(
+    words: str, code: int, says: str, filled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = filled.parent
+    places = {"stack": filled, "folder": folder}
+    before = sorted(folder.rglob("*"))
+    assert commands.run([word.format(**places) for word in words.split()]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in " ".join(err.split())
+    assert "secret" not in err
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "words", [["ls", ""], ["clear", "", "--yes"], ["verify", "--namespace", ""]]
+)
+def test_an_empty_text_is_no_namespace(
+    words: list[str], filled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As from a variable of the shell that is not set: above all, it does not mean all."""
+    assert commands.run([*words, "-c", str(filled)]) == 1
+    assert "an empty text names no namespace" in capsys.readouterr().err
+    assert commands.run(["ls", NAMESPACE.id, "-c", str(filled)]) == 0
+
+
+def test_options_that_may_stand_twice(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.run(["ls", "--json", "--json", "-c", str(filled)]) == 0
+    model = filled.with_name("model.json")
+    model.write_text('{"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 64}')
+    rates = ["--bandwidth", "cpu=1GB/s", "--bandwidth", "nvme=2GB/s"]
+    assert commands.run(["plan", str(model), "--no-measure", *rates, "-c", str(filled)]) == 0
+    assert "2 GB/s" in capsys.readouterr().out
+
+
+def test_a_device_is_not_replaced_by_an_export(filled: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    done = command("export", pipe, "--force", "-c", filled)
+    assert (done.code, done.out) == (1, "")
+    assert f"{pipe} is no ordinary file" in done.err
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("text", ["", "${NOTHING_IS_SET_HERE:-}"])
+def test_an_empty_path_is_not_the_current_folder(text: str, filled: Path) -> None:
+    for kind in ("host", "disk/blocks"):
+        stack = filled.with_name("empty.yaml")
+        stack.write_text(filled.read_text().replace(f"{filled.parent}/{kind}", text))
+        done = command("clear", "--yes", "-c", stack)
+        assert done.code == 2
+        assert ".path: " in done.err
+        assert "name a folder" in done.err
+
+
+@pytest.mark.parametrize(
+    ("closed", "words", "code"),
+    [
+        (1, ["ls", "-c", "{stack}"], 0),
+        (2, ["ls", "-c", "{stack}", "--tier", "9"], 2),
+        (0, ["clear", "-c", "{stack}"], 2),
+        (1, ["export", "{stack}.pack", "-c", "{stack}"], 0),
+    ],
+)
+def test_a_stream_that_is_closed(closed: int, words: list[str], code: int, filled: Path) -> None:
+    """As by `>&-` in a shell: nothing is printed into whatever file has its number then."""
+    line = [str(KVTIER), *(word.format(stack=filled) for word in words)]
+    done = subprocess.run(
+        ["sh", "-c", f'exec {closed}>&-; exec "$@"', "sh", *line], capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stderr
+    assert "a mistake" not in done.stderr
+    pack = Path(f"{filled}.pack")
+    assert not pack.exists() or pack.read_bytes().startswith(b"KVTPACK")
