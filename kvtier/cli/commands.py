@@ -42,7 +42,8 @@ class _Command(TyperCommand):
     """Refuses an option that stands twice: only the last would count, and nobody would know."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = self.make_parser(ctx).parse_args(list(args))[2]
+        completing = ctx.resilient_parsing
+        given = [] if completing else self.make_parser(ctx).parse_args(list(args))[2]
         for option in given:
             if not isinstance(option, TyperOption) or option.multiple or option.is_flag:
                 continue

@@ -85,6 +85,8 @@ def read_prompts(file: Path, model: str | None) -> Prompts:
         if prompt.tokens and not 0 <= min(prompt.tokens) <= max(prompt.tokens) < _TOKEN_MAX:
             raise ConfigError(place, "a token is out of range", "use 0 to 2**31 - 1")
         prompts.known.append(prompt)
+    if not (prompts.known or prompts.skipped):
+        raise ConfigError(str(file), "holds no prompt", f"write one a line, like {_FORM}")
     return prompts
 
 

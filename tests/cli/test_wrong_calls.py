@@ -31,6 +31,7 @@ WRONG = [
     ("config init --name a/b", 2, "--name: 'a/b' cannot name an engine"),
     ("config init --memory 0", 2, "--memory: a size of nothing"),
     ("config init --disk 5XB", 2, "--disk: 'XB' is not a unit"),
+    ("prewarm --prompts {none} --from {stack} -c {stack}", 2, "none.jsonl: holds no prompt"),
     ("ls -c {stack} -c {stack}", 2, "stands twice"),
     ("serve model -c {stack} --config {stack}", 2, "stands twice"),
     ("ls --tier 0 -t 1 -c {stack}", 2, "stands twice"),
@@ -42,7 +43,8 @@ def test_a_wrong_call(
     words: str, code: int, says: str, filled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = filled.parent
-    places = {"stack": filled, "folder": folder}
+    places = {"stack": filled, "folder": folder, "none": folder / "none.jsonl"}
+    places["none"].touch()
     before = sorted(folder.rglob("*"))
     assert commands.run([word.format(**places) for word in words.split()]) == code
     out, err = capsys.readouterr()
@@ -71,6 +73,14 @@ def test_options_that_may_stand_twice(filled: Path, capsys: pytest.CaptureFixtur
     rates = ["--bandwidth", "cpu=1GB/s", "--bandwidth", "nvme=2GB/s"]
     assert commands.run(["plan", str(model), "--no-measure", *rates, "-c", str(filled)]) == 0
     assert "2 GB/s" in capsys.readouterr().out
+
+
+def test_completion_of_a_wrong_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_KVTIER_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "kvtier ls -c one -c two --lim")
+    monkeypatch.setenv("COMP_CWORD", "6")
+    done = command()
+    assert (done.out.strip(), done.err) == ("--limit", "")
 
 
 def test_a_device_is_not_replaced_by_an_export(filled: Path, tmp_path: Path) -> None:
