@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -239,24 +239,42 @@ def read_namespace(text: bytes, name: str) -> Namespace | None:
     return namespace if namespace.id == name else None
 
 
-def locked_files() -> set[int]:
-    """Inodes of the files that live processes hold an flock on.
+class Locked(NamedTuple):
+    """The files that live processes hold an flock on."""
+
+    files: set[tuple[int, int]]
+    """Device and inode of each."""
+    mounted: set[int]
+    """All devices that are mounted."""
+
+
+def locked_files() -> Locked:
+    """What is locked now.
 
     Read from the kernel's list: to try the lock could make an engine that starts just now believe
     that another one is there.
     """
-    found = set()
+    found = Locked(set(), set())
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text().splitlines():
             words = line.split()
             if words[1] == "FLOCK":
-                found.add(int(words[5].rpartition(":")[2]))
+                major, minor, inode = words[5].split(":")
+                found.files.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            major, minor = line.split()[2].split(":")
+            found.mounted.add(os.makedev(int(major), int(minor)))
     return found
 
 
-def is_locked(path: Path, locked: set[int]) -> bool:
+def is_locked(path: Path, locked: Locked) -> bool:
     """Whether a live process holds this file."""
     try:
-        return path.stat().st_ino in locked
+        status = path.stat()
     except OSError:
         return False
+    if status.st_dev in locked.mounted:
+        return (status.st_dev, status.st_ino) in locked.files
+    # Some file systems (btrfs) answer a device here that the kernel's lists do not know.
+    return any(inode == status.st_ino for _, inode in locked.files)

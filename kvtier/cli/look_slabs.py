@@ -15,6 +15,7 @@ from kvtier.cli.holdings import (
     BENCH_MARK,
     NAMESPACE_BYTES_MAX,
     NAMESPACE_ID,
+    Locked,
     Place,
     Slab,
     count_parts,
@@ -61,7 +62,7 @@ def _names_of(prefix: str, name: str) -> re.Pattern[str]:
     return re.compile(re.escape(prefix) + engine + re.escape(SUFFIX))
 
 
-def _look_at_region(place: Place, path: Path, engine: str, locked: set[int]) -> None:
+def _look_at_region(place: Place, path: Path, engine: str, locked: Locked) -> None:
     place.used += path.stat().st_size
     used = is_locked(path, locked) or is_locked(path.with_suffix(".owner"), locked)
     try:
@@ -110,7 +111,7 @@ def look_at_folder(tier: int, config: StackConfig) -> Place:
     return place
 
 
-def _look_at_home(place: Place, home: Path, locked: set[int]) -> None:
+def _look_at_home(place: Place, home: Path, locked: Locked) -> None:
     try:
         text = read_file(home / "namespace.json", NAMESPACE_BYTES_MAX)
         namespace = read_namespace(text, home.name)
@@ -136,7 +137,7 @@ def _look_at_home(place: Place, home: Path, locked: set[int]) -> None:
             _note(place, path, error)
 
 
-def _slab(path: Path, locked: set[int]) -> Slab:
+def _slab(path: Path, locked: Locked) -> Slab:
     page = read_file(path, TABLE_AT)
     header = SlabHeader.unpack(page)
     if header.namespace.hex() != path.parent.name or f"{header.slab_id:08x}" != path.stem:

@@ -5,6 +5,7 @@ Whoever inspects a snapshot, or another's cache, needs no right to change it, an
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from cli_world import STACK, Done, Hold, command
 from kvtier import Stack
 from kvtier.cli import commands
 from kvtier.cli.blocks import blocks_of
-from kvtier.cli.holdings import look
+from kvtier.cli.holdings import Locked, is_locked, locked_files, look
 from kvtier.config import load
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 
@@ -214,3 +215,17 @@ def test_regions_of_namesakes_are_seen(kept: Kept) -> None:
             pass
     regions = look(load(kept.stack))[0].slabs
     assert [slab.engine for slab in regions] == ["cli-2", "cli-dp0", "cli-dp1-2", "cli"]
+
+
+def test_a_file_of_the_same_number_elsewhere_is_not_in_use(tmp_path: Path) -> None:
+    """Each tmpfs counts its files from one."""
+    path = tmp_path / "file"
+    path.touch()
+    status = path.stat()
+    assert not is_locked(path, locked_files())
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        assert is_locked(path, locked_files())
+    others = {(status.st_dev + 1, status.st_ino), (status.st_dev, status.st_ino + 1)}
+    assert not is_locked(path, Locked(others, {status.st_dev}))
+    assert is_locked(path, Locked(others, set())), "as on btrfs, whose devices have two numbers"
