@@ -65,6 +65,7 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, stub, rest = super().resolve_command(ctx, args)
         command = load(name) if stub is not None and name else stub
+        console.speak_for_log()
         main.begin()
         return name, command, rest
 

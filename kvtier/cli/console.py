@@ -152,6 +152,18 @@ def warn(text: str) -> None:
     print(f"kvtier: {plain(text)}", file=sys.stderr)
 
 
+def speak_for_log() -> None:
+    """What the library warns of, in the form of what the command itself says."""
+    import logging
+
+    class Plain(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return f"kvtier: {plain(super().format(record))}"
+
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(Plain())
+
+
 def note(text: str) -> None:
     """What is going on, to a person who waits: only on a terminal."""
     if sys.stderr.isatty():

@@ -81,6 +81,8 @@ def plan(
     factors = _factors(scale)
     if svg is not None and trace is None:
         raise typer.BadParameter("there is a plot of a --trace only", param_hint="--svg")
+    if exact and trace is None:
+        raise typer.BadParameter("only a --trace is simulated", param_hint="--exact")
     console.check_plot(svg)
     links = _links(stack, shape.token_bytes * stack.chunk_tokens, bandwidth or [], do_measure)
     device = links.pop(-1, None)

@@ -14,6 +14,7 @@ from kvtier.testing.records import NAMESPACE
 
 pytestmark = pytest.mark.slow
 
+MODEL = '{"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 64}'
 WRONG = [
     ("snapshot --size 0 -c {stack}", 2, "'--size': a size of nothing"),
     ("snapshot --rate 5MB/h -c {stack}", 2, "'--rate': '5MB/h' is not"),
@@ -32,6 +33,8 @@ WRONG = [
     ("config init --memory 0", 2, "--memory: a size of nothing"),
     ("config init --disk 5XB", 2, "--disk: 'XB' is not a unit"),
     ("prewarm --prompts {none} --from {stack} -c {stack}", 2, "none.jsonl: holds no prompt"),
+    ("prewarm --model {folder} -c {stack}", 2, "--model: only --prompts need a tokenizer"),
+    ("plan {model} --no-measure --exact -c {stack}", 2, "--exact: only a --trace is simulated"),
     ("ls -c {stack} -c {stack}", 2, "stands twice"),
     ("serve model -c {stack} --config {stack}", 2, "stands twice"),
     ("ls --tier 0 -t 1 -c {stack}", 2, "stands twice"),
@@ -45,6 +48,8 @@ def test_a_wrong_call(
     folder = filled.parent
     places = {"stack": filled, "folder": folder, "none": folder / "none.jsonl"}
     places["none"].touch()
+    places["model"] = folder / "model.json"
+    places["model"].write_text(MODEL)
     before = sorted(folder.rglob("*"))
     assert commands.run([word.format(**places) for word in words.split()]) == code
     out, err = capsys.readouterr()
@@ -69,7 +74,7 @@ def test_an_empty_text_is_no_namespace(
 def test_options_that_may_stand_twice(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.run(["ls", "--json", "--json", "-c", str(filled)]) == 0
     model = filled.with_name("model.json")
-    model.write_text('{"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 64}')
+    model.write_text(MODEL)
     rates = ["--bandwidth", "cpu=1GB/s", "--bandwidth", "nvme=2GB/s"]
     assert commands.run(["plan", str(model), "--no-measure", *rates, "-c", str(filled)]) == 0
     assert "2 GB/s" in capsys.readouterr().out
@@ -122,3 +127,14 @@ def test_a_stream_that_is_closed(closed: int, words: list[str], code: int, fille
     assert "a mistake" not in done.stderr
     pack = Path(f"{filled}.pack")
     assert not pack.exists() or pack.read_bytes().startswith(b"KVTPACK")
+
+
+def test_what_the_library_warns_of_looks_like_the_rest(filled: Path, tmp_path: Path) -> None:
+    """A region of another size is made anew."""
+    filled.write_text(filled.read_text().replace("4MiB", "8MiB"))
+    done = command("prewarm", "--into", "cpu", "-c", filled)
+    assert done.code == 0
+    assert done.err == (
+        f"kvtier: CPU region {tmp_path}/host/kvtier-{os.getuid()}-kv-cli.region is made anew: "
+        "its capacity has changed\n"
+    )
