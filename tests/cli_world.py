@@ -9,6 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvtier import Stack
+from kvtier.testing.records import NAMESPACE, make_keys, payload
+
 KVTIER = Path(sys.executable).with_name("kvtier")
 
 STACK = """\
@@ -37,6 +40,13 @@ with Stack.open(Path(sys.argv[1]), NAMESPACE) as stack:
 """
 
 Hold = Callable[..., subprocess.Popen[str]]
+
+
+def fill(path: Path, blocks: int = 8) -> None:
+    """Store blocks in a stack, and leave it."""
+    with Stack.open(path, NAMESPACE) as stack:
+        stack.store({key: payload(key) for key in make_keys(blocks)})
+        assert stack.settle()
 
 
 class Done:

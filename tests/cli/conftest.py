@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_world import HOLDER, STACK, Hold
+from cli_world import HOLDER, STACK, Hold, fill
 
 
 @pytest.fixture
@@ -45,9 +45,7 @@ def hold() -> Iterator[Hold]:
 
 
 @pytest.fixture
-def filled(stack_file: Path, hold: Hold) -> Path:
+def filled(stack_file: Path) -> Path:
     """A stack with eight blocks in it that nobody uses."""
-    process = hold(stack_file)
-    process.communicate("go\n")
-    assert process.returncode == 0
+    fill(stack_file)
     return stack_file

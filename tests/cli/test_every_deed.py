@@ -15,16 +15,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli_world import KVTIER, STACK, Done, Hold, command
+from cli_world import KVTIER, STACK, Done, Hold, command, fill
 
-from kvtier import Stack
 from kvtier.cli import commands
 from kvtier.core.slab import layout
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.testing.records import NAMESPACE
 
 pytestmark = pytest.mark.slow
 
-BLOCKS = 8
 DEEDS = {
     "explain": "explain {folder}/prompt.jsonl -c {stack}",
     "prewarm into": "prewarm --from {good} -c {stack}",
@@ -114,12 +112,6 @@ class Scene:
         return Done(code, out.getvalue(), err.getvalue())
 
 
-def fill(path: Path) -> None:
-    with Stack.open(path, NAMESPACE) as stack:
-        stack.store({key: payload(key) for key in make_keys(BLOCKS)})
-        assert stack.settle()
-
-
 @pytest.fixture
 def scene(stack_file: Path, tmp_path: Path) -> Scene:
     """The stack itself is empty."""
@@ -163,7 +155,7 @@ def test_an_empty_stack(deed: str, scene: Scene) -> None:
 
 @every
 def test_a_stack_in_use_goes_on_undisturbed(deed: str, scene: Scene, hold: Hold) -> None:
-    engine = hold(scene.stack, BLOCKS)
+    engine = hold(scene.stack)
     check(scene.run(deed), IN_USE[deed])
     engine.communicate("check\n")
     assert engine.returncode == 0
