@@ -79,11 +79,7 @@ def plan(
     stack = load(config)
     shape = read_shape(model, kv_dtype, ranks)
     factors = _factors(scale)
-    if svg is not None and trace is None:
-        raise typer.BadParameter("there is a plot of a --trace only", param_hint="--svg")
-    if exact and trace is None:
-        raise typer.BadParameter("only a --trace is simulated", param_hint="--exact")
-    console.check_plot(svg)
+    _check_simulation(trace, exact, svg)
     links = _links(stack, shape.token_bytes * stack.chunk_tokens, bandwidth or [], do_measure)
     device = links.pop(-1, None)
     expectation = expect(stack, shape, links, device, prefill, prompt)
@@ -99,6 +95,13 @@ def plan(
             show_sweep(rows)
     if svg is not None:
         svg.write_text(plot(rows), encoding="utf-8")
+
+
+def _check_simulation(trace: Path | None, exact: bool, svg: Path | None) -> None:
+    if trace is None and (exact or svg is not None):
+        option = "--exact" if exact else "--svg"
+        raise typer.BadParameter("only a --trace is simulated", param_hint=option)
+    console.check_plot(svg)
 
 
 def _factors(text: str) -> list[float]:
