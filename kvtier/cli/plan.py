@@ -80,12 +80,13 @@ def plan(
     shape = read_shape(model, kv_dtype, ranks)
     factors = _factors(scale)
     _check_simulation(trace, exact, svg)
+    requests = None if trace is None else read_trace(trace)
     links = _links(stack, shape.token_bytes * stack.chunk_tokens, bandwidth or [], do_measure)
     device = links.pop(-1, None)
     expectation = expect(stack, shape, links, device, prefill, prompt)
     rows: list[Row] = []
-    if trace is not None:
-        rows = run_sweep(stack, expectation, read_trace(trace), block_tokens, factors, exact)
+    if requests is not None:
+        rows = run_sweep(stack, expectation, requests, block_tokens, factors, exact)
     if json:
         console.print_json({"model": expectation, "trace": rows})
     else:
