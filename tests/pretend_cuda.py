@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -21,6 +22,8 @@ import torch
 
 from kvtier.core.record import PIECE_BYTES, part_sum, pieces_of
 from kvtier.device import cuda, kernels
+
+MULTIPROCESSORS = 32
 
 _memory: list[Any] = []
 
@@ -155,8 +158,11 @@ def _anywhere(*_: object) -> Iterator[None]:
     yield
 
 
-def _digest(buffer: Any, numbers: Any, totals: Any, sums: int, parts: int, part_bytes: int) -> None:
+def _digest(
+    buffer: Any, numbers: Any, totals: Any, sums: int, parts: int, part_bytes: int, programs: int
+) -> None:
     """What the kernels do, which Triton's interpreter takes seconds for."""
+    assert programs == kernels.programs_of(MULTIPROCESSORS)
     assert len(totals) >= kernels.totals_of(parts, part_bytes)
     data = buffer.numpy().view(np.uint8)[: parts * part_bytes].reshape(parts, part_bytes)
     pieces = pieces_of(part_bytes)
@@ -174,6 +180,9 @@ def install() -> None:
     pretended: dict[str, Any] = {
         "is_available": lambda: True,
         "get_device_name": lambda index=0: "a pretended GPU",
+        "get_device_properties": lambda device: SimpleNamespace(
+            multi_processor_count=MULTIPROCESSORS
+        ),
         "current_device": lambda: 0,
         "set_device": lambda index: None,
         "synchronize": lambda device=None: None,

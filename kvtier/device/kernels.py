@@ -5,11 +5,14 @@ blocks of 1 KiB, which is done for all of them at once, and then goes through th
 the other, which is done for all pieces at once.
 """
 
+# What is between jit and the functions at the end is Triton's language, which looks like Python.
+# mypy: disable-error-code="assignment, no-untyped-def, untyped-decorator"
+
 from __future__ import annotations
 
 import subprocess
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,20 +35,23 @@ from which nothing may be executed, another Triton than expected."""
 building = threading.Lock()
 """Held by whoever may have to build kernels: Triton says nothing of doing so in several threads."""
 
-PROGRAMS = 16
-"""Multiprocessors' worth of threads: few, kept busy, because the model wants them, too."""
+SHARE = 8
+"""A kernel has one program for so many multiprocessors, each of which keeps one of them busy: the
+model wants them, too, and where its kernels are, there may be no room for others beside them."""
 SMALLEST_PART = 256
 """Of shorter parts xxh3 is another function."""
 WORD_BYTES = 8
 """Kernels move and add up whole words."""
-_WORDS = 8192
-"""What a multiprocessor has on its way at once."""
-_LARGE_PAGE = 8 << 10
-_TILE, _TILES = 32, 4
-"""Blocks of 1 KiB that a program adds up at once, and programs that fit into a multiprocessor."""
-_CHAINS, _AHEAD = 4, 16
-"""Pieces that a program goes through at once, as many as a warp has lanes for, and steps for which
-it fetches the sums together."""
+_THREADS = 1024
+"""As many as a program may have."""
+_SEGMENT = 8192
+"""Words of a page that are moved as one; larger pages are cut."""
+_UNITS, _STEPS = 8, 8
+"""Segments that a program moves at once, and words of them that a thread has on the way."""
+_TILE = 128
+"""Blocks of 1 KiB that a program adds up at once."""
+_CHAINS, _AHEAD = 16, 32
+"""Pieces that a program goes through at once, and steps for which it fetches the sums together."""
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
@@ -85,128 +91,149 @@ _END = tl.constexpr(24)
 _STRIPES = tl.constexpr(32)
 
 
+# The shapes below give every thread one number of each tensor, next to its neighbours': no version
+# of Triton has another choice. What a thread is to have on the way at once are tuples.
 # One build serves all numbers and places, because others would be built in the middle of some load.
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["ids", "buffer", "items", "references", "per_chunk", "part_words"]
-)
-def _move(  # type: ignore[no-untyped-def]
-    ids, refs, buffer, items, references, per_chunk, part_words,
-    out: tl.constexpr, words_at_once: tl.constexpr,
-):  # fmt: skip
-    """Pages to the buffer (`out`), or from it. An item is the page of one reference and block;
-    those of a record lie together. Negative blocks have no page."""
-    words = tl.arange(0, words_at_once)
-    ids = ids.to(tl.pointer_type(tl.int64))
-    record = per_chunk * references
-    item = tl.program_id(0)
-    block = tl.load(ids + item // record * per_chunk + item % per_chunk)
-    while item < items:
-        place, ref, row = item % per_chunk, item // per_chunk % references, item // record
-        base, stride = tl.load(refs + ref), tl.load(refs + references + ref)
-        size = tl.load(refs + 2 * references + ref)
-        size = tl.where(block >= 0, size, 0)
-        start = tl.load(refs + 3 * references + ref) + size * place
-        page = (base + stride * block).to(tl.pointer_type(tl.int64))
-        staged = buffer + row.to(tl.int64) * part_words + start
-        # The next one's number comes from the host's memory: it is on its way meanwhile.
-        item += tl.num_programs(0)
-        block = tl.load(
-            ids + item // record * per_chunk + item % per_chunk, mask=item < items, other=-1
-        )
-        for at in range(0, size, words_at_once):
-            word = at + words
-            inside = word < size
-            if out:
-                tl.store(staged + word, tl.load(page + word, mask=inside), mask=inside)
-            else:
-                tl.store(page + word, tl.load(staged + word, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["there", "here", "count"])
+def _bring(there, here, count, threads: tl.constexpr):
+    """Numbers from host memory, which answers late: one program waits for them, not all."""
+    there = there.to(tl.pointer_type(tl.int64))
+    for at in range(0, count, threads):
+        number = at + tl.arange(0, threads)
+        inside = number < count
+        tl.store(here + number, tl.load(there + number, mask=inside), mask=inside)
 
 
 @triton.jit
-def _product(key):  # type: ignore[no-untyped-def]
+def _copy(target, source, word, end, together: tl.constexpr, steps: tl.constexpr):
+    values = ()
+    for step in tl.static_range(steps):
+        here = word + step * together
+        values += (tl.load(source + here, mask=here < end),)
+    for step in tl.static_range(steps):
+        here = word + step * together
+        tl.store(target + here, values[step], mask=here < end)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "ids", "buffer", "units", "segments", "longest", "references", "per_chunk", "part_words",
+    ]
+)  # fmt: skip
+def _move(
+    ids, refs, buffer, units, segments, longest, references, per_chunk, part_words,
+    out: tl.constexpr, segment_words: tl.constexpr, units_at_once: tl.constexpr,
+    together: tl.constexpr, steps: tl.constexpr,
+):  # fmt: skip
+    """Pages to the buffer (`out`), or from it. A unit is a segment of the page of one reference and
+    block; those of a record lie together, and so many threads share one. Negative blocks have no
+    page."""
+    thread = tl.arange(0, units_at_once * together)
+    record = per_chunk * references
+    first = tl.program_id(0) * units_at_once
+    while first < units:
+        unit = first + thread // together
+        item = unit // segments
+        place, ref, row = item % per_chunk, item // per_chunk % references, item // record
+        block = tl.load(ids + row * per_chunk + place, mask=unit < units, other=-1)
+        base, stride = tl.load(refs + ref), tl.load(refs + references + ref)
+        size = tl.load(refs + 2 * references + ref)
+        start = tl.load(refs + 3 * references + ref) + size * place
+        page = (base + stride * block).to(tl.pointer_type(tl.int64))
+        staged = buffer + row.to(tl.int64) * part_words + start
+        begin = unit % segments * segment_words
+        end = tl.where(block >= 0, tl.minimum(size, begin + segment_words), 0)
+        for at in range(0, longest, steps * together):
+            word = begin + at + thread % together
+            if out:
+                _copy(staged, page, word, end, together, steps)
+            else:
+                _copy(page, staged, word, end, together, steps)
+        first += tl.num_programs(0) * units_at_once
+
+
+@triton.jit
+def _product(key):
     return (key & 0xFFFFFFFF) * ((key >> 32) & 0xFFFFFFFF)
 
 
 @triton.jit
-def _scramble(total, key):  # type: ignore[no-untyped-def]
+def _scramble(total, key):
     return ((total ^ ((total >> 47) & 0x1FFFF)) ^ key) * 0x9E3779B1
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_up(data, numbers, block, stripes, tile: tl.constexpr, whole: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What each block of a tile adds to the eight running totals."""
-    lane = tl.arange(0, 8)[None, :]
-    word = data + block * 128 + lane
-    products = tl.zeros((tile, 8), tl.int64)
-    added = tl.zeros((tile, 8), tl.int64)
-    for stripe in tl.static_range(16):
-        key = tl.load(numbers + stripe + lane)
-        if whole:
-            value = tl.load(word + stripe * 8)
-            products += _product(value ^ key)
-        else:
-            inside = block * 16 + stripe < stripes
-            value = tl.load(word + stripe * 8, mask=inside, other=0)
-            products += tl.where(inside, _product(value ^ key), 0)
-        added += value
-    even, odd = tl.split(tl.reshape(added, (tile, 4, 2)))
-    return products + tl.reshape(tl.join(odd, even), (tile, 8))
-
-
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["buffer", "parts", "part_bytes", "pieces", "longest"]
-)
-def _add_blocks(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["buffer", "parts", "part_bytes", "pieces", "longest"])
+def _add_blocks(
     buffer, numbers, totals, parts, part_bytes, pieces, longest,
     piece_bytes: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """The sums of all blocks of all pieces; a piece has room for `longest` of them."""
+    # Words are pairs, because each of the eight of a stripe is also added to the other one's total.
+    pair = tl.arange(0, 4 * tile)[:, None]
+    lane = pair % 4 * 2 + tl.arange(0, 2)[None, :]
     tiles = (longest + tile - 1) // tile
     unit = tl.program_id(0)
     while unit < parts * pieces * tiles:
         piece = unit // tiles
         start = (piece % pieces).to(tl.int64) * piece_bytes
         size = tl.where(piece % pieces == pieces - 1, part_bytes - start, piece_bytes)
-        stripes = (size - 1) // 64
+        stripes = ((size - 1) // 64).to(tl.int32)
+        block = unit % tiles * tile + pair // 4
         data = buffer + ((piece // pieces).to(tl.int64) * part_bytes + start) // 8
-        first = unit % tiles * tile
-        block = first + tl.arange(0, tile)[:, None].to(tl.int64)
-        if (first + tile) * 16 <= stripes:
-            total = _add_up(data, numbers + _STRIPES, block, stripes, tile, True)
-        else:
-            total = _add_up(data, numbers + _STRIPES, block, stripes, tile, False)
-        to = totals + (piece.to(tl.int64) * longest + block) * 8 + tl.arange(0, 8)[None, :]
+        values = ()
+        for stripe in tl.static_range(16):
+            inside = block * 16 + stripe < stripes
+            values += (tl.load(data + block * 128 + stripe * 8 + lane, mask=inside, other=0),)
+        total = tl.zeros((4 * tile, 2), tl.int64)
+        added = tl.zeros((4 * tile, 2), tl.int64)
+        for stripe in tl.static_range(16):
+            product = _product(values[stripe] ^ tl.load(numbers + _STRIPES + stripe + lane))
+            total += tl.where(block * 16 + stripe < stripes, product, 0)
+            added += values[stripe]
+        total += tl.sum(added, axis=1, keep_dims=True) - added
+        to = totals + (piece.to(tl.int64) * longest + block) * 8 + lane
         tl.store(to, total, mask=block * 16 <= stripes)
         unit += tl.num_programs(0)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["buffer", "sums", "parts", "part_bytes", "pieces", "longest"]
-)
-def _finish(  # type: ignore[no-untyped-def]
+@triton.jit
+def _totals_from(source, blocks: tl.constexpr):
+    values = ()
+    for block in tl.static_range(blocks):
+        values += (tl.load(source + 8 * block),)
+    return values
+
+
+@triton.jit(do_not_specialize=["buffer", "sums", "parts", "part_bytes", "pieces", "longest"])
+def _finish(
     buffer, numbers, totals, sums, parts, part_bytes, pieces, longest,
     piece_bytes: tl.constexpr, chains: tl.constexpr, ahead: tl.constexpr,
 ):  # fmt: skip
     """The checksums of pieces from the sums of their blocks."""
-    piece = tl.program_id(0) * chains + tl.arange(0, chains)[:, None]
+    at = tl.program_id(0) * chains + tl.arange(0, chains)
+    piece = tl.minimum(at, parts * pieces - 1)[:, None]
     lane = tl.arange(0, 8)[None, :]
-    inside = piece < parts * pieces
     start = (piece % pieces).to(tl.int64) * piece_bytes
     size = tl.where(piece % pieces == pieces - 1, part_bytes - start, piece_bytes)
-    full = (size - 1) // 1024
+    full = ((size - 1) // 1024).to(tl.int32)
     source = totals + piece.to(tl.int64) * longest * 8 + lane
     key = tl.load(numbers + _SCRAMBLE + lane)
     total = tl.load(numbers + lane) + tl.zeros((chains, 8), tl.int64)
+    values = _totals_from(source, ahead)
     for block in range(0, longest - 1, ahead):
+        # For the next round, so that nothing waits for them; those behind the piece are not used.
+        coming = _totals_from(source + (block + ahead) * 8, ahead)
         for step in tl.static_range(ahead):
-            there = inside & (block + step < full)
-            more = tl.load(source + (block + step) * 8, mask=there, other=0)
-            total = tl.where(there, _scramble(total + more, key), total)
-    total += tl.load(source + full * 8, mask=inside, other=0)
+            scrambled = _scramble(total + values[step], key)
+            total = tl.where(block + step < full, scrambled, total)
+        values = coming
+    total += tl.load(source + full * 8)
     data = buffer + ((piece // pieces).to(tl.int64) * part_bytes + start + size - 64) // 8
-    value = tl.load(data + lane, mask=inside, other=0)
+    value = tl.load(data + lane)
     total += _product(value ^ tl.load(numbers + _LAST + lane))
-    total += tl.load(data + (lane ^ 1), mask=inside, other=0)
+    total += tl.load(data + (lane ^ 1))
     ended = (total ^ tl.load(numbers + _END + lane)).to(tl.uint64, bitcast=True)
     even, odd = tl.split(tl.reshape(ended, (chains, 4, 2)))
     folded = (even * odd) ^ tl.umulhi(even, odd)
@@ -217,47 +244,64 @@ def _finish(  # type: ignore[no-untyped-def]
     )
     digest = (digest ^ (digest >> 37)) * 0x165667919E3779F9
     digest = digest ^ (digest >> 32)
-    at = tl.program_id(0) * chains + tl.arange(0, chains)
     sums = sums.to(tl.pointer_type(tl.int64))
     tl.store(sums + at, digest.to(tl.int64, bitcast=True), mask=at < parts * pieces)
 
 
-def move(
-    ids: int, refs: Any, buffer: Any, rows: int, per_chunk: int, part_bytes: int, *, out: bool
-) -> None:
-    """Queue the copies of the pages of so many records, on torch's current stream.
+def programs_of(multiprocessors: int) -> int:
+    """How many programs a kernel has at the most, on a device with so many."""
+    return max(1, multiprocessors // SHARE)
 
-    At the address `ids` is a block number for each place of each record. `refs` has four rows with
-    one number for each reference: base and stride in bytes, page size and place in the part in
-    words.
+
+class References(NamedTuple):
+    """What `move` has to know of a group's references."""
+
+    table: Any
+    """Four rows with one number for each: base and stride in bytes, page size and place in the part
+    in words."""
+    longest: int
+    """The most words that one of their pages has."""
+
+
+def move(
+    ids: int, here: Any, references: References, buffer: Any, shape: tuple[int, int],
+    part_bytes: int, programs: int, *, out: bool,
+) -> None:  # fmt: skip
+    """Queue the copies of the pages of some records, on torch's current stream.
+
+    At the address `ids` is a block number for each record and place (`shape`); they go to `here`
+    first.
     """
-    references = refs.shape[1]
-    items = rows * references * per_chunk
-    small = part_bytes < references * per_chunk * _LARGE_PAGE
-    words, warps = (512, 4) if small else (2048, 8)
-    _move[(min(items, PROGRAMS * _WORDS // words),)](
-        ids, refs, buffer, items, references, per_chunk, part_bytes // 8,
-        out=out, words_at_once=words, num_warps=warps,
+    (rows, per_chunk), count = shape, references.table.shape[1]
+    segments = -(-references.longest // _SEGMENT)
+    units = rows * count * per_chunk * segments
+    _bring[(1,)](ids, here, rows * per_chunk, threads=_THREADS, num_warps=_THREADS // 32)
+    _move[(min(-(-units // _UNITS), programs),)](
+        here, references.table, buffer, units, segments, min(references.longest, _SEGMENT), count,
+        per_chunk, part_bytes // WORD_BYTES, out=out, segment_words=_SEGMENT,
+        units_at_once=_UNITS, together=_THREADS // _UNITS, steps=_STEPS, num_warps=_THREADS // 32,
     )  # fmt: skip
 
 
 def totals_of(parts: int, part_bytes: int) -> int:
     """How many numbers `digest` needs for what it adds up."""
-    return 8 * parts * pieces_of(part_bytes) * _blocks(part_bytes)
+    return 8 * (parts * pieces_of(part_bytes) * _blocks(part_bytes) + 2 * _AHEAD)
 
 
-def digest(buffer: Any, numbers: Any, totals: Any, sums: int, parts: int, part_bytes: int) -> None:
+def digest(
+    buffer: Any, numbers: Any, totals: Any, sums: int, parts: int, part_bytes: int, programs: int
+) -> None:
     """Queue the checksums of all pieces of so many parts, on torch's current stream; they go to the
     address `sums`."""
     pieces, longest = pieces_of(part_bytes), _blocks(part_bytes)
     tiles = parts * pieces * -(-longest // _TILE)
-    _add_blocks[(min(tiles, PROGRAMS * _TILES),)](
+    _add_blocks[(min(tiles, programs),)](
         buffer, numbers, totals, parts, part_bytes, pieces, longest,
-        piece_bytes=PIECE_BYTES, tile=_TILE, num_warps=8,
+        piece_bytes=PIECE_BYTES, tile=_TILE, num_warps=_THREADS // 32,
     )  # fmt: skip
     _finish[(-(-parts * pieces // _CHAINS),)](
         buffer, numbers, totals, sums, parts, part_bytes, pieces, longest,
-        piece_bytes=PIECE_BYTES, chains=_CHAINS, ahead=_AHEAD, num_warps=1,
+        piece_bytes=PIECE_BYTES, chains=_CHAINS, ahead=_AHEAD, num_warps=4,
     )  # fmt: skip
 
 

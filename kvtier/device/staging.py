@@ -7,7 +7,7 @@ link in one piece, and the processors of the host never read it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,9 @@ class Staging:
         self.batch_copy = batch_copy
         self.numbers = self.on_device(kernels.constants())
         self.references = [
-            self.on_device(references_of(layout, group)) for group in range(len(layout.groups))
+            references_of(layout, group, self.on_device) for group in range(len(layout.groups))
         ]
+        self.programs = programs_on(torch, self.device)
 
     def try_out(self) -> None:
         """Build the kernels, which takes seconds, and see that they do what they should."""
@@ -74,19 +75,25 @@ class Staging:
         return [CudaStage(self, rows, urgent=urgent) for _ in range(count)]
 
 
-def references_of(layout: DeviceLayout, group: int) -> Ints:
-    """What `kernels.move` has to know of a group's references."""
+def programs_on(torch: Any, device: Any) -> int:
+    """How many programs a kernel may have."""
+    return kernels.programs_of(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def references_of(
+    layout: DeviceLayout, group: int, on_device: Callable[[Ints], Any]
+) -> kernels.References:
+    """A group's references for `kernels.move`."""
     refs = layout.groups[group]
     tensors = [layout.tensors[ref.tensor] for ref in refs]
-    return np.array(
-        [
-            [tensor.base for tensor in tensors],
-            [tensor.stride for tensor in tensors],
-            [ref.page_bytes // kernels.WORD_BYTES for ref in refs],
-            [at // kernels.WORD_BYTES for at in layout.ref_at[group]],
-        ],
-        np.int64,
-    )
+    words = [ref.page_bytes // kernels.WORD_BYTES for ref in refs]
+    rows = [
+        [tensor.base for tensor in tensors],
+        [tensor.stride for tensor in tensors],
+        words,
+        [at // kernels.WORD_BYTES for at in layout.ref_at[group]],
+    ]
+    return kernels.References(on_device(np.array(rows, np.int64)), max(words))
 
 
 def why_not(layout: DeviceLayout) -> str | None:
@@ -117,6 +124,7 @@ class CudaStage:
             # On the stream that uses it: on another, what was there before may still be in use.
             self._buffer = words(max(row * size for row, size in sizes) // kernels.WORD_BYTES)
             self._totals = words(max(kernels.totals_of(row, size) for row, size in sizes))
+            self._ids_there = words(max(rows) * layout.blocks_per_chunk)
         # The kernels read and write these over the link themselves: the engines that copy to and
         # from the device have queues, in which a few bytes would wait for the other direction.
         self._ids = torch.empty(
@@ -133,19 +141,17 @@ class CudaStage:
         self._move(group, ids, out=False)
 
     def _move(self, group: int, ids: Ints, *, out: bool) -> None:
-        rows, per_chunk = ids.shape
         self._ids[: ids.size] = self._torch.from_numpy(ids.reshape(-1))
-        size = self._shared.layout.part_bytes[group]
-        references = self._shared.references[group]
         with self._torch.cuda.stream(self._stream):
             _launch(
                 kernels.move,
                 self._ids.data_ptr(),
-                references,
+                self._ids_there,
+                self._shared.references[group],
                 self._buffer,
-                rows,
-                per_chunk,
-                size,
+                ids.shape,
+                self._shared.layout.part_bytes[group],
+                self._shared.programs,
                 out=out,
             )
 
@@ -174,6 +180,7 @@ class CudaStage:
                 self._sums.data_ptr(),
                 rows,
                 size,
+                self._shared.programs,
             )
 
     def sums(self, group: int, rows: int) -> list[int]:
@@ -201,6 +208,7 @@ class DeviceSums:
             count = kernels.totals_of(1, longest)
             self._totals = torch.empty(count, dtype=torch.int64, device=device)
             there = torch.from_numpy(sample).to(device)
+        self._programs = programs_on(torch, device)
         with kernels.building:
             found = self.take(there, 0, len(sample))
         if found != part_sum(sample.data):
@@ -216,7 +224,14 @@ class DeviceSums:
         words = buffer[skip : skip + size].view(self._torch.int64)
         with self._torch.cuda.stream(self._stream):
             _launch(
-                kernels.digest, words, self._numbers, self._totals, self._sums.data_ptr(), 1, size
+                kernels.digest,
+                words,
+                self._numbers,
+                self._totals,
+                self._sums.data_ptr(),
+                1,
+                size,
+                self._programs,
             )
             self._stream.synchronize()
         return sum_of(self._sums[: pieces_of(size)].numpy().view(np.uint64).tolist())

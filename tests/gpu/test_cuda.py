@@ -180,13 +180,15 @@ def test_the_device_takes_the_checksums_that_the_host_takes(
     torch: Any, size: int, parts: int
 ) -> None:
     kernels = pytest.importorskip("kvtier.device.kernels")
+    staging = pytest.importorskip("kvtier.device.staging")
     words = torch.int64
     data = torch.randint(0, 255, (parts * size,), dtype=torch.uint8, device="cuda")
     numbers = torch.from_numpy(kernels.constants()).to("cuda:0")
     totals = torch.empty(kernels.totals_of(parts, size), dtype=words, device="cuda")
     pieces = pieces_of(size)
     sums = torch.zeros(parts * pieces, dtype=words, device="cuda")
-    kernels.digest(data.view(words), numbers, totals, sums.data_ptr(), parts, size)
+    programs = staging.programs_on(torch, torch.device("cuda", 0))
+    kernels.digest(data.view(words), numbers, totals, sums.data_ptr(), parts, size, programs)
     torch.cuda.synchronize()
     found = sums.cpu().numpy().view(np.uint64).reshape(parts, pieces).tolist()
     host = data.cpu().numpy().reshape(parts, size)
