@@ -181,7 +181,7 @@ class Duplex:
         self.arena.finish(names)
         return taken
 
-    def beside(self, action: Callable[[], float]) -> float:
+    def beside(self, action: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
         """What an action says that is done while both run."""
         names = self.begin_stores(16) + self.begin_loads(16)
         time.sleep(0.01)
@@ -207,16 +207,23 @@ def product_of(torch: Any) -> Callable[[], float]:
     return product
 
 
+def python_loop() -> float:
+    """What an engine's own thread does between its launches; seconds."""
+    return seconds_of(lambda: sum(range(5_000_000)))
+
+
 def disturbance(torch: Any, report: Report) -> None:
-    """What loads lose while stores run, and a matrix product while both run."""
+    """What loads lose while stores run, and a matrix product and a loop while both run."""
     duplex, product = Duplex(torch, TURN_BYTES), product_of(torch)
 
-    def turn() -> tuple[float, float, float, float]:
-        alone = seconds_of(duplex.load)
-        return alone, duplex.load_beside_stores(), product(), duplex.beside(product)
+    def turn() -> tuple[float, ...]:
+        loads = seconds_of(duplex.load), duplex.load_beside_stores()
+        calm = product(), python_loop()
+        return *loads, *calm, *duplex.beside(lambda: (product(), python_loop()))
 
     turns = [turn() for _ in range(6)][1:]
-    alone, both, calm, busy = (statistics.median(column) for column in zip(*turns, strict=True))
+    medians = [statistics.median(column) for column in zip(*turns, strict=True)]
+    alone, both, calm, free, busy, shared = medians
     link = Link(torch)
     bare = statistics.median([link.loses() for _ in range(6)][1:])
     report.add("large copies to the device lose beside others to the host", bare, "%")
@@ -224,8 +231,9 @@ def disturbance(torch: Any, report: Report) -> None:
     report.add("loads while stores run", duplex.bytes / both / 1e9, "GB/s")
     report.at_most("loads lose while stores run", (both / alone - 1) * 100, "%", 10)
     report.at_most("a matrix product loses while both run", (busy / calm - 1) * 100, "%", 3)
+    report.add("a loop in Python loses while both run", (shared / free - 1) * 100, "%")
     if not duplex.outlasted:
-        print("what disturbs ended before what is disturbed: these two figures flatter", flush=True)
+        print("what disturbs ended before what is disturbed: these figures flatter", flush=True)
     duplex.arena.close()
 
 

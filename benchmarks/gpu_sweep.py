@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from benchmarks.gpu import FAILURES, Duplex, device_or_exit, product_of
 from benchmarks.gpu_arena import LOAD, STORE, Arena, in_turns, seconds_of
 from benchmarks.report import Report
-from kvtier.device import kernels, staging
+from kvtier.device import kernels, staged, staging
 from kvtier.device.cuda_copy import CudaCopier
 
 SIZE = 2 << 30
@@ -32,10 +32,11 @@ class Variant(NamedTuple):
     """The numbers; as they are unless it says otherwise."""
 
     title: str
-    programs: int = kernels.PROGRAMS
+    share: int = kernels.SHARE
     batch: int = CudaCopier._BATCH_BYTES
     buffers: int = staging._EACH_WAY
     """As many threads, too: one that waits for a buffer is of no use."""
+    stores: float = staged.STORES_SHARE
 
     @property
     def budget(self) -> int:
@@ -45,8 +46,9 @@ class Variant(NamedTuple):
 
 VARIANTS = [
     Variant("as they are"),
-    Variant("8 programs", programs=8),
-    Variant("32 programs", programs=32),
+    Variant("a sixteenth of the multiprocessors", share=16),
+    Variant("a quarter of the multiprocessors", share=4),
+    Variant("stores give no way to loads", stores=1.0),
     Variant("2 buffers", buffers=2),
     Variant("8 buffers of 16 MiB", buffers=8, batch=16 << 20),
     Variant("batches of 16 MiB", batch=16 << 20),
@@ -58,8 +60,9 @@ VARIANTS = [
 @contextmanager
 def built_with(variant: Variant) -> Iterator[None]:
     """Copiers that are opened meanwhile have a variant's numbers."""
-    places: list[tuple[Any, str, int]] = [
-        (kernels, "PROGRAMS", variant.programs),
+    places: list[tuple[Any, str, float]] = [
+        (staged, "STORES_SHARE", variant.stores),
+        (kernels, "SHARE", variant.share),
         (CudaCopier, "_BATCH_BYTES", variant.batch),
         (staging, "_EACH_WAY", variant.buffers),
         (staging, "BUDGET_BYTES", variant.budget),
@@ -98,9 +101,9 @@ def together(torch: Any, report: Report, variant: Variant, product: Callable[[],
     try:
         must_be_staged(duplex.arena)
 
-        def turn() -> tuple[float, float, float, float]:
+        def turn() -> tuple[float, ...]:
             seconds = seconds_of(duplex.load), duplex.load_beside_stores()
-            return *seconds, product(), duplex.beside(product)
+            return *seconds, product(), *duplex.beside(lambda: (product(),))
 
         turns = [turn() for _ in range(TURNS + 1)][1:]
     finally:

@@ -6,7 +6,10 @@ Meanwhile the link carries those of other threads, which have buffers of their o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -33,6 +36,49 @@ class _Queued(NamedTuple):
     """What must live until the event."""
 
 
+STORES_SHARE = 0.5
+"""The part of the time for which stores may be on the link while loads are on it."""
+
+
+class Turns:
+    """Loads before stores: a request waits for them, and a link slows down when used both ways.
+
+    While loads are on the link, stores go there one at a time, and leave it alone in between.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._pause = 1 / STORES_SHARE - 1
+        self._store = threading.Lock()
+        self._ended = threading.Condition()
+        self._loads = 0
+
+    @contextmanager
+    def load(self) -> Iterator[None]:
+        """Meanwhile a load is on the link."""
+        with self._ended:
+            self._loads += 1
+        try:
+            yield
+        finally:
+            with self._ended:
+                self._loads -= 1
+                self._ended.notify_all()
+
+    @contextmanager
+    def store(self) -> Iterator[None]:
+        """When a store may be on the link."""
+        if not self._loads:
+            yield
+            return
+        with self._store:
+            began = self._clock()
+            yield
+            taken = self._clock() - began
+            with self._ended:
+                self._ended.wait_for(lambda: not self._loads, taken * self._pause)
+
+
 class StagedPath:
     """Moves batches between slots and pages."""
 
@@ -44,6 +90,7 @@ class StagedPath:
         self._prover = prover
         self._slots_at = slots_at
         self._slot_bytes = slot_bytes
+        self._turns = Turns()
 
     # -- to the device ---------------------------------------------------------------------
 
@@ -82,7 +129,9 @@ class StagedPath:
             stage.digest(batch.group, len(rows))
             return held
 
-        if not _ended(batch, _queue(batch, stage, fetch)):
+        with self._turns.load():
+            fetched = _ended(batch, _queue(batch, stage, fetch))
+        if not fetched:
             return failed(outcomes)
         sums = dict(zip(rows, stage.sums(batch.group, len(rows)), strict=True))
 
@@ -128,11 +177,12 @@ class StagedPath:
             return stage.send(batch.group, self._parts(batch, rows))
 
         if rows:
-            left = _queue(batch, stage, leave)
-            sent = _queue(batch, stage, send) if left.whole else left
-            fine = _ended(batch, left)
+            fine = _ended(batch, _queue(batch, stage, leave))
             self._desk.released(batch)
-            if _ended(batch, sent) and fine:
+            if fine:
+                with self._turns.store():
+                    fine = _ended(batch, _queue(batch, stage, send))
+            if fine:
                 outcomes = or_failed(batch, partial(self._seal, batch, stage, rows, outcomes))
             else:
                 outcomes = failed(outcomes)
