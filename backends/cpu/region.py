@@ -13,6 +13,7 @@ import fcntl
 import logging
 import mmap
 import os
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -160,7 +161,13 @@ class OwnedRegion:
             if reason is None:
                 return Region.attach(self.path)
             logger.warning("CPU region %s is made anew: %s", self.path, reason)
-            self.path.unlink(missing_ok=True)
+            try:
+                self.path.unlink(missing_ok=True)
+            except OSError as error:
+                raise MediumError(
+                    f"cannot make the CPU region {self.path} anew ({error.strerror}): remove it, "
+                    "or give the cpu tier another name"
+                ) from error
         return self._create(wanted)
 
     def _unusable(self, wanted: SlabHeader) -> str | None:
@@ -293,7 +300,8 @@ def regions(folder: Path) -> Iterator[Path]:
     """All of this user's regions in a folder."""
     for path in sorted(folder.glob(f"kvtier-*{SUFFIX}")):
         with contextlib.suppress(OSError):
-            if path.stat().st_uid == os.getuid():
+            found = path.lstat()
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
                 yield path
 
 

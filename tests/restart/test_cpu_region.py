@@ -260,3 +260,19 @@ def test_who_only_asks_whether_a_region_is_used_keeps_nobody_away(
             else:
                 with opened(tmp_path):
                     pass
+
+
+def test_a_folder_in_the_place_of_a_region_is_named(tmp_path: Path) -> None:
+    with opened(tmp_path) as tier:
+        path = tier.region.path
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(MediumError, match=f"{path.name} anew.*: remove it"):
+        BACKEND.open_tier(settings(tmp_path), CONTEXT)
+
+
+def test_what_is_no_file_is_no_region_to_look_into(tmp_path: Path) -> None:
+    """To open a pipe that nobody writes to would be to wait for ever."""
+    os.mkfifo(tmp_path / f"kvtier-{os.getuid()}-pipe-1.region")
+    (tmp_path / f"kvtier-{os.getuid()}-link-1.region").symlink_to("/dev/zero")
+    assert leftovers(tmp_path, 0.0, time.time() + 10.0) == []
