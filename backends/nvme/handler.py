@@ -99,6 +99,7 @@ class NvmeHandler(Handler):
         self._lock = threading.Lock()
         self._slabs: OrderedDict[int, OpenSlab] = OrderedDict()
         self._owners: dict[int, int] = {}
+        self._unheld: int | None = None
 
     # -- moving ----------------------------------------------------------------------------
 
@@ -284,7 +285,9 @@ class NvmeHandler(Handler):
                 try:
                     self._owners[owner] = hold_owner(self._home / "owners", owner)
                 except OSError as error:
-                    logger.warning("nobody owns these slots any more (%s): not stored", error)
+                    if owner != self._unheld:  # said once, though asked for with every store
+                        logger.warning("nobody owns these slots any more (%s): not stored", error)
+                    self._unheld = owner
                     return False
             return True
 

@@ -24,7 +24,7 @@ from kvtier.backends.nvme.news import News
 from kvtier.core.disk import Disk
 from kvtier.core.record import Buffer, record_bytes
 from kvtier.core.slab import layout
-from kvtier.testing.records import NAMESPACE, blank, make_keys
+from kvtier.testing.records import NAMESPACE, blank, make_keys, sealed
 from kvtier.types import BlockKey, Outcome, Presence
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
@@ -89,6 +89,20 @@ def test_an_owner_that_is_asked_after_can_still_be_acted_for(
     assert open_files() == before
     monkeypatch.setattr(time, "sleep", lambda seconds: os.close(asking))
     os.close(hold_owner(tmp_path, 7))
+
+
+def test_stores_for_an_owner_that_is_gone_are_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(tmp_path / "kv")
+    owner_path(engine.keeper.folder.owners, engine.keeper.owner).unlink()
+    keys = make_keys(3)
+    reservation = engine.tier.prepare_store(keys)
+    for _ in range(3):
+        outcomes = engine.handler.store(reservation.spec, keys, [sealed(key) for key in keys])
+        assert outcomes == [Outcome.DROPPED] * 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    engine.close()
 
 
 @pytest.mark.parametrize("first", ["handler", "tier"])
