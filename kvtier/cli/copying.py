@@ -305,7 +305,7 @@ def describe(places: Sequence[Place], name: str) -> Namespace:
             if place.troubles:
                 raise KVTierError(place.troubles[0])
         raise KVTierError(
-            f"nothing here says what the namespace {name} means: name a tier that has its "
-            "namespace.json too, like nvme"
+            f"nothing in this stack says what the namespace {name} means: its namespace.json lies "
+            "beside the blocks on a disk or in a store, and there is none"
         )
     return found

@@ -12,8 +12,8 @@ import typer
 from kvtier.cli import console
 from kvtier.cli.blocks import Block, Proof, Prover
 from kvtier.cli.choice import choose
-from kvtier.cli.copying import Copied, describe
-from kvtier.cli.fill import look_at, namespaces_of, report
+from kvtier.cli.copying import Copied
+from kvtier.cli.fill import description, look_at, namespaces_of, report
 from kvtier.cli.holdings import Place, known_namespaces
 from kvtier.cli.pack import PackWriter
 from kvtier.cli.work import bounded_map
@@ -50,7 +50,7 @@ def export(
         console.end_with_troubles(places)
         found = f"{len(names)} namespaces here" if names else "there is nothing here to export"
         raise KVTierError(found + (": name one with --namespace" if names else ""))
-    described = describe(places, names[0])
+    described = description(stack, places, names[0])
     result = Copied(names[0])
     choice = choose(places, names[0], hottest=hottest)
     if size is not None:

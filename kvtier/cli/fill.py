@@ -11,7 +11,7 @@ import typer
 from kvtier.cli import console
 from kvtier.cli.choice import choose
 from kvtier.cli.copying import Copied, Pace, describe, open_sink, pieces_of
-from kvtier.cli.holdings import Place, look
+from kvtier.cli.holdings import Place, known_namespaces, look
 from kvtier.cli.ls import find_namespace
 from kvtier.cli.outlook import capacity_of
 from kvtier.cli.reader import ChoiceReader
@@ -56,7 +56,7 @@ def copy_all(
         result = Copied(name)
         done.append(result)
         try:
-            described = describe(places, name)
+            described = description(source, places, name)
             keys = None if prompts is None else keys_of(prompts, described)
         except KVTierError as error:
             if namespace is not None:
@@ -83,6 +83,16 @@ def copy_all(
             carried = {key: used[key] for key in sink.kept if key in used}
             carry_uses(target.tiers[tier], described, carried)
     return done
+
+
+def description(config: StackConfig, places: Sequence[Place], name: str) -> Namespace:
+    """What a namespace means, from these places or another tier of their stack: it does not lie
+    beside the blocks in host memory. Raises KVTierError where nothing says it."""
+    if name not in known_namespaces(places):
+        seen = {place.tier for place in places}
+        others = [tier for tier in range(len(config.tiers)) if tier not in seen]
+        places = [*places, *look_at(config, others)]
+    return describe(places, name)
 
 
 def keys_of(prompts: Sequence[Prompt], namespace: Namespace) -> set[BlockKey]:

@@ -214,3 +214,22 @@ def test_a_target_that_is_down_is_called_that(
     assert done.err == (
         "kvtier: nothing listens at http://127.0.0.1:9: is the endpoint up, and right?\n"
     )
+
+
+def test_what_host_memory_holds_is_described_by_another_tier(
+    in_a_folder: Path, tmp_path: Path
+) -> None:
+    with Stack.open(in_a_folder, NAMESPACE) as stack:
+        stack.store({key: payload(key) for key in make_keys(BLOCKS)})
+        assert stack.settle()
+    words = ["export", tmp_path / "blocks.kvpack", "--tier", "cpu", "-c", in_a_folder]
+    assert run(*words)["namespaces"][0]["copied"] == BLOCKS
+    lines = in_a_folder.read_text().splitlines(keepends=True)
+    in_a_folder.write_text("".join(line for line in lines if "nvme" not in line))
+    words = ["snapshot", "--to", f"file://{tmp_path}/another", "-c", in_a_folder]
+    assert run(*words)["namespaces"][0]["copied"] == BLOCKS
+    lines = in_a_folder.read_text().splitlines(keepends=True)
+    in_a_folder.write_text("".join(line for line in lines if "object" not in line))
+    done = command("snapshot", "--to", f"file://{tmp_path}/third", "-c", in_a_folder)
+    assert done.code == 1
+    assert "nothing in this stack says what the namespace" in done.err
