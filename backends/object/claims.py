@@ -247,8 +247,10 @@ class Claims:
     def _read(self) -> Mapping[str, Writer]:
         found = _by_writer(self._store)
         mine = found.pop(self.writer, [])
-        current = [claim for claim in mine if claim.number == self._number]
-        old = [claim.name for claim in mine if claim.number != self._number]
+        # by what was published: whether a put that failed has come to something nobody knows
+        number = self._mine.number if self._mine is not None else -1
+        current = [claim for claim in mine if claim.number == number]
+        old = [claim.name for claim in mine if claim.number != number]
         if old and current:
             self._store.delete(old)
         now = current[0].modified_s + self._clock() - self._seen_at if current else 0.0

@@ -13,7 +13,7 @@ from object_subjects import FOLDER
 from kvtier.backends.object import writers
 from kvtier.backends.object.budget import Budget, Standing
 from kvtier.backends.object.claims import Claim, Claims, ended, parse_claim
-from kvtier.backends.object.errors import StoreError
+from kvtier.backends.object.errors import StoreError, Unavailable
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.names import parse_block
 from kvtier.backends.object.store import Buffer, ObjectInfo, PutOutcome
@@ -250,3 +250,31 @@ def test_two_living_namespaces_share_one_budget(tmp_path: Path) -> None:
         number += 2
     new.close()
     old.close()
+
+
+@pytest.mark.parametrize("landed", [False, True])
+def test_a_claim_that_could_not_be_renewed_stands_as_long_as_its_lease(landed: bool) -> None:
+    world = World(0, 1)
+    [model] = world.writers
+    model.look()
+    model.hear()
+    before = set(world.store.names)
+    put = world.store.put
+
+    def fail(name: str, buffers: Sequence[Buffer], **more: object) -> PutOutcome:
+        if landed:
+            put(name, buffers)
+        raise Unavailable("not now")
+
+    world.now += LEASE_S / 2
+    world.store.put = fail  # type: ignore[method-assign,assignment]
+    with pytest.raises(Unavailable):
+        model.claims.renew()
+    world.store.put = put  # type: ignore[method-assign]
+    assert before <= set(world.store.names)
+    world.now += 1.0
+    standing, _ = model.claims.renew()
+    assert model.claims.measured, "nothing need be listed again"
+    assert standing.cap == CAPACITY
+    assert standing.lease_until == world.now + LEASE_S
+    assert len(world.store.names) == 1
