@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from object_subjects import FOLDER
@@ -13,7 +15,7 @@ from object_subjects import FOLDER
 from kvtier.backends.object import writers
 from kvtier.backends.object.budget import Budget, Standing
 from kvtier.backends.object.claims import Claim, Claims, ended, parse_claim
-from kvtier.backends.object.errors import StoreError, Unavailable
+from kvtier.backends.object.errors import StoreError, TimedOut, Unavailable
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.names import parse_block
 from kvtier.backends.object.store import Buffer, ObjectInfo, PutOutcome
@@ -60,13 +62,49 @@ class NameStore(FileStore):
         return {}
 
 
+class FlakyStore(NameStore):
+    """Some calls fail: and then the claim has come all the same, comes later, or never does."""
+
+    def __init__(self, clock: Callable[[], float], dice: random.Random) -> None:
+        super().__init__(clock)
+        self.dice = dice
+        self.late: list[str] = []
+
+    def put(self, name: str, *arguments: Any, **more: Any) -> PutOutcome:
+        fate = self.dice.random()
+        if fate < 0.1:
+            self.meanwhile()
+            self.late.append(name)
+            raise TimedOut("not now")
+        super().put(name, *arguments, **more)
+        if fate < 0.2:
+            raise TimedOut("not now")
+        return PutOutcome.STORED
+
+    def list(self, *arguments: Any, **more: Any) -> Iterator[ObjectInfo]:
+        if self.late and self.dice.random() < 0.2:
+            name = self.late.pop()
+            if self.dice.random() < 0.5:
+                self.names[name] = self.clock() + 1e6
+        if self.dice.random() < 0.1:
+            raise Unavailable("not now")
+        return super().list(*arguments, **more)
+
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
+        if self.dice.random() < 0.1:
+            raise Unavailable("not now")
+        return super().delete(names, **more)
+
+
 class World:
     """What is there, what is written down, and who writes."""
 
-    def __init__(self, seed: int, count: int) -> None:
+    def __init__(self, seed: int, count: int, *, flaky: bool = False) -> None:
         self.now = 0.0
         self.dice = random.Random(seed)
         self.store = NameStore(lambda: self.now)
+        if flaky:
+            self.store = FlakyStore(lambda: self.now, self.dice)
         self.there: set[int] = set()
         self.stated: set[int] = set()
         self.blocks = 0
@@ -95,8 +133,9 @@ class Model:
         if self.busy:
             return
         self.busy = True
-        standing, _ = self.claims.renew()
-        self.heard.append((standing, set(self.world.stated), len(self.written)))
+        with contextlib.suppress(StoreError):
+            standing, _ = self.claims.renew()
+            self.heard.append((standing, set(self.world.stated), len(self.written)))
         self.busy = False
 
     def hear(self) -> None:
@@ -145,9 +184,10 @@ class Model:
         step()
 
 
+@pytest.mark.parametrize("flaky", [False, True])
 @pytest.mark.parametrize("seed", range(100))
-def test_no_order_of_events_takes_room_twice(seed: int) -> None:
-    world = World(seed, 2 + seed % 3)
+def test_no_order_of_events_takes_room_twice(seed: int, flaky: bool) -> None:
+    world = World(seed, 2 + seed % 3, flaky=flaky)
 
     def others_act() -> None:
         world.store.meanwhile = lambda: None
@@ -159,8 +199,10 @@ def test_no_order_of_events_takes_room_twice(seed: int) -> None:
     for _ in range(600):
         world.now += world.dice.random()
         world.dice.choice(world.writers).step()
-    assert CAPACITY // 2 < world.most <= CAPACITY
-    assert world.stored > CAPACITY, "they do store"
+    assert world.most <= CAPACITY
+    if not flaky:
+        assert world.most > CAPACITY // 2
+        assert world.stored > CAPACITY, "they do store"
 
 
 def test_a_writer_that_slept_stores_nothing_until_it_has_looked() -> None:
