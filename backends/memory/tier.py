@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 
 from kvtier.backends.memory.store import MemorySpec, MemoryStore
+from kvtier.core.events import Events
 from kvtier.core.tier import Tier
 from kvtier.errors import NotResident
 from kvtier.types import (
@@ -38,7 +39,7 @@ class MemoryTier(Tier):
         self._doomed: dict[BlockKey, int] = {}
         self._unwanted: set[BlockKey] = set()  # reserved before a clear: to be aborted
         self._pins: Counter[BlockKey] = Counter()
-        self._events: list[TierEvent] = []
+        self._events = Events()
         self._stats = TierStats(self.medium, bytes_capacity=store.slots * store.slot_bytes)
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
@@ -160,12 +161,10 @@ class MemoryTier(Tier):
         self._free.append(slot)
 
     def _announce(self, kind: EventKind, keys: Sequence[BlockKey]) -> None:
-        if keys:
-            self._events.append(TierEvent(kind, self.medium, tuple(keys)))
+        self._events.add(kind, keys)
 
     def take_events(self) -> list[TierEvent]:
-        events, self._events = self._events, []
-        return events
+        return self._events.take(self.medium)
 
     def stats(self) -> TierStats:
         used = self.store.slots - len(self._free)

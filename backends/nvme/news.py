@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import numpy as np
 
 from kvtier.backends.nvme.folder import SlabFile
 from kvtier.core.slab import layout
-from kvtier.types import BlockKey, EventKind, TierEvent
+from kvtier.types import BlockKey
 
 
 class News(msgspec.Struct):
@@ -26,31 +24,6 @@ class News(msgspec.Struct):
     """What changed in another's slab: slots, and the key of each (empty if it holds none)."""
     written: list[int] | None = None
     """Entries of these slots have been written down."""
-
-
-class Unheard:
-    """What has changed since somebody listened last, as one difference: an engine may be idle for
-    days beside a busy one."""
-
-    def __init__(self) -> None:
-        self._kind_of: dict[BlockKey, EventKind] = {}
-
-    def add(self, events: Sequence[TierEvent]) -> None:
-        """This has happened, too."""
-        kind_of = self._kind_of
-        for event in events:
-            for key in event.keys:
-                if kind_of.setdefault(key, event.kind) is not event.kind:
-                    del kind_of[key]  # it is again as it was
-
-    def take(self, medium: str) -> list[TierEvent]:
-        """What to tell now."""
-        kind_of, self._kind_of = self._kind_of, {}
-        found = [
-            TierEvent(kind, medium, tuple(key for key in kind_of if kind_of[key] is kind))
-            for kind in EventKind
-        ]
-        return [event for event in found if event.keys]
 
 
 def changes(old: bytes, new: bytes, slots: int) -> tuple[list[int], list[BlockKey]]:

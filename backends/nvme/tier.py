@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from kvtier.backends.nvme.folder import SlabFile
 from kvtier.backends.nvme.keeper import Keeper
-from kvtier.backends.nvme.news import News, Unheard
+from kvtier.backends.nvme.news import News
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
 from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.slab import layout
 from kvtier.core.slab.tier import SlabTier, give_back_memory
-from kvtier.types import BlockKey, EventKind, FilePlace, LoadStoreSpec, TierEvent, TierStats
+from kvtier.types import BlockKey, EventKind, FilePlace, LoadStoreSpec, TierStats
 
 _AHEAD_BYTES = 1 << 30
 """So much room is made before it is needed, what a burst of stores may ask for; but no more than a
@@ -93,7 +93,6 @@ class NvmeTier(SlabTier):
         self._place_of = array("H")
         self._by_index: list[Place] = []
         self._origins: list[int] = []
-        self._unheard = Unheard()
         self._unwritten: set[int] = set()
         """Slots whose entries the keeper has still to write: not to be used before."""
         ahead = max(keeper.limits.slab_bytes, min(keeper.limits.capacity // 4, _AHEAD_BYTES))
@@ -113,6 +112,7 @@ class NvmeTier(SlabTier):
     touch = _alone(SlabTier.touch)
     victims = _alone(SlabTier.victims)
     forget = _alone(SlabTier.forget)
+    take_events = _alone(SlabTier.take_events)
 
     # -- news ------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class NvmeTier(SlabTier):
                 self._taking = True
                 if not self._asked:
                     self._take_some_in()
-                    self._unheard.add(super().take_events())
+                    self._events.fold()
             finally:
                 self._taking = False
                 self.mutex.release()
@@ -380,10 +380,6 @@ class NvmeTier(SlabTier):
 
     def flush(self) -> None:
         self._keeper.flush()
-
-    @_alone
-    def take_events(self) -> list[TierEvent]:
-        return self._unheard.take(self.medium) + super().take_events()
 
     @_alone
     def stats(self) -> TierStats:

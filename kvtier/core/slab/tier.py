@@ -13,6 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 
+from kvtier.core.events import Events
 from kvtier.core.eviction import UNKNOWN, EvictionPolicy
 from kvtier.core.tier import Tier
 from kvtier.errors import NotResident
@@ -76,7 +77,7 @@ class SlabTier(Tier):
         self._pins: dict[int, int] = {}
         self._free: deque[int] = deque()
         self._quarantine: deque[int] = deque()
-        self._events: list[TierEvent] = []
+        self._events = Events()
         self._stats = TierStats(medium)
         self._hits = self._misses = 0
 
@@ -313,12 +314,10 @@ class SlabTier(Tier):
         return key
 
     def _announce(self, kind: EventKind, keys: Collection[BlockKey]) -> None:
-        if keys:
-            self._events.append(TierEvent(kind, self.medium, tuple(keys)))
+        self._events.add(kind, keys)
 
     def take_events(self) -> list[TierEvent]:
-        events, self._events = self._events, []
-        return events
+        return self._events.take(self.medium)
 
     def stats(self) -> TierStats:
         stats = self._stats
