@@ -113,8 +113,8 @@ def _compare(
     leftovers: list[str] = []
     foreign: list[_Foreign] = []
     own_bytes = 0
+    # what is said to be removed later than that would lie there uncounted until then: it is offered
     latest = case.now + manifest.SKEW_US / 1e6
-    """What is said to be removed after that would lie there uncounted until then: it is offered."""
     breathe.begin()
     for info in store.list():
         breathe()
