@@ -40,6 +40,8 @@ PAGES = [16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20]
 IDENTITY_PAGES = 1_000_000
 IDENTITY_RECORDS = 512
 SIDE = 8192
+TURNS, ROUNDS = 5, 16
+"""How often disturbance is measured, and jobs of each kind that disturb meanwhile."""
 FAILURES = (RuntimeError, AssertionError, OSError, ValueError, ImportError, AttributeError)
 
 
@@ -183,7 +185,7 @@ class Duplex:
 
     def beside(self, action: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
         """What an action says that is done while both run."""
-        names = self.begin_stores(16) + self.begin_loads(16)
+        names = self.begin_stores(ROUNDS) + self.begin_loads(ROUNDS)
         time.sleep(0.01)
         result = action()
         self.outlasted &= not self.arena.finished(set(names))
@@ -221,11 +223,11 @@ def disturbance(torch: Any, report: Report) -> None:
         calm = product(), python_loop()
         return *loads, *calm, *duplex.beside(lambda: (product(), python_loop()))
 
-    turns = [turn() for _ in range(6)][1:]
+    turns = [turn() for _ in range(TURNS + 1)][1:]
     medians = [statistics.median(column) for column in zip(*turns, strict=True)]
     alone, both, calm, free, busy, shared = medians
     link = Link(torch)
-    bare = statistics.median([link.loses() for _ in range(6)][1:])
+    bare = statistics.median([link.loses() for _ in range(TURNS + 1)][1:])
     report.add("large copies to the device lose beside others to the host", bare, "%")
     report.add("loads alone", duplex.bytes / alone / 1e9, "GB/s")
     report.add("loads while stores run", duplex.bytes / both / 1e9, "GB/s")

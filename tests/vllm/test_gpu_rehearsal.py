@@ -24,6 +24,7 @@ from benchmarks import gpu, gpu_arena, gpu_disk
 gpu_arena.RECORD_BYTES = 1 << 20
 gpu.TURN_BYTES, gpu.PAGES = 8 << 20, [16 << 10, 64 << 10]
 gpu.IDENTITY_PAGES, gpu.IDENTITY_RECORDS, gpu.SIDE = 500, 8, 32
+gpu.TURNS, gpu.ROUNDS = 1, 4
 gpu_disk.DISK_BYTES = 8 << 20
 gpu_disk.probe = lambda folder: None
 gpu_disk.KvikioDriver = lambda index: HostDriver(torch)
@@ -34,7 +35,7 @@ _SWEEP = """
 TITLES = ["as they are", "8 buffers of 16 MiB"]
 import pretend_cuda
 from benchmarks import gpu, gpu_arena, gpu_sweep
-gpu_arena.RECORD_BYTES, gpu.SIDE = 1 << 20, 32
+gpu_arena.RECORD_BYTES, gpu.SIDE, gpu.ROUNDS = 1 << 20, 32, 4
 gpu_sweep.SIZE, gpu_sweep.PAGES, gpu_sweep.TURNS = 4 << 20, [64 << 10], 1
 gpu_sweep.VARIANTS = [each for each in gpu_sweep.VARIANTS if each.title in TITLES]
 before = gpu_sweep.staging._EACH_WAY
