@@ -172,13 +172,18 @@ class StagedPath:
             _reach(batch)
             stage.gather(batch.group, self._ids(batch, rows))
 
-        def send() -> object:
+        def add_up() -> None:
             stage.digest(batch.group, len(rows))
+
+        def send() -> object:
             return stage.send(batch.group, self._parts(batch, rows))
 
         if rows:
-            fine = _ended(batch, _queue(batch, stage, leave))
+            left = _queue(batch, stage, leave)
+            summed = _queue(batch, stage, add_up) if left.whole else left
+            fine = _ended(batch, left)
             self._desk.released(batch)
+            fine = _ended(batch, summed) and fine
             if fine:
                 with self._turns.store():
                     fine = _ended(batch, _queue(batch, stage, send))
