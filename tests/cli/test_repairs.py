@@ -44,10 +44,14 @@ def one(folder: Path, pattern: str) -> Path:
     (found,) = [
         path
         for path in folder.rglob(pattern)
-        if path.suffix not in (".slab", ".table")
-        or any(path.with_suffix(".table").read_bytes()[layout.TABLE_AT :])
+        if path.suffix not in (".slab", ".table") or has_blocks(path.with_suffix(".table"))
     ]
     return found
+
+
+def has_blocks(table: Path) -> bool:
+    """Not the table of a spare slab, which an engine that runs may be about to make."""
+    return table.exists() and any(table.read_bytes()[layout.TABLE_AT :])
 
 
 def served(stack_file: Path, count: int = 8) -> int:
