@@ -120,7 +120,8 @@ class Sink:
         self._pace = pace
         self._flights: dict[int, tuple[list[BlockKey], list[int]]] = {}
         self._ids = count()
-        self._stored: list[BlockKey] = []
+        self.stored: list[BlockKey] = []
+        """What was not there before, and is there once all is filled."""
         self._evicting = False
         self._full = False
         room = _PIECE_BYTES
@@ -128,8 +129,6 @@ class Sink:
             room = min(room, int(pace.bytes_per_s * _PIECE_S))
         self.piece = max(1, min(_PIECE_BLOCKS_MAX, room // record_bytes(namespace.payload_bytes)))
         """How many blocks are best offered at once."""
-        self.kept: list[BlockKey] = []
-        """What was not there before, and is now."""
 
     def fill(self, pieces: Iterable[Piece], result: Copied, bar: Progress) -> None:
         """Store all of these that are not there."""
@@ -197,7 +196,7 @@ class Sink:
         if not self._evicting:
             # From here on others' blocks go, but none of those that were copied: the newest first.
             self._evicting = True
-            self._pin(self._stored)
+            self._pin(self.stored)
             return False
         return True
 
@@ -234,16 +233,17 @@ class Sink:
                 result.not_stored += 1
         self._tier.complete_store(keys, failed)
         landed = [key for key in keys if key not in failed] if failed else keys
-        self._stored += landed
+        self.stored += landed
         return landed
 
     def _count_kept(self, result: Copied) -> None:
         """Only now, because a tier that others share may have had to let something go."""
-        for start in range(0, len(self._stored), _LOOK_BLOCKS):
-            keys = self._stored[start : start + _LOOK_BLOCKS]
+        stored, self.stored = self.stored, []
+        for start in range(0, len(stored), _LOOK_BLOCKS):
+            keys = stored[start : start + _LOOK_BLOCKS]
             lost = self._lacking(keys)
             gone = set(lost)
-            self.kept += [key for key in keys if key not in gone]
+            self.stored += [key for key in keys if key not in gone]
             result.not_stored += len(lost)
             result.copied += len(keys) - len(lost)
             result.bytes += sum(map(self._namespace.payload_of, keys))

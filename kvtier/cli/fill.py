@@ -76,11 +76,11 @@ def copy_all(
             console.progress("copying", len(choice), "blocks") as bar,
         ):
             sink.fill(pieces_of(choice, sink.piece), result, bar)
-        if sink.kept and target.tiers[tier].kind == "object":
+        if sink.stored and target.tiers[tier].kind == "object":
             from kvtier.cli.look_objects import carry_uses
 
             used = choice.used()
-            carried = {key: used[key] for key in sink.kept if key in used}
+            carried = {key: used[key] for key in sink.stored if key in used}
             carry_uses(target.tiers[tier], described, carried)
     return done
 

@@ -301,7 +301,7 @@ def digest(
     )  # fmt: skip
     _finish[(-(-parts * pieces // _CHAINS),)](
         buffer, numbers, totals, sums, parts, part_bytes, pieces, longest,
-        piece_bytes=PIECE_BYTES, chains=_CHAINS, ahead=_AHEAD, num_warps=4,
+        piece_bytes=PIECE_BYTES, chains=_CHAINS, ahead=_AHEAD, num_warps=_CHAINS * 8 // 32,
     )  # fmt: skip
 
 
