@@ -18,6 +18,7 @@ from kvtier.types import Namespace
 _log = logging.getLogger(__name__)
 
 MANIFEST_BYTES_MAX = 1 << 30
+"""All together: they are read into memory, and nobody knows who can write to a bucket."""
 _HEAD_READ_BYTES = 64 << 10
 _READERS = 8
 _LISTINGS_MAX = 4
@@ -48,6 +49,7 @@ class Journal:
         """Those that a newer kvtier wrote, which are not ours to touch."""
         self._joined: set[str] = set()
         """Those that we have joined, as long as they are still there."""
+        self._too_many = False
 
     def append(self, entries: Entries, covers: Iterable[str] = ()) -> None:
         """Write one manifest, which nobody else can overwrite."""
@@ -60,11 +62,11 @@ class Journal:
 
     def news(self) -> Entries:
         """What others have written since the last call, merged."""
-        return manifest.merge(list(self._read(self._seen).values()))
+        return manifest.merge(self._read(self._seen))
 
     def everything(self) -> Entries:
         """The state of the namespace, from all manifests."""
-        return manifest.merge(list(self._read(set()).values()))
+        return manifest.merge(self._read(set()))
 
     def join(self, purged_before: float) -> bool:
         """Join manifests if enough have piled up; whether it did.
@@ -107,31 +109,46 @@ class Journal:
     def _listed(self) -> dict[str, int]:
         """Sizes of the manifests that are there, by name."""
         found = {}
-        for info in self._store.list(manifest_prefix(self._namespace.id)):
+        total = 0
+        listed = self._store.list(manifest_prefix(self._namespace.id))
+        for info in sorted(listed, key=lambda info: info.size):
             name = parse_manifest(info.name)
             if name is None or name in self._broken or name in self._newer:
                 continue
-            if info.size <= MANIFEST_BYTES_MAX:
-                found[name] = info.size
+            total += info.size
+            if total > MANIFEST_BYTES_MAX:
+                self._say_too_many()
+                break
+            found[name] = info.size
         return found
 
-    def _read(self, known: set[str]) -> dict[str, Entries]:
-        """The entries of all manifests that are not known, until a listing finds no new one."""
-        found: dict[str, Entries] = {}
+    def _say_too_many(self) -> None:
+        if not self._too_many:
+            self._too_many = True
+            _log.warning(
+                "manifests below %s have more than %d bytes together: the largest are not read",
+                manifest_prefix(self._namespace.id),
+                MANIFEST_BYTES_MAX,
+            )
+
+    def _read(self, known: set[str]) -> list[Entries]:
+        """The entries of all manifests that are not known, until a listing finds no new one. If it
+        comes to nothing, all of them are read again the next time."""
+        found: dict[str, Entries | None] = {}
         for _ in range(_LISTINGS_MAX):
-            listed = self._sizes = self._listed()
+            listed = self._listed()
             todo = {
                 name: size
                 for name, size in listed.items()
                 if name not in known and name not in found
             }
-            self._seen = {name for name in self._seen if name in listed}
-            self._joined.intersection_update(listed)
             fetched = self._fetch(todo, skip_if_covered_by=known | found.keys())
-            found.update({n: entries for n, entries in fetched.items() if entries is not None})
-            self._seen.update(fetched)
+            found.update(fetched)
             if len(fetched) == len(todo):
-                return found
+                self._sizes = listed
+                self._seen = (known | found.keys()) & listed.keys()
+                self._joined.intersection_update(listed)
+                return [entries for entries in found.values() if entries is not None]
         raise Unavailable("manifests keep vanishing while they are read: try again later")
 
     def _fetch(
@@ -140,7 +157,7 @@ class Journal:
         """Entries by name; None where there is nothing new or readable; vanished ones left out."""
         if not sizes:
             return {}
-        covered = set(skip_if_covered_by)
+        covered = set(skip_if_covered_by) - self._broken - self._newer
 
         def read(name: str) -> Entries | bool | None:
             return self._read_one(name, sizes[name], covered)

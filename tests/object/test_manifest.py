@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.backends.object import journal as journal_module
 from kvtier.backends.object import manifest
-from kvtier.backends.object.errors import AccessDenied, StoreError
+from kvtier.backends.object.errors import AccessDenied, StoreError, Unavailable
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
-from kvtier.backends.object.store import ObjectInfo
+from kvtier.backends.object.store import GetOutcome, ObjectInfo
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey, block_key
@@ -297,3 +298,59 @@ def test_a_look_lists_once(store: FileStore) -> None:
     assert journal.join(0.0)
     assert listings == 1
     assert len(manifests(store)) == 1
+
+
+def test_what_was_read_before_a_look_failed_is_read_again(store: FileStore) -> None:
+    """One manifest vanishes, and the listing that would show its successor fails."""
+    writer, reader = Journal(store, NAMESPACE), Journal(store, NAMESPACE)
+    for key in make_keys(2):
+        writer.append(added([key]))
+    gone = f"{manifests(store)[1]}"
+    list_all, get, listings = store.list, store.get, 0
+
+    def get_others(name: str, *arguments: Any, **options: Any) -> GetOutcome:
+        return GetOutcome.MISSING if name == gone else get(name, *arguments, **options)
+
+    def list_once(*arguments: Any, **options: Any) -> Iterator[ObjectInfo]:
+        nonlocal listings
+        listings += 1
+        if listings > 1:
+            raise Unavailable("not now")
+        return list_all(*arguments, **options)
+
+    store.get, store.list = get_others, list_once  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        reader.news()
+    store.get, store.list = get, list_all  # type: ignore[method-assign]
+    assert keys_in(reader.news()) == set(make_keys(2))
+    assert keys_in(reader.news()) == set()
+
+
+def test_what_was_damaged_here_is_taken_from_those_who_could_read_it(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_HEAD_READ_BYTES", 1500)  # so heads are read alone
+    one, other = Journal(store, NAMESPACE), Journal(store, NAMESPACE)
+    all_keys = make_keys(40)
+    for key in all_keys:
+        one.append(added([key]))
+    path = store.root / manifests(store)[3]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert keys_in(other.news()) == set(all_keys) - {all_keys[3]}
+    path.write_bytes(whole)
+    assert one.join(0.0)
+    assert keys_in(other.news()) == set(all_keys)
+
+
+def test_more_manifests_than_memory_should_hold_are_not_read(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(store, NAMESPACE)
+    journal.append(added(make_keys(3)))
+    journal.append(added(make_keys(20, start=10)))
+    monkeypatch.setattr(journal_module, "MANIFEST_BYTES_MAX", 1000)
+    reader = Journal(store, NAMESPACE)
+    for _ in range(2):
+        assert keys_in(reader.everything()) == set(make_keys(3))
+    assert len(caplog.records) == 1, "it is said once"
