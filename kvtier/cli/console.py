@@ -229,6 +229,14 @@ def confirm(question: str, yes: bool) -> None:
         raise typer.Exit(EXIT_FAILURE)
 
 
+def only_with(needed: str, given: object, **options: object) -> None:
+    """Refuse options that would say nothing where the one that they belong to is not given."""
+    for name, value in options.items():
+        if given is None and value not in (None, False):
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(f"says nothing without {needed}: add it", param_hint=option)
+
+
 def check_plot(file: Path | None) -> None:
     """That a plot can be written at the end is seen to before all that it will show."""
     if file is None:

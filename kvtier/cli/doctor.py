@@ -21,6 +21,9 @@ _SIZE = Size(chunk_bytes=1 << 20, blocks=32, rounds=1)
 _SLOW_BYTES_PER_S = 100e6
 _INDENT = 6
 _MARKS = {Level.OK: "ok  ", Level.NOTE: "note", Level.WARN: "WARN", Level.BAD: "BAD "}
+_NOT_MEASURED = Finding(
+    "speed", Level.NOTE, "not measured", "mend first what is BAD, and run this again"
+)
 
 
 @app.command(
@@ -45,8 +48,9 @@ def doctor(
         if not json:
             _show(finding)
     measured: list[Measured] = []
-    if do_measure and not any(finding.level is Level.BAD for finding in findings):
-        for finding in _measure(stack, measured):
+    bad = any(finding.level is Level.BAD for finding in findings)
+    if do_measure:
+        for finding in [_NOT_MEASURED] if bad else _measure(stack, measured):
             findings.append(finding)
             if not json:
                 _show(finding)

@@ -16,7 +16,7 @@ from kvtier.cli.ls import find_namespace
 from kvtier.cli.outlook import capacity_of
 from kvtier.cli.reader import ChoiceReader
 from kvtier.config import StackConfig, load
-from kvtier.core.settings import ByteSize, Capacity
+from kvtier.core.settings import ByteSize, Capacity, Persistence
 from kvtier.errors import ConfigError, KVTierError, NotWritable
 from kvtier.observe import human
 from kvtier.types import BlockKey, Namespace
@@ -160,14 +160,19 @@ def _show(done: Sequence[Copied]) -> None:
 
 def tier_to_fill(config: StackConfig, into: str | None) -> int:
     """The tier that an option names, or the first one below host memory that keeps blocks."""
-    if into is not None:
-        tier = console.tier_of(into, config, "--into")
-        assert tier is not None
-        return tier
-    for tier, settings in enumerate(config.tiers):
-        if tier and settings.kind == "nvme":
-            return tier
-    raise KVTierError("this stack has no nvme tier to fill: name one with --into")
+    tier = console.tier_of(into, config, "--into")
+    if tier is None:
+        kinds = [settings.kind for settings in config.tiers]
+        if "nvme" not in kinds:
+            raise KVTierError("this stack has no nvme tier to fill: name one with --into")
+        tier = kinds.index("nvme")
+    settings = config.tiers[tier]
+    if settings.kind == "memory" or getattr(settings, "persistence", None) is Persistence.DISCARD:
+        raise KVTierError(
+            f"tier {tier} ({settings.kind}) keeps nothing when a process ends, and so nothing of "
+            "what this one copies: name another with --into, or set its persistence: keep"
+        )
+    return tier
 
 
 def store_of(
@@ -190,11 +195,12 @@ def store_of(
             raise ConfigError(text, "there is no such folder", "name one that holds a snapshot")
         return msgspec.structs.replace(config, tiers=(config.tiers[0], settings)), 1
     other = config if text is None else load(Path(text), to_write=to_write)
-    for tier, each in enumerate(other.tiers):
-        if each.kind == "object":
-            return other, tier
+    stores = [tier for tier, each in enumerate(other.tiers) if each.kind == "object"]
+    if len(stores) == 1:
+        return other, stores[0]
     where = "this stack" if text is None else text
-    raise KVTierError(f"{where} has no object tier: name a url, like s3://bucket/prefix")
+    count = f"{len(stores)} object tiers" if stores else "no object tier"
+    raise KVTierError(f"{where} has {count}: name a url, like s3://bucket/prefix")
 
 
 def look_at(

@@ -20,6 +20,8 @@ from kvtier.types import Namespace
 
 app = console.new_app("List what a stack holds.")
 
+_LIMIT = 100
+
 
 @app.command(
     epilog="Examples: kvtier ls --config stack.yaml; kvtier ls -c stack.yaml 3f2a --limit 20"
@@ -31,7 +33,9 @@ def ls(
         typer.Argument(metavar="NAMESPACE", help="List its blocks; the first digits will do."),
     ] = None,
     tier: console.TierOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many blocks.")] = 100,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help=f"At most so many blocks; else {_LIMIT}.")
+    ] = None,
     json: console.JsonOption = False,
 ) -> None:
     """Say what lies where, without opening anything: a running engine does not notice.
@@ -41,13 +45,14 @@ def ls(
 
     Exit code 1 if something could not be read.
     """
+    console.only_with("NAMESPACE", namespace, limit=limit)
     stack = load(config, to_write=False)
     uses_of = "" if namespace is None else namespace.lower()
     places = look(stack, console.tier_of(tier, stack), uses_of=uses_of)
     if namespace is None:
         _list_namespaces(places, json)
     else:
-        _list_blocks(places, find_namespace(places, namespace), limit, json)
+        _list_blocks(places, find_namespace(places, namespace), limit or _LIMIT, json)
     console.end_with_troubles(places)
 
 
@@ -77,7 +82,8 @@ def _list_namespaces(places: list[Place], json: bool) -> None:
         troubles = [trouble for place in places for trouble in place.troubles]
         console.print_json({"namespaces": rows, "troubles": troubles})
     elif not parts:
-        console.say("nothing is stored here yet")
+        if not any(place.troubles for place in places):  # else nobody knows
+            console.say("nothing is stored here yet")
     else:
         columns = ["tier", "namespace", "model", "layout", "blocks", "size", "hits", "last hit"]
         columns += ["newest", "in use"]
@@ -90,7 +96,7 @@ def _row(part: Part, namespace: Namespace | None) -> list[str]:
     return [
         f"{part.tier} {part.kind}",
         part.namespace[:12],
-        facts.get("model", "-").rstrip("/").rpartition("/")[2] if namespace else "?",
+        model_of(facts) if namespace else "?",
         layout_of(facts),
         str(part.blocks),
         human.size(part.bytes),
@@ -99,6 +105,11 @@ def _row(part: Part, namespace: Namespace | None) -> list[str]:
         age(part.newest),
         "yes" if part.in_use else "no",
     ]
+
+
+def model_of(facts: Mapping[str, str]) -> str:
+    """A model's name, without the folders in which it lies."""
+    return facts.get("model", "-").rstrip("/").rpartition("/")[2]
 
 
 def layout_of(facts: Mapping[str, str]) -> str:

@@ -21,6 +21,8 @@ app = console.new_app("Say what a stack is worth for a model.")
 
 _MEASURED_BYTES = 64 << 20
 _BLOCK_BYTES_MAX = 32 << 20
+_SIZES = "0.25,0.5,1,2,4"
+_BLOCK_TOKENS = 512
 
 
 @app.command(
@@ -58,11 +60,15 @@ def plan(
         ),
     ] = None,
     block_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that one of the trace's hash_ids stands for.")
-    ] = 512,
+        int | None,
+        typer.Option(min=1, help="Tokens that one of the trace's hash_ids stands for; else 512."),
+    ] = None,
     scale: Annotated[
-        str, typer.Option(metavar="LIST", help="Sizes to try, as multiples of the stack's.")
-    ] = "0.25,0.5,1,2,4",
+        str | None,
+        typer.Option(
+            metavar="LIST", help=f"Sizes to try, as multiples of the stack's; else {_SIZES}."
+        ),
+    ] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="All sizes on all of a long trace, not on a sample.")
     ] = False,
@@ -76,17 +82,20 @@ def plan(
 
     The answer is arithmetic on measured or given rates. What it leaves out is said.
     """
+    factors = _factors(_SIZES if scale is None else scale)
+    simulation = {"scale": scale, "block_tokens": block_tokens, "exact": exact, "svg": svg}
+    console.only_with("--trace", trace, **simulation)
+    console.check_plot(svg)
     stack = load(config)
     shape = read_shape(model, kv_dtype, ranks)
-    factors = _factors(scale)
-    _check_simulation(trace, exact, svg)
     requests = None if trace is None else read_trace(trace)
     links = _links(stack, shape.token_bytes * stack.chunk_tokens, bandwidth or [], do_measure)
     device = links.pop(-1, None)
     expectation = expect(stack, shape, links, device, prefill, prompt)
     rows: list[Row] = []
     if requests is not None:
-        rows = run_sweep(stack, expectation, requests, block_tokens, factors, exact)
+        per_block = block_tokens or _BLOCK_TOKENS
+        rows = run_sweep(stack, expectation, requests, per_block, factors, exact)
     if json:
         console.print_json({"model": expectation, "trace": rows})
     else:
@@ -96,13 +105,6 @@ def plan(
             show_sweep(rows)
     if svg is not None:
         svg.write_text(plot(rows), encoding="utf-8")
-
-
-def _check_simulation(trace: Path | None, exact: bool, svg: Path | None) -> None:
-    if trace is None and (exact or svg is not None):
-        option = "--exact" if exact else "--svg"
-        raise typer.BadParameter("only a --trace is simulated", param_hint=option)
-    console.check_plot(svg)
 
 
 def _factors(text: str) -> list[float]:
@@ -127,9 +129,14 @@ def _links(
         assert tier is not None
         try:
             seconds = console.parse_duration(latency) if latency else 0.0
-            links[tier] = Link(float(console.parse_rate(rate)), seconds, "given")
+            link = Link(float(console.parse_rate(rate)), seconds, "given")
         except typer.BadParameter as error:
             raise typer.BadParameter(f"{text}: {error}", param_hint="--bandwidth") from None
+        if links.setdefault(tier, link) is not link:
+            raise typer.BadParameter(f"{name} stands twice: name one", param_hint="--bandwidth")
+    if links.keys() == {-1} and not do_measure:
+        problem = f"{DEVICE} alone says nothing: give the rate of a tier, too, or --measure"
+        raise typer.BadParameter(problem, param_hint="--bandwidth")
     if do_measure and not links.keys() >= set(range(len(config.tiers))):
         block = min(record_bytes(chunk_bytes) - 4096, _BLOCK_BYTES_MAX)
         size = Size(block, max(4, _MEASURED_BYTES // block), 1)

@@ -52,8 +52,7 @@ def prewarm(
     when it is loaded. Of prompts it is said how many blocks the source does not have, and in which
     namespaces that cannot be computed. Exit code 1 if something could not be copied.
     """
-    if model is not None and prompts is None:
-        raise typer.BadParameter("only --prompts need a tokenizer", param_hint="--model")
+    console.only_with("--prompts", prompts, model=model)
     target = load(config)
     tier = tier_to_fill(target, into)
     uses = hottest or target.tiers[tier].kind == "object"  # a store takes them in, too

@@ -50,6 +50,14 @@ def test_nothing_is_left_behind(stack_file: Path, tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_nothing_is_measured_where_nothing_can_work(stack_file: Path) -> None:
+    stack_file.write_text(stack_file.read_text().replace("free_floor: 0", "free_floor: 9000TiB"))
+    report = run(stack_file, code=1)
+    assert report["measured"] == []
+    assert report["findings"][-1]["what"] == "not measured"
+    assert report["findings"][-1]["remedy"]
+
+
 def test_host_memory_on_a_disk_is_said(stack_file: Path) -> None:
     found = levels(stack_file, 0)
     if checks.file_system(stack_file.parent) != "tmpfs":

@@ -15,6 +15,15 @@ from kvtier.testing.records import NAMESPACE
 pytestmark = pytest.mark.slow
 
 MODEL = '{"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 64}'
+FLEETING = """\
+version: 1
+tiers:
+  - {{kind: cpu, path: "{folder}/host", capacity: 4MiB}}
+  - {{kind: nvme, path: "{folder}/f", capacity: 16MiB, free_floor: 0, persistence: discard}}
+  - {{kind: memory, capacity: 4MiB}}
+  - {{kind: object, url: "file://{folder}/one", capacity: 16MiB}}
+  - {{kind: object, url: "file://{folder}/two", capacity: 16MiB}}
+"""
 WRONG = [
     ("snapshot --size 0 -c {stack}", 2, "'--size': a size of nothing"),
     ("snapshot --rate 5MB/h -c {stack}", 2, "'--rate': '5MB/h' is not"),
@@ -33,8 +42,28 @@ WRONG = [
     ("config init --memory 0", 2, "--memory: a size of nothing"),
     ("config init --disk 5XB", 2, "--disk: 'XB' is not a unit"),
     ("prewarm --prompts {none} --from {stack} -c {stack}", 2, "none.jsonl: holds no prompt"),
-    ("prewarm --model {folder} -c {stack}", 2, "--model: only --prompts need a tokenizer"),
-    ("plan {model} --no-measure --exact -c {stack}", 2, "--exact: only a --trace is simulated"),
+    ("prewarm --model {folder} -c {stack}", 2, "--model: says nothing without --prompts"),
+    ("plan {model} --exact -c {stack}", 2, "--exact: says nothing without --trace: add it"),
+    ("plan {model} --svg x.svg -c {stack}", 2, "--svg: says nothing without --trace"),
+    ("plan {model} --scale 0.5 -c {stack}", 2, "--scale: says nothing without --trace"),
+    ("plan {model} --block-tokens 16 -c {stack}", 2, "--block-tokens: says nothing without"),
+    ("plan {model} --scale= --trace {model} -c {stack}", 2, "--scale: '': write numbers"),
+    (
+        "plan {model} --bandwidth nvme=1GB/s --bandwidth 1=2GB/s -c {stack}",
+        2,
+        "--bandwidth: 1 stands twice",
+    ),
+    (
+        "plan {model} --no-measure --bandwidth device=1GB/s -c {stack}",
+        2,
+        "--bandwidth: device alone says nothing",
+    ),
+    ("ls --limit 5 -c {stack}", 2, "--limit: says nothing without NAMESPACE: add it"),
+    ("prewarm --from {stack} --into memory -c {fleeting}", 1, "tier 2 (memory) keeps nothing"),
+    ("prewarm --into 1 -c {fleeting}", 1, "tier 1 (nvme) keeps nothing"),
+    ("import {stack}.pack -c {fleeting}", 1, "set its persistence: keep"),
+    ("restore -c {fleeting} --into cpu", 1, "this stack has 2 object tiers: name a url"),
+    ("snapshot --to {fleeting} -c {stack}", 1, "has 2 object tiers: name a url"),
     ("ls -c {stack} -c {stack}", 2, "stands twice"),
     ("serve model -c {stack} --config {stack}", 2, "stands twice"),
     ("ls --tier 0 -t 1 -c {stack}", 2, "stands twice"),
@@ -50,6 +79,8 @@ def test_a_wrong_call(
     places["none"].touch()
     places["model"] = folder / "model.json"
     places["model"].write_text(MODEL)
+    places["fleeting"] = folder / "fleeting.yaml"
+    places["fleeting"].write_text(FLEETING.format(folder=folder))
     before = sorted(folder.rglob("*"))
     assert commands.run([word.format(**places) for word in words.split()]) == code
     out, err = capsys.readouterr()
