@@ -121,7 +121,8 @@ def _look_at_home(place: Place, home: Path, locked: Locked) -> None:
         return
     if namespace is None:
         place.troubles.append(
-            f"{home / 'namespace.json'} does not describe this namespace: kvtier verify --repair"
+            f"{home / 'namespace.json'} does not describe this namespace: the next engine that "
+            f"serves it writes it anew, and kvtier clear {home.name[:12]} removes its blocks"
         )
     else:
         place.namespaces[home.name] = namespace

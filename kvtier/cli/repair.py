@@ -50,10 +50,14 @@ def drop_objects(config: StackConfig, tier: int, blocks: Sequence[Block]) -> int
     return delete_objects(config.tiers[tier], [block.name for block in blocks])
 
 
-def remove_broken(place: Place) -> list[str]:
-    """Remove slabs whose table or data cannot be what kvtier writes; what was left, and why."""
+def remove_broken(place: Place, namespace: str) -> list[str]:
+    """Remove slabs whose table or data cannot be what kvtier writes, all or those in one
+    namespace's folder, and take back what was said of them; what was left, and why."""
     left = []
     for path in place.broken:
+        if not path.parent.name.startswith(namespace):
+            continue
+        place.troubles = [text for text in place.troubles if not text.startswith(f"{path}: ")]
         try:
             if place.kind == "cpu":
                 _remove_region(path)

@@ -79,7 +79,7 @@ def verify(
     left: list[str] = []
     repaired = 0
     if repair:
-        repaired, left = _repair(stack, places, found)
+        repaired, left = _repair(stack, places, found, chosen)
     _report(found, places, repaired if repair else None, left, json)
 
 
@@ -121,7 +121,9 @@ def _prove(
     return found
 
 
-def _repair(config: StackConfig, places: list[Place], found: Found) -> tuple[int, list[str]]:
+def _repair(
+    config: StackConfig, places: list[Place], found: Found, namespace: str
+) -> tuple[int, list[str]]:
     """Take out of use what is bad; how many blocks, and what was left and why."""
     repaired, left = 0, []
     by_home: dict[str, list[Block]] = {}
@@ -140,9 +142,7 @@ def _repair(config: StackConfig, places: list[Place], found: Found) -> tuple[int
         except KVTierError as error:
             left.append(str(error))
     for place in places:
-        left += remove_broken(place)
-        if not left:
-            place.troubles = [text for text in place.troubles if "--repair" not in text]
+        left += remove_broken(place, namespace)
     return repaired, left
 
 

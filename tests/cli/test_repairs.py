@@ -126,6 +126,27 @@ class TestVerify:
         assert not table.exists()
         assert command("verify", "-c", filled).code == 0
 
+    def test_repair_of_one_namespace_leaves_the_others(self, filled: Path, tmp_path: Path) -> None:
+        with Stack(load(filled), OTHER, engine="other") as stack:
+            assert stack.store({make_keys(1)[0]: bytes(4096)})
+            assert stack.settle()
+        (table,) = (tmp_path / "disk" / "blocks" / NAMESPACE.id).glob("*.table")
+        os.truncate(table, 0)
+        done = command("verify", "-c", filled, "--namespace", OTHER.id[:8], "--repair")
+        assert (done.code, table.exists()) == (1, True)
+        assert f"{table}: the slab's header page is cut short; kvtier verify --repair" in done.err
+        assert command("verify", "-c", filled, "-n", NAMESPACE.id[:8], "--repair").code == 0
+        assert not table.exists()
+
+    def test_a_damaged_description_is_nothing_to_repair(self, filled: Path, tmp_path: Path) -> None:
+        text = tmp_path / "disk" / "blocks" / NAMESPACE.id / "namespace.json"
+        text.write_text("garbage")
+        done = command("verify", "-c", filled, "--repair")
+        assert (done.code, text.read_text()) == (1, "garbage")
+        assert "the next engine that serves it writes it anew" in done.err
+        assert served(filled) == 8
+        assert command("verify", "-c", filled).code == 0
+
     def test_a_damaged_region_is_removed(self, filled: Path, tmp_path: Path) -> None:
         region = one(tmp_path, "*.region")
         flip(region, 20)
