@@ -184,7 +184,8 @@ def _hits(groups: list[list[int]], count: int) -> int:
 def _show(answers: list[Answer], problems: Mapping[str, str]) -> None:
     for answer in answers:
         console.say_wrapped(
-            f"prompt {answer.prompt}, {answer.tokens} tokens, namespace {answer.namespace[:12]}: "
+            f"prompt {answer.prompt + 1}, {answer.tokens} tokens, "
+            f"namespace {answer.namespace[:12]}: "
             f"{answer.hits} of {answer.chunks} chunks hit ({answer.hit_tokens} tokens)",
             2,
         )

@@ -166,7 +166,10 @@ def _private(tier: int, config: StackConfig) -> Place:
 
 def _unknown(tier: int, config: StackConfig) -> Place:
     kind = config.tiers[tier].kind
-    trouble = f"tiers of kind {kind} cannot be seen from outside: ask a running engine"
+    trouble = (
+        f"what a tier of kind {kind} holds cannot be seen from outside: an engine's /metrics say "
+        "how much, and --tier leaves it out here"
+    )
     return Place(tier=tier, kind=kind, where="", troubles=[trouble])
 
 

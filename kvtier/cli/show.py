@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -10,11 +11,11 @@ import typer
 from kvtier.cli import console
 from kvtier.cli.blocks import Block, Prover, blocks_of
 from kvtier.cli.holdings import Place, known_namespaces, look
-from kvtier.cli.ls import age, count, find_namespace
+from kvtier.cli.ls import age, count, find_namespace, model_of
 from kvtier.config import StackConfig, load
 from kvtier.errors import KVTierError
 from kvtier.observe import human
-from kvtier.types import Namespace, group_of
+from kvtier.types import Difference, Namespace, group_of
 
 app = console.new_app("Show one namespace or one block.")
 
@@ -33,7 +34,8 @@ def show(
     config: console.ConfigOption,
     json: console.JsonOption = False,
 ) -> None:
-    """Show the facts that a namespace stands for, or every copy of a block, read and checked.
+    """Show the facts that a namespace stands for and in which the others of its model differ, or
+    every copy of a block, read and checked.
 
     Nothing is opened: a running engine does not notice. Exit code 1 if nothing was found, or a copy
     of the block is bad.
@@ -50,16 +52,18 @@ def show(
     namespaces = [each for each in ids if each.startswith(text)]
     if namespaces:
         name = find_namespace(places, text)
-        _show_namespace(name, known.get(name), places, json)
+        _show_namespace(name, known, places, json)
     else:
         _show_blocks(stack, places, known, text, json)
     console.end_with_troubles(places)
 
 
 def _show_namespace(
-    name: str, namespace: Namespace | None, places: list[Place], json: bool
+    name: str, known: Mapping[str, Namespace], places: list[Place], json: bool
 ) -> None:
+    namespace = known.get(name)
     parts = [part for place in places for part in place.parts if part.namespace == name]
+    apart = _apart(name, known)
     if json:
         console.print_json(
             {
@@ -68,6 +72,7 @@ def _show_namespace(
                 "group_bytes": namespace.group_bytes if namespace else None,
                 "parts": namespace.parts if namespace else None,
                 "tiers": msgspec.to_builtins(parts),
+                "differs": msgspec.to_builtins(apart),
                 "troubles": [trouble for place in places for trouble in place.troubles],
             }
         )
@@ -97,6 +102,23 @@ def _show_namespace(
         ],
         numbers=["blocks", "size", "hits", "last hit", "quarantined"],
     )
+    for other, differences in apart.items():
+        console.say()
+        console.say(f"the same model's namespace {other[:12]} is another, because")
+        for each in differences:
+            console.say_wrapped(f"  {each}", 4)
+
+
+def _apart(name: str, known: Mapping[str, Namespace]) -> dict[str, list[Difference]]:
+    """In what a namespace differs from the others of its model."""
+    namespace = known.get(name)
+    if namespace is None:
+        return {}
+    return {
+        other: namespace.differences(each)
+        for other, each in sorted(known.items())
+        if other != name and model_of(each.facts) == model_of(namespace.facts)
+    }
 
 
 def _show_blocks(

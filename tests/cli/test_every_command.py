@@ -218,4 +218,24 @@ def test_of_two_namespaces_with_the_same_digits_none_is_shown(
     done = command("show", first.id[:4], "-c", stack_file, "--json")
     assert (done.code, done.out) == (1, "")
     assert "2 namespaces begin with" in done.err
-    assert command("show", first.id, "-c", stack_file).code == 0
+    done = command("show", first.id, "-c", stack_file)
+    assert (done.code, "is another, because" in done.out) == (0, False), (
+        "another model's is no news"
+    )
+
+
+def test_what_keeps_two_namespaces_of_a_model_apart(stack_file: Path, tmp_path: Path) -> None:
+    shared = {"model": "a/model", "dtype": "bfloat16"}
+    old = Namespace(facts=shared | {"engine": "1"}, group_bytes=(4096,))
+    new = Namespace(facts=shared | {"engine": "2", "model": "model"}, group_bytes=(4096,))
+    for namespace in (old, new):
+        home = tmp_path / "disk" / "blocks" / namespace.id
+        home.mkdir(parents=True)
+        (home / "namespace.json").write_bytes(namespace.to_json())
+    shown = command("show", new.id, "-c", stack_file).out
+    assert f"the same model's namespace {old.id[:12]} is another, because" in shown
+    assert "engine: 2 here, 1 there" in shown
+    assert "model: model here, a/model there" in shown
+    assert "dtype:" not in shown
+    told = json.loads(command("show", new.id, "-c", stack_file, "--json").out)
+    assert [each["fact"] for each in told["differs"][old.id]] == ["engine", "model"]

@@ -221,7 +221,7 @@ class TestExplain:
         path.write_text(f"{json.dumps(image)}\n{json.dumps({'tokens': TOKENS})}\n")
         done = command("explain", path, "-c", stack_file)
         assert done.code == 0
-        assert done.out.startswith("prompt 1, 200 tokens")
+        assert done.out.startswith("prompt 2, 200 tokens")
         assert "p.jsonl:1 is skipped" in done.err
         assert "1 of 2 prompts are skipped" in done.err
         report = run("explain", path, "-c", stack_file)

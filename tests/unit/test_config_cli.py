@@ -37,6 +37,12 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> st
     return err
 
 
+def test_a_tier_of_another_package_is_not_said_to_be_empty(
+    stack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "a tier of kind bench" in refused(capsys, "ls", "-c", str(stack), code=1)
+
+
 class TestCheck:
     def test_a_good_file(self, stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert commands.run(["config", "check", str(stack)]) == 0
