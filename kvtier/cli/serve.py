@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli import console
+from kvtier.cli import console, terminal
 from kvtier.config import load
 from kvtier.errors import ConfigError
 from kvtier.vllm.versions import installed
@@ -36,7 +36,7 @@ def serve(
     model: Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face hub.")],
     config: console.ConfigOption,
 ) -> None:
-    """Check the stack and vLLM's version, then become vLLM's server.
+    """Check the stack and vLLM's version, then become vLLM's server (at a terminal: run it).
 
     Everything after `--` is passed on to vLLM as it stands.
     """
@@ -47,6 +47,8 @@ def serve(
     prepare_environment(os.environ, model, cpu=vllm.cpu)
     _say_what_to_try(model, flags, config)
     sys.stdout.flush()
+    if terminal.in_foreground():
+        raise typer.Exit(terminal.run(command))
     os.execv(sys.executable, command)
 
 

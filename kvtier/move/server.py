@@ -55,12 +55,12 @@ def main() -> None:
     os._exit(0)
 
 
-def die_with(parent: int) -> None:
-    """Ask the kernel to end this process with its parent, however the parent ends.
+def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process a signal when its parent ends, however that ends.
 
     The end of the socket says the same, but not while a forked child of the parent keeps it open.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 

@@ -1,0 +1,171 @@
+"""A server that is run from a terminal, and what Ctrl-C, Ctrl-Z and a closed terminal do to it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+KEEPER = """
+import sys
+from kvtier.cli import terminal
+assert terminal.in_foreground()
+sys.exit(terminal.run(sys.argv[1:]))
+"""
+
+# A server with an engine, which say what they hear. The first SIGTERM ends the server, and with it
+# the engine, unless the server is a stubborn one.
+SERVER = """
+import os, signal, subprocess, sys
+name, path, how = sys.argv[1:]
+def say(*words):
+    with open(path, "a") as file:
+        print(name, *words, file=file)
+def hear(number, frame):
+    say(signal.Signals(number).name)
+    if name == "server" and number == signal.SIGTERM and how == "obedient":
+        engine.stdin.close()
+        sys.exit(engine.wait())
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCONT):
+    signal.signal(number, hear)
+if name == "server":
+    command = [sys.executable, __file__, "engine", path, how]
+    engine = subprocess.Popen(command, stdin=subprocess.PIPE)
+    while True:
+        signal.pause()
+say("up", os.getppid())
+print("shown", flush=True)
+sys.stdin.read()
+"""
+
+
+class Terminal:
+    """A pseudo terminal in which somebody has started a server."""
+
+    def __init__(self, folder: Path, how: str = "obedient") -> None:
+        script, heard = folder / "server.py", folder / "heard"
+        script.write_text(SERVER)
+        os.mkfifo(heard)
+        self._heard = os.fdopen(os.open(heard, os.O_RDWR), "r")
+        self._end, other = os.openpty()
+
+        def take() -> None:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        command = [sys.executable, str(script), "server", str(heard), how]
+        self.keeper = subprocess.Popen(
+            [sys.executable, "-c", KEEPER, *command],
+            stdin=other,
+            stdout=other,
+            stderr=other,
+            start_new_session=True,
+            preexec_fn=take,
+        )
+        os.close(other)
+        self._server = os.pidfd_open(int(self.next().removeprefix("engine up ")))
+
+    def next(self) -> str:
+        """What server or engine say next."""
+        return self._heard.readline().rstrip()
+
+    def shows(self, text: str) -> None:
+        """Wait until the terminal shows this."""
+        shown = ""
+        while text not in shown:
+            shown += os.read(self._end, 1024).decode()
+
+    def type(self, key: bytes) -> None:
+        os.write(self._end, key)
+
+    def hang_up(self) -> None:
+        os.close(self._end)
+        self._end = -1
+
+    def server_ended(self) -> None:
+        """Wait until it has, whoever its parent is by now."""
+        select.select([self._server], [], [])
+
+    def close(self) -> None:
+        self.keeper.kill()
+        self.keeper.wait()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._server, signal.SIGKILL)
+        os.close(self._server)
+        self._heard.close()
+        if self._end >= 0:
+            self.hang_up()
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    with contextlib.closing(Terminal(tmp_path)) as found:
+        yield found
+
+
+@pytest.fixture
+def stubborn(tmp_path: Path) -> Iterator[Terminal]:
+    with contextlib.closing(Terminal(tmp_path, "stubborn")) as found:
+        yield found
+
+
+def test_what_the_server_prints_is_shown(terminal: Terminal) -> None:
+    terminal.shows("shown")
+
+
+def test_ctrl_c_tells_the_server_alone(terminal: Terminal) -> None:
+    terminal.type(b"\x03")
+    assert terminal.next() == "server SIGTERM"
+    assert terminal.keeper.wait() == 130
+    terminal.shows("closing (Ctrl-C again interrupts all of it, and once more kills it)")
+
+
+def test_ctrl_c_again_and_again(stubborn: Terminal) -> None:
+    """As without a keeper, all hear of the second; nothing survives the third."""
+    stubborn.type(b"\x03")
+    assert stubborn.next() == "server SIGTERM"
+    stubborn.type(b"\x03")
+    assert sorted((stubborn.next(), stubborn.next())) == ["engine SIGINT", "server SIGINT"]
+    stubborn.type(b"\x03")
+    stubborn.server_ended()
+    assert stubborn.keeper.wait() == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_keeper_that_is_told_to_end_closes_the_server(
+    terminal: Terminal, number: signal.Signals
+) -> None:
+    terminal.keeper.send_signal(number)
+    assert terminal.next() == "server SIGTERM"
+    assert terminal.keeper.wait() == 0
+
+
+def test_a_keeper_that_is_killed(terminal: Terminal) -> None:
+    terminal.keeper.kill()
+    assert terminal.next() == "server SIGTERM"
+    terminal.server_ended()
+
+
+def test_a_terminal_that_is_closed(terminal: Terminal) -> None:
+    terminal.hang_up()
+    assert terminal.next() == "server SIGTERM"
+    assert terminal.keeper.wait() == 0
+
+
+def test_ctrl_z_and_fg(terminal: Terminal) -> None:
+    terminal.type(b"\x1a")
+    _, status = os.waitpid(terminal.keeper.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    terminal.keeper.send_signal(signal.SIGCONT)
+    assert sorted((terminal.next(), terminal.next())) == ["engine SIGCONT", "server SIGCONT"]
+    terminal.type(b"\x03")
+    assert terminal.next() == "server SIGTERM"
+    assert terminal.keeper.wait() == 130
