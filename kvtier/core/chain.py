@@ -83,9 +83,9 @@ class TierChain(Tier):
         host, slots = tiers[HOST], self._slots[HOST]
         self._promises = Promises(host, slots, queues, self._ledger, self._direct)
         # Apart from loads: what can no longer be written to may well be read.
-        store_health = Health(len(tiers), rest_seconds)
+        self._store_health = Health(len(tiers), rest_seconds)
         self._cascade = Cascade(
-            self.tiers, settings, self._slots, self._ledger, mover, store_health
+            self.tiers, settings, self._slots, self._ledger, mover, self._store_health
         )
         self._names = [*[Presence.HIT] * len(tiers), Presence.HIT, Presence.PENDING, Presence.MISS]
         self._anonymous = Anonymous(self._ledger)
@@ -374,11 +374,16 @@ class TierChain(Tier):
 
     def chain_stats(self) -> ChainStats:
         """All there is to know, tier by tier and link by link."""
+        now = self._clock()
         return self._tally.stats(
             [tier.stats() for tier in self.tiers],
             self._cascade.stats(),
             self._mover.stats(),
-            self._ledger.overdue(self._clock()),
+            overdue=self._ledger.overdue(now),
+            down=[
+                self._load_health.down(tier, now) or self._store_health.down(tier, now)
+                for tier in range(len(self.tiers))
+            ],
         )
 
     def close(self) -> None:

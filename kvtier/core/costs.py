@@ -17,6 +17,9 @@ DEVICE = "device"
 """The link that every loaded byte crosses: host memory to the engine's own."""
 
 
+_HEAD_TOKENS = 1024
+
+
 class Run(NamedTuple):
     """Consecutive blocks of a prefix that would be loaded over one link.
 
@@ -170,6 +173,12 @@ class CostModel:
             best = -1
         self._book(offers, best)
         return best if best == len(offers) - 1 else self._probe_offer(offers, best, start, now)
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens that the engine computes in a second at the head of a prompt; 0 while unknown."""
+        seconds = self.recompute_seconds(0, _HEAD_TOKENS)
+        return _HEAD_TOKENS / seconds if seconds else 0.0
 
     def stats(self) -> dict[str, LinkCosts]:
         """Each link's rates and decisions so far."""

@@ -46,6 +46,8 @@ class ChainStats(msgspec.Struct):
     """Loads that passed their deadline."""
     overdue: int
     """Transfers whose deadline has passed and whose result is not there yet; a gauge."""
+    down: list[bool]
+    """Whether each tier is left alone for a while, because it failed again and again."""
 
 
 class Tally:
@@ -116,7 +118,13 @@ class Tally:
         return samples
 
     def stats(
-        self, tiers: list[TierStats], links: list[LinkStats], mover: MoverStats, overdue: int
+        self,
+        tiers: list[TierStats],
+        links: list[LinkStats],
+        mover: MoverStats,
+        *,
+        overdue: int,
+        down: list[bool],
     ) -> ChainStats:
         """The counters as they stand, beside what others count."""
         return ChainStats(
@@ -130,4 +138,5 @@ class Tally:
             untaken=self.untaken,
             expired=self.expired,
             overdue=overdue,
+            down=down,
         )

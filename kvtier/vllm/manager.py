@@ -95,7 +95,7 @@ class ChainManager:
         self.shapes: Mapping[int, Shape] = {}
         """The cache groups that are kept; until they are known, nothing is found."""
         self._clock = clock
-        self._costs = costs
+        self.costs = costs
         self._pace = Pace(costs, clock) if costs is not None else None
         namespace = stack.namespace
         self._geometry = Geometry(namespace.digest, namespace.group_bytes, namespace.parts)
@@ -274,9 +274,9 @@ class ChainManager:
         moved, read = (n // self._copies for n in (report.bytes_moved, report.bytes_read))
         self.chain.end_load(ticket, blamed, (read, report.read_seconds))
         if not failed:
-            if self._costs is not None:
+            if self.costs is not None:
                 by_host = moved - read
-                self._costs.observe_load(DEVICE, by_host, report.busy_seconds)
+                self.costs.observe_load(DEVICE, by_host, report.busy_seconds)
             return None
         self.failed_loads += 1
         logger.warning(

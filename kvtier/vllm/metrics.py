@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from kvtier.core.costs import LinkCosts
 from kvtier.core.tally import ChainStats
 from kvtier.vllm import compat, guard
 from kvtier.vllm.manager import ChainManager
@@ -31,6 +32,11 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:load_failures": ("Blocks that could not be loaded from a tier", ("tier", "reason")),
     "kvtier:store_drops": ("Blocks that were not written to a tier", ("tier", "reason")),
     "kvtier:store_failures": ("Blocks whose write to a tier failed", ("tier", "reason")),
+    "kvtier:left_blocks": (
+        "Blocks that were there, and were computed because loading would have taken longer",
+        ("link",),
+    ),
+    "kvtier:probed_blocks": ("Blocks loaded to see whether a link is still slow", ("link",)),
     "kvtier:failed_loads": ("Requests that were recomputed because a load failed", ()),
     "kvtier:copied_bytes": ("Bytes between the device and the CPU tier, all ranks", ()),
     "kvtier:direct_bytes": ("Bytes from files straight into the device, all ranks", ()),
@@ -43,6 +49,11 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:bytes_used": ("Bytes in use of a tier's capacity", ("tier",)),
     "kvtier:bytes_capacity": ("A tier's capacity", ("tier",)),
     "kvtier:pinned_blocks": ("Blocks being read", ("tier",)),
+    "kvtier:quarantined_blocks": ("Blocks whose place is not used again", ("tier",)),
+    "kvtier:tier_down": ("1 while a tier is left alone because it fails", ("tier",)),
+    "kvtier:link_bytes_per_second": ("Measured speed of the way from a tier", ("link",)),
+    "kvtier:link_latency_seconds": ("Measured time that each load over a link takes", ("link",)),
+    "kvtier:prefill_tokens_per_second": ("Measured speed of computing prompts", ()),
     "kvtier:queued_blocks": ("Blocks in the mover's hands", ()),
     "kvtier:waiting_blocks": ("Blocks that wait to be written to a tier", ("tier",)),
 }
@@ -103,7 +114,7 @@ class Meter:
             if grown > 0:
                 self._told[name, labels] = value
                 stats.increase_counter(name, grown, labels)
-        for name, labels, value in _gauges(found):
+        for name, labels, value in self._gauges(found):
             if self._told.get((name, labels)) != value:
                 self._told[name, labels] = value
                 stats.set_gauge(name, value, labels)
@@ -128,6 +139,9 @@ class Meter:
                 yield "kvtier:store_drops", (link.target, reason), count
             for reason, count in link.failures.items():
                 yield "kvtier:store_failures", (link.target, reason), count
+        for name, costs in self._links().items():
+            yield "kvtier:left_blocks", (name,), costs.refused
+            yield "kvtier:probed_blocks", (name,), costs.probed
         yield "kvtier:failed_loads", (), self._manager.failed_loads
         yield "kvtier:copied_bytes", (), self._copied
         yield "kvtier:direct_bytes", (), self._direct
@@ -135,14 +149,25 @@ class Meter:
         yield "kvtier:mover_timeouts", (), found.mover.timeouts
         yield "kvtier:mistakes", (), guard.caught
 
+    def _gauges(self, found: ChainStats) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        for index, tier in enumerate(found.tiers):
+            label = (tier.medium,)
+            yield "kvtier:tier_down", label, found.down[index]
+            yield "kvtier:quarantined_blocks", label, tier.quarantined
+            yield "kvtier:blocks", label, tier.blocks
+            yield "kvtier:bytes_used", label, tier.bytes_used
+            yield "kvtier:bytes_capacity", label, tier.bytes_capacity
+            yield "kvtier:pinned_blocks", label, tier.pinned
+        for link in found.links:
+            yield "kvtier:waiting_blocks", (link.target,), link.waiting
+        yield "kvtier:queued_blocks", (), found.mover.in_flight_blocks
+        if self._manager.costs is not None:
+            yield "kvtier:prefill_tokens_per_second", (), self._manager.costs.prefill_rate
+        for name, costs in self._links().items():
+            if costs.samples:
+                yield "kvtier:link_bytes_per_second", (name,), costs.bandwidth
+                yield "kvtier:link_latency_seconds", (name,), costs.latency
 
-def _gauges(found: ChainStats) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    for tier in found.tiers:
-        label = (tier.medium,)
-        yield "kvtier:blocks", label, tier.blocks
-        yield "kvtier:bytes_used", label, tier.bytes_used
-        yield "kvtier:bytes_capacity", label, tier.bytes_capacity
-        yield "kvtier:pinned_blocks", label, tier.pinned
-    for link in found.links:
-        yield "kvtier:waiting_blocks", (link.target,), link.waiting
-    yield "kvtier:queued_blocks", (), found.mover.in_flight_blocks
+    def _links(self) -> Mapping[str, LinkCosts]:
+        costs = self._manager.costs
+        return {} if costs is None else costs.stats()

@@ -174,9 +174,11 @@ def test_a_tier_that_keeps_failing_is_left_alone_for_longer_each_time(rig: Chain
         rig.mover.fail_all(Outcome.IO_ERROR)
         rig.chain.poll()
     assert rig.chain.lookup([KEYS[9]]) == [MISS]
+    assert rig.chain.chain_stats().down == [False, True, False]
     rig.now += REST
     rig.chain.poll()
     assert rig.chain.lookup([KEYS[9]]) == [HIT]
+    assert rig.chain.chain_stats().down == [False] * 3
     rig.chain.begin_load([KEYS[9]], "a", FAR)
     rig.mover.fail_all(Outcome.TIMEOUT)
     rig.chain.poll()

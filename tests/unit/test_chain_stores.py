@@ -222,6 +222,7 @@ def test_a_tier_that_fails_is_not_written_to_but_read() -> None:
     (link,) = rig.chain.chain_stats().links
     assert rig.mover.queue == []
     assert link.drops == {"down": 2}
+    assert rig.chain.chain_stats().down == [False, True]
     assert rig.chain.lookup(KEYS[20:22]) == [Presence.HIT] * 2
     rig.now += REST
     rig.store(KEYS[5:6])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier import Stack
+from kvtier.core.costs import CostModel, Run
 from kvtier.core.offers import Shape
 from kvtier.core.record import record_bytes
 from kvtier.testing.records import make_keys
@@ -55,3 +56,27 @@ def test_what_happens_behind_the_last_request_is_told(tmp_path: Path) -> None:
         assert "nvme" in str(told(meter.read())), "at once, because nothing else is to be done"
         assert not meter.due
         assert stack.chain.tiers[1].stats().stored == 4
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
+def test_what_the_cost_model_knows_and_leaves_is_told(tmp_path: Path) -> None:
+    from kvtier.vllm.metrics import Meter
+
+    cpu = {"kind": "cpu", "path": str(tmp_path), "capacity": 64 * SLOT}
+    config = {"version": 1, "name": "unit", "mover": {"mode": "threads"}, "tiers": [cpu]}
+    with Stack.open(config, NAMESPACE) as stack:
+        now = [100.0]
+        costs = CostModel(clock=lambda: now[0])
+        meter = Meter(ChainManager(stack, region="region", ranks=1, costs=costs), lambda: now[0])
+        first = meter.read().reduce()
+        assert first["kvtier:prefill_tokens_per_second"] == 0
+        assert not [name for name in first if "link" in name], "nothing was measured"
+        costs.observe_prefill(2048, 0.5)
+        for _ in range(2):
+            costs.observe_load("tape", 1 << 20, 8.0)
+        assert costs.admit([Run("tape", 4, 4 << 20)], 16) < 4
+        now[0] += 1
+        then = meter.read().reduce()
+        assert then["kvtier:prefill_tokens_per_second"] == pytest.approx(4096)
+        assert then["kvtier:left_blocks:('tape',)"] == costs.stats()["tape"].refused
+        assert then["kvtier:link_bytes_per_second:('tape',)"] > 0
