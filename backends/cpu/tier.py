@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Self
 
 import numpy as np
@@ -115,6 +115,11 @@ class CpuTier(SlabTier):
         rows = np.array(slots, np.intp)
         entries["used_at"][rows] = int(self._clock())
         entries["uses"][rows] += 1
+
+    def _on_carried(self, used: Mapping[int, tuple[int, int]]) -> None:
+        entries = layout.read_entries(self._table, len(self._key_of))
+        for slot, (uses, at) in used.items():
+            entries["used_at"][slot], entries["uses"][slot] = at, uses
 
     def tick(self) -> None:
         super().tick()

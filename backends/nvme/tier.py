@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -110,6 +110,7 @@ class NvmeTier(SlabTier):
     prepare_store = _alone(SlabTier.prepare_store)
     complete_store = _alone(SlabTier.complete_store)
     touch = _alone(SlabTier.touch)
+    carry_uses = _alone(SlabTier.carry_uses)
     victims = _alone(SlabTier.victims)
     forget = _alone(SlabTier.forget)
     take_events = _alone(SlabTier.take_events)
@@ -334,6 +335,10 @@ class NvmeTier(SlabTier):
     def _note_uses(self, slots: Sequence[int]) -> None:
         origins, place_of = self._origins, self._place_of
         self._keeper.uses.note([origins[place_of[slot]] + slot for slot in slots])
+
+    def _on_carried(self, used: Mapping[int, tuple[int, int]]) -> None:
+        origins, place_of = self._origins, self._place_of
+        self._keeper.uses.carry({origins[place_of[slot]] + slot: used[slot] for slot in used})
 
     def _record(self, slot: int, state: int, key: BlockKey) -> None:
         place = self._by_index[self._place_of[slot]]

@@ -25,34 +25,47 @@ a thread that shares its interpreter with the engine's scheduler."""
 class Uses:
     """What a tier's requests have used since it was written down last.
 
-    `note` is for the tier's thread and `write` for the keeper's.
+    `note` and `carry` are for the tier's thread and `write` for the keeper's.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._noted: deque[Sequence[int]] = deque(maxlen=_REQUESTS_MAX)
+        self._carried: deque[Mapping[int, tuple[int, int]]] = deque()
         self._clock = clock
 
     def note(self, places: Sequence[int]) -> None:
         """A request has used the blocks in these places (see NvmeSpec)."""
         self._noted.append(places)
 
+    def carry(self, used: Mapping[int, tuple[int, int]]) -> None:
+        """The blocks in these places were used so often elsewhere, and then at last."""
+        self._carried.append(used)
+
     def write(self, disk: Disk, tables: Mapping[int, Path]) -> None:
         """Write down what was noted of these slabs, the only ones that are ours to write to."""
+        while self._carried:
+            self._write(disk, tables, self._carried.popleft())
         counts: Counter[int] = Counter()
         while self._noted:
             counts.update(self._noted.popleft())
-        slabs: dict[int, dict[int, int]] = {}
-        for place, count in counts.most_common(_SLOTS_MAX):
+        now = int(self._clock())
+        noted = {place: (count, now) for place, count in counts.most_common(_SLOTS_MAX)}
+        self._write(disk, tables, noted)
+
+    def _write(
+        self, disk: Disk, tables: Mapping[int, Path], used: Mapping[int, tuple[int, int]]
+    ) -> None:
+        slabs: dict[int, dict[int, tuple[int, int]]] = {}
+        for place, counted in used.items():
             if place >> SLOT_BITS in tables:
-                slabs.setdefault(place >> SLOT_BITS, {})[place & SLOT_MASK] = count
+                slabs.setdefault(place >> SLOT_BITS, {})[place & SLOT_MASK] = counted
         for slab_id, slots in slabs.items():
             self._write_slab(disk, tables[slab_id], slots)
 
-    def _write_slab(self, disk: Disk, table: Path, counts: Mapping[int, int]) -> None:
-        now = int(self._clock())
+    def _write_slab(self, disk: Disk, table: Path, used: Mapping[int, tuple[int, int]]) -> None:
         fd = disk.open(table)
         try:
-            slots = sorted(counts)
+            slots = sorted(used)
             for start, stop in layout.runs(slots):
                 entries = bytearray((stop - start) * layout.ENTRY_BYTES)
                 at = layout.entry_at(slots[start])
@@ -62,7 +75,7 @@ class Uses:
                     # Only these eight bytes: the rest of the entry is the handler's to write.
                     here = layout.entry_at(slot)
                     entry = memoryview(entries)[here - at :][: layout.ENTRY_BYTES]
-                    text = layout.add_uses(entry, counts[slot], now)
+                    text = layout.add_uses(entry, *used[slot])
                     disk.writev(fd, [memoryview(text)], here + layout.USES_AT)
         finally:
             disk.close(fd)

@@ -42,6 +42,8 @@ _LIST_BYTES_MAX = 5 << 20
 _PILE = 16
 """So many lists are joined into one."""
 _LISTS_MAX = 64
+_LISTS_BYTES_MAX = 24 << 20
+"""Of all that are read at once: more than a sum and those that are not joined to it yet have."""
 _COUNT_MAX = (1 << 32) - 1
 
 
@@ -130,7 +132,7 @@ class Uses:
         if sum(1 for _ in islice(_listed(self._store, self._namespace), most)) < most:
             return
         lists = _Lists(self._store, self._namespace)
-        if len(lists.names) < _PILE:
+        if len(lists.names) < (2 if lists.left_out else _PILE):
             return
         entries = lists.sum()
         if len(entries) > _JOINED_MAX:  # blocks come and go: old uses count less and less
@@ -152,9 +154,17 @@ class _Lists:
 
     def __init__(self, store: Store, namespace: Namespace) -> None:
         self.names: list[str] = []
+        self.left_out = False
+        """Whether there were too many bytes to read all."""
         self._read: list[tuple[list[str], str, Entries]] = []
+        left = _LISTS_BYTES_MAX
         for name, info in islice(_listed(store, namespace), _LISTS_MAX):
-            data = memoryview(bytearray(info.size if info.size <= _LIST_BYTES_MAX else 0))
+            size = info.size if info.size <= _LIST_BYTES_MAX else 0
+            if size > left:
+                self.left_out = True  # for the next who joins
+                continue
+            left -= size
+            data = memoryview(bytearray(size))
             try:
                 if store.get(info.name, [data]) is GetOutcome.MISSING:
                     continue  # somebody else is joining it
@@ -201,14 +211,17 @@ def used_blocks(store: Store, namespace: Namespace) -> Entries | None:
     return lists.sum() if lists.names else None
 
 
-def count_uses(store: Store, namespace: Namespace, blocks: Entries) -> npt.NDArray[np.uint32]:
-    """How often each of these blocks was used; raises StoreError."""
+def count_uses(
+    store: Store, namespace: Namespace, blocks: Entries
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """How often each of these blocks was used, and in which second last; raises StoreError."""
     found = _Lists(store, namespace).sum()
-    counts = np.zeros(len(blocks), np.uint32)
+    counts, times = np.zeros((2, len(blocks)), np.uint32)
     if len(found):
         known, wanted = manifest.marks(found), manifest.marks(blocks)
         order = np.argsort(known)
         at = order[np.minimum(np.searchsorted(known, wanted, sorter=order), len(order) - 1)]
         same = known[at] == wanted
         counts[same] = found["size"][at[same]]
-    return counts
+        times[same] = np.minimum(found["time_us"][at[same]] // 1_000_000, _COUNT_MAX)
+    return counts, times

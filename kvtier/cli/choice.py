@@ -27,6 +27,8 @@ _ROW = np.dtype(
 )
 _Rows = npt.NDArray[np.void]
 _PIECE = 1 << 16
+USED_MAX = 1 << 16
+"""Of so many blocks at most a copy takes the uses along."""
 
 
 class Origin(NamedTuple):
@@ -77,8 +79,10 @@ class Choice:
         return Choice(self.namespace, rows, self.origins)
 
     def used(self) -> dict[BlockKey, tuple[int, float]]:
-        """How often these were used and when last, without those that never were."""
+        """How often these were used and when last, without those that never were; of very many
+        the most used."""
         rows = self._rows[self._rows["uses"] > 0]
+        rows = rows[np.argsort(rows["uses"], kind="stable")[-USED_MAX:]]
         values = zip(rows["uses"].tolist(), rows["used_at"].astype(float).tolist(), strict=True)
         return dict(zip(keys_of(rows), values, strict=True))
 
@@ -145,7 +149,7 @@ def _rows_of_store(place: Place, namespace: str, origin: int) -> _Rows:
     rows["at"] = entries["generation"]
     rows["bytes"] = entries["size"]
     rows["stored_at"] = entries["time_us"] / 1e6
-    rows["uses"] = place.uses.get(namespace, 0)
+    rows["uses"], rows["used_at"] = place.uses.get(namespace, (0, 0))
     return rows
 
 

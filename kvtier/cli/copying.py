@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 
 import msgspec
@@ -43,6 +44,7 @@ _LOOK_BLOCKS = 1 << 16
 
 _READER, _TIER = 0, 1
 
+CarryUses = Callable[[Mapping[BlockKey, tuple[int, float]]], None]
 Piece = tuple[list[BlockKey], list[int]]
 """Keys, and the number of each block in the words of its reader."""
 
@@ -111,9 +113,16 @@ class Sink:
     """One tier that is being filled from one reader."""
 
     def __init__(
-        self, tier: Tier, mover: Mover, reader: Reader, namespace: Namespace, pace: Pace
+        self,
+        tier: Tier,
+        mover: Mover,
+        reader: Reader,
+        namespace: Namespace,
+        pace: Pace,
+        carry_uses: CarryUses,
     ) -> None:
         self._tier = tier
+        self._carry_uses = carry_uses
         self._mover = mover
         self._reader = reader
         self._namespace = namespace
@@ -249,6 +258,11 @@ class Sink:
             result.bytes += sum(map(self._namespace.payload_of, keys))
             result.bytes -= sum(map(self._namespace.payload_of, lost))
 
+    def carry_uses(self, used: Mapping[BlockKey, tuple[int, float]]) -> None:
+        """Take along how often what was stored was used where it came from. Of what was there
+        before nothing is said, so that none counts twice."""
+        self._carry_uses({key: used[key] for key in self.stored if key in used})
+
     def close(self) -> None:
         """Let what is being written land, drop the rest, and close everything."""
         self._mover.close()
@@ -294,7 +308,12 @@ def _open(config: StackConfig, tier: int, namespace: Namespace, reader: Reader, 
     except BaseException:
         opened.close()
         raise
-    return Sink(opened, mover, reader, namespace, pace)
+    carry = opened.carry_uses
+    if settings.kind == "object":
+        from kvtier.cli.look_objects import carry_uses
+
+        carry = partial(carry_uses, settings, namespace)
+    return Sink(opened, mover, reader, namespace, pace, carry)
 
 
 def describe(places: Sequence[Place], name: str) -> Namespace:

@@ -44,7 +44,8 @@ def export(
     stack = load(config, to_write=False)
     _check_target(file, force)
     chosen = console.tier_of(tier, stack)
-    places = look_at(stack, range(len(stack.tiers)) if chosen is None else [chosen], uses=hottest)
+    tiers = range(len(stack.tiers)) if chosen is None else [chosen]
+    places = look_at(stack, tiers, namespace)
     names = namespaces_of(places, namespace)
     if len(names) != 1:
         console.end_with_troubles(places)
@@ -67,6 +68,7 @@ def export(
             result.copied += 1
             result.bytes += payload
             bar.advance(1, payload)
+        pack.used = choice.used()
     result.seconds = time.monotonic() - start
     report([result], places, json)
 

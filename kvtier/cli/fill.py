@@ -76,12 +76,7 @@ def copy_all(
             console.progress("copying", len(choice), "blocks") as bar,
         ):
             sink.fill(pieces_of(choice, sink.piece), result, bar)
-        if sink.stored and target.tiers[tier].kind == "object":
-            from kvtier.cli.look_objects import carry_uses
-
-            used = choice.used()
-            carried = {key: used[key] for key in sink.stored if key in used}
-            carry_uses(target.tiers[tier], described, carried)
+            sink.carry_uses(choice.used())
     return done
 
 
@@ -91,7 +86,7 @@ def description(config: StackConfig, places: Sequence[Place], name: str) -> Name
     if name not in known_namespaces(places):
         seen = {place.tier for place in places}
         others = [tier for tier in range(len(config.tiers)) if tier not in seen]
-        places = [*places, *look_at(config, others)]
+        places = [*places, *look_at(config, others, name)]
     return describe(places, name)
 
 
@@ -204,11 +199,11 @@ def store_of(
 
 
 def look_at(
-    config: StackConfig, tiers: Iterable[int], *, strict: bool = False, uses: bool = False
+    config: StackConfig, tiers: Iterable[int], namespace: str | None, *, strict: bool = False
 ) -> list[Place]:
-    """Some of a stack's tiers, and how often a store's blocks were used if `uses` is said;
+    """Some of a stack's tiers, and how often the blocks of one namespace or of all were used;
     `strict`: a trouble with one is an error here."""
-    uses_of = "" if uses else None
+    uses_of = (namespace or "").lower()
     places = [place for tier in tiers for place in look(config, tier, quick=True, uses_of=uses_of)]
     unreadable = [trouble for place in places for trouble in place.troubles]
     if strict and unreadable:

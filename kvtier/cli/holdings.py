@@ -110,8 +110,8 @@ class Place(msgspec.Struct, kw_only=True):
     """What a listing of a store has found: blocks only, as the store's own `ObjectInfo`."""
     manifests: dict[str, npt.NDArray[np.void]] = {}
     """By namespace, what a quick look has found written down of a store's blocks."""
-    uses: dict[str, npt.NDArray[np.uint32]] = {}
-    """And how often each of these was used, if that was asked for."""
+    uses: dict[str, tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]] = {}
+    """And how often each of these was used, and when last."""
     used_blocks: dict[str, dict[BlockKey, tuple[int, float]]] = {}
     """By namespace, how often the blocks that a listing has found were used, and when last; it
     lacks those that never were, and namespaces of which nobody has counted it."""

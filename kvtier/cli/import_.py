@@ -47,6 +47,7 @@ def import_(
         console.progress("importing", total, "blocks") as bar,
     ):
         sink.fill(_pieces(pack, sink.piece, result), result, bar)
+        sink.carry_uses(pack.used)
     result.bad += pack.bad
     came_from = Place(tier=0, kind="file", where=str(file))
     if pack.trouble:

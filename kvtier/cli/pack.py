@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
 import msgspec
+import numpy as np
 import xxhash
 
+from kvtier.cli.choice import USED_MAX
 from kvtier.cli.reader import Reader
 from kvtier.core.record import HEADER_BYTES, Buffer, Header, record_bytes
+from kvtier.core.slab.layout import keys_of
 from kvtier.errors import FormatError, NewerFormat
-from kvtier.types import BlockKey, Namespace, Outcome
+from kvtier.types import KEY_BYTES_MAX, BlockKey, Namespace, Outcome
 
 MAGIC = b"KVTPACK\n"
 END = b"KVTPEND\n"
@@ -28,6 +31,19 @@ _HEAD = struct.Struct("<8sHHI")
 _SUM = struct.Struct("<Q")
 _TAIL = struct.Struct("<8sQ")
 
+USES = b"KVTPUSE\n"
+# magic, blocks; then of each: length of the key, when it was used last, how often, key
+_USES_HEAD = struct.Struct("<8sQ")
+_USES_DTYPE = np.dtype(
+    [
+        ("key_bytes", "u1"),
+        ("zero", "V3"),
+        ("used_at", "<u4"),
+        ("uses", "<u4"),
+        ("key", f"V{KEY_BYTES_MAX}"),
+    ]
+)
+
 
 class PackWriter:
     """Writes to a name beside the wanted one, and takes that at the end."""
@@ -38,6 +54,8 @@ class PackWriter:
         fd = os.open(self._making, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._file: BinaryIO = os.fdopen(fd, "wb")
         self.count = 0
+        self.used: Mapping[BlockKey, tuple[int, float]] = {}
+        """How often these blocks were used and when last: written at the end."""
         text = namespace.to_json()
         head = _HEAD.pack(MAGIC, VERSION, 0, len(text)) + text
         self._file.write(head + _SUM.pack(xxhash.xxh3_64_intdigest(head)))
@@ -61,7 +79,8 @@ class PackWriter:
         try:
             if kind is None:
                 tail = _TAIL.pack(END, self.count)
-                self._file.write(tail + _SUM.pack(xxhash.xxh3_64_intdigest(tail)))
+                for part in (tail, _pack_uses(self.used)):
+                    self._file.write(part + _SUM.pack(xxhash.xxh3_64_intdigest(part)))
                 self._file.flush()
                 os.fsync(self._file.fileno())  # or the name could outlive a crash, and not the rest
             self._file.close()
@@ -69,6 +88,14 @@ class PackWriter:
                 self._making.replace(self._path)
         finally:
             self._making.unlink(missing_ok=True)
+
+
+def _pack_uses(used: Mapping[BlockKey, tuple[int, float]]) -> bytes:
+    rows = np.zeros(len(used), _USES_DTYPE)
+    for row, (key, (uses, at)) in zip(rows, used.items(), strict=True):
+        row["key_bytes"], row["key"] = len(key), key.ljust(KEY_BYTES_MAX, b"\0")
+        row["uses"], row["used_at"] = uses, int(at)
+    return _USES_HEAD.pack(USES, len(used)) + rows.tobytes()
 
 
 class PackReader(Reader):
@@ -88,6 +115,8 @@ class PackReader(Reader):
         self.bytes = path.stat().st_size
         self.bad = 0
         self.trouble = ""
+        self.used: dict[BlockKey, tuple[int, float]] = {}
+        """How often blocks were used, and when last; known when all have been `found`."""
 
     def _read_head(self, path: Path) -> Namespace:
         head = self._file.read(_HEAD.size)
@@ -125,6 +154,23 @@ class PackReader(Reader):
             else:
                 self.bad += 1
             at += record_bytes(size)
+        self.used = self._read_uses(at + _TAIL.size + _SUM.size)
+
+    def _read_uses(self, at: int) -> dict[BlockKey, tuple[int, float]]:
+        """Statistics: where they are missing, as in older files, or damaged, they say nothing."""
+        size = self.bytes - at
+        if not 0 <= size <= _USES_HEAD.size + USED_MAX * _USES_DTYPE.itemsize + _SUM.size:
+            return {}
+        text = self._pread(size, at)
+        stated, text = text[-_SUM.size :], text[: -_SUM.size]
+        if not text.startswith(USES) or stated != _SUM.pack(xxhash.xxh3_64_intdigest(text)):
+            return {}
+        count = int.from_bytes(text[len(USES) : _USES_HEAD.size], "little")
+        if len(text) != _USES_HEAD.size + count * _USES_DTYPE.itemsize:
+            return {}
+        rows = np.frombuffer(text, _USES_DTYPE, offset=_USES_HEAD.size)
+        values = zip(rows["uses"].tolist(), rows["used_at"].astype(float).tolist(), strict=True)
+        return dict(zip(keys_of(rows), values, strict=True))
 
     def _pread(self, size: int, at: int) -> bytes:
         return os.pread(self._file.fileno(), size, at)

@@ -55,15 +55,14 @@ def prewarm(
     console.only_with("--prompts", prompts, model=model)
     target = load(config)
     tier = tier_to_fill(target, into)
-    uses = hottest or target.tiers[tier].kind == "object"  # a store takes them in, too
     if source is None:
         if tier + 1 == len(target.tiers):
             raise KVTierError("there is no tier further down: name another stack with --from")
         stack = target
-        places = look_at(stack, range(tier + 1, len(stack.tiers)), uses=uses)
+        places = look_at(stack, range(tier + 1, len(stack.tiers)), namespace)
     else:
         stack = load(source, to_write=False)
-        places = look_at(stack, range(len(stack.tiers)), uses=uses)
+        places = look_at(stack, range(len(stack.tiers)), namespace)
     asked = None if prompts is None else read_prompts(prompts, model)
     done = copy_all(
         stack,

@@ -43,7 +43,7 @@ def restore(
     target = load(config)
     stack, from_tier = store_of(source, target, to_write=False)
     tier = tier_to_fill(target, into)
-    places = look_at(stack, [from_tier], strict=True, uses=hottest)
+    places = look_at(stack, [from_tier], namespace, strict=True)
     done = copy_all(
         stack, places, target, tier, namespace=namespace, size=size, rate=rate, hottest=hottest
     )

@@ -39,7 +39,7 @@ def snapshot(
     stack = load(config, to_write=to is None)
     target, tier = store_of(to, stack)
     kept = [index for index, settings in enumerate(stack.tiers) if settings.kind != "object"]
-    places = look_at(stack, kept)
+    places = look_at(stack, kept, namespace)
     done = copy_all(
         stack, places, target, tier, namespace=namespace, size=size, rate=rate, hottest=hottest
     )

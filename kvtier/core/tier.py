@@ -108,6 +108,12 @@ class Tier(ABC):
         """Wait until what was dropped so far stays dropped even if this process dies. May block:
         never called on a scheduler thread. (What is committed survives at once.)"""
 
+    def carry_uses(  # noqa: B027 - not every medium counts them
+        self, used: Mapping[BlockKey, tuple[int, float]]
+    ) -> None:
+        """Write down how often these blocks were used, and when last, before they were copied here:
+        a statistic, no more. May block: never called on a scheduler thread."""
+
     def close(self) -> None:  # noqa: B027 - memory needs no closing
         """Release what this process holds; committed blocks stay where they are."""
 

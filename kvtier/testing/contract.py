@@ -175,6 +175,7 @@ class CatalogueContract:
         rig.tier.take_events()
         rig.tier.touch([*make_keys(3, start=9), *keys], start=4)
         rig.tier.touch([keys[0], keys[0]])
+        rig.tier.carry_uses({keys[0]: (2, 1.0), make_keys(1, start=9)[0]: (1 << 40, 1e12)})
         assert rig.resident(make_keys(20)) == keys
         assert rig.tier.take_events() == []
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from cli_world import STACK, command
 
 from kvtier import Stack
@@ -96,7 +99,98 @@ def test_a_snapshot_takes_the_counts_along_once(used: Path, tmp_path: Path) -> N
     assert {BlockKey(bytes.fromhex(row["key"])) for row in rows} == set(KEYS[:2])
 
 
-@pytest.mark.parametrize("words", [["verify"], ["prewarm"], ["gc", "--dry-run"]])
+HITS = [3, 1, 0, 0, 0, 0, 0, 0]
+
+
+def hits_in(stack: Path, tier: str) -> list[int]:
+    rows = run("ls", NAMESPACE.id, "-c", stack, "--tier", tier)["blocks"]
+    hits = {row["key"]: row["hits"] for row in rows}
+    assert {row["used"] is None for row in rows if not row["hits"]} == {True}
+    return [hits[key.hex()] for key in KEYS]
+
+
+@pytest.mark.parametrize("how", ["stack", "file", "store", "store to store"])
+@pytest.mark.parametrize("into", ["nvme", "cpu", "object"])
+def test_a_copy_takes_the_counts_along_once(
+    used: Path, tmp_path: Path, how: str, into: str
+) -> None:
+    other = other_stack(tmp_path)
+    with_store(other, tmp_path / "new store")
+    if how == "stack":
+        copy = ["prewarm", "--from", used]
+    elif how == "file":
+        run("export", tmp_path / "blocks.kvpack", "-c", used, "--tier", "nvme")
+        copy = ["import", tmp_path / "blocks.kvpack"]
+    else:
+        run("snapshot", "-c", used, "--to", f"file://{tmp_path}/store")
+        copy = ["restore", "--from", f"file://{tmp_path}/store"]
+    if how == "store to store":
+        run(*copy, "-c", other, "--into", "object")
+        copy = ["prewarm" if into != "object" else "restore"]
+    before = run("ls", "-c", used, "--tier", "nvme")["namespaces"][0]["used"]
+    for copied in (0 if how == "store to store" and into == "object" else 8, 0):
+        (told,) = run(*copy, "-c", other, "--into", into)["namespaces"]
+        assert told["copied"] == copied
+        assert hits_in(other, into) == HITS
+    (part,) = run("ls", "-c", other, "--tier", into)["namespaces"]
+    assert (part["hits"], part["used"]) == (4, before)
+    with Stack.open(other, NAMESPACE) as stack:
+        assert len(stack.load(KEYS[1:3])) == 2
+        stack.settle()
+    if into != "object":
+        assert hits_in(other, into) == [3, 2, 1, 0, 0, 0, 0, 0], "counted on from there"
+
+
+@pytest.mark.parametrize("damage", ["none", "cut", "flipped", "more", "garbage"])
+def test_counts_in_a_file_are_statistics_only(used: Path, tmp_path: Path, damage: str) -> None:
+    """A file of an older kvtier has none; damaged ones say nothing, and the blocks come in."""
+    pack = tmp_path / "blocks.kvpack"
+    run("export", pack, "-c", used, "--tier", "nvme")
+    text = bytearray(pack.read_bytes())
+    at = text.rindex(b"KVTPUSE")
+    if damage == "none":
+        del text[at:]
+    elif damage == "cut":
+        del text[-20:]
+    elif damage == "flipped":
+        text[at + 20] ^= 1
+    elif damage == "more":
+        text[at + 8 : at + 16] = (1 << 60).to_bytes(8, "little")
+        text[-8:] = xxhash.xxh3_64_intdigest(bytes(text[at:-8])).to_bytes(8, "little")
+    else:
+        text[at:] = os.urandom(9 << 20)
+    pack.write_bytes(text)
+    other = other_stack(tmp_path)
+    assert run("import", pack, "-c", other)["namespaces"][0]["copied"] == 8
+    assert hits_in(other, "nvme") == [0] * 8
+
+
+def test_counts_that_cannot_be_are_cut_down(used: Path, tmp_path: Path) -> None:
+    """A use in days to come would keep a block for ever."""
+    pack = tmp_path / "blocks.kvpack"
+    run("export", pack, "-c", used, "--tier", "nvme")
+    text = bytearray(pack.read_bytes())
+    at = text.rindex(b"KVTPUSE") + 16
+    text[at + 4 : at + 12] = b"\xff" * 8
+    text[-8:] = xxhash.xxh3_64_intdigest(bytes(text[at - 16 : -8])).to_bytes(8, "little")
+    pack.write_bytes(text)
+    other = other_stack(tmp_path)
+    run("import", pack, "-c", other)
+    (part,) = run("ls", "-c", other, "--tier", "nvme")["namespaces"]
+    assert part["hits"] > 0xFFFFFFFF - 4
+    assert part["used"] <= time.time()
+
+
+def other_stack(tmp_path: Path) -> Path:
+    """An empty stack of another machine."""
+    home = tmp_path / "other"
+    (home / "host").mkdir(parents=True)
+    stack = home / "stack.yaml"
+    stack.write_text(STACK.format(host=home / "host", blocks=home / "blocks"))
+    return stack
+
+
+@pytest.mark.parametrize("words", [["verify"], ["gc", "--dry-run"]])
 def test_counts_are_read_only_where_they_are_shown(
     words: list[str], used: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,11 +207,7 @@ def test_counts_are_read_only_where_they_are_shown(
 
 @pytest.mark.parametrize("how", ["snapshot", "prewarm"])
 def test_the_hottest_first(used: Path, tmp_path: Path, how: str) -> None:
-    (tmp_path / "other" / "host").mkdir(parents=True)
-    other = tmp_path / "other" / "stack.yaml"
-    other.write_text(
-        STACK.format(host=tmp_path / "other" / "host", blocks=tmp_path / "other" / "b")
-    )
+    other = other_stack(tmp_path)
     if how == "prewarm":
         words = ["prewarm", "-c", other, "--from", used]
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +33,7 @@ def store(found: list[tuple[int, int, int]]) -> Place:
     times = [at * 1_000_000 for _, at, _ in found]
     sizes = [size for _, _, size in found]
     entries = pack_entries(ADDED, keys, list(range(len(found))), sizes, times)
-    uses = np.array(sizes, np.uint32) % 7
+    uses = np.array(sizes, np.uint32) % 7, np.array(sizes, np.uint32)
     return Place(tier=1, kind="object", where="", manifests={NAME: entries}, uses={NAME: uses})
 
 
@@ -142,3 +143,10 @@ def test_what_changes_meanwhile_is_gone_and_what_is_damaged_is_not(tmp_path: Pat
         slab.table.unlink()
         assert reader.used_again(row, keys[1])
         reader.close()
+
+
+def test_of_very_many_blocks_the_most_used_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.cli.choice.USED_MAX", 3)
+    found = [(number, 0, size) for number, size in enumerate((5, 7, 12, 1, 6))]
+    told = choose([store(found)], NAME).used()
+    assert told == {KEYS[0]: (5, 5.0), KEYS[2]: (5, 12.0), KEYS[4]: (6, 6.0)}

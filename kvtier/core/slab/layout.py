@@ -54,7 +54,7 @@ ENTRY_DTYPE = np.dtype(
 USES_AT = 16
 """Where in an entry its statistics stand: a word of its own, because nothing depends on it."""
 USES = struct.Struct("<II")
-_USES_MAX = 0xFFFFFFFF
+USES_MAX = 0xFFFFFFFF
 
 # magic, version, flags, slots, slot bytes, data offset, slab id, namespace
 _HEADER = struct.Struct("<8sHHIQQI16s")
@@ -140,10 +140,10 @@ def pack_entry(state: int, key: BlockKey, generation: int, stored_at: int) -> by
 FREE_ENTRY = bytes(ENTRY_BYTES)
 
 
-def add_uses(entry: Buffer | bytes, count: int, now: int) -> bytes:
-    """The statistics of an entry whose block was used so many times more."""
+def add_uses(entry: Buffer | bytes, count: int, at: int) -> bytes:
+    """The statistics of an entry whose block was used so many times more, at last then."""
     _, uses = USES.unpack_from(entry, USES_AT)
-    return USES.pack(now, min(uses + count, _USES_MAX))
+    return USES.pack(at, min(uses + count, USES_MAX))
 
 
 def block_stamp(entry: bytes) -> bytes:

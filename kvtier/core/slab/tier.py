@@ -15,6 +15,7 @@ from copy import copy
 
 from kvtier.core.events import Events
 from kvtier.core.eviction import UNKNOWN, EvictionPolicy
+from kvtier.core.slab import layout
 from kvtier.core.tier import Tier
 from kvtier.errors import NotResident
 from kvtier.types import (
@@ -241,6 +242,19 @@ class SlabTier(Tier):
     def tick(self) -> None:
         self._tell_policy()
 
+    def carry_uses(self, used: Mapping[BlockKey, tuple[int, float]]) -> None:
+        now = self._clock()
+        slots = {self._where[key]: counted for key, counted in used.items() if key in self._where}
+        self._on_carried(
+            {
+                # Where they come from is believed nothing: what was used in days to come would
+                # stay for ever.
+                slot: (max(0, min(uses, layout.USES_MAX)), int(max(0.0, min(at, now))))
+                for slot, (uses, at) in slots.items()
+                if self._owned(slot)
+            }
+        )
+
     def _expect(self, keys: Sequence[BlockKey]) -> None:
         """Remember which block comes before each of these: they may be stored soon."""
         expected = self._expected
@@ -383,3 +397,6 @@ class SlabTier(Tier):
 
     def _note_uses(self, slots: Sequence[int]) -> None:
         """A request has used what these own slots hold: a statistic, no more."""
+
+    def _on_carried(self, used: Mapping[int, tuple[int, int]]) -> None:
+        """What these own slots hold was used so often before, and then at last."""
