@@ -267,6 +267,14 @@ def _check_room(area: str, settings: Any, folder: Path) -> Finding:
         return Finding(
             area, Level.BAD, f"{what}: nothing can be stored", "free some, or lower free_floor"
         )
+    if used > size:
+        return Finding(
+            area,
+            Level.WARN,
+            f"{human.size(used)} taken, where {human.size(size)} are allowed",
+            "kvtier gc removes what no engine uses; an engine that runs gives up the rest once it "
+            "is started again with this capacity",
+        )
     if room < size:
         return Finding(
             area,

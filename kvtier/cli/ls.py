@@ -82,8 +82,8 @@ def _list_namespaces(places: list[Place], json: bool) -> None:
         troubles = [trouble for place in places for trouble in place.troubles]
         console.print_json({"namespaces": rows, "troubles": troubles})
     elif not parts:
-        if not any(place.troubles for place in places):  # else nobody knows
-            console.say("nothing is stored here yet")
+        unseen = any(place.troubles for place in places)
+        console.say("nothing is stored " + ("in what can be seen" if unseen else "here yet"))
     else:
         columns = ["tier", "namespace", "model", "layout", "blocks", "size", "hits", "last hit"]
         columns += ["newest", "in use"]

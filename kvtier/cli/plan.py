@@ -121,7 +121,7 @@ def _links(
     config: StackConfig, chunk_bytes: int, given: list[str], do_measure: bool
 ) -> dict[int, Link]:
     """By tier, given or measured; under -1 the way to the device."""
-    links = {}
+    links: dict[int, Link] = {}
     for text in given:
         name, _, value = text.partition("=")
         rate, _, latency = value.partition(",")

@@ -58,6 +58,12 @@ def test_nothing_is_measured_where_nothing_can_work(stack_file: Path) -> None:
     assert report["findings"][-1]["remedy"]
 
 
+def test_more_taken_than_allowed(filled: Path) -> None:
+    filled.write_text(filled.read_text().replace("16MiB", "1MiB"))
+    said = levels(filled, 1)
+    assert any("where 1 MiB are allowed" in what for what in said if said[what] is Level.WARN)
+
+
 def test_host_memory_on_a_disk_is_said(stack_file: Path) -> None:
     found = levels(stack_file, 0)
     if checks.file_system(stack_file.parent) != "tmpfs":
