@@ -13,7 +13,7 @@ from kvtier.cli import console
 from kvtier.cli.blocks import Block, Proof, Prover
 from kvtier.cli.choice import choose
 from kvtier.cli.copying import Copied
-from kvtier.cli.fill import description, look_at, namespaces_of, report
+from kvtier.cli.fill import description, first_of, look_at, namespaces_of, report
 from kvtier.cli.holdings import Place, known_namespaces
 from kvtier.cli.pack import PackWriter
 from kvtier.cli.work import bounded_map
@@ -55,7 +55,7 @@ def export(
     result = Copied(names[0])
     choice = choose(places, names[0], hottest=hottest)
     if size is not None:
-        choice = choice.cut(size)
+        choice = first_of(choice, size)
     result.asked = len(choice)
     start = time.monotonic()
     with (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
 import msgspec
 import typer
 
 from kvtier.cli import console
-from kvtier.cli.choice import choose
+from kvtier.cli.choice import Choice, choose
 from kvtier.cli.copying import Copied, Pace, describe, open_sink, pieces_of
 from kvtier.cli.holdings import Place, known_namespaces, look
 from kvtier.cli.ls import find_namespace
@@ -27,10 +28,26 @@ _FILL_SHARE = 0.95
 
 
 def namespaces_of(places: Sequence[Place], wanted: str | None) -> list[str]:
-    """The namespaces to copy: the one that is named, or all that have blocks."""
+    """The namespaces to copy: the one that is named, or all that have blocks, the one to which a
+    block came last first: there may not be room for all."""
     if wanted is not None:
         return [find_namespace(list(places), wanted)]
-    return sorted({part.namespace for place in places for part in place.parts if part.blocks})
+    newest: dict[str, float] = {}
+    for part in (part for place in places for part in place.parts if part.blocks):
+        newest[part.namespace] = max(part.newest or 0.0, newest.get(part.namespace, 0.0))
+    return sorted(newest, key=lambda name: (-newest[name], name))
+
+
+def first_of(choice: Choice, size: int) -> Choice:
+    """The first blocks of a choice, up to so many bytes; raises KVTierError where that is none."""
+    cut = choice.cut(size)
+    if len(choice) and not len(cut):
+        (block,) = islice(choice.blocks(), 1)
+        raise KVTierError(
+            f"{human.size(size)} hold not one block, which takes {human.size(block.bytes)}: allow "
+            "more by --size or the tier's capacity"
+        )
+    return cut
 
 
 def copy_all(
@@ -67,7 +84,7 @@ def copy_all(
         if keys is not None:
             choice = choice.only(keys)
             result.missing = len(keys) - len(choice)
-        choice = choice.cut(most)
+        choice = choice.cut(most) if any(each.asked for each in done) else first_of(choice, most)
         most -= choice.bytes
         result.asked = len(choice)
         reader = ChoiceReader(source, choice, described)

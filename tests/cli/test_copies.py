@@ -21,6 +21,7 @@ from kvtier.cli.copying import Copied, Pace, open_sink
 from kvtier.cli.reader import Reader
 from kvtier.config import load
 from kvtier.core.record import HEADER_BYTES
+from kvtier.core.slab import layout
 from kvtier.testing.records import GROUPED, NAMESPACE, fill, make_keys, payload
 from kvtier.types import Namespace, Outcome
 
@@ -171,6 +172,22 @@ class TestPrewarm:
     def test_the_newest_until_a_size(self, filled: Path, fresh: Path) -> None:
         (report,) = run("prewarm", "-c", fresh, "--from", filled, "--size", "40KiB")["namespaces"]
         assert report["asked"] == report["copied"] == 3
+
+    def test_the_model_last_stored_first(self, stack_file: Path, fresh: Path) -> None:
+        (key,) = make_keys(1)
+        models = [Namespace(facts={"model": name}, group_bytes=(4096,)) for name in "ab"]
+        models.sort(key=lambda model: model.id)  # so that the names do not say the same
+        for number, model in enumerate(models):
+            with Stack(load(stack_file), model, engine=f"of-{number}") as stack:
+                stack.store({key: payload(key, model)})
+                assert stack.settle()
+            for table in (stack_file.parent / "disk" / "blocks" / model.id).glob("*.table"):
+                with table.open("r+b") as entries:
+                    entries.seek(layout.TABLE_AT + 8)
+                    entries.write((1000 + number).to_bytes(4, "little"))
+        done = run("prewarm", "-c", fresh, "--from", stack_file, "--size", "12KiB")
+        assert [each["namespace"] for each in done["namespaces"]] == [m.id for m in models[::-1]]
+        assert [each["copied"] for each in done["namespaces"]] == [1, 0]
 
     def test_groups_and_parts(self, stack_file: Path, fresh: Path) -> None:
         wanted = {

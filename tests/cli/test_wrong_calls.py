@@ -27,6 +27,8 @@ tiers:
 WRONG = [
     ("snapshot --size 0 -c {stack}", 2, "'--size': a size of nothing"),
     ("snapshot --rate 5MB/h -c {stack}", 2, "'--rate': '5MB/h' is not"),
+    ("export {folder}/x.pack --size 4KiB -c {stack}", 1, "4 KiB hold not one block, which takes"),
+    ("snapshot --to file://{folder} --size 1 -c {stack}", 1, "1 B hold not one block, which"),
     ("verify --sample 150% -c {stack}", 2, "'--sample': '150%': write a number"),
     ("verify --sample 0 -c {stack}", 2, "'--sample': '0': write a number"),
     ("verify --sample nan% -c {stack}", 2, "'--sample': 'nan%': write a number"),
