@@ -36,6 +36,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_version(vllm.__version__)
+        _share_log()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         extra.update(_OURS)
         if extra.pop(_SYNCHRONOUS, 0):
@@ -143,6 +144,17 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
 
 
 compat.register(KVTierConnector)
+
+
+def _share_log() -> None:
+    """Say things where vLLM does, with its times and levels. Python knows vLLM's own logger only:
+    of ours it would print warnings bare, and nothing below them."""
+    ours, theirs = logging.getLogger("kvtier"), logging.getLogger("vllm")
+    if ours.hasHandlers():
+        return  # somebody has said where to
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.level)
 
 
 def _set_chunk(extra: dict[str, Any], stack: StackConfig, kv_cache: Any) -> None:

@@ -178,3 +178,5 @@ def test_among_several_connectors(world: World, model: Callable[..., Path]) -> N
         server.settle()
         assert server.metric("kvtier:failed_loads_total") == 1
         assert server.metric("kvtier:mistakes_total") == 0
+    line = r"EngineCore.* WARNING \d\d-\d\d \d\d:\d\d:\d\d .* a load of \d+ blocks for request"
+    assert re.search(line, serving.log.read_text()), "in vLLM's own form"
