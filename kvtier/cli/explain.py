@@ -90,6 +90,7 @@ def explain(
         console.end_with_troubles(places)
         raise KVTierError("this stack holds nothing yet: there is nothing that a prompt could hit")
     asked = _asked(places, known, namespace)
+    console.note("reading the prompts")
     prompts = read_prompts(file, model or known[asked].facts.get("model"))
     answers = []
     problems = {}

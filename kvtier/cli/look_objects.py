@@ -15,8 +15,9 @@ from kvtier.backends.object.errors import LengthMismatch, StoreError
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, keys_of
 from kvtier.backends.object.names import description_name, parse_block
-from kvtier.backends.object.store import Store, read_object
+from kvtier.backends.object.store import ObjectInfo, Store, read_object
 from kvtier.backends.object.uses import Uses, count_uses, used_blocks
+from kvtier.cli import console
 from kvtier.cli.blocks import Block, Proof, Verdict, is_newer, judge
 from kvtier.cli.holdings import (
     NAMESPACE_BYTES_MAX,
@@ -73,7 +74,7 @@ def _down(error: StoreError) -> str:
 
 def _list(place: Place, store: Store, uses_of: str | None) -> None:
     parts: dict[str, Part] = {}
-    for info in store.list():
+    for info in _listed(place, store):
         place.used += info.size
         parsed = parse_block(info.name)
         if parsed is None:
@@ -91,6 +92,14 @@ def _list(place: Place, store: Store, uses_of: str | None) -> None:
         namespace = _describe(place, store, name)
         if namespace is not None and uses_of is not None and name.startswith(uses_of):
             _count_uses(place, store, namespace, part)
+
+
+def _listed(place: Place, store: Store) -> Iterator[ObjectInfo]:
+    """All objects; to a person who waits it is said how many they are: a million take minutes."""
+    with console.progress(f"listing {place.where}:", 0, "objects") as bar:
+        for info in store.list():
+            bar.advance(1)
+            yield info
 
 
 def _count_uses(place: Place, store: Store, namespace: Namespace, part: Part) -> None:
@@ -245,6 +254,7 @@ def remove_namespace(settings: Any, namespace: str) -> bool:
     with _opened(settings) as store:
         claimed = ended(store, namespace)
         names = [info.name for info in store.list(f"{namespace}/")]
+        console.note(f"removing {len(names)} objects")
         return not store.delete(names) and not store.delete(claimed)
 
 

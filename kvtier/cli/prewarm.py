@@ -63,7 +63,10 @@ def prewarm(
     else:
         stack = load(source, to_write=False)
         places = look_at(stack, range(len(stack.tiers)), namespace)
-    asked = None if prompts is None else read_prompts(prompts, model)
+    asked = None
+    if prompts is not None:
+        console.note("reading the prompts")
+        asked = read_prompts(prompts, model)
     done = copy_all(
         stack,
         places,
