@@ -110,10 +110,11 @@ class Meter:
         chain = self._manager.chain
         found = chain.chain_stats()
         for name, labels, value in self._counters(found):
-            grown = value - self._told.get((name, labels), 0)
-            if grown > 0:
+            # One that is not there before it counts something has not grown for who watches it.
+            told = self._told.get((name, labels))
+            if told is None or value > told:
                 self._told[name, labels] = value
-                stats.increase_counter(name, grown, labels)
+                stats.increase_counter(name, value - (told or 0), labels)
         for name, labels, value in self._gauges(found):
             if self._told.get((name, labels)) != value:
                 self._told[name, labels] = value

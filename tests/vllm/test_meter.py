@@ -70,6 +70,7 @@ def test_what_the_cost_model_knows_and_leaves_is_told(tmp_path: Path) -> None:
         meter = Meter(ChainManager(stack, region="region", ranks=1, costs=costs), lambda: now[0])
         first = meter.read().reduce()
         assert first["kvtier:prefill_tokens_per_second"] == 0
+        assert first["kvtier:mistakes"] == first["kvtier:corrupt_blocks:('cpu',)"] == 0
         assert not [name for name in first if "link" in name], "nothing was measured"
         costs.observe_prefill(2048, 0.5)
         for _ in range(2):

@@ -1,0 +1,101 @@
+"""What examples/ gives to systemd, Kubernetes, Prometheus and Grafana names what kvtier knows."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvtier.cli import commands
+from kvtier.config import load
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "examples" / "deploy"
+MONITORING = ROOT / "examples" / "monitoring"
+_METRIC = re.compile(r"kvtier:\w+")
+
+
+def understood(words: list[str]) -> dict[str, Any]:
+    """What the command line makes of these words; it complains about wrong ones by raising."""
+    assert Path(words[0]).name == "kvtier"
+    context = commands.load(words[1]).make_context(words[1], words[2:])
+    return dict(context.params, rest=context.args)
+
+
+def service() -> Any:
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read(DEPLOY / "kvtier.service")
+    return parser["Service"]
+
+
+def documents() -> list[Any]:
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+
+
+def test_the_service_of_systemd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_CONFIG", "/etc/kvtier/stack.yaml")
+    unit = service()
+    before, after = unit["ExecStartPre"], unit["ExecStart"]
+    assert before.startswith("-"), "a bucket that is down delays no start"
+    assert understood(shlex.split(before[1:]))["size"]
+    found = understood(shlex.split(after))
+    assert found["rest"] == ["--port", "8000"]
+    assert unit["KillMode"] == "mixed"
+
+
+def test_the_manifest_of_kubernetes(tmp_path: Path) -> None:
+    given, deployment = documents()
+    text = given["data"]["stack.yaml"].replace("/kvtier/blocks", str(tmp_path))
+    stack = tmp_path / "stack.yaml"
+    stack.write_text(re.sub(r"(\d+)GiB", r"\1MiB", text))  # it is that of another machine
+    kinds = [tier.kind for tier in load(stack).tiers]
+    assert kinds == ["cpu", "nvme", "object"]
+    pod = deployment["spec"]["template"]["spec"]
+    (first,), (server,) = pod["initContainers"], pod["containers"]
+    shell, _, otherwise = first["command"][2].partition("||")
+    assert otherwise.strip() == "true", "a bucket that is down delays no start"
+    assert understood(shlex.split(shell))["size"]
+    found = understood([*server["command"], *server["args"]])
+    assert found["rest"] == ["--port", "8000"]
+    where = Path(found["config"])
+    mounts = {each["name"]: each["mountPath"] for each in server["volumeMounts"]}
+    assert str(where) == f"{mounts['stack']}/stack.yaml"
+    assert mounts["shm"] == "/dev/shm"
+    assert {each["name"] for each in pod["volumes"]} == set(mounts)
+
+
+def names() -> dict[str, str]:
+    """The metrics that docs/VLLM.md lists (which a test holds beside a server), with their kind."""
+    rows = re.findall(r"^\| (`kvtier:.*?) \|.*?\| (\w+)", (ROOT / "docs/VLLM.md").read_text(), re.M)
+    return {name: kind for row, kind in rows for name in _METRIC.findall(row)}
+
+
+def series() -> set[str]:
+    endings = {"gauge": [""], "gauges": [""], "histogram": ["_bucket", "_sum", "_count"]}
+    return {
+        name + ending for name, kind in names().items() for ending in endings.get(kind, ["_total"])
+    }
+
+
+def expressions() -> Iterator[str]:
+    for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]:
+        for rule in group["rules"]:
+            assert {"summary", "description"} == set(rule["annotations"]), rule["alert"]
+            yield rule["expr"]
+    for panel in json.loads((MONITORING / "dashboard.json").read_text())["panels"]:
+        for target in panel["targets"]:
+            yield target["expr"]
+
+
+def test_alerts_and_dashboard_name_metrics_that_exist() -> None:
+    used = {name for expression in expressions() for name in _METRIC.findall(expression)}
+    assert len(used) > 15
+    assert used <= series()
