@@ -15,6 +15,7 @@ from array import array
 import msgspec
 
 from kvtier.backends.object import manifest
+from kvtier.backends.object.bare import Bare
 from kvtier.backends.object.breath import Breath
 from kvtier.backends.object.manifest import Entries
 from kvtier.backends.object.names import block_name, parse_block
@@ -59,6 +60,8 @@ class Finding(msgspec.Struct):
     """Known blocks without an object, or too old."""
     foreign: dict[str, int]
     """Bytes of other namespaces."""
+    bare: Bare
+    """What lies there beside blocks."""
 
 
 class Stated:
@@ -109,7 +112,7 @@ def audit(store: Store, case: Audit, breathe: Breath) -> Finding:
 def _compare(
     store: Store, case: Audit, stated: Stated, present: Spread[None], breathe: Breath
 ) -> Finding:
-    finding = Finding(Rows(), Rows(), {})
+    finding = Finding(Rows(), Rows(), {}, Bare())
     leftovers: list[str] = []
     foreign: list[_Foreign] = []
     own_bytes = 0
@@ -122,8 +125,10 @@ def _compare(
             raise Unfinished
         parsed = parse_block(info.name)
         if parsed is None:
+            finding.bare.see(info)
             continue
         namespace, key, generation = parsed
+        finding.bare.holds(namespace)
         if namespace != case.namespace:
             finding.foreign[namespace] = finding.foreign.get(namespace, 0) + info.size
             _remember(foreign, info)

@@ -158,6 +158,11 @@ class Budget:
 
     # -- the keeper's side -----------------------------------------------------------------------
 
+    @property
+    def pressed(self) -> bool:
+        """Whether much of what is claimed is there, and waits to be written down."""
+        return 2 * self._pending > self._promised
+
     def settle(self, size: int) -> None:
         """So much of what was reserved is written down, or was never written and is gone."""
         with self._lock:

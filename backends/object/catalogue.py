@@ -36,6 +36,7 @@ class ObjectCatalogue(SlabTier):
         self._namespace = keeper.namespace
         super().__init__("object", keeper.block_bytes, policy, clock)
         self._keeper = keeper
+        self._outbox = keeper.outbox
         self._budget = keeper.budget
         self._sizes = array("q")
         self._times = array("d")
@@ -120,7 +121,7 @@ class ObjectCatalogue(SlabTier):
                     self._resize(slot, rows.sizes[row])
                     self._times[slot] = max(self._times[slot], times[row])
                 elif not self._leaving.covers(key, generations[row]):
-                    copy = self._leaving.begin(key, generations[row], self._keeper.now_s())
+                    copy = self._leaving.begin(key, generations[row], self._outbox.now_s())
                     self._delete_apart([copy], rows.sizes[row])
             elif self._on_its_way(key, generations[row]):
                 if not self._is_counted(key, generations[row], times[row]):
@@ -229,11 +230,11 @@ class ObjectCatalogue(SlabTier):
     def _leave(self, key: BlockKey) -> Object:
         """This key's object is to be deleted."""
         generation = self._generation.pop(key, 0)
-        return self._leaving.begin(key, generation, self._keeper.now_s())
+        return self._leaving.begin(key, generation, self._outbox.now_s())
 
     def _delete_soon(self, slot: int, objects: list[Object]) -> None:
         self._deleting[slot] = objects
-        self._keeper.delete(slot, self._names(objects))
+        self._outbox.delete(slot, self._names(objects))
         self._write_removed(objects)
 
     def _freed(self, slot: int) -> None:
@@ -251,7 +252,7 @@ class ObjectCatalogue(SlabTier):
         return [block_name(namespace, key, generation) for key, generation in objects]
 
     def _write_removed(self, objects: Sequence[Object]) -> None:
-        self._keeper.removed([key for key, _ in objects], [gen for _, gen in objects])
+        self._outbox.removed([key for key, _ in objects], [gen for _, gen in objects])
 
     def known(self) -> Iterator[tuple[BlockKey, int]]:
         """All offered keys and their generations, one after the other, from any thread: what comes

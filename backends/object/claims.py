@@ -9,8 +9,9 @@ beyond what manifests tell, `cap` what its whole namespace may hold.
 To take more, a writer publishes a higher claim and THEN reads all claims, and after them the
 manifests. Only if everything fits together it uses what it has claimed. Of two who do so at once,
 the one whose claim came later sees the other's: at no order of events do both use room that is
-there but once. That needs a store that lists what has been written (S3, Ceph, a folder do), and
-neither conditional puts nor clocks that agree.
+there but once. A store may list late, as long as it lists all that was written before what it
+shows: nothing is taken by a claim until it is listed, and if it was not listed at once, nothing
+twice. It needs neither conditional puts nor clocks that agree.
 
 A claim is a lease: whoever does not renew it in time must not write any more, and finds that out
 from a clock of its own. Ages are compared by the store's clock alone. The claim of a writer that
@@ -115,7 +116,13 @@ class Claims:
         self._clock = clock
         self._number = 0
         self._mine: Claim | None = None
-        self._begun_at = self._seen_at = 0.0
+        self._begun_at = self._seen_at = self._store_s = 0.0
+        self._shown = self._was_shown = False
+        """Whether the last listing had our claim, and whether any had one since it is ours."""
+        self._late = False
+        """Whether the store did not list our claim at once."""
+        self._settled = 0
+        """How much had been settled when it was published."""
         self._cap = 0
         self._foreign: dict[str, int] = {}
         self.measured = False
@@ -124,26 +131,45 @@ class Claims:
 
     # -- renewing --------------------------------------------------------------------------------
 
-    def renew(self) -> tuple[Standing, list[str]]:
-        """Claim what is needed and see whether it fits; also the claims of the dead, which `bury`
-        takes after an audit. Raises StoreError. What manifests say must be read after it."""
+    def renew(self) -> tuple[Standing | None, list[str]]:
+        """Claim what is needed and see whether it fits (None: the store does not list it yet); also
+        the claims of the dead, which `bury` takes after an audit. Raises StoreError. What manifests
+        say must be read after it."""
         seen = self._read()
-        if self._mine is not None and self.writer not in seen:
+        if self._is_lost(seen):
             self._begin_anew()  # somebody took us for dead
-        elif self._clock() >= self._begun_at + self._lease_s:
+        elif self._has_lapsed():
             self.measured = False  # others may have come and gone unseen
         for _ in range(_TRIES):
             alone = not self._neighbours(seen)
             wish = self._wish(seen, alone=alone)
-            if self._mine is None or not wish.says(self._mine) or self._due():
+            if self._mine is None or self._due() or (self._shown and not self._suits(wish)):
                 seen = self._publish(wish)
             if alone == (not self._neighbours(seen)):
                 break  # else somebody came or went at this moment
+        if not self._shown:
+            return None, []
         self._grant(wish.cap, seen)
         return self._standing(seen), self._buriable(seen)
 
+    def _suits(self, wish: Claim) -> bool:
+        """Whether what we claim is what we want. Where others see late what we have written down,
+        room that it was written to must be claimed anew."""
+        assert self._mine is not None
+        return wish.says(self._mine) and not (self._late and self._budget.settled > self._settled)
+
+    def _is_lost(self, seen: Mapping[str, Writer]) -> bool:
+        """Whether our claim is gone, and not only listed late."""
+        if self._mine is None or self._shown:
+            return False
+        return self._has_lapsed() or (self._was_shown and self.writer not in seen)
+
+    def _has_lapsed(self) -> bool:
+        return self._clock() >= self._begun_at + self._lease_s
+
     def _begin_anew(self) -> None:
         self._mine = None
+        self._was_shown = False
         self._cap = 0
         self.measured = False
         self._budget.withdraw()
@@ -210,7 +236,7 @@ class Claims:
             measured=self.measured or self._cap > 0,
             lease_until=self._begun_at + self._lease_s,
             serial=self._budget.serial,
-            settled=self._budget.settled,
+            settled=self._settled if self._late else self._budget.settled,
         )
 
     # -- audits ----------------------------------------------------------------------------------
@@ -225,24 +251,36 @@ class Claims:
         if names:
             self._store.delete(names)
 
+    def store_now(self) -> float:
+        """The time by the store's clock, as far as we have seen it."""
+        return self._store_s + self._clock() - self._seen_at
+
     def close(self, *, clean: bool) -> None:
         """Leave the budget; raises StoreError. What may be there unknown to manifests (not
         `clean`) stays claimed, until an audit."""
         writers.ended(self.writer)
         if self._mine is not None:
-            size = 0 if clean else self._mine.bytes
-            self._publish(self._claim(size, self._cap, _CLOSED))
+            last = self._mine
+            self._put(self._claim(0 if clean else last.bytes, self._cap, _CLOSED))
+            self._store.delete([last.name])
 
     # -- the store -------------------------------------------------------------------------------
 
-    def _publish(self, claim: Claim) -> Mapping[str, Writer]:
-        """Say this from now on; all claims, as they stand afterwards."""
+    def _put(self, claim: Claim) -> None:
+        """Say this from now on."""
         self._number += 1
-        claim = msgspec.structs.replace(claim, number=self._number, modified_s=0.0)
-        begun_at = self._clock()
+        claim = msgspec.structs.replace(claim, number=self._number)
+        begun_at, settled = self._clock(), self._budget.settled
         self._store.put(claim.name, [memoryview(b"")])
         self._mine, self._begun_at, self._seen_at = claim, begun_at, self._clock()
-        return self._read()
+        self._settled, self._store_s = settled, 0.0
+
+    def _publish(self, claim: Claim) -> Mapping[str, Writer]:
+        """Say this; all claims, as they stand afterwards."""
+        self._put(claim)
+        seen = self._read()
+        self._late = not self._shown
+        return seen
 
     def _read(self) -> Mapping[str, Writer]:
         found = _by_writer(self._store)
@@ -251,12 +289,15 @@ class Claims:
         number = self._mine.number if self._mine is not None else -1
         current = [claim for claim in mine if claim.number == number]
         old = [claim.name for claim in mine if claim.number != number]
+        self._shown = bool(current)
+        self._was_shown |= bool(mine)
         if old and current:
             self._store.delete(old)
-        now = current[0].modified_s + self._clock() - self._seen_at if current else 0.0
+        self._store_s = current[0].modified_s if current else 0.0
+        now = self.store_now() if current else 0.0
         seen = {writer: _seen(claims, now) for writer, claims in found.items()}
-        if current:
-            seen[self.writer] = Writer(current[0], [current[0].name], alive=True)
+        if mine:
+            seen[self.writer] = Writer(mine[0], [], alive=True)
         return seen
 
     def _others(self, seen: Mapping[str, Writer]) -> list[Writer]:
@@ -303,6 +344,19 @@ def ended(store: Store, namespace: str) -> list[str]:
         if one.claim.namespace == namespace and not one.alive
         for name in one.names
     ]
+
+
+def abandoned(store: Store, namespace: str, now_s: float, grace_s: float) -> list[str] | None:
+    """The claims of a namespace in which nobody has written for so long; None if somebody may yet.
+    `now_s` is not later than it is by the store's clock."""
+    found: dict[str, list[Claim]] = defaultdict(list)
+    for info in store.list(f"{PREFIX}{namespace}-"):
+        claim = parse_claim(info.name, info.modified_s)
+        if claim is None or now_s - info.modified_s < grace_s:
+            return None
+        found[claim.writer].append(claim)
+    seen = [_seen(claims, now_s) for claims in found.values()]
+    return None if any(one.alive for one in seen) else [name for one in seen for name in one.names]
 
 
 def _by_writer(store: Store) -> dict[str, list[Claim]]:

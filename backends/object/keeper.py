@@ -10,46 +10,53 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Callable
 
-from kvtier.backends.object import manifest
+from kvtier.backends.object import bare, budget
 from kvtier.backends.object.audit import Audit, Finding, Unfinished, audit
+from kvtier.backends.object.bare import Bare
 from kvtier.backends.object.breath import Breath
 from kvtier.backends.object.budget import Budget, Standing
 from kvtier.backends.object.claims import Claims
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.leash import Leash
 from kvtier.backends.object.limits import Limits
-from kvtier.backends.object.manifest import ADDED, REMOVED, SKEW_US, Entries
+from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
 from kvtier.backends.object.names import description_name
 from kvtier.backends.object.news import Known, News, leaving_by, news_among, rows_of
+from kvtier.backends.object.outbox import Outbox
 from kvtier.backends.object.spread import Spread, mark
 from kvtier.backends.object.store import Store
 from kvtier.backends.object.uses import Uses
 from kvtier.core.record import HEADER_BYTES
-from kvtier.types import BlockKey, Namespace
+from kvtier.types import Namespace
 
 _log = logging.getLogger(__name__)
 
-_WRITE_S = 0.5
+_WAKE_S = 0.5
 _OPEN_S = 2.0
 """How long opening may wait for a listing; what manifests say is known before."""
-_CLOSE_S = 60.0
+_CLOSE_S = 4.0
+"""How long closing may take: engines are killed that do not end within seconds."""
+_CLOSE_SHARES = (0.375, 0.25)
+"""Of that, for what is under way to end, and for what is to be deleted."""
+_GIVEN_UP = (
+    "closing the object store in haste; what was stored last is found when everything is listed"
+)
 _CRASHED_S = 3600.0
-_DELETES = 1000
-_ENTRIES_MAX = 1 << 16
 _HASTE_SHARE = 0.9
 _NEWS_MAX = 1024
 """Pieces of a few hundred blocks at most: a tier may not be asked for days, beside busy ones."""
 
 
 class Keeper:
-    """The store work of one tier: `news` leads to the tier, the methods lead here."""
+    """The store work of one tier: `news` leads to the tier, `outbox` and the methods lead here."""
 
     def __init__(
         self,
@@ -58,75 +65,38 @@ class Keeper:
         limits: Limits,
         *,
         clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = budget.clock,
     ) -> None:
         self.namespace = namespace
         self.limits = limits
         self.block_bytes = HEADER_BYTES + namespace.payload_bytes
-        self.budget = Budget(limits.capacity, self.block_bytes)
+        self.budget = Budget(limits.capacity, self.block_bytes, steady)
         self.news: deque[News] = deque()
-        self._store = store
+        self._store = Leash(store)
         self._clock = clock
-        self._journal = Journal(store, namespace)
-        self._claims = Claims(store, namespace.id, self.budget, lease_s=limits.lease_s)
-        self._entries: deque[tuple[Entries, int]] = deque()
-        """What is to be written down, and how much room is accounted for by it."""
-        self._doomed: deque[tuple[int, list[str]]] = deque()
-        """Slots, and the names of their objects, which are to be deleted."""
-        self._stubborn: list[tuple[int, list[str]]] = []
-        """Likewise, but the store would not: to be tried again at the next look."""
-        self._complained = False
+        self._steady = steady
+        self._journal = Journal(self._store, namespace)
+        self._claims = Claims(
+            self._store, namespace.id, self.budget, lease_s=limits.lease_s, clock=steady
+        )
+        self.outbox = Outbox(self._store, self._journal, self.budget, self._tell_freed, clock)
         self._last_standing = News()
-        self._last_us = 0
+        self._writers = 1
+        """How many share the namespace, as far as we know."""
         self._hungry = False
         self._hurried = False
         self._mutex = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
-        self._next_look = self._next_audit = 0.0
+        self._next_look = self._next_audit = self._next_join = 0.0
+        self._audit_at = math.inf
+        """When to list everything because nobody knows what is there."""
         self._purged_before = 0.0
         self._thread: threading.Thread | None = None
         self._known: Known = lambda: iter(())
         self._breath = Breath(self._meanwhile)
-        self.uses = Uses(store, namespace, limits.audit_s, self._breath.rest)
+        self.uses = Uses(self._store, namespace, limits.audit_s, self._breath.rest, steady)
         self._listing = False
-
-    # -- what the tier asks for ------------------------------------------------------------
-
-    def now_us(self) -> int:
-        """Microseconds since the epoch, each time later than the last."""
-        self._last_us = max(self._last_us + 1, int(self._clock() * 1e6))
-        return self._last_us
-
-    def now_s(self) -> float:
-        """Seconds since the epoch, each time later than all that is written down."""
-        return self.now_us() / 1e6
-
-    def added(
-        self, keys: Sequence[BlockKey], generations: Sequence[int], sizes: Sequence[int]
-    ) -> float:
-        """Write down soon that these blocks are there; since when, in seconds of the epoch."""
-        now_us = self.now_us()
-        entries = manifest.pack_entries(ADDED, keys, generations, sizes, [now_us] * len(keys))
-        self._entries.append((entries, sum(sizes)))
-        return now_us / 1e6
-
-    def removed(
-        self,
-        keys: Sequence[BlockKey],
-        generations: Sequence[int],
-        known_s: float | None = None,
-    ) -> None:
-        """Write down soon that these blocks must not be found again: as they are now, or as they
-        were at a time (of the epoch)."""
-        count = len(keys)
-        at_us = self.now_us() if known_s is None else int(known_s * 1e6) + 2
-        entries = manifest.pack_entries(REMOVED, keys, generations, [0] * count, [at_us] * count)
-        self._entries.append((entries, 0))
-
-    def delete(self, slot: int, names: list[str]) -> None:
-        """Delete these objects soon; News says when the slot's room is free."""
-        self._doomed.append((slot, names))
-        self._wake.set()
 
     def want_room(self) -> None:
         """Other namespaces leave too little room."""
@@ -145,15 +115,15 @@ class Keeper:
         generations, from any thread."""
         self._known = known
         with self._mutex:
-            self._store.put(
-                description_name(self.namespace.id),
-                [memoryview(self.namespace.to_json())],
-                if_absent=True,
-            )
+            self._describe()
             try:
                 self._audit(stop_at=time.monotonic() + _OPEN_S)
             except Unfinished:  # the rest is listed in the background
                 self._look()
+
+    def _describe(self) -> None:
+        text = memoryview(self.namespace.to_json())
+        self._store.put(description_name(self.namespace.id), [text], if_absent=True)
 
     def learn(self) -> None:
         """What manifests say, without a look at the objects; raises StoreError."""
@@ -167,7 +137,7 @@ class Keeper:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._wake.wait(min(_WRITE_S, self.limits.refresh_s))
+            self._wake.wait(min(_WAKE_S, self.limits.refresh_s))
             self._wake.clear()
             if not self._stopping:
                 self.work()
@@ -176,19 +146,35 @@ class Keeper:
         """One round of whatever is due. Weather is no news: the store's breaker logs it."""
         with self._mutex:
             self.uses.count()
+            self.outbox.delete_doomed()
+            now = self._steady()
+            audits = now >= min(self._next_audit, self._audit_at) and not self._unheard
+            looks = now >= self._next_look - self._haste_s()
             try:
-                self._write_down()
-                now = time.monotonic()
-                if now >= self._next_audit and not self._unheard:
+                if audits:
                     self._audit()
-                elif now >= self._next_look - self._haste_s():
+                elif looks:
                     self._look()
+                elif self.budget.pressed:
+                    self.outbox.write_down()
             except Unfinished:
                 return  # `close` waits
             except StoreError as error:
-                self._next_look = time.monotonic() + self.limits.refresh_s
-                self._next_audit = max(self._next_audit, self._next_look)
-                _log.debug("object tier: %s", error)
+                self._weather(error)
+
+    def _weather(self, error: StoreError) -> None:
+        """Not again before the next look, nor all servers at once when it is over."""
+        now = self._steady()
+        self._next_look = now + self.limits.refresh_s
+        if self._next_audit <= now:
+            self._next_audit = self._next_look + self._turn_s(self._writers)
+        if self._audit_at <= now:
+            self._audit_at = self._next_look + self._turn_s(self._writers)
+        _log.debug("object tier: %s", error)
+
+    def _turn_s(self, writers: int) -> float:
+        """How long to leave it to others who share the namespace, if there are any."""
+        return random.uniform(0.0, (writers - 1) * self.limits.refresh_s)
 
     @property
     def _unheard(self) -> bool:
@@ -203,7 +189,7 @@ class Keeper:
         """Write everything down that the tier has said so far; quiet if the store is away."""
         with self._mutex:
             try:
-                self._write_down()
+                self.outbox.write_down()
             except StoreError as error:
                 _log.debug("object tier: %s", error)
 
@@ -212,7 +198,6 @@ class Keeper:
         with self._mutex:
             alone, self._breath.alone = self._breath.alone, True
             try:
-                self._write_down()
                 self._audit()
             except StoreError as error:
                 _log.debug("object tier: %s", error)
@@ -220,76 +205,79 @@ class Keeper:
                 self._breath.alone = alone or self._stopping
 
     def close(self) -> None:
+        """Within a few seconds, whatever the store does; what matters most comes first."""
         self._stopping = self._breath.alone = True
+        self._store.pull()
         self._wake.set()
+        end = time.monotonic() + _CLOSE_S
+        patience, deletes = (share * _CLOSE_S for share in _CLOSE_SHARES)
+        if not self._mutex.acquire(timeout=patience):
+            _log.warning("%s: it does not answer", _GIVEN_UP)
+            return
+        try:
+            self._store.pull(time.monotonic() + deletes)
+            self.outbox.delete_doomed()
+            self._store.pull(end)
+            self._end()
+        except StoreError as error:
+            _log.warning("%s: %s", _GIVEN_UP, error)
+        finally:
+            self._store.pull()
+            self._mutex.release()
         if self._thread is not None:
-            self._thread.join(_CLOSE_S)
-            if self._thread.is_alive():  # in a file system that does not answer
-                _log.warning("the object store does not answer: what is to be written down is lost")
-                return
-        self.flush()
-        with self._mutex:
-            self.uses.close()
-        with self._mutex, contextlib.suppress(StoreError):  # then it is found to be dead
-            self._claims.close(clean=not self._entries and not self._doomed and not self._stubborn)
+            self._thread.join()
         self._store.close()
+
+    def _end(self) -> None:
+        try:
+            self.outbox.write_down()
+        finally:
+            self._claims.close(clean=self.outbox.empty)
+        self.uses.close()
 
     # -- the work ----------------------------------------------------------------------------
 
-    def _write_down(self) -> None:
-        """Delete, then say so: what manifests tell of is never less than what is there. If nothing
-        can be deleted it is still said, so that what was dropped is not found again."""
-        waiting = len(self._entries)
-        try:
-            self._delete_doomed()
-        finally:
-            while waiting:
-                count = min(waiting, _ENTRIES_MAX)
-                waiting -= count
-                taken = list(islice(self._entries, count))
-                self._journal.append(manifest.merge([entries for entries, _ in taken]))
-                for _, size in taken:
-                    self._entries.popleft()
-                    self.budget.settle(size)
-
-    def _delete_doomed(self) -> None:
-        while self._doomed:
-            slots = list(islice(self._doomed, _DELETES))
-            names = [name for _, names in slots for name in names]
-            errors = self._store.delete(names)
-            failed = errors.keys()
-            for _ in slots:
-                self._doomed.popleft()
-            # one that is protected, say, must not keep all else from being done
-            self._stubborn += [(slot, n) for slot, n in slots if not failed.isdisjoint(n)]
-            self.news.append(News(freed=[slot for slot, n in slots if failed.isdisjoint(n)]))
-            if failed and not self._complained:
-                _log.warning("objects cannot be deleted: %s", next(iter(errors.values())))
-                self._complained = True
-        self._complained &= bool(self._stubborn)
-
     def _look(self) -> None:
         """What others have written since the last look, and what we may do beside them."""
-        self._next_look = time.monotonic() + self.limits.refresh_s
+        self._next_look = self._steady() + self.limits.refresh_s
         self._hurried = False
-        self._doomed.extend(self._stubborn)
-        self._stubborn.clear()
+        self.outbox.try_again()
+        self.outbox.write_down()
         standing, dead = self._claims.renew()
-        if not self._claims.measured or (standing.dead and dead):
-            self._next_audit = 0.0  # nobody knows what is there
+        if standing is not None:
+            self._plan_audits(standing, dead)
         if self._unheard:
             return
         self._tell(self._journal.news())
-        self._tell_standing(standing)
-        self._journal.join(self._purged_before)
+        if standing is not None:
+            self._tell_standing(standing)
+        self._join()
         self.uses.look()
+
+    def _plan_audits(self, standing: Standing, dead: list[str]) -> None:
+        """One of all who share a namespace lists everything each `audit`: what it finds it writes
+        down for all. Only who knows less than the others must look itself."""
+        before, self._writers = self._writers, standing.writers
+        now = self._steady()
+        if self._claims.measured and not (standing.dead and dead):
+            self._audit_at = math.inf  # perhaps somebody else has done it meanwhile
+        elif self._audit_at == math.inf:  # and not all of them at once
+            self._audit_at = now + self._turn_s(max(before, self._writers))
+        turns = 1 if self._hungry or self.budget.hidden > 0 else self._writers
+        self._next_audit = min(self._next_audit, now + 1.2 * turns * self.limits.audit_s)
+
+    def _join(self) -> None:
+        """Not at every look if the store will not have it: that may be gigabytes."""
+        if self._steady() >= self._next_join:
+            self._next_join = self._steady() + self.limits.audit_s
+            self._journal.join(self._purged_before)
+            self._next_join = 0.0
 
     def _tell(self, entries: Entries, known: Spread[None] | None = None) -> None:
         """Hand entries over; of a whole state only what is not `known` as it is stated."""
         latest_us, now_us = 0, int(self._clock() * 1e6)
-        if len(entries):  # what follows is later, whatever the clocks of others say
-            latest_us = min(int(entries["time_us"][-1]), now_us + SKEW_US)
-            self._last_us = max(self._last_us, latest_us)
+        if len(entries):
+            latest_us = self.outbox.heard_of(int(entries["time_us"][-1]))
         for kind in (REMOVED, ADDED):
             for piece in self._breath.chunks(len(entries)):
                 rows = entries[piece]
@@ -299,6 +287,9 @@ class Keeper:
                 if len(rows):
                     told = rows_of(rows)
                     self.news.append(News(added=told) if kind == ADDED else News(removed=told))
+
+    def _tell_freed(self, slots: list[int]) -> None:
+        self.news.append(News(freed=slots))
 
     def _tell_standing(self, standing: Standing) -> None:
         """In place of the last one if nobody has listened since: it may be a quiet weekend."""
@@ -311,17 +302,30 @@ class Keeper:
 
     def _audit(self, stop_at: float | None = None) -> None:
         """Everything that is written down, against everything that is there."""
-        self._next_look = time.monotonic() + self.limits.refresh_s
+        self._next_look = self._steady() + self.limits.refresh_s
         hidden, known = self.budget.hidden, self._known_soon()
         try:
-            self._audit_beside(known, hidden, stop_at)
+            found = self._audit_beside(known, hidden, stop_at)
         finally:
             known.clear(self._breath.rest)
+        self._look()
+        if not found.bare.describes(self.namespace.id):
+            self._describe()
+        if stop_at is None:  # nobody waits for it
+            self._clear_away(found.bare)
 
-    def _audit_beside(self, known: Spread[None], hidden: int, stop_at: float | None) -> None:
-        self._write_down()  # what is known, and perhaps was removed before, is stated now
+    def _clear_away(self, found: Bare) -> None:
+        for namespace in found.found():
+            if namespace != self.namespace.id:
+                bare.remove(self._store, namespace, self._claims.store_now())
+                self._breath()
+
+    def _audit_beside(self, known: Spread[None], hidden: int, stop_at: float | None) -> Finding:
+        self.outbox.write_down()  # what is known, and perhaps was removed before, is stated now
         begun = self._clock()
-        _, dead = self._claims.renew()
+        standing, dead = self._claims.renew()
+        if standing is not None:
+            self._writers = standing.writers
         entries = self._journal.everything()
         self.news.append(News(unhidden=hidden))
         self._tell(entries, known)
@@ -338,17 +342,19 @@ class Keeper:
                 stop_at=stop_at,
             )
         )
-        self._next_audit = time.monotonic() + self.limits.audit_s * random.uniform(0.8, 1.2)
+        turn_s = self.limits.audit_s * self._writers
+        self._next_audit = self._steady() + turn_s * random.uniform(0.8, 1.2)
+        self._audit_at = math.inf
         for _ in self._store.sweep(_CRASHED_S):
             self._breath()
         self._journal.drop_broken()
         self._purged_before = begun - self.limits.read_s
         self._hungry = False
         self._take_in(finding)
-        self._write_down()
+        self.outbox.write_down()
         self._claims.take_measure(finding.foreign)
         self._claims.bury(dead)
-        self._look()
+        return finding
 
     def _list(self, case: Audit) -> Finding:
         self._listing = True
@@ -361,10 +367,12 @@ class Keeper:
         """While everything is listed, which may take minutes, the rest of the work goes on."""
         if self._stopping:
             raise Unfinished
-        if self._listing and time.monotonic() >= self._next_look:
+        if self._listing and self._steady() >= self._next_look:
             self._listing = False
-            self._write_down()
-            self._look()
+            try:
+                self._look()
+            except StoreError as error:
+                self._weather(error)  # the listing itself may well go on
             self._listing = True
 
     def _known_soon(self) -> Spread[None]:
@@ -385,8 +393,4 @@ class Keeper:
             for piece in self._breath.chunks(len(rows)):
                 told = rows[piece]
                 self.news.append(News(added=told) if kind == ADDED else News(removed=told))
-                times_us = [int(at * 1e6) + 2 for at in told.times]  # later than what it corrects
-                entries = manifest.pack_entries(
-                    kind, told.keys, told.generations, told.sizes, times_us
-                )
-                self._entries.append((entries, 0))
+                self.outbox.correct(kind, told)

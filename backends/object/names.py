@@ -16,6 +16,7 @@ import re
 from kvtier.types import GROUP_BYTES, KEY_BYTES_MAX, BlockKey
 
 GENERATION_MAX = 0xFFFF
+NAMESPACE_CHARS = 32
 
 _BLOCK = re.compile(
     r"([0-9a-f]{32})/blocks/([0-9a-f]{2})/([0-9a-f]{2})/"
@@ -23,6 +24,10 @@ _BLOCK = re.compile(
 )
 _MANIFEST = re.compile(r"([0-9a-f]{32})/manifest/([0-9a-f]{16}-[0-9]{10})")
 _USES = re.compile(r"([0-9a-f]{32})/uses/([0-9a-f]{16}-[0-9]{10})")
+_TOLD = re.compile(
+    r"claims/([0-9a-f]{32})-.+"
+    r"|([0-9a-f]{32})/(?:namespace\.json|(?:manifest|uses)/[0-9a-f]{16}-[0-9]{10})"
+)
 
 
 def block_name(namespace: str, key: BlockKey, generation: int = 0) -> str:
@@ -68,3 +73,10 @@ def parse_uses(name: str) -> str | None:
 
 def description_name(namespace: str) -> str:
     return f"{namespace}/namespace.json"
+
+
+def told_of(name: str) -> str | None:
+    """The namespace of what is no block but tells of blocks: a description, a manifest, a list of
+    uses or a claim; None for anything else."""
+    found = _TOLD.fullmatch(name)
+    return (found[1] or found[2]) if found else None

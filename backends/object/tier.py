@@ -147,7 +147,7 @@ class ObjectTier(ObjectCatalogue):
         if outcome is Outcome.GONE:
             # but somebody may have stored it again since
             known_s = self._times[self._where[key]]
-            self._keeper.removed([key], [self._generation.get(key, 0)], known_s)
+            self._outbox.removed([key], [self._generation.get(key, 0)], known_s)
         size = self._sizes[self._where[key]]
         self._lose([key])
         if outcome is not Outcome.GONE:  # weather: the next audit finds it again
@@ -172,7 +172,7 @@ class ObjectTier(ObjectCatalogue):
     def _on_committed(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         self._untold.difference_update(slots)
         generations = [self._generation.get(key, 0) for key in keys]
-        at = self._keeper.added(keys, generations, [self._sizes[slot] for slot in slots])
+        at = self._outbox.added(keys, generations, [self._sizes[slot] for slot in slots])
         for slot in slots:
             self._times[slot] = at
 

@@ -281,8 +281,8 @@ def test_an_object_that_cannot_be_deleted_keeps_nothing_else_from_being_done(
         return freed
 
     store.delete = refuse  # type: ignore[method-assign]
-    keeper.delete(1, [protected])
-    keeper.delete(2, [other])
+    keeper.outbox.delete(1, [protected])
+    keeper.outbox.delete(2, [other])
     assert freed_by_a_look() == [2]
     assert freed_by_a_look() == []
     assert [record.levelname for record in caplog.records] == ["WARNING"], "it is said once"

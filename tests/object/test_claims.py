@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,20 +97,49 @@ class FlakyStore(NameStore):
         return super().delete(names, **more)
 
 
+class LateStore(NameStore):
+    """What is put and deleted shows some seconds later, in the order in which it came."""
+
+    def __init__(self, clock: Callable[[], float], late_s: float) -> None:
+        super().__init__(clock)
+        self.late_s = late_s
+        self.past: deque[tuple[float, dict[str, float], frozenset[int]]] = deque()
+
+    def remember(self, stated: set[int]) -> None:
+        self.past.append((self.clock(), dict(self.names), frozenset(stated)))
+
+    def shown(self) -> tuple[dict[str, float], frozenset[int]]:
+        while len(self.past) > 1 and self.past[1][0] <= self.clock() - self.late_s:
+            self.past.popleft()
+        return self.past[0][1:] if self.past else ({}, frozenset())
+
+    def list(self, *arguments: Any, **more: Any) -> Iterator[ObjectInfo]:
+        self.meanwhile()
+        return iter([ObjectInfo(name, 0, at) for name, at in sorted(self.shown()[0].items())])
+
+
 class World:
     """What is there, what is written down, and who writes."""
 
-    def __init__(self, seed: int, count: int, *, flaky: bool = False) -> None:
+    def __init__(self, seed: int, count: int, how: str = "good") -> None:
         self.now = 0.0
         self.dice = random.Random(seed)
         self.store = NameStore(lambda: self.now)
-        if flaky:
+        if how == "flaky":
             self.store = FlakyStore(lambda: self.now, self.dice)
+        elif how == "late":
+            self.store = LateStore(lambda: self.now, late_s=1.0 + seed % 12)
         self.there: set[int] = set()
         self.stated: set[int] = set()
         self.blocks = 0
         self.writers = [Model(self) for _ in range(count)]
         self.most = self.stored = 0
+
+    def written_down(self) -> tuple[set[int], float]:
+        """As the store shows it, and as it was when."""
+        if isinstance(self.store, LateStore):
+            return set(self.store.shown()[1]), self.now - self.store.late_s
+        return set(self.stated), self.now
 
 
 class Model:
@@ -124,8 +154,8 @@ class Model:
         self.claims.take_measure({})
         self.unwritten: list[int] = []
         self.known: set[int] = set()
-        self.written: list[int] = []
-        self.heard: list[tuple[Standing, set[int], int]] = []
+        self.written: dict[int, float] = {}
+        self.heard: list[tuple[Standing, set[int], float]] = []
         self.busy = False
 
     def look(self) -> None:
@@ -135,13 +165,14 @@ class Model:
         self.busy = True
         with contextlib.suppress(StoreError):
             standing, _ = self.claims.renew()
-            self.heard.append((standing, set(self.world.stated), len(self.written)))
+            if standing is not None:
+                self.heard.append((standing, *self.world.written_down()))
         self.busy = False
 
     def hear(self) -> None:
         if self.heard:
-            standing, self.known, mark = self.heard.pop(0)
-            self.known |= {*self.unwritten, *self.written[mark:]}
+            standing, self.known, when = self.heard.pop(0)
+            self.known |= {*self.unwritten, *(b for b, at in self.written.items() if at >= when)}
             self.budget.used = len(self.known)
             self.budget.hear(standing)
 
@@ -163,7 +194,7 @@ class Model:
     def write_down(self) -> None:
         if not self.busy:  # the same thread looks
             self.world.stated.update(self.unwritten)
-            self.written += self.unwritten
+            self.written |= dict.fromkeys(self.unwritten, self.world.now)
             self.budget.settle(len(self.unwritten))
             self.unwritten.clear()
 
@@ -184,25 +215,32 @@ class Model:
         step()
 
 
-@pytest.mark.parametrize("flaky", [False, True])
+@pytest.mark.parametrize("how", ["good", "flaky", "late"])
 @pytest.mark.parametrize("seed", range(100))
-def test_no_order_of_events_takes_room_twice(seed: int, flaky: bool) -> None:
-    world = World(seed, 2 + seed % 3, flaky=flaky)
+def test_no_order_of_events_takes_room_twice(seed: int, how: str) -> None:
+    world = World(seed, 2 + seed % 3, how)
 
     def others_act() -> None:
         world.store.meanwhile = lambda: None
         for _ in range(world.dice.randint(0, 6)):
-            world.dice.choice(world.writers).step()
+            act()
         world.store.meanwhile = others_act
+
+    def act() -> None:
+        world.dice.choice(world.writers).step()
+        if isinstance(world.store, LateStore):
+            world.store.remember(world.stated)
 
     world.store.meanwhile = others_act
     for _ in range(600):
         world.now += world.dice.random()
-        world.dice.choice(world.writers).step()
+        act()
     assert world.most <= CAPACITY
-    if not flaky:
+    if how == "good":
         assert world.most > CAPACITY // 2
         assert world.stored > CAPACITY, "they do store"
+    elif how == "late":
+        assert world.stored > CAPACITY // 8, "they do store"
 
 
 def test_a_writer_that_slept_stores_nothing_until_it_has_looked() -> None:
@@ -217,6 +255,7 @@ def test_a_writer_that_slept_stores_nothing_until_it_has_looked() -> None:
     other.look()
     other.look()
     standing, dead = other.claims.renew()
+    assert standing is not None
     assert standing.alone
     assert standing.dead > CAPACITY, "what the sleeper may have left is counted"
     assert len(dead) == 1
@@ -316,7 +355,28 @@ def test_a_claim_that_could_not_be_renewed_stands_as_long_as_its_lease(landed: b
     assert before <= set(world.store.names)
     world.now += 1.0
     standing, _ = model.claims.renew()
+    assert standing is not None
     assert model.claims.measured, "nothing need be listed again"
     assert standing.cap == CAPACITY
     assert standing.lease_until == world.now + LEASE_S
     assert len(world.store.names) == 1
+
+
+@pytest.mark.parametrize("late_s", [1.0, 7.0, 14.0])
+def test_a_listing_that_comes_late_takes_nobody_for_dead(late_s: float) -> None:
+    world = World(0, 2)
+    store = world.store = LateStore(lambda: world.now, late_s)
+    told = 0
+    for model in world.writers:
+        model.claims._store = store
+    for _ in range(60):
+        for model in world.writers:
+            model.look()
+            store.remember(world.stated)
+            told += len(model.heard)
+            model.hear()
+        world.now += 5.0
+    assert all(model.claims.measured for model in world.writers), "nothing need be listed again"
+    assert all(model.budget.hold(1)[0] == 1 for model in world.writers)
+    assert told > 30
+    assert len(store.names) <= 4, "old claims go when the new ones are shown"

@@ -1,0 +1,155 @@
+"""What a tier has added, removed and dropped, until a store knows it.
+
+Objects are deleted first, and then it is said that they are gone: what manifests tell of is never
+less than what is there. If nothing can be deleted it is still said, so that what was dropped is not
+found again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from kvtier.backends.object import manifest
+from kvtier.backends.object.budget import Budget
+from kvtier.backends.object.errors import StoreError
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.manifest import ADDED, REMOVED, SKEW_US, Entries
+from kvtier.backends.object.news import Rows
+from kvtier.backends.object.store import Store
+from kvtier.types import BlockKey
+
+_log = logging.getLogger(__name__)
+
+_DELETES = 1000
+_ENTRIES_MAX = 1 << 16
+
+
+class Outbox:
+    """`added`, `removed` and `delete` are for the tier's thread, the rest for the keeper's.
+
+    `freed` is called with the slots whose objects are deleted.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        journal: Journal,
+        budget: Budget,
+        freed: Callable[[list[int]], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._journal = journal
+        self._budget = budget
+        self._freed = freed
+        self._clock = clock
+        self._last_us = 0
+        self._entries: deque[tuple[Entries, int]] = deque()
+        """What is to be written down, and how much room is accounted for by it."""
+        self._doomed: deque[tuple[int, list[str]]] = deque()
+        """Slots, and the names of their objects, which are to be deleted."""
+        self._stubborn: list[tuple[int, list[str]]] = []
+        """Likewise, but the store would not: to be tried again at the next look."""
+        self._complained = False
+
+    # -- time ------------------------------------------------------------------------------------
+
+    def now_us(self) -> int:
+        """Microseconds since the epoch, each time later than the last."""
+        self._last_us = max(self._last_us + 1, int(self._clock() * 1e6))
+        return self._last_us
+
+    def now_s(self) -> float:
+        """Seconds since the epoch, each time later than all that is written down."""
+        return self.now_us() / 1e6
+
+    def heard_of(self, at_us: int) -> int:
+        """Something has been written down at this time; when that may have been. What follows is
+        later, whatever the clocks of others say, as long as they are not wrong beyond belief."""
+        at_us = min(at_us, int(self._clock() * 1e6) + SKEW_US)
+        self._last_us = max(self._last_us, at_us)
+        return at_us
+
+    # -- what the tier says ----------------------------------------------------------------------
+
+    def added(
+        self, keys: Sequence[BlockKey], generations: Sequence[int], sizes: Sequence[int]
+    ) -> float:
+        """Write down soon that these blocks are there; since when, in seconds of the epoch."""
+        now_us = self.now_us()
+        entries = manifest.pack_entries(ADDED, keys, generations, sizes, [now_us] * len(keys))
+        self._entries.append((entries, sum(sizes)))
+        return now_us / 1e6
+
+    def removed(
+        self,
+        keys: Sequence[BlockKey],
+        generations: Sequence[int],
+        known_s: float | None = None,
+    ) -> None:
+        """Write down soon that these blocks must not be found again: as they are now, or as they
+        were at a time (of the epoch)."""
+        count = len(keys)
+        at_us = self.now_us() if known_s is None else int(known_s * 1e6) + 2
+        entries = manifest.pack_entries(REMOVED, keys, generations, [0] * count, [at_us] * count)
+        self._entries.append((entries, 0))
+
+    def correct(self, kind: int, rows: Rows) -> None:
+        """Write down soon what a listing has shown."""
+        times_us = [int(at * 1e6) + 2 for at in rows.times]  # later than what it corrects
+        entries = manifest.pack_entries(kind, rows.keys, rows.generations, rows.sizes, times_us)
+        self._entries.append((entries, 0))
+
+    def delete(self, slot: int, names: list[str]) -> None:
+        """Delete these objects soon, and free the slot's room then."""
+        self._doomed.append((slot, names))
+
+    # -- the store -------------------------------------------------------------------------------
+
+    @property
+    def empty(self) -> bool:
+        return not (self._entries or self._doomed or self._stubborn)
+
+    def write_down(self) -> None:
+        """All that was said until now; raises StoreError."""
+        waiting = len(self._entries)
+        self.delete_doomed()
+        while waiting:
+            count = min(waiting, _ENTRIES_MAX)
+            waiting -= count
+            taken = list(islice(self._entries, count))
+            self._journal.append(manifest.merge([entries for entries, _ in taken]))
+            for _, size in taken:
+                self._entries.popleft()
+                self._budget.settle(size)
+
+    def delete_doomed(self) -> None:
+        """What is left, because the store is away, waits for the next time."""
+        try:
+            while self._doomed:
+                self._delete_some()
+        except StoreError as error:
+            _log.debug("object tier: %s", error)
+        self._complained &= bool(self._stubborn)
+
+    def _delete_some(self) -> None:
+        slots = list(islice(self._doomed, _DELETES))
+        errors = self._store.delete([name for _, names in slots for name in names])
+        failed = errors.keys()
+        for _ in slots:
+            self._doomed.popleft()
+        # one that is protected, say, must not keep all else from being done
+        self._stubborn += [(slot, n) for slot, n in slots if not failed.isdisjoint(n)]
+        self._freed([slot for slot, n in slots if failed.isdisjoint(n)])
+        if failed and not self._complained:
+            _log.warning("objects cannot be deleted: %s", next(iter(errors.values())))
+            self._complained = True
+
+    def try_again(self) -> None:
+        """Delete once more what the store would not delete."""
+        self._doomed.extend(self._stubborn)
+        self._stubborn.clear()

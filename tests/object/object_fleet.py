@@ -1,0 +1,224 @@
+"""Requests that servers on one bucket make, counted in time that only pretends to pass.
+
+    python tests/object/object_fleet.py [--servers 50] [--minutes 20] [--blocks-a-second 1]
+
+Keepers and tiers are real, one after the other in one thread; the store is a dict that counts as a
+bill does: a thousand names a LIST, a thousand a bulk DELETE. Blocks are counted apart: a PUT each,
+and a GET each time one is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvtier.backends.object.errors import StoreError
+from kvtier.backends.object.keeper import Keeper
+from kvtier.backends.object.limits import Limits
+from kvtier.backends.object.names import block_name, parse_block, told_of
+from kvtier.backends.object.store import (
+    Buffer,
+    GetOutcome,
+    ObjectInfo,
+    PutOutcome,
+    Store,
+    first_bytes,
+)
+from kvtier.backends.object.tier import ObjectTier
+from kvtier.core.eviction import create_policy
+from kvtier.core.record import HEADER_BYTES
+from kvtier.types import BlockKey, Namespace
+
+NAMESPACE = Namespace(facts={"model": "fleet"}, group_bytes=(8192,))
+BLOCK_BYTES = HEADER_BYTES + NAMESPACE.payload_bytes
+_STEP_S = 0.5
+_PAGE = 1000
+_SINGLE_DELETES = 4
+
+
+class CountingStore(Store):
+    """Objects in memory, by a clock that others move."""
+
+    def __init__(self) -> None:
+        self.now = 1.7e9
+        self.requests: Counter[str] = Counter()
+        """By kind of request, and what it is for."""
+        self.bytes_read = 0
+        self._objects: dict[str, tuple[bytes, int, float]] = {}
+        self._names: list[str] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def put(
+        self,
+        name: str,
+        buffers: Sequence[Buffer],
+        *,
+        if_absent: bool = False,
+        deadline: float | None = None,
+    ) -> PutOutcome:
+        self._count("PUT", name)
+        if if_absent and name in self._objects:
+            return PutOutcome.ALREADY_THERE
+        data = b"".join(bytes(view) for view in buffers)
+        if name not in self._objects:
+            bisect.insort(self._names, name)
+        size = BLOCK_BYTES if parse_block(name) else len(data)
+        self._objects[name] = (data, size, self.now)
+        return PutOutcome.STORED
+
+    def get(
+        self,
+        name: str,
+        into: Sequence[Buffer],
+        *,
+        offset: int | None = None,
+        deadline: float | None = None,
+    ) -> GetOutcome:
+        self._count("GET", name)
+        if name not in self._objects:
+            return GetOutcome.MISSING
+        data, at = memoryview(self._objects[name][0]), offset or 0
+        for view in into:
+            view[:] = data[at : at + len(view)]
+            at += len(view)
+            self.bytes_read += len(view)
+        return GetOutcome.FOUND
+
+    def get_up_to(
+        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
+    ) -> int | None:
+        if name not in self._objects:
+            return None
+        size = len(self._objects[name][0])
+        return size if self.get(name, first_bytes(into, size)) is GetOutcome.FOUND else None
+
+    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
+        self._count("HEAD", name)
+        return self._info(name) if name in self._objects else None
+
+    def list(
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+    ) -> Iterator[ObjectInfo]:
+        start = bisect.bisect_left(self._names, prefix)
+        end = bisect.bisect_left(self._names, prefix + "\x7f")
+        found = [self._info(name) for name in self._names[start:end] if name > after]
+        self._count("LIST", prefix, max(1, -(-len(found) // _PAGE)))
+        return iter(found)
+
+    def delete(
+        self, names: Sequence[str], *, deadline: float | None = None
+    ) -> Mapping[str, StoreError]:
+        few = len(names) <= _SINGLE_DELETES
+        self._count("DELETE", "", len(names) if few else -(-len(names) // _PAGE))
+        for name in names:
+            if self._objects.pop(name, None) is not None:
+                del self._names[bisect.bisect_left(self._names, name)]
+        return {}
+
+    def _info(self, name: str) -> ObjectInfo:
+        _, size, at = self._objects[name]
+        return ObjectInfo(name, size, at)
+
+    def _count(self, request: str, name: str, times: int = 1) -> None:
+        kinds = ("claims", "manifest", "uses", "blocks")
+        what = next((kind for kind in kinds if kind in name), "everything")
+        self.requests[f"{request} {what}"] += times
+
+
+class Fleet:
+    """Servers of one model on one store; each stores so many blocks a second."""
+
+    def __init__(
+        self,
+        store: CountingStore,
+        servers: int,
+        *,
+        blocks_a_second: float = 0.0,
+        capacity_blocks: int = 10_000_000,
+        seed: int = 1,
+    ) -> None:
+        self.store = store
+        self.stored = self.dropped = 0
+        self._rate = blocks_a_second
+        self._dice = random.Random(seed)
+        self._capacity = capacity_blocks * BLOCK_BYTES
+        self._number = 0
+        self.servers: list[tuple[Keeper, ObjectTier]] = []
+        self._owed: list[float] = []
+        for _ in range(servers):
+            self._open()
+            self.run(5.0 / servers)
+
+    def _open(self) -> None:
+        clock = self.store.clock
+        limits = Limits(self._capacity, refresh_s=5.0, audit_s=600.0)
+        keeper = Keeper(self.store, NAMESPACE, limits, clock=clock, steady=clock)
+        tier = ObjectTier(keeper, create_policy(), clock)
+        keeper.open(tier.known)
+        tier.start()
+        self.servers.append((keeper, tier))
+        self._owed.append(self._dice.random())
+
+    def run(self, seconds: float) -> None:
+        end = self.store.now + seconds
+        while self.store.now < end:
+            self.store.now += _STEP_S
+            for at in self._dice.sample(range(len(self.servers)), len(self.servers)):
+                keeper, tier = self.servers[at]
+                self._owed[at] += self._rate * _STEP_S
+                count = int(self._owed[at])
+                self._owed[at] -= count
+                self._fill(tier, count)
+                tier.tick()
+                keeper.work()
+
+    def _fill(self, tier: ObjectTier, count: int) -> None:
+        if not count:
+            return
+        numbers = range(self._number, self._number + count)
+        self._number += count
+        hashes = [hashlib.sha256(str(number).encode()).digest() for number in numbers]
+        reserved = tier.prepare_store([BlockKey(found + bytes(4)) for found in hashes])
+        spec = reserved.spec
+        for names in getattr(spec, "instead_of", []):
+            self.store.delete(names)
+        for key, generation in zip(reserved.keys, getattr(spec, "generations", []), strict=True):
+            self.store.put(block_name(NAMESPACE.id, key, generation), [])
+        tier.complete_store(reserved.keys)
+        self.stored += len(reserved.keys)
+        self.dropped += count - len(reserved.keys)
+
+    def objects(self) -> int:
+        """How many lie there that are no blocks."""
+        return sum(told_of(info.name) is not None for info in CountingStore.list(self.store))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--servers", type=int, default=50)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--blocks-a-second", type=float, default=0.0)
+    chosen = parser.parse_args()
+    store = CountingStore()
+    fleet = Fleet(store, chosen.servers, blocks_a_second=chosen.blocks_a_second)
+    fleet.run(300.0)
+    store.requests.clear()
+    store.bytes_read = fleet.stored = fleet.dropped = 0
+    fleet.run(chosen.minutes * 60.0)
+    factor = 60.0 / chosen.minutes / chosen.servers
+    figures = {what: float(count) for what, count in sorted(store.requests.items())}
+    figures |= {"MB read": store.bytes_read / 1e6, "blocks stored": fleet.stored}
+    figures["blocks dropped"] = fleet.dropped
+    for what, count in figures.items():
+        print(f"{what:20} {count * factor:10.1f} an hour and server")
+    print(f"{fleet.objects()} objects beside blocks")
+
+
+if __name__ == "__main__":
+    main()

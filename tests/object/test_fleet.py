@@ -1,0 +1,100 @@
+"""What servers on one bucket ask of it, in time that only pretends to pass."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from object_fleet import CountingStore, Fleet
+
+from kvtier.backends.object.errors import Unavailable
+
+HOUR = 3600.0
+SERVERS = 8
+
+
+class Weather(CountingStore):
+    """May be away."""
+
+    away = False
+
+    def _count(self, request: str, name: str, times: int = 1) -> None:
+        if self.away:
+            raise Unavailable("not now")
+        super()._count(request, name, times)
+
+
+@pytest.fixture
+def store() -> Weather:
+    random.seed(1)
+    return Weather()
+
+
+def begun(store: Weather, **busy: float) -> Fleet:
+    fleet = Fleet(store, SERVERS, **busy)  # type: ignore[arg-type]
+    fleet.run(300.0)
+    store.requests.clear()
+    return fleet
+
+
+def test_one_of_all_lists_everything_each_audit(store: Weather) -> None:
+    fleet = begun(store)
+    fleet.run(HOUR)
+    assert 3 <= store.requests["LIST everything"] <= 10, "six, but for the dice"
+
+
+def test_the_last_one_left_lists_as_often_as_all_did(store: Weather) -> None:
+    fleet = begun(store)
+    for keeper, _ in fleet.servers[1:]:
+        keeper.close()
+    del fleet.servers[1:]
+    fleet.run(60.0)
+    store.requests.clear()
+    fleet.run(HOUR)
+    assert store.requests["LIST everything"] >= 4
+
+
+def test_an_idle_server_looks_and_renews_its_claim(store: Weather) -> None:
+    fleet = begun(store)
+    fleet.run(HOUR)
+    for request, a_server in (
+        ("LIST claims", 910),
+        ("LIST manifest", 730),
+        ("PUT claims", 185),
+        ("DELETE everything", 185),
+    ):
+        assert store.requests.pop(request) <= a_server * SERVERS
+    del store.requests["LIST everything"]
+    assert not store.requests
+
+
+def test_a_busy_server_writes_down_once_a_look(store: Weather) -> None:
+    fleet = begun(store, blocks_a_second=2.0)
+    fleet.run(600.0)
+    assert fleet.stored > SERVERS * 1100
+    assert store.requests["PUT manifest"] <= SERVERS * 150, "its own, and what it joins"
+    assert store.requests["GET manifest"] <= SERVERS * 1200
+    assert fleet.objects() < 100
+
+
+def test_a_crash_makes_not_all_of_them_list_everything(store: Weather) -> None:
+    fleet = begun(store)
+    fleet.servers.pop()
+    fleet.run(180.0)
+    assert 1 <= store.requests["LIST everything"] <= 5
+    names = [info.name for info in CountingStore.list(store, "claims/")]
+    assert len(names) == SERVERS - 1, "the dead one's claim is gone"
+
+
+def test_after_an_hour_away_not_all_list_everything_at_once(store: Weather) -> None:
+    fleet = begun(store)
+    store.away = True
+    fleet.run(HOUR)
+    store.away = False
+    store.requests.clear()
+    fleet.run(10.0)
+    assert store.requests["LIST everything"] <= SERVERS // 2
+    fleet.run(120.0)
+    assert SERVERS <= store.requests["LIST everything"] <= SERVERS + 2
+    for _, tier in fleet.servers:
+        assert tier._budget.hold(1)[0] == 1, "all of them store again"
