@@ -12,7 +12,8 @@ from collections import defaultdict
 
 import msgspec
 
-from kvtier.backends.object import manifest
+from kvtier.backends.object import bare, manifest
+from kvtier.backends.object.bare import Bare
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.names import description_name, parse_block
 from kvtier.backends.object.store import Store, read_object
@@ -38,6 +39,8 @@ class Survey(msgspec.Struct):
     blocks: int = 0
     bytes: int = 0
     doomed: list[Doomed] = []
+    bare: dict[str, int] = {}
+    """How many bytes tell of each namespace that has no block, and that nobody uses."""
 
     @property
     def doomed_bytes(self) -> int:
@@ -47,10 +50,14 @@ class Survey(msgspec.Struct):
 def survey(store: Store, capacity: int, age_max_s: float | None, now: float) -> Survey:
     """List everything and decide; deletes nothing. Raises StoreError."""
     found = Survey()
+    beside = Bare()
     kept = []
     for info in store.list():
-        if parse_block(info.name) is None:
+        parsed = parse_block(info.name)
+        if parsed is None:
+            beside.see(info)
             continue
+        beside.holds(parsed[0])
         found.blocks += 1
         found.bytes += info.size
         if age_max_s is not None and now - info.modified_s > age_max_s:
@@ -64,7 +71,21 @@ def survey(store: Store, capacity: int, age_max_s: float | None, now: float) -> 
         found.doomed.append(Doomed(info.name, info.size, info.modified_s, "over the budget"))
         surplus -= info.size
     found.doomed.sort(key=lambda one: one.modified_s)
+    at = _by_the_store(now)
+    for namespace, size in beside.found().items():
+        if bare.remains(store, namespace, at) is not None:
+            found.bare[namespace] = size
     return found
+
+
+def remove_bare(store: Store, namespace: str, now: float) -> bool:
+    """Delete all that tells of a namespace without blocks, if nobody uses it. Raises StoreError."""
+    return bare.remove(store, namespace, _by_the_store(now))
+
+
+def _by_the_store(now: float) -> float:
+    """A time that is not later than this by a store's clock, as far as clocks can be wrong."""
+    return now - manifest.SKEW_US / 1e6
 
 
 def collect(store: Store, found: Survey) -> tuple[int, int]:

@@ -238,25 +238,28 @@ def _size_of(folder: Path) -> int:
 
 
 def _of_store(config: StackConfig, place: Place, idle_s: float | None) -> Iterator[Rubbish]:
-    """Idle namespaces, and blocks that are too old or over the budget."""
+    """Idle namespaces, blocks too old or over the budget, and what told of blocks that went."""
     from kvtier.cli.look_objects import remove_namespace
 
     settings = config.tiers[place.tier]
     for part in place.parts:
         if idle_s is None or part.newest is None or time.time() - part.newest <= idle_s:
             continue
-        where = f"{place.where.rstrip('/')}/{part.namespace}"
         yield Rubbish(
             "namespace to which nothing was added for so long",
-            where,
+            _below(place, part.namespace),
             part.bytes,
             partial(remove_namespace, settings, part.namespace),
         )
     if not place.troubles:
-        yield from _doomed_objects(settings, place)
+        yield from _surveyed(settings, place)
 
 
-def _doomed_objects(settings: Any, place: Place) -> Iterator[Rubbish]:
+def _below(place: Place, namespace: str) -> str:
+    return f"{place.where.rstrip('/')}/{namespace}"
+
+
+def _surveyed(settings: Any, place: Place) -> Iterator[Rubbish]:
     from kvtier.backends.object import capacity_of, gc, open_for
 
     age_s = None if settings.age_max is None else settings.age_max.seconds
@@ -269,8 +272,15 @@ def _doomed_objects(settings: Any, place: Place) -> Iterator[Rubbish]:
             found = survey(store)
             return gc.collect(store, found)[0] == len(found.doomed)
 
+    def remove_bare(namespace: str) -> bool:
+        with contextlib.closing(open_for(settings)) as store:
+            return gc.remove_bare(store, namespace, time.time())
+
     with contextlib.closing(open_for(settings)) as store:
         found = survey(store)
     if found.doomed:
         what = f"{len(found.doomed)} blocks that are too old or over the budget"
         yield Rubbish(what, place.where, found.doomed_bytes, collect)
+    for namespace, size in found.bare.items():
+        what = "what told of a namespace without blocks"
+        yield Rubbish(what, _below(place, namespace), size, partial(remove_bare, namespace))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,33 @@ def test_idle_namespaces_go(stack: Path) -> None:
     assert len(found) == 1
     assert objects(stack) == []
     assert run("du", "-c", stack, "--tier", "object")[0]["used"] == 0
+
+
+def test_what_told_of_blocks_that_went_goes(in_a_folder: Path, tmp_path: Path) -> None:
+    with Stack.open(in_a_folder, NAMESPACE) as opened:
+        opened.store({key: payload(key) for key in make_keys(BLOCKS)})
+        assert opened.settle()
+    other = Namespace(facts={"model": "served"}, group_bytes=(4096,))
+    args = ("-c", in_a_folder, "--tier", "object")
+    with Stack.open(in_a_folder, other, engine="other") as opened:
+        assert opened.store({make_keys(1)[0]: bytes(4096)})
+        assert opened.settle()
+        for path in (tmp_path / "store").rglob("*"):
+            if "/blocks/" in str(path) and NAMESPACE.id in str(path) and path.is_file():
+                path.unlink()
+        assert run("gc", *args)["found"] == [], "somebody may be about to come back"
+        for path in (tmp_path / "store").rglob("*"):
+            if path.is_file() and NAMESPACE.id in str(path):
+                os.utime(path, (time.time() - 3 * 3600,) * 2)
+        for dry, removed in (["--dry-run"], False), ([], True):
+            [row] = run("gc", *args, *dry)["found"]
+            assert row["what"] == "what told of a namespace without blocks"
+            assert row["where"] == f"file://{tmp_path}/store/{NAMESPACE.id}"
+            assert row["removed"] is removed
+            assert row["bytes"] > 0
+        assert not any(NAMESPACE.id in name for name in objects(in_a_folder))
+        assert run("gc", *args)["found"] == []
+        assert run("ls", *args)["namespaces"][0]["namespace"] == other.id
 
 
 def test_prewarm_takes_all_namespaces_of_a_store(stack: Path, tmp_path: Path) -> None:

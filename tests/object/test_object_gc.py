@@ -103,3 +103,22 @@ def test_a_new_namespace_gets_room_from_an_old_one(tmp_path: Path) -> None:
         new.settle()
     assert len(new.resident(make_keys(100))) >= 4, "it does not stay as small as it began"
     new.close()
+
+
+def test_what_told_of_blocks_that_went_is_found_when_it_is_old(rig: Rig) -> None:
+    rig.put(make_keys(3))
+    rig.close()
+    store = FileStore(rig.folder / "store")
+    gc.collect(store, gc.survey(store, 0, None, time.time()))
+    now = time.time()
+    assert gc.survey(store, 1 << 40, None, now).bare == {}, "somebody may be about to come back"
+    assert not gc.remove_bare(store, NAMESPACE.id, now)
+    later = now + 2 * 3600.0 + 1.0
+    found = gc.survey(store, 1 << 40, None, later)
+    assert list(found.bare) == [NAMESPACE.id]
+    assert found.bare[NAMESPACE.id] > 0
+    assert gc.remove_bare(store, NAMESPACE.id, later)
+    assert [info.name for info in store.list()] == []
+    assert gc.survey(store, 1 << 40, None, later).bare == {}
+    rig.reopen()
+    assert rig.put(make_keys(3)) == make_keys(3)
