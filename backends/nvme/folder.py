@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import time
@@ -32,6 +33,7 @@ from kvtier.backends.nvme.files import (
     used_bytes,
 )
 from kvtier.backends.nvme.idle import reclaim
+from kvtier.backends.nvme.kin import differs_in
 from kvtier.core.disk import Disk
 from kvtier.core.record import Buffer
 from kvtier.core.slab.layout import (
@@ -45,6 +47,8 @@ from kvtier.core.slab.layout import (
 )
 from kvtier.errors import FormatError, MediumError
 from kvtier.types import Namespace
+
+logger = logging.getLogger(__name__)
 
 _MAKING = ".making"
 _LOCK_WAIT_S = 10.0
@@ -117,6 +121,7 @@ class NvmeFolder:
         path, text = self.home / "namespace.json", self.namespace.to_json()
         if path.is_file() and length(path) == len(text) and path.read_bytes() == text:
             return
+        begun = path.exists()
         making = path.with_suffix(f".{secrets.token_hex(4)}{_MAKING}")
         try:
             making.write_bytes(text)
@@ -125,6 +130,12 @@ class NvmeFolder:
         except OSError:
             making.unlink(missing_ok=True)
             raise
+        if not begun and (facts := differs_in(self.root, self.namespace)):
+            logger.warning(
+                "%s has nothing of this model as it is now, and what it has does not fit: %s",
+                self.root,
+                facts,
+            )
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

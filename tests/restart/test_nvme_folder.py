@@ -314,3 +314,30 @@ def test_files_are_private(tmp_path: Path) -> None:
     for path in [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]:
         assert path.stat().st_mode & 0o077 == 0, path
     engine.close()
+
+
+def test_what_keeps_a_model_from_being_found_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After an upgrade, say: the first thing to ask where everything misses."""
+
+    def described(**facts: str) -> Namespace:
+        return Namespace(facts=facts, group_bytes=(8192,))
+
+    old = described(model="./model", engine="vllm 1", dtype="half")
+    new = described(model="/models/model/", engine="vllm 2\x1b[2J", dtype="half")
+    foreign = described(model="another", engine="vllm 1", dtype="half")
+    for namespace in (foreign, old, described(dtype="half")):
+        Engine(tmp_path / "kv", namespace=namespace).close()
+    (tmp_path / "kv" / ("0" * 32)).mkdir()
+    os.mkfifo(tmp_path / "kv" / ("0" * 32) / "namespace.json")
+    hostile = tmp_path / "kv" / ("1" * 32)
+    hostile.mkdir()
+    (hostile / "namespace.json").write_bytes(b"\xff" * 100)
+    assert not caplog.records
+    for _ in range(2):
+        Engine(tmp_path / "kv", namespace=new).close()
+    assert caplog.messages == [
+        f"{tmp_path}/kv has nothing of this model as it is now, and what it has does not fit: "
+        "engine: vllm 2\ufffd[2J here, vllm 1 there; model: /models/model/ here, ./model there"
+    ]
