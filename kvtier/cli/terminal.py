@@ -19,6 +19,9 @@ from kvtier.cli import console
 from kvtier.cli.main import EXIT_INTERRUPTED
 from kvtier.move.server import die_with
 
+REMIND_S = 5.0
+"""How often the server is told: while vLLM starts, it may forget it."""
+
 
 def in_foreground() -> bool:
     """Whether what is typed at a terminal, Ctrl-C too, comes to this process."""
@@ -44,17 +47,18 @@ def run(command: Sequence[str]) -> int:
     )
     presses = 0
 
+    def close(number: int, frame: FrameType | None) -> None:
+        server.terminate()
+        signal.setitimer(signal.ITIMER_REAL, REMIND_S)
+
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal presses
         presses += 1
         if presses == 1:
-            server.terminate()
+            close(number, frame)
             console.note("closing (Ctrl-C again interrupts all of it, and once more kills it)")
         else:
             _tell_all(server, signal.SIGINT if presses == 2 else signal.SIGKILL)
-
-    def close(number: int, frame: FrameType | None) -> None:
-        server.terminate()
 
     def pause(number: int, frame: FrameType | None) -> None:
         _tell_all(server, signal.SIGSTOP)
@@ -64,6 +68,7 @@ def run(command: Sequence[str]) -> int:
     for number, handler in (
         (signal.SIGINT, interrupt),
         (signal.SIGTERM, close),
+        (signal.SIGALRM, close),
         (signal.SIGHUP, close),  # the terminal is gone
         (signal.SIGTSTP, pause),
     ):

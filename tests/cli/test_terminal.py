@@ -19,6 +19,7 @@ KEEPER = """
 import sys
 from kvtier.cli import terminal
 assert terminal.in_foreground()
+terminal.REMIND_S = float(sys.argv.pop(1))
 sys.exit(terminal.run(sys.argv[1:]))
 """
 
@@ -51,7 +52,7 @@ sys.stdin.read()
 class Terminal:
     """A pseudo terminal in which somebody has started a server."""
 
-    def __init__(self, folder: Path, how: str = "obedient") -> None:
+    def __init__(self, folder: Path, how: str = "obedient", remind_s: float = 60) -> None:
         script, heard = folder / "server.py", folder / "heard"
         script.write_text(SERVER)
         os.mkfifo(heard)
@@ -63,7 +64,7 @@ class Terminal:
 
         command = [sys.executable, str(script), "server", str(heard), how]
         self.keeper = subprocess.Popen(
-            [sys.executable, "-c", KEEPER, *command],
+            [sys.executable, "-c", KEEPER, str(remind_s), *command],
             stdin=other,
             stdout=other,
             stderr=other,
@@ -137,6 +138,12 @@ def test_ctrl_c_again_and_again(stubborn: Terminal) -> None:
     stubborn.type(b"\x03")
     stubborn.server_ended()
     assert stubborn.keeper.wait() == 130
+
+
+def test_a_server_that_forgets_is_told_again(tmp_path: Path) -> None:
+    with contextlib.closing(Terminal(tmp_path, "stubborn", remind_s=0.01)) as stubborn:
+        stubborn.keeper.terminate()
+        assert [stubborn.next() for _ in range(3)] == ["server SIGTERM"] * 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
