@@ -161,7 +161,8 @@ class Sink:
         give_up = time.monotonic() + _ROOM_S
         while left and not self._full:
             taken = self._start(left, number_of, result, bar)
-            left = self._lacking(left)
+            # What was taken may have failed by now, and is lacking again: it is not tried twice.
+            left = self._lacking([key for key in left if key not in taken])
             if taken:
                 give_up = time.monotonic() + _ROOM_S
             elif left:
@@ -175,11 +176,11 @@ class Sink:
 
     def _start(
         self, keys: list[BlockKey], number_of: dict[BlockKey, int], result: Copied, bar: Progress
-    ) -> bool:
-        """Reserve room for what there is room for, and set it on its way."""
+    ) -> set[BlockKey]:
+        """Reserve room for what there is room for, set it on its way, and say what that is."""
         reserved = self._tier.prepare_store(keys, evict=self._evicting)
         if not reserved.keys:
-            return False
+            return set()
         numbers = [number_of[key] for key in reserved.keys]
         transfer = Transfer(
             id=next(self._ids),
@@ -196,7 +197,7 @@ class Sink:
         self._mover.submit(transfer)
         while len(self._flights) >= _PIECES_UNDER_WAY:
             self._settle(result, bar)
-        return True
+        return set(reserved.keys)
 
     def _make_room(self, result: Copied, bar: Progress) -> bool:
         """Wait for room and learn what others have left; whether that is all that can be done."""

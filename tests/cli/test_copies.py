@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ import pytest
 from cli_world import KVTIER, STACK, Hold, command
 
 from kvtier import Stack
+from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.cli.console import Progress
 from kvtier.cli.copying import Copied, Pace, open_sink
 from kvtier.cli.reader import Reader
 from kvtier.config import load
-from kvtier.core.record import HEADER_BYTES
+from kvtier.core.record import HEADER_BYTES, Buffer
 from kvtier.core.slab import layout
 from kvtier.testing.records import GROUPED, NAMESPACE, fill, make_keys, payload
-from kvtier.types import Namespace, Outcome
+from kvtier.types import BlockKey, Namespace, Outcome
 
 pytestmark = pytest.mark.slow
 
@@ -217,6 +219,25 @@ class TestPrewarm:
 
     def test_nothing_further_down(self, filled: Path) -> None:
         assert "--from" in command("prewarm", "-c", filled).err
+
+
+def test_what_cannot_be_read_is_tried_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though there is room for some of a piece only, and the first of it have failed by then."""
+
+    class Gone(Reader):
+        def read(
+            self, numbers: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
+        ) -> list[Outcome]:
+            return [Outcome.IO_ERROR] * len(keys)
+
+    take = NvmeTier.prepare_store
+    monkeypatch.setattr(
+        NvmeTier, "prepare_store", lambda tier, keys, *, evict: take(tier, keys[:4], evict=evict)
+    )
+    result = Copied(NAMESPACE.id)
+    with open_sink(load(fresh), 1, NAMESPACE, Gone(), Pace(None)) as sink:
+        sink.fill([(make_keys(100), list(range(100)))], result, Progress("", 0, ""))
+    assert (result.unread, result.bad, result.copied, result.not_stored) == (100, 0, 0, 0)
 
 
 class Clock:
