@@ -7,6 +7,9 @@ import secrets
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.backends.object import manifest
 from kvtier.backends.object.errors import LengthMismatch, Unavailable
 from kvtier.backends.object.manifest import Entries
@@ -24,6 +27,7 @@ _READERS = 8
 _LISTINGS_MAX = 4
 _PILE = 16
 """So many manifests of similar size are joined into one."""
+_TOLD_MAX = 1 << 17
 _PILE_MAX = 1024
 """And no more at once: the list of what a manifest covers must fit into `_HEAD_READ_BYTES`."""
 
@@ -50,6 +54,8 @@ class Journal:
         self._joined: set[str] = set()
         """Those that we have joined, as long as they are still there."""
         self._too_many = False
+        self._told = np.zeros(0, np.uint64)
+        """Prints of the entries that were told last."""
 
     def append(self, entries: Entries, covers: Iterable[str] = ()) -> None:
         """Write one manifest, which nobody else can overwrite."""
@@ -62,11 +68,20 @@ class Journal:
 
     def news(self) -> Entries:
         """What others have written since the last call, merged."""
-        return manifest.merge(self._read(self._seen))
+        entries = manifest.merge(self._read(self._seen))
+        # a manifest that joins others has some that we lack, and many that we have read
+        fresh = entries[np.isin(_prints(entries), self._told, invert=True)]
+        self._remember(fresh)
+        return fresh
 
     def everything(self) -> Entries:
         """The state of the namespace, from all manifests."""
-        return manifest.merge(self._read(set()))
+        entries = manifest.merge(self._read(set()))
+        self._remember(entries)
+        return entries
+
+    def _remember(self, entries: Entries) -> None:
+        self._told = np.append(self._told, _prints(entries[-_TOLD_MAX:]))[-_TOLD_MAX:]
 
     def join(self, purged_before: float) -> bool:
         """Join manifests if enough have piled up; whether it did.
@@ -202,6 +217,13 @@ class Journal:
     def _covers(self, head: memoryview) -> list[str]:
         covers = manifest.unpack_head(head, self._namespace.digest)[2]
         return covers or [""]  # one that covers none is never skipped
+
+
+def _prints(entries: Entries) -> npt.NDArray[np.uint64]:
+    """64 bits for each entry, time and all."""
+    found = manifest.marks(entries, entries["generation"])
+    found ^= entries["time_us"] * np.uint64(0x9FB21C651E98DF25) + entries["kind"].astype(np.uint64)
+    return found
 
 
 def _pile(sizes: dict[str, int]) -> list[str]:

@@ -132,7 +132,8 @@ class CountingStore(Store):
 
 
 class Fleet:
-    """Servers of one model on one store; each stores so many blocks a second."""
+    """Servers of one model on one store; each stores so many blocks a second. Their clocks are
+    wrong by as many seconds as `skews` says, in turn."""
 
     def __init__(
         self,
@@ -141,24 +142,27 @@ class Fleet:
         *,
         blocks_a_second: float = 0.0,
         capacity_blocks: int = 10_000_000,
+        skews: Sequence[float] = (0.0,),
         seed: int = 1,
     ) -> None:
         self.store = store
         self.stored = self.dropped = 0
-        self._rate = blocks_a_second
+        self.rate = blocks_a_second
         self._dice = random.Random(seed)
         self._capacity = capacity_blocks * BLOCK_BYTES
         self._number = 0
         self.servers: list[tuple[Keeper, ObjectTier]] = []
         self._owed: list[float] = []
-        for _ in range(servers):
-            self._open()
+        for number in range(servers):
+            self._open(skews[number % len(skews)])
             self.run(5.0 / servers)
 
-    def _open(self) -> None:
-        clock = self.store.clock
+    def _open(self, skew_s: float) -> None:
+        def clock() -> float:
+            return self.store.now + skew_s
+
         limits = Limits(self._capacity, refresh_s=5.0, audit_s=600.0)
-        keeper = Keeper(self.store, NAMESPACE, limits, clock=clock, steady=clock)
+        keeper = Keeper(self.store, NAMESPACE, limits, clock=clock, steady=self.store.clock)
         tier = ObjectTier(keeper, create_policy(), clock)
         keeper.open(tier.known)
         tier.start()
@@ -171,7 +175,7 @@ class Fleet:
             self.store.now += _STEP_S
             for at in self._dice.sample(range(len(self.servers)), len(self.servers)):
                 keeper, tier = self.servers[at]
-                self._owed[at] += self._rate * _STEP_S
+                self._owed[at] += self.rate * _STEP_S
                 count = int(self._owed[at])
                 self._owed[at] -= count
                 self._fill(tier, count)
@@ -193,6 +197,11 @@ class Fleet:
         tier.complete_store(reserved.keys)
         self.stored += len(reserved.keys)
         self.dropped += count - len(reserved.keys)
+
+    def blocks(self) -> set[tuple[BlockKey, int]]:
+        """Those that lie there."""
+        listed = (parse_block(info.name) for info in CountingStore.list(self.store))
+        return {parsed[1:] for parsed in listed if parsed is not None}
 
     def objects(self) -> int:
         """How many lie there that are no blocks."""

@@ -30,8 +30,8 @@ def store() -> Weather:
     return Weather()
 
 
-def begun(store: Weather, **busy: float) -> Fleet:
-    fleet = Fleet(store, SERVERS, **busy)  # type: ignore[arg-type]
+def begun(store: Weather, blocks_a_second: float = 0.0) -> Fleet:
+    fleet = Fleet(store, SERVERS, blocks_a_second=blocks_a_second)
     fleet.run(300.0)
     store.requests.clear()
     return fleet
@@ -98,3 +98,21 @@ def test_after_an_hour_away_not_all_list_everything_at_once(store: Weather) -> N
     assert SERVERS <= store.requests["LIST everything"] <= SERVERS + 2
     for _, tier in fleet.servers:
         assert tier._budget.hold(1)[0] == 1, "all of them store again"
+
+
+@pytest.mark.parametrize("skews", [(0.0,), (0.0, 5 * HOUR), (-7 * HOUR, 0.0, 26 * HOUR)])
+def test_clocks_that_are_hours_apart_cost_misses_and_no_budget(
+    store: Weather, skews: tuple[float, ...]
+) -> None:
+    fleet = Fleet(store, 3, capacity_blocks=60, skews=skews, blocks_a_second=0.5)
+    most = 0
+    for _ in range(240):
+        fleet.run(5.0)
+        most = max(most, len(fleet.blocks()))
+    assert 30 < most <= 60
+    assert fleet.stored > 240, "room is made and used"
+    fleet.rate = 0.0
+    fleet.run(2.5 * HOUR)
+    for _, tier in fleet.servers:
+        tier.tick()
+        assert set(tier.known()) == fleet.blocks()

@@ -340,7 +340,27 @@ def test_what_was_damaged_here_is_taken_from_those_who_could_read_it(
     assert keys_in(other.news()) == set(all_keys) - {all_keys[3]}
     path.write_bytes(whole)
     assert one.join(0.0)
-    assert keys_in(other.news()) == set(all_keys)
+    assert keys_in(other.news()) == {all_keys[3]}
+
+
+def test_what_was_told_is_not_told_again_when_it_is_joined(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_TOLD_MAX", 30)
+    one, other = Journal(store, NAMESPACE), Journal(store, NAMESPACE)
+    all_keys = make_keys(40)
+    one.append(added(all_keys[:10], at=1))
+    other.everything()
+    for at, key in enumerate(all_keys[10:35]):
+        one.append(added([key], at=100 + at))
+    other.news()
+    for at, key in enumerate(all_keys[35:]):
+        one.append(added([key], at=200 + at))
+    one.append(added(all_keys[30:31], at=300))
+    assert one.join(0.0)
+    heard = other.news()
+    assert keys_in(heard) == {*all_keys[:5], *all_keys[30:31], *all_keys[35:]}, "of the last 30"
+    assert len(heard) == 11
 
 
 def test_more_manifests_than_memory_should_hold_are_not_read(
