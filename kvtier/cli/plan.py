@@ -94,15 +94,9 @@ def plan(
     expectation = expect(stack, shape, links, device, prefill, prompt)
     rows: list[Row] = []
     if requests is not None:
-        per_block = block_tokens or _BLOCK_TOKENS
-        rows = run_sweep(stack, expectation, requests, per_block, factors, exact)
-    if json:
-        console.print_json({"model": expectation, "trace": rows})
-    else:
-        _show(expectation)
-        if rows:
-            console.say()
-            show_sweep(rows)
+        of_each = block_tokens or _BLOCK_TOKENS
+        rows = run_sweep(stack, expectation, requests, of_each, factors, exact)
+    _report(expectation, rows, json)
     if svg is not None:
         svg.write_text(plot(rows), encoding="utf-8")
 
@@ -142,6 +136,16 @@ def _links(
         size = Size(block, max(4, _MEASURED_BYTES // block), 1)
         links = links_of(measure(config, size, console.note), block) | links
     return links
+
+
+def _report(expectation: Expectation, rows: list[Row], json: bool) -> None:
+    if json:
+        console.print_json({"model": expectation, "trace": rows})
+        return
+    _show(expectation)
+    if rows:
+        console.say()
+        show_sweep(rows)
 
 
 def _show(found: Expectation) -> None:

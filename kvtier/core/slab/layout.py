@@ -146,6 +146,12 @@ def add_uses(entry: Buffer | bytes, count: int, at: int) -> bytes:
     return USES.pack(at, min(uses + count, USES_MAX))
 
 
+def possible(uses: int, at: float, now: float) -> tuple[int, int]:
+    """Statistics from elsewhere, cut down to what can be: a block that was used in days to come
+    would never be the next to go."""
+    return max(0, min(uses, USES_MAX)), int(max(0.0, min(at, now)))
+
+
 def block_stamp(entry: bytes) -> bytes:
     """What stays as it is as long as an entry speaks of one block: all but state and statistics."""
     return entry[1:USES_AT] + entry[USES_AT + USES.size :]

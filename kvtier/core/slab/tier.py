@@ -243,17 +243,9 @@ class SlabTier(Tier):
         self._tell_policy()
 
     def carry_uses(self, used: Mapping[BlockKey, tuple[int, float]]) -> None:
-        now = self._clock()
-        slots = {self._where[key]: counted for key, counted in used.items() if key in self._where}
-        self._on_carried(
-            {
-                # Where they come from is believed nothing: what was used in days to come would
-                # stay for ever.
-                slot: (max(0, min(uses, layout.USES_MAX)), int(max(0.0, min(at, now))))
-                for slot, (uses, at) in slots.items()
-                if self._owned(slot)
-            }
-        )
+        now, where = self._clock(), self._where
+        slots = {where[key]: layout.possible(*used[key], now) for key in used if key in where}
+        self._on_carried({slot: uses for slot, uses in slots.items() if self._owned(slot)})
 
     def _expect(self, keys: Sequence[BlockKey]) -> None:
         """Remember which block comes before each of these: they may be stored soon."""
