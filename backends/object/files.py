@@ -3,6 +3,9 @@
 An object is one file. It is written under a temporary name in its own folder and published by
 rename, or by hard link where the name must be absent; a crash leaves a temporary file that
 `sweep` removes. Temporary names start with a dot, which no object name does.
+
+Files are named by strings: Python 3.12 up to 3.12.5 keeps the parts of every `Path` for ever, and
+there is a new one for every object, and for every put.
 """
 
 from __future__ import annotations
@@ -60,6 +63,7 @@ class FileStore(Store):
         self, root: str | os.PathLike[str], *, sync: bool = False, disk: Disk | None = None
     ) -> None:
         self.root = Path(root)
+        self._root = str(self.root)
         self.sync = sync
         self._disk = disk or Disk()
         with _mapped(str(self.root)):
@@ -81,39 +85,41 @@ class FileStore(Store):
         target = self._path(name)
         _check_deadline(deadline, name)
         with _mapped(name):
-            if if_absent and target.exists():
+            if if_absent and os.path.exists(target):
                 return PutOutcome.ALREADY_THERE
             temporary = self._write_temporary(target, buffers)
             try:
                 outcome = self._publish(temporary, target, if_absent)
             except OSError:
-                temporary.unlink(missing_ok=True)
+                _remove(temporary)
                 raise
             if self.sync:
-                _sync_folder(target.parent)
+                _sync_folder(os.path.dirname(target))
             return outcome
 
-    def _write_temporary(self, target: Path, buffers: Sequence[Buffer]) -> Path:
-        temporary = target.with_name(f"{_TMP}{writers.this_process()}-{secrets.token_hex(8)}")
+    def _write_temporary(self, target: str, buffers: Sequence[Buffer]) -> str:
+        folder = os.path.dirname(target)
+        own = f"{_TMP}{writers.this_process()}-{secrets.token_hex(8)}"
+        temporary = os.path.join(folder, own)
         for _ in range(8):  # a folder that `delete` found empty may vanish between the two calls
-            self._make_folder(target.parent)
+            self._make_folder(folder)
             with contextlib.suppress(FileNotFoundError):
                 fd = self._disk.open(temporary, create=True)
                 break
         else:
-            raise FileNotFoundError(errno.ENOENT, "the folder keeps vanishing", str(target.parent))
+            raise FileNotFoundError(errno.ENOENT, "the folder keeps vanishing", folder)
         try:
             self._write_all(fd, buffers)
             if self.sync:
                 self._disk.sync(fd)
         except OSError:
-            temporary.unlink(missing_ok=True)
+            _remove(temporary)
             raise
         finally:
             self._disk.close(fd)
         return temporary
 
-    def _publish(self, temporary: Path, target: Path, if_absent: bool) -> PutOutcome:
+    def _publish(self, temporary: str, target: str, if_absent: bool) -> PutOutcome:
         if not if_absent:
             self._disk.rename(temporary, target)
             return PutOutcome.STORED
@@ -129,16 +135,18 @@ class FileStore(Store):
             )  # this file system cannot refuse: the last writer wins
             return PutOutcome.STORED
         finally:
-            temporary.unlink(missing_ok=True)
+            _remove(temporary)
         return PutOutcome.STORED
 
-    def _make_folder(self, folder: Path) -> None:
-        if folder == self.root or folder.is_dir():
+    def _make_folder(self, folder: str) -> None:
+        if folder == self._root or os.path.isdir(folder):
             return
-        self._make_folder(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        above = os.path.dirname(folder)
+        self._make_folder(above)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
         if self.sync:
-            _sync_folder(folder.parent)
+            _sync_folder(above)
 
     def get(
         self,
@@ -175,7 +183,7 @@ class FileStore(Store):
         _check_deadline(deadline, name)
         with _mapped(name):
             try:
-                if not stat.S_ISREG(path.lstat().st_mode):  # a link may lead anywhere
+                if not stat.S_ISREG(os.lstat(path).st_mode):  # a link may lead anywhere
                     return None
                 fd = self._disk.open_to_read(path)
             except (FileNotFoundError, NotADirectoryError):
@@ -196,7 +204,7 @@ class FileStore(Store):
         _check_deadline(deadline, name)
         with _mapped(name):
             try:
-                found = path.lstat()
+                found = os.lstat(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
         return _info(name, found) if stat.S_ISREG(found.st_mode) else None
@@ -233,7 +241,7 @@ class FileStore(Store):
             found = []
             with _mapped(folder):
                 try:
-                    with os.scandir(self.root / folder) as entries:
+                    with os.scandir(os.path.join(self._root, folder)) as entries:
                         for entry in entries:
                             if not is_name(entry.name):
                                 continue
@@ -246,7 +254,7 @@ class FileStore(Store):
                 except NotADirectoryError:
                     return []
                 except FileNotFoundError:
-                    if again > 1 and (self.root / folder).is_dir():
+                    if again > 1 and os.path.isdir(os.path.join(self._root, folder)):
                         continue
             break
         return sorted(found, key=lambda one: one.name)
@@ -261,27 +269,27 @@ class FileStore(Store):
                 _check_deadline(deadline, name)
                 with _mapped(name), contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     self._disk.unlink(path)
-                    self._prune(path.parent)
+                    self._prune(os.path.dirname(path))
             except StoreError as error:
                 failed[name] = error
         return failed
 
-    def _prune(self, folder: Path) -> None:
+    def _prune(self, folder: str) -> None:
         with contextlib.suppress(OSError):  # not empty, or already gone: both are fine
-            while folder != self.root:
-                folder.rmdir()
-                folder = folder.parent
+            while folder != self._root:
+                os.rmdir(folder)
+                folder = os.path.dirname(folder)
 
     def sweep(self, older_than_s: float) -> Iterator[int]:
         """Temporary files are what a crash leaves behind; those of this machine go at once."""
         for folder, _, files in os.walk(self.root):
             removed = 0
             for name in files:
-                path = Path(folder) / name
+                path = os.path.join(folder, name)
                 # gone in the meantime, or another user's: not ours to remove
                 with contextlib.suppress(OSError):
                     if name.startswith(_TMP) and _is_abandoned(path, older_than_s):
-                        path.unlink()
+                        os.unlink(path)
                         removed += 1
             yield removed
 
@@ -301,8 +309,8 @@ class FileStore(Store):
             rest = _advance(rest, count)
         return offset - start
 
-    def _path(self, name: str) -> Path:
-        return self.root / check_name(name)
+    def _path(self, name: str) -> str:
+        return os.path.join(self._root, check_name(name))
 
 
 class _Found(NamedTuple):
@@ -323,15 +331,20 @@ def _advance(rest: Sequence[Buffer], count: int) -> list[Buffer]:
     return []
 
 
-def _is_abandoned(temporary: Path, older_than_s: float) -> bool:
+def _is_abandoned(temporary: str, older_than_s: float) -> bool:
     """Whether its writer is dead; one of another machine counts as dead after so long."""
-    writer = _TMP_OF.match(temporary.name)
+    writer = _TMP_OF.match(os.path.basename(temporary))
     if writer and not writers.may_live(writer[1]):
         return True
-    return time.time() - temporary.lstat().st_mtime > older_than_s
+    return time.time() - os.lstat(temporary).st_mtime > older_than_s
 
 
-def _sync_folder(folder: Path) -> None:
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _sync_folder(folder: str) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -6,6 +6,7 @@ transfers, errors, latency, torn writes, flipped bits and death.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -14,11 +15,13 @@ from pathlib import Path
 
 from kvtier.core.record import Buffer
 
+AnyPath = str | os.PathLike[str]
+
 
 class Disk:
     """Plain system calls. Raises OSError as the system does; retries nothing."""
 
-    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
+    def open(self, path: AnyPath, *, create: bool = False, direct: bool = False) -> int:
         """Open for reading and writing, closed on exec, 0600 when created."""
         flags = os.O_RDWR | os.O_CLOEXEC
         if create:
@@ -27,7 +30,7 @@ class Disk:
             flags |= os.O_DIRECT
         return os.open(path, flags, 0o600)
 
-    def open_to_read(self, path: Path) -> int:
+    def open_to_read(self, path: AnyPath) -> int:
         """Open for reading alone, closed on exec; does not wait for what is no ordinary file."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -56,13 +59,14 @@ class Disk:
         """Wait until the file's data would survive a loss of power."""
         os.fdatasync(fd)
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source: AnyPath, target: AnyPath) -> None:
         """Give a file its final name at one instant, in place of what has that name."""
-        source.replace(target)
+        os.replace(source, target)  # noqa: PTH105 - strings are paths, too
 
-    def unlink(self, path: Path) -> None:
+    def unlink(self, path: AnyPath) -> None:
         """Remove a file; one that is gone already is no error."""
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # noqa: PTH108
 
     def free_bytes(self, path: Path) -> int:
         """Room that an ordinary user may still take on the file system of `path`."""

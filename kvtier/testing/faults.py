@@ -32,10 +32,9 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.core.disk import Disk
+from kvtier.core.disk import AnyPath, Disk
 from kvtier.core.record import ALIGN, Buffer
 
 SECTOR = 512
@@ -139,11 +138,11 @@ class FaultyDisk(Disk):
         with self._lock:
             return self._dice.randrange(limit) if limit > 0 else 0
 
-    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
+    def open(self, path: AnyPath, *, create: bool = False, direct: bool = False) -> int:
         self._next("create" if create else "open")
         return super().open(path, create=create, direct=direct)
 
-    def open_to_read(self, path: Path) -> int:
+    def open_to_read(self, path: AnyPath) -> int:
         self._next("open")
         return super().open_to_read(path)
 
@@ -187,11 +186,11 @@ class FaultyDisk(Disk):
         self._next("sync")
         super().sync(fd)
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source: AnyPath, target: AnyPath) -> None:
         self._next("rename")
         super().rename(source, target)
 
-    def unlink(self, path: Path) -> None:
+    def unlink(self, path: AnyPath) -> None:
         self._next("unlink")
         super().unlink(path)
 

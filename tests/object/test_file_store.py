@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,23 @@ def test_empty_folders_vanish_with_their_last_object(store: FileStore) -> None:
     store.delete(["a/b/c/one"])
     assert not (store.root / "a" / "b").exists()
     assert get(store, "a/two") is GetOutcome.FOUND
+
+
+def test_no_name_is_kept_for_ever(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Path` interns its parts, and Python 3.12 up to 3.12.5 frees nothing that is interned."""
+    parts: list[str] = []
+    intern = sys.intern
+
+    def spy(text: str) -> str:
+        parts.append(text)
+        return intern(text)
+
+    monkeypatch.setattr(sys, "intern", spy)
+    put(store, "ab/cd/name")
+    store.put("ab/cd/other", [memoryview(b"bytes")], if_absent=True)
+    assert get(store, "ab/cd/name") is GetOutcome.FOUND
+    assert store.head("ab/cd/name") is not None
+    assert len(list(store.list())) == 2
+    assert not store.delete(["ab/cd/name", "ab/cd/other"])
+    assert list(store.sweep(0.0))
+    assert parts == []
