@@ -19,7 +19,7 @@ SHARED = -n $(WORKERS) --dist worksteal
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm venv-vllm check fix lint docs lock clean venv bench-nvme bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-sanitize gpu-needs gpu-wheels
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm venv-vllm check fix lint docs lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-sanitize gpu-needs gpu-wheels
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -87,6 +87,10 @@ bench-plan: $(STAMP)
 # Beside vLLM's own file tier, so in vLLM's environment.
 bench-nvme: $(VLLM_STAMP)
 	$(VLLM_BIN)/python -m benchmarks.nvme
+
+# Servers that live for an hour while everything goes wrong: make bench-soak MINUTES=240 SEED=2
+bench-soak: $(VLLM_STAMP) $(STAMP)
+	PYTHONPATH=tests/object $(VLLM_BIN)/python -m benchmarks.soak
 
 # On a machine with a CUDA device whose $(PYTHON) has torch: tests, then measurements, in under eight
 # minutes. Where nothing can be downloaded, `make gpu-wheels` elsewhere fills .gpu-wheels before.
