@@ -76,7 +76,7 @@ class ObjectSettings(TierSettings, frozen=True, kw_only=True, tag="object"):
     refresh: Duration = Duration(5.0)
     """How often to look at what other servers have added and removed."""
     audit: Duration = Duration(600.0)
-    """How often to list everything: finds what no manifest knows, and what others deleted."""
+    """How often one of all servers lists everything: finds what nobody has written down."""
     connect_timeout: Duration = Duration(1.0)
     """How long to wait for a connection."""
     idle_timeout: Duration = Duration(2.0)

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 _WAKE_S = 0.5
 _OPEN_S = 2.0
 """How long opening may wait for a listing; what manifests say is known before."""
-_CLOSE_S = 4.0
+_CLOSE_S = 3.0
 """How long closing may take: engines are killed that do not end within seconds."""
 _CLOSE_SHARES = (0.375, 0.25)
 """Of that, for what is under way to end, and for what is to be deleted."""
