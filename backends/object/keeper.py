@@ -145,6 +145,8 @@ class Keeper:
     def work(self) -> None:
         """One round of whatever is due. Weather is no news: the store's breaker logs it."""
         with self._mutex:
+            if self._stopping:
+                return
             self.uses.count()
             self.outbox.delete_doomed()
             now = self._steady()
@@ -230,7 +232,7 @@ class Keeper:
 
     def _end(self) -> None:
         try:
-            self.outbox.write_down()
+            self.outbox.state()
         finally:
             self._claims.close(clean=self.outbox.empty)
         self.uses.close()

@@ -115,9 +115,16 @@ class Outbox:
         return not (self._entries or self._doomed or self._stubborn)
 
     def write_down(self) -> None:
-        """All that was said until now; raises StoreError."""
+        """Delete, then say so, and what was added; raises StoreError."""
         waiting = len(self._entries)
         self.delete_doomed()
+        self._state(waiting)
+
+    def state(self) -> None:
+        """Only say what was said until now; raises StoreError."""
+        self._state(len(self._entries))
+
+    def _state(self, waiting: int) -> None:
         while waiting:
             count = min(waiting, _ENTRIES_MAX)
             waiting -= count

@@ -126,6 +126,21 @@ def test_a_request_that_fails_at_the_end_is_said_once_and_keeps_no_other_from_be
     assert stated == (0 if stuck == "manifest" else 4)
 
 
+def test_deleting_much_does_not_keep_what_was_stored_from_being_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deletes take all the time that they are given."""
+    monkeypatch.setattr(keeper_module, "_CLOSE_SHARES", (0.5, 0.0))
+    store = WatchedStore(tmp_path / "store")
+    keeper = busy(store)
+    store.calls.clear()
+    keeper.close()
+    assert store.calls[0][0] == "put"
+    assert len(Journal(store, NAMESPACE).everything()) == 4
+    [claim] = [info.name for info in store.list("claims/")]
+    assert "-0-" not in claim.replace(NAMESPACE.id, ""), "what is still there stays claimed"
+
+
 def test_who_is_in_the_midst_of_something_ends_with_its_present_request(tmp_path: Path) -> None:
     """The keeper reads page after page of a listing that never ends."""
     listing, gone_on = threading.Event(), threading.Event()
