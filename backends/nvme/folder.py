@@ -15,7 +15,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -288,6 +288,12 @@ class NvmeFolder:
             slab_id=self._new_id(),
             namespace=self.namespace.digest,
             flags=FLAG_DISCARD if limits.discard else 0,
+        )
+
+    def cut_off(self, slabs: Iterable[SlabFile]) -> int:
+        """Bytes that somebody has cut off these slabs: what is written next brings them back."""
+        return sum(
+            max(0, _file_sizes(slab.header)[0] - length(self.data_path(slab.id))) for slab in slabs
         )
 
     def _making(self, slab_id: int, owner: int) -> tuple[Path, Path]:

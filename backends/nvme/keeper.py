@@ -254,8 +254,10 @@ class Keeper:
         elif not wanted:
             self._set_hungry(False)
         slots = max(1, self.limits.slab_bytes // self.limits.slot_bytes)
+        cut = self.folder.cut_off(known.slab for known in self._known.values()) if wanted else 0
+        limits = msgspec.structs.replace(self.limits, capacity=self.limits.capacity - cut)
         while wanted > 0 and not self._stopping:
-            slab = self.folder.create_slab(self.owner, slots, self.limits)
+            slab = self.folder.create_slab(self.owner, slots, limits)
             if slab is None:
                 self._full_until = time.monotonic() + _HOUSEKEEPING_S
                 self._set_hungry(mine * self._living() < len(self._known) or not mine)

@@ -56,6 +56,19 @@ def test_slabs_of_the_dead_are_adopted_with_their_blocks(tmp_path: Path) -> None
     heir.close()
 
 
+def test_a_slab_that_was_cut_short_keeps_its_room(tmp_path: Path) -> None:
+    """What is written to it next makes it as long as before."""
+    engine = Engine(tmp_path / "kv", blocks=16)
+    engine.put(make_keys(16))
+    slabs = set(engine.root.rglob("*.slab"))
+    os.truncate(min(slabs), 0)
+    engine.keeper._full_until = 0.0  # it has just been told that there is no room
+    engine.tier.prepare_store(make_keys(1, start=100))
+    engine.tier.refresh()
+    assert set(engine.root.rglob("*.slab")) == slabs
+    engine.close()
+
+
 def test_a_starving_engine_is_given_slabs(tmp_path: Path) -> None:
     rich = Engine(tmp_path / "kv", blocks=16)
     rich.put(make_keys(16))
