@@ -68,6 +68,7 @@ def test_an_idle_server_looks_and_renews_its_claim(store: Weather) -> None:
     assert not store.requests
 
 
+@pytest.mark.slow
 def test_a_busy_server_writes_down_once_a_look(store: Weather) -> None:
     fleet = begun(store, blocks_a_second=2.0)
     fleet.run(600.0)
@@ -100,7 +101,8 @@ def test_after_an_hour_away_not_all_list_everything_at_once(store: Weather) -> N
         assert tier._budget.hold(1)[0] == 1, "all of them store again"
 
 
-@pytest.mark.parametrize("skews", [(0.0,), (0.0, 5 * HOUR), (-7 * HOUR, 0.0, 26 * HOUR)])
+@pytest.mark.slow
+@pytest.mark.parametrize("skews", [(0.0, 5 * HOUR), (-7 * HOUR, 0.0, 26 * HOUR)])
 def test_clocks_that_are_hours_apart_cost_misses_and_no_budget(
     store: Weather, skews: tuple[float, ...]
 ) -> None:
