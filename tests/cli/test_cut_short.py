@@ -69,7 +69,14 @@ def arrived(stack: Path) -> int:
 
 def start(stack: Path) -> subprocess.Popen[str]:
     args = [KVTIER, "prewarm", "-c", stack, "--rate", RATE, "--json"]
-    return subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        args,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell has its background jobs ignore Ctrl-C, and with them the tests that run in one.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def let_arrive(process: subprocess.Popen[str], stack: Path, blocks: int) -> None:

@@ -289,6 +289,7 @@ def run() -> None:
 sys.modules[module.__name__] = module
 commands.COMMANDS["try"] = "Try."
 sys.argv[1:] = ["try"]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
 main.main()
 """
 
