@@ -23,7 +23,7 @@ _TRANSFER = "--kv-transfer-config"
 _HASH = "--prefix-caching-hash-algo"
 _DETAILS = "--enable-prompt-tokens-details"
 _GRACE = "--shutdown-timeout"
-_GRACE_S = 10
+_GRACE_S = 20
 _PROMPT = "Tell me about caches. " * 100
 
 

@@ -43,7 +43,7 @@ def test_what_the_user_says_of_hashes_counts(flags: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "seconds"), [([], "10"), (["--shutdown-timeout", "0"], "0"), (["--port", "1"], "10")]
+    ("flags", "seconds"), [([], "20"), (["--shutdown-timeout", "0"], "0"), (["--port", "1"], "20")]
 )
 def test_an_engine_may_close_its_tiers_before_it_ends(flags: list[str], seconds: str) -> None:
     command = serve.server_command("m", Path("s.yaml"), flags)
