@@ -239,7 +239,7 @@ class Popular(MemoryHost):
 
     def record(self, slot: int) -> memoryview:
         entry = self.entries[slot]
-        uses = table.add_uses(entry, 1, now=1_000_000)
+        uses = table.add_uses(entry, 1, at=1_000_000)
         after = table.USES_AT + len(uses)
         self.entries[slot] = entry[: table.USES_AT] + uses + entry[after:]
         return super().record(slot)
