@@ -43,8 +43,8 @@ if name == "server":
     engine = subprocess.Popen(command, stdin=subprocess.PIPE)
     while True:
         signal.pause()
+print("shown", flush=True)  # while there surely is a terminal
 say("up", os.getppid())
-print("shown", flush=True)
 sys.stdin.read()
 """
 
