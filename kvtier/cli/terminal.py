@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from types import FrameType
 
 from kvtier.cli import console
 from kvtier.cli.main import EXIT_INTERRUPTED
 from kvtier.move.server import die_with
 
+_CLOSING = "closing (Ctrl-C again interrupts all of it, and once more kills it)"
 REMIND_S = 5.0
 """How often the server is told: while vLLM starts, it may forget it."""
 
@@ -33,6 +34,7 @@ def in_foreground() -> bool:
 
 def run(command: Sequence[str]) -> int:
     """Run a server until it ends, or is told to from here; answers with its exit code."""
+    heard = _hear()
     keeper = os.getpid()
 
     def stand_apart() -> None:
@@ -45,39 +47,44 @@ def run(command: Sequence[str]) -> int:
         process_group=0,
         preexec_fn=stand_apart,
     )
-    presses = 0
-
-    def close(number: int, frame: FrameType | None) -> None:
-        server.terminate()
-        signal.setitimer(signal.ITIMER_REAL, REMIND_S)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal presses
-        presses += 1
-        if presses == 1:
-            close(number, frame)
-            console.note("closing (Ctrl-C again interrupts all of it, and once more kills it)")
-        else:
-            _tell_all(server, signal.SIGINT if presses == 2 else signal.SIGKILL)
-
-    def pause(number: int, frame: FrameType | None) -> None:
-        _tell_all(server, signal.SIGSTOP)
-        os.kill(keeper, signal.SIGSTOP)
-        _tell_all(server, signal.SIGCONT)
-
-    for number, handler in (
-        (signal.SIGINT, interrupt),
-        (signal.SIGTERM, close),
-        (signal.SIGALRM, close),
-        (signal.SIGHUP, close),  # the terminal is gone
-        (signal.SIGTSTP, pause),
-    ):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, handler)
-    code = server.wait()
+    ended = os.pidfd_open(server.pid)
+    presses, told = 0, False
+    while (code := server.poll()) is None:
+        ready, _, _ = select.select([heard, ended], [], [], REMIND_S)
+        if told and not ready:
+            server.terminate()
+        for number in os.read(heard, 64) if heard in ready else b"":
+            presses += number == signal.SIGINT
+            if number == signal.SIGTSTP:
+                _pause(server)
+            elif number == signal.SIGINT and presses > 1:
+                _tell_all(server, signal.SIGINT if presses == 2 else signal.SIGKILL)
+            else:
+                server.terminate()
+                told = True
+                if number == signal.SIGINT:
+                    console.note(_CLOSING)
     if presses:
         return EXIT_INTERRUPTED
     return code if code >= 0 else 128 - code
+
+
+def _hear() -> int:
+    """From where the numbers of signals can be read from now on; none is lost, or comes while
+    nobody expects it."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, frame: None)
+    return reader
+
+
+def _pause(server: subprocess.Popen[bytes]) -> None:
+    _tell_all(server, signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    _tell_all(server, signal.SIGCONT)
 
 
 def _tell_all(server: subprocess.Popen[bytes], number: signal.Signals) -> None:

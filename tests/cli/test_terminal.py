@@ -23,29 +23,28 @@ terminal.REMIND_S = float(sys.argv.pop(1))
 sys.exit(terminal.run(sys.argv[1:]))
 """
 
-# A server with an engine, which say what they hear. The first SIGTERM ends the server, and with it
-# the engine, unless the server is a stubborn one.
+# A server with an engine, which say what they hear. The first SIGTERM ends both, unless the server
+# is a stubborn one.
 SERVER = """
 import os, signal, subprocess, sys
 name, path, how = sys.argv[1:]
 def say(*words):
     with open(path, "a") as file:
         print(name, *words, file=file)
-def hear(number, frame):
+numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCONT}
+signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+if name == "server":
+    engine = subprocess.Popen([sys.executable, __file__, "engine", path, how])
+else:
+    print("shown", flush=True)  # while there surely is a terminal
+    say("up", os.getppid())
+while True:
+    number = signal.sigwait(numbers)
     say(signal.Signals(number).name)
     if name == "server" and number == signal.SIGTERM and how == "obedient":
-        engine.stdin.close()
-        sys.exit(engine.wait())
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCONT):
-    signal.signal(number, hear)
-if name == "server":
-    command = [sys.executable, __file__, "engine", path, how]
-    engine = subprocess.Popen(command, stdin=subprocess.PIPE)
-    while True:
-        signal.pause()
-print("shown", flush=True)  # while there surely is a terminal
-say("up", os.getppid())
-sys.stdin.read()
+        engine.kill()
+        engine.wait()
+        sys.exit()
 """
 
 
@@ -74,7 +73,8 @@ class Terminal:
             preexec_fn=take,
         )
         os.close(other)
-        self._server = os.pidfd_open(int(self.next().removeprefix("engine up ")))
+        self._group = int(self.next().removeprefix("engine up "))
+        self._server = os.pidfd_open(self._group)
 
     def next(self) -> str:
         """What server or engine say next."""
@@ -101,7 +101,7 @@ class Terminal:
         self.keeper.kill()
         self.keeper.wait()
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._server, signal.SIGKILL)
+            os.killpg(self._group, signal.SIGKILL)
         os.close(self._server)
         self._heard.close()
         if self._end >= 0:
