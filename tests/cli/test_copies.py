@@ -183,6 +183,7 @@ class TestPrewarm:
             with Stack(load(stack_file), model, engine=f"of-{number}") as stack:
                 stack.store({key: payload(key, model)})
                 assert stack.settle()
+        for number, model in enumerate(models):  # now that no engine would take them for idle
             for table in (stack_file.parent / "disk" / "blocks" / model.id).glob("*.table"):
                 with table.open("r+b") as entries:
                     entries.seek(layout.TABLE_AT + 8)
