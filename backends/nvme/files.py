@@ -11,12 +11,13 @@ import time
 from pathlib import Path
 
 from kvtier.core.disk import is_locked
-from kvtier.core.slab.layout import TABLE_AT, SlabHeader
+from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT, SlabHeader
 from kvtier.errors import FormatError, NewerFormat
 
 DATA_SUFFIX = ".slab"
 TABLE_SUFFIX = ".table"
 _HOLD_TRIES = 100
+_PIECE_BYTES = 1 << 16
 _NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 _HOME = re.compile(r"[0-9a-f]{32}")
 _WHOLE = re.compile(r"[0-9a-f]{8}\.(slab|table)")
@@ -106,6 +107,25 @@ def length(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+def is_empty(table: Path) -> bool:
+    """Whether no slot of a slab holds anything; of one in use the beginning says that it does."""
+    try:
+        fd = os.open(table, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        at = TABLE_AT
+        while entries := os.pread(fd, _PIECE_BYTES, at):
+            if any(entries[::ENTRY_BYTES]):
+                return False
+            at += len(entries)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def is_newer(table: Path) -> bool:

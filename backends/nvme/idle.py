@@ -19,6 +19,7 @@ from kvtier.backends.nvme.files import (
     TABLE_SUFFIX,
     held,
     homes,
+    is_empty,
     is_newer,
     length,
     slab_files,
@@ -33,7 +34,7 @@ class IdleHome(msgspec.Struct, frozen=True):
 
     path: Path
     tables: list[Path]
-    """Those that may go, the least recently used first."""
+    """Those that may go: what is empty first, then the least recently used."""
     used: float
     bytes: int
 
@@ -96,9 +97,10 @@ def _others(root: Path, mine: Path) -> tuple[list[IdleHome], int]:
         if any(held(owner) for owner in (path / "owners").glob("*")):
             living += 1
             continue
-        tables = sorted((used_at(table), table) for table in slab_files(path, TABLE_SUFFIX))
-        size = sum(_bytes(table) for _, table in tables)
-        used = tables[-1][0] if tables else 0.0
-        ours = [table for _, table in tables if not is_newer(table)]
-        idle.append(IdleHome(path, ours, used, size))
+        tables = slab_files(path, TABLE_SUFFIX)
+        used = {table: used_at(table) for table in tables}
+        ours = [table for table in tables if not is_newer(table)]
+        ours.sort(key=lambda table: (not is_empty(table), used[table], table))
+        size = sum(map(_bytes, tables))
+        idle.append(IdleHome(path, ours, max(used.values(), default=0.0), size))
     return idle, living

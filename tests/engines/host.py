@@ -222,7 +222,7 @@ class Host:
         """What the cost model knows of each link, and of a prompt of 1000 tokens."""
         import msgspec
 
-        costs = self._manager._costs
+        costs = self._manager.costs
         links = {name: msgspec.to_builtins(link) for name, link in costs.stats().items()}
         return links | {"prefill_seconds": costs.recompute_seconds(0, 1000)}
 

@@ -9,12 +9,14 @@ import os
 import shutil
 import signal
 import struct
+import time
 from pathlib import Path
 
 import pytest
 from nvme_rig import SLAB_BLOCKS, Engine, child, expect
 
-from kvtier.backends.nvme.files import used_bytes
+from kvtier.backends.nvme.files import is_empty, used_bytes
+from kvtier.backends.nvme.idle import reclaim
 from kvtier.core.disk import Disk
 from kvtier.core.slab import layout
 from kvtier.testing.records import NAMESPACE, make_keys
@@ -132,6 +134,21 @@ def test_another_namespace_takes_room_from_idle_ones(tmp_path: Path) -> None:
     assert used_bytes(new.root) <= new.capacity
     assert not (tmp_path / "kv" / NAMESPACE.id).exists()
     new.close()
+
+
+def test_what_idle_namespaces_hold_goes_after_their_empty_slabs(tmp_path: Path) -> None:
+    old = Engine(tmp_path / "kv", blocks=16)
+    old.put(make_keys(1))
+    old.keeper.work()
+    made = set(old.root.rglob("*.table"))
+    assert len(made) == 2, "one of them is spare"
+    (empty,) = (table for table in made if is_empty(table))
+    old.close()
+    os.utime(empty, (time.time() + 60,) * 2)  # it was made last
+    mine = tmp_path / "kv" / OTHER.id
+    room = used_bytes(old.root) + 1
+    assert reclaim(old.root, mine, room, 2, 0.0, Disk())
+    assert set(old.root.rglob("*.table")) == made - {empty}
 
 
 class LowDisk(Disk):
