@@ -30,6 +30,8 @@ def group_of(key: BlockKey) -> int:
 
 
 PARTS_MAX = 256
+NAMESPACE_BYTES_MAX = 1 << 20
+"""A description of a namespace that is longer is none of ours."""
 
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +54,11 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"parts must be between 1 and {PARTS_MAX}")
         if any(size % self.parts for size in self.group_bytes):
             raise ValueError("every payload size must be a multiple of parts")
+
+    @property
+    def model(self) -> str:
+        """The model's name, without the folders in which it lies; "" if no fact says it."""
+        return self.facts.get("model", "").rstrip("/").rpartition("/")[2]
 
     @property
     def payload_bytes(self) -> int:

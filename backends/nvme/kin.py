@@ -12,9 +12,8 @@ from pathlib import Path
 import msgspec
 
 from kvtier.backends.nvme.files import homes, length
-from kvtier.types import Namespace
+from kvtier.types import NAMESPACE_BYTES_MAX, Namespace
 
-_NAMESPACE_BYTES_MAX = 1 << 20
 _HOMES_MAX = 256
 
 
@@ -27,7 +26,7 @@ def differs_in(root: Path, namespace: Namespace) -> str:
             other = _described(home / "namespace.json")
             if other is None or home.name == namespace.id:
                 continue
-            if _model(other) and _model(other) == _model(namespace):
+            if other.model and other.model == namespace.model:
                 found.append((home.stat().st_mtime, other))
     if not found:
         return ""
@@ -38,13 +37,8 @@ def differs_in(root: Path, namespace: Namespace) -> str:
 
 def _described(path: Path) -> Namespace | None:
     try:
-        if path.is_file() and length(path) <= _NAMESPACE_BYTES_MAX:
+        if path.is_file() and length(path) <= NAMESPACE_BYTES_MAX:
             return Namespace.from_json(path.read_bytes())
     except (OSError, msgspec.DecodeError, ValueError):
         pass
     return None
-
-
-def _model(namespace: Namespace) -> str:
-    """Its name, wherever its folder lies."""
-    return namespace.facts.get("model", "").rstrip("/").rpartition("/")[2]

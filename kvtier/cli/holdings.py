@@ -32,7 +32,6 @@ from kvtier.core.slab.layout import (
 )
 from kvtier.types import BlockKey, Namespace
 
-NAMESPACE_BYTES_MAX = 1 << 20
 NAMESPACE_ID = re.compile(r"[0-9a-f]{32}")
 BENCH_MARK = ".kvtier-bench-"
 """How the names of the folders begin that measuring makes, and removes."""

@@ -20,7 +20,6 @@ from kvtier.backends.object.uses import Uses, count_uses, used_blocks
 from kvtier.cli import console
 from kvtier.cli.blocks import Block, Proof, Verdict, is_newer, judge
 from kvtier.cli.holdings import (
-    NAMESPACE_BYTES_MAX,
     NAMESPACE_ID,
     Part,
     Place,
@@ -30,7 +29,7 @@ from kvtier.config import StackConfig
 from kvtier.core.codec import decode
 from kvtier.core.record import CODEC_RAW, HEADER_BYTES, Header, record_bytes
 from kvtier.errors import FormatError, MediumError
-from kvtier.types import BlockKey, Namespace
+from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey, Namespace
 
 _RECORD_BYTES_MAX = 1 << 32
 

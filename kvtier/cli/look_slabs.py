@@ -13,7 +13,6 @@ from kvtier.backends.cpu.region import SUFFIX, read_header
 from kvtier.backends.nvme.files import DATA_SUFFIX, TABLE_SUFFIX, used_bytes
 from kvtier.cli.holdings import (
     BENCH_MARK,
-    NAMESPACE_BYTES_MAX,
     NAMESPACE_ID,
     Locked,
     Place,
@@ -28,6 +27,7 @@ from kvtier.config import StackConfig
 from kvtier.core.disk import Disk
 from kvtier.core.slab.layout import OWNER, OWNER_AT, TABLE_AT, SlabHeader
 from kvtier.errors import FormatError, NewerFormat
+from kvtier.types import NAMESPACE_BYTES_MAX
 
 _SLAB_ID = re.compile(r"[0-9a-f]{8}")
 

@@ -96,7 +96,7 @@ def _row(part: Part, namespace: Namespace | None) -> list[str]:
     return [
         f"{part.tier} {part.kind}",
         part.namespace[:12],
-        model_of(facts) if namespace else "?",
+        namespace.model or "-" if namespace else "?",
         layout_of(facts),
         str(part.blocks),
         human.size(part.bytes),
@@ -105,11 +105,6 @@ def _row(part: Part, namespace: Namespace | None) -> list[str]:
         age(part.newest),
         "yes" if part.in_use else "no",
     ]
-
-
-def model_of(facts: Mapping[str, str]) -> str:
-    """A model's name, without the folders in which it lies."""
-    return facts.get("model", "-").rstrip("/").rpartition("/")[2]
 
 
 def layout_of(facts: Mapping[str, str]) -> str:

@@ -19,12 +19,11 @@ from kvtier.cli.reader import Reader
 from kvtier.core.record import HEADER_BYTES, Buffer, Header, record_bytes
 from kvtier.core.slab.layout import keys_of
 from kvtier.errors import FormatError, NewerFormat
-from kvtier.types import KEY_BYTES_MAX, BlockKey, Namespace, Outcome
+from kvtier.types import KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, BlockKey, Namespace, Outcome
 
 MAGIC = b"KVTPACK\n"
 END = b"KVTPEND\n"
 VERSION = 1
-_NAMESPACE_BYTES_MAX = 1 << 20
 
 # magic, version, flags, bytes of the namespace's description
 _HEAD = struct.Struct("<8sHHI")
@@ -125,7 +124,7 @@ class PackReader(Reader):
         _, version, _, size = _HEAD.unpack(head)
         if version != VERSION:
             raise NewerFormat(f"{path} has version {version}, not {VERSION}: update kvtier")
-        if size > _NAMESPACE_BYTES_MAX:
+        if size > NAMESPACE_BYTES_MAX:
             raise FormatError(f"{path} is damaged in its first bytes: export it again")
         text = self._file.read(size)
         stated = self._file.read(_SUM.size)

@@ -11,7 +11,7 @@ import typer
 from kvtier.cli import console
 from kvtier.cli.blocks import Block, Prover, blocks_of
 from kvtier.cli.holdings import Place, known_namespaces, look
-from kvtier.cli.ls import age, count, find_namespace, model_of
+from kvtier.cli.ls import age, count, find_namespace
 from kvtier.config import StackConfig, load
 from kvtier.errors import KVTierError
 from kvtier.observe import human
@@ -117,7 +117,7 @@ def _apart(name: str, known: Mapping[str, Namespace]) -> dict[str, list[Differen
     return {
         other: namespace.differences(each)
         for other, each in sorted(known.items())
-        if other != name and model_of(each.facts) == model_of(namespace.facts)
+        if other != name and each.model == namespace.model
     }
 
 
