@@ -78,6 +78,7 @@ def test_interrupted_it_leaves_nothing(stack_file: Path, tmp_path: Path) -> None
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # it may be ignored here
     )
     host = tmp_path / "host"
     while not list(host.glob("*.region")):

@@ -249,7 +249,8 @@ class TestTheFrame:
         assert "Traceback" in run_command("1 / 0", KVTIER_TRACEBACK="1").stderr
 
     def test_interrupted_by_a_signal(self) -> None:
-        body = "print('ready', flush=True); signal.pause()"
+        # Not signal.pause(): a signal that comes just before it is told only after it, so never.
+        body = "print('ready', flush=True)\n    while True: time.sleep(0.01)"
         process = start_command(body)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -278,7 +279,7 @@ runpy.run_path("{script}", run_name="__main__")
 """
 
 COMMAND = """
-import signal, sys, types, typer
+import signal, sys, time, types, typer
 from kvtier.cli import commands, console, main
 from kvtier.errors import KVTierError
 module = types.ModuleType("kvtier.cli.try")
