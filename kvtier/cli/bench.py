@@ -25,7 +25,13 @@ app = console.new_app("Measure the tiers of a stack.")
 def bench(
     config: console.ConfigOption,
     chunk: Annotated[
-        int, typer.Option(parser=console.parse_size, metavar="SIZE", help="One block's payload.")
+        int,
+        typer.Option(
+            parser=console.parse_size,
+            metavar="SIZE",
+            help="One block's payload.",
+            show_default="1MiB",
+        ),
     ] = 1 << 20,
     blocks: Annotated[int, typer.Option(min=1, max=65536, help="Blocks in one round.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Rounds; medians are shown.")] = 3,
@@ -51,7 +57,8 @@ def bench(
     else:
         _show(found, chunk, blocks, rounds)
     if svg is not None:
-        svg.write_text(_plot(found, chunk), encoding="utf-8")
+        with console.naming(svg):
+            svg.write_text(_plot(found, chunk), encoding="utf-8")
     if not good:
         raise typer.Exit(console.EXIT_FAILURE)
 

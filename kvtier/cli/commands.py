@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -19,7 +19,7 @@ from kvtier.errors import KVTierError
 COMMANDS = {
     "config": "Check, show and start stack files.",
     "serve": "Serve a model with vLLM, its KV cache kept in a stack.",
-    "demo": "See what it is good for: a long prompt cold, warm, and after a crash.",
+    "demo": "See what it is good for: a prompt cold, warm, after a crash.",
     "ls": "List what a stack holds.",
     "du": "Show how full each tier is.",
     "show": "Show one namespace or one block.",
@@ -39,7 +39,8 @@ COMMANDS = {
 
 
 class _Command(TyperCommand):
-    """Refuses an option that stands twice: only the last would count, and nobody would know."""
+    """Refuses an option that stands twice: only the last would count, and nobody would know.
+    Prints examples as they can be typed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         completing = ctx.resilient_parsing
@@ -50,6 +51,14 @@ class _Command(TyperCommand):
             if given.count(option) > 1:
                 raise typer.BadParameter("stands twice: name one", ctx, option)
         return super().parse_args(ctx, args)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        what, _, examples = (self.epilog or "").partition(": ")
+        formatter.write(f"\n  {what}:\n")
+        width = max(30, formatter.width - len("      ") - len(" \\"))
+        for each in examples.split("; "):
+            lines = textwrap.wrap(each, width, break_long_words=False, break_on_hyphens=False)
+            formatter.write("    " + " \\\n      ".join(lines) + "\n")
 
 
 class _Commands(TyperGroup):
@@ -84,9 +93,10 @@ def _exit_codes() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        raise typer.Exit(console.leave_pipe()) from None
+        raise typer.Exit(console.EXIT_CLOSED_PIPE) from None
     except (KVTierError, OSError) as error:
-        raise typer.Exit(console.explain(error)) from None
+        unwritten = console.end_output(console.EXIT_OK)  # it may have been standard output's
+        raise typer.Exit(unwritten or console.explain(error)) from None
     except KeyboardInterrupt:
         raise typer.Exit(main.EXIT_INTERRUPTED) from None
 
@@ -135,8 +145,4 @@ def run(args: Sequence[str]) -> int:
         typer.main.get_command(app)(list(args), prog_name="kvtier")
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else console.EXIT_FAILURE
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return console.leave_pipe()
-    return code
+    return console.end_output(code)

@@ -103,7 +103,7 @@ def init(
     ] = None,
 ) -> None:
     """Write a commented stack file for this machine, and make the folder that it names."""
-    _check_init(name, bucket)
+    _check_init(folder, name, bucket)
     text = starter(
         folder,
         name=name,
@@ -117,13 +117,30 @@ def init(
     if file.exists():
         raise KVTierError(f"{file} exists; name another file, or remove it first")
     folder.expanduser().mkdir(mode=0o700, parents=True, exist_ok=True)
-    with file.open("x", encoding="utf-8") as target:
-        target.write(text)
+    with console.naming(file):
+        _write(file, text)
     console.say(f"{file} is written; look through it, then: kvtier config check {file}")
 
 
-def _check_init(name: str | None, bucket: str | None) -> None:
+def _write(file: Path, text: str) -> None:
+    """All of it, or nothing."""
+    with file.open("x", encoding="utf-8") as target:
+        try:
+            target.write(text)
+            target.flush()
+        except OSError:
+            file.unlink()
+            raise
+
+
+def _check_init(folder: Path, name: str | None, bucket: str | None) -> None:
     """Refuse what would make a stack that `check` refuses."""
+    for option, text in (("--folder", str(folder)), ("--bucket", bucket or "")):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            problem = f"{text} is not UTF-8, as a stack file is; name another"
+            raise typer.BadParameter(problem, param_hint=option) from None
     try:
         msgspec.convert(name, Name | None)
     except msgspec.ValidationError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -95,6 +96,7 @@ HottestOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
+_OUTPUT = "standard output"
 _FILE_COLUMNS = 160
 _FOLDED_COLUMNS = 3
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -115,8 +117,12 @@ def stdout() -> Console:
     """The console of standard output: as wide as the terminal, colours only on one."""
     from rich.console import Console
 
+    class Ours(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # where every other end of a pipe is handled; rich would end the process
+
     wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(highlight=False, width=_FILE_COLUMNS if wide else None)
+    return Ours(highlight=False, width=_FILE_COLUMNS if wide else None)
 
 
 # What names and messages from media and stores must not do to a terminal: move it, colour it.
@@ -130,9 +136,20 @@ def plain(text: str) -> str:
     return text.translate(_CONTROL)
 
 
+@contextmanager
+def naming(place: str | Path) -> Iterator[None]:
+    """What fails here says where, though only an error in opening a file brings its name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(place)
+        raise
+
+
 def say(text: str = "") -> None:
     """One line to the person who called."""
-    print(plain(text))
+    with naming(_OUTPUT):
+        print(plain(text))
 
 
 def say_wrapped(text: str, indent: int = 0) -> None:
@@ -175,7 +192,7 @@ class Progress:
 
     def __init__(self, what: str, total: int, unit: str) -> None:
         self._what, self._total, self._unit = what, total, unit
-        self._shown = sys.stderr.isatty()
+        self._shown = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._start = self._next = time.monotonic()
         self.done = self.bytes = 0
 
@@ -186,7 +203,8 @@ class Progress:
         now = time.monotonic()
         if self._shown and now >= self._next:
             self._next = now + 0.2
-            print(f"\r\033[K{self.line(now - self._start)}", end="", file=sys.stderr, flush=True)
+            line = self.line(now - self._start)[: shutil.get_terminal_size().columns - 1]
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
     def line(self, seconds: float) -> str:
         """How much of what is done, how fast, and the time left."""
@@ -271,12 +289,16 @@ def end_with_troubles(places: Iterable[Place]) -> None:
 
 def print_json(value: object) -> None:
     """One JSON document to the program that called."""
+    import json
+
     import msgspec
 
     from kvtier.core.values import show_hook
 
-    text = msgspec.json.format(msgspec.json.encode(value, enc_hook=show_hook), indent=2)
-    print(text.decode())
+    # In ASCII, whatever the locale is; names of files may hold bytes that are no text.
+    text = json.dumps(msgspec.to_builtins(value, enc_hook=show_hook), indent=2, allow_nan=False)
+    with naming(_OUTPUT):
+        print(text)
 
 
 def print_table(
@@ -304,9 +326,8 @@ def print_table(
         )
     for row in rows:
         table.add_row(*(Text(plain(str(cell))) for cell in row))
-    with console.capture() as text:  # rich would end the process where the reader has gone
+    with naming(_OUTPUT):
         console.print(table)
-    print(text.get(), end="")
 
 
 def print_values(values: Mapping[str, object]) -> None:
@@ -324,6 +345,8 @@ _REMEDIES = {
     errno.EISDIR: "name a file",
     errno.ENAMETOOLONG: "name a shorter one",
     errno.ENOSPC: "free some room there",
+    errno.EDQUOT: "free some room there",
+    errno.EFBIG: "raise the limit: ulimit -f unlimited",
     errno.EROFS: "name a place that can be written to",
 }
 
@@ -342,11 +365,18 @@ def explain(error: KVTierError | OSError) -> int:
     return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE
 
 
-def leave_pipe() -> int:
-    """The reader of the output went away: stop quietly, and answer the exit code."""
-    # What is still buffered has no reader either: let the interpreter flush it to nowhere.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return EXIT_CLOSED_PIPE
+def end_output(code: int) -> int:
+    """Write what is still buffered, which may fail only now; answers the exit code."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # What cannot be written goes nowhere, or the interpreter would try once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return EXIT_CLOSED_PIPE
+        error.filename = _OUTPUT
+        return explain(error)
+    return code
 
 
 def report_crash(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -17,7 +17,7 @@ from kvtier.vllm import tiny_model
 from kvtier.vllm.server import Server
 from kvtier.vllm.versions import installed
 
-app = console.new_app("See what it is good for: a long prompt cold, warm, and after a crash.")
+app = console.new_app("See what it is good for: a prompt cold, warm, after a crash.")
 
 _MEDIA = ("cpu", "nvme")
 _CHUNK_TOKENS = 128

@@ -59,6 +59,7 @@ def export(
     result.asked = len(choice)
     start = time.monotonic()
     with (
+        console.naming(file),
         PackWriter(file, described) as pack,
         console.progress("exporting", len(choice), "blocks") as bar,
     ):

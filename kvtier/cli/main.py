@@ -6,6 +6,8 @@ exception would come out of the middle of some import, which may print it or mak
 
 from __future__ import annotations
 
+import codecs
+import io
 import os
 import signal
 import sys
@@ -17,6 +19,7 @@ EXIT_INTERRUPTED = 130
 def main() -> None:
     """Entry point of the `kvtier` command."""
     _fill_standard_streams()
+    _print_what_can_be_printed()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is to be ignored
         signal.signal(signal.SIGINT, _leave)
     from kvtier.cli import commands, console
@@ -32,6 +35,30 @@ def _fill_standard_streams() -> None:
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
+# What stands for a character of ours, where the terminal or file takes no Unicode.
+_NEAREST = dict(zip("·░▒▓█▏▎▍▌▋▊▉", ".:+%#-------", strict=True))
+
+
+def _print_what_can_be_printed() -> None:
+    """Not every locale has all characters, and a file's name may be no text at all: what cannot be
+    printed is shown as well as can be, and stops nobody."""
+
+    def show(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        wrong = error.object[error.start : error.end]
+        return "".join(map(_shown, wrong)), error.end
+
+    codecs.register_error("kvtier", show)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="kvtier")
+
+
+def _shown(letter: str) -> str:
+    byte = ord(letter) - 0xDC00  # so Python reads a byte of a name that is not UTF-8
+    return f"\\x{byte:02x}" if 0 <= byte < 0x100 else _NEAREST.get(letter, "?")
 
 
 def begin() -> None:

@@ -98,7 +98,8 @@ def plan(
         rows = run_sweep(stack, expectation, requests, of_each, factors, exact)
     _report(expectation, rows, json)
     if svg is not None:
-        svg.write_text(plot(rows), encoding="utf-8")
+        with console.naming(svg):
+            svg.write_text(plot(rows), encoding="utf-8")
 
 
 def _factors(text: str) -> list[float]:

@@ -33,7 +33,9 @@ _PROMPT = "Tell me about caches. " * 100
 )
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face hub.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, or a name on the Hugging Face hub.")
+    ],
     config: console.ConfigOption,
 ) -> None:
     """Check the stack and vLLM's version, then become vLLM's server (at a terminal: run it).

@@ -1,0 +1,137 @@
+"""Output that cannot go as it is: full disks, closed pipes, poor locales and terminals."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+from pathlib import Path
+
+import pytest
+from cli_world import KVTIER, command
+
+from kvtier.testing.records import NAMESPACE
+
+pytestmark = pytest.mark.slow
+
+MODEL = '{"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 64}'
+
+ALL = [
+    ["ls"],
+    ["ls", NAMESPACE.id],
+    ["du"],
+    ["du", "--json"],
+    ["show", NAMESPACE.id],
+    ["verify"],
+    ["gc"],
+    ["doctor", "--no-measure"],
+    ["plan", "{model}", "--no-measure", "--bandwidth", "nvme=1GB/s"],
+]
+OTHERS = [
+    ["--version"],
+    ["--help"],
+    ["ls", "--help"],
+    ["config", "reference"],
+    ["config", "schema"],
+]
+every = pytest.mark.parametrize("words", [*ALL, *OTHERS], ids=lambda words: "-".join(words[:2]))
+
+
+def called(words: list[str], stack: Path) -> list[str]:
+    model = stack.with_name("model.json")
+    model.write_text(MODEL)
+    words = [word.format(model=model) for word in words]
+    return [str(KVTIER), *words, *([] if words in OTHERS else ["-c", str(stack)])]
+
+
+@every
+def test_standard_output_on_a_full_disk(words: list[str], filled: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            called(words, filled), stdout=full, stderr=subprocess.PIPE, text=True, env=buffered()
+        )
+    said = "kvtier: standard output: No space left on device; free some room there\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+@every
+def test_a_reader_that_has_gone(words: list[str], filled: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        called(words, filled), stdout=writer, stderr=subprocess.PIPE, text=True, env=buffered()
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])
+def test_what_a_locale_lacks(
+    encoding: str, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pictures are drawn with what there is; bytes of names that are no text are shown as such."""
+    (tmp_path / "disk" / "blocks" / os.fsdecode(b"\xfe")).touch()
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    done = command("du", "-c", filled)
+    assert done.code == 0
+    assert "not kvtier's: \\xfe (1 in all)" in done.out
+    assert ("█" in done.out) == encoding.startswith("utf")
+    if encoding == "ascii":
+        assert "######" in done.out
+        assert "......" in done.out
+    (nvme,) = json.loads(command("du", "-t", "nvme", "--json", "-c", filled).out)
+    assert os.fsencode(nvme["strangers"][0]) == b"\xfe"
+
+
+@pytest.mark.parametrize(("kind", "moves"), [("dumb", False), ("xterm", True)])
+def test_progress_on_a_terminal(kind: str, moves: bool, filled: Path) -> None:
+    end, terminal = os.openpty()
+    subprocess.run(
+        [KVTIER, "verify", "-c", filled],
+        stdout=subprocess.DEVNULL,
+        stderr=terminal,
+        env=os.environ | {"TERM": kind, "COLUMNS": "20"},
+        check=True,
+    )
+    os.write(terminal, b"end")
+    shown = b""
+    while not shown.endswith(b"end"):
+        shown += os.read(end, 1024)
+    os.close(end)
+    os.close(terminal)
+    assert (b"\033" in shown) is moves
+    assert all(len(line) < 20 for line in shown.decode().split("\r\033[K"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["export", "{file}", "-c", "{stack}"],
+        ["config", "init", "{file}", "--folder", "{file}.blocks"],
+    ],
+)
+def test_a_file_that_cannot_be_written_to_its_end(words: list[str], filled: Path) -> None:
+    file = filled.with_name("new")
+    called = [KVTIER, *(word.format(file=file, stack=filled) for word in words)]
+    done = subprocess.run(
+        called,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)),
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"kvtier: {file}: File too large; raise the limit: ulimit -f unlimited\n"
+    assert not [path for path in filled.parent.glob("new*") if path.is_file()]
+
+
+def test_a_folder_that_no_stack_file_can_name(tmp_path: Path) -> None:
+    done = command("config", "init", tmp_path / "new", "--folder", os.fsdecode(b"/tmp/\xfe"))
+    assert done.code == 2
+    assert "--folder: /tmp/\\xfe is not UTF-8" in done.said
+    assert not (tmp_path / "new").exists()
+
+
+def buffered() -> dict[str, str]:
+    """The environment in which Python writes what is printed as late as it does for most people."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
