@@ -30,6 +30,7 @@ _CODE = re.compile(rb"<Code>\s*([A-Za-z0-9_.]{1,80})\s*</Code>")
 _REGION = re.compile(r"[a-z0-9-]{2,32}")
 _RETRY_AFTER_MAX_S = 60.0
 
+MISSING_CODES = ("NoSuchKey", "NotFound")
 _RATE_CODES = {
     "SlowDown",
     "Throttling",
@@ -103,6 +104,8 @@ def _by_status(status: int, code: str, said: str) -> StoreError:
         return ObjectTooLarge(f"{said}: the store does not take objects of this size")
     if status == 416:
         return LengthMismatch(f"{said}: the object is shorter than expected")
+    if status == 501 and not code:
+        return WrongEndpoint(f"{said}, but not as an S3 store would: check the endpoint")
     if status == 408 or status >= 500:
         return Unavailable(said)
     if code:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvtier.backends.object import open_for
-from kvtier.backends.object.errors import ConditionalPutUnsupported, StoreError
+from kvtier.backends.object.errors import ConditionalPutUnsupported, StoreError, Weather
 from kvtier.backends.object.store import GetOutcome, PutOutcome, Store
 from kvtier.cli.checks import Finding, Level
 from kvtier.cli.look_objects import local_folder
@@ -16,6 +16,12 @@ from kvtier.observe import human
 
 _SKEW_S = 60.0
 _BODY = b"kvtier doctor"
+_WHERE = {
+    "credentials": "they come from the environment, a profile or a role",
+    "clock": "timedatectl says whether it is set by NTP",
+    "HTTPS_PROXY": "look at the variables HTTP_PROXY, HTTPS_PROXY and NO_PROXY",
+}
+"""What is no setting of the tier."""
 
 
 def check_store(area: str, settings: Any) -> Iterator[Finding]:
@@ -116,7 +122,13 @@ def _try(area: str, what: str, call: Callable[[], object]) -> Finding | None:
 
 
 def _refused(area: str, what: str, error: StoreError) -> Finding:
-    look = f"look at the setting {error.setting}" if error.setting else "see that it is running"
-    if error.unwell:
-        look = "see that it is running and can be reached from here"
-    return Finding(area, Level.BAD, f"{what}: {error}", look)
+    return Finding(area, Level.BAD, f"{what}: {error}", remedy(error))
+
+
+def remedy(error: StoreError) -> str:
+    """Where to look, beyond what the error says itself."""
+    if isinstance(error, Weather):
+        return "see that it is running and can be reached from here"
+    if not error.setting:
+        return "ask who runs the store"
+    return _WHERE.get(error.setting, f"look at the setting {error.setting}")

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvtier.backends.object import open_for
 from kvtier.backends.object.claims import ended
-from kvtier.backends.object.errors import LengthMismatch, StoreError
+from kvtier.backends.object.errors import LengthMismatch, StoreError, Weather
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, keys_of
 from kvtier.backends.object.names import description_name, parse_block
@@ -68,7 +68,8 @@ def _look(tier: int, config: StackConfig, how: Callable[[Place, Store], None]) -
 
 
 def _down(error: StoreError) -> str:
-    return f"{error}; see that the store is running, and kvtier doctor"
+    look = "see that the store is running, and kvtier doctor"
+    return f"{error}; {look if isinstance(error, Weather) else 'see kvtier doctor'}"
 
 
 def _list(place: Place, store: Store, uses_of: str | None) -> None:

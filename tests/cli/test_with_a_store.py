@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +217,18 @@ class TestAStoreThatIsDown:
         assert bad["area"] == "2 object"
         assert "running" in bad["remedy"]
 
+    def test_a_wrong_secret_is_no_store_that_is_down(
+        self, on_a_server: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+        report = run("doctor", "-c", on_a_server, "--no-measure", code=1)
+        (bad,) = [each for each in report["findings"] if each["level"] == "bad"]
+        assert "the access key or its secret is wrong" in bad["what"]
+        assert "running" not in bad["remedy"]
+        done = command("ls", "-c", on_a_server)
+        assert done.code == 1
+        assert "running" not in done.err
+
     def test_bench_measures_the_rest(self, down: Path) -> None:
         report = run("bench", "-c", down, "--chunk=8KiB", "--blocks=2", "--rounds=1", code=1)
         assert [tier["good"] for tier in report["tiers"]] == [True, True, False]
@@ -262,3 +276,23 @@ def test_what_host_memory_holds_is_described_by_another_tier(
     done = command("snapshot", "--to", f"file://{tmp_path}/third", "-c", in_a_folder)
     assert done.code == 1
     assert "nothing in this stack says what the namespace" in done.err
+
+
+def test_a_web_server_is_no_store(
+    in_a_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nobody")
+    with Stack.open(in_a_folder, NAMESPACE) as stack:
+        stack.store({key: payload(key) for key in make_keys(BLOCKS)})
+        assert stack.settle()
+    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        web = f'url: "s3://bucket/kv", endpoint: "http://127.0.0.1:{server.server_port}"'
+        text = in_a_folder.read_text()
+        in_a_folder.write_text(text.replace(f'url: "file://{tmp_path}/store"', web))
+        for words in (["ls"], ["snapshot"], ["doctor", "--no-measure"]):
+            done = command(*words, "-c", in_a_folder)
+            assert done.code == 1
+            assert "not as an S3 store would: check the endpoint" in done.said
+        server.shutdown()
