@@ -117,7 +117,8 @@ def _look_at_home(place: Place, home: Path, locked: Locked) -> None:
         namespace = read_namespace(text, home.name)
         names = sorted(path.name for path in home.iterdir())
     except OSError as error:
-        place.troubles.append(_trouble(home, error))
+        if home.exists():  # else it was removed since it was listed
+            place.troubles.append(_trouble(home, error))
         return
     if namespace is None:
         place.troubles.append(

@@ -20,6 +20,7 @@ from kvtier.backends.nvme.files import (
     is_newer,
     slab_files,
     unfinished,
+    used_at,
 )
 from kvtier.cli.hold import folder_locked, has_live_owner
 from kvtier.cli.holdings import BENCH_MARK, NAMESPACE_ID, Place, Slab
@@ -102,7 +103,8 @@ def _of_folder(place: Place, idle_s: float | None) -> Iterator[Rubbish]:
                 )
     homes = [path for path in sorted(root.iterdir()) if _is_home(path)]
     for home in homes:
-        yield from _left_by_the_dead(root, home)
+        with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+            yield from _left_by_the_dead(root, home)
     idle = [home for home in homes if _idle_for(home, idle_s)]
     for home in idle:
         yield Rubbish(
@@ -159,16 +161,23 @@ def _file(root: Path, path: Path, what: str, still: Callable[[], bool]) -> Rubbi
 
 
 def _idle_for(home: Path, idle_s: float | None) -> bool:
-    if idle_s is None or has_live_owner(home):
+    if idle_s is None:
         return False
-    times = [path.stat().st_mtime for path in slab_files(home, TABLE_SUFFIX)]
-    return time.time() - max(times, default=home.stat().st_mtime) > idle_s
+    try:
+        if has_live_owner(home):
+            return False
+        times = [path.stat().st_mtime for path in slab_files(home, TABLE_SUFFIX)]
+        return time.time() - max(times, default=home.stat().st_mtime) > idle_s
+    except FileNotFoundError:  # as is who removes it just now
+        return False
 
 
 def remove_home(root: Path, home: Path) -> bool:
     """Remove a namespace's folder and what kvtier made in it; False if somebody uses it. Slabs of
     a newer version stay."""
     with folder_locked(root):
+        if not home.exists():  # somebody else has just removed it
+            return True
         if has_live_owner(home):
             return False
         kept = {path.stem for path in slab_files(home, TABLE_SUFFIX) if is_newer(path)}
@@ -193,7 +202,7 @@ def _over_budget(place: Place, root: Path, going: set[str]) -> Iterator[Rubbish]
     over = place.used - place.capacity
     over -= sum(_size_of(root / name) for name in going)
     slabs = [slab for slab in place.slabs if not slab.in_use and slab.namespace not in going]
-    for slab in sorted(slabs, key=lambda slab: slab.table.stat().st_mtime):
+    for slab in sorted(slabs, key=lambda slab: used_at(slab.table)):
         if over <= 0:
             return
         over -= slab.bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +15,9 @@ import pytest
 from cli_world import KVTIER, Hold, command
 
 from kvtier import Stack
-from kvtier.cli.holdings import BENCH_MARK
+from kvtier.cli import look_slabs, rubbish
+from kvtier.cli.holdings import BENCH_MARK, look
+from kvtier.cli.rubbish import remove_home
 from kvtier.config import load
 from kvtier.core.record import HEADER_BYTES, VERSION, record_bytes
 from kvtier.core.slab import layout
@@ -289,3 +292,42 @@ def talk(stack_file: Path, answer: str) -> int:
     process.communicate(timeout=60)
     os.close(main)
     return process.returncode
+
+
+class TestAnotherWasQuicker:
+    """A namespace that goes while it is looked at is no trouble, and needs no name that exists."""
+
+    def test_it_is_gone_when_it_is_to_be_removed(self, filled: Path, tmp_path: Path) -> None:
+        config = load(filled)
+        places = look(config)
+        root = tmp_path / "disk" / "blocks"
+        shutil.rmtree(root / NAMESPACE.id)
+        assert remove_home(root, root / NAMESPACE.id)
+        assert list(rubbish.find(config, places, 0.0)) == []
+
+    def test_it_goes_while_gc_looks(
+        self, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        home = tmp_path / "disk" / "blocks" / NAMESPACE.id
+        config = load(filled)
+        (nvme,) = look(config, 1)
+        nvme.capacity = 0
+        seen = rubbish.unfinished
+        monkeypatch.setattr(rubbish, "unfinished", lambda home: shutil.rmtree(home) or seen(home))
+        found = rubbish.find(config, [nvme], 0.0)
+        assert all(each.remove() for each in found)
+        assert not home.exists()
+
+    def test_it_goes_while_it_is_looked_at(
+        self, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        home = tmp_path / "disk" / "blocks" / NAMESPACE.id
+        read = look_slabs.read_file
+
+        def gone(path: Path, most: int) -> bytes:
+            shutil.rmtree(home)
+            return read(path, most)
+
+        monkeypatch.setattr(look_slabs, "read_file", gone)
+        (place,) = look(load(filled), 1)
+        assert (place.parts, place.troubles) == ([], [])
