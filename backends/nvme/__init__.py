@@ -130,7 +130,7 @@ class NvmeBackend(Backend[NvmeSettings]):
         return Path(settings.path)
 
     def identity(self, settings: NvmeSettings) -> str | None:
-        return f"nvme:{Path(settings.path).resolve()}"
+        return str(Path(settings.path).resolve())
 
 
 def _slab_bytes(capacity: int) -> int:

@@ -182,8 +182,9 @@ class ObjectBackend(Backend[ObjectSettings]):
 
     def identity(self, settings: ObjectSettings) -> str | None:
         folder = place_of(settings.url).folder
-        place = str(folder.resolve()) if folder else settings.url.rstrip("/")
-        return f"object:{settings.endpoint or ''}{place}"
+        if folder is not None:
+            return str(folder.resolve())
+        return f"object:{settings.endpoint or ''}{settings.url.rstrip('/')}"
 
 
 def open_for(settings: ObjectSettings) -> Store:

@@ -71,8 +71,11 @@ class Document:
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark
             line = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+            problem = str(error.problem)
+            if problem.startswith("but"):  # as of a second document
+                problem = f"{error.context}, {problem}"
             raise ConfigErrors(
-                [ConfigError("$", f"not YAML: {error.problem}", "correct it there", line)]
+                [ConfigError("$", f"not YAML: {problem}", "correct it there", line)]
             ) from None
         except yaml.YAMLError as error:
             _refuse(name or "$", f"not YAML: {error}", "save the file as plain UTF-8 text")
@@ -149,12 +152,12 @@ class Document:
                 continue
             key = key_node.value
             inner = _at(place, key)
-            if key in found:
-                first = self._lines[inner][0]
-                self.report(inner, f"stands twice, first in line {first}", "keep one of them")
-                continue
             mark = key_node.start_mark
-            self._lines[inner] = (mark.line + 1, mark.column + 1)
+            line = mark.line + 1
+            if key in found:
+                self.report(inner, f"stands twice, again in line {line}", "keep one of them")
+                continue
+            self._lines[inner] = (line, mark.column + 1)
             found[key] = self._from_node(value_node, inner, depth + 1)
         return found
 

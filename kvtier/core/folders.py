@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from kvtier.errors import ConfigError, NotWritable
+
+_SHORT = re.compile(r"^~(?=/|$)|\$([A-Za-z_][A-Za-z0-9_]*)")
+"""What a shell would replace."""
 
 
 def standing_folder(folder: Path, place: str) -> Path:
@@ -15,9 +19,12 @@ def standing_folder(folder: Path, place: str) -> Path:
     `place` names the setting that it comes from.
     """
     standing = folder if folder.exists() else folder.parent
-    if folder.parts[:1] == ("~",) and standing is not folder:
-        meant = "/".join(("${HOME}", *folder.parts[1:]))
-        raise ConfigError(place, "~ stands for nothing here", f'write "{meant}"')
+    if standing is not folder and (short := _SHORT.search(str(folder))):
+        meant = _SHORT.sub(lambda found: f"${{{found[1] or 'HOME'}}}", str(folder))
+        raise ConfigError(place, f"{short[0]} stands for nothing here", f'write "{meant}"')
+    if folder.is_symlink() and standing is not folder:
+        problem = f"{folder} is a link to a folder that is not there"
+        raise ConfigError(place, problem, f"make {folder.readlink()}, or correct the link")
     if not standing.is_dir():
         raise ConfigError(place, f"{standing} is not a folder", "make it, or name one that exists")
     if not os.access(standing, os.W_OK | os.X_OK):

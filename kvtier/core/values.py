@@ -14,7 +14,8 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 864
 _QUANTITY = re.compile(r"([+-]?\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)", re.ASCII)
 _BYTES_MAX = (1 << 63) - 1
 _SECONDS_MAX = 100 * 365 * 86400.0
-_MEANT = {"k": "KiB", "m": "MiB", "g": "GiB", "t": "TiB", "sec": "s", "hours": "h", "days": "d"}
+_MEANT = {"k": "KiB", "m": "MiB", "g": "GiB", "t": "TiB", "sec": "s", "second": "s"}
+_MEANT |= {"min": "min", "minute": "min", "hour": "h", "day": "d"}
 
 
 class Value(ABC):
@@ -50,7 +51,8 @@ def _quantity(value: object, units: dict[str, float] | dict[str, int], what: str
     if number < 0:
         raise ValueError(f"{_shown(value)} is negative; {what} is 0 or more")
     if unit not in units:
-        meant = _MEANT.get(unit.lower(), unit)
+        meant = unit.lower().removesuffix("s") or unit
+        meant = _MEANT.get(meant, unit)
         near = [known for known in units if known.lower() == meant.lower()]
         problem = f"{unit!r} is not a unit of {what}" if unit else f"{_shown(value)} has no unit"
         hint = f'did you mean "{match.group(1)}{near[0]}"?' if near else _form(what, units)

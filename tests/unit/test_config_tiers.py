@@ -64,12 +64,29 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
     assert (tmp_path / "blocks").read_text() == "mine"
 
 
-def test_a_home_that_nobody_expands(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "short", "meant"),
+    [
+        ("~/kv/blocks", "~", "${HOME}/kv/blocks"),
+        ("$HOME/kv/blocks", "$HOME", "${HOME}/kv/blocks"),
+        ("/no/where/$USER", "$USER", "/no/where/${USER}"),
+    ],
+)
+def test_what_nobody_expands(tmp_path: Path, path: str, short: str, meant: str) -> None:
     with pytest.raises(ConfigErrors) as caught:
-        load(stack(tmp_path, {}, {"path": "~/kv/blocks"}))
+        load(stack(tmp_path, {}, {"path": path}))
     assert str(caught.value) == (
-        '$.tiers[1].path: ~ stands for nothing here - write "${HOME}/kv/blocks"'
+        f'$.tiers[1].path: {short} stands for nothing here - write "{meant}"'
     )
+
+
+def test_a_link_to_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "blocks").symlink_to(tmp_path / "moved")
+    with pytest.raises(ConfigErrors) as caught:
+        load(stack(tmp_path, {}, {}))
+    assert f"make {tmp_path}/moved, or correct the link" in str(caught.value)
+    (tmp_path / "moved").mkdir()
+    load(stack(tmp_path, {}, {}))
 
 
 def test_two_tiers_in_one_folder(tmp_path: Path) -> None:
@@ -78,6 +95,17 @@ def test_two_tiers_in_one_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigErrors) as caught:
         load(source)
     assert [error.place for error in caught.value.errors] == ["$.tiers[2].path"]
+
+
+def test_a_store_in_the_folder_of_a_tier(tmp_path: Path) -> None:
+    """To clear one of them would take from the other what says whose blocks these are."""
+    source = stack(tmp_path, {}, {})
+    store = {"kind": "object", "url": f"file://{tmp_path}/blocks", "capacity": "1GiB"}
+    source["tiers"].append(store)
+    with pytest.raises(ConfigErrors) as caught:
+        load(source)
+    assert f"$.tiers[1] uses {tmp_path}/blocks too" in str(caught.value)
+    load(source | {"tiers": [*source["tiers"][:2], store | {"url": f"file://{tmp_path}/store"}]})
 
 
 def test_checking_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -119,6 +119,15 @@ def test_what_is_no_duration(value: object) -> None:
         Duration.parse(value)
 
 
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [("5 seconds", "5s"), ("1 sec", "1s"), ("2 mins", "2min"), ("3 hours", "3h"), ("1Day", "1d")],
+)
+def test_what_a_duration_means(value: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f'did you mean "{meant}"'):
+        Duration.parse(value)
+
+
 @pytest.mark.parametrize("value", ["0%", "100.1%", "-5%", "nan%", "%", "5GiB%"])
 def test_what_is_no_share(value: str) -> None:
     with pytest.raises(ValueError, match="; "):

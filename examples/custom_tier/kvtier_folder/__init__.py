@@ -57,7 +57,7 @@ class FolderBackend(Backend[FolderSettings]):
         return FolderHandler(Path(settings.path), context.namespace, disk or Disk())
 
     def identity(self, settings: FolderSettings) -> str | None:
-        return f"folder:{Path(settings.path).resolve()}"
+        return str(Path(settings.path).resolve())
 
     def _capacity(self, settings: FolderSettings) -> int:
         return settings.capacity.resolve(Disk().total_bytes(Path(settings.path).parent))
