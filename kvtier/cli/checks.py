@@ -177,6 +177,13 @@ def memory_bytes() -> int:
 def _check_disk(area: str, settings: Any) -> Iterator[Finding]:
     root = Path(settings.path)
     folder = root if root.is_dir() else root.parent
+    if not root.is_absolute():
+        yield Finding(
+            area,
+            Level.WARN,
+            f"{root} is {root.absolute()} here, and another folder for who starts elsewhere",
+            f"write path: {root.absolute()}",
+        )
     kind = file_system(folder)
     if kind in _NETWORK or kind.startswith("fuse"):
         yield Finding(

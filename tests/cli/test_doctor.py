@@ -70,6 +70,16 @@ def test_host_memory_on_a_disk_is_said(stack_file: Path) -> None:
         assert any("not memory" in what for what, level in found.items() if level is Level.WARN)
 
 
+def test_a_folder_that_is_another_elsewhere(
+    stack_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack_file.write_text(stack_file.read_text().replace(f"{tmp_path}/disk/blocks", "disk/blocks"))
+    monkeypatch.chdir(tmp_path)
+    (finding,) = [each for each in check_tier(load(stack_file), 1) if each.level is Level.WARN]
+    assert f"disk/blocks is {tmp_path}/disk/blocks here" in finding.what
+    assert finding.remedy == f"write path: {tmp_path}/disk/blocks"
+
+
 def test_a_region_larger_than_what_is_free(stack_file: Path) -> None:
     stack_file.write_text(stack_file.read_text().replace("4MiB", "100%"))
     found = levels(stack_file, 0)
