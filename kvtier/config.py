@@ -24,7 +24,11 @@ from kvtier.errors import BackendError, ConfigError, ConfigErrors, NotWritable
 VERSION = 1
 TIERS_MAX = 8
 
-Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+_LETTERS = "letters, digits, dots, dashes and underscores, at most 64 of them"
+Name = Annotated[
+    str,
+    msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", extra={"form": _LETTERS}),
+]
 
 
 class MoverMode(enum.Enum):

@@ -101,6 +101,8 @@ def _in_words(problem: str, value: object) -> str:
     """msgspec's words for a mistake, in the words of someone who writes YAML."""
     if problem.startswith("Invalid enum value"):
         return f"{str(value)!r} is not one of the words known here"
+    if "matching regex" in problem:
+        return f"{str(value)!r} is not of this form"
     problem = re.sub(
         r"`([^`]*)`",
         lambda match: " or ".join(_WORDS.get(word, word) for word in match.group(1).split(" | ")),
@@ -125,7 +127,8 @@ def _remedy(kind: Any, value: object) -> str:
     limits = [meta for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
     least = [f", {meta.ge} or more" for meta in limits if meta.ge is not None]
     most = [f", at most {meta.le}" for meta in limits if meta.le is not None]
-    return f"write {_WORDS[bare.__name__]}{''.join(least + most)}"
+    form = [f" of {meta.extra['form']}" for meta in limits if meta.extra]
+    return f"write {_WORDS[bare.__name__]}{''.join(least + most + form)}"
 
 
 def _example(kind: Any) -> str:

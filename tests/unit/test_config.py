@@ -143,7 +143,7 @@ WRONG_TOP: list[tuple[object, str, str, str]] = [
     (stack(BENCH) | {"version": "1"}, "$.version", "not '1'", "version: 1"),
     (stack(BENCH) | {"version": True}, "$.version", "not True", "version: 1"),
     (stack(BENCH, tier=[]), "$.tier", "unknown key", 'did you mean "tiers"'),
-    (stack(BENCH, name="../up"), "$.name", "matching", "a text"),
+    (stack(BENCH, name="../up"), "$.name", "'../up' is not of this form", "a text of letters"),
     (stack(BENCH, chunk_tokens=0), "$.chunk_tokens", ">= 1", "1 or more"),
     (stack(BENCH, mover="process"), "$.mover", "a single value", "mapping with mode"),
     (stack(BENCH, mover={"mode": "x"}), "$.mover.mode", "not one", "auto, process, threads"),
