@@ -14,6 +14,7 @@ import time
 import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 UP_S = 300
 
@@ -27,6 +28,7 @@ def get(url: str, body: object = None) -> str:
 
 def wait_until_up(server: str) -> None:
     end = time.monotonic() + UP_S
+    waits = False
     while True:
         try:
             get(f"{server}/health")
@@ -34,6 +36,9 @@ def wait_until_up(server: str) -> None:
         except OSError as error:
             if time.monotonic() > end:
                 sys.exit(f"no server answers at {server}: {error}")
+            if not waits:
+                print(f"waiting for {server}: what it prints says how far it is", file=sys.stderr)
+                waits = True
             time.sleep(0.5)
 
 
@@ -54,7 +59,10 @@ def main(server: str, file: Path) -> None:
         before = hits(server)
         begin = time.monotonic()
         body = {"model": model, "max_tokens": 8, "temperature": 0} | request
-        usage = json.loads(get(f"{server}/v1/{path}", body))["usage"]
+        try:
+            usage = json.loads(get(f"{server}/v1/{path}", body))["usage"]
+        except HTTPError as error:
+            sys.exit(f"prompt {number}: {server} answers {error.code}: {error.read().decode()}")
         seconds = time.monotonic() - begin
         cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
         now = hits(server)

@@ -238,6 +238,7 @@ ones. The same settings as nested dicts (an inline stack) mean the same.
   when it is not set or empty, and `$${` stands for a plain `${`. What comes from the environment is
   shown nowhere: messages and listings name the variable instead.
 - An unknown key is an error, and so is everything else that nothing would read.
+- Write whole paths: others begin where a server or command is started, not beside the file.
 - `# yaml-language-server: $schema=./schema.json` in the first line lets an editor complete and
   check; `kvtier config schema` prints that schema, with the tier kinds of other packages too.
 

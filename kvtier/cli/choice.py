@@ -1,4 +1,4 @@
-"""Which blocks are to be copied: in columns, some sixty bytes a block, however many there are."""
+"""Which blocks are to be copied: in columns, some seventy bytes a block, however many there are."""
 
 from __future__ import annotations
 
