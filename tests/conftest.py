@@ -3,9 +3,14 @@
 from collections.abc import Callable
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("kvtier", deadline=None, derandomize=True)
+settings.register_profile(
+    "kvtier",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],  # so may the machine be
+)
 settings.load_profile("kvtier")
 
 FIGURE = "figure"

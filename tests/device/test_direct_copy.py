@@ -75,7 +75,8 @@ def result_of(copier: CudaCopier, job: Job) -> JobResult:
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_both_ways_bring_the_same_bytes(tmp_path: Path, data: st.DataObject) -> None:
