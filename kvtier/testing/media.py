@@ -131,7 +131,7 @@ class Medium:
         """From now on this slot has a fault."""
         self._row(0)[slot] = fault
 
-    def next_call(self, seconds: float = 30.0) -> tuple[str, list[int]]:
+    def next_call(self, seconds: float = 120.0) -> tuple[str, list[int]]:
         """The next call that a handler began: "load" or "store", and the slots."""
         line = b""
         while not line.endswith(b"\n"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import select
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,7 +45,9 @@ def media(tmp_path: Path) -> Iterator[MoverRig]:
 
 class TestProcessMover(MoverContract):
     def open_mover(self, tiers: Sequence[MediumSettings], context: TierContext) -> Mover:
-        return ProcessMover(tiers, context, staging_bytes=1 << 16, grace_seconds=0.2)
+        return ProcessMover(
+            tiers, context, staging_bytes=1 << 16, start_seconds=SOON, grace_seconds=SOON
+        )
 
     def test_only_its_listener_stands_back(self, rig: MoverRig) -> None:
         """The kernel lets it interrupt nobody; the threads that move bytes are like all others."""
@@ -87,15 +91,17 @@ class TestProcessMover(MoverContract):
 
     @pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "hanging"])
     def test_a_process_that_does_not_answer_is_dead_before_its_transfers_time_out(
-        self, rig: MoverRig, stopped: bool
+        self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch, stopped: bool
     ) -> None:
         rig.media[NEAR].hold([0])
         pid = pid_of(rig.mover)
-        late = rig.load([0], seconds=0.2)
-        other = rig.load([1, 2])
+        late = rig.load([0])
+        other = rig.load([1, 2], seconds=10 * SOON)
         rig.media[NEAR].next_call()
         if stopped:
             os.kill(pid, signal.SIGSTOP)
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3 * SOON)
+        monkeypatch.setattr(process, "time", later)
         results: dict[int, list[Outcome]] = {}
         while late not in results:
             rig.mover.wait(SOON)
@@ -203,7 +209,7 @@ def test_the_process_dies_with_its_parent(tmp_path: Path, stopped: bool) -> None
 
 
 def test_ctrl_c_in_the_terminal_is_not_for_the_mover(media: MoverRig) -> None:
-    media.mover = ProcessMover(media.tiers, media.context)
+    media.mover = ProcessMover(media.tiers, media.context, start_seconds=SOON)
     assert os.getpgid(pid_of(media.mover)) != os.getpgid(0)
     media.mover.close()
 
@@ -217,7 +223,13 @@ def test_media_that_cannot_be_opened_are_one_clear_error(media: MoverRig) -> Non
         ProcessMover(media.tiers, media.context)
 
 
-def test_a_process_that_does_not_start_in_time_is_one_clear_error(media: MoverRig) -> None:
+def test_a_process_that_does_not_start_in_time_is_one_clear_error(
+    media: MoverRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeper = tmp_path / "python"
+    sleeper.write_text("#!/bin/sh\nexec sleep 600\n")
+    sleeper.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(sleeper))
     before = open_files()
     with pytest.raises(MoverError, match=r"within 0\.01 s"):
         ProcessMover(media.tiers, media.context, start_seconds=0.01)
@@ -250,6 +262,7 @@ def test_a_process_out_of_descriptors_is_one_clear_error(
 
 
 def open_files() -> int:
+    gc.collect()  # what tests before this one have left has files, too
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 

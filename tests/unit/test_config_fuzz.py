@@ -16,9 +16,7 @@ from kvtier.errors import ConfigError, ConfigErrors
 pytestmark = pytest.mark.usefixtures("other_tiers")
 
 # The fixture installs kinds of tier once for all examples, which none of them changes.
-shared = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 KEYS = ["version", "tiers", "name", "mover", "mode", "kind", "capacity", "path", "write", "door"]
 KEYS += ["user", "tries", "access", "token", "load_deadline", "queue_blocks"]

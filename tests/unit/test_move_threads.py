@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
 from kvtier.core.backend import TierContext
-from kvtier.core.transfer import Mover, TransferKind
+from kvtier.core.transfer import Mover
+from kvtier.move import carry
 from kvtier.move.threads import ThreadMover
 from kvtier.testing.media import FILE, HOST, FileSettings, MediumSettings
-from kvtier.testing.mover import MoverContract, MoverRig
+from kvtier.testing.mover import SOON, MoverContract, MoverRig
 from kvtier.types import Outcome
 
 
@@ -34,13 +36,11 @@ class TestThreadMover(MoverContract):
         return open_threads(tiers, context)
 
     def test_close_leaves_no_thread(self, rig: MoverRig) -> None:
-        def ours() -> list[str]:
-            return [t.name for t in threading.enumerate() if t.name.startswith("kvtier-move-")]
-
-        assert len(ours()) == 1 + 2 + 1
+        threads = rig.mover._threads  # type: ignore[attr-defined]
+        assert [thread.is_alive() for thread in threads] == [True] * (1 + 2 + 1)
         rig.results(rig.load(range(4)))
         rig.mover.close()
-        assert ours() == []
+        assert not any(thread.is_alive() for thread in threads)
 
     def test_close_cancels_the_second_half_of_a_relay(self, rig: MoverRig) -> None:
         rig.fill(1, range(16))
@@ -58,18 +58,19 @@ class TestThreadMover(MoverContract):
         assert [result.outcomes[slot] for slot in started] == [Outcome.OK] * len(started)
         assert set(result.outcomes) == {Outcome.OK, Outcome.CANCELLED}
 
-    def test_a_relay_that_is_late_halfway_goes_no_further(self, rig: MoverRig) -> None:
+    def test_a_relay_that_is_late_halfway_goes_no_further(
+        self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         rig.fill(1, range(4))
         rig.media[2].hold([9])
         busy = rig.store([9], 2)
         rig.media[2].next_call()
-        relay = rig.transfer(TransferKind.STORE, 1, 2, range(4), seconds=0.2)
-        rig.submit(relay)
+        relay = rig.relay(range(4))
         rig.media[1].next_call()
-        while time.monotonic() < relay.deadline:
-            rig.mover.wait(relay.deadline - time.monotonic())
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 2 * SOON)
+        monkeypatch.setattr(carry, "time", later)
         rig.media[2].release()
-        assert rig.results(busy, relay.id)[1].outcomes == [Outcome.TIMEOUT] * 4
+        assert rig.results(busy, relay)[1].outcomes == [Outcome.TIMEOUT] * 4
         assert rig.empty(2, range(4))
 
     def test_close_does_not_wait_for_ever(
