@@ -168,6 +168,7 @@ class Keeper:
         known = self._known.get(slab_id)
         if known is not None and known.mine:
             return
+        now = time.time_ns()  # not later: what changes after the look may bear the same time
         try:
             changed = self.folder.table_path(slab_id).stat().st_mtime_ns
             if known is not None and known.changed_ns == changed:
@@ -190,7 +191,7 @@ class Keeper:
         if not self.folder.alive(slab.owner):
             self._known[slab_id] = Known(slab, False)  # to be adopted, and learnt from then
             return
-        if time.time_ns() - changed < _RECENT_NS:
+        if now - changed < _RECENT_NS:
             changed = 0
         slots, keys = changes(known.table if known else b"", table, slab.header.slots)
         self._known[slab_id] = Known(slab, False, changed, table)

@@ -218,13 +218,16 @@ def test_an_idle_engine_gives_slabs_away_too(
     poor.close()
 
 
-def test_a_tier_that_is_being_asked_is_left_alone(tmp_path: Path) -> None:
+def test_a_tier_that_is_being_asked_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "_IDLE_S", 600.0)
     engine = Engine(tmp_path / "kv", blocks=4)
     engine.keeper.news.append(News(next(iter(engine.tier._places.values())).slab, gone=True))
     for _ in range(2):
         engine.keeper.when_idle()
     assert engine.keeper.news, "it was asked a moment ago"
-    engine.tier._idle_since -= 10
+    engine.tier._idle_since -= 1000
     keeper = threading.Thread(target=engine.keeper.when_idle)
     with engine.tier.mutex:
         keeper.start()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from nvme_rig import Engine, child, expect
 
+from kvtier.backends.nvme import keeper as keeper_module
 from kvtier.backends.nvme import tier as tier_module
 from kvtier.backends.nvme.folder import SlabFile
 from kvtier.backends.nvme.news import News
@@ -239,6 +242,43 @@ def test_a_slab_that_is_being_removed_is_not_broken(
     assert not mine.keeper._broken
     mine.close()
     other.close()
+
+
+class Meanwhile(Disk):
+    """Once, something happens when a file has just been read and closed."""
+
+    def __init__(self) -> None:
+        self.happens: Callable[[], None] = lambda: None
+
+    def close(self, fd: int) -> None:
+        super().close(fd)
+        happens, self.happens = self.happens, lambda: None
+        happens()
+
+
+def test_who_is_stopped_while_looking_around_misses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table that changed twice within a tick of the clock does not look changed."""
+    neighbour, disk = Engine(tmp_path / "kv"), Meanwhile()
+    keys = make_keys(2)
+    neighbour.put(keys[:1])
+    (table,) = neighbour.keeper.folder.home.glob("*.table")
+    mine = Engine(tmp_path / "kv", disk=disk)
+    when = table.stat().st_mtime_ns
+    clock = SimpleNamespace(monotonic=time.monotonic, time_ns=lambda: when)
+    monkeypatch.setattr(keeper_module, "time", clock)
+
+    def change_and_stop() -> None:
+        neighbour.put(keys[1:])
+        os.utime(table, ns=(when, when))
+        clock.time_ns = lambda: when + 10**10
+
+    disk.happens = change_and_stop
+    mine.keeper.work()
+    assert mine.hits(keys) == keys
+    mine.close()
+    neighbour.close()
 
 
 class WornDisk(Disk):
