@@ -284,12 +284,14 @@ def test_records_are_loaded_as_they_arrive(
 
 
 def test_an_arrival_that_failed_fails_the_load_and_cancels_the_rest(
-    copier: DeviceCopier, host: MemoryHost
+    copier: DeviceCopier, host: MemoryHost, world: World
 ) -> None:
     keys = filled(copier, host)
     for slot in (1, 2, 3):
         host.put(slot, keys[slot], table.RESERVED)
     copier.submit(job_of(LOAD, onto(8), keys))
+    while not (world.memory[16 * 4096 : 18 * 4096] == world.memory[: 2 * 4096]).all():
+        assert not copier.poll()
     host.put(1, keys[1], table.FAILED)
     copier.wait([1])
     (result,) = copier.poll()
