@@ -31,7 +31,9 @@ from kvtier.testing.records import NAMESPACE, make_keys, payload
 with Stack.open(Path(sys.argv[1]), NAMESPACE) as stack:
     wanted = {key: payload(key) for key in make_keys(int(sys.argv[2]))}
     stack.store(wanted)
-    assert stack.settle()
+    assert stack.settle(300)
+    for tier in stack.chain.tiers:
+        tier.refresh()  # the room that is made ahead is there
     print("ready", flush=True)
     if sys.stdin.readline() == "check\\n":
         for tier in stack.chain.tiers:
@@ -43,10 +45,12 @@ Hold = Callable[..., subprocess.Popen[str]]
 
 
 def fill(path: Path, blocks: int = 8) -> None:
-    """Store blocks in a stack, and leave it."""
+    """Store blocks in a stack, and leave it; the room that an engine makes ahead is there, too."""
     with Stack.open(path, NAMESPACE) as stack:
         stack.store({key: payload(key) for key in make_keys(blocks)})
         assert stack.settle()
+        for tier in stack.chain.tiers:
+            tier.refresh()
 
 
 class Done:
@@ -76,7 +80,7 @@ def command(
         text=True,
         env=environment,
         input=typed,
-        timeout=120,
+        timeout=300,
         preexec_fn=None if rights else no_rights,
     )
     assert "Traceback" not in done.stderr, done.stderr

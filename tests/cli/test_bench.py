@@ -84,7 +84,7 @@ def test_interrupted_it_leaves_nothing(stack_file: Path, tmp_path: Path) -> None
     while not list(host.glob("*.region")):
         assert process.poll() is None
     os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (130, "", "")
     assert list(host.iterdir()) == []
     assert list((tmp_path / "disk").iterdir()) == []

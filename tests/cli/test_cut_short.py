@@ -6,23 +6,43 @@ import json
 import random
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import object_servers
 import pytest
-from cli_world import KVTIER, STACK, Hold, command
+from cli_world import STACK, Hold, command
 
 from kvtier.cli.holdings import look
 from kvtier.config import load
 from kvtier.core.slab.layout import RESERVED
+from kvtier.testing.records import NAMESPACE
 
 pytestmark = pytest.mark.slow
 
 BLOCKS = 600
 RATE = "2MB/s"
 """Of 8 KiB blocks: all of them take seconds, and a piece of them a tenth of a second."""
+
+# The command line, but that a copy stops after so many bytes until a file is there.
+HELD = """
+import sys, time
+from pathlib import Path
+from kvtier.cli import main
+from kvtier.cli.copying import Pace
+going_on, left = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
+spend = Pace.spend
+def spend_or_wait(pace, size):
+    global left
+    left -= size
+    while left < 0 and not going_on.exists():
+        time.sleep(0.01)
+    spend(pace, size)
+Pace.spend = spend_or_wait
+main.main()
+"""
 
 
 def run(*args: object) -> Any:
@@ -67,16 +87,22 @@ def arrived(stack: Path) -> int:
     return sum(part.blocks for part in place.parts)
 
 
-def start(stack: Path) -> subprocess.Popen[str]:
-    args = [KVTIER, "prewarm", "-c", stack, "--rate", RATE, "--json"]
+def start(stack: Path, known: int = 0) -> subprocess.Popen[str]:
+    """It waits for `going_on` when two thirds of what is missing are on their way."""
+    most = (BLOCKS - known) * 2 // 3 * NAMESPACE.payload_bytes
+    args = ["prewarm", "-c", stack, "--rate", RATE, "--json"]
     return subprocess.Popen(
-        args,
+        [sys.executable, "-c", HELD, going_on(stack), str(most), *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         # A shell has its background jobs ignore Ctrl-C, and with them the tests that run in one.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+
+
+def going_on(stack: Path) -> Path:
+    return stack.with_name("go on")
 
 
 def let_arrive(process: subprocess.Popen[str], stack: Path, blocks: int) -> None:
@@ -98,7 +124,7 @@ def test_killed_at_random(stack: Path) -> None:
     chance = random.Random(7)
     known = 0
     for _ in range(4):
-        process = start(stack)
+        process = start(stack, known)
         let_arrive(process, stack, known + chance.randrange(1, (BLOCKS - known) // 3))
         process.kill()
         process.communicate()
@@ -113,7 +139,7 @@ def test_interrupted(stack: Path, blocks: int) -> None:
     process = start(stack)
     let_arrive(process, stack, blocks)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "Traceback" not in said
     (place,) = look(load(stack), 1)
@@ -128,7 +154,8 @@ def test_the_store_goes_away(stack: Path, server: object_servers.ServerProcess) 
     process = start(stack)
     let_arrive(process, stack, 100)
     server.kill()
-    out, _ = process.communicate(timeout=60)
+    going_on(stack).touch()
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == 1
     (report,) = json.loads(out)["namespaces"]
     assert report["unread"] == BLOCKS - report["copied"] > 0 == report["bad"]

@@ -133,7 +133,7 @@ class TestVerify:
         with Stack(load(filled), OTHER, engine="other") as stack:
             assert stack.store({make_keys(1)[0]: bytes(4096)})
             assert stack.settle()
-        (table,) = (tmp_path / "disk" / "blocks" / NAMESPACE.id).glob("*.table")
+        table = one(tmp_path / "disk" / "blocks" / NAMESPACE.id, "*.table")
         os.truncate(table, 0)
         done = command("verify", "-c", filled, "--namespace", OTHER.id[:8], "--repair")
         assert (done.code, table.exists()) == (1, True)
@@ -289,7 +289,7 @@ def talk(stack_file: Path, answer: str) -> int:
     )
     os.close(child)
     os.write(main, answer.encode())
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     os.close(main)
     return process.returncode
 

@@ -16,7 +16,7 @@ STACKS = sorted((EXAMPLES.parent / "configs").glob("*.yaml"))
 
 def test_embedded(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "embedded.py"), str(tmp_path / "blocks")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert "nvme   100 blocks,  100 hits" in done.stdout
 
 

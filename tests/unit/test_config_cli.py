@@ -255,7 +255,7 @@ class TestTheFrame:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
         assert (process.returncode, err) == (130, "")
 
     @pytest.mark.parametrize("module", ["kvtier.errors", "typer", "kvtier.cli.config"])
@@ -307,7 +307,7 @@ def start_command(body: str, **environment: str) -> subprocess.Popen[str]:
 
 def run_command(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
     process = start_command(body, **environment)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
