@@ -16,8 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 HOST = Path(__file__).with_name("host.py")
-START_S = 240.0
-COMMAND_S = 240.0
+HANGS_S = 600.0
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -78,12 +77,12 @@ class Engine:
             arguments["kv_transfer_config"] = transfer
             arguments.setdefault("prefix_caching_hash_algo", "sha256_cbor")
         try:
-            self.call("start", START_S, **arguments)
+            self.call("start", **arguments)
         except BaseException:
             self.kill()
             raise
 
-    def call(self, name: str, seconds: float = COMMAND_S, **arguments: Any) -> Any:
+    def call(self, name: str, seconds: float = HANGS_S, **arguments: Any) -> Any:
         """Run a command; raises EngineError if it fails, or takes too long."""
         assert self.process.stdin is not None
         try:

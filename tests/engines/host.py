@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SETTLE_S = 60.0
+SETTLE_S = 300.0
 
 
 class Host:
@@ -189,6 +189,11 @@ class Host:
                 return True
             time.sleep(0.002)
         return False
+
+    def look_around(self) -> None:
+        """Learn now what other engines have stored and dropped."""
+        for tier in self._manager.chain.tiers:
+            tier.refresh()
 
     def mover(self) -> int:
         """The process of the mover; waits for it if it is being started."""

@@ -12,6 +12,8 @@ from engines.engine import Engine
 from engines.world import World
 
 MODELS = Path(sys.prefix) / "models"
+HANGS_S = 1800
+"""A test starts several engines, each of which takes half a minute where processors are busy."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,6 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.vllm)
             item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.timeout(HANGS_S))
 
 
 @pytest.fixture(scope="session")

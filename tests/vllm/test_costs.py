@@ -10,15 +10,17 @@ from engines.world import World, prompt
 
 PROMPTS = [prompt(300 + seed, 1100) for seed in range(4)]
 HIT = 1024
-SLOW_S = 3.0
-"""Much longer than the prompts take to compute, on any machine."""
+SLOWER = 5
+"""How much longer a read takes then than a prompt to compute."""
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_slow_tier_is_left_alone(world: World, model: Callable[..., Path], family: str) -> None:
     """Be it for a model with one cache group, or with windows beside full attention."""
-    stack = world.stack() | {"loads": "worthwhile", "mover": {"mode": "threads"}}
+    stack = world.stack(load_deadline="10min") | {
+        "loads": "worthwhile",
+        "mover": {"mode": "threads"},
+    }
     with world.engine(model(family), stack=stack) as engine:
         cold = engine.generate(prompts=PROMPTS)
         reference = [each["tokens"] for each in cold]
@@ -35,9 +37,10 @@ def test_a_slow_tier_is_left_alone(world: World, model: Callable[..., Path], fam
             return cached
 
         assert ask_disk() == [HIT] * len(PROMPTS)
-        engine.slow_reads(pause=SLOW_S)
+        pause = max(3.0, SLOWER * engine.costs()["prefill_seconds"])
+        engine.slow_reads(pause=pause)
         assert ask_disk()[2:] == [0, 0], "one slow load may be chance, two are not"
         costs = engine.costs()
         assert costs["nvme"]["refused"] >= 2 * HIT // 256
         assert costs["device"]["samples"] > 0
-        assert costs["prefill_seconds"] < SLOW_S
+        assert costs["prefill_seconds"] < pause

@@ -30,7 +30,6 @@ def said_by(program: str, folder: Path | None = None, *, interpreted: bool = Tru
         env=environment,
         cwd=folder,
         check=True,
-        timeout=240,
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -25,7 +25,6 @@ def usable_hits(family: str) -> list[int]:
     return [(length - 1) // CHUNK * CHUNK for length in LENGTHS]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_tokens_from_every_tier(world: World, model: Callable[..., Path], family: str) -> None:
     folder = model(family)

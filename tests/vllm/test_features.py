@@ -43,7 +43,6 @@ def check_cold_and_warm(engine: Engine, reference: dict[str, Any]) -> None:
     assert engine.sources() in ({"host": HIT, "disk": HIT}, {}), "0.31 does not count them"
 
 
-@pytest.mark.timeout(600)
 def test_two_ranks_and_a_restart(
     world: World, model: Callable[..., Path], reference: dict[str, Any]
 ) -> None:
@@ -57,7 +56,6 @@ def test_two_ranks_and_a_restart(
         assert engine.generate(prompts=[PROMPT]) == [{**reference, "cached": HIT}]
 
 
-@pytest.mark.timeout(600)
 def test_of_ranks_that_hold_the_same_one_writes(world: World, model: Callable[..., Path]) -> None:
     """The latent cache of MLA. (Without AMX vLLM can load none on a CPU: see test_families.)"""
     options = {"tensor_parallel_size": 2, "stack": world.stack()}
@@ -71,7 +69,6 @@ def test_of_ranks_that_hold_the_same_one_writes(world: World, model: Callable[..
     assert json.loads(described.read_text())["parts"] == 1
 
 
-@pytest.mark.timeout(600)
 def test_two_engines_share_a_folder(
     world: World, model: Callable[..., Path], reference: dict[str, Any]
 ) -> None:
@@ -83,17 +80,16 @@ def test_two_engines_share_a_folder(
     ):
         assert first.generate(prompts=[PROMPT]) == [reference]
         first.settle()
-        second.settle()
+        second.look_around()
         assert second.generate(prompts=[PROMPT]) == [{**reference, "cached": HIT}]
         assert second.facts()["chain"]["hits"] == [0, HIT // 256]
         (found,) = second.generate(prompts=[other_prompt])
         second.settle()
         second.kill()
-        first.settle()
+        first.look_around()
         assert first.generate(prompts=[other_prompt]) == [{**found, "cached": HIT}]
 
 
-@pytest.mark.timeout(600)
 def test_priorities_drafts_and_patterns(world: World, model: Callable[..., Path]) -> None:
     """Scheduling by priority, speculative decoding by n-grams, structured output."""
     options = {"scheduling_policy": "priority", "speculative_config": NGRAM}
@@ -123,7 +119,6 @@ def test_priorities_drafts_and_patterns(world: World, model: Callable[..., Path]
         assert found == {"tokens": expected[0], "cached": 0}, "a namespace of its own"
 
 
-@pytest.mark.timeout(600)
 def test_an_object_store_below(
     world: World, model: Callable[..., Path], reference: dict[str, Any]
 ) -> None:
@@ -162,7 +157,6 @@ def test_an_object_store_below(
         assert facts["chain"]["tiers"][2]["corrupt"] > 0
 
 
-@pytest.mark.timeout(600)
 def test_without_an_engine_cache(
     world: World, model: Callable[..., Path], reference: dict[str, Any]
 ) -> None:

@@ -52,7 +52,6 @@ def python(*arguments: str, **environment: str) -> str:
         env={**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

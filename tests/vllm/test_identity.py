@@ -20,7 +20,6 @@ PROMPT = prompt(7, 1100)
 HIT = 1024
 
 
-@pytest.mark.timeout(900)
 def test_weights_chunks_and_resets(world: World, model: Callable[..., Path]) -> None:
     """Five lives on the same folders; what each may find of the earlier ones."""
     served = world.folder / "model"
@@ -76,7 +75,6 @@ def check_facts(world: World, facts: dict[str, str]) -> None:
     assert (facts["dtype"], facts["block_tokens"]) == ("torch.float32", "128")
 
 
-@pytest.mark.timeout(600)
 def test_adapters(world: World, model: Callable[..., Path]) -> None:
     """vLLM's hashes know an adapter by name and path: other bytes must be another adapter."""
     adapter = world.folder / "adapter"

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from engines.engine import Engine
 from engines.world import World, prompt
 
@@ -19,7 +18,6 @@ def look(engine: Engine, image: int) -> dict[str, Any]:
     return dict(found)
 
 
-@pytest.mark.timeout(600)
 def test_each_image_has_its_own_blocks(world: World, model: Callable[..., Path]) -> None:
     folder = model("blip2")
     with world.engine(folder) as plain:

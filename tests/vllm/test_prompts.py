@@ -33,7 +33,6 @@ def kvtier(*args: object) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_what_an_engine_stored_is_found(
     world: World, model: Callable[..., Path], family: str
@@ -68,7 +67,6 @@ def test_what_an_engine_stored_is_found(
     assert first["cached"] == 1024, "the very first request of a fresh engine hits"
 
 
-@pytest.mark.timeout(600)
 def test_salts_and_adapters_are_in_the_keys(world: World, model: Callable[..., Path]) -> None:
     adapter = world.folder / "adapter"
     make_adapter(adapter, 1)

@@ -35,7 +35,7 @@ class Sleeper:
         self.engine = self.start()
 
     def start(self) -> Engine:
-        return self.world.engine(self.own, stack=self.world.stack(load_deadline="5s"))
+        return self.world.engine(self.own, stack=self.world.stack(load_deadline="10min"))
 
     def ask(self, number: int) -> int:
         """The tokens of a prompt that were not computed; the answer must be right."""

@@ -44,7 +44,6 @@ def check_nothing_held(facts: dict[str, Any]) -> None:
     assert facts["chain"]["mover"]["in_flight_blocks"] == 0
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("family", "count", "blocks", "policy"),
     [("llama", 100, 44, "fcfs"), ("gemma3", 50, 30, "priority")],

@@ -11,13 +11,11 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import object_servers
-import pytest
 from sources import copy_sources
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +24,6 @@ BLOCK = re.compile(
 )
 ANSWER = re.compile(r"^prompt (\d): (\d+) tokens, (\d+) cached \((.*)\), ", re.MULTILINE)
 CHUNK = 256
-
-pytestmark = pytest.mark.timeout(900)
 
 
 def clone(target: Path) -> None:
@@ -50,18 +46,11 @@ def clone(target: Path) -> None:
     (target / stamp.stdout.strip()).touch()
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def read_script() -> str:
     """All that the page says to type."""
     blocks = BLOCK.findall((ROOT / "README.md").read_text())
     assert len(blocks) == 4
-    return "\n".join(["set -eu", *blocks]).replace("8000", str(free_port()))
+    return "\n".join(["set -eu", *blocks]).replace("8000", str(object_servers.free_port()))
 
 
 def test_the_readme_leads_to_a_second_machine(tmp_path: Path) -> None:
