@@ -57,8 +57,7 @@ def bench(
     else:
         _show(found, chunk, blocks, rounds)
     if svg is not None:
-        with console.naming(svg):
-            svg.write_text(_plot(found, chunk), encoding="utf-8")
+        console.write_plot(svg, _plot(found, chunk))
     if not good:
         raise typer.Exit(console.EXIT_FAILURE)
 

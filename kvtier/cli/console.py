@@ -265,6 +265,12 @@ def check_plot(file: Path | None) -> None:
         )
 
 
+def write_plot(file: Path, svg: str) -> None:
+    """Write what `check_plot` saw that can be written."""
+    with naming(file):
+        file.write_text(svg, encoding="utf-8")
+
+
 def tier_of(text: str | None, config: StackConfig, option: str = "--tier") -> int | None:
     """The tier that an option names, by number or kind."""
     if text is None:

@@ -98,8 +98,7 @@ def plan(
         rows = run_sweep(stack, expectation, requests, of_each, factors, exact)
     _report(expectation, rows, json)
     if svg is not None:
-        with console.naming(svg):
-            svg.write_text(plot(rows), encoding="utf-8")
+        console.write_plot(svg, plot(rows))
 
 
 def _factors(text: str) -> list[float]:
