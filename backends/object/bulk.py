@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvtier.backends.object.answers import explain_answer
+from kvtier.backends.object.answers import MISSING_CODES, explain_answer
 from kvtier.backends.object.errors import StoreError, WrongEndpoint
 from kvtier.backends.object.signing import UNSIGNED, Signer, vendor
 
@@ -60,6 +60,8 @@ class BulkClient:
             )
             for entry in answer.get("Errors", []):
                 code = str(entry.get("Code", ""))
+                if code in MISSING_CODES:
+                    continue
                 error = explain_answer(403, code, {}, f"bucket {self._bucket}")
                 key = entry.get("Key")
                 if key not in batch:  # then nobody knows which are deleted

@@ -81,7 +81,7 @@ class Page:
             piece = self._body[start : start + _PIECE_BYTES]
             try:
                 parser.Parse(piece, start + _PIECE_BYTES > len(self._body))
-            except (expat.ExpatError, ValueError, KeyError, OverflowError) as error:
+            except (expat.ExpatError, ValueError, LookupError, OverflowError) as error:
                 raise WrongEndpoint(
                     "a listing that cannot be read: is it an S3 endpoint?"
                 ) from error
@@ -89,6 +89,11 @@ class Page:
             yield from found
         if self._facts.get("IsTruncated", "").lower() == "true":
             self.token = self._facts.get("NextContinuationToken", "")
+            if not self.token:  # what is behind it would be taken for gone
+                raise WrongEndpoint(
+                    "the endpoint lists more objects but does not say how to go on: does it know "
+                    "ListObjectsV2?"
+                )
 
     def _begin(self, tag: str, _: object) -> None:
         self._depth += 1

@@ -60,18 +60,22 @@ class RetryingStore(WrappedStore):
     def list(
         self, prefix: str = "", *, after: str = "", deadline: float | None = None
     ) -> Iterator[ObjectInfo]:
-        """A listing that breaks goes on behind the last name it gave out."""
-        failures = 0
+        """A listing that breaks goes on behind the last name it gave out, if all before it were in
+        order: what was not listed yet would be left out otherwise."""
+        failures, in_order = 0, True
         while True:
             self._keep_quiet(self._end(deadline))
             try:
                 for info in self._inner.list(prefix, after=after, deadline=deadline):
+                    in_order = in_order and info.name > after
                     after = info.name
                     failures = 0
                     yield info
                 return
             except StoreError as error:
                 failures += 1
+                if not in_order:
+                    raise
                 self._wait_or_raise(error, failures, self._end(deadline))
 
     def delete(

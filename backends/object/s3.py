@@ -18,7 +18,7 @@ from urllib.parse import SplitResult, quote, urlsplit
 
 import msgspec
 
-from kvtier.backends.object.answers import error_code, explain_answer
+from kvtier.backends.object.answers import MISSING_CODES, error_code, explain_answer
 from kvtier.backends.object.bulk import BulkClient
 from kvtier.backends.object.errors import (
     ConditionalPutUnsupported,
@@ -203,7 +203,7 @@ class S3Store(Store):
 
     def _missing_or_raise(self, answer: Response) -> None:
         body = _error_body(answer)
-        if answer.status == 404 and error_code(body) in ("NoSuchKey", "NotFound"):
+        if answer.status == 404 and error_code(body) in MISSING_CODES:
             return
         raise self._explained(answer, body)
 
@@ -222,6 +222,7 @@ class S3Store(Store):
         start = self._prefix + check_prefix(prefix)
         behind = self._prefix + after if after else ""
         token = ""
+        tokens: set[str] = set()
         while True:
             page = self._page(list_query(start, behind, token), self._end(deadline))
             for found in page:
@@ -230,9 +231,10 @@ class S3Store(Store):
                     yield ObjectInfo(name, found.size, found.modified_s)
             if not page.token:
                 return
-            if page.token == token:
-                raise WrongEndpoint(f"{self._where} lists the same page again: check the endpoint")
             token = page.token
+            if token in tokens:
+                raise WrongEndpoint(f"{self._where} lists the same page again: check the endpoint")
+            tokens.add(token)
 
     def _page(self, query: str, end: float) -> Page:
         target = f"{self._bucket_target}?{query}"
@@ -260,11 +262,13 @@ class S3Store(Store):
             with self._pool.exchange("DELETE", head, (), end) as answer:
                 if answer.status in (200, 202, 204, 404):
                     body = answer.read(_ERROR_BODY_BYTES_MAX)
-                    if error_code(body) not in ("", "NoSuchKey", "NotFound"):
+                    if error_code(body) not in ("", *MISSING_CODES):
                         raise self._explained(answer, body)
-                elif (error := self._refusal(answer)).unwell:
-                    raise error
                 else:
+                    body = _error_body(answer)
+                    error = self._explained(answer, body)
+                    if error.unwell and error_code(body) != "AccessDenied":  # perhaps to this one
+                        raise error
                     failed[name] = error
         return failed
 

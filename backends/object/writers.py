@@ -62,7 +62,8 @@ def _machine() -> str:
 def _start_of(pid: int) -> str | None:
     """When a process began, in ticks since boot; None if it cannot be seen."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        # in bytes: a process may be called anything
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
     except OSError:
         return None
-    return "dead" if fields[0] in "ZX" else f"{int(fields[19]) & 0xFFFFFFFF:08x}"
+    return "dead" if fields[0] in b"ZX" else f"{int(fields[19]) & 0xFFFFFFFF:08x}"

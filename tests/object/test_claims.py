@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -287,6 +289,18 @@ def test_a_process_that_ended_is_known_to_be_dead() -> None:
     assert not writers.may_live(init), "a process number is used again"
     elsewhere = f"{int(own[:8], 16) ^ 1:08x}{own[8:]}"
     assert writers.may_live(elsewhere), "of another machine nobody knows"
+
+
+def test_a_process_may_have_any_name() -> None:
+    """The system cuts names after 15 bytes, in the midst of a character, too."""
+    script = "open('/proc/self/comm', 'wb').write(b') \\xff'); print(flush=True); input()"
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline()
+        own = writers.new()
+        assert not writers.may_live(f"{own[:8]}{child.pid:08x}{0:08x}{own[24:]}")
+        child.communicate(b"\n")
 
 
 def test_who_has_ended_is_plain_to_see_or_not_said() -> None:

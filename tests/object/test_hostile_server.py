@@ -306,6 +306,35 @@ def test_a_listing_that_does_not_get_on(server: HostileServer, store: S3Store) -
     assert len(server.heads) == 2
 
 
+def test_a_listing_that_goes_in_circles(server: HostileServer, store: S3Store) -> None:
+    def page(peer: Peer, head: bytes) -> None:
+        token = b"y" if b"continuation-token=x" in head else b"x"
+        more = b"<IsTruncated>true</IsTruncated><NextContinuationToken>%s</NextContinuationToken>"
+        body = more % token if len(server.heads) < 9 else b""
+        peer.sendall(answer(200, b"<ListBucketResult>" + body + b"</ListBucketResult>"))
+
+    server.script = page
+    with pytest.raises(errors.WrongEndpoint, match="same page"):
+        list(store.list())
+    assert len(server.heads) == 3
+
+
+def test_an_object_that_may_not_be_deleted_keeps_no_other_there(
+    server: HostileServer, store: S3Store
+) -> None:
+    """A few are deleted one by one."""
+
+    def serve(peer: Peer, head: bytes) -> None:
+        held = b"/n1 " in head
+        peer.sendall(answer(403, error_body("AccessDenied")) if held else answer(204))
+
+    server.script = serve
+    failed = store.delete(["n0", "n1", "n2"])
+    assert [*failed] == ["n1"]
+    assert isinstance(failed["n1"], errors.AccessDenied)
+    assert len(server.heads) == 3
+
+
 REFUSED_DELETE = "<DeleteResult><Error>{}<Code>AccessDenied</Code></Error></DeleteResult>"
 
 
@@ -321,6 +350,9 @@ def test_a_bulk_delete_says_what_was_not_deleted(server: HostileServer, store: S
 
     reply(REFUSED_DELETE.format("<Key>n3</Key>"))
     assert [*store.delete(names)] == ["n3"]
+    gone = "<DeleteResult><Error><Key>n3</Key><Code>NoSuchKey</Code></Error></DeleteResult>"
+    reply(gone)
+    assert not store.delete(names), "some servers call that an error"
     for unclear in ("", "<Key>other</Key>"):
         reply(REFUSED_DELETE.format(unclear))
         with pytest.raises(errors.AccessDenied):

@@ -45,6 +45,14 @@ def test_the_last_page_has_no_token() -> None:
     assert read_page(page("")) == ([], "")
 
 
+@pytest.mark.parametrize("token", ["", "<NextContinuationToken></NextContinuationToken>"])
+def test_a_page_is_never_taken_for_the_last_when_there_is_more(token: str) -> None:
+    """Old servers know only markers; all behind the first page would be taken for gone."""
+    more = f"<IsTruncated>true</IsTruncated><NextMarker>e</NextMarker>{token}"
+    with pytest.raises(WrongEndpoint, match="more"):
+        read_page(page(ENTRY.format(key="e", size=1), more))
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -59,6 +67,8 @@ def test_the_last_page_has_no_token() -> None:
         page(ENTRY.format(key="a", size=1).replace("2026", "0000")),
         BOMB.encode(),
         BOMB.encode("utf-16"),
+        b'<?xml version="1.0" encoding="nonsense"?><ListBucketResult/>',
+        b'<?xml version="1.0" encoding="hex"?><ListBucketResult/>',
     ],
 )
 def test_what_is_no_listing_is_a_wrong_endpoint(body: bytes) -> None:

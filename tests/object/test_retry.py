@@ -184,6 +184,18 @@ def test_a_broken_listing_goes_on_where_it_was() -> None:
     assert found == inner.names
 
 
+def test_a_broken_listing_in_no_order_ends() -> None:
+    """What sorts before the last name would be left out, and taken for gone."""
+    inner, clock = ScriptedStore([WEATHER]), Clock()
+    inner.names.reverse()
+    listing = retrying(inner, clock).list()
+    found = [next(listing).name for _ in range(2)]
+    inner.script = [WEATHER]
+    with pytest.raises(errors.Unavailable):
+        found += [info.name for info in listing]
+    assert found == inner.names[:2]
+
+
 def test_the_breaker_opens_and_recovers_by_itself(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     inner, clock = ScriptedStore([WEATHER] * 5), Clock()
