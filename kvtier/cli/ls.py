@@ -16,11 +16,13 @@ from kvtier.cli.holdings import Part, Place, known_namespaces, look
 from kvtier.config import load
 from kvtier.errors import KVTierError
 from kvtier.observe import human
-from kvtier.types import Namespace
+from kvtier.types import Namespace, group_of
 
 app = console.new_app("List what a stack holds.")
 
 _LIMIT = 100
+_DIGITS = 16
+"""Of a key: enough for `kvtier show`."""
 
 
 @app.command(
@@ -154,21 +156,22 @@ def _list_blocks(places: list[Place], namespace: str, limit: int, json: bool) ->
             {"namespace": namespace, "blocks": rows, "more": more, "troubles": troubles}
         )
         return
-    console.print_table(
-        ["tier", "key", "size", "hits", "last hit", "age", "state"],
+    columns = ["tier", "key", "group", "size", "hits", "last hit", "age", "state"]
+    rows = [
         [
-            [
-                f"{block.tier} {block.kind}",
-                block.key.hex(),
-                human.size(block.bytes),
-                count(block.hits),
-                age(block.used),
-                age(block.stored_at),
-                "quarantined" if block.quarantined else "",
-            ]
-            for block in blocks
-        ],
-        numbers=["size", "hits", "last hit", "age"],
-    )
+            f"{block.tier} {block.kind}",
+            block.key.hex()[:_DIGITS],
+            str(group_of(block.key)),
+            human.size(block.bytes),
+            count(block.hits),
+            age(block.used),
+            age(block.stored_at),
+            "quarantined" if block.quarantined else "",
+        ]
+        for block in blocks
+    ]
+    if not any(block.quarantined for block in blocks):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    console.print_table(columns, rows, numbers=columns[2:7])
     if more:
         console.say(f"... and more: --limit {limit * 10}")

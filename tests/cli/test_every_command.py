@@ -169,6 +169,16 @@ def test_forty_columns(words: list[str], filled: Path) -> None:
         assert len(line) <= 40 or one_long_word, line
 
 
+def test_a_block_takes_a_line_of_a_terminal(filled: Path) -> None:
+    out = command("ls", NAMESPACE.id, "-c", filled, "-t", "nvme", columns=80).out
+    head, _, *lines = out.splitlines()
+    assert head.split() == ["tier", "key", "group", "size", "hits", "last", "hit", "age"]
+    assert len(lines) == 8
+    shown = command("show", lines[0].split()[2], "-c", filled)
+    assert shown.code == 0
+    assert "namespace  " + NAMESPACE.id in shown.out
+
+
 @every
 def test_output_into_a_closed_pipe(words: list[str], filled: Path) -> None:
     reader, writer = os.pipe()
