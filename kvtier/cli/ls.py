@@ -157,7 +157,7 @@ def _list_blocks(places: list[Place], namespace: str, limit: int, json: bool) ->
         )
         return
     columns = ["tier", "key", "group", "size", "hits", "last hit", "age", "state"]
-    rows = [
+    table = [
         [
             f"{block.tier} {block.kind}",
             block.key.hex()[:_DIGITS],
@@ -171,7 +171,7 @@ def _list_blocks(places: list[Place], namespace: str, limit: int, json: bool) ->
         for block in blocks
     ]
     if not any(block.quarantined for block in blocks):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-    console.print_table(columns, rows, numbers=columns[2:7])
+        columns, table = columns[:-1], [row[:-1] for row in table]
+    console.print_table(columns, table, numbers=columns[2:7])
     if more:
         console.say(f"... and more: --limit {limit * 10}")
