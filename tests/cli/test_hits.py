@@ -33,6 +33,12 @@ def used(stack_file: Path) -> Path:
     return stack_file
 
 
+def used_at(stack: Path) -> set[float]:
+    """When blocks were used last, by each tier of this machine: they write it down one by one."""
+    parts = run("ls", "-c", stack)["namespaces"]
+    return {part["used"] for part in parts if part["kind"] in ("cpu", "nvme")}
+
+
 def run(*args: object) -> Any:
     done = command(*args, "--json")
     assert done.code == 0, done.err
@@ -83,8 +89,7 @@ def test_a_snapshot_takes_the_counts_along_once(used: Path, tmp_path: Path) -> N
         assert run("snapshot", "-c", stack)["namespaces"][0]["copied"] == copied
         (part,) = run("ls", "-c", stack, "--tier", "object")["namespaces"]
         assert (part["blocks"], part["hits"]) == (8, 4)
-        here = run("ls", "-c", stack, "--tier", "nvme")["namespaces"][0]
-        assert part["used"] == here["used"], "when they were used, not when that was copied"
+        assert part["used"] in used_at(stack), "when they were used, not when that was copied"
     rows = run("ls", NAMESPACE.id[:8].upper(), "-c", stack, "--tier", "object")["blocks"]
     hits = {row["key"]: row["hits"] for row in rows}
     assert [hits[key.hex()] for key in KEYS] == [3, 1, 0, 0, 0, 0, 0, 0]
@@ -127,13 +132,14 @@ def test_a_copy_takes_the_counts_along_once(
     if how == "store to store":
         run(*copy, "-c", other, "--into", "object")
         copy = ["prewarm" if into != "object" else "restore"]
-    before = run("ls", "-c", used, "--tier", "nvme")["namespaces"][0]["used"]
+    before = used_at(used)
     for copied in (0 if how == "store to store" and into == "object" else 8, 0):
         (told,) = run(*copy, "-c", other, "--into", into)["namespaces"]
         assert told["copied"] == copied
         assert hits_in(other, into) == HITS
     (part,) = run("ls", "-c", other, "--tier", into)["namespaces"]
-    assert (part["hits"], part["used"]) == (4, before)
+    assert part["hits"] == 4
+    assert part["used"] in before
     with Stack.open(other, NAMESPACE) as stack:
         assert len(stack.load(KEYS[1:3])) == 2
         stack.settle()
