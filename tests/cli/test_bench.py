@@ -74,7 +74,7 @@ def test_a_stack_in_use_is_not_disturbed(stack_file: Path, tmp_path: Path, hold:
 
 def test_interrupted_it_leaves_nothing(stack_file: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [KVTIER, "bench", "-c", stack_file, "--rounds=100", "--blocks=2000", "--chunk=4KiB"],
+        [KVTIER, "bench", "-c", stack_file, "--rounds=100", "--blocks=4000", "--chunk=4KiB"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
