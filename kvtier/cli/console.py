@@ -47,7 +47,10 @@ def parse_size(text: str | int) -> int:
 
 def parse_rate(text: str | int) -> int:
     """The value of an option that is a rate, like 200MB/s, in bytes a second."""
-    return parse_size(text.removesuffix("/s") if isinstance(text, str) else text)
+    try:
+        return parse_size(text.removesuffix("/s") if isinstance(text, str) else text)
+    except typer.BadParameter:
+        raise typer.BadParameter(f"{text!r} is no rate; write one like 200MB/s") from None
 
 
 def parse_duration(text: str | float) -> float:

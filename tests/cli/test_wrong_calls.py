@@ -26,7 +26,7 @@ tiers:
 """
 WRONG = [
     ("snapshot --size 0 -c {stack}", 2, "'--size': a size of nothing"),
-    ("snapshot --rate 5MB/h -c {stack}", 2, "'--rate': '5MB/h' is not"),
+    ("snapshot --rate 5MB/h -c {stack}", 2, "'--rate': '5MB/h' is no rate; write one like 200MB/s"),
     ("export {folder}/x.pack --size 4KiB -c {stack}", 1, "4 KiB hold not one block, which takes"),
     ("snapshot --to file://{folder} --size 1 -c {stack}", 1, "1 B hold not one block, which"),
     ("verify --sample 150% -c {stack}", 2, "'--sample': '150%': write a number"),
@@ -49,6 +49,7 @@ WRONG = [
     ("plan {model} --svg x.svg -c {stack}", 2, "--svg: says nothing without --trace"),
     ("plan {model} --scale 0.5 -c {stack}", 2, "--scale: says nothing without --trace"),
     ("plan {model} --block-tokens 16 -c {stack}", 2, "--block-tokens: says nothing without"),
+    ("plan {model} --bandwidth nvme=3Gbit/s,1ms -c {stack}", 2, "'3Gbit/s' is no rate; write"),
     ("plan {model} --scale= --trace {model} -c {stack}", 2, "--scale: '': write numbers"),
     (
         "plan {model} --bandwidth nvme=1GB/s --bandwidth 1=2GB/s -c {stack}",
