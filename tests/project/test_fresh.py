@@ -34,8 +34,10 @@ def test_ready_stacks_are_right(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("KVTIER_FOLDER", str(tmp_path / "blocks"))
     monkeypatch.setenv("KVTIER_BUCKET", "s3://bucket/prefix")
+    monkeypatch.setenv("KVTIER_NAME", "second")
     config = load(path, record_bytes=4 << 20)
     assert len(config.tiers) > 1
+    assert config.name == "second", "the environment names each engine of a machine"
 
 
 @pytest.mark.parametrize("path", STACKS, ids=lambda path: path.stem)
