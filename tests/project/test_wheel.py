@@ -19,8 +19,6 @@ ROOT = Path(__file__).parents[2]
 INSTALLED_MB_MAX = 150
 IMPORT_MS_MAX = 200
 HELP_MS_MAX = 300
-PYTHON_MS = 25
-"""Python alone takes no longer where these limits hold; where it does, all may, by as much."""
 # The processor's time, which is the same beside others; none of the commands waits for anything.
 TIME_IT = """
 import resource, subprocess, sys
@@ -35,8 +33,7 @@ def best(command):
         times.append(spent() - start)
     return min(times) * 1000
 nothing = best([sys.executable, "-c", "pass"])
-imported = best([sys.executable, "-c", "import kvtier"]) - nothing
-print(nothing, imported, best(["kvtier", "--help"]))
+print(best([sys.executable, "-c", "import kvtier"]) - nothing, best(["kvtier", "--help"]))
 """
 
 
@@ -114,13 +111,11 @@ def test_it_is_small_and_needs_neither_torch_nor_boto3(
 
 
 def test_it_is_quick_to_import(home: Path, tmp_path: Path, figure: Callable[[str], None]) -> None:
-    found = map(float, run(home, "python", "-c", TIME_IT, cwd=tmp_path).split())
-    nothing, imported, helped = found
-    slower = max(1.0, nothing / PYTHON_MS)
+    imported, helped = map(float, run(home, "python", "-c", TIME_IT, cwd=tmp_path).split())
     figure(f"import kvtier: {imported:.0f} ms (limit {IMPORT_MS_MAX})")
     figure(f"kvtier --help: {helped:.0f} ms (limit {HELP_MS_MAX})")
-    assert imported < IMPORT_MS_MAX * slower
-    assert helped < HELP_MS_MAX * slower
+    assert imported < IMPORT_MS_MAX
+    assert helped < HELP_MS_MAX
 
 
 def packages(home: Path) -> Path:
