@@ -112,7 +112,7 @@ def test_it_is_small_and_needs_neither_torch_nor_boto3(
 
 def test_it_is_quick_to_import(home: Path, tmp_path: Path, figure: Callable[[str], None]) -> None:
     imported, helped = map(float, run(home, "python", "-c", TIME_IT, cwd=tmp_path).split())
-    figure(f"import kvtier: {imported:.0f} ms (limit {IMPORT_MS_MAX})")
+    figure(f"import kvtier: {max(imported, 0):.0f} ms (limit {IMPORT_MS_MAX})")
     figure(f"kvtier --help: {helped:.0f} ms (limit {HELP_MS_MAX})")
     assert imported < IMPORT_MS_MAX
     assert helped < HELP_MS_MAX
