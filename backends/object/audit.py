@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import heapq
 import time
-from array import array
 
 import msgspec
+import numpy as np
 
 from kvtier.backends.object import manifest
 from kvtier.backends.object.bare import Bare
-from kvtier.backends.object.breath import Breath
-from kvtier.backends.object.manifest import Entries
+from kvtier.backends.object.breath import CHUNK, Breath
+from kvtier.backends.object.manifest import ADDED, ENTRY, REMOVED, Entries
 from kvtier.backends.object.names import block_name, parse_block
 from kvtier.backends.object.news import Rows
-from kvtier.backends.object.spread import Spread, mark, marked
+from kvtier.backends.object.stated import Stated
 from kvtier.backends.object.store import ObjectInfo, Store
+from kvtier.types import BlockKey
 
 _YOUNG_S = 120.0
 _HUNGER_SHARE = 16
 """A namespace without room asks for so much of the budget."""
 _CANDIDATES_MAX = 1 << 16
+_DELETES = 1000
 
 
 class Unfinished(Exception):
@@ -37,15 +39,15 @@ class Audit(msgspec.Struct, frozen=True):
     """What an audit starts from."""
 
     namespace: str
-    entries: Entries
-    """All that is written down."""
-    known: Spread[None]
-    """What was offered before the listing began."""
+    stated: Stated
+    """All that is written down, and what was offered before the listing began."""
     capacity: int
     hungry: bool
     age_max_s: float | None
     read_s: float
     """How long a removed object may still be read by somebody who was told of it before."""
+    dead: bool
+    """Whether servers died: nobody accounts for what they removed and left there."""
     now: float
     stop_at: float | None = None
     """When to give up (`time.monotonic`)."""
@@ -64,32 +66,6 @@ class Finding(msgspec.Struct):
     """What lies there beside blocks."""
 
 
-class Stated:
-    """What is written down about each object."""
-
-    def __init__(self, entries: Entries, breathe: Breath) -> None:
-        # one by one they are read from arrays in a third of the time
-        self._kinds = entries["kind"].tobytes()
-        self._times_us = array("Q", entries["time_us"].tobytes())
-        self._sizes = array("Q", entries["size"].tobytes())
-        self.rows: Spread[int] = Spread()
-        for piece in breathe.chunks(len(entries)):
-            some = entries[piece]
-            keys, generations = manifest.keys_of(some), some["generation"].tolist()
-            for row, key, generation in zip(
-                range(piece.start, piece.stop), keys, generations, strict=False
-            ):
-                found = mark(key, generation)
-                self.rows.part(found)[found] = row
-
-    def of(self, found: bytes) -> tuple[int, float, int] | None:
-        """Kind, time and size; None if nothing is written down."""
-        row = self.rows.part(found).get(found)
-        if row is None:
-            return None
-        return self._kinds[row], self._times_us[row] / 1e6, self._sizes[row]
-
-
 class _Foreign(msgspec.Struct, frozen=True, order=True, gc=False):
     """An object of another namespace; the youngest is the least."""
 
@@ -100,57 +76,98 @@ class _Foreign(msgspec.Struct, frozen=True, order=True, gc=False):
 
 def audit(store: Store, case: Audit, breathe: Breath) -> Finding:
     """List everything and compare; raises StoreError, or Unfinished."""
-    stated = Stated(case.entries, breathe)
-    present: Spread[None] = Spread()
-    try:
-        return _compare(store, case, stated, present, breathe)
-    finally:
-        stated.rows.clear(breathe.rest)
-        present.clear(breathe.rest)
-
-
-def _compare(
-    store: Store, case: Audit, stated: Stated, present: Spread[None], breathe: Breath
-) -> Finding:
-    finding = Finding(Rows(), Rows(), {}, Bare())
-    leftovers: list[str] = []
-    foreign: list[_Foreign] = []
-    own_bytes = 0
-    # what is said to be removed later than that would lie there uncounted until then: it is offered
-    latest = case.now + manifest.SKEW_US / 1e6
+    seen = _Seen(case)
     breathe.begin()
     for info in store.list():
         breathe()
         if case.stop_at is not None and time.monotonic() > case.stop_at:
             raise Unfinished
+        seen.take(info)
+    seen.compare()
+    finding = seen.finding
+    _make_room(store, case, seen.foreign, seen.own_bytes, finding.foreign, breathe)
+    _delete(store, seen.leftovers, breathe)
+    _find_gone(store, case, seen.missing(), breathe, finding.gone)
+    return finding
+
+
+class _Seen:
+    """What the listing has shown until now."""
+
+    def __init__(self, case: Audit) -> None:
+        self.finding = Finding(Rows(), Rows(), {}, Bare())
+        self.leftovers: list[str] = []
+        self.foreign: list[_Foreign] = []
+        self.own_bytes = 0
+        self._case = case
+        # what is said to be removed later than that would lie there uncounted until then: it is
+        # offered
+        self._latest = case.now + manifest.SKEW_US / 1e6
+        self._there = np.zeros(len(case.stated.entries), np.bool_)
+        """Of which of the stated entries the objects are there."""
+        self._beside = [np.zeros(0, np.uint64)]
+        """Marks of those about which nothing is stated."""
+        self._own: list[ObjectInfo] = []
+        """Blocks that are still to be compared: many at a time cost less."""
+        self._keys: list[BlockKey] = []
+        self._generations: list[int] = []
+
+    def take(self, info: ObjectInfo) -> None:
         parsed = parse_block(info.name)
         if parsed is None:
-            finding.bare.see(info)
-            continue
+            self.finding.bare.see(info)
+            return
         namespace, key, generation = parsed
-        finding.bare.holds(namespace)
-        if namespace != case.namespace:
-            finding.foreign[namespace] = finding.foreign.get(namespace, 0) + info.size
-            _remember(foreign, info)
-            continue
-        own_bytes += info.size
-        found = mark(key, generation)
-        kind, at, size = stated.of(found) or (manifest.ADDED, 0.0, -1)
-        # a time to come would outlast every removal
-        since = max(at, min(info.modified_s, case.now))
-        if kind == manifest.REMOVED and at <= latest:
-            if case.now - since >= case.read_s:
-                leftovers.append(info.name)
-        elif case.age_max_s is not None and case.now - info.modified_s > case.age_max_s:
-            leftovers.append(info.name)
-        else:
-            present.part(found)[found] = None
-            if size != info.size or kind == manifest.REMOVED:
-                finding.orphans.add(key, generation, info.size, since)
-    _make_room(store, case, foreign, own_bytes, finding.foreign, breathe)
-    store.delete(leftovers)
-    _find_gone(store, case, stated, present, breathe, finding.gone)
-    return finding
+        self.finding.bare.holds(namespace)
+        if namespace != self._case.namespace:
+            of = self.finding.foreign
+            of[namespace] = of.get(namespace, 0) + info.size
+            _remember(self.foreign, info)
+            return
+        self.own_bytes += info.size
+        self._own.append(info)
+        self._keys.append(key)
+        self._generations.append(generation)
+        if len(self._own) == CHUNK:
+            self.compare()
+
+    def compare(self) -> None:
+        """What has been seen of our own since the last time, with what is written down."""
+        case, stated = self._case, self._case.stated
+        objects = manifest.objects_of(self._keys, self._generations)
+        rows = stated.find(objects)
+        found = np.zeros(len(rows), ENTRY)  # of no kind if nothing is written down
+        found[rows >= 0] = stated.entries[rows[rows >= 0]]
+        there = np.ones(len(rows), np.bool_)
+        columns = found["kind"].tolist(), found["time_us"].tolist(), found["size"].tolist()
+        for at, (info, kind, time_us, size) in enumerate(zip(self._own, *columns, strict=True)):
+            # a time to come would outlast every removal
+            since = max(time_us / 1e6, min(info.modified_s, case.now))
+            young = case.now - since < case.read_s
+            # stored again since, which somebody may be about to write down
+            again = case.dead and young and since > time_us / 1e6
+            if kind == REMOVED and time_us / 1e6 <= self._latest and not again:
+                there[at] = False
+                if case.dead or not young:
+                    self.leftovers.append(info.name)
+            elif case.age_max_s is not None and case.now - info.modified_s > case.age_max_s:
+                there[at] = False
+                self.leftovers.append(info.name)
+            elif size != info.size or kind != ADDED:
+                self.finding.orphans.add(self._keys[at], self._generations[at], info.size, since)
+        self._there[rows[there & (rows >= 0)]] = True
+        if len(stated.beside):
+            objects = objects[there & (rows < 0)]
+            self._beside.append(manifest.marks(objects, objects["generation"]))
+        self._own, self._keys, self._generations = [], [], []
+
+    def missing(self) -> Entries:
+        """What is offered or stated, but was not seen."""
+        stated = self._case.stated
+        wanted = stated.known | (stated.entries["kind"] == ADDED)
+        beside = manifest.marks(stated.beside, stated.beside["generation"])
+        unseen = np.isin(beside, np.concatenate(self._beside), invert=True)
+        return np.concatenate([stated.entries[wanted & ~self._there], stated.beside[unseen]])
 
 
 def _remember(oldest: list[_Foreign], info: ObjectInfo) -> None:
@@ -183,38 +200,31 @@ def _make_room(
     while candidates and chosen_bytes - candidates[0].size >= share:
         breathe()
         chosen_bytes -= heapq.heappop(candidates).size
-    failed = store.delete([one.name for one in candidates])
+    failed = _delete(store, [one.name for one in candidates], breathe)
     for one in candidates:
         if one.name not in failed:
             foreign[one.name.partition("/")[0]] -= one.size
 
 
-def _find_gone(
-    store: Store,
-    case: Audit,
-    stated: Stated,
-    present: Spread[None],
-    breathe: Breath,
-    gone: Rows,
-) -> None:
-    """What is offered or stated, but is not there. What is young is asked for once more, because
-    it may have come while the listing was under way, or have been stored again after a removal."""
-
-    def look(found: bytes, at: float) -> None:
-        key, generation = marked(found)
-        young = at > case.now - _YOUNG_S
-        if not young or store.head(block_name(case.namespace, key, generation)) is None:
-            # after all that is written down, even by a clock that is ahead
-            gone.add(key, generation, 0, max(at, case.now))
-
-    for found, _ in case.known.items():
+def _delete(store: Store, names: list[str], breathe: Breath) -> set[str]:
+    """Delete these, which may take minutes; those that could not be."""
+    failed: set[str] = set()
+    for start in range(0, len(names), _DELETES):
+        failed.update(store.delete(names[start : start + _DELETES]))
         breathe()
-        if found not in present.part(found):
-            _, at, _ = stated.of(found) or (0, case.now, 0)
-            look(found, at)
-    for found, _ in stated.rows.items():
-        breathe()
-        if found not in present.part(found) and found not in case.known.part(found):
-            kind, at, _ = stated.of(found) or (manifest.REMOVED, 0.0, 0)
-            if kind == manifest.ADDED:
-                look(found, at)
+    return failed
+
+
+def _find_gone(store: Store, case: Audit, missing: Entries, breathe: Breath, gone: Rows) -> None:
+    """What is young is asked for once more, because it may have come while the listing was under
+    way, or have been stored again after a removal."""
+    for piece in breathe.chunks(len(missing)):
+        some = missing[piece]
+        columns = (some[name].tolist() for name in ("generation", "kind", "time_us"))
+        for key, generation, kind, time_us in zip(manifest.keys_of(some), *columns, strict=True):
+            breathe()
+            at = time_us / 1e6 if kind else case.now
+            young = at > case.now - _YOUNG_S
+            if not young or store.head(block_name(case.namespace, key, generation)) is None:
+                # after all that is written down, even by a clock that is ahead
+                gone.add(key, generation, 0, max(at, case.now))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.leaving import Leaving, Object
@@ -145,7 +145,7 @@ class ObjectCatalogue(SlabTier):
         [slot] = self._handles(1)
         self._sizes[slot] = size
         self._budget.dying += size
-        self._delete_soon(slot, objects)
+        self._delete_soon({slot: objects})
 
     def _on_its_way(self, key: BlockKey, generation: int) -> bool:
         """Whether this object is one that is being written, read for the last time, or deleted."""
@@ -232,10 +232,13 @@ class ObjectCatalogue(SlabTier):
         generation = self._generation.pop(key, 0)
         return self._leaving.begin(key, generation, self._outbox.now_s())
 
-    def _delete_soon(self, slot: int, objects: list[Object]) -> None:
-        self._deleting[slot] = objects
-        self._outbox.delete(slot, self._names(objects))
-        self._write_removed(objects)
+    def _delete_soon(self, condemned: dict[int, list[Object]]) -> None:
+        """Delete the objects of these slots, and have that written down afterwards."""
+        self._deleting.update(condemned)
+        for slot, objects in condemned.items():
+            self._outbox.delete(slot, self._names(objects))
+        if condemned:
+            self._write_removed(list(chain.from_iterable(condemned.values())))
 
     def _freed(self, slot: int) -> None:
         """The keeper has deleted what it was told to delete for this slot."""

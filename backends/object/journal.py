@@ -101,6 +101,7 @@ class Journal:
         pieces = [entries for entries in found.values() if entries is not None]
         if len(found) < len(chosen) or len(pieces) < 2:
             return False  # somebody else is joining them at this moment
+        del found  # which would keep the pieces
         entries = manifest.merge(pieces)
         if len(readable) == len(listed):  # nothing is left that a removal could hide
             old = entries["time_us"] < purged_before * 1e6

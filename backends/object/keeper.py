@@ -29,9 +29,9 @@ from kvtier.backends.object.leash import Leash
 from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
 from kvtier.backends.object.names import description_name
-from kvtier.backends.object.news import Known, News, leaving_by, news_among, rows_of
+from kvtier.backends.object.news import Known, News, rows_of
 from kvtier.backends.object.outbox import Outbox
-from kvtier.backends.object.spread import Spread, mark
+from kvtier.backends.object.stated import Stated
 from kvtier.backends.object.store import Store
 from kvtier.backends.object.uses import Uses
 from kvtier.core.record import HEADER_BYTES
@@ -79,7 +79,9 @@ class Keeper:
         self._claims = Claims(
             self._store, namespace.id, self.budget, lease_s=limits.lease_s, clock=steady
         )
-        self.outbox = Outbox(self._store, self._journal, self.budget, self._tell_freed, clock)
+        self.outbox = Outbox(
+            self._store, self._journal, self.budget, self._tell_freed, self._amid_deletes, clock
+        )
         self._last_standing = News()
         self._writers = 1
         """How many share the namespace, as far as we know."""
@@ -127,7 +129,7 @@ class Keeper:
 
     def learn(self) -> None:
         """What manifests say, without a look at the objects; raises StoreError."""
-        self._tell(self._journal.everything(), Spread())
+        self._tell(self._journal.everything())
 
     def start(self) -> None:
         """Begin to work in the background."""
@@ -192,7 +194,7 @@ class Keeper:
         with self._mutex:
             try:
                 self.outbox.write_down()
-            except StoreError as error:
+            except (StoreError, Unfinished) as error:
                 _log.debug("object tier: %s", error)
 
     def refresh(self) -> None:
@@ -201,7 +203,7 @@ class Keeper:
             alone, self._breath.alone = self._breath.alone, True
             try:
                 self._audit()
-            except StoreError as error:
+            except (StoreError, Unfinished) as error:
                 _log.debug("object tier: %s", error)
             finally:
                 self._breath.alone = alone or self._stopping
@@ -215,6 +217,7 @@ class Keeper:
         patience, deletes = (share * _CLOSE_S for share in _CLOSE_SHARES)
         if not self._mutex.acquire(timeout=patience):
             _log.warning("%s: it does not answer", _GIVEN_UP)
+            self._store.close()
             return
         try:
             self._store.pull(time.monotonic() + deletes)
@@ -242,9 +245,13 @@ class Keeper:
     def _look(self) -> None:
         """What others have written since the last look, and what we may do beside them."""
         self._next_look = self._steady() + self.limits.refresh_s
-        self._hurried = False
         self.outbox.try_again()
         self.outbox.write_down()
+        self._see_others()
+
+    def _see_others(self) -> None:
+        self._next_look = self._steady() + self.limits.refresh_s
+        self._hurried = False
         standing, dead = self._claims.renew()
         if standing is not None:
             self._plan_audits(standing, dead)
@@ -275,19 +282,18 @@ class Keeper:
             self._journal.join(self._purged_before)
             self._next_join = 0.0
 
-    def _tell(self, entries: Entries, known: Spread[None] | None = None) -> None:
-        """Hand entries over; of a whole state only what is not `known` as it is stated."""
+    def _tell(self, entries: Entries, stated: Stated | None = None) -> None:
+        """Hand entries over; of a whole state only what is not known as it is stated."""
         latest_us, now_us = 0, int(self._clock() * 1e6)
         if len(entries):
             latest_us = self.outbox.heard_of(int(entries["time_us"][-1]))
         for kind in (REMOVED, ADDED):
             for piece in self._breath.chunks(len(entries)):
-                rows = entries[piece]
-                rows = rows[rows["kind"] == kind]
-                if known is not None and len(rows):
-                    rows = rows[news_among(rows, known, min(latest_us, now_us))]
-                if len(rows):
-                    told = rows_of(rows)
+                chosen = entries["kind"][piece] == kind
+                if stated is not None:
+                    chosen &= stated.news(piece, min(latest_us, now_us))
+                if chosen.any():
+                    told = rows_of(entries[piece][chosen])
                     self.news.append(News(added=told) if kind == ADDED else News(removed=told))
 
     def _tell_freed(self, slots: list[int]) -> None:
@@ -305,11 +311,7 @@ class Keeper:
     def _audit(self, stop_at: float | None = None) -> None:
         """Everything that is written down, against everything that is there."""
         self._next_look = self._steady() + self.limits.refresh_s
-        hidden, known = self.budget.hidden, self._known_soon()
-        try:
-            found = self._audit_beside(known, hidden, stop_at)
-        finally:
-            known.clear(self._breath.rest)
+        found = self._compare(stop_at)
         self._look()
         if not found.bare.describes(self.namespace.id):
             self._describe()
@@ -322,24 +324,28 @@ class Keeper:
                 bare.remove(self._store, namespace, self._claims.store_now())
                 self._breath()
 
-    def _audit_beside(self, known: Spread[None], hidden: int, stop_at: float | None) -> Finding:
-        self.outbox.write_down()  # what is known, and perhaps was removed before, is stated now
+    def _compare(self, stop_at: float | None) -> Finding:
+        self.outbox.write_down()
         begun = self._clock()
         standing, dead = self._claims.renew()
         if standing is not None:
             self._writers = standing.writers
-        entries = self._journal.everything()
+        stated = Stated(self._journal.everything())
+        hidden = self.budget.hidden
+        # what the tier knows, but for what it is still to hear of
+        leaving = [piece.removed for piece in tuple(self.news) if piece.removed]
+        stated.compare(self._known(), leaving, self._breath)
         self.news.append(News(unhidden=hidden))
-        self._tell(entries, known)
+        self._tell(stated.entries, stated)
         finding = self._list(
             Audit(
                 namespace=self.namespace.id,
-                entries=entries,
-                known=known,
+                stated=stated,
                 capacity=self.limits.capacity,
                 hungry=self._hungry,
                 age_max_s=self.limits.age_max_s,
-                read_s=0.0 if dead else self.limits.read_s,  # nobody accounts for what they left
+                read_s=self.limits.read_s,
+                dead=bool(dead),
                 now=begun,
                 stop_at=stop_at,
             )
@@ -365,6 +371,11 @@ class Keeper:
         finally:
             self._listing = False
 
+    def _amid_deletes(self) -> None:
+        """Others must not take us for dead."""
+        if self._steady() >= self._next_look and not self._stopping:
+            self._see_others()
+
     def _meanwhile(self) -> None:
         """While everything is listed, which may take minutes, the rest of the work goes on."""
         if self._stopping:
@@ -376,18 +387,6 @@ class Keeper:
             except StoreError as error:
                 self._weather(error)  # the listing itself may well go on
             self._listing = True
-
-    def _known_soon(self) -> Spread[None]:
-        """What the tier knows, but for what it is still to hear of."""
-        leaving = leaving_by(tuple(self.news))
-        known: Spread[None] = Spread()
-        self._breath.begin()
-        for key, generation in self._known():
-            self._breath()
-            found = mark(key, generation)
-            if found not in leaving:
-                known.part(found)[found] = None
-        return known
 
     def _take_in(self, finding: Finding) -> None:
         """Tell the tier, and write down."""

@@ -62,6 +62,16 @@ _ODD = (
     0x85EBCA77C2B2AE63,
 )
 
+_BEHIND_KEY = (
+    np.array(
+        [[0] * size + [0xFF] * (KEY_BYTES_MAX - size) for size in range(KEY_BYTES_MAX + 1)],
+        np.uint8,
+    )
+    .view("<u8")
+    .T
+)
+"""Which bits of a key's words are zero, by its length."""
+
 
 def pack_entries(
     kind: int,
@@ -80,6 +90,20 @@ def pack_entries(
     padded = b"".join([key.ljust(KEY_BYTES_MAX, b"\0") for key in keys])
     entries["key"] = np.frombuffer(padded, entries["key"].dtype)
     return entries
+
+
+def objects_of(keys: Sequence[BlockKey], generations: Sequence[int]) -> Entries:
+    """Entries that say nothing about these objects: to look for others about them."""
+    none = [0] * len(keys)
+    return pack_entries(0, keys, generations, none, none)
+
+
+def same_objects(some: Entries, others: Entries) -> npt.NDArray[np.bool_]:
+    """Row by row, whether two entries are about the same object."""
+    same: npt.NDArray[np.bool_] = some["key"] == others["key"]
+    same &= some["key_bytes"] == others["key_bytes"]
+    same &= some["generation"] == others["generation"]
+    return same
 
 
 def keys_of(entries: Entries) -> list[BlockKey]:
@@ -101,7 +125,7 @@ def keys_of(entries: Entries) -> list[BlockKey]:
 def pack(namespace: bytes, entries: Entries, covers: Iterable[str] = ()) -> list[Buffer]:
     """A manifest, in pieces to be written one after the other."""
     names = "\n".join(covers).encode()
-    body = memoryview(entries.tobytes())
+    body = np.ascontiguousarray(entries).view(np.uint8).data
     head = _HEAD.pack(
         MAGIC, VERSION, 0, len(names), len(entries), namespace, xxhash.xxh3_64_intdigest(body)
     )
@@ -148,35 +172,46 @@ def unpack(
         & (entries["size"] <= OBJECT_BYTES_MAX)
         & (entries["time_us"] <= _TIME_MAX_US)
     )
+    for column, behind in zip(_key_words(entries), _BEHIND_KEY, strict=True):
+        sane &= column & behind[np.minimum(lengths, KEY_BYTES_MAX)] == 0
     if not sane.all():
         raise FormatError("an entry of a manifest is inconsistent")
     return entries, covers
 
 
-def merge(pieces: Sequence[Entries]) -> Entries:
-    """The latest entry of every object, oldest first."""
+def merge(pieces: list[Entries]) -> Entries:
+    """The latest entry of every object, oldest first. The pieces, which may be gigabytes, are taken
+    out of their list."""
     entries = np.concatenate([np.zeros(0, ENTRY), *pieces])
-    if not len(entries):
-        return entries
+    pieces.clear()
     # 64 bits stand for key and generation: a collision, once in 10^7 states of a million
     # objects, would forget one block
     mark = marks(entries, entries["generation"])
-    chosen = entries if _unique(mark) else entries[_latest(mark, entries)]
-    chosen = chosen[np.argsort(chosen["time_us"], kind="stable")]
-    return chosen
+    order = np.argsort(entries["time_us"], kind="stable")
+    if not _unique(mark):
+        latest = np.zeros(len(entries), np.bool_)
+        latest[_latest(mark, entries)] = True
+        order = order[latest[order]]
+    return entries[order]
 
 
 def marks(
     entries: Entries, generations: npt.NDArray[np.uint16] | int = 0
 ) -> npt.NDArray[np.uint64]:
     """64 bits for each key and generation."""
-    words = np.ascontiguousarray(entries["key"]).view("<u8").reshape(-1, KEY_BYTES_MAX // 8)
     mark = entries["key_bytes"].astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
     mark += np.uint64(0xD6E8FEB86659FD93) * np.asarray(generations, np.uint64)
-    for column, odd in enumerate(_ODD):
-        mark = (mark ^ words[:, column]) * np.uint64(odd)
+    for column, odd in zip(_key_words(entries), _ODD, strict=True):
+        mark ^= column
+        mark *= np.uint64(odd)
         mark ^= mark >> np.uint64(29)
     return mark
+
+
+def _key_words(entries: Entries) -> npt.NDArray[np.uint64]:
+    """The keys' bytes, with the zeros behind them, in columns of eight."""
+    words = np.ascontiguousarray(entries).view("<u8").reshape(-1, ENTRY.itemsize // 8)
+    return words.T[-KEY_BYTES_MAX // 8 :]
 
 
 def _unique(mark: npt.NDArray[np.uint64]) -> bool:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from kvtier.backends.object import manifest
 from kvtier.backends.object.budget import Standing
-from kvtier.backends.object.manifest import ADDED, Entries
-from kvtier.backends.object.spread import Spread, mark
+from kvtier.backends.object.manifest import Entries
 from kvtier.types import BlockKey
-
-_LATELY_US = 600_000_000
 
 Known = Callable[[], Iterator[tuple[BlockKey, int]]]
 """All keys that a tier offers, and their generations."""
@@ -64,25 +59,3 @@ class News(msgspec.Struct):
     """So many of the hidden bytes are found again in what follows."""
     standing: Standing | None = None
     """All that others wrote down until now is known, and this is what we may do."""
-
-
-def leaving_by(news: Sequence[News]) -> set[bytes]:
-    """The marks of what is told to be gone."""
-    return {
-        mark(key, generation)
-        for piece in news
-        if piece.removed
-        for key, generation in zip(piece.removed.keys, piece.removed.generations, strict=True)
-    }
-
-
-def news_among(rows: Entries, known: Spread[None], latest_us: int) -> npt.NDArray[np.bool_]:
-    """Which added rows are not known, which removed ones are. What was added lately is always told:
-    it may be another object than the one that is known, or was when `known` was asked."""
-    added: npt.NDArray[np.bool_] = rows["kind"] == ADDED
-    keys, generations = manifest.keys_of(rows), rows["generation"].tolist()
-    marks = [mark(key, gen) for key, gen in zip(keys, generations, strict=True)]
-    same = [found in known.part(found) for found in marks]
-    news: npt.NDArray[np.bool_] = np.array(same, bool) != added
-    news |= added & (rows["time_us"] + _LATELY_US > latest_us)
-    return news

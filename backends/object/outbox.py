@@ -26,12 +26,14 @@ _log = logging.getLogger(__name__)
 
 _DELETES = 1000
 _ENTRIES_MAX = 1 << 16
+"""About so many go into one manifest: it must get through before the store's deadline."""
 
 
 class Outbox:
     """`added`, `removed` and `delete` are for the tier's thread, the rest for the keeper's.
 
-    `freed` is called with the slots whose objects are deleted.
+    `freed` is called with the slots whose objects are deleted, `meanwhile` between deletes: all of
+    them may take minutes.
     """
 
     def __init__(
@@ -40,12 +42,14 @@ class Outbox:
         journal: Journal,
         budget: Budget,
         freed: Callable[[list[int]], None],
+        meanwhile: Callable[[], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._journal = journal
         self._budget = budget
         self._freed = freed
+        self._meanwhile = meanwhile
         self._clock = clock
         self._last_us = 0
         self._entries: deque[tuple[Entries, int]] = deque()
@@ -93,10 +97,12 @@ class Outbox:
     ) -> None:
         """Write down soon that these blocks must not be found again: as they are now, or as they
         were at a time (of the epoch)."""
-        count = len(keys)
         at_us = self.now_us() if known_s is None else int(known_s * 1e6) + 2
-        entries = manifest.pack_entries(REMOVED, keys, generations, [0] * count, [at_us] * count)
-        self._entries.append((entries, 0))
+        entries = manifest.objects_of(keys, generations)
+        entries["kind"] = REMOVED
+        entries["time_us"] = at_us
+        for start in range(0, len(entries), _ENTRIES_MAX):
+            self._entries.append((entries[start : start + _ENTRIES_MAX], 0))
 
     def correct(self, kind: int, rows: Rows) -> None:
         """Write down soon what a listing has shown."""
@@ -126,19 +132,29 @@ class Outbox:
 
     def _state(self, waiting: int) -> None:
         while waiting:
-            count = min(waiting, _ENTRIES_MAX)
-            waiting -= count
-            taken = list(islice(self._entries, count))
+            taken = self._portion(waiting)
+            waiting -= len(taken)
             self._journal.append(manifest.merge([entries for entries, _ in taken]))
             for _, size in taken:
                 self._entries.popleft()
                 self._budget.settle(size)
+
+    def _portion(self, waiting: int) -> list[tuple[Entries, int]]:
+        """The first of so many pieces that wait: as many as go into one manifest."""
+        taken = list(islice(self._entries, min(waiting, _ENTRIES_MAX)))
+        rows = 0
+        for count, (entries, _) in enumerate(taken, 1):
+            rows += len(entries)
+            if rows >= _ENTRIES_MAX:
+                return taken[:count]
+        return taken
 
     def delete_doomed(self) -> None:
         """What is left, because the store is away, waits for the next time."""
         try:
             while self._doomed:
                 self._delete_some()
+                self._meanwhile()
         except StoreError as error:
             _log.debug("object tier: %s", error)
         self._complained &= bool(self._stubborn)

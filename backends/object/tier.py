@@ -187,6 +187,7 @@ class ObjectTier(ObjectCatalogue):
                 self._budget.owe(self._sizes[slot])
 
     def _make_free(self, slots: Sequence[int]) -> None:
+        condemned: dict[int, list[Object]] = {}
         for slot in slots:
             self._budget.used -= self._sizes[slot]
             objects = self._condemned.pop(slot, None)
@@ -195,7 +196,8 @@ class ObjectTier(ObjectCatalogue):
                 self._idle.append(slot)
             else:
                 self._budget.dying += self._sizes[slot]
-                self._delete_soon(slot, objects)
+                condemned[slot] = objects
+        self._delete_soon(condemned)
 
     def _note_uses(self, slots: Sequence[int]) -> None:
         key_of = self._key_of

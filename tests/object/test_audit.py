@@ -8,6 +8,7 @@ import math
 import os
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.backends.object import keeper as keeper_module
+from kvtier.backends.object import writers
 from kvtier.backends.object.budget import Standing
+from kvtier.backends.object.claims import Claim
 from kvtier.backends.object.errors import AccessDenied, StoreError
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
@@ -309,8 +312,11 @@ def test_closing_does_not_wait_for_a_store_that_hangs(
     store.list = hang  # type: ignore[method-assign,assignment]
     keeper.start()
     assert held.wait(60)
+    closed: list[bool] = []
+    store.close = lambda: closed.append(True)  # type: ignore[method-assign]
     keeper.close()
     assert "does not answer" in caplog.text
+    assert closed, "connections that nobody uses are not left behind"
     release.set()
 
 
@@ -413,4 +419,54 @@ def test_nothing_is_dropped_when_others_have_taken_us_for_dead(tmp_path: Path) -
     tier.tick()
     assert tier.prepare_store(make_keys(1, start=100)).keys, "it has listed everything again"
     assert blocks_in(store) == 50
+    keeper.close()
+
+
+def test_what_was_stored_again_is_not_deleted_with_what_the_dead_left(tmp_path: Path) -> None:
+    """Another server has stored it, and is about to write that down."""
+    store = FileStore(tmp_path / "store")
+    keys = make_keys(2)
+    old, again = (block_name(NAMESPACE.id, key) for key in keys)
+    for name in (old, again):
+        store.put(name, [memoryview(bytes(RECORD))])
+    os.utime(store.root / old, (time.time() - 30.0,) * 2)
+    removed_us = int((time.time() - 10.0) * 1e6)
+    neighbour = Journal(store, NAMESPACE)
+    neighbour.append(pack_entries(REMOVED, keys, [0] * 2, [0] * 2, [removed_us] * 2))
+    dead = writers.new()
+    writers.ended(dead)
+    claim = Claim(NAMESPACE.id, dead, 1, RECORD, CAPACITY, 60_000, "s", False)
+    store.put(claim.name, [memoryview(b"")])
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    assert [info.name for info in store.list("claims/") if dead in info.name] == []
+    assert store.head(old) is None, "nobody accounts for it"
+    assert tier.lookup(keys) == [Presence.MISS, Presence.HIT]
+    assert keeper.budget.used == RECORD
+    neighbour.append(pack_entries(ADDED, keys[1:], [0], [RECORD], [int(time.time() * 1e6)]))
+    keeper.refresh()
+    tier.tick()
+    assert tier.lookup(keys) == [Presence.MISS, Presence.HIT]
+    assert store.head(again) is not None
+    keeper.close()
+
+
+def test_an_audit_takes_little_memory(store: ListedStore) -> None:
+    """Millions of blocks may be known, in the process of an engine."""
+    keys = make_keys(20_000)
+    store.hold(keys)
+    keeper, tier = opened(store)
+    times = range(10**15, 10**15 + 10**9 * len(keys), 10**9)
+    Journal(store, NAMESPACE).append(
+        pack_entries(ADDED, keys, [0] * len(keys), [RECORD] * len(keys), times)
+    )
+    keeper.open(tier.known)
+    tier.start()
+    tracemalloc.start()
+    keeper.refresh()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(len(piece.added or ()) for piece in keeper.news) == 1, "the last may be another now"
+    assert peak < 170 * len(keys)
     keeper.close()

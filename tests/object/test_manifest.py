@@ -118,6 +118,15 @@ def test_sums_that_are_right_do_not_make_figures_right(field: str, value: int) -
         manifest.unpack(memoryview(packed(entries)), DIGEST)
 
 
+def test_what_stands_behind_a_key_makes_no_other_object_of_it() -> None:
+    [key] = make_keys(1)
+    entries = np.repeat(entries_of([(ADDED, key, 0, 5, 9)]), 2)
+    entries["key"][1] = np.frombuffer(key.ljust(40, b"\1"), "V40")[0]
+    assert manifest.keys_of(entries) == [key, key]
+    with pytest.raises(FormatError, match="inconsistent"):
+        manifest.unpack(memoryview(packed(entries)), DIGEST)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> FileStore:
     return FileStore(tmp_path / "store")

@@ -1,0 +1,139 @@
+"""Much at once: deletes take minutes, and what must be said fills more than one manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import pytest
+from object_fleet import BLOCK_BYTES, NAMESPACE, CountingStore
+
+from kvtier.backends.object import audit as audit_module
+from kvtier.backends.object import breath as breath_module
+from kvtier.backends.object import outbox as outbox_module
+from kvtier.backends.object.audit import Unfinished
+from kvtier.backends.object.errors import StoreError
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.keeper import Keeper
+from kvtier.backends.object.limits import Limits
+from kvtier.backends.object.manifest import ADDED, pack_entries
+from kvtier.backends.object.names import block_name, parse_block
+from kvtier.backends.object.store import Buffer, PutOutcome
+from kvtier.backends.object.tier import ObjectTier
+from kvtier.core.eviction import create_policy
+from kvtier.testing.records import make_keys
+
+AT_ONCE = 10
+BLOCKS = 100 * AT_ONCE
+AGE_MAX_S = 1000.0
+
+
+class SlowDeletes(CountingStore):
+    """A second for every portion of blocks; remembers when claims were put."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.claimed_at: list[float] = []
+        self.deletes = 0
+        self.keeper: Keeper | None = None
+        self.stops_at = -1
+        """At which delete the keeper is told to stop."""
+
+    def put(
+        self,
+        name: str,
+        buffers: Sequence[Buffer],
+        *,
+        if_absent: bool = False,
+        deadline: float | None = None,
+    ) -> PutOutcome:
+        if name.startswith("claims/"):
+            self.claimed_at.append(self.now)
+        return super().put(name, buffers, if_absent=if_absent, deadline=deadline)
+
+    def delete(
+        self, names: Sequence[str], *, deadline: float | None = None
+    ) -> Mapping[str, StoreError]:
+        if names and parse_block(names[0]):
+            assert len(names) <= AT_ONCE
+            self.now += 1.0
+            self.deletes += 1
+            if self.deletes == self.stops_at:
+                assert self.keeper is not None
+                self.keeper._stopping = True
+        return super().delete(names, deadline=deadline)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> SlowDeletes:
+    for module in (audit_module, outbox_module):
+        monkeypatch.setattr(module, "_DELETES", AT_ONCE)
+    monkeypatch.setattr(breath_module, "_SLICE_S", -1.0)
+    store = SlowDeletes()
+    keys = make_keys(BLOCKS)
+    for key in keys:
+        store.put(block_name(NAMESPACE.id, key), [])
+    times = [int(store.now * 1e6)] * BLOCKS
+    Journal(store, NAMESPACE).append(
+        pack_entries(ADDED, keys, [0] * BLOCKS, [BLOCK_BYTES] * BLOCKS, times)
+    )
+    return store
+
+
+def opened(store: SlowDeletes) -> tuple[Keeper, ObjectTier]:
+    limits = Limits(1 << 40, refresh_s=5.0, audit_s=600.0, age_max_s=AGE_MAX_S)
+    keeper = Keeper(store, NAMESPACE, limits, clock=store.clock, steady=store.clock)
+    tier = ObjectTier(keeper, create_policy(), store.clock)
+    keeper.open(tier.known)
+    tier.start()
+    assert tier.stats().blocks == BLOCKS
+    store.keeper = keeper
+    return keeper, tier
+
+
+@pytest.mark.parametrize("how", ["cleared", "too old"])
+def test_claims_are_renewed(store: SlowDeletes, how: str) -> None:
+    keeper, tier = opened(store)
+    if how == "cleared":
+        tier.clear()
+    else:
+        store.now += AGE_MAX_S + 1.0
+    store.claimed_at = [store.now]
+    keeper.work()
+    keeper.refresh()
+    assert store.deletes == BLOCKS / AT_ONCE
+    longest = max(later - at for at, later in pairwise([*store.claimed_at, store.now]))
+    assert longest <= keeper.limits.lease_s / 2
+    while keeper.news:
+        tier.tick()
+    assert tier.stats().blocks == keeper.budget.dying == 0
+    keeper.close()
+
+
+def test_who_closes_does_not_wait_for_them(store: SlowDeletes) -> None:
+    keeper, _ = opened(store)
+    store.now += AGE_MAX_S + 1.0
+    store.stops_at = 3
+    with pytest.raises(Unfinished):
+        keeper._audit()
+    assert store.deletes == 3
+    keeper.close()
+
+
+@pytest.mark.parametrize("how", ["cleared", "not written down"])
+def test_no_manifest_takes_longer_than_a_put_may(
+    store: SlowDeletes, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox_module, "_ENTRIES_MAX", 300)
+    before = {info.name for info in store.list(f"{NAMESPACE.id}/manifest/")}
+    if how == "not written down":
+        store.delete(list(before))
+    keeper, tier = opened(store)
+    if how == "cleared":
+        tier.clear()
+    keeper.flush()
+    found = [info for info in store.list(f"{NAMESPACE.id}/manifest/") if info.name not in before]
+    assert len(found) == (4 if how == "cleared" else 2)
+    assert sum(info.size for info in found) >= 64 * BLOCKS
+    assert max(info.size for info in found) <= 64 * 600
+    keeper.close()
