@@ -214,6 +214,10 @@ def _check(
         place = f"$.tiers[{index}]"
         where = place + (".path" if hasattr(settings, "path") else "")
         found = backend(settings.kind)
+        for name in ("load_deadline", "store_deadline"):
+            if not getattr(settings, name).seconds:
+                problem = "leaves no time for a single block"
+                document.report(f"{place}.{name}", problem, "write some seconds, like 10s")
         try:
             try:
                 found.check(settings, record_bytes)

@@ -21,7 +21,7 @@ from kvtier.backends.cpu.tier import CpuSpec, CpuTier
 from kvtier.core.backend import Backend, TierContext
 from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy, policy_names
-from kvtier.core.record import record_bytes
+from kvtier.core.record import HEADER_BYTES, record_bytes
 from kvtier.core.settings import ByteSize, Duration, Persistence, TierSettings
 from kvtier.errors import ConfigError, MediumError, NotWritable
 
@@ -76,12 +76,11 @@ class CpuBackend(Backend[CpuSettings]):
         if not settings.path or not folder.is_dir():
             raise _no_place(ConfigError, settings)
         size = _capacity(settings)
-        if record_bytes is not None:
-            try:
-                plan_region(size, record_bytes, bytes(16), discard=False)
-            except MediumError as error:
-                problem, _, remedy = str(error).partition(": ")
-                raise ConfigError(".capacity", problem, remedy) from error
+        try:
+            plan_region(size, record_bytes or HEADER_BYTES, bytes(16), discard=False)
+        except MediumError as error:
+            problem, _, remedy = str(error).partition(": ")
+            raise ConfigError(".capacity", problem, remedy) from error
         total = Disk().total_bytes(folder)
         if size > total:
             raise ConfigError(

@@ -227,6 +227,9 @@ def _check_bucket(settings: ObjectSettings, bucket: str) -> None:
         addressing_of(S3Settings(bucket=bucket, endpoint=settings.endpoint, region=settings.region))
     except Misconfigured as error:
         raise _refused(error.setting, error) from error
+    if settings.ca_bundle and not Path(settings.ca_bundle).is_file():
+        problem = f"there is no file {settings.ca_bundle}"
+        raise ConfigError(".ca_bundle", problem, "name one with certificates, in PEM")
 
 
 def _refused(setting: str, error: Misconfigured) -> ConfigError:

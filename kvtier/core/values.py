@@ -52,7 +52,7 @@ def _quantity(value: object, units: dict[str, float] | dict[str, int], what: str
         raise ValueError(f"{_shown(value)} is negative; {what} is 0 or more")
     if unit not in units:
         meant = unit.lower().removesuffix("s") or unit
-        meant = _MEANT.get(meant, unit)
+        meant = "min" if unit == "m" and "min" in units else _MEANT.get(meant, unit)
         near = [known for known in units if known.lower() == meant.lower()]
         problem = f"{unit!r} is not a unit of {what}" if unit else f"{_shown(value)} has no unit"
         hint = f'did you mean "{match.group(1)}{near[0]}"?' if near else _form(what, units)
@@ -187,7 +187,7 @@ class Duration(Value):
             count = round(self.seconds / scale)
             if count >= 1 and float(Decimal(count) * Decimal(repr(scale))) == self.seconds:
                 return f"{count}{unit}"
-        return f"{Decimal(repr(self.seconds)):f}s"
+        return f"{Decimal(repr(self.seconds)):f}s" if self.seconds else "0s"
 
 
 class Secret(Value):

@@ -40,6 +40,7 @@ WRONG = [
     ({"capacity": Capacity.parse("80%")}, ".capacity", "2TiB"),
     ({"capacity": Capacity.parse("1KiB")}, ".capacity", str(RECORD)),
     ({"region": "eu west"}, ".region", "eu-west-1"),
+    ({"ca_bundle": "/no/such/file"}, ".ca_bundle", "PEM"),
     ({"refresh": Duration(0.0)}, ".refresh", "10ms"),
     ({"audit": Duration(0.0)}, ".audit", "100ms"),
     ({"age_max": Duration(0.0)}, ".age_max", "1s"),

@@ -29,6 +29,8 @@ def test_a_right_stack(tmp_path: Path) -> None:
         ({"capacity": "1MiB"}, {}, "$.tiers[0].capacity"),
         ({"capacity": "900TiB"}, {}, "$.tiers[0].capacity"),
         ({"eviction": "random"}, {}, "$.tiers[0].eviction"),
+        ({"load_deadline": 0}, {}, "$.tiers[0].load_deadline"),
+        ({}, {"store_deadline": "0s"}, "$.tiers[1].store_deadline"),
         ({"path": "/no/such/folder"}, {}, "$.tiers[0].path"),
         ({"name": "a/b"}, {}, "$.tiers[0].name"),
         ({"huge_pages": "please"}, {}, "$.tiers[0].huge_pages"),
@@ -54,6 +56,17 @@ def test_one_mistake(
     assert error.place == place
     assert error.problem
     assert error.remedy
+
+
+@pytest.mark.parametrize("tier", [0, 1])
+def test_a_number_that_was_to_have_a_unit(tmp_path: Path, tier: int) -> None:
+    """It is found without the size of a block, too: no engine asks for it while one writes."""
+    forgotten = {"capacity": 64}
+    with pytest.raises(ConfigErrors) as caught:
+        load(stack(tmp_path, *(forgotten if each == tier else {} for each in (0, 1))))
+    (error,) = caught.value.errors
+    assert error.place == f"$.tiers[{tier}].capacity"
+    assert "not one block" in error.problem
 
 
 def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:

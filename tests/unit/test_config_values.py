@@ -121,7 +121,14 @@ def test_what_is_no_duration(value: object) -> None:
 
 @pytest.mark.parametrize(
     ("value", "meant"),
-    [("5 seconds", "5s"), ("1 sec", "1s"), ("2 mins", "2min"), ("3 hours", "3h"), ("1Day", "1d")],
+    [
+        ("5 seconds", "5s"),
+        ("1 sec", "1s"),
+        ("2 mins", "2min"),
+        ("5m", "5min"),
+        ("3 hours", "3h"),
+        ("1Day", "1d"),
+    ],
 )
 def test_what_a_duration_means(value: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f'did you mean "{meant}"'):
