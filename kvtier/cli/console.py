@@ -169,7 +169,8 @@ def say_wrapped(text: str, indent: int = 0) -> None:
 
 def warn(text: str) -> None:
     """One line to standard error."""
-    print(f"kvtier: {plain(text)}", file=sys.stderr)
+    line = plain(text).replace("\n", "\ufffd")  # of a name; a message has none
+    print(f"kvtier: {line}", file=sys.stderr)
 
 
 def speak_for_log() -> None:

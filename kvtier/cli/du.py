@@ -78,5 +78,5 @@ def _show(place: Place) -> None:
     if len(place.slabs) > _SLABS_SHOWN:
         console.say(f"  ... and {len(place.slabs) - _SLABS_SHOWN} more slabs")
     if place.strangers:
-        names = ", ".join(place.strangers[:3])
+        names = ", ".join(place.strangers[:3]).replace("\n", "\ufffd")
         console.say(f"  also there, not kvtier's: {names} ({len(place.strangers)} in all)")

@@ -84,6 +84,14 @@ def test_what_a_locale_lacks(
     assert os.fsencode(nvme["strangers"][0]) == b"\xfe"
 
 
+def test_a_name_of_two_lines_is_no_two_messages(filled: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk" / "blocks" / "x\nkvtier: all is well").touch()
+    assert "\nkvtier" not in command("du", "-c", filled).out
+    done = command("ls", "-c", tmp_path / "x\nkvtier: all is well")
+    assert done.code == 2
+    assert len(done.err.splitlines()) == 1
+
+
 @pytest.mark.parametrize(("kind", "moves"), [("dumb", False), ("xterm", True)])
 def test_progress_on_a_terminal(kind: str, moves: bool, filled: Path) -> None:
     end, terminal = os.openpty()
