@@ -85,9 +85,9 @@ def init(
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="Where to write it; else it is printed.")
     ] = None,
-    folder: Annotated[Path, typer.Option(help="Where the NVMe tier keeps its blocks.")] = Path(
-        "~/.cache/kvtier"
-    ),
+    folder: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Where the NVMe tier keeps its blocks.")
+    ] = "~/.cache/kvtier",
     name: Annotated[
         str | None, typer.Option(help="The engine's name: each of one machine has its own.")
     ] = None,
@@ -104,8 +104,9 @@ def init(
 ) -> None:
     """Write a commented stack file for this machine, and make the folder that it names."""
     _check_init(folder, name, bucket)
+    blocks = Path(folder).expanduser()
     text = starter(
-        folder,
+        blocks,
         name=name,
         memory=None if memory is None else _size(memory, "--memory"),
         disk=None if disk is None else _size(disk, "--disk"),
@@ -116,7 +117,7 @@ def init(
         return
     if file.exists():
         raise KVTierError(f"{file} exists; name another file, or remove it first")
-    folder.expanduser().mkdir(mode=0o700, parents=True, exist_ok=True)
+    blocks.mkdir(mode=0o700, parents=True, exist_ok=True)
     with console.naming(file):
         _write(file, text)
     console.say(f"{file} is written; look through it, then: kvtier config check {file}")
@@ -133,9 +134,11 @@ def _write(file: Path, text: str) -> None:
             raise
 
 
-def _check_init(folder: Path, name: str | None, bucket: str | None) -> None:
+def _check_init(folder: str, name: str | None, bucket: str | None) -> None:
     """Refuse what would make a stack that `check` refuses."""
-    for option, text in (("--folder", str(folder)), ("--bucket", bucket or "")):
+    if not folder:
+        raise typer.BadParameter("an empty text names no folder", param_hint="--folder")
+    for option, text in (("--folder", folder), ("--bucket", bucket or "")):
         try:
             text.encode()
         except UnicodeEncodeError:

@@ -40,6 +40,7 @@ WRONG = [
     ("snapshot --to s3://me:secret@bucket/x -c {stack}", 2, "a user name stands in the url"),
     ("config init --bucket http://bucket", 2, "--bucket: this url names no store"),
     ("config init --bucket s3://me:secret@bucket", 2, "--bucket: a user name"),
+    ("config init {stack}.new --folder=", 2, "--folder: an empty text names no folder"),
     ("config init --name a/b", 2, "--name: 'a/b' cannot name an engine"),
     ("config init --memory 0", 2, "--memory: a size of nothing"),
     ("config init --disk 5XB", 2, "--disk: 'XB' is not a unit"),
