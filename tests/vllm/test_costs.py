@@ -10,7 +10,7 @@ from engines.world import World, prompt
 
 PROMPTS = [prompt(300 + seed, 1100) for seed in range(4)]
 HIT = 1024
-SLOWER = 5
+SLOWER = 20
 """How much longer a read takes then than a prompt to compute."""
 
 

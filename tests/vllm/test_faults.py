@@ -28,7 +28,7 @@ class Served:
         self.world = world
         found = plain.generate(prompts=PROMPTS, tokens=TOKENS)
         self.reference = [each["tokens"] for each in found]
-        self.engine = world.engine(model, stack=world.stack(load_deadline="15s"))
+        self.engine = world.engine(model, stack=world.stack(load_deadline="10s"))
 
     def ask(self, number: int) -> int:
         """The tokens of a prompt that were not computed; the answer must be right."""
