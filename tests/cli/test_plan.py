@@ -102,7 +102,7 @@ def test_what_is_not_counted_is_said(model: Path, stack_file: Path) -> None:
     ("args", "says"),
     [
         (["--bandwidth=tape=1GB/s"], "is not one tier of"),
-        (["--bandwidth=nvme=fast"], 'like "64GiB"'),
+        (["--bandwidth=nvme=fast"], "like 200MB/s"),
         (["--scale=0,1"], "write numbers like"),
         (["--svg=x.svg"], "--trace"),
         (["--svg=none/x.svg", "--trace=none.jsonl"], "where you may write"),
