@@ -13,6 +13,7 @@ from kvtier.backends.object.handler import ObjectHandler
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.open import StoreSettings, open_store, place_of
+from kvtier.backends.object.reader import Reader
 from kvtier.backends.object.s3 import PUT_BYTES_MAX, S3Settings, addressing_of
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.store import Store
@@ -23,7 +24,7 @@ from kvtier.core.codec import Codec, codec_for
 from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy, policy_names
 from kvtier.core.folders import standing_folder
-from kvtier.core.settings import Count, Duration, TierSettings
+from kvtier.core.settings import Count, Duration, TierSettings, WritePolicy
 from kvtier.errors import ConfigError, MediumError
 from kvtier.types import Namespace
 
@@ -106,7 +107,7 @@ class ObjectBackend(Backend[ObjectSettings]):
         except Misconfigured as error:
             raise _refused("url", error) from error
         if folder is not None:
-            standing_folder(folder, ".url")
+            standing_folder(folder, ".url", only_read=_only_read(settings))
         else:
             _check_bucket(settings, bucket)
         if folder is None and record_bytes is not None and record_bytes > PUT_BYTES_MAX:
@@ -149,7 +150,8 @@ class ObjectBackend(Backend[ObjectSettings]):
             lease_s=lease_s,
         )
         try:
-            keeper = Keeper(store or open_for(settings), context.namespace, limits)
+            kind = Reader if _only_read(settings) else Keeper
+            keeper = kind(store or open_for(settings), context.namespace, limits)
         except StoreError as error:
             raise MediumError(str(error)) from error
         tier = ObjectTier(keeper, create_policy(settings.eviction))
@@ -185,6 +187,10 @@ class ObjectBackend(Backend[ObjectSettings]):
         if folder is not None:
             return str(folder.resolve())
         return f"object:{settings.endpoint or ''}{settings.url.rstrip('/')}"
+
+
+def _only_read(settings: ObjectSettings) -> bool:
+    return settings.write is WritePolicy.NEVER
 
 
 def open_for(settings: ObjectSettings) -> Store:

@@ -330,13 +330,7 @@ class Keeper:
         standing, dead = self._claims.renew()
         if standing is not None:
             self._writers = standing.writers
-        stated = Stated(self._journal.everything())
-        hidden = self.budget.hidden
-        # what the tier knows, but for what it is still to hear of
-        leaving = [piece.removed for piece in tuple(self.news) if piece.removed]
-        stated.compare(self._known(), leaving, self._breath)
-        self.news.append(News(unhidden=hidden))
-        self._tell(stated.entries, stated)
+        stated = self._tell_stated()
         finding = self._list(
             Audit(
                 namespace=self.namespace.id,
@@ -363,6 +357,15 @@ class Keeper:
         self._claims.take_measure(finding.foreign)
         self._claims.bury(dead)
         return finding
+
+    def _tell_stated(self) -> Stated:
+        """Tell what is written down and not known; what was hidden is found again by it."""
+        stated = Stated(self._journal.everything())
+        hidden = self.budget.hidden
+        stated.compare(self._known(), tuple(self.news), self._breath)
+        self.news.append(News(unhidden=hidden))
+        self._tell(stated.entries, stated)
+        return stated
 
     def _list(self, case: Audit) -> Finding:
         self._listing = True

@@ -17,7 +17,7 @@ from kvtier.backends.object import manifest
 from kvtier.backends.object.breath import CHUNK, Breath
 from kvtier.backends.object.leaving import Object
 from kvtier.backends.object.manifest import ADDED, ENTRY, Entries
-from kvtier.backends.object.news import Rows
+from kvtier.backends.object.news import News
 
 _LATELY_US = 600_000_000
 
@@ -44,8 +44,8 @@ class Stated:
         rows[~manifest.same_objects(self.entries[rows], objects)] = -1
         return rows
 
-    def compare(self, known: Iterable[Object], leaving: Sequence[Rows], breathe: Breath) -> None:
-        """Take in what is offered (`known`), but for what is told to be gone already."""
+    def compare(self, known: Iterable[Object], news: Sequence[News], breathe: Breath) -> None:
+        """Take in what is offered (`known`), but for what is told to be gone in `news`."""
         offered = iter(known)
         beside = [self.beside]
         breathe.begin()
@@ -57,7 +57,7 @@ class Stated:
                 beside.append(objects[rows < 0])
             breathe()
         self.beside = np.concatenate(beside)
-        for gone in leaving:
+        for gone in filter(None, (piece.removed for piece in news)):
             rows = self.find(manifest.objects_of(gone.keys, gone.generations))
             self.known[rows[rows >= 0]] = False
             breathe()

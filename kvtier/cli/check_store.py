@@ -12,6 +12,7 @@ from kvtier.backends.object.errors import ConditionalPutUnsupported, StoreError,
 from kvtier.backends.object.store import GetOutcome, PutOutcome, Store
 from kvtier.cli.checks import Finding, Level
 from kvtier.cli.look_objects import local_folder
+from kvtier.core.settings import WritePolicy
 from kvtier.observe import human
 
 _SKEW_S = 60.0
@@ -25,7 +26,8 @@ _WHERE = {
 
 
 def check_store(area: str, settings: Any) -> Iterator[Finding]:
-    """List, put, conditional put, get and delete, with one small object that is removed again."""
+    """List, put, conditional put, get and delete, with one small object that is removed again; of
+    a store that is only read, list and get."""
     folder = local_folder(settings.url)
     if folder is not None and not folder.exists():
         yield Finding(area, Level.OK, f"{folder} will be made")
@@ -50,6 +52,10 @@ def _rights(area: str, settings: Any, store: Store, name: str) -> Iterator[Findi
         return
     took = human.duration(time.perf_counter() - start)
     yield Finding(area, Level.OK, f"{settings.url} answers within {took}, and may be listed")
+    if settings.write is WritePolicy.NEVER:
+        failed = _try(area, "get", lambda: store.get(name, [memoryview(bytearray(1))]))
+        yield failed or Finding(area, Level.OK, "objects may be read, which is all that is needed")
+        return
     failed = _try(area, "put", lambda: store.put(name, [memoryview(_BODY)]))
     if failed is not None:
         yield failed

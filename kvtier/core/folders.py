@@ -12,11 +12,11 @@ _SHORT = re.compile(r"^~(?=/|$)|\$([A-Za-z_][A-Za-z0-9_]*)")
 """What a shell would replace."""
 
 
-def standing_folder(folder: Path, place: str) -> Path:
+def standing_folder(folder: Path, place: str, *, only_read: bool = False) -> Path:
     """The folder, or the one it will be made in; raises ConfigError if nothing can be kept there,
     NotWritable if only this user or this mount is in the way.
 
-    `place` names the setting that it comes from.
+    `place` names the setting that it comes from. One that is there may be `only_read`.
     """
     standing = folder if folder.exists() else folder.parent
     if standing is not folder and (short := _SHORT.search(str(folder))):
@@ -27,6 +27,8 @@ def standing_folder(folder: Path, place: str) -> Path:
         raise ConfigError(place, problem, f"make {folder.readlink()}, or correct the link")
     if not standing.is_dir():
         raise ConfigError(place, f"{standing} is not a folder", "make it, or name one that exists")
+    if only_read and standing is folder:
+        return standing
     if not os.access(standing, os.W_OK | os.X_OK):
         read_only = os.statvfs(standing).f_flag & os.ST_RDONLY
         if read_only:

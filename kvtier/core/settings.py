@@ -49,7 +49,7 @@ class WritePolicy(enum.Enum):
     ON_EVICT = "on_evict"
     """When the tier above is about to let it go."""
     NEVER = "never"
-    """This tier is only read."""
+    """Engines only read this tier; commands may fill it."""
 
 
 class Admission(enum.Enum):

@@ -21,6 +21,7 @@ from kvtier.cli.blocks import blocks_of
 from kvtier.cli.holdings import Locked, is_locked, locked_files, look
 from kvtier.config import load
 from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.types import Presence
 
 pytestmark = pytest.mark.slow
 
@@ -145,6 +146,42 @@ def test_deeds_are_refused(words: str, run: Run, kept: Kept) -> None:
     assert done.code == 2
     assert "no right to write" in done.err or "is mounted read-only" in done.err
     assert kept.state() == before
+
+
+@pytest.fixture
+def only_read(kept: Kept) -> str:
+    """A stack of its own, but for the store, from which it only reads."""
+    path = kept.out / "reader.yaml"
+    own = (kept.out / "stack.yaml").read_text().replace(f"{kept.out}/store", f"{kept.kept}/store")
+    path.write_text(own.replace("kind: object", "kind: object, write: never"))
+    return str(path)
+
+
+def test_a_store_that_is_only_read_need_not_be_written_to(
+    only_read: str, run: Run, kept: Kept
+) -> None:
+    before = kept.state()
+    for words in ("config check {}", "doctor --no-measure -c {}", "prewarm -c {}", "du -c {}"):
+        done = run(words.format(only_read))
+        assert done.code == 0, done.err
+    rows = json.loads(run(f"ls --json -c {only_read}").out)["namespaces"]
+    assert [(row["kind"], row["blocks"]) for row in rows] == [("nvme", BLOCKS), ("object", BLOCKS)]
+    assert kept.state() == before
+    done = run(f"snapshot -c {only_read}")
+    assert (done.code, done.out) == (1, "")
+    assert "Read-only file system" in done.err or "the right to write" in done.err
+    assert kept.state() == before
+
+
+def test_commands_fill_a_store_from_which_engines_only_read(only_read: str, kept: Kept) -> None:
+    key = make_keys(1, start=100)[0]
+    with Stack.open(Path(only_read), NAMESPACE) as stack:
+        stack.store({key: payload(key)})
+        assert stack.settle()
+    assert command("snapshot", "-c", only_read).code == 0
+    with Stack.open(Path(only_read), NAMESPACE) as stack:
+        stack.chain.tiers[-1].refresh()
+        assert stack.chain.tiers[-1].lookup([key]) == [Presence.HIT]
 
 
 def test_all_is_seen_and_all_is_good(run: Run) -> None:

@@ -112,7 +112,7 @@ def moto(folder: Path) -> ServerProcess:
     )
 
 
-def rclone(folder: Path, program: Path | None = None) -> ServerProcess:
+def rclone(folder: Path, program: Path | None = None, *options: str) -> ServerProcess:
     """A real server process that checks signatures; buckets are folders below `folder/data`."""
     data = folder / "data"
     (data / "bucket").mkdir(parents=True, exist_ok=True)
@@ -131,6 +131,7 @@ def rclone(folder: Path, program: Path | None = None) -> ServerProcess:
             "off",
             "--config",
             str(folder / "rclone.conf"),
+            *options,
         ],
         folder / "rclone.log",
     )
