@@ -34,6 +34,7 @@ class Engine:
         free_floor: int = 0,
         discard: bool = False,
         keep_s: float = 0.0,
+        grows: bool = True,
     ) -> None:
         slot = record_bytes(namespace.payload_bytes)
         slabs = -(-blocks // SLAB_BLOCKS)
@@ -47,6 +48,7 @@ class Engine:
             slab_bytes=SLAB_BLOCKS * slot,
             discard=discard,
             keep_s=keep_s,
+            grows=grows,
         )
         disk = disk or Disk()
         self.keeper = Keeper(NvmeFolder(root, namespace, disk), limits, keep=not discard)

@@ -21,6 +21,7 @@ from kvtier.core.settings import (
     Duration,
     Persistence,
     TierSettings,
+    WritePolicy,
 )
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
 from kvtier.errors import ConfigError
@@ -108,6 +109,7 @@ class NvmeBackend(Backend[NvmeSettings]):
             slab_bytes=_slab_bytes(capacity),
             discard=not keep,
             keep_s=settings.keep_for.seconds,
+            grows=settings.write is not WritePolicy.NEVER,
         )
         keeper = Keeper(folder, limits, keep=keep)
         tier = NvmeTier(keeper, create_policy(settings.eviction))

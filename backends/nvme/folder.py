@@ -378,6 +378,8 @@ class Limits(msgspec.Struct, frozen=True):
     discard: bool = False
     keep_s: float = 0.0
     """How long an idle namespace keeps its share after its last use."""
+    grows: bool = True
+    """Whether slabs are made; else what is there is only read."""
 
 
 def _file_sizes(header: SlabHeader) -> tuple[int, int]:

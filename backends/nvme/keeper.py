@@ -250,7 +250,7 @@ class Keeper:
         """More slabs, if they are wanted and the budget and the floor allow it."""
         mine = sum(known.mine for known in self._known.values())
         wanted, self._slots_wanted = self._slots_wanted, 0
-        if not mine:
+        if not mine and self.limits.grows:
             wanted = max(wanted, 1)
         elif not wanted:
             self._set_hungry(False)
@@ -298,7 +298,7 @@ class Keeper:
 
     def want_room(self, slots: int) -> None:
         """So many slots should be made."""
-        if time.monotonic() >= self._full_until:
+        if self.limits.grows and time.monotonic() >= self._full_until:
             self._slots_wanted = max(self._slots_wanted, slots)
             self._wake.set()
 

@@ -151,6 +151,20 @@ def test_what_idle_namespaces_hold_goes_after_their_empty_slabs(tmp_path: Path) 
     assert set(old.root.rglob("*.table")) == made - {empty}
 
 
+def test_who_only_reads_takes_no_room(tmp_path: Path) -> None:
+    """Not from idle namespaces, nor ahead of what it would store."""
+    old = Engine(tmp_path / "kv", blocks=8)
+    old.put(make_keys(8))
+    old.close()
+    made = set(old.root.rglob("*.table"))
+    for namespace, keys in ((OTHER, []), (NAMESPACE, make_keys(8))):
+        reader = Engine(tmp_path / "kv", blocks=8, namespace=namespace, grows=False)
+        reader.keeper.work(thorough=True)
+        assert reader.read(make_keys(8)) == keys
+        reader.close()
+        assert set(old.root.rglob("*.table")) == made
+
+
 class LowDisk(Disk):
     """Reports as much free room as the test says."""
 
