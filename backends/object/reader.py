@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from kvtier.backends.object import budget
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.limits import Limits
@@ -28,17 +26,9 @@ _T = TypeVar("_T")
 class Reader(Keeper):
     """A keeper that reads, and takes what there would be to write for done."""
 
-    def __init__(
-        self,
-        store: Store,
-        namespace: Namespace,
-        limits: Limits,
-        *,
-        clock: Callable[[], float] = time.time,
-        steady: Callable[[], float] = budget.clock,
-    ) -> None:
-        super().__init__(Unchanged(store), namespace, limits, clock=clock, steady=steady)
-        self.uses = Uses(self._store, namespace, math.inf, self._breath.rest, steady)
+    def __init__(self, store: Store, namespace: Namespace, limits: Limits) -> None:
+        super().__init__(Unchanged(store), namespace, limits)
+        self.uses = Uses(self._store, namespace, math.inf, self._breath.rest)
 
     def _audit(self, stop_at: float | None = None) -> None:
         self._next_look = self._steady() + self.limits.refresh_s
