@@ -107,6 +107,12 @@ class CpuTier(SlabTier):
     def _on_dropped(self, slots: Sequence[int]) -> None:
         self._set_state(slots, layout.FREE)
 
+    def give_up(self, keys: Sequence[BlockKey]) -> None:
+        slots = [slot for key in keys if (slot := self._reserved.get(key)) is not None]
+        at, size = layout.TABLE_AT, layout.ENTRY_BYTES
+        waiting = [slot for slot in slots if self._table[at + slot * size] == layout.RESERVED]
+        self._set_state(waiting, layout.FAILED)
+
     def _on_quarantined(self, slot: int, key: BlockKey) -> None:
         self._set_state([slot], layout.BAD)
 

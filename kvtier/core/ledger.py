@@ -303,7 +303,9 @@ class Ledger:
         for ticket in move.waiters:
             read = [key for key in failed if key in ticket.unsettled and key in move.keys]
             self._held.keep(ticket, read)
-        self.stranded.update(key for key in failed if key in self._held)
+        stranded = [key for key in failed if key in self._held]
+        self.stranded.update(stranded)
+        self._tiers[HOST].give_up(stranded)
         return [key for key in move.keys if key not in self._held]
 
     def _land(self, ticket: Ticket, move: Move, failed: Mapping[BlockKey, Outcome]) -> bool:

@@ -92,6 +92,12 @@ class Tier(ABC):
     def stats(self) -> TierStats:
         """Counters and gauges at this moment."""
 
+    def give_up(  # noqa: B027 - only host memory is read before it is committed
+        self, keys: Sequence[BlockKey]
+    ) -> None:
+        """Tell whoever watches their slots that what has not landed of these reserved keys never
+        will: their mover died, and did not say so."""
+
     def files(self, spec: LoadStoreSpec) -> list[FilePlace]:
         """Where pinned records lie, for a reader that fetches them itself, around host memory. It
         proves what it reads: who does not own a file cannot keep its owner from changing it."""

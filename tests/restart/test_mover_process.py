@@ -17,13 +17,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvtier import Stack
+from kvtier.backends.cpu.tier import CpuSpec, CpuTier
 from kvtier.core.backend import TierContext
+from kvtier.core.slab import layout
 from kvtier.core.transfer import Mover, TransferKind
 from kvtier.errors import MoverError
 from kvtier.move import link, process
 from kvtier.move.process import ProcessMover
 from kvtier.testing.media import MediumSettings, install
 from kvtier.testing.mover import HOST, NEAR, SOON, MoverContract, MoverRig
+from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Outcome
 
 
@@ -171,7 +175,10 @@ class TestProcessMover(MoverContract):
 
 PARENT = """
 import os, sys, time
+from kvtier import Stack
+from kvtier.backends.cpu.tier import CpuSpec, CpuTier
 from kvtier.core.backend import TierContext
+from kvtier.core.slab import layout
 from kvtier.move.process import ProcessMover
 from kvtier.testing.mover import HOST, NEAR, MoverRig
 from pathlib import Path
@@ -297,3 +304,37 @@ def await_restart(mover: Mover, old: int) -> int:
     assert isinstance(mover, ProcessMover)
     until(lambda: mover.pid not in (None, old))
     return pid_of(mover)
+
+
+def test_who_watches_slots_is_told_of_the_death(tmp_path: Path) -> None:
+    """Workers look at the slots of a load, not at its mover: they do not wait for its deadline."""
+    (tmp_path / "host").mkdir()
+    tiers = [
+        {"kind": "cpu", "path": str(tmp_path / "host"), "capacity": "4MiB"},
+        {"kind": "nvme", "path": str(tmp_path / "disk"), "capacity": "16MiB", "free_floor": 0},
+    ]
+    stack_of = {"version": 1, "name": "unit", "mover": {"mode": "process"}, "tiers": tiers}
+    keys = make_keys(8)
+    with Stack.open(stack_of, NAMESPACE) as stack:
+        stack.store({key: payload(key) for key in keys})
+        assert stack.settle()
+        stack.chain.tiers[0].clear()
+        mover, host = stack.mover, stack.chain.tiers[0]
+        assert isinstance(mover, ProcessMover)
+        assert isinstance(host, CpuTier)
+        killed = pid_of(mover)
+        os.kill(killed, signal.SIGSTOP)
+        ticket = stack.chain.begin_load(keys, "request", float("inf"))
+        assert isinstance(ticket.spec, CpuSpec)
+        assert states(host, ticket.spec.slots) == {layout.RESERVED}
+        os.kill(killed, signal.SIGKILL)
+        while not ticket.landed:
+            mover.wait(SOON)
+            stack.chain.poll()
+        assert states(host, ticket.spec.slots) == {layout.FAILED}
+        stack.chain.end_load(ticket, {})
+        assert states(host, ticket.spec.slots) == {layout.FREE}
+
+
+def states(host: CpuTier, slots: Sequence[int]) -> set[int]:
+    return {host.region.state(slot) for slot in slots}
