@@ -30,6 +30,9 @@ class Reader(Keeper):
         super().__init__(Unchanged(store), namespace, limits)
         self.uses = Uses(self._store, namespace, math.inf, self._breath.rest)
 
+    def hurry(self) -> None:
+        """No claim makes room here."""
+
     def _audit(self, stop_at: float | None = None) -> None:
         self._next_look = self._steady() + self.limits.refresh_s
         self.outbox.write_down()

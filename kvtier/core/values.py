@@ -14,8 +14,9 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 864
 _QUANTITY = re.compile(r"([+-]?\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)", re.ASCII)
 _BYTES_MAX = (1 << 63) - 1
 _SECONDS_MAX = 100 * 365 * 86400.0
-_MEANT = {"k": "KiB", "m": "MiB", "g": "GiB", "t": "TiB", "sec": "s", "second": "s"}
-_MEANT |= {"min": "min", "minute": "min", "hour": "h", "day": "d"}
+_MEANT = {"k": "KiB", "m": "MiB", "g": "GiB", "t": "TiB"} | {
+    "sec": "s", "second": "s", "min": "min", "minute": "min", "hour": "h", "day": "d"
+}  # fmt: skip
 
 
 class Value(ABC):

@@ -14,28 +14,20 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from object_audits import RECORD, filled, opened
 
 from kvtier.backends.object import keeper as keeper_module
-from kvtier.backends.object import writers
 from kvtier.backends.object.budget import Standing
-from kvtier.backends.object.claims import Claim
 from kvtier.backends.object.errors import AccessDenied, StoreError
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.keeper import Keeper
-from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.manifest import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.names import block_name
 from kvtier.backends.object.news import News
 from kvtier.backends.object.store import ObjectInfo
-from kvtier.backends.object.tier import ObjectTier
-from kvtier.core.eviction import create_policy
 from kvtier.core.record import HEADER_BYTES
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey, EventKind, Presence
-
-RECORD = 12288
-CAPACITY = 1 << 40
 
 
 class ListedStore(FileStore):
@@ -55,11 +47,6 @@ class ListedStore(FileStore):
         if prefix:
             return super().list(prefix, after=after, deadline=deadline)
         return iter(self.blocks)
-
-
-def opened(store: FileStore) -> tuple[Keeper, ObjectTier]:
-    keeper = Keeper(store, NAMESPACE, Limits(CAPACITY, refresh_s=600.0, audit_s=600.0))
-    return keeper, ObjectTier(keeper, create_policy())
 
 
 @pytest.fixture
@@ -367,88 +354,6 @@ def test_what_others_do_waits_in_the_store_for_a_tier_that_nobody_asks(
     keeper.work()
     tier.tick()
     assert {key for key, _ in tier.known()} == set(keys[-10:])
-    keeper.close()
-
-
-def filled(store: FileStore, count: int) -> list[BlockKey]:
-    """Blocks that lie there, and are written down."""
-    keys = make_keys(count)
-    for key in keys:
-        store.put(block_name(NAMESPACE.id, key), [memoryview(bytes(RECORD))])
-    Journal(store, NAMESPACE).append(
-        pack_entries(ADDED, keys, [0] * count, [RECORD] * count, [10**15] * count)
-    )
-    return keys
-
-
-def blocks_in(store: FileStore) -> int:
-    return sum("/blocks/" in info.name for info in store.list())
-
-
-def test_nothing_is_dropped_as_long_as_nobody_knows_what_may_be_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first listing takes longer than opening may wait for it."""
-    monkeypatch.setattr(keeper_module, "_OPEN_S", 0.0)
-    store = FileStore(tmp_path / "store")
-    keys = filled(store, 50)
-    keeper, tier = opened(store)
-    keeper.open(tier.known)
-    tier.start()
-    for _ in range(2):
-        assert tier.lookup(keys) == [Presence.HIT] * 50
-        keeper.refresh()
-        tier.tick()
-    assert tier.prepare_store(make_keys(1, start=100)).keys
-    assert blocks_in(store) == 50
-    keeper.close()
-
-
-def test_nothing_is_dropped_when_others_have_taken_us_for_dead(tmp_path: Path) -> None:
-    store = FileStore(tmp_path / "store")
-    keys = filled(store, 50)
-    keeper, tier = opened(store)
-    keeper.open(tier.known)
-    tier.start()
-    store.delete([info.name for info in store.list("claims/")])
-    keeper._next_look = 0.0
-    keeper.work()
-    tier.tick()
-    assert tier.lookup(keys) == [Presence.HIT] * 50
-    keeper.work()
-    tier.tick()
-    assert tier.prepare_store(make_keys(1, start=100)).keys, "it has listed everything again"
-    assert blocks_in(store) == 50
-    keeper.close()
-
-
-def test_what_was_stored_again_is_not_deleted_with_what_the_dead_left(tmp_path: Path) -> None:
-    """Another server has stored it, and is about to write that down."""
-    store = FileStore(tmp_path / "store")
-    keys = make_keys(2)
-    old, again = (block_name(NAMESPACE.id, key) for key in keys)
-    for name in (old, again):
-        store.put(name, [memoryview(bytes(RECORD))])
-    os.utime(store.root / old, (time.time() - 30.0,) * 2)
-    removed_us = int((time.time() - 10.0) * 1e6)
-    neighbour = Journal(store, NAMESPACE)
-    neighbour.append(pack_entries(REMOVED, keys, [0] * 2, [0] * 2, [removed_us] * 2))
-    dead = writers.new()
-    writers.ended(dead)
-    claim = Claim(NAMESPACE.id, dead, 1, RECORD, CAPACITY, 60_000, "s", False)
-    store.put(claim.name, [memoryview(b"")])
-    keeper, tier = opened(store)
-    keeper.open(tier.known)
-    tier.start()
-    assert [info.name for info in store.list("claims/") if dead in info.name] == []
-    assert store.head(old) is None, "nobody accounts for it"
-    assert tier.lookup(keys) == [Presence.MISS, Presence.HIT]
-    assert keeper.budget.used == RECORD
-    neighbour.append(pack_entries(ADDED, keys[1:], [0], [RECORD], [int(time.time() * 1e6)]))
-    keeper.refresh()
-    tier.tick()
-    assert tier.lookup(keys) == [Presence.MISS, Presence.HIT]
-    assert store.head(again) is not None
     keeper.close()
 
 

@@ -1,0 +1,87 @@
+"""Audits leave what may be somebody's: when little is known, and beside what the dead have left."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from object_audits import CAPACITY, RECORD, blocks_in, filled, opened
+
+from kvtier.backends.object import keeper as keeper_module
+from kvtier.backends.object import writers
+from kvtier.backends.object.claims import Claim
+from kvtier.backends.object.files import FileStore
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.manifest import ADDED, REMOVED, pack_entries
+from kvtier.backends.object.names import block_name
+from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.types import Presence
+
+
+def test_nothing_is_dropped_as_long_as_nobody_knows_what_may_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first listing takes longer than opening may wait for it."""
+    monkeypatch.setattr(keeper_module, "_OPEN_S", 0.0)
+    store = FileStore(tmp_path / "store")
+    keys = filled(store, 50)
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    for _ in range(2):
+        assert tier.lookup(keys) == [Presence.HIT] * 50
+        keeper.refresh()
+        tier.tick()
+    assert tier.prepare_store(make_keys(1, start=100)).keys
+    assert blocks_in(store) == 50
+    keeper.close()
+
+
+def test_nothing_is_dropped_when_others_have_taken_us_for_dead(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store")
+    keys = filled(store, 50)
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    store.delete([info.name for info in store.list("claims/")])
+    keeper._next_look = 0.0
+    keeper.work()
+    tier.tick()
+    assert tier.lookup(keys) == [Presence.HIT] * 50
+    keeper.work()
+    tier.tick()
+    assert tier.prepare_store(make_keys(1, start=100)).keys, "it has listed everything again"
+    assert blocks_in(store) == 50
+    keeper.close()
+
+
+def test_what_was_stored_again_is_not_deleted_with_what_the_dead_left(tmp_path: Path) -> None:
+    """Another server has stored it, and is about to write that down."""
+    store = FileStore(tmp_path / "store")
+    keys = make_keys(2)
+    old, again = (block_name(NAMESPACE.id, key) for key in keys)
+    for name in (old, again):
+        store.put(name, [memoryview(bytes(RECORD))])
+    os.utime(store.root / old, (time.time() - 30.0,) * 2)
+    removed_us = int((time.time() - 10.0) * 1e6)
+    neighbour = Journal(store, NAMESPACE)
+    neighbour.append(pack_entries(REMOVED, keys, [0] * 2, [0] * 2, [removed_us] * 2))
+    dead = writers.new()
+    writers.ended(dead)
+    claim = Claim(NAMESPACE.id, dead, 1, RECORD, CAPACITY, 60_000, "s", False)
+    store.put(claim.name, [memoryview(b"")])
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    assert [info.name for info in store.list("claims/") if dead in info.name] == []
+    assert store.head(old) is None, "nobody accounts for it"
+    assert tier.lookup(keys) == [Presence.MISS, Presence.HIT]
+    assert keeper.budget.used == RECORD
+    neighbour.append(pack_entries(ADDED, keys[1:], [0], [RECORD], [int(time.time() * 1e6)]))
+    keeper.refresh()
+    tier.tick()
+    assert tier.lookup(keys) == [Presence.MISS, Presence.HIT]
+    assert store.head(again) is not None
+    keeper.close()
