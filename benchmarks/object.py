@@ -250,7 +250,7 @@ def _learn(store: FileStore, namespace: Namespace, keys: list[BlockKey]) -> floa
     begin = time.perf_counter()
     keeper = Keeper(store, namespace, Limits(1 << 60, 5.0, 600.0))
     tier = ObjectTier(keeper, create_policy())
-    keeper.learn()
+    keeper._tell(keeper._journal.everything())
     tier.start()
     spent = time.perf_counter() - begin
     assert len(tier.prepare_load(keys)) == len(keys)

@@ -104,9 +104,7 @@ def _by_status(status: int, code: str, said: str) -> StoreError:
         return ObjectTooLarge(f"{said}: the store does not take objects of this size")
     if status == 416:
         return LengthMismatch(f"{said}: the object is shorter than expected")
-    if status == 501 and not code:
-        return WrongEndpoint(f"{said}, but not as an S3 store would: check the endpoint")
-    if status == 408 or status >= 500:
+    if status == 408 or (status >= 500 and status != 501):
         return Unavailable(said)
     if code:
         return WrongEndpoint(f"{said}: the store does not accept this request; check the endpoint")

@@ -21,14 +21,13 @@ from kvtier.backends.object.manifest import ADDED, ENTRY, REMOVED, Entries
 from kvtier.backends.object.names import block_name, parse_block
 from kvtier.backends.object.news import Rows
 from kvtier.backends.object.stated import Stated
-from kvtier.backends.object.store import ObjectInfo, Store
+from kvtier.backends.object.store import ObjectInfo, Store, portions
 from kvtier.types import BlockKey
 
 _YOUNG_S = 120.0
 _HUNGER_SHARE = 16
 """A namespace without room asks for so much of the budget."""
 _CANDIDATES_MAX = 1 << 16
-_DELETES = 1000
 
 
 class Unfinished(Exception):
@@ -145,7 +144,7 @@ class _Seen:
             since = max(time_us / 1e6, min(info.modified_s, case.now))
             young = case.now - since < case.read_s
             # stored again since, which somebody may be about to write down
-            again = case.dead and young and since > time_us / 1e6
+            again = case.dead and young and _earliest(info) > time_us / 1e6
             if kind == REMOVED and time_us / 1e6 <= self._latest and not again:
                 there[at] = False
                 if case.dead or not young:
@@ -168,6 +167,11 @@ class _Seen:
         beside = manifest.marks(stated.beside, stated.beside["generation"])
         unseen = np.isin(beside, np.concatenate(self._beside), invert=True)
         return np.concatenate([stated.entries[wanted & ~self._there], stated.beside[unseen]])
+
+
+def _earliest(info: ObjectInfo) -> float:
+    """When it can have been stored at the earliest: some stores round up to whole seconds."""
+    return info.modified_s - (1.0 if info.modified_s.is_integer() else 0.0)
 
 
 def _remember(oldest: list[_Foreign], info: ObjectInfo) -> None:
@@ -209,8 +213,8 @@ def _make_room(
 def _delete(store: Store, names: list[str], breathe: Breath) -> set[str]:
     """Delete these, which may take minutes; those that could not be."""
     failed: set[str] = set()
-    for start in range(0, len(names), _DELETES):
-        failed.update(store.delete(names[start : start + _DELETES]))
+    for some in portions(store, names):
+        failed.update(store.delete(some))
         breathe()
     return failed
 

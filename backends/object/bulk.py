@@ -6,6 +6,8 @@ hands before they reach its own sockets, which have no total deadline.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +20,8 @@ Send = Callable[[str, str, dict[str, str], bytes, float], tuple[int, dict[str, s
 """Method, url, headers, body and deadline of a signed request; status, headers and body back.
 Raises StoreError for every answer that is not a success: botocore would follow redirects."""
 
-_DELETE_BATCH = 1000
+DELETES_MAX = 1000
+"""So many keys may stand in one request."""
 _NOBODY = {"aws_access_key_id": "-", "aws_secret_access_key": "-"}
 """For a client that is only asked where the store is."""
 
@@ -47,17 +50,14 @@ class BulkClient:
         """The endpoint that botocore found: from the settings, environment, profile or region."""
         return self._endpoint or str(self._new_client(**_NOBODY).meta.endpoint_url)
 
-    def delete(
-        self, keys: Sequence[str], deadline: Callable[[], float]
-    ) -> Mapping[str, StoreError]:
+    def delete(self, keys: Sequence[str], deadline: float) -> Mapping[str, StoreError]:
         """Delete by the thousand; the keys that the store would not delete, and why."""
         failed: dict[str, StoreError] = {}
-        for start in range(0, len(keys), _DELETE_BATCH):
-            batch = keys[start : start + _DELETE_BATCH]
+        for start in range(0, len(keys), DELETES_MAX):
+            batch = keys[start : start + DELETES_MAX]
             objects = [{"Key": key} for key in batch]
-            answer = self._ask(
-                "delete_objects", deadline(), Delete={"Objects": objects, "Quiet": True}
-            )
+            asked = {"Objects": objects, "Quiet": True}
+            answer = self._ask("delete_objects", deadline, Delete=asked)
             for entry in answer.get("Errors", []):
                 code = str(entry.get("Code", ""))
                 if code in MISSING_CODES:
@@ -81,7 +81,7 @@ class BulkClient:
             raise explain_answer(500, code, {}, f"bucket {self._bucket}") from None
         except (self._errors.BotoCoreError, self._parser_error) as error:
             raise WrongEndpoint(
-                f"bucket {self._bucket}: {operation} was not answered as an S3 store would "
+                f"bucket {self._bucket} does not answer as an S3 store would "
                 f"({type(error).__name__}): check the endpoint"
             ) from None
 
@@ -114,6 +114,7 @@ class BulkClient:
                 f"no client can be made for bucket {self._bucket} ({type(error).__name__}): check "
                 "region and endpoint, AWS_ENDPOINT_URL and the AWS config file"
             ) from None
+        made.meta.events.register("before-sign.s3.DeleteObjects", _add_md5)
         made.meta.events.register("before-send.s3", self._before_send)
         return made
 
@@ -124,6 +125,12 @@ class BulkClient:
             request.method, request.url, headers, request.body or b"", self._call.deadline
         )
         return self._awsrequest.AWSResponse(request.url, status, answered, _Body(body))
+
+
+def _add_md5(request: Any, **_: Any) -> None:
+    """For stores that insist on what botocore has left for newer checksums."""
+    digest = hashlib.md5(request.body, usedforsecurity=False).digest()
+    request.headers["Content-MD5"] = base64.b64encode(digest).decode()
 
 
 class _Body:

@@ -236,7 +236,7 @@ class ObjectCatalogue(SlabTier):
         """Delete the objects of these slots, and have that written down afterwards."""
         self._deleting.update(condemned)
         for slot, objects in condemned.items():
-            self._outbox.delete(slot, self._names(objects))
+            self._outbox.delete(slot, objects)
         if condemned:
             self._write_removed(list(chain.from_iterable(condemned.values())))
 

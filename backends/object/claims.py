@@ -152,6 +152,12 @@ class Claims:
         self._grant(wish.cap, seen)
         return self._standing(seen), self._buriable(seen)
 
+    def keep(self) -> None:
+        """Renew a claim that we have; raises StoreError. What it allows is found at the next look:
+        nothing more is used until then."""
+        if self._mine is not None and self._due():
+            self.renew()
+
     def _suits(self, wish: Claim) -> bool:
         """Whether what we claim is what we want. Where others see late what we have written down,
         room that it was written to must be claimed anew."""

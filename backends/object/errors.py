@@ -41,10 +41,6 @@ class ObjectTooLarge(StoreError):
     """More bytes than the reader is ready to take, or than the store takes in one object."""
 
 
-class ConditionalPutUnsupported(StoreError):
-    """The store does not know If-None-Match on PUT."""
-
-
 class Weather(StoreError):
     """The store or the way to it is unwell for now: worth another try."""
 

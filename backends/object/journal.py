@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.backends.object import manifest
+from kvtier.backends.object.abreast import abreast
 from kvtier.backends.object.errors import LengthMismatch, Unavailable
 from kvtier.backends.object.manifest import Entries
 from kvtier.backends.object.names import manifest_prefix, parse_manifest
@@ -23,7 +23,6 @@ _log = logging.getLogger(__name__)
 MANIFEST_BYTES_MAX = 1 << 30
 """All together: they are read into memory, and nobody knows who can write to a bucket."""
 _HEAD_READ_BYTES = 64 << 10
-_READERS = 8
 _LISTINGS_MAX = 4
 _PILE = 16
 """So many manifests of similar size are joined into one."""
@@ -41,7 +40,7 @@ class Journal:
 
     def __init__(self, store: Store, namespace: Namespace) -> None:
         self._store = store
-        self._namespace = namespace
+        self.namespace = namespace
         self._writer = secrets.token_hex(8)
         self._number = 0
         self._seen: set[str] = set()
@@ -61,7 +60,7 @@ class Journal:
         """Write one manifest, which nobody else can overwrite."""
         name = f"{self._writer}-{self._number:010d}"
         self._number += 1
-        pieces = manifest.pack(self._namespace.digest, entries, covers)
+        pieces = manifest.pack(self.namespace.digest, entries, covers)
         self._store.put(self._full_name(name), pieces)
         self._seen.add(name)
         self._sizes[name] = sum(map(len, pieces))
@@ -120,13 +119,13 @@ class Journal:
         self._broken = {name for name in self._broken if self._full_name(name) in failed}
 
     def _full_name(self, name: str) -> str:
-        return f"{manifest_prefix(self._namespace.id)}{name}"
+        return f"{manifest_prefix(self.namespace.id)}{name}"
 
     def _listed(self) -> dict[str, int]:
         """Sizes of the manifests that are there, by name."""
         found = {}
         total = 0
-        listed = self._store.list(manifest_prefix(self._namespace.id))
+        listed = self._store.list(manifest_prefix(self.namespace.id))
         for info in sorted(listed, key=lambda info: info.size):
             name = parse_manifest(info.name)
             if name is None or name in self._broken or name in self._newer:
@@ -143,7 +142,7 @@ class Journal:
             self._too_many = True
             _log.warning(
                 "manifests below %s have more than %d bytes together: the largest are not read",
-                manifest_prefix(self._namespace.id),
+                manifest_prefix(self.namespace.id),
                 MANIFEST_BYTES_MAX,
             )
 
@@ -171,18 +170,15 @@ class Journal:
         self, sizes: dict[str, int], skip_if_covered_by: Iterable[str] = ()
     ) -> dict[str, Entries | None]:
         """Entries by name; None where there is nothing new or readable; vanished ones left out."""
-        if not sizes:
-            return {}
         covered = set(skip_if_covered_by) - self._broken - self._newer
 
         def read(name: str) -> Entries | bool | None:
             return self._read_one(name, sizes[name], covered)
 
         found: dict[str, Entries | None] = {}
-        with ThreadPoolExecutor(min(_READERS, len(sizes))) as readers:
-            for name, entries in zip(sizes, readers.map(read, sizes), strict=True):
-                if not isinstance(entries, bool):
-                    found[name] = entries
+        for name, entries in zip(sizes, abreast(read, list(sizes)), strict=True):
+            if not isinstance(entries, bool):
+                found[name] = entries
         return found
 
     def _read_one(self, name: str, size: int, covered: set[str]) -> Entries | bool | None:
@@ -213,10 +209,10 @@ class Journal:
                 return None
         if self._store.get(full_name, [data]) is GetOutcome.MISSING:
             return False
-        return manifest.unpack(data, self._namespace.digest)[0]
+        return manifest.unpack(data, self.namespace.digest)[0]
 
     def _covers(self, head: memoryview) -> list[str]:
-        covers = manifest.unpack_head(head, self._namespace.digest)[2]
+        covers = manifest.unpack_head(head, self.namespace.digest)[2]
         return covers or [""]  # one that covers none is never skipped
 
 

@@ -29,7 +29,7 @@ from kvtier.backends.object.leash import Leash
 from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
 from kvtier.backends.object.names import description_name
-from kvtier.backends.object.news import Known, News, rows_of
+from kvtier.backends.object.news import Known, News, Rows, rows_of
 from kvtier.backends.object.outbox import Outbox
 from kvtier.backends.object.stated import Stated
 from kvtier.backends.object.store import Store
@@ -127,10 +127,6 @@ class Keeper:
         text = memoryview(self.namespace.to_json())
         self._store.put(description_name(self.namespace.id), [text], if_absent=True)
 
-    def learn(self) -> None:
-        """What manifests say, without a look at the objects; raises StoreError."""
-        self._tell(self._journal.everything())
-
     def start(self) -> None:
         """Begin to work in the background."""
         self._breath.alone = False
@@ -150,11 +146,11 @@ class Keeper:
             if self._stopping:
                 return
             self.uses.count()
-            self.outbox.delete_doomed()
-            now = self._steady()
-            audits = now >= min(self._next_audit, self._audit_at) and not self._unheard
-            looks = now >= self._next_look - self._haste_s()
             try:
+                self.outbox.delete_doomed()
+                now = self._steady()
+                audits = now >= min(self._next_audit, self._audit_at) and not self._unheard
+                looks = now >= self._next_look - self._haste_s()
                 if audits:
                     self._audit()
                 elif looks:
@@ -293,8 +289,10 @@ class Keeper:
                 if stated is not None:
                     chosen &= stated.news(piece, min(latest_us, now_us))
                 if chosen.any():
-                    told = rows_of(entries[piece][chosen])
-                    self.news.append(News(added=told) if kind == ADDED else News(removed=told))
+                    self._tell_rows(kind, rows_of(entries[piece][chosen]))
+
+    def _tell_rows(self, kind: int, rows: Rows) -> None:
+        self.news.append(News(added=rows) if kind == ADDED else News(removed=rows))
 
     def _tell_freed(self, slots: list[int]) -> None:
         self.news.append(News(freed=slots))
@@ -380,21 +378,23 @@ class Keeper:
             self._see_others()
 
     def _meanwhile(self) -> None:
-        """While everything is listed, which may take minutes, the rest of the work goes on."""
+        """While everything is listed, which may take minutes, the rest of the work goes on. Amid
+        other long work we only say that we live: what is told by it is older than what is new."""
         if self._stopping:
             raise Unfinished
-        if self._listing and self._steady() >= self._next_look:
-            self._listing = False
-            try:
-                self._look()
-            except StoreError as error:
-                self._weather(error)  # the listing itself may well go on
-            self._listing = True
+        if self._steady() < self._next_look:
+            return
+        self._next_look = self._steady() + self.limits.refresh_s
+        listing, self._listing = self._listing, False
+        try:
+            (self._look if listing else self._claims.keep)()
+        except StoreError as error:
+            self._weather(error)  # the listing itself may well go on
+        self._listing = listing
 
     def _take_in(self, finding: Finding) -> None:
         """Tell the tier, and write down."""
         for kind, rows in ((ADDED, finding.orphans), (REMOVED, finding.gone)):
             for piece in self._breath.chunks(len(rows)):
-                told = rows[piece]
-                self.news.append(News(added=told) if kind == ADDED else News(removed=told))
-                self.outbox.correct(kind, told)
+                self._tell_rows(kind, rows[piece])
+                self.outbox.correct(kind, rows[piece])

@@ -8,7 +8,7 @@ nothing that Python's garbage collector would have to visit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import NamedTuple
 from urllib.parse import quote, unquote, unquote_plus
 from xml.parsers import expat
@@ -117,8 +117,10 @@ def _listed(fields: dict[str, str]) -> Listed:
     size = int(fields["Size"])
     if not 0 <= size <= OBJECT_BYTES_MAX:
         raise ValueError(f"no size: {size}")
-    modified = datetime.fromisoformat(fields["LastModified"]).timestamp()
-    return Listed(fields["Key"], size, modified)
+    modified = datetime.fromisoformat(fields["LastModified"])
+    if modified.tzinfo is None:  # it is no time of this machine's
+        modified = modified.replace(tzinfo=UTC)
+    return Listed(fields["Key"], size, modified.timestamp())
 
 
 def _refuse_declarations(*_: object) -> None:

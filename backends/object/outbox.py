@@ -11,20 +11,21 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import chain, compress, islice
 
 from kvtier.backends.object import manifest
 from kvtier.backends.object.budget import Budget
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.leaving import Object
 from kvtier.backends.object.manifest import ADDED, REMOVED, SKEW_US, Entries
+from kvtier.backends.object.names import block_name
 from kvtier.backends.object.news import Rows
 from kvtier.backends.object.store import Store
 from kvtier.types import BlockKey
 
 _log = logging.getLogger(__name__)
 
-_DELETES = 1000
 _ENTRIES_MAX = 1 << 16
 """About so many go into one manifest: it must get through before the store's deadline."""
 
@@ -54,9 +55,9 @@ class Outbox:
         self._last_us = 0
         self._entries: deque[tuple[Entries, int]] = deque()
         """What is to be written down, and how much room is accounted for by it."""
-        self._doomed: deque[tuple[int, list[str]]] = deque()
-        """Slots, and the names of their objects, which are to be deleted."""
-        self._stubborn: list[tuple[int, list[str]]] = []
+        self._doomed: deque[tuple[int, list[Object]]] = deque()
+        """Slots, and their objects, which are to be deleted."""
+        self._stubborn: list[tuple[int, list[Object]]] = []
         """Likewise, but the store would not: to be tried again at the next look."""
         self._complained = False
 
@@ -110,9 +111,9 @@ class Outbox:
         entries = manifest.pack_entries(kind, rows.keys, rows.generations, rows.sizes, times_us)
         self._entries.append((entries, 0))
 
-    def delete(self, slot: int, names: list[str]) -> None:
+    def delete(self, slot: int, objects: list[Object]) -> None:
         """Delete these objects soon, and free the slot's room then."""
-        self._doomed.append((slot, names))
+        self._doomed.append((slot, objects))
 
     # -- the store -------------------------------------------------------------------------------
 
@@ -160,15 +161,18 @@ class Outbox:
         self._complained &= bool(self._stubborn)
 
     def _delete_some(self) -> None:
-        slots = list(islice(self._doomed, _DELETES))
-        errors = self._store.delete([name for _, names in slots for name in names])
-        failed = errors.keys()
-        for _ in slots:
+        doomed = list(islice(self._doomed, self._store.deletes_at_once))
+        namespace = self._journal.namespace.id
+        # not sooner: of a million blocks names take hundreds of megabytes
+        names = [[block_name(namespace, *one) for one in objects] for _, objects in doomed]
+        errors = self._store.delete(list(chain.from_iterable(names)))
+        for _ in doomed:
             self._doomed.popleft()
         # one that is protected, say, must not keep all else from being done
-        self._stubborn += [(slot, n) for slot, n in slots if not failed.isdisjoint(n)]
-        self._freed([slot for slot, n in slots if failed.isdisjoint(n)])
-        if failed and not self._complained:
+        stuck = [not errors.keys().isdisjoint(some) for some in names]
+        self._stubborn += compress(doomed, stuck)
+        self._freed([slot for (slot, _), stays in zip(doomed, stuck, strict=True) if not stays])
+        if errors and not self._complained:
             _log.warning("objects cannot be deleted: %s", next(iter(errors.values())))
             self._complained = True
 

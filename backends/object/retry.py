@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import msgspec
@@ -15,7 +15,6 @@ from kvtier.backends.object.store import ObjectInfo, Store
 from kvtier.backends.object.wrapper import WrappedStore
 
 _T = TypeVar("_T")
-_DELETES = 1000
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,15 +76,6 @@ class RetryingStore(WrappedStore):
                 if not in_order:
                     raise
                 self._wait_or_raise(error, failures, self._end(deadline))
-
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
-        """In portions, each with the time of a call: a million names take minutes."""
-        failed: dict[str, StoreError] = {}
-        for start in range(0, len(names), _DELETES):
-            failed.update(super().delete(names[start : start + _DELETES], deadline=deadline))
-        return failed
 
     def _end(self, deadline: float | None) -> float:
         return self._clock() + self._total_s if deadline is None else deadline

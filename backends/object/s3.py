@@ -7,6 +7,7 @@ deadlines, certificates and errors hold for all of them.
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import os
 import re
@@ -20,8 +21,8 @@ import msgspec
 
 from kvtier.backends.object.answers import MISSING_CODES, error_code, explain_answer
 from kvtier.backends.object.bulk import BulkClient
+from kvtier.backends.object.deletes import Deletes
 from kvtier.backends.object.errors import (
-    ConditionalPutUnsupported,
     ExpiredToken,
     NoSuchBucket,
     ObjectTooLarge,
@@ -51,8 +52,7 @@ from kvtier.backends.object.wire import Address, Timeouts
 PUT_BYTES_MAX = 5 << 30
 _ERROR_BODY_BYTES_MAX = 64 << 10
 _PAGE_BYTES_MAX = 8 << 20
-_SINGLE_DELETES_MAX = 4
-"""A few deletes cost less one by one than botocore's building and parsing of a bulk request."""
+_DELETED = re.compile(rb"<(?:\w+:)?(?:DeleteResult|Error)\b")
 _ENDPOINT_NAMES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _DNS_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
@@ -88,10 +88,8 @@ class S3Store(Store):
         self._conditional = settings.conditional_put
         style = addressing_of(settings)
         self._signer = Signer(settings.region, settings.profile)
-        self._bulk = BulkClient(
-            self._signer, settings.endpoint, style, settings.bucket, self._send_built
-        )
-        self._address, base = _address(self._bulk.endpoint, settings.bucket, style)
+        bulk = BulkClient(self._signer, settings.endpoint, style, settings.bucket, self._send_built)
+        self._address, base = _address(bulk.endpoint, settings.bucket, style)
         self._bucket_target = base.rstrip("/") or "/"
         self._base = base + quote(self._prefix, safe="/-_.~")
         default_port = self._address.port == (443 if self._address.tls else 80)
@@ -100,6 +98,7 @@ class S3Store(Store):
         self._host = host if default_port else f"{host}:{self._address.port}"
         self._origin = f"{'https' if self._address.tls else 'http'}://{self._host}"
         self._where = f"bucket {settings.bucket} at {self._address}"
+        self._deletes = Deletes(bulk, self._delete_one)
         proxy = proxy_for(self._address)
         # a proxy carries requests to http:// on; to https:// it is a tunnel
         carried = proxy is not None and not self._address.tls
@@ -129,10 +128,11 @@ class S3Store(Store):
             raise ObjectTooLarge(f"{name} has {size} bytes; an S3 object takes {PUT_BYTES_MAX}")
         end = self._end(deadline)
         if if_absent and self._conditional:
-            try:
+            with contextlib.suppress(WrongEndpoint):  # as stores answer that do not know it
                 return self._put(name, buffers, size, {"if-none-match": "*"}, end)
-            except ConditionalPutUnsupported:
-                self._conditional = False  # content-addressed names make overwriting harmless
+            outcome = self._put(name, buffers, size, {}, end)
+            self._conditional = False  # content-addressed names make overwriting harmless
+            return outcome
         return self._put(name, buffers, size, {}, end)
 
     def _put(
@@ -146,9 +146,6 @@ class S3Store(Store):
             if extra and answer.status == 412:
                 answer.read(_ERROR_BODY_BYTES_MAX)
                 return PutOutcome.ALREADY_THERE
-            if extra and answer.status == 501:
-                answer.read(_ERROR_BODY_BYTES_MAX)
-                raise ConditionalPutUnsupported(f"{self._where} does not know If-None-Match")
             raise self._refusal(answer)
 
     def get(
@@ -249,28 +246,27 @@ class S3Store(Store):
     def delete(
         self, names: Sequence[str], *, deadline: float | None = None
     ) -> Mapping[str, StoreError]:
-        if len(names) <= _SINGLE_DELETES_MAX:
-            return self._delete_singly(names, self._end(deadline))
         keys = [self._prefix + check_name(name) for name in names]
-        failed = self._bulk.delete(keys, lambda: self._end(deadline))
+        failed = self._deletes.delete(keys, self._end(deadline))
         return {key.removeprefix(self._prefix): error for key, error in failed.items()}
 
-    def _delete_singly(self, names: Sequence[str], end: float) -> Mapping[str, StoreError]:
-        failed: dict[str, StoreError] = {}
-        for name in names:
-            head = self._request("DELETE", name, {}, 0)
-            with self._pool.exchange("DELETE", head, (), end) as answer:
-                if answer.status in (200, 202, 204, 404):
-                    body = answer.read(_ERROR_BODY_BYTES_MAX)
-                    if error_code(body) not in ("", *MISSING_CODES):
-                        raise self._explained(answer, body)
-                else:
-                    body = _error_body(answer)
-                    error = self._explained(answer, body)
-                    if error.unwell and error_code(body) != "AccessDenied":  # perhaps to this one
-                        raise error
-                    failed[name] = error
-        return failed
+    @property
+    def deletes_at_once(self) -> int:
+        return self._deletes.at_once
+
+    def _delete_one(self, key: str, end: float) -> StoreError | None:
+        head = self._request("DELETE", key.removeprefix(self._prefix), {}, 0)
+        with self._pool.exchange("DELETE", head, (), end) as answer:
+            if answer.status in (200, 202, 204, 404):
+                body = answer.read(_ERROR_BODY_BYTES_MAX)
+                if error_code(body) not in ("", *MISSING_CODES):
+                    raise self._explained(answer, body)
+                return None
+            body = _error_body(answer)
+            error = self._explained(answer, body)
+            if error.unwell and error_code(body) != "AccessDenied":  # perhaps to this one
+                raise error
+            return error
 
     def close(self) -> None:
         self._pool.close()
@@ -299,8 +295,9 @@ class S3Store(Store):
             if answer.status != 200:
                 raise self._refusal(answer)
             answered = answer.read(_PAGE_BYTES_MAX)
-            # declarations of entities, which botocore's parser would follow
-            if b"<!" in answered or b"\0" in answered:
+            # declarations of entities, which botocore's parser would follow, or an answer to
+            # something else, in which it would find no errors
+            if b"<!" in answered or b"\0" in answered or not _DELETED.search(answered):
                 raise WrongEndpoint(f"{self._where} does not answer as an S3 store would")
             return answer.status, answer.headers, answered
 

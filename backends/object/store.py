@@ -116,6 +116,11 @@ class Store(ABC):
     ) -> Mapping[str, StoreError]:
         """Delete these objects; returns those that could not be. One that is gone is a success."""
 
+    @property
+    def deletes_at_once(self) -> int:
+        """So many names `delete` deals with in a moment: see `portions`."""
+        return 1000
+
     def sweep(self, older_than_s: float) -> Iterator[int]:
         """Remove what writers that died have left unfinished this long; how much it was, place by
         place. Stores that show only whole objects and keep nothing else have nothing to do."""
@@ -142,6 +147,15 @@ def check_prefix(prefix: str) -> str:
 def is_name(name: str) -> bool:
     """Whether kvtier could have written an object of this name."""
     return len(name) <= NAME_CHARS_MAX and _NAME.fullmatch(name) is not None
+
+
+def portions(store: Store, names: Sequence[str]) -> Iterator[Sequence[str]]:
+    """`names` as they are best deleted: so many at once as the store, by then, is known to take."""
+    start = 0
+    while start < len(names):
+        some = names[start : start + store.deletes_at_once]
+        start += len(some)
+        yield some
 
 
 def read_object(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvtier.backends.object import open_for
-from kvtier.backends.object.errors import ConditionalPutUnsupported, StoreError, Weather
+from kvtier.backends.object.errors import StoreError, Weather
 from kvtier.backends.object.store import GetOutcome, PutOutcome, Store
 from kvtier.cli.checks import Finding, Level
 from kvtier.cli.look_objects import local_folder
@@ -74,8 +74,6 @@ def _conditional(area: str, store: Store, name: str) -> Finding:
     remedy = "set conditional_put: false, which says the same without the attempt"
     try:
         outcome = store.put(name, [memoryview(_BODY)], if_absent=True)
-    except ConditionalPutUnsupported as error:
-        return Finding(area, Level.NOTE, str(error), remedy)
     except StoreError as error:
         return _refused(area, "put with If-None-Match", error)
     if outcome is PutOutcome.ALREADY_THERE:

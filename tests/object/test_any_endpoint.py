@@ -13,6 +13,7 @@ import itertools
 import os
 import secrets
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from object_subjects import BucketSubject
@@ -65,6 +66,15 @@ class TestStore(StoreContract):
         yield store
         store.delete([info.name for info in store.list()])
         store.close()
+
+    def test_more_than_a_page(self, store: Store) -> None:
+        names = [f"page/{index:04d}" for index in range(1100)]
+        with ThreadPoolExecutor(16) as writers:
+            list(writers.map(lambda name: store.put(name, [memoryview(b"x")]), names))
+        assert [info.name for info in store.list("page/")] == names
+        assert [info.name for info in store.list("page/", after=names[49])] == names[50:]
+        assert store.delete(names[:-1]) == {}
+        assert [info.name for info in store.list("page/")] == names[-1:]
 
 
 class TestTier(TierContract):

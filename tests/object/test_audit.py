@@ -253,7 +253,8 @@ def test_an_object_that_cannot_be_deleted_keeps_nothing_else_from_being_done(
     keeper, tier = opened(store)
     keeper.open(tier.known)
     tier.start()
-    protected, other = [block_name(NAMESPACE.id, key) for key in make_keys(2)]
+    keys = make_keys(2)
+    protected, other = [block_name(NAMESPACE.id, key) for key in keys]
     for name in (protected, other):
         store.put(name, [memoryview(bytes(RECORD))])
     delete = store.delete
@@ -271,8 +272,8 @@ def test_an_object_that_cannot_be_deleted_keeps_nothing_else_from_being_done(
         return freed
 
     store.delete = refuse  # type: ignore[method-assign]
-    keeper.outbox.delete(1, [protected])
-    keeper.outbox.delete(2, [other])
+    for slot, key in enumerate(keys, 1):
+        keeper.outbox.delete(slot, [(key, 0)])
     assert freed_by_a_look() == [2]
     assert freed_by_a_look() == []
     assert [record.levelname for record in caplog.records] == ["WARNING"], "it is said once"

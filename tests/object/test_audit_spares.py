@@ -85,3 +85,24 @@ def test_what_was_stored_again_is_not_deleted_with_what_the_dead_left(tmp_path: 
     assert tier.lookup(keys) == [Presence.MISS, Presence.HIT]
     assert store.head(again) is not None
     keeper.close()
+
+
+def test_a_store_that_rounds_times_up_brings_nothing_back(tmp_path: Path) -> None:
+    """OpenStack Swift's do: what was removed within a second seems to be stored after that."""
+    store = FileStore(tmp_path / "store")
+    keys = make_keys(1)
+    name = block_name(NAMESPACE.id, keys[0])
+    store.put(name, [memoryview(bytes(RECORD))])
+    whole_s = int(time.time()) - 5
+    os.utime(store.root / name, (whole_s,) * 2)
+    removed_us = int((whole_s - 0.9) * 1e6)
+    Journal(store, NAMESPACE).append(pack_entries(REMOVED, keys, [0], [0], [removed_us]))
+    dead = writers.new()
+    writers.ended(dead)
+    store.put(Claim(NAMESPACE.id, dead, 1, 0, CAPACITY, 60_000, "c", False).name, [memoryview(b"")])
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    assert tier.lookup(keys) == [Presence.MISS]
+    assert store.head(name) is None
+    keeper.close()

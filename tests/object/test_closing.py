@@ -77,7 +77,7 @@ def busy(store: FileStore) -> Keeper:
     for key in KEYS:
         store.put(block_name(NAMESPACE.id, key), [memoryview(bytes(12288))])
     keeper.outbox.added(KEYS[1:], [0] * 3, [12288] * 3)
-    keeper.outbox.delete(1, [block_name(NAMESPACE.id, KEYS[0])])
+    keeper.outbox.delete(1, [(KEYS[0], 0)])
     keeper.outbox.removed(KEYS[:1], [0])
     keeper.uses.note(KEYS)
     return keeper

@@ -319,49 +319,6 @@ def test_a_listing_that_goes_in_circles(server: HostileServer, store: S3Store) -
     assert len(server.heads) == 3
 
 
-def test_an_object_that_may_not_be_deleted_keeps_no_other_there(
-    server: HostileServer, store: S3Store
-) -> None:
-    """A few are deleted one by one."""
-
-    def serve(peer: Peer, head: bytes) -> None:
-        held = b"/n1 " in head
-        peer.sendall(answer(403, error_body("AccessDenied")) if held else answer(204))
-
-    server.script = serve
-    failed = store.delete(["n0", "n1", "n2"])
-    assert [*failed] == ["n1"]
-    assert isinstance(failed["n1"], errors.AccessDenied)
-    assert len(server.heads) == 3
-
-
-REFUSED_DELETE = "<DeleteResult><Error>{}<Code>AccessDenied</Code></Error></DeleteResult>"
-
-
-def test_a_bulk_delete_says_what_was_not_deleted(server: HostileServer, store: S3Store) -> None:
-    names = [f"n{index}" for index in range(9)]
-
-    def reply(body: str) -> None:
-        def serve(peer: Peer, head: bytes) -> None:
-            peer.read_body(head)
-            peer.sendall(answer(200, body.encode()))
-
-        server.script = serve
-
-    reply(REFUSED_DELETE.format("<Key>n3</Key>"))
-    assert [*store.delete(names)] == ["n3"]
-    gone = "<DeleteResult><Error><Key>n3</Key><Code>NoSuchKey</Code></Error></DeleteResult>"
-    reply(gone)
-    assert not store.delete(names), "some servers call that an error"
-    for unclear in ("", "<Key>other</Key>"):
-        reply(REFUSED_DELETE.format(unclear))
-        with pytest.raises(errors.AccessDenied):
-            store.delete(names)
-    reply('<!DOCTYPE x [<!ENTITY a "aaaa">]><DeleteResult>&a;</DeleteResult>')
-    with pytest.raises(errors.WrongEndpoint):
-        store.delete(names)
-
-
 @pytest.mark.parametrize(
     "chunks", [b"zz\r\n", b"fffffffff\r\n", b"5\r\nhelloXX", b"-1\r\n", b"7fffffff\r\n"]
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,6 +39,15 @@ def test_a_page_is_read_with_and_without_a_namespace(space: str) -> None:
     assert [(one.key, one.size) for one in listed] == [("a%20b/c%2Bd", 5), ("e", 0)]
     assert listed[0].modified_s == 1795168800.25
     assert token == "a+b="
+
+
+def test_a_time_without_a_zone_is_no_local_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("TZ", "XYZ+9")
+        time.tzset()
+        listed, _ = read_page(page(ENTRY.format(key="e", size=0).replace("Z<", "<")))
+    time.tzset()
+    assert listed[0].modified_s == 1795168800.25
 
 
 def test_the_last_page_has_no_token() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import pytest
 from object_fleet import BLOCK_BYTES, NAMESPACE, CountingStore
 
-from kvtier.backends.object import audit as audit_module
 from kvtier.backends.object import breath as breath_module
 from kvtier.backends.object import outbox as outbox_module
 from kvtier.backends.object.audit import Unfinished
@@ -16,12 +15,13 @@ from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.limits import Limits
-from kvtier.backends.object.manifest import ADDED, pack_entries
+from kvtier.backends.object.manifest import ADDED, Entries, pack_entries
 from kvtier.backends.object.names import block_name, parse_block
 from kvtier.backends.object.store import Buffer, PutOutcome
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
 from kvtier.testing.records import make_keys
+from kvtier.types import BlockKey
 
 AT_ONCE = 10
 BLOCKS = 100 * AT_ONCE
@@ -38,6 +38,8 @@ class SlowDeletes(CountingStore):
         self.keeper: Keeper | None = None
         self.stops_at = -1
         """At which delete the keeper is told to stop."""
+
+    deletes_at_once = AT_ONCE
 
     def put(
         self,
@@ -66,8 +68,6 @@ class SlowDeletes(CountingStore):
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> SlowDeletes:
-    for module in (audit_module, outbox_module):
-        monkeypatch.setattr(module, "_DELETES", AT_ONCE)
     monkeypatch.setattr(breath_module, "_SLICE_S", -1.0)
     store = SlowDeletes()
     keys = make_keys(BLOCKS)
@@ -117,6 +117,47 @@ def test_who_closes_does_not_wait_for_them(store: SlowDeletes) -> None:
     with pytest.raises(Unfinished):
         keeper._audit()
     assert store.deletes == 3
+    keeper.close()
+
+
+def test_claims_are_renewed_while_what_is_known_is_compared(store: SlowDeletes) -> None:
+    """Millions of blocks take longer than a lease."""
+    keeper, tier = opened(store)
+
+    def slowly() -> Iterator[tuple[BlockKey, int]]:
+        for one in tier.known():
+            store.now += 0.1
+            yield one
+
+    keeper._known = slowly
+    store.claimed_at = [store.now]
+    keeper.refresh()
+    assert max(later - at for at, later in pairwise(store.claimed_at)) <= keeper.limits.lease_s / 2
+    tier.tick()
+    assert (tier.stats().blocks, keeper.budget.used) == (BLOCKS, BLOCKS * BLOCK_BYTES)
+    keeper.close()
+
+
+def test_who_closes_while_others_are_listened_to_ends_in_peace(
+    store: SlowDeletes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two portions, in the keeper's own thread."""
+    keeper, tier = opened(store)
+    keys = make_keys(1, start=BLOCKS)
+    Journal(store, NAMESPACE).append(
+        pack_entries(ADDED, keys, [0], [BLOCK_BYTES], [int(store.now * 1e6)])
+    )
+    tier.clear()
+    store.now += keeper.limits.refresh_s
+    news = keeper._journal.news
+
+    def stop_then_tell() -> Entries:
+        keeper._stopping = True
+        return news()
+
+    monkeypatch.setattr(keeper._journal, "news", stop_then_tell)
+    keeper.work()
+    assert store.deletes == 1
     keeper.close()
 
 
