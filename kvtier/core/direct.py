@@ -63,7 +63,7 @@ class DirectReads:
         if len(again) > room:
             again = []
         for key in again:
-            del self._used[key]
+            self._used.pop(key, None)  # it may be asked for twice
         taken = set(again)
         first = [key for key in keys if key not in taken]
         if first:

@@ -142,7 +142,8 @@ class Held:
 
     def let_go(self, ticket: Ticket, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """One reader less of each; answers with those that have none left."""
-        ticket.held = [key for key in ticket.held if key not in keys]
+        gone = set(keys)
+        ticket.held = [key for key in ticket.held if key not in gone]
         self._readers.subtract(keys)
         free = [key for key in keys if not self._readers[key]]
         for key in free:

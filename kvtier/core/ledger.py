@@ -301,7 +301,7 @@ class Ledger:
     def _hold(self, move: Move, failed: Mapping[BlockKey, Outcome]) -> list[BlockKey]:
         """Keep the slots of failed blocks that somebody may be reading; answers with the rest."""
         for ticket in move.waiters:
-            read = [key for key in failed if key in ticket.unsettled and key in move.keys]
+            read = [key for key in failed if key in ticket.unsettled]
             self._held.keep(ticket, read)
         stranded = [key for key in failed if key in self._held]
         self.stranded.update(stranded)

@@ -76,7 +76,7 @@ def read_shape(folder: Path, kv_dtype: str = "auto", ranks: int = 1) -> KVShape:
         ) from error
     try:
         values = json.loads(text[:_CONFIG_BYTES_MAX])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: of very deep nesting
         raise ConfigError(str(path), f"is no JSON: {error}", "name a model's folder") from error
     if not isinstance(values, dict):
         raise ConfigError(str(path), "is no JSON object", "name a model's folder")

@@ -96,7 +96,8 @@ def _work(work: Callable[[], object], end: int) -> None:
     status = 1
     try:
         gc.disable()  # it lives for one task
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
         with os.fdopen(end, "wb") as pipe:
             pipe.write(msgspec.msgpack.encode(work()))
         status = 0

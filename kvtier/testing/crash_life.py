@@ -70,6 +70,8 @@ class Steps:
         self.count = 0
 
     def start(self) -> None:
+        # Python 3.12 traces no instructions if no frame has asked for that before.
+        sys._getframe().f_trace_opcodes = True
         threading.settrace(self._enter)
         sys.settrace(self._enter)
 

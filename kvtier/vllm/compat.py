@@ -58,8 +58,6 @@ except ImportError:  # 0.31 has none
 
 __all__ = [
     "CacheHitSource",
-    "ErrandMetadata",
-    "FailureTolerantWorker",
     "LookupResult",
     "Medium",
     "OffloadingConnector",
@@ -74,24 +72,9 @@ __all__ = [
     "PrepareStoreOutput",
     "RequestOffloadingContext",
     "TransferResult",
-    "batched_copy",
-    "chunk_sizes",
-    "errand_spec",
-    "finish_stores",
-    "group_shapes",
-    "load_limit",
-    "numbers_media",
-    "prefills_whole_only",
-    "prompt_tokens",
-    "ranks_alike",
-    "register",
-    "transfer_results",
-    "without_hits",
 ]
 
 logger = logging.getLogger(__name__)
-
-_PROMPT_TOKENS_MIN = 32
 
 
 def batched_copy() -> Callable[[Any, Any, Any, bool], None]:
@@ -212,35 +195,19 @@ def positions(context: Any) -> Mapping[bytes, int]:
     return ends
 
 
-def prompt_tokens(scheduled: Any) -> tuple[int, int]:
-    """The prompt tokens that a step computes, and how many stand before them on average.
-
-    Requests with a few tokens are decoding (speculatively, if more than one).
-    """
-    counts: Mapping[str, int] = scheduled.num_scheduled_tokens
-    if scheduled.total_num_scheduled_tokens < len(counts) + _PROMPT_TOKENS_MIN:
-        return 0, 0
-    cached = scheduled.scheduled_cached_reqs
-    before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    before.update({new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs})
-    prompts = {name: count for name, count in counts.items() if count >= _PROMPT_TOKENS_MIN}
-    tokens = sum(prompts.values())
-    if not tokens:
-        return 0, 0
-    middles = sum(count * (before.get(name, 0) + count / 2) for name, count in prompts.items())
-    return tokens, int(middles / tokens - tokens / 2)
-
-
 def prefills_whole_only(vllm_config: Any) -> bool:
     """Whether the engine cannot compute a prompt from its middle on.
 
-    vLLM's plain MLA for CPUs does not look at the tokens before; vLLM turns its own prefix cache
-    and chunked prefill off there.
+    Models that pool over all tokens of a prompt, or its first, need all of them in one step; vLLM's
+    plain MLA for CPUs does not look at the tokens before. vLLM turns its own prefix cache and
+    chunked prefill off for both.
     """
     from vllm.platforms import current_platform
 
+    model = vllm_config.model_config
     chunked = vllm_config.scheduler_config.enable_chunked_prefill
-    return bool(current_platform.is_cpu() and vllm_config.model_config.use_mla and not chunked)
+    blind = bool(current_platform.is_cpu() and model.use_mla and not chunked)
+    return blind or not model.is_chunked_prefill_supported
 
 
 def numbers_media(vllm_config: Any) -> bool:
@@ -267,11 +234,50 @@ def without_hits(connector: Any, request: Any, computed: int) -> tuple[int | Non
     return answer
 
 
+def keep_whole_chunks_only(connector: Any) -> None:
+    """Leave out what vLLM keeps of a hybrid model's prompt behind its last whole chunk: it is never
+    found here, and a request whose `max_offload_tokens` end before it would end the engine."""
+    scheduler = connector.connector_scheduler
+    scheduler.config = scheduler.config._replace(supports_partial_tail=False)
+
+
+@contextlib.contextmanager
+def resettable(connector: Any) -> Iterator[None]:
+    """Allow for a reset right after another, before the workers were told what to finish."""
+    scheduler = connector.connector_scheduler
+    before, scheduler._current_batch_jobs_to_flush = scheduler._current_batch_jobs_to_flush, set()
+    try:
+        yield
+    finally:
+        scheduler._current_batch_jobs_to_flush |= before
+
+
 def store_again(connector: Any, request: str) -> None:
     """After a failed load: let the recomputed chunks be stored, as if nothing had been found."""
     status = connector.connector_scheduler._req_status.get(request)
     for group in status.group_states if status is not None else ():
         group.next_stored_chunk_idx = 0
+
+
+def note_taken(connector: Any, blocks: Any) -> None:
+    """A request has these blocks now, whoever loads what into them: what is still to be copied out
+    of them goes first. 0.31 and 0.32 look only at those that we load ourselves."""
+    taken = connector.connector_scheduler._current_batch_allocated_block_ids
+    taken.update(block.block_id for group in blocks.blocks for block in group if block.block_id)
+
+
+def read_as_0_33(connector: Any, scheduled: Any) -> Any:
+    """A step's output without what 0.31 and 0.32 get wrong: all blocks of a session that goes on
+    they take for more of them, and a load right after a reset's preemption ends the engine."""
+    scheduler = connector.connector_scheduler
+    for new in scheduled.scheduled_new_reqs:
+        for group in scheduler._req_status[new.req_id].group_states:
+            group.block_ids.clear()
+    loads = {job.req_id for job in scheduler._current_batch_load_jobs.values()}
+    preempted = scheduled.preempted_req_ids or set()
+    if loads.isdisjoint(preempted):
+        return scheduled
+    return dataclasses.replace(scheduled, preempted_req_ids=preempted - loads)
 
 
 @contextlib.contextmanager
@@ -290,11 +296,6 @@ class ErrandSpec(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not there when
 
     def __init__(self, errand: Errand) -> None:
         self.errand = errand
-
-
-def errand_spec(errand: Errand) -> Any:
-    """Wrap an errand for vLLM."""
-    return ErrandSpec(errand)
 
 
 @dataclass

@@ -17,15 +17,21 @@ from kvtier.config import StackConfig
 from kvtier.core.settings import Persistence
 from kvtier.types import Namespace
 from kvtier.vllm import compat, identity
-from kvtier.vllm.spec import KVTierSpec, read_stack
+from kvtier.vllm.settings import check_role, read_stack, unread
+from kvtier.vllm.spec import KVTierSpec
 from kvtier.vllm.versions import check_version
 
 logger = logging.getLogger(__name__)
 
 _OURS = {"spec_name": KVTierSpec.__name__, "spec_module_path": KVTierSpec.__module__}
 
-_SYNCHRONOUS = "sync_load_budget_bytes"
-"""How much 0.33 loads while it waits; such a load must not fail, and ours may."""
+_IGNORED = {
+    "sync_load_budget_bytes": "requests wait for their loads",
+    "self_describing_kv_events": "events name blocks by their hashes",
+}
+"""What vLLM's connector could do, and what is done instead. Loads of 0.33 that do not wait must not
+fail, and ours may. What is kept to describe events goes when its key is removed, and after a reset,
+and with adapters, ours are others: it would grow for ever."""
 
 
 class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
@@ -37,10 +43,12 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_version(vllm.__version__)
         _share_log()
+        check_role(vllm_config.kv_transfer_config.kv_role)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         extra.update(_OURS)
-        if extra.pop(_SYNCHRONOUS, 0):
-            logger.warning("%s is ignored: requests wait for their loads", _SYNCHRONOUS)
+        for name, instead in _IGNORED.items():
+            if extra.pop(name, 0):
+                logger.warning("%s is ignored: %s", name, instead)
         stack = read_stack(extra)
         _set_chunk(extra, stack, kv_cache_config)
         compat.set_recompute_policy(vllm_config)
@@ -54,6 +62,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 self.connector_worker.spec, vllm_config, kv_cache_config
             )
         if self.connector_scheduler is not None:
+            compat.keep_whole_chunks_only(self)
             self._manager.keep(compat.group_shapes(self))
 
     @staticmethod
@@ -64,6 +73,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         extra: dict[str, Any],
     ) -> None:
         """Say who this engine is, before the scheduler's side is built."""
+        for setting in unread(extra):
+            logger.warning("%s", setting)
         persistent = any(
             getattr(tier, "persistence", Persistence.KEEP) is Persistence.KEEP
             for tier in stack.tiers
@@ -73,8 +84,9 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
             logger.warning("%s", warning)
         if compat.prefills_whole_only(vllm_config):
             logger.warning(
-                "vLLM's MLA for this CPU (without AMX) computes prompts as a whole only: nothing "
-                "that is kept can be used here"
+                "prompts are computed as a whole only, because this model pools over all tokens, "
+                "or vLLM's MLA for this CPU (without AMX) cannot do else: nothing that is kept can "
+                "be used here"
             )
         payloads, blocks, parts = compat.chunk_sizes(vllm_config, kv_cache_config)
         facts = identity.facts_of(vllm_config, blocks, extra.get("weights"))
@@ -113,8 +125,20 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         )
         return found
 
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        compat.note_taken(self, blocks)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def request_finished(self, request: Any, block_ids: Any) -> Any:
+        if request.status.name == "FINISHED_ERROR":  # amid its prompt, perhaps
+            self._manager.keep_no_more(request.request_id)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        return self.request_finished(request, block_ids)
+
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        meta = super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(compat.read_as_0_33(self, scheduler_output))
         if scheduler_output.total_num_scheduled_tokens:
             self._manager.step_began(scheduler_output)
         return meta
@@ -130,7 +154,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         super().update_connector_output(connector_output)
 
     def reset_cache(self) -> Any:
-        done = super().reset_cache()
+        with compat.resettable(self):
+            done = super().reset_cache()
         compat.finish_stores()
         return done
 

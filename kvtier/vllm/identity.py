@@ -266,5 +266,5 @@ def _tensor_places(file: BinaryIO, size: int) -> list[int] | None:
         spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
         # The middle: first rows are often padding or special tokens.
         return [0, *sorted(8 + length + (int(a) + int(b)) // 2 for a, b in spans)]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

@@ -116,6 +116,10 @@ class ChainManager:
         kept = salt is not None
         self._requests[request] = RequestState(salt=salt or b"", kept=kept, refused=not kept)
 
+    def keep_no_more(self, request: str) -> None:
+        """What there is of this request may be half computed."""
+        self._state(request).kept = False
+
     def _state(self, request: str) -> RequestState:
         state = self._requests.get(request)
         if state is None:
@@ -196,6 +200,7 @@ class ChainManager:
         """Take blocks in for a request. Cannot refuse: what is missing fails on the worker."""
         state = self._state(request)
         state.decision = Decision()
+        state.refused = True  # should this raise, the load fails, and must not be tried for ever
         wanted = self._known_as(list(keys), state)
         deadline = self._clock() + self._load_seconds
         ticket = self.chain.begin_load(wanted, request, deadline)
@@ -209,6 +214,7 @@ class ChainManager:
         state.sources = {
             asked: lower.get(key, HOST) for asked, key in zip(keys, wanted, strict=True)
         }
+        state.refused = False
         return errand
 
     def source_of(self, key: bytes, request: str) -> int:
@@ -323,12 +329,14 @@ class ChainManager:
         """The engine's weights may have changed: nothing stored so far is served any more.
 
         A new epoch in all keys from now on: what this process stores will not be found by one that
-        starts with the weights on disk, which may be others.
+        starts with the weights on disk, which may be others. Nor is anything kept of requests that
+        are there already: theirs may be of both weights, and vLLM offers even blocks that they
+        have long given to others, because a window has moved on.
         """
         self._epoch = os.urandom(16)
         self.chain.clear()
         for state in self._requests.values():
-            state.positions, state.hits = -1, None
+            state.positions, state.hits, state.kept = -1, None, False
         logger.info("cache reset: all tiers were emptied, and later blocks are for this run only")
 
     def close(self) -> None:

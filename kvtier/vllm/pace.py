@@ -4,13 +4,35 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from kvtier.core.costs import CostModel
 
 _AHEAD_MAX = 8
 """More steps are never under way; if it looks so, some have ended without a word."""
+
+
+_PROMPT_TOKENS_MIN = 32
+
+
+def prompt_tokens(scheduled: Any) -> tuple[int, int]:
+    """The prompt tokens that a step of vLLM's computes, and how many stand before them on average.
+
+    Requests with a few tokens are decoding (speculatively, if more than one).
+    """
+    counts: Mapping[str, int] = scheduled.num_scheduled_tokens
+    if scheduled.total_num_scheduled_tokens < len(counts) + _PROMPT_TOKENS_MIN:
+        return 0, 0
+    cached = scheduled.scheduled_cached_reqs
+    before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    before.update({new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs})
+    prompts = {name: count for name, count in counts.items() if count >= _PROMPT_TOKENS_MIN}
+    tokens = sum(prompts.values())
+    if not tokens:
+        return 0, 0
+    middles = sum(count * (before.get(name, 0) + count / 2) for name, count in prompts.items())
+    return tokens, int(middles / tokens - tokens / 2)
 
 
 class _Step(NamedTuple):

@@ -23,6 +23,17 @@ from kvtier.errors import KVTierError
 _START_S = 300.0
 _SETTLE_S = 30.0
 _POLL_S = 0.1
+_KILL_POLL_S = 0.01
+_TIDY_S = 10.0
+_TIDIES = b"multiprocessing.resource_tracker"
+
+
+class NotStarted(KVTierError):
+    """vLLM did not start: `lines` are the end of its log."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("vLLM did not start; the end of its log:\n" + "\n".join(lines))
+        self.lines = lines
 
 
 class Server:
@@ -82,8 +93,7 @@ class Server:
                 self.started_in = time.monotonic() - begin
                 return
             time.sleep(_POLL_S)
-        lines = self.log.read_text(errors="replace").splitlines()[-30:]
-        raise KVTierError("vLLM did not start; the end of its log:\n" + "\n".join(lines))
+        raise NotStarted(self.log.read_text(errors="replace").splitlines()[-30:])
 
     # -- requests --------------------------------------------------------------------------
 
@@ -158,9 +168,16 @@ class Server:
     # -- the end -----------------------------------------------------------------------------
 
     def kill(self) -> None:
-        """kill -9, the server and all of its processes."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """kill -9, the server and all of its processes but those that tidy up after them: what
+        these would remove of shared memory and semaphores is vLLM's, and would stay for ever."""
+        end = time.monotonic() + _TIDY_S
+        while alive := _session(self.process.pid):
+            tidying = {pid for pid in alive if _TIDIES in _command(pid)}
+            for pid in alive - (tidying if time.monotonic() < end else set()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.poll()
+            time.sleep(_KILL_POLL_S)
         self.process.wait()
         self._port.close()
 
@@ -185,3 +202,22 @@ def _take_port() -> socket.socket:
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     taken.bind(("127.0.0.1", 0))
     return taken
+
+
+def _session(leader: int) -> set[int]:
+    """The live processes of a session."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # After the name, which may hold anything: state, parent, group, session.
+            state, _, _, session, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(session) == leader and state not in "ZX":
+                found.add(int(stat.parent.name))
+    return found
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

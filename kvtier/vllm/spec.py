@@ -12,8 +12,6 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from kvtier import config as stack_config
 from kvtier.backends.cpu import CpuHandler
 from kvtier.core import numa
@@ -21,13 +19,15 @@ from kvtier.core.costs import CostModel
 from kvtier.core.offers import Shape
 from kvtier.errors import ConfigError
 from kvtier.stack import Stack
-from kvtier.types import BlockKey, Namespace
+from kvtier.types import BlockKey
 from kvtier.vllm import compat
 from kvtier.vllm.guard import guarded
 from kvtier.vllm.identity import Adapters
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.metrics import Meter, definitions
+from kvtier.vllm.pace import prompt_tokens
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
+from kvtier.vllm.settings import read_namespace, read_stack
 from kvtier.vllm.worker import Ended, RankWorker, blocks_of
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Any:
         errand = self._prepare_load(keys, req_context.req_id) or _hopeless(keys)
-        return compat.errand_spec(errand)
+        return compat.ErrandSpec(errand)
 
     @guarded(lambda: None)
     def _prepare_load(self, keys: Collection[bytes], request: str) -> Errand | None:
@@ -141,7 +141,7 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
         taken, errand = self._manager.prepare_store(keys, req_context.req_id)
         return compat.PrepareStoreOutput(
-            keys_to_store=taken, store_spec=compat.errand_spec(errand), evicted_keys=[]
+            keys_to_store=taken, store_spec=compat.ErrandSpec(errand), evicted_keys=[]
         )
 
     def complete_store(
@@ -154,7 +154,7 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     @guarded(lambda: None)
     def step_began(self, scheduled: Any) -> None:
         """The engine goes to work on this."""
-        self._manager.step_began(*compat.prompt_tokens(scheduled))
+        self._manager.step_began(*prompt_tokens(scheduled))
 
     @guarded(lambda: None)
     def step_ended(self) -> None:
@@ -187,6 +187,11 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     def keep_nothing(self, request: str) -> None:
         """The keys of a request that is about to be added do not tell enough."""
         self._salts[request] = None
+
+    @guarded(lambda: None)
+    def keep_no_more(self, request: str) -> None:
+        """This request has failed: vLLM takes all of its prompt for computed."""
+        self._manager.keep_no_more(request)
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:
@@ -260,26 +265,6 @@ class VllmWorker(compat.OffloadingWorker):  # type: ignore[misc]
     @guarded(lambda: None)
     def shutdown(self) -> None:
         self._worker.close()
-
-
-def read_stack(extra: Mapping[str, Any]) -> stack_config.StackConfig:
-    """The stack that `kv_connector_extra_config` names: a YAML file, or the same inline."""
-    source = extra.get("stack")
-    if not isinstance(source, str | Mapping):
-        raise ConfigError(
-            "kv_connector_extra_config.stack",
-            "is missing" if source is None else f"is {source!r}",
-            "give the path of a stack's YAML file, or its content as JSON",
-        )
-    return stack_config.load(Path(source) if isinstance(source, str) else source)
-
-
-def read_namespace(extra: Mapping[str, Any]) -> Namespace:
-    """What `_introduce` wrote."""
-    try:
-        return Namespace.from_json(extra["kvtier_namespace"].encode())
-    except (KeyError, msgspec.ValidationError) as error:
-        raise ConfigError("kvtier_namespace", f"cannot be read: {error}") from error
 
 
 def _hopeless(keys: Collection[bytes]) -> Errand:

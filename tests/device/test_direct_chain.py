@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +50,16 @@ def test_the_first_use_takes_no_slot_and_the_second_does(engine: Engine) -> None
     engine.settle()
     assert places(engine, KEYS) == [0] * 12
     assert engine.chain.chain_stats().hits == [0, 24]
+
+
+def test_a_block_may_be_asked_for_twice_at_once(engine: Engine) -> None:
+    for used in range(2):
+        twice = [*KEYS[:2], *KEYS[:2]]
+        ticket = engine.chain.begin_load(twice, f"twice-{used}", time.monotonic() + 60)
+        assert sorted(ticket.files) == ([] if used else sorted(KEYS[:2]))
+        engine.chain.end_load(ticket)
+        engine.settle()
+    assert (engine.cpu.stats().pinned, engine.nvme.stats().pinned) == (0, 0)
 
 
 def test_a_load_longer_than_host_memory(tmp_path: Path) -> None:

@@ -26,16 +26,22 @@ class Host:
 
     def __init__(self) -> None:
         self._llm: Any = None
-        self._serial = self._copied = 0
+        self._serial = self._copied = self._which = 0
         self._gather: Any = None
         self._ended: list[dict[str, Any]] = []
 
-    def start(self, pretend: str | None = None, **arguments: Any) -> dict[str, Any]:
-        """Build the engine; as another version of vLLM, if one is named."""
+    def start(
+        self, pretend: str | None = None, pooling: str | None = None, **arguments: Any
+    ) -> dict[str, Any]:
+        """Build the engine; as another version of vLLM, or for embeddings, if any are named."""
         import vllm
         from vllm import LLM
+        from vllm.config import PoolerConfig
 
         vllm.__version__ = pretend or vllm.__version__
+        if pooling:
+            arguments["runner"] = "pooling"
+            arguments["pooler_config"] = PoolerConfig(seq_pooling_type=pooling)
         self._llm = LLM(enforce_eager=True, seed=0, disable_log_stats=False, **arguments)
         return {"pid": os.getpid()}
 
@@ -53,8 +59,9 @@ class Host:
         return [_shown(each) for each in found]
 
     def generate_with(self, prompt: list[int], tokens: int = 16, **more: Any) -> dict[str, Any]:
-        """One continuation with an adapter, a priority or a pattern to follow."""
+        """One continuation with an adapter, a priority, limits or a pattern to follow."""
         parameters = self._greedy(tokens)
+        parameters.extra_args = {"kv_transfer_params": more.get("limits")}
         named: dict[str, Any] = {}
         if "adapter" in more:
             from vllm.lora.request import LoRARequest
@@ -73,6 +80,11 @@ class Host:
         )
         return _shown(found[0])
 
+    def embed(self, prompts: list[list[int]]) -> list[list[float]]:
+        """What stands for each prompt as a whole."""
+        found = self._llm.embed([{"prompt_token_ids": each} for each in prompts], use_tqdm=False)
+        return [each.outputs.embedding for each in found]
+
     def begin(self, prompt: list[int], tokens: int) -> None:
         """Send a request and step until what it loads is under way."""
         engine = self._llm.llm_engine
@@ -83,9 +95,42 @@ class Host:
         for _ in range(3):
             engine.step()
 
+    def converse(self, pieces: list[list[int]], tokens: int) -> list[int]:
+        """A session, to whose input more is added after each answer; all its tokens in the end."""
+        engine = self._llm.llm_engine
+        tasks = engine.get_supported_tasks()
+        said: list[int] = []
+        for piece in pieces:
+            given, parameters = {"prompt_token_ids": piece}, self._greedy(tokens)
+            request = engine.input_processor.process_inputs(
+                "session", given, parameters, supported_tasks=tasks, resumable=True
+            )
+            engine.engine_core.add_request(request)
+            answer: list[int] = []
+            while len(answer) < tokens:
+                for output in engine.engine_core.get_output().outputs:
+                    answer += output.new_token_ids
+            said += piece + answer[:-1]  # the last one has not been computed, and is dropped
+        engine.engine_core.abort_requests(["session"])
+        return said
+
     def abort(self) -> None:
         """Abort the request that was begun last."""
         self._llm.llm_engine.abort_request([f"begun-{self._serial}"])
+        self._step()
+
+    def fail(self, prompt: list[int]) -> None:
+        """Begin a request that fails when a part of its prompt is computed."""
+        from vllm.v1.request import RequestStatus
+
+        engine = self._llm.llm_engine
+        engine.add_request("failed", {"prompt_token_ids": prompt}, self._greedy(1))
+        scheduler = self._core.scheduler
+        while not any(each.num_computed_tokens for each in scheduler.running):
+            engine.step()
+        named = [each.request_id for each in scheduler.running]
+        scheduler.finish_requests(named, RequestStatus.FINISHED_ERROR)
+        engine.abort_request(["failed"])
         self._step()
 
     def end(self) -> dict[str, Any]:
@@ -158,10 +203,14 @@ class Host:
         return self._llm.llm_engine.engine_core.engine_core
 
     @property
-    def _vllm_manager(self) -> Any:
+    def _connector_scheduler(self) -> Any:
         connector = self._core.scheduler.connector
-        connector = getattr(connector, "_connectors", [connector])[0]
-        return connector.connector_scheduler.manager
+        connector = getattr(connector, "_connectors", [connector])[self._which]
+        return connector.connector_scheduler
+
+    @property
+    def _vllm_manager(self) -> Any:
+        return self._connector_scheduler.manager
 
     @property
     def _manager(self) -> Any:
@@ -178,6 +227,10 @@ class Host:
     def forget_everything(self) -> bool:
         """What vLLM does when its weights may have changed."""
         return bool(self._llm.reset_prefix_cache(reset_connector=True))
+
+    def preempt_all(self) -> bool:
+        """Empty vLLM's own prefix cache though requests are running: they begin anew."""
+        return bool(self._llm.reset_prefix_cache(reset_running_requests=True))
 
     def settle(self) -> bool:
         """Let the engine step until nothing is under way."""
@@ -204,6 +257,10 @@ class Host:
             self._step()
             time.sleep(0.01)
         return int(found)
+
+    def look_at(self, connector: int) -> None:
+        """From now on commands are about this one of several connectors."""
+        self._which = connector
 
     def clear(self, tier: int) -> None:
         """Forget all that one tier holds."""
@@ -280,6 +337,7 @@ class Host:
             "mistakes": guard.caught,
             "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
             "region": manager._region,
+            "described": len(self._connector_scheduler._events_tracker._pending_event_metadata),
             "namespace": dict(manager.stack.namespace.facts),
             "free_blocks": self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -21,13 +22,15 @@ def storm(
     abort: float = 0.0,
     forget: float = 0.0,
     reset_at: int = -1,
+    preempt_at: int = -1,
     priorities: bool = False,
 ) -> dict[str, Any]:
     """Send the prompts at random moments; answers with the outputs of those not aborted.
 
     `abort` and `forget` are chances a step: of aborting some request, and of emptying vLLM's
     own prefix cache (which it refuses while blocks are in use). With `reset_at` prompts left, the
-    tiers are emptied, too, whatever is under way.
+    tiers are emptied, too, whatever is under way; with `preempt_at` left, all that runs is
+    preempted as soon as vLLM does that, which is not while something is being loaded.
     """
     rng = random.Random(seed)
     scheduler = engine.engine_core.engine_core.scheduler
@@ -37,6 +40,7 @@ def storm(
     outputs: dict[int, list[int]] = {}
     aborted: list[int] = []
     cached = steps = 0
+    preempting = False
     moved = time.monotonic()
     while todo or live:
         while todo and len(live) < running and rng.random() < 0.5:
@@ -47,6 +51,11 @@ def storm(
             live.add(at)
             if len(todo) == reset_at:
                 scheduler.reset_prefix_cache(reset_connector=True)
+            preempting |= len(todo) == preempt_at
+        if preempting:
+            with contextlib.suppress(RuntimeError):
+                scheduler.reset_prefix_cache(reset_running_requests=True)
+                preempting = False
         if live and rng.random() < abort:
             at = rng.choice(sorted(live))
             live.discard(at)

@@ -125,6 +125,35 @@ def test_pins_are_not_released_on_a_clock_either(rig: ChainRig, ledger: Ledger) 
     rig.assert_quiet()
 
 
+class Compared(bytes):
+    """A key that counts how often it was compared with another one."""
+
+    times = 0
+    __hash__ = bytes.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Compared.times += self is not other
+        return bytes.__eq__(self, other)
+
+
+def test_a_large_load_that_fails_is_no_work_for_its_square() -> None:
+    """A mover that dies has thousands of blocks under way, and requests wait for this thread."""
+    keys = [BlockKey(Compared(key)) for key in make_keys(500)]
+    rig = ChainRig([500, 500])
+    ledger = Ledger(rig.tiers)
+    rig.put(1, keys)
+    ticket = ledger.open_ticket("a", FAR)
+    transfer = ledger.promote(ticket, 1, keys, FAR)
+    assert transfer is not None
+    ledger.seal(ticket, keys)
+    Compared.times = 0
+    ledger.settle(result(transfer, [Outcome.DROPPED] * 500))
+    ledger.release(ticket)
+    assert Compared.times < 2 * 500
+    assert ledger.quiet
+    rig.assert_quiet()
+
+
 def test_a_store_that_was_voided_is_not_committed(rig: ChainRig, ledger: Ledger) -> None:
     taken = ledger.reserve(KEYS[:2], evict=True)
     ledger.void_all()

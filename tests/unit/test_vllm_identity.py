@@ -52,8 +52,13 @@ def test_each_tensor_of_a_large_file_counts(tmp_path: Path) -> None:
     assert fingerprint_folder(one) != fingerprint_folder(other)
 
 
+DEEP = (100_000).to_bytes(8, "little") + b"[" * 100_000
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"\xff" * 9, (1 << 40).to_bytes(8, "little"), b"\x02" + bytes(7) + b"[]"]
+    "content",
+    [b"", b"\xff" * 9, (1 << 40).to_bytes(8, "little"), b"\x02" + bytes(7) + b"[]", DEEP],
+    ids=["empty", "no length", "cut short", "no object", "deep"],
 )
 def test_a_header_that_is_none_is_read_as_bytes(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)

@@ -144,6 +144,20 @@ def test_a_request_whose_load_failed_is_offered_nothing(stack: Stack) -> None:
     assert asking.manager.chain.tiers[0].stats().corrupt == 2, "both at once"
 
 
+def test_a_load_that_cannot_be_prepared_is_not_tried_for_ever(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is wrong, the engine has begun the load: it fails, and the request asks again."""
+    asking = manager(stack, FULL)
+    ends = asking.keys(4)
+    stored(stack, ends)
+    assert asking.hit("a", ends, 4 * CHUNK) == 4 * CHUNK
+    monkeypatch.delattr("kvtier.core.chain.TierChain.begin_load")
+    with pytest.raises(AttributeError):
+        asking.manager.prepare_load(list(ends), "a")
+    assert asking.hit("a", ends, 4 * CHUNK) == 0
+
+
 def test_a_failure_that_blames_a_block_is_kept_over_one_that_does_not() -> None:
     one = Report(1, {0: Outcome.CORRUPT, 1: Outcome.CANCELLED})
     two = Report(1, {0: Outcome.CANCELLED, 1: Outcome.CORRUPT, 2: Outcome.CANCELLED})
@@ -165,6 +179,22 @@ def test_a_salt_and_a_reset_make_other_keys(stack: Stack) -> None:
     assert asking.hit("plain", ends, 3 * CHUNK) == 0, "under the keys of before"
 
 
+def test_nothing_is_kept_of_a_request_that_was_there_before_a_reset(stack: Stack) -> None:
+    """Its blocks may be of other weights; and vLLM offers all of them again, though a window that
+    has moved on has given some of them to other requests."""
+    asking = manager(stack, FULL)
+    ends = asking.keys(3)
+    asking.manager.on_new_request("before")
+    asking.manager.reset()
+    asking.manager.on_new_request("after")
+    for request, count in (("before", 0), ("after", 3)):
+        taken, errand = asking.manager.prepare_store(list(ends), request)
+        assert len(taken) == len(errand.slots) == count
+        asking.manager.report(errand.number, Report(1))
+    assert asking.hit("before", ends, 3 * CHUNK) == 3 * CHUNK, "it may load what is there since"
+    assert not asking.manager.has_pending_work
+
+
 def test_nothing_is_kept_of_a_request_whose_keys_do_not_tell_enough(stack: Stack) -> None:
     asking = manager(stack, FULL)
     ends = asking.keys(3)
@@ -179,6 +209,18 @@ def test_nothing_is_kept_of_a_request_whose_keys_do_not_tell_enough(stack: Stack
     asking.manager.on_new_request("late", None)
     assert asking.hit("late", ends, 3 * CHUNK) == 0
     assert asking.hit("other", ends, 3 * CHUNK) == 3 * CHUNK
+
+
+def test_of_a_request_that_has_failed_nothing_more_is_kept(stack: Stack) -> None:
+    asking = manager(stack, FULL)
+    ends = list(asking.keys(2))
+    asking.manager.on_new_request("failing")
+    for keys, kept in ((ends[:1], 1), (ends[1:], 0)):
+        taken, errand = asking.manager.prepare_store(keys, "failing")
+        assert len(taken) == kept
+        asking.manager.report(errand.number, Report(1))
+        asking.manager.keep_no_more("failing")
+    assert not asking.manager.has_pending_work
 
 
 def test_keys_that_end_within_a_chunk_are_not_found(stack: Stack) -> None:

@@ -168,3 +168,106 @@ def test_without_an_engine_cache(
         engine.forget_engine_cache()
         flip(Path(engine.facts()["region"]), 1 << 20)
         assert engine.generate(prompts=[PROMPT]) == [reference]
+
+
+def test_what_another_connector_loads_is_not_stored_for_what_was_there(
+    world: World, model: Callable[..., Path], plain_llama: Engine
+) -> None:
+    """A load of the second connector takes the blocks of a request that has ended, while the first
+    is still copying them out."""
+    prompts = [prompt(22 + number, 1100) for number in range(2)]
+    expected = [each["tokens"] for each in plain_llama.generate(prompts=prompts)]
+    stack = world.stack()
+    stacks = [stack | {"name": name, "tiers": stack["tiers"][:1]} for name in ("one", "two")]
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [connector(each) for each in stacks]},
+    }
+    few = {"num_gpu_blocks_override": 12, "max_model_len": 1280, "max_num_seqs": 1}
+    with world.engine(model("llama"), transfer=transfer, **few) as engine:
+        engine.generate(prompts=prompts)
+        engine.forget_engine_cache()
+        engine.clear(tier=0)
+        engine.slow_stores(pause=0.1)
+        engine.generate(prompts=prompts, tokens=1)
+        engine.slow_stores(pause=0)
+        engine.forget_engine_cache()
+        engine.look_at(connector=1)
+        engine.clear(tier=0)
+        found = [engine.generate(prompts=[each])[0] for each in prompts]
+        assert [each["cached"] for each in found] == [HIT, HIT]
+        assert [each["tokens"] for each in found] == expected
+
+
+def test_a_session_to_which_input_is_added(
+    world: World, model: Callable[..., Path], plain_llama: Engine
+) -> None:
+    """What it computed piece by piece serves requests that ask for all of it."""
+    pieces = [prompt(31, 300), prompt(32, 400), prompt(33, 500)]
+    with world.engine(model("llama"), stack=world.stack()) as engine:
+        asked = engine.converse(pieces=pieces, tokens=8)[:1100]
+        engine.forget_engine_cache()
+        (found,) = engine.generate(prompts=[asked])
+    (expected,) = plain_llama.generate(prompts=[asked])
+    assert found == expected | {"cached": HIT}
+
+
+def test_what_describes_events_does_not_pile_up(world: World, model: Callable[..., Path]) -> None:
+    """After a reset vLLM would keep it for ever, because keys are others then."""
+    transfer = connector(world.stack())
+    transfer["kv_connector_extra_config"]["self_describing_kv_events"] = True
+    options = {"enable_kv_cache_events": True, "publisher": "null"}
+    with world.engine(model("llama"), transfer=transfer, kv_events_config=options) as engine:
+        for _ in range(2):
+            engine.forget_everything()
+            engine.generate(prompts=[PROMPT])
+            engine.settle()
+            for tier in range(2):
+                engine.clear(tier=tier)
+            engine.settle()
+            assert engine.facts()["described"] == 0
+
+
+@pytest.mark.parametrize("pooling", ["MEAN", "LAST"])
+def test_embeddings(world: World, model: Callable[..., Path], pooling: str) -> None:
+    """Where all tokens are pooled, none may be left out."""
+    prompts = [prompt(41, 1100), prompt(42, 700)]
+    with world.engine(model("llama"), pooling=pooling) as plain:
+        expected = plain.embed(prompts=prompts)
+    with world.engine(model("llama"), pooling=pooling, stack=world.stack()) as engine:
+        for _ in range(2):
+            for found, wanted in zip(engine.embed(prompts=prompts), expected, strict=True):
+                assert found == pytest.approx(wanted, abs=1e-5)
+            engine.forget_engine_cache()
+        facts = engine.facts()
+    assert (facts["chain"]["hits"][0] > 0) is (pooling == "LAST")
+    assert (facts["failed_loads"], facts["mistakes"], facts["pending"]) == (0, 0, 0)
+
+
+def test_a_hybrid_prompt_of_which_little_may_be_stored(
+    world: World, model: Callable[..., Path]
+) -> None:
+    """vLLM would keep its end, too, where prefixes match within a block."""
+    options = {"dtype": "bfloat16", "enable_prefix_caching": True, "prefix_match_unit": 64}
+    limits = {"max_offload_tokens": 256}
+    with world.engine(model("qwen3_next"), stack=world.stack(), **options) as engine:
+        cold = engine.generate_with(prompt=PROMPT, limits=limits)
+        engine.forget_engine_cache()
+        assert engine.generate_with(prompt=PROMPT) == cold, "no state of so few tokens is left"
+        engine.forget_engine_cache()
+        assert engine.generate_with(prompt=PROMPT) == cold | {"cached": HIT}
+
+
+def test_a_request_that_fails_amid_its_prompt(
+    world: World, model: Callable[..., Path], reference: dict[str, Any]
+) -> None:
+    """Its last blocks are there, but only a part of them is computed."""
+    options = {"max_num_batched_tokens": 500, "max_num_seqs": 4}
+    with world.engine(model("llama"), stack=world.stack(), **options) as engine:
+        engine.fail(prompt=PROMPT)
+        assert engine.settle()
+        engine.forget_engine_cache()
+        (found,) = engine.generate(prompts=[PROMPT])
+    assert found == reference | {"cached": found["cached"]}
+    assert found["cached"] < 500

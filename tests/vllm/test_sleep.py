@@ -154,6 +154,30 @@ def test_reset_while_it_loads_and_stores(sleeper: Sleeper) -> None:
     sleeper.known(3)
 
 
+def test_a_reset_right_after_another(sleeper: Sleeper) -> None:
+    """The workers have not been told of the first, and are still at what it lets them finish."""
+    engine = sleeper.engine
+    sleeper.known(0)
+    engine.slow_stores(pause=PAUSE_S)
+    engine.begin(prompt=PROMPTS[3], tokens=TOKENS)
+    for _ in range(2):
+        engine.forget_everything()
+    engine.slow_stores(pause=0)
+    assert engine.end()["tokens"] == sleeper.expected[sleeper.own][3]["tokens"]
+    assert engine.forget_engine_cache()
+    assert [sleeper.ask(0), sleeper.ask(3)] == [0, 0]
+
+
+def test_preempted_requests_load_what_they_had(sleeper: Sleeper) -> None:
+    """In the very step after they were preempted, while nothing else is known of the tiers."""
+    sleeper.known(1)
+    sleeper.engine.begin(prompt=PROMPTS[1], tokens=TOKENS)
+    loaded = sleeper.engine.facts()["chain"]["hits"][0]
+    assert sleeper.engine.preempt_all()
+    assert sleeper.engine.end()["tokens"] == sleeper.expected[sleeper.own][1]["tokens"]
+    assert sleeper.engine.facts()["chain"]["hits"][0] > loaded
+
+
 def test_other_weights(sleeper: Sleeper) -> None:
     """Read after a deep sleep, and under a reset: no block of others is served, and none is left
     for a new start with the weights on disk."""

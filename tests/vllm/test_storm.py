@@ -52,7 +52,8 @@ def test_storm(
     world: World, model: Callable[..., Path], family: str, count: int, blocks: int, policy: str
 ) -> None:
     """Twice over: the second round must not hold more than the first, nor cost more memory than
-    it costs the engine alone. In the midst of the first, all tiers are emptied."""
+    it costs the engine alone. In the midst of the first, all tiers are emptied.
+    In both, all that runs is preempted once, and may load again at once."""
     folder = model(family)
     rounds = [shared_prefixes(seed, count) for seed in (1, 2)]
     small = {**SMALL, "num_gpu_blocks_override": blocks, "scheduling_policy": policy}
@@ -75,6 +76,7 @@ def test_storm(
             abort=0.03,
             forget=0.01,
             reset_at=-1 if seed else count // 2,
+            preempt_at=count // 3,
             priorities=policy == "priority",
         )
         check_outputs(found, reference[seed])

@@ -1,0 +1,68 @@
+"""What vLLM's `--kv-transfer-config` says."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvtier import config as stack_config
+from kvtier.errors import ConfigError
+from kvtier.types import Namespace
+
+_SETTINGS = (
+    "stack",
+    "blocks_per_chunk",
+    "block_size",
+    "weights",
+    "offload_prompt_only",
+    "canonical_layout",
+)
+"""Ours, and those of vLLM's offloading connector that do not belong to a tier."""
+_OURS = ("spec_name", "spec_module_path", "kvtier_namespace")
+"""What the connector writes there itself."""
+
+
+def read_stack(extra: Mapping[str, Any]) -> stack_config.StackConfig:
+    """The stack that `kv_connector_extra_config` names: a YAML file, or the same inline."""
+    source = extra.get("stack")
+    if not isinstance(source, str | Mapping):
+        raise ConfigError(
+            "kv_connector_extra_config.stack",
+            "is missing" if source is None else f"is {source!r}",
+            "give the path of a stack's YAML file, or its content as JSON",
+        )
+    return stack_config.load(Path(source) if isinstance(source, str) else source)
+
+
+def check_role(role: str | None) -> None:
+    """Raise ConfigError for an engine that only stores: vLLM then gives blocks to others while
+    steps that write to them are still under way."""
+    if role == "kv_producer":
+        raise ConfigError(
+            "kv_transfer_config.kv_role",
+            "an engine that only stores is not supported",
+            'write "kv_both"',
+        )
+
+
+def read_namespace(extra: Mapping[str, Any]) -> Namespace:
+    """What `_introduce` wrote."""
+    try:
+        return Namespace.from_json(extra["kvtier_namespace"].encode())
+    except (KeyError, msgspec.ValidationError) as error:
+        raise ConfigError("kvtier_namespace", f"cannot be read: {error}") from error
+
+
+def unread(extra: Mapping[str, Any]) -> list[str]:
+    """What to say of settings that nobody will read."""
+    said = []
+    for name in extra:
+        if name not in (*_SETTINGS, *_OURS):
+            near = difflib.get_close_matches(name, _SETTINGS, 1)
+            hint = f'did you mean "{near[0]}"?' if near else "tiers are set in the stack"
+            said.append(f"kv_connector_extra_config.{name} is not known, and ignored: {hint}")
+    return said

@@ -1,0 +1,47 @@
+"""What of vLLM's `--kv-transfer-config` is read, and what is said of the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.vllm.settings import check_role, read_stack, unread
+
+
+def test_nothing_is_said_of_what_is_read() -> None:
+    names = ("stack", "blocks_per_chunk", "weights", "offload_prompt_only", "spec_name")
+    assert unread(dict.fromkeys(names)) == []
+
+
+def test_a_mistake_is_named_with_what_it_may_mean() -> None:
+    (said,) = unread({"stack": "stack.yaml", "weigths": "mine"})
+    assert said.endswith('.weigths is not known, and ignored: did you mean "weights"?')
+
+
+def test_what_belonged_to_another_connector() -> None:
+    said = unread({"cpu_bytes_to_use": 1 << 30, "stack": {}})
+    assert said == [
+        "kv_connector_extra_config.cpu_bytes_to_use is not known, and ignored: tiers are set in "
+        "the stack"
+    ]
+
+
+@pytest.mark.parametrize("extra", [{}, {"stack": 3}])
+def test_there_must_be_a_stack(extra: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="give the path of a stack's YAML file"):
+        read_stack(extra)
+
+
+def test_a_stack_may_be_written_out(tmp_path: Path) -> None:
+    tier = {"kind": "cpu", "path": str(tmp_path), "capacity": "4MiB"}
+    stack = read_stack({"stack": {"version": 1, "tiers": [tier]}})
+    assert [each.kind for each in stack.tiers] == ["cpu"]
+
+
+def test_an_engine_that_only_stores_is_refused() -> None:
+    for role in (None, "kv_both", "kv_consumer"):
+        check_role(role)
+    with pytest.raises(ConfigError, match='write "kv_both"'):
+        check_role("kv_producer")
