@@ -51,9 +51,13 @@ def hits(server: str) -> dict[str, int]:
 
 
 def main(server: str, file: Path) -> None:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        sys.exit(f"{file}: {error.strerror}")
     wait_until_up(server)
     model = json.loads(get(f"{server}/v1/models"))["data"][0]["id"]
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         request: dict[str, Any] = json.loads(line)
         path = "chat/completions" if "messages" in request else "completions"
         before = hits(server)
@@ -77,4 +81,7 @@ def main(server: str, file: Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    main(sys.argv[1].rstrip("/"), Path(sys.argv[2]))
+    try:
+        main(sys.argv[1].rstrip("/"), Path(sys.argv[2]))
+    except KeyboardInterrupt:
+        sys.exit(130)

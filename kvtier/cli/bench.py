@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvtier.cli import console
+from kvtier.cli import console, plots
 from kvtier.cli.measure import Measured, Size, measure
 from kvtier.config import load
 from kvtier.core.record import record_bytes
@@ -48,7 +48,7 @@ def bench(
     block did not come back, or not with its own bytes.
     """
     stack = load(config, record_bytes=record_bytes(chunk))
-    console.check_plot(svg)
+    plots.check(svg)
     found = measure(stack, Size(chunk, blocks, rounds), console.note)
     good = all(tier.good for tier in found)
     if json:
@@ -57,7 +57,7 @@ def bench(
     else:
         _show(found, chunk, blocks, rounds)
     if svg is not None:
-        console.write_plot(svg, _plot(found, chunk))
+        plots.write(svg, _plot(found, chunk))
     if not good:
         raise typer.Exit(console.EXIT_FAILURE)
 

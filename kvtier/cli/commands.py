@@ -97,6 +97,8 @@ def _exit_codes() -> Iterator[None]:
     except (KVTierError, OSError) as error:
         unwritten = console.end_output(console.EXIT_OK)  # it may have been standard output's
         raise typer.Exit(unwritten or console.explain(error)) from None
+    except main.Told as told:
+        raise typer.Exit(128 + told.number) from None
     except KeyboardInterrupt:
         raise typer.Exit(main.EXIT_INTERRUPTED) from None
 
@@ -119,7 +121,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings=console.HELP,
     epilog="Exit codes: 0 all is well, 1 something was found or failed, 2 the call or the "
-    "configuration is wrong, 130 interrupted, 141 the reader of the output went away.",
+    "configuration is wrong, 130 interrupted (143 by `kill`, 129 by a closed terminal), 141 the "
+    "reader of the output went away.",
 )
 
 

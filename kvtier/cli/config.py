@@ -10,7 +10,7 @@ import typer
 
 from kvtier.cli import console
 from kvtier.cli.starter import starter
-from kvtier.config import Name, effective, load
+from kvtier.config import Name, StackConfig, effective, load
 from kvtier.core.backend import kinds
 from kvtier.core.values import ByteSize
 from kvtier.errors import ConfigError, ConfigErrors, KVTierError
@@ -35,22 +35,42 @@ def check(
     ] = None,
     json: console.JsonOption = False,
 ) -> None:
-    """Say everything that is wrong with a stack, with its place in the file; exit code 2 if so."""
+    """Say everything that is wrong with a stack, with its place in the file; exit code 2 if so.
+
+    What may be right for another user, like the name of an AWS profile, is a warning.
+    """
     record_bytes = None if block_size is None else _size(block_size, "--block-size").bytes
     errors: tuple[ConfigError, ...] = ()
+    warnings: list[ConfigError] = []
     try:
         config = load(file, record_bytes=record_bytes)
+        warnings = _warnings(file, config)
     except ConfigErrors as found:
         if not json:
             raise
         errors = found.errors
     if json:
-        console.print_json({"ok": not errors, "errors": [_row(each) for each in errors]})
+        rows = {"errors": [*map(_row, errors)], "warnings": [*map(_row, warnings)]}
+        console.print_json({"ok": not errors, **rows})
     else:
         chain = " -> ".join(settings.kind for settings in config.tiers)
-        console.say(f"{file}: all is well ({chain})")
+        but = ", but for this user" if warnings else ""
+        console.say(f"{file}: all is well ({chain}){but}")
+        for each in warnings:
+            console.warn(f"{each}; until then no engine of this user's starts with it")
     if errors:
         raise typer.Exit(console.EXIT_USAGE)
+
+
+def _warnings(file: Path, config: StackConfig) -> list[ConfigError]:
+    if all(settings.kind != "object" for settings in config.tiers):
+        return []
+    from kvtier.cli.look_objects import unusable_here
+
+    return [
+        ConfigError(each.place, each.problem, each.remedy, str(file))
+        for each in unusable_here(config)
+    ]
 
 
 @app.command(epilog="Example: kvtier config show configs/laptop.yaml")

@@ -1,7 +1,7 @@
 """What all commands share: how they speak to people and to programs, and how they end.
 
 Exit codes: 0 all is well, 1 something was found or failed, 2 the call or the configuration is
-wrong, 130 interrupted, 141 the reader of the output went away.
+wrong, 130, 143 and 129 interrupted, 141 the reader of the output went away.
 """
 
 from __future__ import annotations
@@ -102,6 +102,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for progra
 _OUTPUT = "standard output"
 _FILE_COLUMNS = 160
 _FOLDED_COLUMNS = 3
+_GAP = 2
+"""Between two columns of a table."""
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -259,22 +261,6 @@ def only_with(needed: str, given: object, **options: object) -> None:
             raise typer.BadParameter(f"says nothing without {needed}: add it", param_hint=option)
 
 
-def check_plot(file: Path | None) -> None:
-    """That a plot can be written at the end is seen to before all that it will show."""
-    if file is None:
-        return
-    if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
-        raise typer.BadParameter(
-            f"{file}: name a file in a folder where you may write", param_hint="--svg"
-        )
-
-
-def write_plot(file: Path, svg: str) -> None:
-    """Write what `check_plot` saw that can be written."""
-    with naming(file):
-        file.write_text(svg, encoding="utf-8")
-
-
 def tier_of(text: str | None, config: StackConfig, option: str = "--tier") -> int | None:
     """The tier that an option names, by number or kind."""
     if text is None:
@@ -311,6 +297,12 @@ def print_json(value: object) -> None:
         print(text)
 
 
+def fits(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> bool:
+    """Whether a table fits the terminal, without a cell that is broken into lines."""
+    widths = [max(len(str(cell)) for cell in column) for column in zip(columns, *rows, strict=True)]
+    return sum(widths) + _GAP * (len(columns) - 1) <= stdout().width
+
+
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[str] = ()
 ) -> None:
@@ -322,14 +314,13 @@ def print_table(
     from rich.table import Table
     from rich.text import Text
 
-    console = stdout()
-    widths = [max(len(str(cell)) for cell in column) for column in zip(columns, *rows, strict=True)]
-    if len(columns) > _FOLDED_COLUMNS and sum(widths) + 2 * len(columns) > console.width:
+    if len(columns) > _FOLDED_COLUMNS and not fits(columns, rows):
         for index, row in enumerate(rows):
             say() if index else None
             print_values(dict(zip(columns, row, strict=True)))
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    right = (0, _GAP - 1, 0, 0)  # beside it stands what would be the line between two columns
+    table = Table(box=box.SIMPLE_HEAD, padding=right, pad_edge=False, show_edge=False)
     for name in columns:
         table.add_column(
             name, justify="right" if name in numbers else "left", overflow="fold", no_wrap=False
@@ -337,7 +328,7 @@ def print_table(
     for row in rows:
         table.add_row(*(Text(plain(str(cell))) for cell in row))
     with naming(_OUTPUT):
-        console.print(table)
+        stdout().print(table)
 
 
 def print_values(values: Mapping[str, object]) -> None:

@@ -13,7 +13,7 @@ import typer
 from kvtier.cli import console
 from kvtier.cli.blocks import blocks_of
 from kvtier.cli.holdings import Place, known_namespaces, look
-from kvtier.cli.ls import find_namespace
+from kvtier.cli.ls import find_namespace, say_two_names
 from kvtier.config import load
 from kvtier.errors import KVTierError
 from kvtier.types import BlockKey, Namespace
@@ -108,6 +108,7 @@ def explain(
         console.print_json({"asked": asked, **rows})
     else:
         _show(answers, problems)
+        say_two_names(known)
         prompts.say_skipped(console.warn)
     console.end_with_troubles(places)
     if not any(answer.hits for answer in answers if answer.namespace == asked):

@@ -28,7 +28,7 @@ def gc(
         typer.Option(
             parser=console.parse_duration,
             metavar="AGE",
-            help="Also namespaces without an engine that were not written to for so long.",
+            help="Also namespaces and CPU memory of this stack that no engine used for so long.",
         ),
     ] = None,
     tier: console.TierOption = None,
@@ -62,7 +62,8 @@ def gc(
         )
         counted = [row for row in rows if dry_run or row["removed"]]
         total = human.size(sum(int(str(row["bytes"])) for row in counted))
-        console.say(f"{len(counted)} {'would be' if dry_run else 'were'} removed ({total})")
+        verb = "would be" if dry_run else "was" if len(counted) == 1 else "were"
+        console.say(f"{len(counted)} {verb} removed ({total})")
     if kept:
         console.warn(f"{kept} of them are in use again and stay")
         raise typer.Exit(console.EXIT_FAILURE)

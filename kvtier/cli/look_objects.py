@@ -28,7 +28,7 @@ from kvtier.cli.holdings import (
 from kvtier.config import StackConfig
 from kvtier.core.codec import decode
 from kvtier.core.record import CODEC_RAW, HEADER_BYTES, Header, record_bytes
-from kvtier.errors import FormatError, MediumError
+from kvtier.errors import ConfigError, FormatError, MediumError
 from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey, Namespace
 
 _RECORD_BYTES_MAX = 1 << 32
@@ -277,6 +277,20 @@ def _opened(settings: Any) -> Iterator[Store]:
             yield store
     except StoreError as error:
         raise MediumError(str(error)) from error
+
+
+def unusable_here(config: StackConfig) -> Iterator[ConfigError]:
+    """Why a store cannot be opened by this user though its settings are right, like a profile that
+    another user may have: an engine would not start. Makes no request."""
+    for index in range(len(config.tiers)):
+        settings: Any = config.tiers[index]
+        if settings.kind != "object" or local_folder(settings.url) is not None:
+            continue
+        try:
+            open_for(settings).close()
+        except StoreError as error:
+            problem, _, remedy = str(error).partition(": ")
+            yield ConfigError(f"$.tiers[{index}]", problem, remedy)
 
 
 def local_folder(url: str) -> Path | None:

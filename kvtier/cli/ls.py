@@ -21,6 +21,7 @@ from kvtier.types import Namespace, group_of
 app = console.new_app("List what a stack holds.")
 
 _LIMIT = 100
+_LIMIT_MAX = 10**9
 _DIGITS = 16
 """Of a key: enough for `kvtier show`."""
 
@@ -36,7 +37,8 @@ def ls(
     ] = None,
     tier: console.TierOption = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help=f"At most so many blocks; else {_LIMIT}.")
+        int | None,
+        typer.Option(min=1, max=_LIMIT_MAX, help=f"At most so many blocks; else {_LIMIT}."),
     ] = None,
     json: console.JsonOption = False,
 ) -> None:
@@ -90,7 +92,43 @@ def _list_namespaces(places: list[Place], json: bool) -> None:
         columns = ["tier", "namespace", "model", "layout", "blocks", "size", "hits", "last hit"]
         columns += ["newest", "in use"]
         rows = [_row(part, known.get(part.namespace)) for part in parts]
-        console.print_table(columns, rows, numbers=columns[4:9])
+        if console.fits(columns, rows):
+            console.print_table(columns, rows, numbers=columns[4:9])
+        else:
+            _print_by_namespace(columns, rows)
+        say_two_names(known)
+
+
+def _print_by_namespace(columns: list[str], rows: list[list[str]]) -> None:
+    """A table for each namespace, under what would be the same in all of its rows."""
+    by_name: dict[str, list[list[str]]] = {}
+    for row in rows:
+        by_name.setdefault("  ".join(row[1:4]), []).append([row[0], *row[4:]])
+    for index, (name, own) in enumerate(by_name.items()):
+        console.say() if index else None
+        console.say_wrapped(name, 2)
+        console.print_table([columns[0], *columns[4:]], own, numbers=columns[4:9])
+
+
+def say_two_names(known: Mapping[str, Namespace]) -> None:
+    """Say which namespaces are one model's that was served under several names."""
+    alike: dict[tuple[object, ...], dict[str, str]] = {}
+    for each, namespace in sorted(known.items()):
+        facts = dict(namespace.facts)
+        name = facts.pop("model", None)
+        facts.pop("model_config", None)  # the name stands in it, too
+        if name is not None and "weights" in facts:
+            same = (tuple(sorted(facts.items())), namespace.group_bytes, namespace.parts)
+            alike.setdefault(same, {})[each] = name
+    for names in alike.values():
+        if len(names) > 1:
+            console.say()
+            which = ", ".join(f"{each[:12]} ({name})" for each, name in names.items())
+            console.say_wrapped(
+                f"the same weights under several names: {which}; they share no blocks: serve them "
+                "under one name, and kvtier clear removes the blocks of the others",
+                2,
+            )
 
 
 def _row(part: Part, namespace: Namespace | None) -> list[str]:
@@ -174,4 +212,4 @@ def _list_blocks(places: list[Place], namespace: str, limit: int, json: bool) ->
         columns, table = columns[:-1], [row[:-1] for row in table]
     console.print_table(columns, table, numbers=columns[2:7])
     if more:
-        console.say(f"... and more: --limit {limit * 10}")
+        console.say(f"... and more: --limit {min(limit * 10, _LIMIT_MAX)}")

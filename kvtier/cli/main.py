@@ -1,7 +1,8 @@
 """The door of the command `kvtier`: what Python runs first, and so imports next to nothing.
 
-Until a command is imported there is nothing to undo, and Ctrl-C ends the process at once. An
-exception would come out of the middle of some import, which may print it or make another of it.
+Until a command is imported there is nothing to undo, and Ctrl-C, like all that tells it to end,
+ends the process at once. An exception would come out of the middle of some import, which may print
+it or make another of it.
 """
 
 from __future__ import annotations
@@ -13,15 +14,26 @@ import signal
 import sys
 from types import FrameType
 
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What people and services end a command by: Ctrl-C, `kill`, a closed terminal."""
+
+
+class Told(KeyboardInterrupt):
+    """To end, by one of these signals."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def main() -> None:
     """Entry point of the `kvtier` command."""
     _fill_standard_streams()
     _print_what_can_be_printed()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is to be ignored
-        signal.signal(signal.SIGINT, _leave)
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _leave)
     from kvtier.cli import commands, console
 
     sys.excepthook = console.report_crash
@@ -62,10 +74,15 @@ def _shown(letter: str) -> str:
 
 
 def begin() -> None:
-    """There will be something to undo: from now on Ctrl-C is an exception."""
-    if signal.getsignal(signal.SIGINT) is _leave:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """There will be something to undo: from now on what ends a command is an exception."""
+    for number in ENDING:
+        if signal.getsignal(number) is _leave:
+            signal.signal(number, _tell)
+
+
+def _tell(number: int, frame: FrameType | None) -> None:
+    raise Told(number)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    os._exit(EXIT_INTERRUPTED)
+    os._exit(128 + number)

@@ -1,4 +1,4 @@
-"""Opening stacks so that Ctrl-C, at whatever instant, leaves nothing half open."""
+"""Opening stacks so that Ctrl-C or `kill`, at whatever instant, leaves nothing half open."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from kvtier.cli.main import ENDING
 from kvtier.stack import Stack
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Put Ctrl-C off until the end of the block."""
+    """Put Ctrl-C, and what else ends a command, off until the end of the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    pending = False
+    pending: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
-        nonlocal pending
-        pending = True
+        pending.append(number)
 
-    before = signal.signal(signal.SIGINT, remember)
+    before = {number: signal.signal(number, remember) for number in ENDING}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if pending:
-        raise KeyboardInterrupt
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    for number in pending[:1]:
+        signal.raise_signal(number)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli import console
+from kvtier.cli import console, plots
 from kvtier.cli.measure import Size, measure
 from kvtier.cli.outlook import DEVICE, Expectation, Link, Outlook, expect, links_of
 from kvtier.cli.sweep import Row, plot, run_sweep, show_sweep
@@ -85,7 +85,7 @@ def plan(
     factors = _factors(_SIZES if scale is None else scale)
     simulation = {"scale": scale, "block_tokens": block_tokens, "exact": exact, "svg": svg}
     console.only_with("--trace", trace, **simulation)
-    console.check_plot(svg)
+    plots.check(svg)
     stack = load(config)
     shape = read_shape(model, kv_dtype, ranks)
     requests = None if trace is None else read_trace(trace)
@@ -98,7 +98,7 @@ def plan(
         rows = run_sweep(stack, expectation, requests, of_each, factors, exact)
     _report(expectation, rows, json)
     if svg is not None:
-        console.write_plot(svg, plot(rows))
+        plots.write(svg, plot(rows))
 
 
 def _factors(text: str) -> list[float]:

@@ -9,6 +9,8 @@ import typer
 
 from kvtier.cli import console
 from kvtier.cli.fill import copy_all, look_at, report, tier_to_fill
+from kvtier.cli.holdings import known_namespaces
+from kvtier.cli.ls import say_two_names
 from kvtier.config import load
 from kvtier.errors import KVTierError
 from kvtier.vllm.prompts import read_prompts
@@ -80,4 +82,6 @@ def prewarm(
     )
     if asked is not None:
         asked.say_skipped(console.warn)
+    if not json:
+        say_two_names(known_namespaces(places))
     report(done, places, json, may_skip=asked is not None)

@@ -45,7 +45,7 @@ def find(config: StackConfig, places: list[Place], idle_s: float | None) -> Iter
     """All rubbish of these places, of what is idle for `idle_s` seconds too."""
     for place in places:
         if place.kind == "cpu":
-            yield from _of_regions(config.tiers[place.tier])
+            yield from _of_regions(config.tiers[place.tier], place, idle_s)
         elif place.kind == "nvme" and Path(place.where).is_dir():
             yield from _of_folder(place, idle_s)
         elif place.kind == "object":
@@ -55,9 +55,10 @@ def find(config: StackConfig, places: list[Place], idle_s: float | None) -> Iter
 # -- CPU regions -----------------------------------------------------------------------------
 
 
-def _of_regions(settings: Any) -> Iterator[Rubbish]:
+def _of_regions(settings: Any, place: Place, idle_s: float | None) -> Iterator[Rubbish]:
     folder, keep_s = Path(settings.path), settings.keep_for.seconds
-    for path in leftovers(folder, keep_s, time.time()):
+    left = leftovers(folder, keep_s, time.time())
+    for path in left:
 
         def remove_region(path: Path = path) -> bool:
             if path not in leftovers(folder, keep_s, time.time()):
@@ -66,11 +67,31 @@ def _of_regions(settings: Any) -> Iterator[Rubbish]:
 
         size = path.stat().st_size
         yield Rubbish("region that nobody will come back to", str(path), size, remove_region)
+    own = [slab.data for slab in place.slabs if slab.data not in left]
+    for path in own:  # regions of other stacks may lie beside them, and were not asked about
+        with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+            size = path.stat().st_size
+            if _idle_region(path, idle_s):
+                what = "region that nobody used for so long"
+                yield Rubbish(what, str(path), size, partial(_remove_idle, path, idle_s))
     for path in sorted(folder.glob(f"kvtier-{os.getuid()}-*{_MAKING}")):
         yield from _unless_used(path, "region that was never finished")
     for path in sorted(folder.glob(f"kvtier-{os.getuid()}-*.owner")):
         if not path.with_suffix(SUFFIX).exists():
             yield from _unless_used(path, "lock without its region")
+
+
+def _idle_region(path: Path, idle_s: float | None) -> bool:
+    if idle_s is None or in_use(path):
+        return False
+    return time.time() - path.stat().st_mtime > idle_s
+
+
+def _remove_idle(path: Path, idle_s: float | None) -> bool:
+    try:
+        return _idle_region(path, idle_s) and remove(path)
+    except FileNotFoundError:  # as is who removes it just now
+        return True
 
 
 def _unless_used(path: Path, what: str) -> Iterator[Rubbish]:

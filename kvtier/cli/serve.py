@@ -13,7 +13,7 @@ import typer
 
 from kvtier.cli import console, terminal
 from kvtier.config import load
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, ConfigErrors
 from kvtier.vllm.versions import installed
 
 app = console.new_app("Serve a model with vLLM, its KV cache kept in a stack.")
@@ -42,7 +42,7 @@ def serve(
 
     Everything after `--` is passed on to vLLM as it stands.
     """
-    load(config)
+    _check(config)
     vllm = installed()
     flags = list(context.args)
     command = server_command(model, config, flags)
@@ -52,6 +52,16 @@ def serve(
     if terminal.in_foreground():
         raise typer.Exit(terminal.run(command))
     os.execv(sys.executable, command)
+
+
+def _check(config: Path) -> None:
+    """Refuse, before vLLM takes half a minute to start, what its engine would refuse."""
+    stack = load(config)
+    if any(settings.kind == "object" for settings in stack.tiers):
+        from kvtier.cli.look_objects import unusable_here
+
+        if errors := list(unusable_here(stack)):
+            raise ConfigErrors(errors)
 
 
 def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:

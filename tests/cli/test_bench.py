@@ -72,20 +72,21 @@ def test_a_stack_in_use_is_not_disturbed(stack_file: Path, tmp_path: Path, hold:
         assert stack.load(list(wanted)) == wanted
 
 
-def test_interrupted_it_leaves_nothing(stack_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupted_it_leaves_nothing(number: int, stack_file: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [KVTIER, "bench", "-c", stack_file, "--rounds=100", "--blocks=4000", "--chunk=4KiB"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # it may be ignored here
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # it may be ignored here
     )
     host = tmp_path / "host"
     while not list(host.glob("*.region")):
         assert process.poll() is None
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     out, err = process.communicate(timeout=300)
-    assert (process.returncode, out, err) == (130, "", "")
+    assert (process.returncode, out, err) == (128 + number, "", "")
     assert list(host.iterdir()) == []
     assert list((tmp_path / "disk").iterdir()) == []
 

@@ -134,13 +134,15 @@ def test_killed_at_random(stack: Path) -> None:
     finishes(stack, known)
 
 
-@pytest.mark.parametrize("blocks", [1, 200])
-def test_interrupted(stack: Path, blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "number"), [(1, signal.SIGINT), (200, signal.SIGINT), (200, signal.SIGTERM)]
+)
+def test_interrupted(stack: Path, blocks: int, number: int) -> None:
     process = start(stack)
     let_arrive(process, stack, blocks)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, said = process.communicate(timeout=300)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert "Traceback" not in said
     (place,) = look(load(stack), 1)
     assert not place.troubles

@@ -37,6 +37,7 @@ def names(commands: list[list[str]]) -> list[str]:
     return ["-".join(words[:2]).replace(NAMESPACE.id, "one") for words in commands]
 
 
+FACTS = {"model": "x" * 20, "dtype": "torch.bfloat16", "block_tokens": "128", "chunk_blocks": "16"}
 every = pytest.mark.parametrize("words", ALL, ids=names(ALL))
 every_look = pytest.mark.parametrize("words", LOOKS, ids=names(LOOKS))
 
@@ -179,6 +180,23 @@ def test_a_block_takes_a_line_of_a_terminal(filled: Path) -> None:
     assert "namespace  " + NAMESPACE.id in shown.out
 
 
+def test_a_tier_takes_a_line_of_a_terminal(filled: Path) -> None:
+    """Under a line for each namespace, with what is the same in all tiers."""
+    with Stack.open(filled, Namespace(facts=FACTS, group_bytes=(4096,))) as stack:
+        key = make_keys(1)[0]
+        stack.store({key: bytes(4096)})
+        assert stack.settle()
+    out = command("ls", "-c", filled, columns=80).out
+    assert max(map(len, out.splitlines())) <= 80
+    sections = [section.splitlines() for section in out.split("\n\n")]
+    assert sorted(section[0].split()[1] for section in sections) == ["testing", "x" * 20]
+    for _, head, _, *lines in sections:
+        assert head.split()[:4] == ["tier", "blocks", "size", "hits"]
+        assert {line.split()[1] for line in lines} <= {"cpu", "nvme"}
+    wide = command("ls", "-c", filled, columns=160).out
+    assert wide.split()[:3] == ["tier", "namespace", "model"]
+
+
 @every
 def test_output_into_a_closed_pipe(words: list[str], filled: Path) -> None:
     reader, writer = os.pipe()
@@ -249,3 +267,25 @@ def test_what_keeps_two_namespaces_of_a_model_apart(stack_file: Path, tmp_path: 
     assert "dtype:" not in shown
     told = json.loads(command("show", new.id, "-c", stack_file, "--json").out)
     assert [each["fact"] for each in told["differs"][old.id]] == ["engine", "model"]
+
+
+@pytest.mark.parametrize("weights", ["equal", "other"])
+def test_one_model_under_two_names(weights: str, stack_file: Path, tmp_path: Path) -> None:
+    """`./model` and `/models/model`, say, whose name stands in the digest of the configuration."""
+    facts = {"model": "./model", "model_config": "1", "weights": "equal", "dtype": "bfloat16"}
+    again = facts | {"model": "/models/model", "model_config": "2", "weights": weights}
+    both = [Namespace(facts=each, group_bytes=(4096,)) for each in (facts, again)]
+    for namespace in both:
+        with Stack.open(stack_file, namespace) as stack:
+            key = make_keys(1)[0]
+            stack.store({key: bytes(4096)})
+            assert stack.settle()
+    tokens = tmp_path / "prompts.jsonl"
+    tokens.write_text('{"tokens": [1]}\n')
+    names = [f"{each.id[:12]} ({each.facts['model']})" for each in both]
+    fresh = tmp_path / "fresh.yaml"
+    fresh.write_text(stack_file.read_text().replace("/blocks", "/fresh"))
+    for words in (["ls"], ["explain", tokens], ["prewarm", "--from", stack_file]):
+        done = command(*words, "-c", fresh if words[0] == "prewarm" else stack_file)
+        assert all((name in done.said) is (weights == "equal") for name in names), words
+        assert ("the same weights under several names" in done.said) is (weights == "equal")

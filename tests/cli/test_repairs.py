@@ -211,6 +211,21 @@ class TestGc:
         assert "namespace that nobody used for so long" in self.found("-c", filled, "--idle", "1h")
         assert not (tmp_path / "disk" / "blocks" / NAMESPACE.id).exists()
 
+    def test_idle_host_memory(self, filled: Path, tmp_path: Path) -> None:
+        """Of this stack: regions of others lie beside it, and have a `keep_for` of their own."""
+        other = tmp_path / "other.yaml"
+        other.write_text(filled.read_text().replace("name: cli", "name: other"))
+        with Stack.open(other, NAMESPACE) as stack:
+            key = make_keys(1)[0]
+            stack.store({key: payload(key)})
+        for path in (tmp_path / "host").glob("*.region"):
+            os.utime(path, (time.time() - 7200,) * 2)
+        assert self.found("-c", filled, "--tier", "cpu", "--idle", "3h") == []
+        assert self.found("-c", filled, "--tier", "cpu", "--idle", "1h") == [
+            "region that nobody used for so long"
+        ]
+        assert one(tmp_path, "*.region").name.endswith("-other.region")
+
     def test_beyond_the_capacity(self, filled: Path, tmp_path: Path) -> None:
         filled.write_text(filled.read_text().replace("16MiB", "1MiB"))
         assert "slab beyond the capacity, written longest ago" in self.found("-c", filled)
@@ -301,9 +316,14 @@ class TestAnotherWasQuicker:
         config = load(filled)
         places = look(config)
         root = tmp_path / "disk" / "blocks"
+        (region,) = rubbish.find(config, places[:1], 0.0)
         shutil.rmtree(root / NAMESPACE.id)
+        one(tmp_path, "*.region").unlink()
         assert remove_home(root, root / NAMESPACE.id)
-        assert list(rubbish.find(config, places, 0.0)) == []
+        assert region.remove()
+        assert [each.what for each in rubbish.find(config, places, 0.0)] == [
+            "lock without its region"
+        ]
 
     def test_it_goes_while_gc_looks(
         self, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

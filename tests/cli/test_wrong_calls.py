@@ -34,6 +34,9 @@ WRONG = [
     ("verify --sample nan% -c {stack}", 2, "'--sample': 'nan%': write a number"),
     ("prewarm --into 7 -c {stack}", 2, "--into: '7' is not one tier of 0 cpu, 1 nvme"),
     ("bench --svg {stack}/x.svg -c {stack}", 2, "--svg: "),
+    ("bench --svg {stack} -c {stack}", 2, "stack.yaml exists, and is no plot: name another"),
+    ("ls abc --limit 99999999999999999999 -c {stack}", 2, "'--limit': "),
+    ("plan {deep} --no-measure -c {stack}", 2, "deep.json: is no JSON: "),
     ("export {folder} --force -c {stack}", 1, "is no ordinary file"),
     ("export {folder}/none/x -c {stack}", 1, "none is not a folder; make it"),
     ("restore --from file://{folder}/none -c {stack}", 2, "there is no such folder"),
@@ -83,6 +86,8 @@ def test_a_wrong_call(
     places["none"].touch()
     places["model"] = folder / "model.json"
     places["model"].write_text(MODEL)
+    places["deep"] = folder / "deep.json"
+    places["deep"].write_text("[" * 100_000)
     places["fleeting"] = folder / "fleeting.yaml"
     places["fleeting"].write_text(FLEETING.format(folder=folder))
     before = sorted(folder.rglob("*"))

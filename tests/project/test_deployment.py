@@ -15,6 +15,7 @@ import yaml
 
 from kvtier.cli import commands
 from kvtier.config import load
+from kvtier.vllm.versions import REFERENCE
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "examples" / "deploy"
@@ -49,6 +50,8 @@ def test_the_service_of_systemd(monkeypatch: pytest.MonkeyPatch) -> None:
     found = understood(shlex.split(after))
     assert found["rest"] == ["--port", "8000"]
     assert unit["KillMode"] == "mixed"
+    text = (DEPLOY / "kvtier.service").read_text()
+    assert f"Environment=HOME=/var/cache/{unit['CacheDirectory']}\n" in text, "vLLM writes there"
 
 
 def test_the_manifest_of_kubernetes(tmp_path: Path) -> None:
@@ -70,6 +73,14 @@ def test_the_manifest_of_kubernetes(tmp_path: Path) -> None:
     assert str(where) == f"{mounts['stack']}/stack.yaml"
     assert mounts["shm"] == "/dev/shm"
     assert {each["name"] for each in pod["volumes"]} == set(mounts)
+
+
+def test_the_image_runs_what_the_manifest_calls() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert f"FROM vllm/vllm-openai:v{REFERENCE}\n" in text
+    assert 'ENTRYPOINT ["kvtier"]' in text
+    written = text.replace("\\\n#", " ").partition("vllm-kvtier:1 serve")[2].splitlines()[0]
+    assert understood(["kvtier", "serve", *shlex.split(written)])["model"] == "/models/llama"
 
 
 def names() -> dict[str, str]:

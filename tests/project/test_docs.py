@@ -121,5 +121,16 @@ def test_blocks_are_found(tmp_path: Path) -> None:
     ]
 
 
+def test_what_others_settings_become_exists() -> None:
+    """The last column of MIGRATING.md names settings of a stack, or of the connector."""
+    pages = ("CONFIGURATION", "EVICTION", "VLLM")
+    known = " ".join((ROOT / f"docs/{name}.md").read_text() for name in pages)
+    page = (ROOT / "docs/MIGRATING.md").read_text()
+    columns = [row.strip("|").rsplit("|", 1)[1] for row in re.findall(r"^\|.*\|$", page, re.M)]
+    names = {name for text in columns for name in re.findall(r"`([a-z_]+)(?::[^`]*)?`", text)}
+    assert len(names) > 15
+    assert not {name for name in names if not re.search(rf"\b{name}\b", known)}
+
+
 def shell_quote(text: str) -> str:
     return "'" + text.replace("'", "'\\''") + "'"

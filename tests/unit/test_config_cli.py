@@ -63,7 +63,7 @@ class TestCheck:
 
     def test_json(self, stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert commands.run(["config", "check", str(stack), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out) == {"ok": True, "errors": []}
+        assert json.loads(capsys.readouterr().out) == {"ok": True, "errors": [], "warnings": []}
         stack.write_text("version: 1\ntiers: [{kind: bench, capacity: 5MB, wrt: never}]\n")
         assert commands.run(["config", "check", str(stack), "--json"]) == 2
         assert json.loads(capsys.readouterr().out) == {
@@ -76,7 +76,33 @@ class TestCheck:
                     "remedy": 'did you mean "write"?',
                 }
             ],
+            "warnings": [],
         }
+
+    def test_a_profile_that_another_user_may_have(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A warning here; serving, for which it must be there, refuses it."""
+        config = tmp_path / "config"
+        config.write_text("[profile kv]\nregion = eu-north-1\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+        stack = tmp_path / "stack.yaml"
+        tiers = '[{kind: cpu, path: "%s", capacity: 4MiB}, {kind: object, url: "s3://bucket/kv", '
+        tiers += "capacity: 1TiB, profile: %s}]"
+        stack.write_text(f"version: 1\ntiers: {tiers}\n" % (tmp_path, "kv"))
+        assert commands.run(["config", "check", str(stack)]) == 0
+        assert capsys.readouterr() == (f"{stack}: all is well (cpu -> object)\n", "")
+        stack.write_text(stack.read_text().replace("profile: kv", "profile: other"))
+        assert commands.run(["config", "check", str(stack)]) == 0
+        out, err = capsys.readouterr()
+        assert "all is well (cpu -> object), but for this user\n" in out
+        assert f"{stack}: $.tiers[1]: there is no AWS profile 'other'" in err
+        assert commands.run(["config", "check", str(stack), "--json"]) == 0
+        (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+        assert warning["place"] == "$.tiers[1]"
+        err = refused(capsys, "serve", "a/model", "--config", str(stack))
+        assert "there is no AWS profile 'other'" in err
 
     def test_against_a_block(self, stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert commands.run(["config", "check", str(stack), "--block-size", "5MiB"]) == 0
@@ -248,15 +274,16 @@ class TestTheFrame:
     def test_a_mistake_can_be_looked_into(self) -> None:
         assert "Traceback" in run_command("1 / 0", KVTIER_TRACEBACK="1").stderr
 
-    def test_interrupted_by_a_signal(self) -> None:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    def test_interrupted_by_a_signal(self, number: signal.Signals) -> None:
         # Not signal.pause(): a signal that comes just before it is told only after it, so never.
         body = "print('ready', flush=True)\n    while True: time.sleep(0.01)"
         process = start_command(body)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, err = process.communicate(timeout=300)
-        assert (process.returncode, err) == (130, "")
+        assert (process.returncode, err) == (128 + number, "")
 
     @pytest.mark.parametrize("module", ["kvtier.errors", "typer", "kvtier.cli.config"])
     def test_interrupted_while_python_imports(self, module: str) -> None:
@@ -291,6 +318,7 @@ sys.modules[module.__name__] = module
 commands.COMMANDS["try"] = "Try."
 sys.argv[1:] = ["try"]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 main.main()
 """
 
@@ -321,6 +349,18 @@ class TestConsole:
         assert max(map(len, lines)) <= 40
         assert lines[-1].endswith(" 22")
         assert "a[b]a[b]" in lines[2]
+
+    @pytest.mark.parametrize("columns", range(30, 41))
+    def test_no_cell_of_several_is_broken(
+        self, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It is a table where that fits, and names and values else."""
+        monkeypatch.setenv("COLUMNS", str(columns))
+        console.print_table(list("abcd"), [["1" * 7, "2" * 7, "3" * 7, "4" * 7]])
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= columns
+        assert len(lines) == (3 if columns >= 4 * 7 + 3 * 2 else 4)
+        assert all(number * 7 in " ".join(lines) for number in "1234")
 
     def test_names_and_values(self, capsys: pytest.CaptureFixture[str]) -> None:
         console.print_values({"a": 1, "long": "x"})
