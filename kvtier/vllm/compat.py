@@ -1,8 +1,7 @@
-"""Everything here that is private to vLLM or differs between its versions; nothing else may be.
+"""Everything here that is private to vLLM or differs between its versions; nothing else may be,
+but for its worker (errands.py).
 
-Supported are 0.31, 0.32 (the reference) and 0.33. vLLM's own offloading connector asserts that no
-transfer ever fails; the worker class below takes the place of its worker and lets them fail, one
-by one, and the metadata carries what became of each errand to the scheduler.
+Supported are 0.31, 0.32 (the reference) and 0.33.
 """
 
 from __future__ import annotations
@@ -11,29 +10,18 @@ import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-    OffloadingConnectorMetadata,
-    OffloadingWorkerMetadata,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
     build_offloading_config,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
-    OffloadingConnectorWorker,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
-    LoadStoreSpec,
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
@@ -49,7 +37,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.core.offers import Shape
-from kvtier.vllm.protocol import Errand, Report
+from kvtier.types import BlockKey, group_of
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -104,11 +92,21 @@ def block_tokens(kv_cache_config: Any) -> list[int]:
     return [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
 
 
-def is_recurrent(kv_cache_config: Any) -> bool:
-    """Whether some group keeps a state instead of one entry a token (Mamba and its kin)."""
-    return any(
-        "Mamba" in type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups
-    )
+def most_blocks(kv_cache_config: Any) -> int | None:
+    """How many blocks a chunk may have, if not any number. A state (of Mamba and its kin) is there
+    only at the end of a block; and of a chunk that is longer than a window its first blocks may
+    slide out before its last are computed."""
+    limits = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        kind = type(spec).__name__
+        if "Mamba" in kind:
+            limits.append(1)
+        elif "SlidingWindow" in kind:
+            limits.append(max(1, spec.sliding_window // spec.block_size))
+        elif "ChunkedLocal" in kind:
+            limits.append(max(1, spec.attention_chunk_size // spec.block_size))
+    return min(limits, default=None)
 
 
 def chunk_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[tuple[int, ...], int, int]:
@@ -163,11 +161,10 @@ def group_shapes(connector: Any) -> dict[int, Shape]:
     }
 
 
-def set_recompute_policy(vllm_config: Any) -> None:
-    """A failed load means that the request is recomputed, not that it ends with an error."""
-    for config in (vllm_config, _enclosing_config()):
-        if config is not None:
-            config.kv_transfer_config.kv_load_failure_policy = "recompute"
+def transfer_configs(vllm_config: Any) -> list[Any]:
+    """What is set for a connector, and for the MultiConnector above it, which vLLM goes by."""
+    configs = (vllm_config, _enclosing_config())
+    return [config.kv_transfer_config for config in configs if config is not None]
 
 
 def _enclosing_config() -> Any:
@@ -252,6 +249,29 @@ def resettable(connector: Any) -> Iterator[None]:
         scheduler._current_batch_jobs_to_flush |= before
 
 
+def with_holes(connector: Any, keys: Collection[bytes], context: Any) -> set[bytes]:
+    """Those chunks of a request of which some blocks have slid out of a window, or were given to
+    others: vLLM looks at the last block of each only."""
+    scheduler = connector.connector_scheduler
+    size: int = scheduler.config.blocks_per_chunk
+    states = scheduler._req_status[context.req_id].group_states
+    groups = zip(scheduler.config.kv_group_configs, states, strict=True)
+    windowed = {
+        group.group_idx: (group.tokens_per_chunk, state.block_ids)
+        for group, state in groups
+        if group.sliding_window_size_in_chunks is not None
+    }
+    ends = positions(context)
+    found = set()
+    for key in keys if windowed and size > 1 else ():
+        if (group := group_of(BlockKey(key))) in windowed:
+            tokens, blocks = windowed[group]
+            end = ends[key] // tokens * size
+            if not all(blocks[end - size : end]):
+                found.add(key)
+    return found
+
+
 def store_again(connector: Any, request: str) -> None:
     """After a failed load: let the recomputed chunks be stored, as if nothing had been found."""
     status = connector.connector_scheduler._req_status.get(request)
@@ -286,114 +306,3 @@ def manager_locked(connector: Any) -> Iterator[None]:
     locked = getattr(connector.connector_scheduler, "_manager_locked", None)
     with locked() if locked is not None else contextlib.nullcontext():
         yield
-
-
-# -- errands across processes --------------------------------------------------------------------
-
-
-class ErrandSpec(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """An errand, in the class that vLLM's jobs carry."""
-
-    def __init__(self, errand: Errand) -> None:
-        self.errand = errand
-
-
-@dataclass
-class ErrandMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
-    """What vLLM's workers tell its scheduler, and what became of our errands."""
-
-    reports: dict[int, Report] = field(default_factory=dict)
-
-    def aggregate(self, other: Any) -> Any:
-        base = super().aggregate(other)
-        reports = dict(self.reports)
-        for number, report in getattr(other, "reports", {}).items():
-            mine = reports.get(number)
-            reports[number] = report if mine is None else mine.merge(report)
-        return ErrandMetadata(
-            completed_jobs=base.completed_jobs,
-            transfer_stats=base.transfer_stats,
-            reports=reports,
-        )
-
-
-def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
-    """What the worker's side of a connector answers after a step."""
-    return KVConnectorTransferResults(sent, received, failed)
-
-
-class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
-    """vLLM's worker without its assertions: what fails is reported, once, like what succeeds."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._connector_worker_meta = ErrandMetadata()
-        self._unsubmitted_store_jobs: list[tuple[int, Any, Any]] = []
-        self._storing: set[int] = set()
-        self.failed_requests: set[str] = set()
-
-    def _submit_stores(self) -> None:
-        jobs, self._unsubmitted_store_jobs = self._unsubmitted_store_jobs, []
-        for job_id, source, target in jobs:
-            self._storing.add(job_id)
-            self.worker.submit_store(job_id, source, target)
-
-    def finish_stores(self) -> None:
-        """Return when what was given to be stored has left the device."""
-        self.worker.wait(self._storing)
-
-    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
-        flushed = kv_connector_metadata.jobs_to_flush
-        for job_id in flushed or ():
-            entry = kv_connector_metadata.store_jobs.pop(job_id, None)
-            if entry is not None:
-                self._unsubmitted_store_jobs.append((job_id, entry.src_spec, entry.dst_spec))
-        self._submit_stores()
-        if flushed:
-            self.worker.wait(flushed)
-
-    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
-        self._submit_stores()
-        for job_id, entry in metadata.load_jobs.items():
-            self._load_jobs[job_id] = entry.req_id
-            self.worker.submit_load(job_id, entry.src_spec, entry.dst_spec)
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        meta = self._connector_worker_meta
-        received: set[str] = set()
-        self.failed_requests = set()
-        for ended in self.worker.take_ended():
-            request = self._load_jobs.pop(ended.job_id, None)
-            self._storing.discard(ended.job_id)
-            meta.mark_completed(ended.job_id)
-            meta.reports[ended.number] = ended.report
-            if ended.ok:
-                stats = meta.transfer_stats
-                (stats.store if request is None else stats.load).record(
-                    ended.report.bytes_moved, ended.seconds
-                )
-            if request is not None:
-                received.add(request)
-                if not ended.ok:
-                    self.failed_requests.add(request)
-        return set(), received
-
-    def build_connector_worker_meta(self) -> Any:
-        meta = self._connector_worker_meta
-        if not meta.completed_jobs:
-            return None
-        self._connector_worker_meta = ErrandMetadata()
-        return meta
-
-
-def finish_stores() -> None:
-    """Let the worker copy out what it was given, if it lives in this process.
-
-    An engine that is one process may sleep right after a reset, and its device's memory is gone
-    then. One of several processes has waited for all jobs before.
-    """
-    group = get_kv_transfer_group() if has_kv_transfer_group() else None
-    for connector in getattr(group, "_connectors", [group]):
-        worker = getattr(connector, "connector_worker", None)
-        if isinstance(worker, FailureTolerantWorker):
-            worker.finish_stores()

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import logging
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import vllm
@@ -16,7 +16,7 @@ import vllm
 from kvtier.config import StackConfig
 from kvtier.core.settings import Persistence
 from kvtier.types import Namespace
-from kvtier.vllm import compat, identity
+from kvtier.vllm import compat, errands, identity
 from kvtier.vllm.settings import check_role, read_stack, unread
 from kvtier.vllm.spec import KVTierSpec
 from kvtier.vllm.versions import check_version
@@ -43,7 +43,9 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_version(vllm.__version__)
         _share_log()
-        check_role(vllm_config.kv_transfer_config.kv_role)
+        for transfer in compat.transfer_configs(vllm_config):
+            check_role(transfer.kv_role)
+            transfer.kv_load_failure_policy = "recompute"  # a request does not end with its load
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         extra.update(_OURS)
         for name, instead in _IGNORED.items():
@@ -51,19 +53,18 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 logger.warning("%s is ignored: %s", name, instead)
         stack = read_stack(extra)
         _set_chunk(extra, stack, kv_cache_config)
-        compat.set_recompute_policy(vllm_config)
         self._whole_only = compat.prefills_whole_only(vllm_config)
         self._numbers_media = compat.numbers_media(vllm_config)
         if role.name == "SCHEDULER":
             self._introduce(vllm_config, kv_cache_config, stack, extra)
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_worker is not None:
-            self.connector_worker = compat.FailureTolerantWorker(
+            self.connector_worker = errands.FailureTolerantWorker(
                 self.connector_worker.spec, vllm_config, kv_cache_config
             )
         if self.connector_scheduler is not None:
             compat.keep_whole_chunks_only(self)
-            self._manager.keep(compat.group_shapes(self))
+            self._manager.keep(compat.group_shapes(self), partial(compat.with_holes, self))
 
     @staticmethod
     def _introduce(
@@ -98,7 +99,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         sent, received = self.get_finished(finished_req_ids)
         assert self.connector_worker is not None
-        return compat.transfer_results(sent, received, self.connector_worker.failed_requests)
+        return errands.transfer_results(sent, received, self.connector_worker.failed_requests)
 
     # -- the scheduler's side ------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def reset_cache(self) -> Any:
         with compat.resettable(self):
             done = super().reset_cache()
-        compat.finish_stores()
+        errands.finish_stores()
         return done
 
     # -- the frontend --------------------------------------------------------------------------
@@ -183,12 +184,22 @@ def _share_log() -> None:
 
 
 def _set_chunk(extra: dict[str, Any], stack: StackConfig, kv_cache: Any) -> None:
-    """How many of the engine's blocks make one stored block, unless the user has said so."""
-    if "blocks_per_chunk" in extra or "block_size" in extra:
-        return
+    """How many of the engine's blocks make one stored block: as the user says, or the stack."""
     tokens = compat.block_tokens(kv_cache)
-    if compat.is_recurrent(kv_cache) or len(set(tokens)) > 1:
-        # A state exists only at the end of a block: longer chunks would never be found.
-        extra["blocks_per_chunk"] = 1
+    asked = [name for name in ("blocks_per_chunk", "block_size") if name in extra]
+    if "blocks_per_chunk" in asked:
+        blocks = int(extra["blocks_per_chunk"])
+    elif asked:
+        blocks = int(extra["block_size"]) // tokens[0]
     else:
-        extra["blocks_per_chunk"] = max(1, stack.chunk_tokens // tokens[0])
+        blocks = stack.chunk_tokens // tokens[0] if len(set(tokens)) == 1 else 1
+    most = compat.most_blocks(kv_cache)
+    if most is not None and blocks > most:
+        for name in asked:
+            logger.warning(
+                "%s is ignored: of this model, %d is the most that can be kept whole", name, most
+            )
+            del extra[name]
+        asked, blocks = [], most
+    if not asked:
+        extra["blocks_per_chunk"] = max(1, blocks)

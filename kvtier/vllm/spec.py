@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvtier.core.offers import Shape
 from kvtier.errors import ConfigError
 from kvtier.stack import Stack
 from kvtier.types import BlockKey
-from kvtier.vllm import compat
+from kvtier.vllm import compat, errands
 from kvtier.vllm.guard import guarded
 from kvtier.vllm.identity import Adapters
 from kvtier.vllm.manager import ChainManager
@@ -31,6 +31,9 @@ from kvtier.vllm.settings import read_namespace, read_stack
 from kvtier.vllm.worker import Ended, RankWorker, blocks_of
 
 logger = logging.getLogger(__name__)
+
+Holes = Callable[[Collection[bytes], Any], set[bytes]]
+"""Tells which of these chunks of a request are not whole."""
 
 
 class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
@@ -99,10 +102,12 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self._events = events
         self._adapters = Adapters()
         self._salts: dict[str, bytes | None] = {}
+        self._with_holes: Holes = lambda _keys, _context: set()
 
-    def keep(self, shapes: Mapping[int, Shape]) -> None:
-        """Say which cache groups there are."""
+    def keep(self, shapes: Mapping[int, Shape], with_holes: Holes) -> None:
+        """Say which cache groups there are, and which chunks of a request are not whole."""
         self._manager.shapes = shapes
+        self._with_holes = with_holes
 
     # -- loads
 
@@ -126,7 +131,7 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Any:
         errand = self._prepare_load(keys, req_context.req_id) or _hopeless(keys)
-        return compat.ErrandSpec(errand)
+        return errands.ErrandSpec(errand)
 
     @guarded(lambda: None)
     def _prepare_load(self, keys: Collection[bytes], request: str) -> Errand | None:
@@ -139,9 +144,11 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
 
     @guarded(lambda: compat.PrepareStoreOutput([], None, []))
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
-        taken, errand = self._manager.prepare_store(keys, req_context.req_id)
+        holes = self._with_holes(keys, req_context)
+        whole = [key for key in keys if key not in holes]
+        taken, errand = self._manager.prepare_store(whole, req_context.req_id)
         return compat.PrepareStoreOutput(
-            keys_to_store=taken, store_spec=compat.ErrandSpec(errand), evicted_keys=[]
+            keys_to_store=taken, store_spec=errands.ErrandSpec(errand), evicted_keys=[]
         )
 
     def complete_store(

@@ -248,10 +248,13 @@ def test_embeddings(world: World, model: Callable[..., Path], pooling: str) -> N
 def test_a_hybrid_prompt_of_which_little_may_be_stored(
     world: World, model: Callable[..., Path]
 ) -> None:
-    """vLLM would keep its end, too, where prefixes match within a block."""
+    """vLLM would keep its end, too, where prefixes match within a block. And of several blocks a
+    chunk, which are asked for, none would ever be found."""
     options = {"dtype": "bfloat16", "enable_prefix_caching": True, "prefix_match_unit": 64}
     limits = {"max_offload_tokens": 256}
-    with world.engine(model("qwen3_next"), stack=world.stack(), **options) as engine:
+    transfer = connector(world.stack())
+    transfer["kv_connector_extra_config"]["blocks_per_chunk"] = 2
+    with world.engine(model("qwen3_next"), transfer=transfer, **options) as engine:
         cold = engine.generate_with(prompt=PROMPT, limits=limits)
         engine.forget_engine_cache()
         assert engine.generate_with(prompt=PROMPT) == cold, "no state of so few tokens is left"

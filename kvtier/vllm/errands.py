@@ -1,0 +1,131 @@
+"""vLLM's worker, of which a transfer may fail.
+
+Its offloading connector asserts that none ever does. The class below takes the place of its worker
+and lets them fail, one by one; the metadata carries what became of each errand to the scheduler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+    OffloadingConnectorWorker,
+)
+from vllm.v1.kv_offload.base import LoadStoreSpec
+
+from kvtier.vllm.protocol import Errand, Report
+
+
+class ErrandSpec(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
+    """An errand, in the class that vLLM's jobs carry."""
+
+    def __init__(self, errand: Errand) -> None:
+        self.errand = errand
+
+
+@dataclass
+class ErrandMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
+    """What vLLM's workers tell its scheduler, and what became of our errands."""
+
+    reports: dict[int, Report] = field(default_factory=dict)
+
+    def aggregate(self, other: Any) -> Any:
+        base = super().aggregate(other)
+        reports = dict(self.reports)
+        for number, report in getattr(other, "reports", {}).items():
+            mine = reports.get(number)
+            reports[number] = report if mine is None else mine.merge(report)
+        return ErrandMetadata(
+            completed_jobs=base.completed_jobs,
+            transfer_stats=base.transfer_stats,
+            reports=reports,
+        )
+
+
+def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
+    """What the worker's side of a connector answers after a step."""
+    return KVConnectorTransferResults(sent, received, failed)
+
+
+class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
+    """vLLM's worker without its assertions: what fails is reported, once, like what succeeds."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._connector_worker_meta = ErrandMetadata()
+        self._unsubmitted_store_jobs: list[tuple[int, Any, Any]] = []
+        self._storing: set[int] = set()
+        self.failed_requests: set[str] = set()
+
+    def _submit_stores(self) -> None:
+        jobs, self._unsubmitted_store_jobs = self._unsubmitted_store_jobs, []
+        for job_id, source, target in jobs:
+            self._storing.add(job_id)
+            self.worker.submit_store(job_id, source, target)
+
+    def finish_stores(self) -> None:
+        """Return when what was given to be stored has left the device."""
+        self.worker.wait(self._storing)
+
+    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
+        flushed = kv_connector_metadata.jobs_to_flush
+        for job_id in flushed or ():
+            entry = kv_connector_metadata.store_jobs.pop(job_id, None)
+            if entry is not None:
+                self._unsubmitted_store_jobs.append((job_id, entry.src_spec, entry.dst_spec))
+        self._submit_stores()
+        if flushed:
+            self.worker.wait(flushed)
+
+    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        self._submit_stores()
+        for job_id, entry in metadata.load_jobs.items():
+            self._load_jobs[job_id] = entry.req_id
+            self.worker.submit_load(job_id, entry.src_spec, entry.dst_spec)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        meta = self._connector_worker_meta
+        received: set[str] = set()
+        self.failed_requests = set()
+        for ended in self.worker.take_ended():
+            request = self._load_jobs.pop(ended.job_id, None)
+            self._storing.discard(ended.job_id)
+            meta.mark_completed(ended.job_id)
+            meta.reports[ended.number] = ended.report
+            if ended.ok:
+                stats = meta.transfer_stats
+                (stats.store if request is None else stats.load).record(
+                    ended.report.bytes_moved, ended.seconds
+                )
+            if request is not None:
+                received.add(request)
+                if not ended.ok:
+                    self.failed_requests.add(request)
+        return set(), received
+
+    def build_connector_worker_meta(self) -> Any:
+        meta = self._connector_worker_meta
+        if not meta.completed_jobs:
+            return None
+        self._connector_worker_meta = ErrandMetadata()
+        return meta
+
+
+def finish_stores() -> None:
+    """Let the worker copy out what it was given, if it lives in this process.
+
+    An engine that is one process may sleep right after a reset, and its device's memory is gone
+    then. One of several processes has waited for all jobs before.
+    """
+    group = get_kv_transfer_group() if has_kv_transfer_group() else None
+    for connector in getattr(group, "_connectors", [group]):
+        worker = getattr(connector, "connector_worker", None)
+        if isinstance(worker, FailureTolerantWorker):
+            worker.finish_stores()

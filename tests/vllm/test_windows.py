@@ -1,0 +1,72 @@
+"""Models that look back over a window: what slides out of it before a chunk is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace as Made
+from typing import Any
+
+import pytest
+from engines.engine import connector
+from engines.world import World, prompt
+
+from kvtier.types import block_key
+
+importing = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, through vLLM
+
+
+def test_a_chunk_is_no_longer_than_a_window(world: World, model: Callable[..., Path]) -> None:
+    """Here every step ends amid 256 tokens, of which those before the window are gone then."""
+    asked = prompt(51, 2000)
+    transfer = connector(world.stack())
+    transfer["kv_connector_extra_config"]["blocks_per_chunk"] = 16
+    options = {"block_size": 16, "max_num_batched_tokens": 425, "max_num_seqs": 4}
+    with world.engine(model("gpt_oss"), transfer=transfer, **options) as engine:
+        (cold,) = engine.generate(prompts=[asked])
+        engine.settle()
+        assert engine.facts()["failed_stores"] == 0
+        engine.forget_engine_cache()
+        assert engine.generate(prompts=[asked]) == [cold | {"cached": 1920}]
+        warning = "blocks_per_chunk is ignored: of this model, 4 is the most"
+        assert warning in engine.log.read_text(), "of 32 tokens, the least on a CPU"
+
+
+def _kind(name: str, **fields: int) -> Any:
+    return Made(kv_cache_spec=type(name, (), {"block_size": 16, **fields})())
+
+
+@importing
+def test_how_many_blocks_a_chunk_may_have() -> None:
+    from kvtier.vllm import compat
+
+    full = _kind("FullAttentionSpec", sliding_window=128)
+    window = _kind("SlidingWindowSpec", sliding_window=100)
+    local = _kind("ChunkedLocalAttentionSpec", attention_chunk_size=64)
+    tiny = _kind("SlidingWindowMLASpec", sliding_window=4)
+    state = _kind("MambaSpec")
+    wanted = [([full], None), ([full, window], 6), ([local, window], 4), ([window, tiny], 1)]
+    for groups, blocks in [*wanted, ([full, state], 1)]:
+        assert compat.most_blocks(Made(kv_cache_groups=groups)) == blocks
+
+
+@importing
+def test_chunks_with_holes_are_known() -> None:
+    """vLLM stores what a request found in its own cache, too: from the middle of a chunk on."""
+    from kvtier.vllm import compat
+
+    keys = {group: [block_key(bytes([at]) * 8, group) for at in range(3)] for group in (0, 1)}
+    groups = [
+        Made(group_idx=0, tokens_per_chunk=32, sliding_window_size_in_chunks=2),
+        Made(group_idx=1, tokens_per_chunk=32, sliding_window_size_in_chunks=None),
+    ]
+    states = [Made(block_ids=[0, 0, 0, 7, 8, 9]), Made(block_ids=[1, 2, 3, 4, 5, 6])]
+    scheduler = Made(
+        config=Made(blocks_per_chunk=2, kv_group_configs=groups),
+        _req_status={"r": Made(group_states=states)},
+    )
+    ends = {key: 32 * at for each in keys.values() for at, key in enumerate(each, 1)}
+    context = Made(req_id="r", _offload_key_positions=ends)
+    offered = [*keys[0], *keys[1]]
+    found = compat.with_holes(Made(connector_scheduler=scheduler), offered, context)
+    assert found == set(keys[0][:2])
