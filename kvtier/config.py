@@ -66,8 +66,8 @@ class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: Name = "default"
     """Names this engine among those of one machine: each has CPU memory of its own."""
     chunk_tokens: Count = 256
-    """How many tokens one stored block covers: a multiple of the engine's own block size. Models with
-    a shorter window, or with states, take fewer."""
+    """How many tokens one stored block covers: a multiple of the engine's own block size. Models
+    with a shorter window, or with states, take fewer."""
     loads: Loads = Loads.WORTHWHILE
     """Which hits an engine loads: those that cost less than recomputing them, or all."""
     gds: Gds = Gds.AUTO

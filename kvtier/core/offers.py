@@ -8,7 +8,7 @@ one and something more, and each is an offer of its own.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate, islice, takewhile
 from typing import NamedTuple
 
 from kvtier.core.costs import DEVICE, CostModel, Offer, Run
@@ -198,6 +198,26 @@ def stops(
                 return found, True
             found.append(stop)
     return found, False
+
+
+def junction(
+    spans: Sequence[Span], origins: Sequence[Sequence[int]], start: int, limit: int
+) -> int:
+    """Up to which token a prompt is known, though no hit can end there: all groups without a window
+    have it, one with a window or a state does not. Prompts part there; 0 if they do not."""
+    whole = [span.shape.window is None for span in spans]
+    if all(whole) or not any(whole):
+        return 0
+    step = max(span.shape.tokens for span in spans)
+    end = limit - 1
+    for span, column, each in zip(spans, origins, whole, strict=True):
+        if each:
+            first = start // span.shape.tokens
+            known = sum(1 for _ in takewhile(lambda at: at != NOWHERE, column[first:]))
+            end = min(end, (first + known) * span.shape.tokens)
+    end = end // step * step
+    _, places = needed(spans, origins, start, end)
+    return end if NOWHERE in places else 0
 
 
 def _from(

@@ -224,6 +224,12 @@ def load_limit(connector: Any, request: Any, computed: int) -> int:
     return tokens if most is None else min(tokens, computed + most)
 
 
+def part_at(request: Any, token: int) -> None:
+    """Let vLLM keep states and windows at this token of a prompt, as it does where it sees prompts
+    part: it sees those alone that are in its own cache."""
+    request.shared_prefix_boundary = max(request.shared_prefix_boundary, token)
+
+
 def without_hits(connector: Any, request: Any, computed: int) -> tuple[int | None, bool]:
     """What the scheduler's side answers if it finds nothing."""
     scheduler = connector.connector_scheduler

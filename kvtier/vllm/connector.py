@@ -124,6 +124,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
+        compat.part_at(request, self._manager.junction(request.request_id))
         return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -19,7 +19,7 @@ import msgspec
 
 from kvtier.core.costs import DEVICE, CostModel
 from kvtier.core.flight import Ticket
-from kvtier.core.offers import Decision, Shape, Span
+from kvtier.core.offers import Decision, Shape, Span, junction
 from kvtier.core.plan import HOST, JOINING
 from kvtier.stack import Stack
 from kvtier.types import GROUP_BYTES, BlockKey, Outcome
@@ -56,6 +56,9 @@ class RequestState(msgspec.Struct):
     """The tokens between which the engine asks for a hit."""
     hits: set[bytes] | None = None
     """The answer to all questions of this step; None until the first."""
+    junction: int = 0
+    """The token at which this prompt goes on otherwise than one that was stored, if what a hit
+    there would take is not kept."""
     columns: list[Column] = []
     positions: int = -1
     """How many positions of keys `columns` was made of."""
@@ -135,7 +138,7 @@ class ChainManager:
     def asks(self, request: str, start: int, limit: int) -> None:
         """The engine is about to look up what it could load between these tokens."""
         state = self._state(request)
-        state.start, state.limit, state.hits = start, limit, None
+        state.start, state.limit, state.hits, state.junction = start, limit, None, 0
 
     def lookup(self, key: bytes, request: str, ends: Mapping[bytes, int]) -> bool:
         """Whether a block is here, can be taken in, and is worth its load.
@@ -186,6 +189,7 @@ class ChainManager:
         sizes = self.stack.namespace.group_bytes
         spans = [Span(self.shapes[group], known, sizes[group]) for group, _, known in columns]
         stop, places = self.chain.reach(spans, start, limit, state.decision)
+        state.junction = junction(spans, places, start, limit)
         hits: set[bytes] = set()
         for column, span, found in zip(columns, spans, places, strict=True):
             last = -(-stop // span.shape.tokens) if stop > start else 0
@@ -195,6 +199,11 @@ class ChainManager:
                 if at >= HOST or at == JOINING
             )
         return hits
+
+    def junction(self, request: str) -> int:
+        """The token at which others may part from this prompt, too: a hit could end there, were all
+        that it takes kept. 0 if there is none, or that is so already."""
+        return self._state(request).junction
 
     def prepare_load(self, keys: Collection[bytes], request: str) -> Errand:
         """Take blocks in for a request. Cannot refuse: what is missing fails on the worker."""

@@ -116,6 +116,11 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         """The engine is about to look up what it could load between these tokens."""
         self._manager.asks(request, start, limit)
 
+    @guarded(lambda: 0)
+    def junction(self, request: str) -> int:
+        """Where prompts part that begin like this one, if nothing is kept for those who come."""
+        return self._manager.junction(request)
+
     @guarded(lambda: compat.LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
         found = self._manager.lookup(key, req_context.req_id, compat.positions(req_context))

@@ -17,6 +17,7 @@ from kvtier.core.offers import (
     Room,
     Shape,
     Span,
+    junction,
     offers,
     stops,
     thin,
@@ -81,6 +82,26 @@ def test_chunks_of_different_sizes_end_together() -> None:
     fine = Span(Shape(CHUNK // 2), make_keys(16), 10)
     coarse = Span(FULL, make_keys(8, start=50), 10)
     assert reach([fine, coarse], [[1] * 9 + [NOWHERE] * 7, [1] * 8]) == [1, 2, 3, 4]
+
+
+def test_prompts_part_where_only_those_without_a_window_go_on() -> None:
+    def part(of: list[Span], *places: list[int], start: int = 0, limit: int = 1 << 20) -> float:
+        return junction(of, places, start, limit) / CHUNK
+
+    five, none = [1, 0, 1, COMING, 1, *[NOWHERE] * 3], [NOWHERE] * 8
+    ends = [*[NOWHERE] * 6, 1, 1]
+    of = spans(FULL, WINDOW)
+    assert part(of, five, none) == part(of, five, ends) == 5
+    assert part(of, five, [*[NOWHERE] * 4, 1, *[NOWHERE] * 3]) == 5, "a part of the window"
+    assert part(of, five, [*[NOWHERE] * 3, 1, 1, *[NOWHERE] * 3]) == 0, "a hit ends there"
+    assert part(of, none, none) == part(of, none, ends) == 0
+    assert part(spans(FULL, STATE), five, none, limit=5 * CHUNK) == 4, "a token is left to compute"
+    assert part(of, none, none, start=3 * CHUNK) == 0
+    assert part(of, [*[NOWHERE] * 3, 1, *[NOWHERE] * 4], none, start=3 * CHUNK) == 4
+    assert part(spans(FULL, FULL), five, none) == part(spans(WINDOW), five) == 0, "all or none"
+    assert part(spans(FULL, FULL, STATE), five, [1] * 8, none) == 5
+    fine = Span(Shape(CHUNK // 2), make_keys(16), 10)
+    assert part([fine, spans(WINDOW)[0]], [1] * 9 + [NOWHERE] * 7, none) == 4
 
 
 def test_room_is_asked_only_for_what_is_loaded() -> None:

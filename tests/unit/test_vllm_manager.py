@@ -179,6 +179,22 @@ def test_a_salt_and_a_reset_make_other_keys(stack: Stack) -> None:
     assert asking.hit("plain", ends, 3 * CHUNK) == 0, "under the keys of before"
 
 
+def test_it_is_known_where_prompts_part(stack: Stack) -> None:
+    """Of the first nothing was kept there but what has no window."""
+    asking = manager(stack, FULL, WINDOW)
+    ends = asking.keys(5)
+    assert asking.hit("first", ends, 5 * CHUNK) == 0
+    assert asking.manager.junction("first") == 0
+    whole, windows = list(ends.items())[:5], list(ends.items())[5:]
+    stored(stack, dict(whole[:3]))
+    for limit, junction in ((5 * CHUNK, 3), (2 * CHUNK + 1, 2)):
+        assert asking.hit("second", ends, limit) == 0
+        assert asking.manager.junction("second") == junction * CHUNK
+    stored(stack, dict(windows[1:3]))
+    assert asking.hit("third", ends, 5 * CHUNK) == 3 * CHUNK
+    assert asking.manager.junction("third") == 0
+
+
 def test_nothing_is_kept_of_a_request_that_was_there_before_a_reset(stack: Stack) -> None:
     """Its blocks may be of other weights; and vLLM offers all of them again, though a window that
     has moved on has given some of them to other requests."""

@@ -32,6 +32,29 @@ def test_a_chunk_is_no_longer_than_a_window(world: World, model: Callable[..., P
         assert warning in engine.log.read_text(), "of 32 tokens, the least on a CPU"
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype", "known"),
+    [("gpt_oss", "float32", 1408), ("gemma3", "float32", 1280), ("qwen3_next", "bfloat16", 1280)],
+)
+def test_where_prompts_part_something_is_kept(
+    world: World, model: Callable[..., Path], family: str, dtype: str, known: int
+) -> None:
+    """vLLM itself keeps windows and states at the ends of prompts, and where it sees prompts part
+    that are both in its own cache; here never are."""
+    folder = model(family)
+    prompts = [prompt(52, 1500) + prompt(53 + each, 600) for each in range(3)]
+    options = {"dtype": dtype, "enable_prefix_caching": True}
+    with world.engine(folder, **options) as plain:
+        expected = [plain.generate(prompts=[each])[0]["tokens"] for each in prompts]
+    with world.engine(folder, stack=world.stack(), **options) as engine:
+        for asked, tokens, cached in zip(prompts, expected, (0, 0, known), strict=True):
+            found = engine.generate(prompts=[asked])
+            assert found == [{"tokens": tokens, "cached": cached}]
+            engine.forget_engine_cache()
+        facts = engine.facts()
+        assert (facts["failed_loads"], facts["failed_stores"], facts["mistakes"]) == (0, 0, 0)
+
+
 def _kind(name: str, **fields: int) -> Any:
     return Made(kv_cache_spec=type(name, (), {"block_size": 16, **fields})())
 
