@@ -192,6 +192,11 @@ def positions(context: Any) -> Mapping[bytes, int]:
     return ends
 
 
+def prompt_ends(connector: Any, request: Any) -> Mapping[bytes, int]:
+    """The same, of a request whose hits were looked up."""
+    return positions(connector.connector_scheduler._req_status[request.request_id].req_context)
+
+
 def prefills_whole_only(vllm_config: Any) -> bool:
     """Whether the engine cannot compute a prompt from its middle on.
 

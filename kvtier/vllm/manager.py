@@ -151,17 +151,24 @@ class ChainManager:
         if state.refused:
             return False
         if state.hits is None:
-            if len(ends) != state.positions:
-                self._arrange(state, ends)
-            if not state.touched:
-                state.touched = True
-                for column in state.columns:
-                    self.chain.touch(column.known)
+            self._arrange(state, ends)
             state.hits = self._look_up(state)
         return key in state.hits
 
+    def uses(self, request: str, ends: Mapping[bytes, int]) -> None:
+        """Its whole prompt counts as used, once: also what the engine itself still has, which it
+        does not look up here, and would find gone when it has it no more."""
+        state = self._state(request)
+        if not (state.touched or state.refused):
+            state.touched = True
+            self._arrange(state, ends)
+            for column in state.columns:
+                self.chain.touch(column.known)
+
     def _arrange(self, state: RequestState, ends: Mapping[bytes, int]) -> None:
         """Sort a request's keys by group. What ends within a chunk is not kept here."""
+        if len(ends) == state.positions:
+            return
         state.positions = len(ends)
         asked: dict[bytes, list[bytes]] = {}
         tokens = {}

@@ -116,6 +116,11 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         """The engine is about to look up what it could load between these tokens."""
         self._manager.asks(request, start, limit)
 
+    @guarded(lambda: None)
+    def uses(self, request: str, ends: Mapping[bytes, int]) -> None:
+        """The engine has looked up what it could load of all that."""
+        self._manager.uses(request, ends)
+
     @guarded(lambda: 0)
     def junction(self, request: str) -> int:
         """Where prompts part that begin like this one, if nothing is kept for those who come."""

@@ -82,11 +82,12 @@ def stored(stack: Stack, ends: Mapping[bytes, int], *, but: int = 0) -> None:
 def stack(tmp_path: Path) -> Iterator[Stack]:
     host = tmp_path / "host"
     host.mkdir()
+    tier = {"kind": "cpu", "path": str(host), "capacity": str(ByteSize(64 * SLOT))}
     config: dict[str, Any] = {
         "version": 1,
         "name": "unit",
         "mover": {"mode": "threads"},
-        "tiers": [{"kind": "cpu", "path": str(host), "capacity": str(ByteSize(64 * SLOT))}],
+        "tiers": [tier | {"eviction": "lru"}],
     }
     with Stack.open(config, TWO_GROUPS) as stack:
         yield stack
@@ -177,6 +178,20 @@ def test_a_salt_and_a_reset_make_other_keys(stack: Stack) -> None:
     asking.manager.reset()
     stored(stack, ends)
     assert asking.hit("plain", ends, 3 * CHUNK) == 0, "under the keys of before"
+
+
+def test_what_the_engine_has_itself_counts_as_used(stack: Stack) -> None:
+    """It asks for nothing of it here; other prompts that fill the tier must not push it out."""
+    asking = manager(stack, FULL)
+    hot, cold, new = (asking.keys(20, first=at) for at in (0, 100, 200))
+    stored(stack, hot)
+    stored(stack, cold)
+    asking.manager.asks("again", 20 * CHUNK, 20 * CHUNK + 9)
+    asking.manager.uses("again", hot)
+    stored(stack, new)
+    stored(stack, asking.keys(20, first=300))
+    assert asking.hit("hot", hot, 20 * CHUNK) == 20 * CHUNK
+    assert asking.hit("cold", cold, 20 * CHUNK) < 20 * CHUNK
 
 
 def test_it_is_known_where_prompts_part(stack: Stack) -> None:

@@ -200,6 +200,25 @@ def test_what_another_connector_loads_is_not_stored_for_what_was_there(
         assert [each["tokens"] for each in found] == expected
 
 
+def test_what_the_engine_has_itself_is_not_pushed_out(
+    world: World, model: Callable[..., Path]
+) -> None:
+    """A prompt asked again and again is in vLLM's own cache, and not looked up below. If others
+    push it out there, it is written anew; and lost, should the engine end before that."""
+    asked = PROMPT[: HIT + 1]
+    stack = world.stack(capacity="24MiB")
+    del stack["tiers"][1]
+    with world.engine(model("llama"), stack=stack) as engine:
+        for each in range(8):
+            (found,) = engine.generate(prompts=[asked], tokens=1)
+            assert found["cached"] == HIT * (each > 0)
+            engine.generate(prompts=[prompt(61 + each, 1100)], tokens=1)
+            engine.settle()
+        (tier,) = engine.facts()["chain"]["tiers"]
+        assert tier["evicted"] > 0
+        assert tier["stored"] == 9 * HIT // 256, "each once"
+
+
 def test_a_session_to_which_input_is_added(
     world: World, model: Callable[..., Path], plain_llama: Engine
 ) -> None:
