@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines.engine import Engine, connector
+from engines.engine import Engine, EngineError, connector
 from engines.world import World, flip, prompt
 
 PROMPT = prompt(21, 1100)
@@ -198,6 +198,17 @@ def test_what_another_connector_loads_is_not_stored_for_what_was_there(
         found = [engine.generate(prompts=[each])[0] for each in prompts]
         assert [each["cached"] for each in found] == [HIT, HIT]
         assert [each["tokens"] for each in found] == expected
+
+
+def test_an_engine_that_only_stores_is_refused(world: World, model: Callable[..., Path]) -> None:
+    """Also if that is said of the connector around ours: vLLM goes by its role."""
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"connectors": [connector(world.stack())]},
+    }
+    with pytest.raises(EngineError, match='write "kv_both"'):
+        world.engine(model("llama"), transfer=transfer)
 
 
 def test_what_the_engine_has_itself_is_not_pushed_out(
