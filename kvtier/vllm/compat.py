@@ -212,6 +212,22 @@ def prefills_whole_only(vllm_config: Any) -> bool:
     return blind or not model.is_chunked_prefill_supported
 
 
+def blurs_adapters(vllm_config: Any) -> bool:
+    """Whether requests without a LoRA adapter are computed with that of others in the same step:
+    vLLM's operators for CPUs take the last of all adapters for none."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu() and vllm_config.lora_config is not None)
+
+
+def blurred(connector: Any, scheduled: Any) -> list[str]:
+    """All requests without an adapter, if this step computes such beside others with one."""
+    statuses = connector.connector_scheduler._req_status
+    bare = {name for name, status in statuses.items() if status.req.lora_request is None}
+    now = statuses.keys() & scheduled.num_scheduled_tokens.keys()
+    return sorted(bare) if now & bare and now - bare else []
+
+
 def numbers_media(vllm_config: Any) -> bool:
     """Whether vLLM names images and the like by counting them, which says nothing of what they are.
 

@@ -55,6 +55,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         _set_chunk(extra, stack, kv_cache_config)
         self._whole_only = compat.prefills_whole_only(vllm_config)
         self._numbers_media = compat.numbers_media(vllm_config)
+        self._blurs_adapters = compat.blurs_adapters(vllm_config)
+        self._blurred = False
         if role.name == "SCHEDULER":
             self._introduce(vllm_config, kv_cache_config, stack, extra)
         super().__init__(vllm_config, role, kv_cache_config)
@@ -113,6 +115,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         if self._numbers_media and request.mm_features:
             self._manager.keep_nothing(request.request_id)
         super().on_new_request(request)
+        if self._blurred and request.lora_request is None:
+            self._manager.keep_no_more(request.request_id)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -141,10 +145,23 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         return self.request_finished(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
+        if self._blurs_adapters and not self._blurred:
+            self._look_for_blur(scheduler_output)
         meta = super().build_connector_meta(compat.read_as_0_33(self, scheduler_output))
         if scheduler_output.total_num_scheduled_tokens:
             self._manager.step_began(scheduler_output)
         return meta
+
+    def _look_for_blur(self, scheduler_output: Any) -> None:
+        """What is computed wrong is in vLLM's own cache from now on, for all requests that come."""
+        for request in compat.blurred(self, scheduler_output):
+            self._blurred = True
+            self._manager.keep_no_more(request)
+        if self._blurred:
+            logger.warning(
+                "requests with and without LoRA adapters are computed in one step, which vLLM does "
+                "wrong on a CPU: until the engine starts again, nothing is kept of those without"
+            )
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._manager.step_ended()

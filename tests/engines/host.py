@@ -51,11 +51,15 @@ class Host:
         self, prompts: list[list[int]], tokens: int = 16, more: list[dict[str, Any]] | None = None
     ) -> list[dict[str, Any]]:
         """Greedy continuations, all prompts at once; `more` holds what else a prompt carries."""
+        more = more or [{}] * len(prompts)
+        adapters = [_adapter(extra.pop("adapter", None)) for extra in more]
         given = [
             {"prompt_token_ids": prompt, **_seen(extra)}
-            for prompt, extra in zip(prompts, more or [{}] * len(prompts), strict=True)
+            for prompt, extra in zip(prompts, more, strict=True)
         ]
-        found = self._llm.generate(given, self._greedy(tokens), use_tqdm=False)
+        found = self._llm.generate(
+            given, self._greedy(tokens), use_tqdm=False, lora_request=adapters
+        )
         return [_shown(each) for each in found]
 
     def generate_with(self, prompt: list[int], tokens: int = 16, **more: Any) -> dict[str, Any]:
@@ -64,10 +68,7 @@ class Host:
         parameters.extra_args = {"kv_transfer_params": more.get("limits")}
         named: dict[str, Any] = {}
         if "adapter" in more:
-            from vllm.lora.request import LoRARequest
-
-            name, number, path = more["adapter"]
-            named["lora_request"] = LoRARequest(name, number, path)
+            named["lora_request"] = _adapter(more["adapter"])
         if "priority" in more:
             named["priority"] = [more["priority"]]
         if "regex" in more:
@@ -341,6 +342,12 @@ class Host:
             "namespace": dict(manager.stack.namespace.facts),
             "free_blocks": self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         }
+
+
+def _adapter(named: tuple[str, int, str] | None) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(*named) if named else None
 
 
 def _seen(extra: dict[str, Any]) -> dict[str, Any]:

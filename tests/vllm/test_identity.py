@@ -99,6 +99,26 @@ def test_adapters(world: World, model: Callable[..., Path]) -> None:
         assert engine.generate(prompts=[PROMPT]) == [{**plain, "cached": HIT}]
 
 
+def test_what_adapters_spoil_is_not_kept(world: World, model: Callable[..., Path]) -> None:
+    """On a CPU vLLM computes requests without an adapter with that of others beside them."""
+    adapter = world.folder / "adapter"
+    make_adapter(adapter, 1)
+    named = {"adapter": ["tuned", 1, str(adapter)]}
+    options = {"enable_lora": True, "max_lora_rank": 8, "stack": world.stack()}
+    before, spoilt, after = (prompt(71 + each, 1100) for each in range(3))
+    with world.engine(model("llama"), **options) as engine:
+        engine.generate(prompts=[before])
+        engine.generate(prompts=[before[:HIT], spoilt], more=[named, {}])
+        engine.generate(prompts=[spoilt])
+        engine.generate(prompts=[after])
+        engine.settle()
+        engine.forget_engine_cache()
+        asked = [before, spoilt, after]
+        assert [engine.generate(prompts=[each])[0]["cached"] for each in asked] == [HIT, 0, 0]
+        assert engine.generate_with(prompt=before, **named)["cached"] == HIT
+        assert engine.facts()["mistakes"] == 0
+
+
 def test_random_hashes_are_refused(world: World, model: Callable[..., Path]) -> None:
     with pytest.raises(EngineError, match="use --prefix-caching-hash-algo sha256_cbor"):
         world.engine(model("llama"), stack=world.stack(), prefix_caching_hash_algo="xxhash")
