@@ -154,6 +154,7 @@ class TestPrewarm:
         assert engine.stdout is not None
         assert engine.stdout.readline() == "full\n"
         engine.send_signal(signal.SIGSTOP)
+        os.waitpid(engine.pid, os.WUNTRACED)  # its threads stop one by one
         try:
             done = command("prewarm", "-c", fresh, "--from", filled)
         finally:

@@ -83,6 +83,7 @@ class Life:
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)  # its threads stop one by one
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)
