@@ -64,11 +64,11 @@ def expect(
     prompt: int,
 ) -> Expectation:
     """Put numbers together; `links` by tier."""
-    chunk = shape.token_bytes * config.chunk_tokens
+    tokens = chunk_of(config, shape)
     return Expectation(
         shape=shape,
-        chunk_tokens=config.chunk_tokens,
-        chunk_bytes=chunk,
+        chunk_tokens=tokens,
+        chunk_bytes=shape.token_bytes * tokens,
         prompt_tokens=prompt,
         prefill_tokens_per_s=prefill,
         recompute_s=None if prefill is None else prompt / prefill,
@@ -77,6 +77,11 @@ def expect(
             for tier in range(len(config.tiers))
         ],
     )
+
+
+def chunk_of(config: StackConfig, shape: KVShape) -> int:
+    """The tokens of one stored block: no more than a window has."""
+    return min(config.chunk_tokens, shape.window or config.chunk_tokens)
 
 
 def _tier(
@@ -89,7 +94,7 @@ def _tier(
     prompt: int,
 ) -> Outlook:
     settings = config.tiers[tier]
-    step = config.chunk_tokens
+    step = chunk_of(config, shape)
     capacity = capacity_of(settings)
     chunks = capacity // record_bytes(shape.token_bytes * step)
     outlook = Outlook(

@@ -9,7 +9,15 @@ import typer
 
 from kvtier.cli import console, plots
 from kvtier.cli.measure import Size, measure
-from kvtier.cli.outlook import DEVICE, Expectation, Link, Outlook, expect, links_of
+from kvtier.cli.outlook import (
+    DEVICE,
+    Expectation,
+    Link,
+    Outlook,
+    chunk_of,
+    expect,
+    links_of,
+)
 from kvtier.cli.sweep import Row, plot, run_sweep, show_sweep
 from kvtier.config import StackConfig, load
 from kvtier.core.eviction.trace import read_trace
@@ -89,7 +97,7 @@ def plan(
     stack = load(config)
     shape = read_shape(model, kv_dtype, ranks)
     requests = None if trace is None else read_trace(trace)
-    links = _links(stack, shape.token_bytes * stack.chunk_tokens, bandwidth or [], do_measure)
+    links = _links(stack, shape.token_bytes * chunk_of(stack, shape), bandwidth or [], do_measure)
     device = links.pop(-1, None)
     expectation = expect(stack, shape, links, device, prefill, prompt)
     rows: list[Row] = []
@@ -156,7 +164,8 @@ def _show(found: Expectation) -> None:
             "model": shape.model,
             "attention": f"{shape.attention}, layers: {layers}"
             + (f", window of {shape.window} tokens" if shape.window else ""),
-            "KV cache": f"{shape.dtype}, {human.size(shape.token_bytes)} a token",
+            "KV cache": f"{shape.dtype}, {human.size(shape.token_bytes)} a token"
+            + (f", {human.size(shape.prompt_bytes)} a prompt" if shape.prompt_bytes else ""),
             "chunk": f"{found.chunk_tokens} tokens, {human.size(found.chunk_bytes)}",
         }
     )

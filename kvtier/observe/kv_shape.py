@@ -54,8 +54,14 @@ class KVShape(msgspec.Struct, kw_only=True):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that are stored for each token: windowed layers are stored like all others."""
-        return self.token_bytes_per_layer * (self.layers["full"] + self.layers["window"])
+        """Bytes that are stored for each token; if there are only windowed layers, at most."""
+        return self.token_bytes_per_layer * (self.layers["full"] or self.layers["window"])
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Bytes that are stored once a prompt besides: the windows at its end."""
+        windowed = self.layers["window"] if self.layers["full"] else 0
+        return self.token_bytes_per_layer * windowed * (self.window or 0)
 
     def load_bytes(self, tokens: int) -> int:
         """Bytes that must be loaded for a prompt: of windowed layers, only the window's."""

@@ -92,6 +92,17 @@ def test_for_people(model: Path, stack_file: Path) -> None:
     assert "--prefill RATE" in done.said
 
 
+def test_windows_are_stored_once_a_prompt(model: Path, stack_file: Path) -> None:
+    """And a chunk has no more tokens than they have."""
+    kinds = ["full_attention", "sliding_attention"] * (CONFIG["num_hidden_layers"] // 2)
+    windowed = CONFIG | {"layer_types": kinds, "sliding_window": 128}
+    (model / "config.json").write_text(json.dumps(windowed))
+    found = run(model, "-c", stack_file, *GIVEN)["model"]
+    assert (found["chunk_tokens"], found["chunk_bytes"]) == (128, TOKEN_BYTES // 2 * 128)
+    assert found["tiers"][0]["tokens"] == (4 << 20) // (TOKEN_BYTES // 2 * 128 + 4096) * 128
+    assert "1 KiB a token, 128 KiB a prompt" in command("plan", model, "-c", stack_file, *GIVEN).out
+
+
 def test_what_is_not_counted_is_said(model: Path, stack_file: Path) -> None:
     (model / "config.json").write_text(json.dumps(CONFIG | {"full_attention_interval": 2}))
     done = command("plan", model, "-c", stack_file, *GIVEN)

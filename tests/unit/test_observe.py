@@ -111,12 +111,12 @@ class TestShapes:
         config = {"num_hidden_layers": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
         assert "indexer" in shape(config | {"index_head_dim": 128}).unknown[0]
 
-    def test_windows_are_stored_whole_and_loaded_in_part(self) -> None:
+    def test_windows_are_stored_once_a_prompt(self) -> None:
         kinds = ["sliding_attention"] * 5 + ["full_attention"]
         config = LLAMA | {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": 1024}
         found = shape(config)
         assert found.layers == {"full": 1, "window": 5, "state": 0, "nothing": 0}
-        assert found.token_bytes == 6 * 4096
+        assert (found.token_bytes, found.prompt_bytes) == (4096, 5 * 1024 * 4096)
         assert found.load_bytes(10000) == 4096 * (10000 + 5 * 1024)
 
     @pytest.mark.parametrize(
@@ -133,6 +133,7 @@ class TestShapes:
     ) -> None:
         found = shape(LLAMA | more)
         assert (found.layers["full"], found.layers["window"]) == layers
+        assert found.token_bytes == (layers[0] or layers[1]) * 4096
 
     @pytest.mark.parametrize(
         "more",
