@@ -33,6 +33,33 @@ def test_a_chunk_is_no_longer_than_a_window(world: World, model: Callable[..., P
 
 
 @pytest.mark.parametrize(
+    ("family", "dtype", "chunk"),
+    [("llama", "float32", 256), ("gpt_oss", "float32", 128), ("qwen3_next", "bfloat16", 256)],
+)
+def test_conversations_find_all_that_was_said(
+    world: World, model: Callable[..., Path], family: str, dtype: str, chunk: int
+) -> None:
+    """Four at once, in steps that end anywhere, and never in vLLM's own cache."""
+    options = {"dtype": dtype, "max_num_batched_tokens": 600, "max_num_seqs": 4}
+    said = [prompt(61 + each, 771 + 90 * each) for each in range(4)]
+    known = [0] * 4
+    engine = world.engine(
+        model(family), stack=world.stack(capacity="128MiB"), enable_prefix_caching=True, **options
+    )
+    for turn in range(3):
+        found = engine.generate(prompts=said, tokens=40)
+        assert [each["cached"] for each in found] == known
+        assert engine.settle()
+        engine.forget_engine_cache()
+        known = [(len(each) - 1) // chunk * chunk for each in said]
+        said = [
+            each + answer["tokens"] + prompt(70 + turn, 200)
+            for each, answer in zip(said, found, strict=True)
+        ]
+    assert engine.facts()["failed_stores"] == 0
+
+
+@pytest.mark.parametrize(
     ("family", "dtype", "known"),
     [("gpt_oss", "float32", 1408), ("gemma3", "float32", 1280), ("qwen3_next", "bfloat16", 1280)],
 )
