@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from kvtier.backends.nvme.folder import Limits, NvmeFolder
 from kvtier.backends.nvme.handler import NvmeHandler
 from kvtier.backends.nvme.keeper import Keeper
+from kvtier.backends.nvme.reader import FolderToRead, Reader, only_reads
 from kvtier.backends.nvme.spec import NvmeSpec
 from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.core.backend import Backend, TierContext
@@ -24,7 +26,7 @@ from kvtier.core.settings import (
     WritePolicy,
 )
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, NotWritable
 
 __all__ = [
     "BACKEND",
@@ -79,7 +81,10 @@ class NvmeBackend(Backend[NvmeSettings]):
             )
         if not settings.path:
             raise ConfigError(".path", "is empty", "name a folder on a local disk")
-        total = Disk().total_bytes(standing_folder(Path(settings.path), ".path"))
+        if only_reads(Path(settings.path), settings.write):
+            _check_readable(Path(settings.path))
+            return
+        total = Disk().total_bytes(_folder_to_write(settings))
         size = settings.capacity.resolve(total)
         if size > total:
             raise ConfigError(
@@ -99,7 +104,9 @@ class NvmeBackend(Backend[NvmeSettings]):
         self, settings: NvmeSettings, context: TierContext, disk: Disk | None = None
     ) -> NvmeTier:
         disk = disk or Disk()
-        folder = NvmeFolder(Path(settings.path), context.namespace, disk)
+        root = Path(settings.path)
+        only_read = only_reads(root, settings.write)
+        folder = (FolderToRead if only_read else NvmeFolder)(root, context.namespace, disk)
         keep = settings.persistence is Persistence.KEEP
         capacity = settings.capacity.resolve(disk.total_bytes(folder.root))
         limits = Limits(
@@ -111,8 +118,9 @@ class NvmeBackend(Backend[NvmeSettings]):
             keep_s=settings.keep_for.seconds,
             grows=settings.write is not WritePolicy.NEVER,
         )
-        keeper = Keeper(folder, limits, keep=keep)
+        keeper = (Reader if only_read else Keeper)(folder, limits, keep=keep)
         tier = NvmeTier(keeper, create_policy(settings.eviction))
+        tier.in_files = not only_read  # workers open files to write, too
         keeper.start()
         return tier
 
@@ -125,6 +133,7 @@ class NvmeBackend(Backend[NvmeSettings]):
             threads=settings.threads,
             direct=settings.direct,
             power_safe=settings.durability is Durability.POWER,
+            only_read=only_reads(Path(settings.path), settings.write),
             disk=disk,
         )
 
@@ -133,6 +142,22 @@ class NvmeBackend(Backend[NvmeSettings]):
 
     def identity(self, settings: NvmeSettings) -> str | None:
         return str(Path(settings.path).resolve())
+
+
+def _folder_to_write(settings: NvmeSettings) -> Path:
+    """The folder, or the one it will be made in; raises ConfigError if blocks cannot be kept."""
+    try:
+        return standing_folder(Path(settings.path), ".path")
+    except NotWritable as error:
+        if not Path(settings.path).is_dir():
+            raise
+        remedy = f"{error.remedy}, or write: never to serve only what is there"
+        raise NotWritable(error.place, error.problem, remedy) from error
+
+
+def _check_readable(folder: Path) -> None:
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise NotWritable(".path", f"no right to read {folder}", "change its owner or its rights")
 
 
 def _slab_bytes(capacity: int) -> int:

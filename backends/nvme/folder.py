@@ -211,7 +211,7 @@ class NvmeFolder:
     def read_table(self, slab_id: int) -> tuple[SlabFile, bytes]:
         """Header and entries of a slab; raises FormatError or OSError if they are not in order."""
         path = self.table_path(slab_id)
-        fd = self.disk.open(path)
+        fd = self.disk.open_to_read(path)
         try:
             header = SlabHeader.unpack(self._read(fd, TABLE_AT))
             if header.namespace != self.namespace.digest or header.slab_id != slab_id:

@@ -7,6 +7,7 @@ record, then the entry as VALID: a process that dies in between leaves a slot th
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import threading
@@ -34,14 +35,21 @@ class OpenSlab:
     """A slab's two files, open."""
 
     def __init__(
-        self, home: Path, slab_id: int, disk: Disk, namespace: bytes, direct: bool
+        self,
+        home: Path,
+        slab_id: int,
+        disk: Disk,
+        namespace: bytes,
+        direct: bool,
+        only_read: bool,
     ) -> None:
         self._disk = disk
+        self._only_read = only_read
         self.direct = direct
         self.users = 0
         self.retired = False
         """Closed when its last user is done."""
-        self.table_fd = disk.open(home / f"{slab_id:08x}{TABLE_SUFFIX}")
+        self.table_fd = self._open(home / f"{slab_id:08x}{TABLE_SUFFIX}")
         try:
             page = bytearray(layout.TABLE_AT)
             disk.readv(self.table_fd, [memoryview(page)], 0)
@@ -57,12 +65,24 @@ class OpenSlab:
     def _open_data(self, path: Path) -> int:
         if self.direct:
             try:
-                return self._disk.open(path, direct=True)
+                return self._open(path, direct=True)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self.direct = False
-        return self._disk.open(path)
+        return self._open(path)
+
+    def _open(self, path: Path, *, direct: bool = False) -> int:
+        if not self._only_read:
+            return self._disk.open(path, direct=direct)
+        fd = self._disk.open_to_read(path)
+        if direct:
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+            except OSError:
+                self._disk.close(fd)
+                raise
+        return fd
 
     def deleted(self) -> bool:
         """Whether the slab has been retired since it was opened."""
@@ -84,6 +104,7 @@ class NvmeHandler(Handler):
         threads: int,
         direct: bool,
         power_safe: bool,
+        only_read: bool = False,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -94,6 +115,7 @@ class NvmeHandler(Handler):
         self._digest = namespace.digest
         self._direct = direct
         self._power_safe = power_safe
+        self._only_read = only_read
         self._disk = disk or Disk()
         self._clock = clock
         self._lock = threading.Lock()
@@ -238,7 +260,9 @@ class NvmeHandler(Handler):
         with self._lock:
             slab = self._slabs.get(slab_id)
             if slab is None:
-                slab = OpenSlab(self._home, slab_id, self._disk, self._digest, self._direct)
+                slab = OpenSlab(
+                    self._home, slab_id, self._disk, self._digest, self._direct, self._only_read
+                )
                 if self._direct and not slab.direct:
                     self._say_buffered()
                 self._drop_deleted()

@@ -9,7 +9,6 @@ room to neighbours that starve, and writes down what was dropped. What it learns
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import threading
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from kvtier.backends.nvme.entries import write_entries
 from kvtier.backends.nvme.files import let_go, owner_path, used_bytes
 from kvtier.backends.nvme.folder import NOBODY, Limits, NvmeFolder, SlabFile
 from kvtier.backends.nvme.news import News, changes
@@ -106,24 +106,24 @@ class Keeper:
         """One round; `thorough` does the rarer parts too, whatever the time."""
         with self._mutex:
             try:
-                if not owner_path(self.folder.owners, self.owner).exists():
-                    self._begin_again()
-                self._write_down()
-                if len(self.news) > _NEWS_MAX:
-                    return
-                began = time.monotonic()
-                self._look_around()
-                now = time.monotonic()
-                self._look_took = now - began
-                if thorough or now >= self._next_housekeeping or self._slots_wanted:
-                    self._next_housekeeping = now + _HOUSEKEEPING_S
-                    self._adopt_orphans()
-                    with self._going_on():
-                        self._make_room()
-                    self._share()
-                    self._write_uses(now, thorough)
+                self._round(thorough)
             except (OSError, MediumError) as error:
                 self._complain(error)
+
+    def _round(self, thorough: bool) -> None:
+        if not owner_path(self.folder.owners, self.owner).exists():
+            self._begin_again()
+        self._write_down()
+        if not self._look():
+            return
+        now = time.monotonic()
+        if thorough or now >= self._next_housekeeping or self._slots_wanted:
+            self._next_housekeeping = now + _HOUSEKEEPING_S
+            self._adopt_orphans()
+            with self._going_on():
+                self._make_room()
+            self._share()
+            self._write_uses(now, thorough)
 
     def _begin_again(self) -> None:
         """The folder has been removed under us, or what makes us an owner: make it anew. Slabs that
@@ -154,6 +154,15 @@ class Keeper:
             logger.warning("%s", message)
 
     # -- looking ---------------------------------------------------------------------------
+
+    def _look(self) -> bool:
+        """Learn what has changed, unless the tier has enough to take in."""
+        if len(self.news) > _NEWS_MAX:
+            return False
+        began = time.monotonic()
+        self._look_around()
+        self._look_took = time.monotonic() - began
+        return True
 
     def _look_around(self) -> None:
         present = self.folder.slab_ids()
@@ -332,7 +341,8 @@ class Keeper:
             by_slab.setdefault(slab_id, {})[slot] = entry
         for slab_id in list(by_slab):
             with self._going_on():
-                self._write_entries(slab_id, by_slab[slab_id])
+                table = self.folder.table_path(slab_id)
+                write_entries(self.folder.disk, table, by_slab[slab_id])
                 written = list(by_slab.pop(slab_id))
                 if known := self._known.get(slab_id):
                     self.news.append(News(known.slab, written=written))
@@ -364,27 +374,15 @@ class Keeper:
                 self._given[slab_id] = time.monotonic() + _GIVEN_S
         self._known.pop(slab_id, None)
 
-    def _write_entries(self, slab_id: int, entries: dict[int, bytes]) -> None:
-        disk = self.folder.disk
-        try:
-            fd = disk.open(self.folder.table_path(slab_id))
-        except FileNotFoundError:
-            return
-        try:
-            slots = sorted(entries)
-            for start, stop in layout.runs(slots):
-                data = b"".join([entries[slot] for slot in slots[start:stop]])
-                if disk.writev(fd, [memoryview(data)], layout.entry_at(slots[start])) != len(data):
-                    raise OSError(errno.EIO, "a table entry was written in part")
-        finally:
-            disk.close(fd)
-
     def close(self) -> None:
         """Stop; slabs that need not outlive the process are deleted."""
         self._stopping = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
+        self._end()
+
+    def _end(self) -> None:
         with self._mutex, contextlib.suppress(OSError, MediumError):
             self._write_down()
             if self.keep:

@@ -79,15 +79,23 @@ def check_machine(config: StackConfig) -> Iterator[Finding]:
 
 def check_tier(config: StackConfig, tier: int) -> Iterator[Finding]:
     """What concerns one tier."""
-    settings = config.tiers[tier]
+    settings: Any = config.tiers[tier]
     area = f"{tier} {settings.kind}"
     if settings.kind == "cpu":
         yield from _check_memory(
             area, settings, has_region=bool(look_at_regions(tier, config).slabs)
         )
     elif settings.kind == "nvme":
+        from kvtier.backends.nvme.reader import only_reads
+
         yield from _check_disk(area, settings)
-        yield from _check_gds(area, config.gds, settings)
+        if only_reads(Path(settings.path), settings.write):
+            yield Finding(area, Level.OK, f"{settings.path} is only read, and may be")
+        else:
+            if settings.direct:
+                yield _check_direct(area, Path(settings.path))
+            yield _check_room(area, settings)
+            yield from _check_gds(area, config.gds, settings)
     elif settings.kind == "object":
         from kvtier.cli.check_store import check_store
 
@@ -176,7 +184,7 @@ def memory_bytes() -> int:
 
 def _check_disk(area: str, settings: Any) -> Iterator[Finding]:
     root = Path(settings.path)
-    folder = root if root.is_dir() else root.parent
+    folder = _standing(root)
     if not root.is_absolute():
         yield Finding(
             area,
@@ -205,9 +213,10 @@ def _check_disk(area: str, settings: Any) -> Iterator[Finding]:
             "the disk says that it rotates, as virtual disks often do",
             "if it is true, blocks will load slowly: use flash, if there is",
         )
-    if settings.direct:
-        yield _check_direct(area, folder)
-    yield _check_room(area, settings, folder)
+
+
+def _standing(root: Path) -> Path:
+    return root if root.is_dir() else root.parent
 
 
 def _check_gds(area: str, mode: Gds, settings: Any) -> Iterator[Finding]:
@@ -234,8 +243,9 @@ def _check_gds(area: str, mode: Gds, settings: Any) -> Iterator[Finding]:
         )
 
 
-def _check_direct(area: str, folder: Path) -> Finding:
+def _check_direct(area: str, root: Path) -> Finding:
     """Write and read a block around the page cache, in a file without a name."""
+    folder = _standing(root)
     block = mmap.mmap(-1, _BLOCK)
     path = ""
     try:
@@ -262,10 +272,10 @@ def _check_direct(area: str, folder: Path) -> Finding:
     return Finding(area, Level.OK, "O_DIRECT works")
 
 
-def _check_room(area: str, settings: Any, folder: Path) -> Finding:
+def _check_room(area: str, settings: Any) -> Finding:
     from kvtier.backends.nvme.files import used_bytes
 
-    disk = Disk()
+    disk, folder = Disk(), _standing(Path(settings.path))
     size = settings.capacity.resolve(disk.total_bytes(folder))
     used = used_bytes(Path(settings.path)) if Path(settings.path).is_dir() else 0
     room = used + disk.free_bytes(folder) - settings.free_floor.bytes

@@ -9,11 +9,12 @@ import fcntl
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cli_world import STACK, Done, Hold, command
+from cli_world import STACK, Done, Hold, command, no_rights
 
 from kvtier import Stack
 from kvtier.cli import commands
@@ -182,6 +183,51 @@ def test_commands_fill_a_store_from_which_engines_only_read(only_read: str, kept
     with Stack.open(Path(only_read), NAMESPACE) as stack:
         stack.chain.tiers[-1].refresh()
         assert stack.chain.tiers[-1].lookup([key]) == [Presence.HIT]
+
+
+SERVES = """
+import sys
+from pathlib import Path
+from kvtier import Stack
+from kvtier.testing.records import NAMESPACE, make_keys, payload
+if __name__ == "__main__":
+    wanted = {key: payload(key) for key in make_keys(int(sys.argv[2]))}
+    with Stack.open(Path(sys.argv[1]), NAMESPACE, serving=True) as stack:
+        assert stack.load(list(wanted)) == wanted
+        stack.store({key: payload(key) for key in make_keys(2, start=100)})
+        assert stack.settle()
+"""
+
+
+@pytest.mark.parametrize("how", ["rights", "mount"])
+def test_an_engine_serves_from_a_disk_that_it_may_only_read(kept: Kept, how: str) -> None:
+    """Like an image of a cache that many machines share."""
+    path = kept.out / "reader.yaml"
+    own = (kept.out / "stack.yaml").read_text()
+    own = own.replace(f"{kept.out}/blocks", f"{kept.kept}/blocks")
+    path.write_text(own.replace("kind: nvme", "kind: nvme, write: never"))
+    program = kept.out / "serves.py"
+    program.write_text(SERVES)
+    before = mounted(kept) if how == "mount" else []
+    there = kept.state() if how == "mount" else {}
+    if how == "rights":
+        for each in [kept.kept, *kept.kept.rglob("*")]:
+            each.chmod(0o500 if each.is_dir() else 0o400)
+    preexec = None if how == "mount" else no_rights
+    words = [*map(str, before), sys.executable, str(program), str(path), str(BLOCKS)]
+    done = subprocess.run(words, capture_output=True, text=True, preexec_fn=preexec, timeout=300)
+    said = command("doctor", "-c", path, before=before, rights=how == "mount")
+    if how == "rights":
+        for each in [kept.kept, *kept.kept.rglob("*")]:
+            each.chmod(0o700)
+    else:
+        assert kept.state() == there
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (said.code, "is only read, and may be" in said.said) == (0, True)
+
+
+def test_a_disk_that_may_only_be_read_is_refused_with_a_way_out(run: Run) -> None:
+    assert "or write: never" in run("config check {stack}").said
 
 
 def test_all_is_seen_and_all_is_good(run: Run) -> None:

@@ -11,13 +11,14 @@ import resource
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from nvme_rig import Engine
 
 from kvtier.backends.nvme import handler as handler_module
+from kvtier.backends.nvme import keeper as keeper_module
 from kvtier.backends.nvme import tier as tier_module
 from kvtier.backends.nvme.files import hold_owner, owner_path
 from kvtier.backends.nvme.folder import NOBODY, FolderBusy, Limits, NvmeFolder
@@ -304,19 +305,19 @@ def test_what_was_dropped_is_written_before_the_slab_is_handed_over(
     engine = Engine(tmp_path / "kv", blocks=4)
     engine.put(make_keys(4))
     keeper, (slab,) = engine.keeper, own(engine)
-    write = keeper._write_entries
+    write = keeper_module.write_entries
 
-    def meanwhile(slab_id: int, entries: dict[int, bytes]) -> None:
-        monkeypatch.setattr(keeper, "_write_entries", write)
+    def meanwhile(disk: Disk, table: Path, entries: Mapping[int, bytes]) -> None:
+        monkeypatch.setattr(keeper_module, "write_entries", write)
         keeper.record(slab, 1, layout.FREE, BlockKey(b""))
         keeper.release(slab, remove=False)
-        write(slab_id, entries)
+        write(disk, table, entries)
 
     def written() -> tuple[int, list[int]]:
         found, table = keeper.folder.read_table(slab)
         return found.owner, layout.read_entries(table, 2)["state"].tolist()
 
-    monkeypatch.setattr(keeper, "_write_entries", meanwhile)
+    monkeypatch.setattr(keeper_module, "write_entries", meanwhile)
     keeper.record(slab, 0, layout.FREE, BlockKey(b""))
     keeper.flush()
     assert written() == (keeper.owner, [layout.FREE, layout.VALID])
