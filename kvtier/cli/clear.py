@@ -50,7 +50,7 @@ def clear(
     engine owns them; engines that meet the gap count a miss. Exit code 1 if anything stays.
     """
     stack = load(config)
-    places = look(stack, console.tier_of(tier, stack))
+    places = look(stack, console.tier_of(tier, stack), blocks=False)
     chosen = "" if namespace is None else find_namespace(places, namespace)
     parts = [
         (place, part)

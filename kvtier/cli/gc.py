@@ -42,7 +42,7 @@ def gc(
     could not be removed or read.
     """
     stack = load(config)
-    places = look(stack, console.tier_of(tier, stack))
+    places = look(stack, console.tier_of(tier, stack), blocks=False)
     rows = []
     kept = 0
     for each in find(stack, places, idle):

@@ -131,27 +131,31 @@ def look(
     tier: int | None = None,
     *,
     quick: bool = False,
+    blocks: bool = True,
     uses_of: str | None = None,
 ) -> list[Place]:
     """Every tier of a stack, or one; `quick` believes what is written down of a store's objects.
+    Without `blocks` those of a store are only counted: of millions the list takes much memory.
 
     How often blocks of a store were used is read only of the namespaces that begin with `uses_of`.
     """
     return [
-        _reader(settings, quick, uses_of)(index, config)
+        _reader(settings, quick, blocks, uses_of)(index, config)
         for index, settings in enumerate(config.tiers)
         if tier is None or index == tier
     ]
 
 
-def _reader(settings: TierSettings, quick: bool, uses_of: str | None) -> Reader:
+def _reader(settings: TierSettings, quick: bool, blocks: bool, uses_of: str | None) -> Reader:
     from kvtier.cli import look_objects, look_slabs
+
+    look_at_store = partial(look_objects.look_at_store, blocks=blocks)
 
     readers: dict[str, Reader] = {
         "cpu": look_slabs.look_at_regions,
         "nvme": look_slabs.look_at_folder,
         "object": partial(
-            look_objects.look_at_manifests if quick else look_objects.look_at_store,
+            look_objects.look_at_manifests if quick else look_at_store,
             uses_of=uses_of,
         ),
         "memory": _private,

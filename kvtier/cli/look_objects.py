@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -32,11 +33,15 @@ from kvtier.errors import ConfigError, FormatError, MediumError
 from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey, Namespace
 
 _RECORD_BYTES_MAX = 1 << 32
+_PASSES_MAX = 8
+"""An engine may go on writing where all is deleted."""
 
 
-def look_at_store(tier: int, config: StackConfig, uses_of: str | None = None) -> Place:
+def look_at_store(
+    tier: int, config: StackConfig, uses_of: str | None = None, blocks: bool = True
+) -> Place:
     """All blocks below a url, by a listing; a store that is down is a trouble, not an error."""
-    return _look(tier, config, partial(_list, uses_of=uses_of))
+    return _look(tier, config, partial(_list, uses_of=uses_of, blocks=blocks))
 
 
 def look_at_manifests(tier: int, config: StackConfig, uses_of: str | None = None) -> Place:
@@ -72,7 +77,7 @@ def _down(error: StoreError) -> str:
     return f"{error}; {look if isinstance(error, Weather) else 'see kvtier doctor'}"
 
 
-def _list(place: Place, store: Store, uses_of: str | None) -> None:
+def _list(place: Place, store: Store, uses_of: str | None, blocks: bool) -> None:
     parts: dict[str, Part] = {}
     for info in _listed(place, store):
         place.used += info.size
@@ -80,7 +85,8 @@ def _list(place: Place, store: Store, uses_of: str | None) -> None:
         if parsed is None:
             continue
         name = parsed[0]
-        place.objects.append(info)
+        if blocks:
+            place.objects.append(info)
         part = parts.get(name)
         if part is None:
             part = parts[name] = Part(tier=place.tier, kind=place.kind, namespace=name)
@@ -253,20 +259,30 @@ def remove_namespace(settings: Any, namespace: str) -> bool:
     they answer for is gone. False if some objects stay, and the claims with them."""
     with _opened(settings) as store:
         claimed = ended(store, namespace)
-        names = [info.name for info in store.list(f"{namespace}/")]
-        console.note(f"removing {len(names)} objects")
-        return not store.delete(names) and not store.delete(claimed)
+        return _delete_below(store, f"{namespace}/") and not store.delete(claimed)
 
 
 def empty_store(settings: Any) -> None:
     """Delete every object below a url that is nobody else's."""
-    delete_objects(settings, names_below(settings, ""))
-
-
-def names_below(settings: Any, prefix: str) -> list[str]:
-    """The names of all objects that begin so."""
     with _opened(settings) as store:
-        return [info.name for info in store.list(prefix)]
+        _delete_below(store, "")
+
+
+def _delete_below(store: Store, prefix: str) -> bool:
+    """Delete all objects that begin so while they are listed, because there may be millions; False
+    if some stay. It is listed again until nothing is found: a store may go on by number, and what
+    is deleted behind it moves what comes."""
+    with console.progress("removing", 0, "objects") as bar:
+        for _ in range(_PASSES_MAX):
+            found = kept = 0
+            listed = store.list(prefix)
+            while names := [info.name for info in islice(listed, store.deletes_at_once)]:
+                kept += len(store.delete(names))
+                found += len(names)
+                bar.advance(len(names))
+            if kept or not found:
+                break
+    return not kept
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -17,8 +18,8 @@ from cli_world import command
 from object import object_servers  # type: ignore[attr-defined]
 
 from kvtier import Stack
+from kvtier.backends.object import open_for
 from kvtier.cli import commands
-from kvtier.cli.look_objects import names_below
 from kvtier.config import load
 from kvtier.core.disk import Disk
 from kvtier.testing.records import NAMESPACE, make_keys, payload
@@ -74,7 +75,9 @@ def run(*args: object, code: int = 0) -> Any:
 
 
 def objects(stack: Path) -> list[str]:
-    return names_below(load(stack).tiers[2], "")
+    settings: Any = load(stack).tiers[2]
+    with contextlib.closing(open_for(settings)) as store:
+        return [info.name for info in store.list()]
 
 
 def test_all_is_seen(stack: Path) -> None:

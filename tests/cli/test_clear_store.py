@@ -1,0 +1,130 @@
+"""Clearing a store of more blocks than anybody wants to hold in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvtier.backends.object.errors import AccessDenied, StoreError
+from kvtier.backends.object.files import FileStore
+from kvtier.backends.object.names import block_name
+from kvtier.backends.object.store import ObjectInfo
+from kvtier.cli import look_objects
+from kvtier.cli.holdings import look
+from kvtier.cli.look_objects import empty_store, remove_namespace
+from kvtier.config import load
+from kvtier.core.settings import TierSettings
+from kvtier.testing.records import NAMESPACE, make_keys
+
+BLOCKS = 2500
+AT_ONCE = 100
+
+
+class Counting(FileStore):
+    """Knows the most names that were listed and not deleted yet."""
+
+    deletes_at_once = AT_ONCE
+    by_number = False
+    protected = ""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.waiting = self.most = 0
+
+    def list(
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+    ) -> Iterator[ObjectInfo]:
+        position = 0
+        while True:
+            found = list(super().list(prefix, after=after, deadline=deadline))
+            if not self.by_number:
+                page, rest = found, []
+            else:  # a page is what stands there now, behind as many as were listed before
+                page, rest = found[position : position + AT_ONCE], found[position + AT_ONCE :]
+            for info in page:
+                self.waiting += 1
+                self.most = max(self.most, self.waiting)
+                yield info
+            position += AT_ONCE
+            if not rest:
+                return
+
+    def delete(
+        self, names: Sequence[str], *, deadline: float | None = None
+    ) -> Mapping[str, StoreError]:
+        self.waiting -= len(names)
+        kept = [name for name in names if name == self.protected]
+        super().delete([name for name in names if name not in kept])
+        return {name: AccessDenied("it is protected") for name in kept}
+
+
+@pytest.fixture
+def settings(stack_file: Path, tmp_path: Path) -> TierSettings:
+    url = f"file://{tmp_path}/store"
+    stack_file.write_text(
+        f'{stack_file.read_text()}  - {{kind: object, capacity: 64MiB, url: "{url}"}}\n'
+    )
+    for key in make_keys(BLOCKS):
+        path = tmp_path / "store" / block_name(NAMESPACE.id, key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return load(stack_file).tiers[2]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
+    store = Counting(tmp_path / "store")
+    monkeypatch.setattr(look_objects, "open_for", lambda settings: store)
+    return store
+
+
+def files(root: Path) -> int:
+    return sum(len(names) for _, _, names in os.walk(root))
+
+
+def test_no_more_names_are_held_than_are_deleted_at_once(
+    settings: TierSettings, store: Counting
+) -> None:
+    assert remove_namespace(settings, NAMESPACE.id)
+    assert files(store.root) == 0
+    assert store.most <= AT_ONCE
+
+
+def test_a_store_that_goes_on_by_number_is_emptied_too(
+    settings: TierSettings, store: Counting
+) -> None:
+    store.by_number = True
+    assert remove_namespace(settings, NAMESPACE.id)
+    assert files(store.root) == 0
+
+
+def test_what_is_protected_stays_and_is_said(settings: TierSettings, store: Counting) -> None:
+    store.protected = block_name(NAMESPACE.id, make_keys(1)[0])
+    assert not remove_namespace(settings, NAMESPACE.id)
+    assert files(store.root) == 1
+
+
+def test_somebody_who_goes_on_writing_is_not_waited_for(
+    settings: TierSettings, store: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = block_name(NAMESPACE.id, make_keys(1)[0])
+
+    def delete(names: Sequence[str], *, deadline: float | None = None) -> dict[str, StoreError]:
+        FileStore.delete(store, names)
+        store.put(name, [memoryview(b"again")])
+        return {}
+
+    monkeypatch.setattr(store, "delete", delete)
+    empty_store(settings)
+    assert files(store.root) == 1
+
+
+def test_blocks_are_counted_and_not_kept(
+    settings: TierSettings, store: Counting, stack_file: Path
+) -> None:
+    place = look(load(stack_file), 2, blocks=False)[0]
+    assert place.objects == []
+    assert [part.blocks for part in place.parts] == [BLOCKS]
