@@ -7,7 +7,8 @@ one and something more, and each is an offer of its own.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from itertools import accumulate, islice, takewhile
 from typing import NamedTuple
 
@@ -60,6 +61,9 @@ class Room(NamedTuple):
     def takes(self, key: BlockKey, origin: int) -> bool:
         """Whether a block needs one more slot, be it the one that it lies in."""
         return origin >= HOST and origin not in self.slotless and key not in self.promised
+
+
+_BOUNDLESS = Room(sys.maxsize, (), (), {})
 
 
 class Decision:
@@ -176,7 +180,7 @@ def stops(
     """Where a hit that begins at `start` may end: at `limit` tokens at most, with all that it needs
     at hand, and with room for it. And whether with more room it could reach further."""
     step = max(span.shape.tokens for span in spans)
-    end = min(len(span.keys) * span.shape.tokens for span in spans)
+    end = whole(spans)
     recurrent = any(span.shape.recurrent for span in spans)
     end = min(end, (limit - recurrent) // step * step)
     missing = [_sums(at < HOST and at != JOINING for at in column) for column in origins]
@@ -218,6 +222,43 @@ def junction(
     end = end // step * step
     _, places = needed(spans, origins, start, end)
     return end if NOWHERE in places else 0
+
+
+def whole(spans: Sequence[Span]) -> int:
+    """Where a prompt's last whole chunks end: its windows and states are kept there."""
+    step = max(span.shape.tokens for span in spans)
+    return min(len(span.keys) * span.shape.tokens for span in spans) // step * step
+
+
+def windowed(spans: Sequence[Span]) -> list[Span]:
+    """Those that keep less than the whole prompt."""
+    return [span for span in spans if span.shape.window is not None]
+
+
+def kept_within(spans: Sequence[Span], origins: Sequence[Sequence[int]], stop: int) -> int:
+    """The last token up to `stop` at which these windows are kept, so that a hit could end there;
+    0 if there is none."""
+    limit = stop + any(span.shape.recurrent for span in spans)
+    found, _ = stops(spans, origins, 0, limit, _BOUNDLESS)
+    return found[-1] if found else 0
+
+
+def woven(spans: Sequence[Span], ends: Collection[int]) -> list[BlockKey]:
+    """A prompt's keys as one prefix: all groups in turn, token by token, and of windows what hits
+    take that end at one of `ends`.
+
+    None of a prompt's groups is of use without the others: used and evicted as one prefix, tail
+    first, they stay and go together.
+    """
+    grown: list[tuple[int, bool, BlockKey]] = []
+    for span in spans:
+        tokens, window, _ = span.shape
+        chunks: Iterable[int] = range(len(span.keys))
+        if window is not None:
+            chunks = {at for end in ends for at in span.needed(0, end) if at < len(span.keys)}
+        grown += [((at + 1) * tokens, window is not None, span.keys[at]) for at in chunks]
+    grown.sort()
+    return [key for _, _, key in grown]
 
 
 def _from(

@@ -10,61 +10,30 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
 from kvtier.core.costs import DEVICE, CostModel
 from kvtier.core.flight import Ticket
-from kvtier.core.offers import Decision, Shape, Span, junction
+from kvtier.core.offers import (
+    Decision,
+    Shape,
+    junction,
+    kept_within,
+    whole,
+    windowed,
+    woven,
+)
 from kvtier.core.plan import HOST, JOINING
 from kvtier.stack import Stack
-from kvtier.types import GROUP_BYTES, BlockKey, Outcome
-from kvtier.vllm.keys import salted
+from kvtier.types import BlockKey, Outcome
 from kvtier.vllm.pace import Pace
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
+from kvtier.vllm.requests import RequestState
 
 logger = logging.getLogger(__name__)
-
-
-class Column(NamedTuple):
-    """A request's keys of one cache group, in the order of its tokens."""
-
-    group: int
-    asked: list[bytes]
-    """As vLLM knows them."""
-    known: list[BlockKey]
-    """As the tiers know them."""
-
-
-class RequestState(msgspec.Struct):
-    """What is known of one of the engine's requests."""
-
-    salt: bytes = b""
-    """Mixed into its keys, if not empty: what vLLM's own hash leaves out."""
-    kept: bool = True
-    """Whether its keys say all that its blocks depend on: else nothing of it is kept."""
-    refused: bool = False
-    """It is offered nothing: its keys do not tell enough, or a load has failed."""
-    touched: bool = False
-    """The tiers know that its blocks were asked for: they count it once a request."""
-    start: int = 0
-    limit: int = sys.maxsize
-    """The tokens between which the engine asks for a hit."""
-    hits: set[bytes] | None = None
-    """The answer to all questions of this step; None until the first."""
-    junction: int = 0
-    """The token at which this prompt goes on otherwise than one that was stored, if what a hit
-    there would take is not kept."""
-    columns: list[Column] = []
-    positions: int = -1
-    """How many positions of keys `columns` was made of."""
-    decision: Decision = msgspec.field(default_factory=Decision)
-    sources: Mapping[bytes, int] = {}
-    """The tiers that the blocks of its load come from."""
 
 
 class Pending(msgspec.Struct):
@@ -76,6 +45,8 @@ class Pending(msgspec.Struct):
     left: int
     ticket: Ticket | None = None
     """Of a load; None for a store."""
+    grown: list[BlockKey] = []
+    """Those of a store in the order of their tokens."""
     report: Report | None = None
 
 
@@ -129,10 +100,6 @@ class ChainManager:
             state = self._requests[request] = RequestState()
         return state
 
-    def _known_as(self, keys: Sequence[bytes], state: RequestState) -> list[BlockKey]:
-        """The keys as the tiers know them: with the request's salt and the epoch in them."""
-        return salted(keys, self._epoch + state.salt)
-
     # -- loads -----------------------------------------------------------------------------
 
     def asks(self, request: str, start: int, limit: int) -> None:
@@ -151,7 +118,7 @@ class ChainManager:
         if state.refused:
             return False
         if state.hits is None:
-            self._arrange(state, ends)
+            state.arrange(self.shapes, ends, self._epoch)
             state.hits = self._look_up(state)
         return key in state.hits
 
@@ -161,40 +128,35 @@ class ChainManager:
         state = self._state(request)
         if not (state.touched or state.refused):
             state.touched = True
-            self._arrange(state, ends)
-            for column in state.columns:
-                self.chain.touch(column.known)
+            state.arrange(self.shapes, ends, self._epoch)
+            if state.columns:
+                self.chain.touch(self._used(state))
 
-    def _arrange(self, state: RequestState, ends: Mapping[bytes, int]) -> None:
-        """Sort a request's keys by group. What ends within a chunk is not kept here."""
-        if len(ends) == state.positions:
-            return
-        state.positions = len(ends)
-        asked: dict[bytes, list[bytes]] = {}
-        tokens = {}
-        for group, shape in self.shapes.items():
-            suffix = group.to_bytes(GROUP_BYTES, "big")
-            asked[suffix], tokens[suffix] = [], shape.tokens
-        for key, end in ends.items():
-            suffix = key[-GROUP_BYTES:]
-            mine = asked.get(suffix)
-            if mine is not None and end == (len(mine) + 1) * tokens[suffix]:
-                mine.append(key)
-        state.columns = [
-            Column(group, keys, self._known_as(keys, state))
-            for group, keys in zip(self.shapes, asked.values(), strict=True)
-        ]
+    def _used(self, state: RequestState) -> list[BlockKey]:
+        """What a prompt uses: of windows and states only what it finds, and what it will keep."""
+        if self._is_prefix(state):
+            return state.columns[0].known
+        spans = state.spans(self.shapes, self.stack.namespace.group_bytes)
+        found = state.decision.stops[-1] if state.decision.stops else 0
+        if not found and state.start:  # the engine itself has all there is of it
+            lesser = windowed(spans)
+            places = [self.chain.locate(span.keys) for span in lesser]
+            found = kept_within(lesser, places, state.start) if lesser else 0
+        return woven(spans, {found, state.junction, whole(spans)} - {0})
+
+    def _is_prefix(self, state: RequestState) -> bool:
+        """Whether its blocks are of one kind, each of use where all before it are there."""
+        return len(state.columns) == 1 and self.shapes[state.columns[0].group].window is None
 
     def _look_up(self, state: RequestState) -> set[bytes]:
         columns, start, limit = state.columns, state.start, state.limit
-        if len(columns) == 1 and self.shapes[columns[0].group].window is None:
+        if self._is_prefix(state):
             ((group, asked, known),) = columns
             tokens = self.shapes[group].tokens
             first, last = start // tokens, limit // tokens
             count = self.chain.worth(known[first:last], tokens, first * tokens, state.decision)
             return set(asked[first : first + count])
-        sizes = self.stack.namespace.group_bytes
-        spans = [Span(self.shapes[group], known, sizes[group]) for group, _, known in columns]
+        spans = state.spans(self.shapes, self.stack.namespace.group_bytes)
         stop, places = self.chain.reach(spans, start, limit, state.decision)
         state.junction = junction(spans, places, start, limit)
         hits: set[bytes] = set()
@@ -217,9 +179,9 @@ class ChainManager:
         state = self._state(request)
         state.decision = Decision()
         state.refused = True  # should this raise, the load fails, and must not be tried for ever
-        wanted = self._known_as(list(keys), state)
+        wanted = state.known_as(list(keys), self._epoch)
         deadline = self._clock() + self._load_seconds
-        ticket = self.chain.begin_load(wanted, request, deadline)
+        ticket = self.chain.begin_load(state.as_it_grows(wanted), request, deadline)
         slots = dict(zip(ticket.keys, getattr(ticket.spec, "slots", ()), strict=True))
         errand = self._errand(wanted, [slots.get(key, NO_SLOT) for key in wanted], deadline)
         errand.files = {
@@ -243,14 +205,15 @@ class ChainManager:
         """Room for those of the keys that are new and can be taken, in their order."""
         state = self._state(request)
         offered = list(keys) if state.kept else []
-        wanted = self._known_as(offered, state)
-        reservation = self.chain.prepare_store(wanted)
-        taken = set(reservation.keys)
-        mine = [key for key, known in zip(offered, wanted, strict=True) if known in taken]
-        slots = list(getattr(reservation.spec, "slots", ()))
-        errand = self._errand(reservation.keys, slots, float("inf"))
+        wanted = state.known_as(offered, self._epoch)
+        reservation = self.chain.prepare_store(state.as_it_grows(wanted))
+        grown = reservation.keys
+        slots = dict(zip(grown, getattr(reservation.spec, "slots", ()), strict=True))
+        mine = [key for key, known in zip(offered, wanted, strict=True) if known in slots]
+        taken = [known for known in wanted if known in slots]
+        errand = self._errand(taken, [slots[key] for key in taken], float("inf"))
         if mine:
-            self._pending[errand.number] = Pending(request, reservation.keys, self._ranks)
+            self._pending[errand.number] = Pending(request, taken, self._ranks, grown=grown)
         return mine, errand
 
     def _errand(self, keys: list[BlockKey], slots: list[int], deadline: float) -> Errand:
@@ -276,7 +239,7 @@ class ChainManager:
         }
         if pending.ticket is None:
             self.failed_stores += len(failed)
-            self.chain.complete_store(pending.keys, failed)
+            self.chain.complete_store(pending.grown, failed)
             return None
         return self._end_load(pending, pending.ticket, pending.report, failed)
 

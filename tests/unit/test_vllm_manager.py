@@ -13,7 +13,7 @@ from kvtier.core.offers import Shape
 from kvtier.core.record import record_bytes
 from kvtier.core.settings import ByteSize
 from kvtier.testing.records import make_keys, payload
-from kvtier.types import GROUP_BYTES, BlockKey, Namespace, Outcome
+from kvtier.types import GROUP_BYTES, BlockKey, Namespace, Outcome, group_of
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import NO_SLOT, Report
 
@@ -55,6 +55,29 @@ class Asking:
                 return 0
             hit = min(hit, start // CHUNK * CHUNK + found * CHUNK)
         return hit
+
+    def serve(self, request: str, ends: Mapping[bytes, int]) -> int:
+        """As an engine: it looks up, and keeps all of what has no window, and else the ends of the
+        prompt and of what it shares with others. Answers with the hit."""
+        tokens = max(ends.values()) + 1
+        self.manager.on_new_request(request)
+        hit = self.hit(request, ends, tokens)
+        self.manager.uses(request, ends)
+        kept = [
+            key
+            for at in (hit, self.manager.junction(request), tokens - 1)
+            for key, end in ends.items()
+            if (window := self._window_of(key)) is None or at - window * CHUNK < end <= at
+        ]
+        kept = list(dict.fromkeys(kept))[::-1]
+        _, errand = self.manager.prepare_store(kept, request)
+        self.manager.report(errand.number, Report(1))
+        self.manager.on_request_finished(request)
+        self.manager.on_schedule_end()
+        return hit
+
+    def _window_of(self, key: bytes) -> int | None:
+        return self.manager.shapes[group_of(BlockKey(key))].window
 
     def _window(
         self, request: str, ends: Mapping[bytes, int], keys: list[bytes], window: int | None
@@ -180,18 +203,38 @@ def test_a_salt_and_a_reset_make_other_keys(stack: Stack) -> None:
     assert asking.hit("plain", ends, 3 * CHUNK) == 0, "under the keys of before"
 
 
-def test_what_the_engine_has_itself_counts_as_used(stack: Stack) -> None:
+@pytest.mark.parametrize("shapes", [(FULL,), (FULL, WINDOW), (STATE, FULL), (WINDOW,)])
+def test_what_the_engine_has_itself_counts_as_used(stack: Stack, shapes: tuple[Shape, ...]) -> None:
     """It asks for nothing of it here; other prompts that fill the tier must not push it out."""
-    asking = manager(stack, FULL)
-    hot, cold, new = (asking.keys(20, first=at) for at in (0, 100, 200))
-    stored(stack, hot)
-    stored(stack, cold)
-    asking.manager.asks("again", 20 * CHUNK, 20 * CHUNK + 9)
-    asking.manager.uses("again", hot)
-    stored(stack, new)
-    stored(stack, asking.keys(20, first=300))
-    assert asking.hit("hot", hot, 20 * CHUNK) == 20 * CHUNK
-    assert asking.hit("cold", cold, 20 * CHUNK) < 20 * CHUNK
+    asking = manager(stack, *shapes)
+    hot, cold = (asking.keys(16, first=at) for at in (0, 100))
+    asking.serve("first", hot)
+    asking.serve("other", cold)
+    for each in range(40):
+        asking.manager.asks("again", 16 * CHUNK, 16 * CHUNK + 9)
+        asking.manager.uses("again", hot)
+        asking.manager.on_request_finished("again")
+        asking.serve("new", asking.keys(9, first=200 + 20 * each))
+    assert asking.serve("hot", hot) == 16 * CHUNK
+    assert asking.serve("cold", cold) < 16 * CHUNK
+
+
+@pytest.mark.parametrize("shapes", [(FULL,), (FULL, WINDOW), (STATE, FULL)])
+def test_what_many_prompts_begin_with_stays(stack: Stack, shapes: tuple[Shape, ...]) -> None:
+    """Also its window, or state: others push out what they used once, and nothing of this."""
+    asking = manager(stack, *shapes)
+    found = []
+    for each in range(12):
+        begun = {key: end for key, end in asking.keys(6).items() if end <= 6 * CHUNK}
+        asked: dict[bytes, int] = {}
+        for group in asking.manager.shapes:
+            mine = {key: end for key, end in begun.items() if group_of(BlockKey(key)) == group}
+            own = make_keys(3, start=100 * (each + 1), group=group)
+            asked |= mine | {key: (6 + at) * CHUNK for at, key in enumerate(own, 1)}
+        found.append(asking.serve("asks", asked))
+        for other in range(3):
+            asking.serve("other", asking.keys(8, first=10_000 + 100 * each + 20 * other))
+    assert found[2:] == [6 * CHUNK] * 10
 
 
 def test_it_is_known_where_prompts_part(stack: Stack) -> None:

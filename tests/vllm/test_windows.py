@@ -82,6 +82,29 @@ def test_where_prompts_part_something_is_kept(
         assert (facts["failed_loads"], facts["failed_stores"], facts["mistakes"]) == (0, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype", "capacity", "known"),
+    [("gpt_oss", "float32", "12MiB", 1408), ("qwen3_next", "bfloat16", "6MiB", 1280)],
+)
+def test_what_many_prompts_begin_with_outlives_others(
+    world: World, model: Callable[..., Path], family: str, dtype: str, capacity: str, known: int
+) -> None:
+    """Its window, or state, too: without it the rest is of no use."""
+    stack = world.stack(capacity=capacity)
+    del stack["tiers"][1]
+    options = {"dtype": dtype, "enable_prefix_caching": True}
+    with world.engine(model(family), stack=stack, **options) as engine:
+        found = []
+        for each in range(10):
+            asked = prompt(52, 1500) + prompt(100 + each, 200)
+            found += [one["cached"] for one in engine.generate(prompts=[asked], tokens=1)]
+            engine.generate(prompts=[prompt(200 + each, 1700)], tokens=1)
+            engine.forget_engine_cache()
+        facts = engine.facts()
+    assert found == [0, 0] + [known] * 8
+    assert facts["chain"]["tiers"][0]["evicted"] > 50
+
+
 def _kind(name: str, **fields: int) -> Any:
     return Made(kv_cache_spec=type(name, (), {"block_size": 16, **fields})())
 

@@ -1,0 +1,92 @@
+"""What the scheduler's side knows of each of the engine's requests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvtier.core.offers import Decision, Shape, Span
+from kvtier.types import GROUP_BYTES, BlockKey
+from kvtier.vllm.keys import salted
+
+
+class Column(NamedTuple):
+    """A request's keys of one cache group, in the order of its tokens."""
+
+    group: int
+    asked: list[bytes]
+    """As vLLM knows them."""
+    known: list[BlockKey]
+    """As the tiers know them."""
+
+
+class RequestState(msgspec.Struct):
+    """What is known of one of the engine's requests."""
+
+    salt: bytes = b""
+    """Mixed into its keys, if not empty: what vLLM's own hash leaves out."""
+    kept: bool = True
+    """Whether its keys say all that its blocks depend on: else nothing of it is kept."""
+    refused: bool = False
+    """It is offered nothing: its keys do not tell enough, or a load has failed."""
+    touched: bool = False
+    """The tiers know that its blocks were asked for: they count it once a request."""
+    start: int = 0
+    limit: int = sys.maxsize
+    """The tokens between which the engine asks for a hit."""
+    hits: set[bytes] | None = None
+    """The answer to all questions of this step; None until the first."""
+    junction: int = 0
+    """The token at which this prompt goes on otherwise than one that was stored, if what a hit
+    there would take is not kept."""
+    columns: list[Column] = []
+    ends: dict[BlockKey, tuple[int, bool]] = {}
+    """Where the prompt stands after each of its blocks, and whether that is of a window; if it has
+    several columns."""
+    positions: int = -1
+    """How many positions of keys `columns` was made of."""
+    decision: Decision = msgspec.field(default_factory=Decision)
+    sources: Mapping[bytes, int] = {}
+    """The tiers that the blocks of its load come from."""
+
+    def known_as(self, keys: Sequence[bytes], epoch: bytes) -> list[BlockKey]:
+        """The keys as the tiers know them: with the request's salt and the epoch in them."""
+        return salted(keys, epoch + self.salt)
+
+    def arrange(self, shapes: Mapping[int, Shape], ends: Mapping[bytes, int], epoch: bytes) -> None:
+        """Sort its keys by group. What ends within a chunk is not kept here."""
+        if len(ends) == self.positions:
+            return
+        self.positions = len(ends)
+        asked: dict[bytes, list[bytes]] = {}
+        tokens = {}
+        for group, shape in shapes.items():
+            suffix = group.to_bytes(GROUP_BYTES, "big")
+            asked[suffix], tokens[suffix] = [], shape.tokens
+        for key, end in ends.items():
+            suffix = key[-GROUP_BYTES:]
+            mine = asked.get(suffix)
+            if mine is not None and end == (len(mine) + 1) * tokens[suffix]:
+                mine.append(key)
+        self.columns = [
+            Column(group, keys, self.known_as(keys, epoch))
+            for group, keys in zip(shapes, asked.values(), strict=True)
+        ]
+        self.ends = {}
+        if len(self.columns) > 1:
+            for group, _, known in self.columns:
+                tokens_each, window, _ = shapes[group]
+                for at, key in enumerate(known, 1):
+                    self.ends[key] = (at * tokens_each, window is not None)
+
+    def spans(self, shapes: Mapping[int, Shape], sizes: Sequence[int]) -> list[Span]:
+        """Its keys and how they are kept, group by group."""
+        return [Span(shapes[group], known, sizes[group]) for group, _, known in self.columns]
+
+    def as_it_grows(self, keys: list[BlockKey]) -> list[BlockKey]:
+        """Blocks of several groups in the order of their tokens: tiers take them for one prefix."""
+        last = (sys.maxsize, False)
+        return sorted(keys, key=lambda key: self.ends.get(key, last)) if self.ends else keys
