@@ -10,14 +10,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from kvtier.cli.choice import Choice
-from kvtier.cli.console import Progress
+from kvtier.cli.console import Progress, warn
+from kvtier.cli.hold import filling
 from kvtier.cli.holdings import Place, known_namespaces
 from kvtier.cli.measure import patient
 from kvtier.cli.opening import uninterrupted
@@ -281,15 +284,28 @@ def open_sink(
     """The tier of a stack that is to be filled, opened; the reader is closed with it."""
     sink: Sink | None = None
     try:
-        with uninterrupted():
-            sink = _open(config, tier, namespace, reader, pace)
-        yield sink
+        with _alone(config.tiers[tier]):
+            try:
+                with uninterrupted():
+                    sink = _open(config, tier, namespace, reader, pace)
+                yield sink
+            finally:
+                if sink is not None:
+                    with uninterrupted():
+                        sink.close()
     finally:
-        with uninterrupted():
-            if sink is None:
-                reader.close()
-            else:
-                sink.close()
+        if sink is None:
+            reader.close()
+
+
+def _alone(settings: Any) -> AbstractContextManager[None]:
+    """In a store two who write one block write one object; host memory has one owner."""
+    if settings.kind != "nvme":
+        return nullcontext()
+    folder = Path(settings.path)
+    return filling(
+        folder, lambda: warn(f"another command is filling {folder}: waiting until it has ended")
+    )
 
 
 def _open(config: StackConfig, tier: int, namespace: Namespace, reader: Reader, pace: Pace) -> Sink:

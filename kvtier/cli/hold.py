@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvtier.core.disk import is_locked
@@ -34,6 +34,23 @@ def folder_locked(root: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def filling(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
+    """Be the only command that fills an NVMe folder: of two at once each would store, in slabs of
+    its own, what the other has on its way. `waits` is called if there is another."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # opening the tier says what is wrong
+            folder.mkdir(mode=0o700, exist_ok=True)
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            held.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waits()
+                fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
 
 
 def has_live_owner(home: Path) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import object_servers
 import pytest
-from cli_world import STACK, Hold, command
+from cli_world import KVTIER, STACK, Hold, command
 
 from kvtier.cli.holdings import look
 from kvtier.config import load
@@ -163,3 +163,36 @@ def test_the_store_goes_away(stack: Path, server: object_servers.ServerProcess) 
     assert report["unread"] == BLOCKS - report["copied"] > 0 == report["bad"]
     server.start()
     finishes(stack, report["copied"])
+
+
+@pytest.mark.parametrize("stack", ["folder"], indirect=True)
+def test_two_at_once_copy_each_block_once(stack: Path) -> None:
+    first = start(stack)
+    let_arrive(first, stack, 1)
+    second = subprocess.Popen(
+        [KVTIER, "prewarm", "-c", stack, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert second.stderr is not None
+    assert "another command is filling" in second.stderr.readline()
+    going_on(stack).touch()
+    reports = [json.loads(each.communicate(timeout=300)[0]) for each in (first, second)]
+    assert [report["namespaces"][0]["copied"] for report in reports] == [BLOCKS, 0]
+    assert arrived(stack) == BLOCKS
+
+
+@pytest.mark.parametrize("stack", ["folder"], indirect=True)
+def test_who_waits_for_another_can_be_interrupted(stack: Path) -> None:
+    first = start(stack)
+    let_arrive(first, stack, 1)
+    second = subprocess.Popen([KVTIER, "prewarm", "-c", stack], stderr=subprocess.PIPE, text=True)
+    assert second.stderr is not None
+    assert "another command is filling" in second.stderr.readline()
+    second.terminate()
+    second.communicate(timeout=300)
+    assert second.returncode == 128 + signal.SIGTERM
+    first.kill()
+    first.communicate()
+    finishes(stack, 1)
