@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from kvtier import __version__
 from kvtier.cli import console, main
@@ -38,13 +38,29 @@ COMMANDS = {
 }
 
 
+_NAMED = {
+    "FILE": "file",
+    "PROMPT_FILE": "file",
+    "FOLDER": "folder",
+    "MODEL": "model",
+    "URL|FILE": "store",
+}
+
+
 class _Command(TyperCommand):
-    """Refuses an option that stands twice: only the last would count, and nobody would know.
+    """Refuses an option that stands twice: only the last would count, and nobody would know. And an
+    empty text for a file: it would be taken for the folder in which this is run.
     Prints examples as they can be typed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        completing = ctx.resilient_parsing
-        given = [] if completing else self.make_parser(ctx).parse_args(list(args))[2]
+        if ctx.resilient_parsing:  # a shell completes what is not written to its end
+            return super().parse_args(ctx, args)
+        values, _, given = self.make_parser(ctx).parse_args(list(args))
+        for param in self.params:
+            assert isinstance(param, TyperOption | TyperArgument)
+            what = _NAMED.get(str(param.metavar))
+            if what is not None and values.get(param.name) == "":
+                raise typer.BadParameter(f"an empty text names no {what}", ctx, param)
         for option in given:
             if not isinstance(option, TyperOption) or option.multiple or option.is_flag:
                 continue

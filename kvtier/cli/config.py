@@ -137,6 +137,8 @@ def init(
         return
     if file.exists():
         raise KVTierError(f"{file} exists; name another file, or remove it first")
+    if not file.parent.is_dir():
+        raise KVTierError(f"{file.parent} is not a folder; make it, or name one that exists")
     blocks.mkdir(mode=0o700, parents=True, exist_ok=True)
     with console.naming(file):
         _write(file, text)
@@ -156,8 +158,6 @@ def _write(file: Path, text: str) -> None:
 
 def _check_init(folder: str, name: str | None, bucket: str | None) -> None:
     """Refuse what would make a stack that `check` refuses."""
-    if not folder:
-        raise typer.BadParameter("an empty text names no folder", param_hint="--folder")
     for option, text in (("--folder", folder), ("--bucket", bucket or "")):
         try:
             text.encode()

@@ -43,7 +43,11 @@ WRONG = [
     ("snapshot --to s3://me:secret@bucket/x -c {stack}", 2, "a user name stands in the url"),
     ("config init --bucket http://bucket", 2, "--bucket: this url names no store"),
     ("config init --bucket s3://me:secret@bucket", 2, "--bucket: a user name"),
-    ("config init {stack}.new --folder=", 2, "--folder: an empty text names no folder"),
+    ("config init {stack}.new --folder=", 2, "'--folder': an empty text names no folder"),
+    ("config init {folder}/none/x.yaml", 1, "none is not a folder; make it"),
+    ("ls --config=", 2, "(env var: 'KVTIER_CONFIG'): an empty text names no file"),
+    ("prewarm --from= -c {stack}", 2, "'--from': an empty text names no file"),
+    ("snapshot --to= -c {stack}", 2, "'--to': an empty text names no store"),
     ("config init --name a/b", 2, "--name: 'a/b' cannot name an engine"),
     ("config init --memory 0", 2, "--memory: a size of nothing"),
     ("config init --disk 5XB", 2, "--disk: 'XB' is not a unit"),
@@ -109,6 +113,23 @@ def test_an_empty_text_is_no_namespace(
     assert commands.run([*words, "-c", str(filled)]) == 1
     assert "an empty text names no namespace" in capsys.readouterr().err
     assert commands.run(["ls", NAMESPACE.id, "-c", str(filled)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["config", "check", ""], "file"),
+        (["export", "", "-c", "{stack}"], "file"),
+        (["import", "", "-c", "{stack}"], "file"),
+        (["explain", "", "-c", "{stack}"], "file"),
+        (["plan", "", "-c", "{stack}"], "model"),
+    ],
+)
+def test_an_empty_text_is_not_the_folder_here(
+    words: list[str], what: str, filled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert commands.run([word.format(stack=filled) for word in words]) == 2
+    assert f"an empty text names no {what}" in capsys.readouterr().err
 
 
 def test_options_that_may_stand_twice(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:

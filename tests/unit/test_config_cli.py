@@ -187,7 +187,7 @@ class TestInit:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         target = tmp_path / "gone" / "stack.yaml"
-        assert "No such file" in refused(capsys, "config", "init", str(target), code=1)
+        assert "is not a folder; make it" in refused(capsys, "config", "init", str(target), code=1)
 
 
 class TestTheFrame:
