@@ -43,10 +43,10 @@ def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
-    configured = model.hf_config.to_json_string(use_diff=False)
+    configured = configuration_of(model.hf_config)
     by_length = any(word in configured for word in _BY_LENGTH)
     return {
-        "model": str(model.model),
+        "model": whole_name(str(model.model)),
         "model_config": _digest(configured),
         "implementation": _stated(model, "model_impl", "model_class_overrides"),
         "longest_prompt": str(model.max_model_len) if by_length else "any",
@@ -79,11 +79,29 @@ def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None
             "cp_kv_cache_interleave_size",
             "dcp_kv_cache_interleave_size",
         ),
-        "speculative": _speculative(vllm_config),
+        "speculative": _speculative(vllm_config, weights),
         "attention": _attention(vllm_config.attention_config),
         "platform": _platform(),
         "engine": f"vllm {vllm.__version__}",
     }
+
+
+def whole_name(model: str) -> str:
+    """What a model is called: `./model` is another one wherever it is said, and so its whole path
+    is meant. Links are kept: one that leads to other weights later on has a name that lasts."""
+    path = Path(model)
+    return str(path.absolute()) if path.exists() else model
+
+
+def configuration_of(hf_config: Any) -> str:
+    """A model's configuration; the name by which it was read stands in it, too."""
+    text = str(hf_config.to_json_string(use_diff=False))
+    named = json.loads(text)
+    name = named.get("_name_or_path")
+    if not isinstance(name, str) or whole_name(name) == name:
+        return text
+    named["_name_or_path"] = whole_name(name)
+    return json.dumps(named, indent=2, sort_keys=True) + "\n"  # as it is written otherwise
 
 
 def _digest(text: str | bytes) -> str:
@@ -103,9 +121,17 @@ def _media(config: Any) -> str:
     return json.dumps(settings, sort_keys=True, default=str)
 
 
-def _speculative(vllm_config: Any) -> str:
+def _speculative(vllm_config: Any, weights: str | None) -> str:
+    """Which model guesses ahead, and its weights: its blocks are kept beside the other's."""
     config = vllm_config.speculative_config
-    return "none" if config is None else f"{config.method} {config.model}"
+    if config is None:
+        return "none"
+    said = f"{config.method} {whole_name(str(config.model))}"
+    draft, target = config.draft_model_config, vllm_config.model_config
+    if draft is None or draft.model == target.model or weights:
+        return said
+    load = config.draft_load_config or vllm_config.load_config
+    return f"{said} {_weights_of(draft, load)}"
 
 
 def _attention(config: Any) -> str:
@@ -149,7 +175,10 @@ def check_hash(algorithm: str, *, persistent: bool) -> str | None:
 
 def fingerprint_weights(vllm_config: Any) -> str:
     """A cheap fingerprint of the weights: other bytes under the same path give another one."""
-    model, load = vllm_config.model_config, vllm_config.load_config
+    return _weights_of(vllm_config.model_config, vllm_config.load_config)
+
+
+def _weights_of(model: Any, load: Any) -> str:
     if str(load.load_format) == "dummy":
         return f"dummy {model.seed}"
     folder = _folder(model, load)

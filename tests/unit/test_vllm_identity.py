@@ -12,9 +12,12 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.vllm.identity import (
     Adapters,
+    _speculative,
     check_hash,
+    configuration_of,
     fingerprint_folder,
     fingerprint_weights,
+    whole_name,
 )
 
 
@@ -134,6 +137,57 @@ def test_how_images_are_prepared_is_part_of_a_model(tmp_path: Path) -> None:
     before = fingerprint_weights(engine(tmp_path))
     (tmp_path / "preprocessor_config.json").write_text('{"do_normalize": false}')
     assert fingerprint_weights(engine(tmp_path)) != before
+
+
+def test_a_folder_has_one_name_however_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "other" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    said = ("model", "./model", "model/", str(tmp_path / "model"), f"{tmp_path}//model/")
+    assert {whole_name(each) for each in said} == {str(tmp_path / "model")}
+    monkeypatch.chdir(tmp_path / "other")
+    assert whole_name("./model") == str(tmp_path / "other" / "model"), "which is another folder"
+    (tmp_path / "current").symlink_to(tmp_path / "model")
+    assert whole_name(str(tmp_path / "current")) == str(tmp_path / "current")
+    for name in ("org/model", "s3://bucket/model"):
+        assert whole_name(name) == name
+
+
+def test_nor_does_its_configuration_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(name: str, layers: int = 2) -> SimpleNamespace:
+        text = json.dumps({"_name_or_path": name, "layers": layers}, indent=2, sort_keys=True)
+        return SimpleNamespace(to_json_string=lambda use_diff: f"{text}\n")
+
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    whole = configuration_of(config(str(tmp_path / "model")))
+    assert whole == config(str(tmp_path / "model")).to_json_string(use_diff=False)
+    assert configuration_of(config("./model")) == whole
+    assert configuration_of(config("./model", layers=3)) != whole
+    assert '"org/model"' in configuration_of(config("org/model"))
+
+
+def test_the_weights_of_a_model_that_guesses_ahead_count(tmp_path: Path) -> None:
+    target = engine(write_tensors(tmp_path / "target", bytes(64)))
+    draft = engine(write_tensors(tmp_path / "draft", bytes(64)))
+    target.speculative_config = None
+    assert _speculative(target, None) == "none"
+    target.speculative_config = SimpleNamespace(
+        method="eagle",
+        model=draft.model_config.model,
+        draft_model_config=draft.model_config,
+        draft_load_config=None,
+    )
+    before = _speculative(target, None)
+    assert before == _speculative(target, None)
+    assert str(tmp_path / "draft") in before
+    write_tensors(tmp_path / "draft", b"\x01" * 64)
+    assert _speculative(target, None) != before
+    assert _speculative(target, "named") == f"eagle {tmp_path}/draft"
+    target.speculative_config.draft_model_config = target.model_config  # by n-grams, say
+    assert _speculative(target, None) == f"eagle {tmp_path}/draft"
 
 
 @pytest.mark.parametrize("model", ["s3://bucket/model", "nobody/has-this", "configs"])
