@@ -161,6 +161,9 @@ class Desk:
         self._at_once = [max(1, batch_bytes // size) for size in layout.part_bytes]
         self._lock = threading.Lock()
         self._woken = threading.Condition(self._lock)
+        self._lookout = threading.Condition(self._lock)
+        """Where threads sleep that wait for records of loads; one of them looks out for these."""
+        self._looking = False
         self._done = threading.Condition(self._lock)
         self._loads: list[Work] = []
         self._stores: list[Work] = []
@@ -190,7 +193,7 @@ class Desk:
                 work.give_up(Outcome.CANCELLED)
             (self._loads if work.loading else self._stores).append(work)
             self._settle(work)
-            self._woken.notify_all()
+            self._wake()
 
     def _drop_holes(self, work: Work) -> None:
         """A record is a whole chunk or nothing. Where a group's blocks are not whole chunks, some
@@ -223,7 +226,11 @@ class Desk:
             for work in [*self._loads, *self._stores]:
                 work.give_up(Outcome.CANCELLED)
                 self._settle(work)
-            self._woken.notify_all()
+            self._wake()
+
+    def _wake(self) -> None:
+        self._woken.notify_all()
+        self._lookout.notify_all()
 
     # -- the threads' side -----------------------------------------------------------------
 
@@ -234,10 +241,25 @@ class Desk:
             while (batch := take()) is None:
                 if self._closing or not wait:
                     return None
-                self._woken.wait(self._POLL_S if self._loads else None)
+                self._sleep(take)
+            if take == self.load:
+                self._lookout.notify()  # somebody else may have to look out now
             batch.busy.begin(len(batch.rows), self._clock())
             batch.work.holding += len(batch.rows)
             return batch
+
+    def _sleep(self, take: Callable[[], Batch | None]) -> None:
+        """Until there may be a batch. What arrives is looked for by one thread: each look is time
+        that Python takes from the engine's own thread."""
+        if take != self.load:
+            polls = take == self.store_after_loads and self._loads
+            self._woken.wait(self._POLL_S if polls else None)
+        elif self._looking or not self._loads:
+            self._lookout.wait()
+        else:
+            self._looking = True
+            self._lookout.wait(self._POLL_S)
+            self._looking = False
 
     def load(self) -> Batch | None:
         """Records that have arrived, of the oldest load that has some."""
