@@ -70,6 +70,9 @@ class RankWorker:
         self._region: Region | None = None
         self._region_name = ""
         self._numbers: dict[int, tuple[int, int]] = {}
+        self._writes_first = writes_first()
+        self._overtaken: set[int] = set()
+        """Jobs whose blocks the engine may have written to before they were copied out."""
         self._ended: list[Ended] = []
         self._said = ""
 
@@ -155,9 +158,12 @@ class RankWorker:
 
     def _report(self, result: JobResult) -> Ended:
         number, _ = self._numbers.pop(result.id)
-        failures = {
-            index: outcome for index, outcome in enumerate(result.outcomes) if not outcome.ok
-        }
+        outcomes = result.outcomes
+        if result.id in self._overtaken:
+            self._overtaken.remove(result.id)
+            if result.kind is TransferKind.STORE:
+                outcomes = [Outcome.DROPPED] * len(outcomes)
+        failures = {index: outcome for index, outcome in enumerate(outcomes) if not outcome.ok}
         report = Report(
             1,
             failures,
@@ -171,8 +177,11 @@ class RankWorker:
         return Ended(result.id, number, ok, report, result.seconds)
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """Return when these jobs no longer touch device blocks."""
+        """Return when these jobs no longer touch device blocks, which the engine is about to write
+        to. Where it may have done so already, what was not copied out by its last step is lost."""
         if self._copier is not None:
+            if self._writes_first:
+                self._overtaken |= self._numbers.keys() & job_ids
             self._copier.wait(job_ids)
 
     # -- the region ------------------------------------------------------------------------
@@ -210,6 +219,21 @@ class RankWorker:
     def close(self) -> None:
         """End the copier and let go of the region."""
         self._close_copier()
+
+
+def writes_first() -> bool:
+    """Whether the engine writes to blocks that have changed hands before it asks for what is still
+    to be copied out of them.
+
+    vLLM's second model runner does: it zeroes blocks, copies others into them and carries states
+    on, and then calls its connector. On CUDA it is the one that runs.
+    """
+    try:
+        from vllm.config import get_current_vllm_config_or_none
+    except ImportError:
+        return False
+    config = get_current_vllm_config_or_none()
+    return config is not None and bool(config.use_v2_model_runner)
 
 
 def device_of(caches: Any, gds: Gds, folders: Sequence[Path]) -> OpenCopier:
