@@ -108,7 +108,9 @@ class Cascade:
         for source in dict.fromkeys((HOST, link.source)):
             if keys:
                 keys = self._carry(Purpose.CASCADE, link, source, keys, now)
-        link.drop("gone", len(keys))
+        if keys:  # what was used while it was on its way up from there is not gone
+            below = self._tiers[link.target].lookup(keys)
+            link.drop("gone", below.count(Presence.MISS))
 
     def _demote(self, link: Link, now: float) -> None:
         """Write down what eviction will take next, so that it takes nothing that is only there."""

@@ -151,6 +151,20 @@ def test_second_touch_admits_what_was_loaded_after_it_was_stored() -> None:
     assert (link.offered, link.admitted) == (6, 2)
 
 
+def test_what_is_loaded_from_a_tier_is_not_dropped_on_the_way_to_it() -> None:
+    rig = ChainRig([8, 16], [rule(), rule(THROUGH, SECOND)])
+    keys = rig.store(KEYS[:4])
+    load_once(rig, keys)
+    rig.settle()
+    rig.tiers[0].forget(keys)
+    ticket = rig.chain.begin_load(keys, "reader", FAR)
+    rig.chain.poll()
+    rig.settle()
+    rig.chain.end_load(ticket)
+    (link,) = rig.chain.chain_stats().links
+    assert (link.written, link.drops) == (4, {})
+
+
 def test_second_touch_admits_what_is_stored_again() -> None:
     rig = ChainRig([8, 16], [rule(), rule(THROUGH, SECOND)])
     rig.store(KEYS[:2])
