@@ -82,8 +82,8 @@ def _clear(config: StackConfig, place: Place, part: Part) -> Cleared:
     done = Cleared(part.tier, part.kind, part.namespace, part.blocks, part.bytes)
     try:
         _remove(config, place, part.namespace)
-    except KVTierError as error:
-        done.kept = str(error)
+    except (KVTierError, OSError) as error:
+        done.kept = console.said_of(error)
     return done
 
 

@@ -352,17 +352,22 @@ _REMEDIES = {
 }
 
 
+def said_of(error: KVTierError | OSError) -> str:
+    """What went wrong, and what to do."""
+    if not isinstance(error, OSError):
+        return str(error)
+    name = f"{error.filename}: " if error.filename else ""
+    remedy = _REMEDIES.get(error.errno or 0, "")
+    return f"{name}{error.strerror or error}" + (f"; {remedy}" if remedy else "")
+
+
 def explain(error: KVTierError | OSError) -> int:
     """Say what went wrong in one sentence a mistake, and answer the exit code."""
     if isinstance(error, ConfigErrors):
         for each in error.errors:
             warn(str(each))
-    elif isinstance(error, OSError):
-        name = f"{error.filename}: " if error.filename else ""
-        remedy = _REMEDIES.get(error.errno or 0, "")
-        warn(f"{name}{error.strerror or error}" + (f"; {remedy}" if remedy else ""))
     else:
-        warn(str(error))
+        warn(said_of(error))
     return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE
 
 

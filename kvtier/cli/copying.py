@@ -30,7 +30,7 @@ from kvtier.core.backend import TierContext, backend
 from kvtier.core.record import record_bytes
 from kvtier.core.tier import Tier
 from kvtier.core.transfer import Mover, Transfer, TransferKind, TransferResult
-from kvtier.errors import KVTierError, MediumInUse
+from kvtier.errors import KVTierError, MediumError, MediumInUse
 from kvtier.move.threads import ThreadMover
 from kvtier.types import BlockKey, Namespace, Outcome, Presence
 
@@ -265,7 +265,10 @@ class Sink:
     def carry_uses(self, used: Mapping[BlockKey, tuple[int, float]]) -> None:
         """Take along how often what was stored was used where it came from. Of what was there
         before nothing is said, so that none counts twice."""
-        self._carry_uses({key: used[key] for key in self.stored if key in used})
+        try:
+            self._carry_uses({key: used[key] for key in self.stored if key in used})
+        except MediumError as error:  # the blocks are there all the same
+            warn(f"how often they were used did not come along: {error}")
 
     def close(self) -> None:
         """Let what is being written land, drop the rest, and close everything."""

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
+import msgspec
 import typer
 
 from kvtier.cli import console
 from kvtier.cli.holdings import look
-from kvtier.cli.rubbish import find
+from kvtier.cli.rubbish import Rubbish, find
 from kvtier.config import load
+from kvtier.errors import KVTierError
 from kvtier.observe import human
 
 app = console.new_app("Remove what nobody will ask for again.")
+
+
+class Row(msgspec.Struct):
+    """Something that was found, and whether it is gone."""
+
+    what: str
+    where: str
+    bytes: int
+    removed: bool = False
 
 
 @app.command(
@@ -43,28 +55,48 @@ def gc(
     """
     stack = load(config)
     places = look(stack, console.tier_of(tier, stack), blocks=False)
-    rows = []
-    kept = 0
-    for each in find(stack, places, idle):
-        gone = not dry_run and each.remove()
-        kept += not dry_run and not gone
-        rows.append({"what": each.what, "where": each.where, "bytes": each.bytes, "removed": gone})
+    rows, refused = _collect(find(stack, places, idle), dry_run)
     if json:
         troubles = [trouble for place in places for trouble in place.troubles]
-        console.print_json({"dry_run": dry_run, "found": rows, "troubles": troubles})
-    elif not rows:
+        console.print_json({"dry_run": dry_run, "found": rows, "troubles": troubles + refused})
+    elif rows:
+        _show(rows, dry_run)
+    elif not refused:
         console.say("there is nothing to remove")
-    else:
-        console.print_table(
-            ["what", "where", "size"],
-            [[row["what"], row["where"], human.size(float(str(row["bytes"])))] for row in rows],
-            numbers=["size"],
-        )
-        counted = [row for row in rows if dry_run or row["removed"]]
-        total = human.size(sum(int(str(row["bytes"])) for row in counted))
-        verb = "would be" if dry_run else "was" if len(counted) == 1 else "were"
-        console.say(f"{len(counted)} {verb} removed ({total})")
-    if kept:
-        console.warn(f"{kept} of them are in use again and stay")
-        raise typer.Exit(console.EXIT_FAILURE)
+    for said in refused:
+        console.warn(said)
     console.end_with_troubles(places)
+    if refused:
+        raise typer.Exit(console.EXIT_FAILURE)
+
+
+def _collect(rubbish: Iterable[Rubbish], dry_run: bool) -> tuple[list[Row], list[str]]:
+    """What was found and what became of it; and why some of it stays, or more was not found."""
+    rows: list[Row] = []
+    refused: list[str] = []
+    kept = 0
+    try:
+        for each in rubbish:
+            rows.append(Row(each.what, each.where, each.bytes))
+            try:
+                rows[-1].removed = not dry_run and each.remove()
+                kept += not dry_run and not rows[-1].removed
+            except (KVTierError, OSError) as error:
+                refused.append(console.said_of(error))
+    except (KVTierError, OSError) as error:
+        refused.append(console.said_of(error))
+    if kept:
+        refused.append(f"{kept} of them are in use again and stay")
+    return rows, refused
+
+
+def _show(rows: Sequence[Row], dry_run: bool) -> None:
+    console.print_table(
+        ["what", "where", "size"],
+        [[row.what, row.where, human.size(row.bytes)] for row in rows],
+        numbers=["size"],
+    )
+    counted = [row for row in rows if dry_run or row.removed]
+    total = human.size(sum(row.bytes for row in counted))
+    verb = "would be" if dry_run else "was" if len(counted) == 1 else "were"
+    console.say(f"{len(counted)} {verb} removed ({total})")

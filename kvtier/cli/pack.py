@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import stat
 import struct
@@ -18,7 +20,7 @@ from kvtier.cli.choice import USED_MAX
 from kvtier.cli.reader import Reader
 from kvtier.core.record import HEADER_BYTES, Buffer, Header, record_bytes
 from kvtier.core.slab.layout import keys_of
-from kvtier.errors import FormatError, NewerFormat
+from kvtier.errors import FormatError, MediumInUse, NewerFormat
 from kvtier.types import KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, BlockKey, Namespace, Outcome
 
 MAGIC = b"KVTPACK\n"
@@ -49,9 +51,8 @@ class PackWriter:
 
     def __init__(self, path: Path, namespace: Namespace) -> None:
         self._path = path
-        self._making = path.with_name(f"{path.name}.{os.getpid()}.making")
-        fd = os.open(self._making, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._file: BinaryIO = os.fdopen(fd, "wb")
+        self._making = path.with_name(f"{path.name}.making")
+        self._file: BinaryIO = os.fdopen(_begin(self._making), "wb")
         self.count = 0
         self.used: Mapping[BlockKey, tuple[int, float]] = {}
         """How often these blocks were used and when last: written at the end."""
@@ -75,6 +76,7 @@ class PackWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        whole = False
         try:
             if kind is None:
                 tail = _TAIL.pack(END, self.count)
@@ -82,11 +84,33 @@ class PackWriter:
                     self._file.write(part + _SUM.pack(xxhash.xxh3_64_intdigest(part)))
                 self._file.flush()
                 os.fsync(self._file.fileno())  # or the name could outlive a crash, and not the rest
-            self._file.close()
-            if kind is None:
                 self._making.replace(self._path)
+                whole = True
         finally:
-            self._making.unlink(missing_ok=True)
+            if not whole:
+                self._making.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what is still to be written is of no use
+                self._file.close()
+
+
+def _begin(making: Path) -> int:
+    """A file that nobody else is writing, empty: who was killed may have left something in it."""
+    while True:
+        fd = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if making.exists() and os.path.samestat(os.fstat(fd), making.stat()):
+                os.ftruncate(fd, 0)
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            raise MediumInUse(
+                f"another command is writing {making}: wait for it, or name another file"
+            ) from None
+        except OSError:
+            os.close(fd)
+            raise
+        os.close(fd)  # it has just got its own name, or was given up
 
 
 def _pack_uses(used: Mapping[BlockKey, tuple[int, float]]) -> bytes:

@@ -68,6 +68,25 @@ def test_a_crash_leaves_what_sweep_removes(store: FileStore) -> None:
     assert not torn.exists()
 
 
+def test_a_sandbox_that_does_not_say_which_machine_it_is(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writers know of themselves that they live, and of all others that they may."""
+
+    def unsaid(path: Path) -> Path:
+        raise FileNotFoundError(path)
+
+    elsewhere = writers.new()
+    monkeypatch.setattr(Path, "readlink", unsaid)
+    writers._machine.cache_clear()
+    try:
+        assert writers.may_live(writers.new())
+        assert writers.may_live(elsewhere)
+        put(store, "name")
+    finally:
+        writers._machine.cache_clear()
+
+
 def test_what_the_dead_of_this_machine_left_goes_at_once(store: FileStore) -> None:
     child = os.fork()
     if not child:

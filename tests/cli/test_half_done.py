@@ -1,0 +1,134 @@
+"""What could only be done in part: the rest is done, and both parts are said."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_world import command
+
+from kvtier.backends.object.errors import StoreError
+from kvtier.backends.object.uses import Uses
+from kvtier.cli import commands, hold
+from kvtier.cli.pack import PackWriter
+from kvtier.testing.records import NAMESPACE
+from kvtier.types import BlockKey
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def read_only_lock(filled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As where the disk has been mounted read-only meanwhile."""
+
+    def locked(root: Path) -> contextlib.AbstractContextManager[None]:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(root / "lock"))
+
+    monkeypatch.setattr(hold, "folder_locked", locked)
+    for module in ("rubbish", "repair"):
+        monkeypatch.setattr(f"kvtier.cli.{module}.folder_locked", locked)
+    return filled
+
+
+def test_clear_goes_on_with_the_rest(
+    read_only_lock: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert commands.run(["clear", "--yes", "--json", "-c", str(read_only_lock)]) == 1
+    out, err = capsys.readouterr()
+    cleared = json.loads(out)
+    assert [(each["kind"], bool(each["kept"])) for each in cleared] == [
+        ("cpu", False),
+        ("nvme", True),
+    ]
+    assert "lock: Read-only file system; name a place that can be written to" in err
+
+
+def test_gc_goes_on_with_the_rest(read_only_lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["gc", "--idle", "0s", "-c", str(read_only_lock)]
+    assert commands.run([*args, "--json"]) == 1
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert [(Path(row["where"]).suffix, row["removed"]) for row in report["found"]] == [
+        (".region", True),
+        ("", False),
+    ]
+    assert "Read-only file system" in report["troubles"][0]
+    assert "Read-only file system" in err
+
+
+def test_gc_says_what_it_removed_before_something_could_not_be_looked_at(
+    filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreadable(*_: object) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "blocks")
+
+    monkeypatch.setattr("kvtier.cli.rubbish._of_folder", unreadable)
+    assert commands.run(["gc", "--idle", "0s", "-c", str(filled)]) == 1
+    out, err = capsys.readouterr()
+    assert "1 was removed" in out
+    assert "blocks: Input/output error" in err
+
+
+def test_a_copy_is_whole_without_its_statistics(
+    filled: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(uses: Uses, used: Mapping[BlockKey, tuple[int, float]]) -> None:
+        raise StoreError("no room: free some")
+
+    monkeypatch.setattr(Uses, "carry", full)
+    assert commands.run(["snapshot", "-c", str(filled), "--to", f"file://{tmp_path}/s"]) == 0
+    out, err = capsys.readouterr()
+    assert NAMESPACE.id[:12] in out
+    assert "did not come along: no room: free some" in err
+
+
+class TestExports:
+    def test_what_a_killed_one_left_is_in_nobodys_way(self, filled: Path, tmp_path: Path) -> None:
+        """In containers a command has the same process number again and again."""
+        left = tmp_path / "x.kvpack.making"
+        left.write_bytes(b"x" * 1000)
+        assert command("export", tmp_path / "x.kvpack", "-c", filled).code == 0
+        assert not left.exists()
+        assert command("clear", "--yes", "-c", filled).code == 0
+        assert command("import", tmp_path / "x.kvpack", "-c", filled).code == 0
+
+    def test_two_into_one_file(self, filled: Path, tmp_path: Path) -> None:
+        file = tmp_path / "x.kvpack"
+        with PackWriter(file, NAMESPACE):
+            done = command("export", file, "-c", filled)
+            assert (done.code, done.out) == (1, "")
+            assert "another command is writing" in done.err
+        assert command("export", file, "-c", filled, "--force").code == 0
+        assert sorted(path.name for path in tmp_path.glob("x.*")) == ["x.kvpack"]
+
+    def test_a_file_that_has_just_got_its_own_name_is_not_written_to(
+        self, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another export ends between our opening its file and our locking it."""
+        file = tmp_path / "x.kvpack"
+        making = tmp_path / "x.kvpack.making"
+        making.write_bytes(b"whole")
+        lock = fcntl.flock
+
+        def meanwhile(fd: int, how: int) -> None:
+            monkeypatch.setattr(fcntl, "flock", lock)
+            making.replace(file)
+            lock(fd, how)
+
+        monkeypatch.setattr(fcntl, "flock", meanwhile)
+        writer = PackWriter(file, NAMESPACE)
+        assert file.read_bytes() == b"whole"
+        with writer:
+            pass
+        assert file.read_bytes().startswith(b"KVTPACK")
+        assert not making.exists()
