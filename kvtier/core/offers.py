@@ -7,13 +7,12 @@ one and something more, and each is an offer of its own.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from itertools import accumulate, islice, takewhile
 from typing import NamedTuple
 
 from kvtier.core.costs import DEVICE, CostModel, Offer, Run
-from kvtier.core.plan import HOST, JOINING, NOWHERE, plan_runs
+from kvtier.core.plan import COMING, HOST, JOINING, NOWHERE, plan_runs
 from kvtier.core.tally import Tally
 from kvtier.types import BlockKey
 
@@ -61,9 +60,6 @@ class Room(NamedTuple):
     def takes(self, key: BlockKey, origin: int) -> bool:
         """Whether a block needs one more slot, be it the one that it lies in."""
         return origin >= HOST and origin not in self.slotless and key not in self.promised
-
-
-_BOUNDLESS = Room(sys.maxsize, (), (), {})
 
 
 class Decision:
@@ -238,9 +234,12 @@ def windowed(spans: Sequence[Span]) -> list[Span]:
 def kept_within(spans: Sequence[Span], origins: Sequence[Sequence[int]], stop: int) -> int:
     """The last token up to `stop` at which these windows are kept, so that a hit could end there;
     0 if there is none."""
-    limit = stop + any(span.shape.recurrent for span in spans)
-    found, _ = stops(spans, origins, 0, limit, _BOUNDLESS)
-    return found[-1] if found else 0
+    step = max(span.shape.tokens for span in spans)
+    for end in range(min(stop, whole(spans)) // step * step, 0, -step):
+        _, places = needed(spans, origins, 0, end)
+        if NOWHERE not in places and COMING not in places:
+            return end
+    return 0
 
 
 def woven(spans: Sequence[Span], ends: Collection[int]) -> list[BlockKey]:
