@@ -138,7 +138,8 @@ class NvmeBackend(Backend[NvmeSettings]):
         )
 
     def folder(self, settings: NvmeSettings) -> Path | None:
-        return Path(settings.path)
+        path = Path(settings.path)
+        return None if only_reads(path, settings.write) else path
 
     def identity(self, settings: NvmeSettings) -> str | None:
         return str(Path(settings.path).resolve())

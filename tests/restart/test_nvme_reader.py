@@ -152,8 +152,25 @@ def test_a_folder_that_is_written_to_is_opened_as_ever(tmp_path: Path) -> None:
     )
     tier = BACKEND.open_tier(settings, TierContext(NAMESPACE))
     assert tier.in_files
+    assert BACKEND.folder(settings) == tmp_path
     tier.close()
     assert (tmp_path / "lock").exists()
+
+
+def test_no_worker_is_sent_to_files_that_may_only_be_read(
+    image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUDirect Storage opens them to write, too, and is tried by writing a file."""
+    settings = NvmeSettings(
+        path=str(image), capacity=Capacity(ByteSize(1 << 24)), write=WritePolicy.NEVER
+    )
+    before = state(image)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    tier = BACKEND.open_tier(settings, TierContext(NAMESPACE))
+    assert not tier.in_files
+    assert BACKEND.folder(settings) is None
+    tier.close()
+    assert state(image) == before
 
 
 def test_blocks_that_may_not_be_read_are_named(
