@@ -8,9 +8,12 @@ never touched.
 from __future__ import annotations
 
 import time
+from array import array
 from collections import defaultdict
+from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 
 from kvtier.backends.object import bare, manifest
 from kvtier.backends.object.bare import Bare
@@ -48,10 +51,14 @@ class Survey(msgspec.Struct):
 
 
 def survey(store: Store, capacity: int, age_max_s: float | None, now: float) -> Survey:
-    """List everything and decide; deletes nothing. Raises StoreError."""
+    """List everything and decide; deletes nothing. Raises StoreError.
+
+    Of what stays only times and sizes are held, because there may be millions: where the budget is
+    exceeded, the oldest are listed once more.
+    """
     found = Survey()
     beside = Bare()
-    kept = []
+    times, sizes = array("d"), array("Q")
     for info in store.list():
         parsed = parse_block(info.name)
         if parsed is None:
@@ -63,19 +70,37 @@ def survey(store: Store, capacity: int, age_max_s: float | None, now: float) -> 
         if age_max_s is not None and now - info.modified_s > age_max_s:
             found.doomed.append(Doomed(info.name, info.size, info.modified_s, "too old"))
         else:
-            kept.append(info)
+            times.append(info.modified_s)
+            sizes.append(info.size)
     surplus = found.bytes - found.doomed_bytes - capacity
-    for info in sorted(kept, key=lambda info: info.modified_s):
-        if surplus <= 0:
-            break
-        found.doomed.append(Doomed(info.name, info.size, info.modified_s, "over the budget"))
-        surplus -= info.size
+    if surplus > 0:
+        found.doomed += _oldest(store, times, sizes, surplus, {one.name for one in found.doomed})
     found.doomed.sort(key=lambda one: one.modified_s)
     at = _by_the_store(now)
     for namespace, size in beside.found().items():
         if bare.remains(store, namespace, at) is not None:
             found.bare[namespace] = size
     return found
+
+
+def _oldest(
+    store: Store, times: array[float], sizes: array[int], surplus: int, others: set[str]
+) -> Iterator[Doomed]:
+    """The oldest blocks that are together as large as the surplus."""
+    order = np.argsort(np.frombuffer(times), kind="stable")
+    summed = np.cumsum(np.frombuffer(sizes, np.uint64)[order])
+    last = min(int(np.searchsorted(summed, surplus)), len(order) - 1)
+    until = times[order[last]]
+    chosen = [
+        info
+        for info in store.list()
+        if info.modified_s <= until and info.name not in others and parse_block(info.name)
+    ]
+    for info in sorted(chosen, key=lambda info: info.modified_s):
+        if surplus <= 0:
+            return
+        yield Doomed(info.name, info.size, info.modified_s, "over the budget")
+        surplus -= info.size
 
 
 def remove_bare(store: Store, namespace: str, now: float) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from object_subjects import FOLDER
 from kvtier.backends.object import gc
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.names import block_name, parse_block
+from kvtier.backends.object.store import ObjectInfo
 from kvtier.testing.records import GROUPED, NAMESPACE, make_keys
 from kvtier.testing.subject import Rig
-from kvtier.types import BlockKey, Namespace
+from kvtier.types import BlockKey, Namespace, block_key
 
 RECORD = 12288
 
@@ -122,3 +124,25 @@ def test_what_told_of_blocks_that_went_is_found_when_it_is_old(rig: Rig) -> None
     assert gc.survey(store, 1 << 40, None, later).bare == {}
     rig.reopen()
     assert rig.put(make_keys(3)) == make_keys(3)
+
+
+def test_of_what_stays_no_list_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = 20_000
+    store = FileStore(tmp_path)
+
+    def listed() -> Iterator[ObjectInfo]:
+        for number in range(blocks):
+            name = block_name(NAMESPACE.id, block_key(number.to_bytes(8, "big") * 4))
+            yield ObjectInfo(name, 10, 1000.0 + number % 100)
+
+    monkeypatch.setattr(store, "list", listed)
+    tracemalloc.start()
+    try:
+        found = gc.survey(store, blocks * 10 - 25, None, 5000.0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [(one.modified_s, one.reason) for one in found.doomed] == [
+        (1000.0, "over the budget")
+    ] * 3
+    assert peak < 50 * blocks, "names alone take three times as much"
