@@ -200,7 +200,7 @@ class Keeper:
         if not self.folder.alive(slab.owner):
             self._known[slab_id] = Known(slab, False)  # to be adopted, and learnt from then
             return
-        if now - changed < _RECENT_NS:
+        if abs(now - changed) < _RECENT_NS:  # one of the future is a clock's that was wrong
             changed = 0
         slots, keys = changes(known.table if known else b"", table, slab.header.slots)
         self._known[slab_id] = Known(slab, False, changed, table)

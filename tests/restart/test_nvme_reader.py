@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from kvtier.backends.nvme import BACKEND, NvmeHandler, NvmeSettings, NvmeTier
 from kvtier.backends.nvme.folder import Limits
 from kvtier.backends.nvme.reader import FolderToRead, Reader
 from kvtier.core.backend import TierContext
-from kvtier.core.disk import Disk
+from kvtier.core.disk import AnyPath, Disk
 from kvtier.core.eviction import create_policy
 from kvtier.core.record import record_bytes
 from kvtier.core.settings import WritePolicy
@@ -38,6 +39,16 @@ class Guest(Engine):
         self.handler = NvmeHandler(
             root, namespace, threads=2, direct=True, power_safe=False, only_read=True
         )
+
+
+class CountingDisk(Disk):
+    """Knows how many files were opened to be read."""
+
+    opened = 0
+
+    def open_to_read(self, path: AnyPath) -> int:
+        self.opened += 1
+        return super().open_to_read(path)
 
 
 def state(root: Path) -> dict[str, tuple[int, int, int]]:
@@ -112,6 +123,19 @@ def test_beside_somebody_who_writes(tmp_path: Path) -> None:
         assert guest.read(new) == new
         assert guest.hits(make_keys(6)) == []
         guest.close()
+
+
+@pytest.mark.parametrize("seconds", [-3600, 3600], ids=["old", "by a clock that was ahead"])
+def test_tables_that_nobody_changes_are_read_once(image: Path, seconds: int) -> None:
+    for table in image.glob("*/*.table"):
+        os.utime(table, (time.time() + seconds,) * 2)
+    guest = Guest(image)
+    assert guest.hits(make_keys(6)) == make_keys(6)
+    calls = CountingDisk()
+    guest.keeper.folder.disk = calls
+    assert guest.hits(make_keys(6)) == make_keys(6)
+    assert calls.opened == 0
+    guest.close()
 
 
 def test_a_block_that_is_not_right_is_a_miss(image: Path) -> None:
