@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from kvtier.core.numa import Topology, bind_thread
 from kvtier.core.record import Buffer
-from kvtier.device.accelerator import Event, Lane, Stage
+from kvtier.device.accelerator import ERRORS, Event, Lane, Stage
 from kvtier.device.cuda_copy import CudaCopier
 from kvtier.device.direct import DirectLoader
 from kvtier.device.jobs import Host
@@ -68,14 +69,40 @@ class Cuda:
 def staging(torch: Any, index: int, layout: DeviceLayout, batch_copy: BatchCopy) -> Staging:
     """What staged copies have in common, tried out; raises RuntimeError where they do not work."""
     try:
-        from kvtier.device.staging import Staging
+        from kvtier.device.staging import Staging, try_out
     except ImportError as error:
         raise RuntimeError(f"no Triton ({error})") from error
     # Not on the default stream: it may be the engine's, and forbidden while a graph is captured.
     with torch.cuda.stream(torch.cuda.Stream(index)):
-        shared = Staging(torch, index, layout, batch_copy)
-        shared.try_out()
-    return shared
+        try_out(torch, index, batch_copy)
+        return Staging(torch, index, layout, batch_copy)
+
+
+def build_kernels(index: int, batch_copy: Callable[[], BatchCopy]) -> None:
+    """Build what staged copies need, before an engine serves: later its first requests would wait,
+    and vLLM looks out for kernels that are built then, and may forbid it. If it cannot be done,
+    that is said when a copier is opened.
+
+    By a thread of its own: what the engine's thread takes of the device just now may be memory that
+    is given back while the engine sleeps.
+    """
+
+    def build() -> None:
+        try:
+            import torch
+
+            from kvtier.device.staging import try_out
+
+            torch.cuda.set_device(index)
+            leave_captures_alone()
+            with torch.cuda.stream(torch.cuda.Stream(index)):
+                try_out(torch, index, few_at_once(batch_copy()))
+        except (ImportError, *ERRORS) as error:
+            logger.debug("no kernels were built for copies: %s", error)
+
+    thread = threading.Thread(target=build, name="kvtier-build")
+    thread.start()
+    thread.join()
 
 
 class _CudaLane:

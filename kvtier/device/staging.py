@@ -44,16 +44,6 @@ class Staging:
         ]
         self.programs = programs_on(torch, self.device)
 
-    def try_out(self) -> None:
-        """Build the kernels, which takes seconds, and see that they do what they should."""
-
-        def make(layout: DeviceLayout) -> CudaStage:
-            shared = Staging(self.torch, self.device.index, layout, self.batch_copy)
-            return CudaStage(shared, [trial.ROWS], urgent=False)
-
-        with kernels.building:
-            trial.try_out(self.torch, self.device, make)
-
     def on_device(self, array: Any) -> Any:
         return self.torch.from_numpy(array).to(self.device)
 
@@ -73,6 +63,16 @@ class Staging:
                 f"{free >> 20} MiB that are free on the device"
             )
         return [CudaStage(self, rows, urgent=urgent) for _ in range(count)]
+
+
+def try_out(torch: Any, index: int, batch_copy: Any) -> None:
+    """Build the kernels, which takes seconds, and see that they do what they should."""
+
+    def make(layout: DeviceLayout) -> CudaStage:
+        return CudaStage(Staging(torch, index, layout, batch_copy), [trial.ROWS], urgent=False)
+
+    with kernels.building:
+        trial.try_out(torch, torch.device("cuda", index), make)
 
 
 def programs_on(torch: Any, device: Any) -> int:

@@ -17,7 +17,9 @@ import numpy as np
 from kvtier.backends.cpu import Region
 from kvtier.core.settings import Gds
 from kvtier.core.transfer import TransferKind
+from kvtier.device import cuda
 from kvtier.device.cpu_copy import CpuCopier, host_arrays
+from kvtier.device.cuda import BatchCopy
 from kvtier.device.gds import DirectAccess, KvikioDriver, probe
 from kvtier.device.jobs import DeviceCopier, Job, JobResult
 from kvtier.device.layout import DeviceLayout
@@ -256,21 +258,26 @@ def device_of(caches: Any, gds: Gds, folders: Sequence[Path]) -> OpenCopier:
     if gds is Gds.REQUIRE:
         access.works()
 
+    def batch_copy() -> BatchCopy:
+        from kvtier.vllm.compat import batched_copy
+
+        return cuda.torch_copy(batched_copy())
+
+    if device.type == "cuda":
+        cuda.build_kernels(index, batch_copy)
+
     def open_copier(layout: DeviceLayout, region: Region, namespace: bytes) -> DeviceCopier:
         if device.type == "cpu":
             return CpuCopier(layout, host_arrays(caches), region, namespace)
         if device.type != "cuda":
             raise ValueError(f"KV tensors on a {device.type} device are not supported")
-        from kvtier.device import cuda
-        from kvtier.vllm.compat import batched_copy
-
         return cuda.open_copier(
             layout,
             region,
             region.data,
             namespace,
             index=index,
-            batch_copy=cuda.torch_copy(batched_copy()),
+            batch_copy=batch_copy(),
             open_direct=None if access.mode is Gds.OFF else lambda: access.open(layout, namespace),
         )
 

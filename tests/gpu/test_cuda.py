@@ -12,6 +12,7 @@ from device_worlds import NAMESPACE, MemoryHost, keys_of
 from kvtier.core.record import part_sum, pieces_of, sum_of
 from kvtier.core.slab import layout as table
 from kvtier.core.transfer import TransferKind
+from kvtier.device import cuda
 from kvtier.device.cuda import Cuda, open_copier
 from kvtier.device.cuda_copy import CudaCopier
 from kvtier.device.jobs import Job, JobResult
@@ -171,6 +172,23 @@ def test_an_engine_captures_graphs_while_the_copier_gets_ready(torch: Any) -> No
     assert stage.run(STORE, Blocks(np.arange(6), [6, 0], [0, 0])).ok
     assert stage.run(LOAD, Blocks(np.arange(32, 38), [6, 0], [0, 0])).ok
     assert (stage.pools[0][32:38, : stage.page] == before[:6, : stage.page]).all()
+    stage.copier.close()
+
+
+def test_kernels_that_were_built_at_the_start_are_not_built_again(
+    torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM can forbid to build any while it serves (--jit-monitor-mode=error)."""
+    knobs = pytest.importorskip("triton").knobs
+    index = torch.cuda.current_device()
+    cuda.build_kernels(index, lambda: cuda.runtime_copy(torch))
+
+    def forbid(**_: object) -> None:
+        raise RuntimeError("a kernel is built while the engine serves")
+
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", forbid)
+    stage = Stage(torch, 16384)
+    assert stage.copier._loads.staged
     stage.copier.close()
 
 
