@@ -228,12 +228,17 @@ def few_at_once(copy: BatchCopy) -> BatchCopy:
 
 def torch_copy(operation: Callable[[Any, Any, Any, bool], None]) -> BatchCopy:
     """Wrap an operation on tensors of pointers, like vLLM's `swap_blocks_batch`, which takes
-    sources first."""
+    sources first. With drivers before 12.8 it copies piece by piece, and says of no error."""
     import torch
+
+    cudart = runtime()
 
     def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
         tensors = [torch.from_numpy(column) for column in (sources, targets, sizes)]
+        forget_error(cudart)  # somebody else's
         operation(tensors[0], tensors[1], tensors[2], quiet_source)
+        if result := cudart.cudaGetLastError():
+            raise RuntimeError(f"a batch of copies: error {result}")
         return tensors
 
     return copy
@@ -334,7 +339,7 @@ def runtime() -> ctypes.CDLL:
     """The CUDA runtime in this process: torch has loaded one, and there must not be two."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         lines = [line.removesuffix(" (deleted)\n") for line in maps if "libcudart" in line]
-    paths = {line.split()[-1] for line in lines}
+    paths = {line.rstrip("\n").split(maxsplit=5)[-1] for line in lines}
     if not paths:
         raise RuntimeError("torch has loaded no CUDA runtime: this is a build without CUDA")
     return ctypes.CDLL(sorted(paths)[0])

@@ -69,7 +69,9 @@ def try_out(torch: Any, index: int, batch_copy: Any) -> None:
     """Build the kernels, which takes seconds, and see that they do what they should."""
 
     def make(layout: DeviceLayout) -> CudaStage:
-        return CudaStage(Staging(torch, index, layout, batch_copy), [trial.ROWS], urgent=False)
+        # Urgent, because torch has 32 streams of each kind and then gives them out anew: what this
+        # takes of the other kind might soon be shared with the engine's own.
+        return CudaStage(Staging(torch, index, layout, batch_copy), [trial.ROWS], urgent=True)
 
     with kernels.building:
         trial.try_out(torch, torch.device("cuda", index), make)

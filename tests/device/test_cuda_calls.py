@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import ctypes.util
+import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -175,6 +178,25 @@ def test_an_error_code_is_raised(monkeypatch: pytest.MonkeyPatch, version: int) 
     assert runtime.forgotten == 1, "torch would report it after its next kernel"
 
 
+def test_an_operation_that_says_of_no_error_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's, where the driver has no batched copies."""
+    runtime, called = Runtime(13000), []
+    monkeypatch.setattr(cuda, "runtime", lambda: runtime)
+    torch = ModuleType("torch")
+    torch.from_numpy = lambda column: column.tolist()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(runtime, "_result", 1)
+
+    def fails(*tensors: object) -> None:
+        called.append(tensors)
+
+    with pytest.raises(RuntimeError, match="error 1"):
+        cuda.torch_copy(fails)(columns(10), columns(20), columns(5), True)
+    assert called == [([20], [10], [5], True)]
+    monkeypatch.setattr(runtime, "_result", 0)
+    assert cuda.torch_copy(fails)(columns(10), columns(20), columns(5), False)
+
+
 class Unable(Runtime):
     """Has the call, and says that it cannot do it."""
 
@@ -273,6 +295,23 @@ def test_the_cores_beside_a_device(
         (tmp_path / path).write_text(text)
     monkeypatch.setattr(cuda, "runtime", lambda: Bus(13000, result))
     assert cuda.cores_near(2, Topology(tmp_path)) == cores
+
+
+def test_a_cuda_runtime_in_a_folder_with_a_blank_is_found(tmp_path: Path) -> None:
+    """In a process of its own: what is loaded stays loaded."""
+    library = tmp_path / "my folder" / "libcudart.so.13"
+    library.parent.mkdir()
+    found = ctypes.util.find_library("z") or ctypes.util.find_library("m")
+    program = (
+        "import ctypes, pathlib, shutil, sys; from kvtier.device import cuda; "
+        "loaded = ctypes.CDLL(sys.argv[1]); "
+        "maps = pathlib.Path('/proc/self/maps').read_text().splitlines(); "
+        "path = next(line.split(maxsplit=5)[5] for line in maps if sys.argv[1] in line); "
+        "shutil.copy(path, sys.argv[2]); ctypes.CDLL(sys.argv[2]); print(cuda.runtime()._name)"
+    )
+    command = [sys.executable, "-c", program, str(found), str(library)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert said.stdout.strip() == str(library)
 
 
 def test_without_a_cuda_runtime_there_is_a_reason() -> None:

@@ -192,6 +192,23 @@ def test_kernels_that_were_built_at_the_start_are_not_built_again(
     stage.copier.close()
 
 
+def test_few_streams_are_taken_that_the_engine_might_share(
+    torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch has 32 of each kind."""
+    taken, make = [], torch.cuda.Stream
+
+    def count(*arguments: Any, priority: int = 0) -> Any:
+        taken.append(priority)
+        return make(*arguments, priority=priority)
+
+    monkeypatch.setattr(torch.cuda, "Stream", count)
+    cuda.build_kernels(torch.cuda.current_device(), lambda: cuda.runtime_copy(torch))
+    stage = Stage(torch, 16384)
+    stage.copier.close()
+    assert taken.count(0) <= 8
+
+
 @pytest.mark.parametrize("size", [256, 1024, 1088, 40_000, 2 << 20, (2 << 20) + 1024, 7_654_320])
 @pytest.mark.parametrize("parts", [1, 3])
 def test_the_device_takes_the_checksums_that_the_host_takes(
