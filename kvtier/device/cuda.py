@@ -100,9 +100,13 @@ def build_kernels(index: int, batch_copy: Callable[[], BatchCopy]) -> None:
         except (ImportError, *ERRORS) as error:
             logger.debug("no kernels were built for copies: %s", error)
 
-    thread = threading.Thread(target=build, name="kvtier-build")
+    thread = threading.Thread(target=build, name="kvtier-build", daemon=True)
     thread.start()
-    thread.join()
+    thread.join(_BUILD_SECONDS)
+
+
+_BUILD_SECONDS = 120.0
+"""For so long an engine's start waits for kernels; they may come later, too."""
 
 
 class _CudaLane:

@@ -68,6 +68,23 @@ def test_where_they_cannot_be_built_the_engine_starts_all_the_same(machine: Mach
     assert machine.said[-1] == ("on", ("stream", 0))
 
 
+def test_an_engine_does_not_wait_for_ever(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, done = threading.Event(), threading.Event()
+
+    def hangs() -> cuda.BatchCopy:
+        begun.set()
+        done.wait()
+        raise RuntimeError("it was in vain")
+
+    monkeypatch.setattr(cuda, "_BUILD_SECONDS", 0.01)
+    cuda.build_kernels(0, hangs)
+    assert begun.wait(60)
+    assert not done.is_set()
+    done.set()
+
+
 @pytest.mark.parametrize(("kind", "built"), [("cuda", [2]), ("cpu", [])])
 def test_when_an_engine_hands_over_its_tensors(
     monkeypatch: pytest.MonkeyPatch, kind: str, built: list[int]
