@@ -130,7 +130,7 @@ def _speculative(vllm_config: Any, weights: str | None) -> str:
     draft, target = config.draft_model_config, vllm_config.model_config
     if draft is None or draft.model == target.model or weights:
         return said
-    load = config.draft_load_config or vllm_config.load_config
+    load = getattr(config, "draft_load_config", None) or vllm_config.load_config
     return f"{said} {_weights_of(draft, load)}"
 
 
