@@ -119,6 +119,7 @@ class TierChain(Tier):
         decision = decision or Decision()
         count = self._appraiser.lead(keys, origins, tokens_per_block, start, decision)
         kept = self._promises.make(keys[:count], origins[:count]) if count else []
+        decision.cramped = NOWHERE in kept
         return kept.index(NOWHERE) if NOWHERE in kept else count
 
     def reach(

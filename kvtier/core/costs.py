@@ -138,6 +138,12 @@ class CostModel:
         fixed, each = self._link(link).terms(self._clock())
         return fixed + each * size
 
+    def drain_seconds(self) -> float:
+        """How long until the first of the busy links has nothing queued any more."""
+        now = self._clock()
+        busy = [link for link in self._links.values() if link.in_flight]
+        return min((link.terms(now)[0] for link in busy), default=0.0)
+
     def admit(self, runs: Sequence[Run], tokens_per_block: int, start: int = 0) -> int:
         """How many leading blocks of a hit to load: as many as make the request fastest.
 

@@ -35,6 +35,9 @@ from kvtier.vllm.requests import RequestState
 
 logger = logging.getLogger(__name__)
 
+PATIENCE_S = 1.0
+"""How long a request waits for room where it is not known how long its prompt takes to compute."""
+
 
 class Pending(msgspec.Struct):
     """An errand that not all ranks have reported yet."""
@@ -107,8 +110,9 @@ class ChainManager:
         state = self._state(request)
         state.start, state.limit, state.hits, state.junction = start, limit, None, 0
 
-    def lookup(self, key: bytes, request: str, ends: Mapping[bytes, int]) -> bool:
-        """Whether a block is here, can be taken in, and is worth its load.
+    def lookup(self, key: bytes, request: str, ends: Mapping[bytes, int]) -> bool | None:
+        """Whether a block is here, can be taken in, and is worth its load; None if the request had
+        better ask again in the next step, because others hold the room that its load takes.
 
         vLLM asks block by block and group by group, windows from their end, in each step anew; the
         first question of a step is answered for the whole request. `ends` are the request's keys
@@ -120,7 +124,27 @@ class ChainManager:
         if state.hits is None:
             state.arrange(self.shapes, ends, self._epoch)
             state.hits = self._look_up(state)
-        return key in state.hits
+            state.waits = state.decision.cramped and self._waits(state)
+        return None if state.waits else key in state.hits
+
+    def _waits(self, state: RequestState) -> bool:
+        """Whether there will be room for a load, and soon: loads under way set free what they hold.
+        It waits no longer than its prompt takes to compute, and not at all for slow ones."""
+        if not any(pending.ticket for pending in self._pending.values()):
+            return False
+        now = self._clock()
+        if state.waits_since is None:
+            state.waits_since = now
+        waited = now - state.waits_since
+        end = min(state.limit, self._end(state))
+        computing = self.costs.recompute_seconds(state.start, end) if self.costs else None
+        if self.costs is None or computing is None:
+            return waited < PATIENCE_S
+        return waited < computing and self.costs.drain_seconds() < computing / 2
+
+    def _end(self, state: RequestState) -> int:
+        """Where the last of its chunks ends."""
+        return max(len(known) * self.shapes[group].tokens for group, _, known in state.columns)
 
     def uses(self, request: str, ends: Mapping[bytes, int]) -> None:
         """Its whole prompt counts as used, once: also what the engine itself still has, which it
@@ -177,7 +201,7 @@ class ChainManager:
     def prepare_load(self, keys: Collection[bytes], request: str) -> Errand:
         """Take blocks in for a request. Cannot refuse: what is missing fails on the worker."""
         state = self._state(request)
-        state.decision = Decision()
+        state.decision, state.waits_since = Decision(), None
         state.refused = True  # should this raise, the load fails, and must not be tried for ever
         wanted = state.known_as(list(keys), self._epoch)
         deadline = self._clock() + self._load_seconds

@@ -49,6 +49,9 @@ class RequestState(msgspec.Struct):
     positions: int = -1
     """How many positions of keys `columns` was made of."""
     decision: Decision = msgspec.field(default_factory=Decision)
+    waits: bool = False
+    """It is told to ask again: host memory has no room for its load, and will have."""
+    waits_since: float | None = None
     sources: Mapping[bytes, int] = {}
     """The tiers that the blocks of its load come from."""
 

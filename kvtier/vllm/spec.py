@@ -129,6 +129,8 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     @guarded(lambda: compat.LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
         found = self._manager.lookup(key, req_context.req_id, compat.positions(req_context))
+        if found is None:
+            return compat.LookupResult.RETRY
         return compat.LookupResult.HIT if found else compat.LookupResult.MISS
 
     @guarded(lambda: compat.CacheHitSource.EXTERNAL_UNSPECIFIED)

@@ -192,6 +192,19 @@ def test_queued_bytes_count_as_waiting() -> None:
     assert recompute / load - 2 <= admitted <= recompute / load + 1
 
 
+def test_how_long_the_first_of_busy_links_is_busy() -> None:
+    clock = Clock()
+    priors = {"nvme": Prior(0.0, 1e9), "object": Prior(0.0, 1e8)}
+    model = CostModel(priors=priors, clock=clock)
+    assert model.drain_seconds() == 0.0
+    model.started("object", 1, 10**9)
+    assert model.drain_seconds() == pytest.approx(10.0, rel=0.1)
+    model.started("nvme", 2, 10**9)
+    assert model.drain_seconds() == pytest.approx(1.0, rel=0.1)
+    clock.now += 100.0
+    assert model.drain_seconds() > 10.0, "it is late"
+
+
 def test_prefill_that_becomes_fast_ends_loads_and_slow_resumes_them() -> None:
     link = engine(0.01, 5e8)
     assert [link.request("far", 64)[0] for _ in range(10)] == [64] * 10

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from kvtier import Stack
+from kvtier.core.costs import CostModel
 from kvtier.core.offers import Shape
 from kvtier.core.record import record_bytes
 from kvtier.core.settings import ByteSize
 from kvtier.testing.records import make_keys, payload
 from kvtier.types import GROUP_BYTES, BlockKey, Namespace, Outcome, group_of
-from kvtier.vllm.manager import ChainManager
+from kvtier.vllm.manager import PATIENCE_S, ChainManager
 from kvtier.vllm.protocol import NO_SLOT, Report
 
 CHUNK = 256
@@ -55,6 +56,20 @@ class Asking:
                 return 0
             hit = min(hit, start // CHUNK * CHUNK + found * CHUNK)
         return hit
+
+    def answers(self, request: str, ends: Mapping[bytes, int], tokens: int) -> set[bool | None]:
+        """What it is told of all keys."""
+        self.manager.asks(request, 0, tokens)
+        return {self.manager.lookup(key, request, ends) for key in ends}
+
+    def needed(self, ends: Mapping[bytes, int]) -> list[bytes]:
+        """What a hit on all of a prompt takes."""
+        tokens = max(ends.values())
+        return [
+            key
+            for key, end in ends.items()
+            if (window := self._window_of(key)) is None or tokens - window * CHUNK < end
+        ]
 
     def serve(self, request: str, ends: Mapping[bytes, int]) -> int:
         """As an engine: it looks up, and keeps all of what has no window, and else the ends of the
@@ -295,6 +310,56 @@ def test_of_a_request_that_has_failed_nothing_more_is_kept(stack: Stack) -> None
         asking.manager.report(errand.number, Report(1))
         asking.manager.keep_no_more("failing")
     assert not asking.manager.has_pending_work
+
+
+@pytest.mark.parametrize("shapes", [(FULL,), (FULL, WINDOW)])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_load_waits_for_room_that_others_hold(
+    tmp_path: Path, shapes: tuple[Shape, ...], known: bool
+) -> None:
+    """While these load, quickly; and no longer than it takes to compute the prompt."""
+    now = [0.0]
+    costs = CostModel(clock=lambda: now[0])
+    if known:
+        costs.observe_prefill(1024, 1.0)
+    with Stack.open(_small_above_large(tmp_path), TWO_GROUPS, costs=costs) as stack:
+        made = ChainManager(stack, region="region", ranks=1, costs=costs, clock=lambda: now[0])
+        made.shapes = dict(enumerate(shapes))
+        asking = Asking(made)
+        prompts = {name: asking.keys(8, first=100 * at) for at, name in enumerate("abc")}
+        for ends in prompts.values():
+            stored(stack, {key: ends[key] for key in asking.needed(ends)})
+            assert stack.settle()
+        stack.chain.tiers[0].clear()
+        sizes = {name: max(ends.values()) for name, ends in prompts.items()}
+
+        def asks_again(name: str) -> bool:
+            found = asking.answers(name, prompts[name], sizes[name] + 1)
+            made.on_schedule_end()
+            return found == {None}
+
+        assert asking.hit("a", prompts["a"], sizes["a"] + 1) == sizes["a"]
+        errand = made.prepare_load(asking.needed(prompts["a"]), "a")
+        assert stack.settle(), "all has landed, and the worker still reads it"
+        assert asks_again("b")
+        now[0] = PATIENCE_S - 0.01
+        assert asks_again("b")
+        now[0] = 3.0
+        assert not asks_again("b"), "for too long"
+        costs.started("nvme", -1, 1 << 40)
+        assert asks_again("c") is not known, "what is under way is slow, and known to be"
+        costs.ended("nvme", -1, False, 0.0)
+        assert asks_again("c")
+        made.report(errand.number, Report(1))
+        assert not asks_again("c")
+        assert asking.hit("c", prompts["c"], sizes["c"] + 1) == sizes["c"]
+
+
+def _small_above_large(folder: Path) -> dict[str, Any]:
+    (folder / "host").mkdir()
+    cpu = {"kind": "cpu", "path": str(folder / "host"), "capacity": str(ByteSize(13 * SLOT))}
+    nvme = {"kind": "nvme", "path": str(folder / "nvme"), "capacity": "16MiB", "free_floor": 0}
+    return {"version": 1, "name": "unit", "mover": {"mode": "threads"}, "tiers": [cpu, nvme]}
 
 
 def test_keys_that_end_within_a_chunk_are_not_found(stack: Stack) -> None:
