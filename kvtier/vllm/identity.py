@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +22,9 @@ _HEADER_MAX = 100 << 20
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _MODEL = (*_WEIGHTS, "*processor_config.json")
 _ADAPTER = (*_WEIGHTS, "adapter_config.json")
+_ATTENTION_LIBRARIES = ("flashinfer-python", "flashinfer-cubin", "flash-attn", "amd-aiter")
+"""vLLM's choice of a backend follows from which of these are there, and with it the order of bytes
+within a block that is larger than those of the backend."""
 _STABLE_HASHES = ("sha256", "sha256_cbor")
 _BY_LENGTH = ("longrope", "llama4")
 """What stands in the configuration of models that vLLM computes in another way if they are served
@@ -136,10 +141,18 @@ def _speculative(vllm_config: Any, weights: str | None) -> str:
 
 def _attention(config: Any) -> str:
     """Which backend writes the blocks, where the user chose one; vLLM's own choice follows from
-    the other facts."""
+    the other facts, and from the libraries that it finds."""
     chosen = {"all": config.backend, **config.backend_per_kind}
     names = [f"{kind}={backend.name}" for kind, backend in sorted(chosen.items()) if backend]
-    return " ".join([*names, f"index={config.indexer_kv_dtype}"])
+    found = [f"{name}={version}" for name, version in _versions(_ATTENTION_LIBRARIES)]
+    return " ".join([*names, f"index={config.indexer_kv_dtype}", *found])
+
+
+def _versions(distributions: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Those of these that are installed."""
+    for name in distributions:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield name, metadata.version(name)
 
 
 def _platform() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.vllm.identity import (
     Adapters,
+    _attention,
     _speculative,
     check_hash,
     configuration_of,
@@ -212,3 +214,21 @@ def test_hashes_that_are_random_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert "sha256_cbor" in warning
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     assert check_hash("xxhash", persistent=True) is None
+
+
+def test_libraries_that_vllm_may_choose_for_attention_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed: dict[str, str] = {}
+
+    def version(name: str) -> str:
+        try:
+            return installed[name]
+        except KeyError:
+            raise metadata.PackageNotFoundError(name) from None
+
+    monkeypatch.setattr(metadata, "version", version)
+    config = SimpleNamespace(backend=None, backend_per_kind={}, indexer_kv_dtype="bf16")
+    assert _attention(config) == "index=bf16", "as it was stored before, where there are none"
+    installed["flashinfer-python"] = "0.6.1"
+    assert _attention(config) == "index=bf16 flashinfer-python=0.6.1"
