@@ -78,6 +78,10 @@ def staging(torch: Any, index: int, layout: DeviceLayout, batch_copy: BatchCopy)
         return Staging(torch, index, layout, batch_copy)
 
 
+_BUILD_SECONDS = 120.0
+"""For so long an engine's start waits for kernels; they may come later, too."""
+
+
 def build_kernels(index: int, batch_copy: Callable[[], BatchCopy]) -> None:
     """Build what staged copies need, before an engine serves: later its first requests would wait,
     and vLLM looks out for kernels that are built then, and may forbid it. If it cannot be done,
@@ -103,10 +107,6 @@ def build_kernels(index: int, batch_copy: Callable[[], BatchCopy]) -> None:
     thread = threading.Thread(target=build, name="kvtier-build", daemon=True)
     thread.start()
     thread.join(_BUILD_SECONDS)
-
-
-_BUILD_SECONDS = 120.0
-"""For so long an engine's start waits for kernels; they may come later, too."""
 
 
 class _CudaLane:
