@@ -80,6 +80,7 @@ class FakeStage(FakeStream):
         super().__init__(device)
         self._layout = layout
         self._buffer = np.zeros(size, np.uint8)  # takes memory only where it is used
+        self.rows = [size // part for part in layout.part_bytes]
         self._sums: list[int] = []
         self._ids = np.zeros(size // min(layout.part_bytes) * layout.blocks_per_chunk, np.int64)
 
@@ -139,10 +140,11 @@ class FakeStage(FakeStream):
 
 
 class FakeDevice:
-    """`staging` is how many buffers it has for each direction."""
+    """`staging` is how many buffers it has for each direction, of `room` bytes at most."""
 
-    def __init__(self, seed: int = 0, staging: int = 0) -> None:
+    def __init__(self, seed: int = 0, staging: int = 0, room: int = 1 << 30) -> None:
         self._staging = staging
+        self._room = room
         self._random = random.Random(seed)
         self._changed = threading.Condition()
         self._streams: list[FakeStream] = []
@@ -170,7 +172,7 @@ class FakeDevice:
     def stages(self, layout: DeviceLayout, batch_bytes: int, *, urgent: bool) -> list[FakeStage]:
         if not self._staging:
             raise RuntimeError("a device without memory to spare")
-        size = max(batch_bytes, *layout.part_bytes)
+        size = max(min(batch_bytes, self._room), *layout.part_bytes)
         stages = [FakeStage(self, layout, size) for _ in range(self._staging)]
         self._streams += stages
         self.lanes[urgent] += stages

@@ -55,6 +55,9 @@ class Stage(Protocol):
     copied at once, or returned to be kept until then.
     """
 
+    rows: Sequence[int]
+    """How many records of each group there is room for."""
+
     def gather(self, group: int, ids: Ints) -> None:
         """Queue pages into the buffer: a row of block numbers for each record, -1 for none."""
 
@@ -90,5 +93,6 @@ class Accelerator(Protocol):
         """A new stream; an urgent one goes before others where the device can tell."""
 
     def stages(self, layout: DeviceLayout, batch_bytes: int, *, urgent: bool) -> Sequence[Stage]:
-        """Buffers for batches of so many bytes, or of one record. Raises RuntimeError where there
-        can be none: records are then copied page by page, and proved by the host."""
+        """Buffers, all alike, for batches of so many bytes, or fewer, or of one record. Raises
+        RuntimeError where there can be none: records are then copied page by page, and proved by
+        the host."""

@@ -50,24 +50,33 @@ class _Pipe:
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        self.staged = False
-        self.stages: queue.SimpleQueue[Stage] = queue.SimpleQueue()
+        self._room: Sequence[int] = ()
+        self._stages: queue.SimpleQueue[Stage] = queue.SimpleQueue()
         self.lock = threading.Lock()
         self.flights: queue.Queue[_Flight | None] = queue.Queue(self._DEPTH)
+
+    @property
+    def staged(self) -> bool:
+        """Whether batches go by way of buffers."""
+        return bool(self._room)
 
     def use(self, stages: Iterable[Stage]) -> None:
         """Let batches go by way of these from now on."""
         for stage in stages:
-            self.stages.put(stage)
-            self.staged = True
+            self._stages.put(stage)
+            self._room = stage.rows
 
-    def by_stage(self, move: Callable[[Batch, Stage], None], batch: Batch) -> None:
-        """Move a batch in the next buffer that is free."""
-        stage = self.stages.get()
+    def by_stage(self, move: Callable[[Batch, Stage], None], batch: Batch) -> bool:
+        """Move a batch in the next buffer that is free; False if there are none for it: it may have
+        been cut before they were there."""
+        if not self.staged or len(batch.rows) > self._room[batch.group]:
+            return False
+        stage = self._stages.get()
         try:
             move(batch, stage)
         finally:
-            self.stages.put(stage)
+            self._stages.put(stage)
+        return True
 
 
 class CudaCopier(DeviceCopier):
@@ -138,7 +147,10 @@ class CudaCopier(DeviceCopier):
         with it: they are slower until then, but that is no reason to wait."""
         try:
             for pipe, urgent in ((self._loads, True), (self._stores, False)):
-                pipe.use(self._device.stages(self._layout, self._BATCH_BYTES, urgent=urgent))
+                stages = self._device.stages(self._layout, self._BATCH_BYTES, urgent=urgent)
+                for stage in stages:
+                    self._desk.fit(stage.rows)
+                pipe.use(stages)
         except ERRORS as error:
             logger.warning("records are copied page by page and proved by the host: %s", error)
         try:
@@ -183,8 +195,7 @@ class CudaCopier(DeviceCopier):
 
     def _issue_loads(self) -> None:
         while (batch := self._desk.next(self._desk.load)) is not None:
-            if self._loads.staged:
-                self._loads.by_stage(self._staged.load, batch)
+            if self._loads.by_stage(self._staged.load, batch):
                 continue
             stamps = [self._prover.stamp(slot) for slot in _slots(batch)]
             outcomes = head(each_row(batch, self._prove), batch.work.failed)
@@ -208,8 +219,7 @@ class CudaCopier(DeviceCopier):
 
     def _issue_stores(self) -> None:
         while (batch := self._desk.next(self._desk.store)) is not None:
-            if self._stores.staged:
-                self._stores.by_stage(self._staged.store, batch)
+            if self._stores.by_stage(self._staged.store, batch):
                 continue
             outcomes = each_row(batch, self._reserved)
             flight = self._queue(self._stores, batch, outcomes, self._stores.lane.to_host, [])

@@ -51,18 +51,18 @@ class Staging:
         """Buffers for one direction; raises RuntimeError where they would not fit."""
         if (reason := why_not(self.layout)) is not None:
             raise RuntimeError(reason)
-        rows = [max(1, batch_bytes // size) for size in self.layout.part_bytes]
-        largest = max(
-            count * size for count, size in zip(rows, self.layout.part_bytes, strict=True)
-        )
+        sizes = self.layout.part_bytes
         free, _ = self.torch.cuda.mem_get_info(self.device)
-        count = min(_EACH_WAY, min(BUDGET_BYTES, free // _SHARE) // 2 // largest)
+        each_way = min(BUDGET_BYTES, free // _SHARE) // 2
+        batch_bytes = min(batch_bytes, each_way // _EACH_WAY)
+        rows = [max(1, batch_bytes // size) for size in sizes]
+        count = each_way // max(row * size for row, size in zip(rows, sizes, strict=True))
         if count < 2:
             raise RuntimeError(
-                f"buffers for records of {largest >> 20} MiB do not fit into the "
+                f"buffers for records of {max(sizes) >> 20} MiB do not fit into the "
                 f"{free >> 20} MiB that are free on the device"
             )
-        return [CudaStage(self, rows, urgent=urgent) for _ in range(count)]
+        return [CudaStage(self, rows, urgent=urgent) for _ in range(min(_EACH_WAY, count))]
 
 
 def try_out(torch: Any, index: int, batch_copy: Any) -> None:
@@ -114,6 +114,7 @@ class CudaStage:
 
     def __init__(self, shared: Staging, rows: Sequence[int], *, urgent: bool) -> None:
         torch, layout = shared.torch, shared.layout
+        self.rows = rows
         self._shared = shared
         self._torch = torch
         sizes = list(zip(rows, layout.part_bytes, strict=True))

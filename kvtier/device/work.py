@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -169,6 +169,11 @@ class Desk:
         self._stores: list[Work] = []
         self._results: list[JobResult] = []
         self._closing = False
+
+    def fit(self, rows: Sequence[int]) -> None:
+        """Hand out batches of at most so many rows of each group from now on."""
+        with self._lock:
+            self._at_once = [min(pair) for pair in zip(self._at_once, rows, strict=True)]
 
     # -- the engine's side -----------------------------------------------------------------
 

@@ -29,7 +29,7 @@ LOAD, STORE = TransferKind.LOAD, TransferKind.STORE
 NEVER = float("inf")
 
 
-@pytest.fixture(params=["cpu", "streams", "staged"])
+@pytest.fixture(params=["cpu", "streams", "staged", "tight"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -39,7 +39,8 @@ def open_copier(
 ) -> DeviceCopier:
     if kind == "cpu":
         return CpuCopier(world.layout, world.arrays(), host, namespace, **more)
-    device = FakeDevice(staging=3 if kind == "staged" else 0)
+    room = 1 if kind == "tight" else 1 << 30  # for a record, or for whole batches
+    device = FakeDevice(staging=0 if kind == "streams" else 3, room=room)
     copier = CudaCopier(world.addressed(), device, host, namespace, **more)
     assert copier.prepared.wait(60)
     return copier
@@ -61,7 +62,7 @@ def job_of(kind: TransferKind, blocks: Blocks, keys: list[BlockKey], **more: Any
     return Job(kind=kind, keys=keys, blocks=blocks, **fields)
 
 
-@pytest.mark.parametrize("of", ["cpu", "streams", "staged"])
+@pytest.mark.parametrize("of", ["cpu", "streams", "staged", "tight"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_records_out_and_back_are_the_same_pages(of: str, data: st.DataObject) -> None:

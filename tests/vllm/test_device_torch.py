@@ -192,6 +192,16 @@ def reason(layout, batch=1 << 20):
     except RuntimeError as error:
         return str(error)
 
+def buffers(free, of):
+    torch.cuda.mem_get_info = lambda device: (free, free)
+    stages = cuda.Cuda(0).stages(of, 32 << 20, urgent=True)
+    return f"{len(stages)} for {stages[0].rows[0]} records"
+
+print(buffers(8 << 30, layout()))
+print(buffers(512 << 20, layout()))
+print(buffers(512 << 20, layout(12 << 20, stride=12 << 20)))
+torch.cuda.mem_get_info = lambda device: (8 << 30, 16 << 30)
+
 move, digest = kernels.move, kernels.digest
 print(reason(layout()))
 print(reason(layout(4092)))
@@ -236,6 +246,9 @@ print(reason(layout()))
 def test_a_device_that_moves_or_adds_up_wrongly_stages_nothing() -> None:
     pytest.importorskip("triton")
     assert said_by(_TRIAL) == [
+        "4 for 8192 records",
+        "4 for 2048 records",
+        "2 for 1 records",
         "CudaStage; CudaStage; CudaStage; CudaStage",
         "pages that are not made of words of 8 bytes",
         "records of fewer than 256 bytes",

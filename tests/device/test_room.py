@@ -1,0 +1,79 @@
+"""Buffers that have no room for whole batches, as where a model left little of the device."""
+
+from __future__ import annotations
+
+import numpy as np
+from device_worlds import NAMESPACE, MemoryHost, keys_of
+from fake_device import FakeDevice
+
+from kvtier.core.slab import layout as table
+from kvtier.core.transfer import TransferKind
+from kvtier.device.accelerator import Stage
+from kvtier.device.cuda_copy import CudaCopier, _Pipe
+from kvtier.device.jobs import Job, Prover
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.plan import Blocks
+from kvtier.device.work import Batch, Desk
+
+PAGE, ROWS = 512, 8
+
+
+def setting() -> tuple[DeviceLayout, MemoryHost, Job]:
+    pool = np.arange(ROWS * PAGE, dtype=np.uint32).astype(np.uint8)
+    tensor = DeviceTensor(int(pool.ctypes.data), ROWS, PAGE, PAGE)
+    layout = DeviceLayout((tensor,), ((PageRef(0, PAGE),),))
+    host, keys = MemoryHost(layout, ROWS), keys_of(ROWS)
+    for slot, key in enumerate(keys):
+        host.put(slot, key, table.RESERVED)
+    job = Job(
+        id=0,
+        kind=TransferKind.STORE,
+        keys=keys,
+        slots=list(range(ROWS)),
+        blocks=Blocks(np.arange(ROWS), [ROWS], [0]),
+        deadline=float("inf"),
+    )
+    return layout, host, job
+
+
+def test_batches_are_cut_to_fit() -> None:
+    layout, host, job = setting()
+    desk = Desk(layout, Prover(layout, host, NAMESPACE), 100 * PAGE)
+    desk.fit([3])
+    desk.fit([5])
+    desk.submit(job)
+    cut = [desk.next(desk.store, wait=False) for _ in range(3)]
+    assert [batch and len(batch.rows) for batch in cut] == [3, 3, 2]
+
+
+def test_a_batch_that_was_cut_before_goes_page_by_page() -> None:
+    layout, host, job = setting()
+    desk = Desk(layout, Prover(layout, host, NAMESPACE), 100 * PAGE)
+    desk.submit(job)
+    large = desk.next(desk.store)
+    assert large is not None
+    assert len(large.rows) == ROWS
+    device, moved = FakeDevice(staging=2, room=3 * PAGE), []
+
+    def move(batch: Batch, stage: Stage) -> None:
+        moved.append(len(batch.rows))
+
+    pipe = _Pipe(device.lane(urgent=False))
+    assert not pipe.by_stage(move, large)
+    pipe.use(device.stages(layout, 100 * PAGE, urgent=False))
+    assert not pipe.by_stage(move, large)
+    assert pipe.by_stage(move, large._replace(rows=large.rows[:3]))
+    assert moved == [3]
+
+
+def test_a_copier_fills_its_buffers_with_no_more_than_they_hold() -> None:
+    layout, host, job = setting()
+    device = FakeDevice(staging=2, room=3 * PAGE)
+    copier = CudaCopier(layout, device, host, NAMESPACE)
+    assert copier.prepared.wait(60)
+    copier.submit(job)
+    copier.wait([0])
+    while not (results := copier.poll()):
+        pass
+    assert results[0].ok
+    copier.close()
