@@ -296,7 +296,9 @@ class ProcessMover(Mover):
     def _pause(self, seconds: float) -> None:
         """Wait between two starts, unless closed meanwhile."""
         if not self._closed:
-            select.select([self._wake], [], [], seconds)
+            waker = select.poll()  # `select` knows no descriptor beyond 1023
+            waker.register(self._wake, select.POLLIN)
+            waker.poll(seconds * 1000)
 
 
 def _reset(event: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -263,6 +265,30 @@ def test_a_process_out_of_descriptors_is_one_clear_error(
     monkeypatch.setattr("kvtier.move.link.socket.socketpair", exhausted)
     with pytest.raises(MoverError, match="Too many open files"):
         ProcessMover(media.tiers, media.context)
+
+
+def test_a_mover_is_started_again_in_a_process_with_thousands_of_files(
+    media: MoverRig, many_files: None
+) -> None:
+    """`select` knows no descriptor beyond 1023."""
+    with contextlib.closing(ProcessMover(media.tiers, media.context)) as mover:
+        killed = pid_of(mover)
+        os.kill(killed, signal.SIGKILL)
+        assert await_restart(mover, killed) != killed
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """So many are open that all further descriptors are large."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    try:
+        with contextlib.ExitStack() as files:
+            for _ in range(1024):
+                files.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 # ---- small words
