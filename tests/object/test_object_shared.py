@@ -133,7 +133,13 @@ def sizes(store: Store) -> dict[tuple[str, float], int]:
     return {(i.name, i.modified_s): i.size for i in store.list() if parse_block(i.name)}
 
 
-@pytest.fixture(params=["folder", pytest.param("rclone", marks=pytest.mark.s3), "moto"])
+@pytest.fixture(
+    params=[
+        "folder",
+        pytest.param("rclone", marks=pytest.mark.s3),
+        pytest.param("moto", marks=pytest.mark.slow),
+    ]
+)
 def endpoint(request: pytest.FixtureRequest) -> str:
     if request.param == "folder":
         return "-"

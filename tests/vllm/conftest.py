@@ -14,6 +14,8 @@ from engines.world import World
 MODELS = Path(sys.prefix) / "models"
 HANGS_S = 1800
 """A test starts several engines, each of which takes half a minute where processors are busy."""
+LONGEST = ("test_walk.py", "test_gpu_rehearsal.py", "test_demo.py")
+"""They begin first: the workers share whole files, and all wait for the one that ends last."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,6 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm)
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.timeout(HANGS_S))
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.fixture(scope="session")
