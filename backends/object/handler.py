@@ -43,8 +43,8 @@ class ObjectHandler(Handler):
         self._store = store
         self._namespace = namespace
         self._codec = codec
-        self._load_s = load_s
-        self._store_s = store_s
+        self._load_s = self.call_seconds = load_s
+        self._store_s = self.store_seconds = store_s
 
     def load(
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]

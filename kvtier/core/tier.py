@@ -138,6 +138,8 @@ class Handler(ABC):
     call_seconds: float = 5.0
     """The longest that one call takes. A call that began before its transfer's deadline may end so
     much after it; a mover process in which one takes longer is held to hang, and is killed."""
+    store_seconds: float | None = None
+    """The same of a store, if that may take longer than a load."""
 
     @abstractmethod
     def load(

@@ -14,7 +14,7 @@ import msgspec
 
 from kvtier.core.backend import TierContext
 from kvtier.core.settings import TierSettings
-from kvtier.core.transfer import Mover, MoverStats, Transfer, TransferResult
+from kvtier.core.transfer import Mover, MoverStats, Transfer, TransferKind, TransferResult
 from kvtier.errors import MoverError
 from kvtier.move.books import Books
 from kvtier.move.link import Link
@@ -73,7 +73,7 @@ class ProcessMover(Mover):
         self._waiting = threading.Lock()
         # Both are known once the first process has opened its tiers.
         self._books: Books
-        self._slack: list[float]
+        self._call_seconds: dict[TransferKind, list[float]]
         self._link: Link | None = None
         self._flights: dict[int, Flight] = {}
         self._results: list[TransferResult] = []
@@ -119,8 +119,10 @@ class ProcessMover(Mover):
                 self._books.release(transfer)
                 self._books.refuse(transfer)
                 return False
-            due = transfer.deadline + max(self._slack[lane] for lane in self._books.lanes(transfer))
-            self._flights[transfer.id] = Flight(transfer, time.monotonic(), due)
+            longest = self._call_seconds[transfer.kind]
+            late = max(longest[lane] for lane in self._books.lanes(transfer)) + self._grace_seconds
+            flight = Flight(transfer, time.monotonic(), transfer.deadline + late)
+            self._flights[transfer.id] = flight
             self._push(link)
         return True
 
@@ -234,7 +236,7 @@ class ProcessMover(Mover):
                 self._books.restarted()
             else:
                 self._books = Books(ready.host, self._queue_blocks)
-                self._slack = [each + self._grace_seconds for each in ready.call_seconds]
+                self._call_seconds = ready.call_seconds
             self._link = link
             self._arrivals.register(link.socket, select.EPOLLIN)
         return link

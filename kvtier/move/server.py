@@ -19,6 +19,7 @@ import msgspec
 
 from kvtier.core.backend import backend
 from kvtier.core.tier import Handler, HostHandler
+from kvtier.core.transfer import TransferKind
 from kvtier.errors import KVTierError, MoverError
 from kvtier.move.threads import ThreadMover
 from kvtier.move.wire import (
@@ -97,7 +98,9 @@ def serve(parent: socket.socket) -> None:
         return
     mover = ThreadMover(handlers, hello.context.namespace, staging_bytes=hello.staging_bytes)
     host = [isinstance(each, HostHandler) for each in handlers]
-    parent.sendall(frame(Ready(host, [each.call_seconds for each in handlers])))
+    longest = {TransferKind.LOAD: [each.call_seconds for each in handlers]}
+    longest[TransferKind.STORE] = [each.store_seconds or each.call_seconds for each in handlers]
+    parent.sendall(frame(Ready(host, longest)))
     reporter = Reporter(mover, parent)
     reporter.start()
     specs = [msgspec.msgpack.Decoder(backend(tier.kind).spec) for tier in hello.tiers]

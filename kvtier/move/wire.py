@@ -53,10 +53,10 @@ class Hello(msgspec.Struct, tag=True):
 
 class Ready(msgspec.Struct, tag=True):
     """Everything is open; for each tier, whether its medium is host memory, and how long a call
-    of its handler takes at most."""
+    of its handler takes at most for a transfer of each kind."""
 
     host: list[bool]
-    call_seconds: list[float]
+    call_seconds: dict[TransferKind, list[float]]
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -187,6 +187,7 @@ class FileHandler(Handler):
     """Copies records between slots and host memory."""
 
     call_seconds = 0.0
+    store_seconds = 3600.0
 
     def __init__(self, medium: Medium, concurrency: int, batch_blocks: int) -> None:
         self.concurrency = concurrency

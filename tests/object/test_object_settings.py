@@ -9,6 +9,7 @@ import pytest
 from object_servers import SECRET_KEY
 
 from kvtier.backends.object import BACKEND, ObjectSettings, _codec
+from kvtier.core.backend import TierContext
 from kvtier.core.codec import Codec
 from kvtier.core.settings import Capacity, Duration
 from kvtier.errors import ConfigError
@@ -96,3 +97,12 @@ def test_the_codec_follows_what_is_cached(url: str, facts: dict[str, str], codec
 
 def test_settings_show_no_secret() -> None:
     assert SECRET_KEY not in repr(settings())
+
+
+def test_a_mover_is_told_how_long_calls_may_take(tmp_path: Path) -> None:
+    """Until their own deadlines: a process with a slow upload does not hang."""
+    slow = {"load_deadline": Duration(7.0), "store_deadline": Duration(70.0)}
+    context = TierContext(Namespace(facts={}, group_bytes=(4096,)))
+    handler = BACKEND.open_handler(settings(url=(tmp_path / "kv").as_uri(), **slow), context)
+    assert (handler.call_seconds, handler.store_seconds) == (7.0, 70.0)
+    handler.close()

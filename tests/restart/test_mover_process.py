@@ -117,6 +117,17 @@ class TestProcessMover(MoverContract):
         assert results[other] in ([Outcome.DROPPED] * 2, [Outcome.CORRUPT] * 2)
         await_restart(rig.mover, pid)
 
+    def test_a_store_has_the_time_that_its_handler_states(self, rig: MoverRig) -> None:
+        """Who is only slow must not be killed."""
+        rig.media[NEAR].hold([0, 1])
+        mover, later = process_mover(rig), time.monotonic() + 3 * SOON
+        store = rig.store([0])
+        assert not mover._overdue(later)
+        load = rig.load([1])
+        assert mover._overdue(later)
+        rig.media[NEAR].release()
+        rig.results(store, load)
+
     def test_a_mover_without_a_process_refuses(
         self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
