@@ -20,7 +20,7 @@ from kvtier.backends.cpu.region import (
 from kvtier.backends.cpu.tier import CpuSpec, CpuTier
 from kvtier.core.backend import Backend, TierContext
 from kvtier.core.disk import Disk
-from kvtier.core.eviction import create_policy, policy_names
+from kvtier.core.eviction import create_policy, policy_class
 from kvtier.core.record import HEADER_BYTES, record_bytes
 from kvtier.core.settings import ByteSize, Duration, Persistence, TierSettings
 from kvtier.errors import ConfigError, MediumError, NotWritable
@@ -62,12 +62,7 @@ class CpuBackend(Backend[CpuSettings]):
     host = True
 
     def check(self, settings: CpuSettings, record_bytes: int | None) -> None:
-        if settings.eviction not in policy_names():
-            raise ConfigError(
-                ".eviction",
-                f"there is no eviction policy {settings.eviction!r}",
-                f"write one of {', '.join(policy_names())}",
-            )
+        policy_class(settings.eviction)  # which raises ConfigError
         if not settings.name or "/" in settings.name or len(settings.name) > 100:
             raise ConfigError(
                 ".name", f"{settings.name!r} cannot name a region", "write a short word without /"

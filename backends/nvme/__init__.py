@@ -13,7 +13,7 @@ from kvtier.backends.nvme.spec import NvmeSpec
 from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.core.backend import Backend, TierContext
 from kvtier.core.disk import Disk
-from kvtier.core.eviction import create_policy, policy_names
+from kvtier.core.eviction import create_policy, policy_class
 from kvtier.core.folders import standing_folder
 from kvtier.core.record import record_bytes
 from kvtier.core.settings import (
@@ -73,12 +73,7 @@ class NvmeBackend(Backend[NvmeSettings]):
     spec = NvmeSpec
 
     def check(self, settings: NvmeSettings, record_bytes: int | None) -> None:
-        if settings.eviction not in policy_names():
-            raise ConfigError(
-                ".eviction",
-                f"there is no eviction policy {settings.eviction!r}",
-                f"write one of {', '.join(policy_names())}",
-            )
+        policy_class(settings.eviction)  # which raises ConfigError
         if not settings.path:
             raise ConfigError(".path", "is empty", "name a folder on a local disk")
         if only_reads(Path(settings.path), settings.write):

@@ -22,7 +22,7 @@ from kvtier.backends.object.wire import Timeouts
 from kvtier.core.backend import Backend, TierContext
 from kvtier.core.codec import Codec, codec_for
 from kvtier.core.disk import Disk
-from kvtier.core.eviction import create_policy, policy_names
+from kvtier.core.eviction import create_policy, policy_class
 from kvtier.core.folders import standing_folder
 from kvtier.core.settings import Count, Duration, TierSettings, WritePolicy
 from kvtier.errors import ConfigError, MediumError
@@ -96,12 +96,7 @@ class ObjectBackend(Backend[ObjectSettings]):
     spec = ObjectSpec
 
     def check(self, settings: ObjectSettings, record_bytes: int | None) -> None:
-        if settings.eviction not in policy_names():
-            raise ConfigError(
-                ".eviction",
-                f"there is no eviction policy {settings.eviction!r}",
-                f"write one of {', '.join(policy_names())}",
-            )
+        policy_class(settings.eviction)  # which raises ConfigError
         try:
             folder, bucket, _ = place_of(settings.url)
         except Misconfigured as error:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.config import load
 from kvtier.core.eviction import create_policy, policy_class, policy_names, registry
 from kvtier.core.eviction.adaptive import Adaptive
 from kvtier.core.eviction.policy import EvictionPolicy
 from kvtier.core.eviction.replay import replay
 from kvtier.core.eviction.trace import Request
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, ConfigErrors
 
 
 def keys(first: int, count: int) -> list[bytes]:
@@ -257,6 +258,7 @@ class TestRegistry:
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-policies\nVersion: 1.0")
         (info / "entry_points.txt").write_text(
             "[kvtier.eviction]\noldest = other_policies:Oldest\nbroken = other_policies:WRONG\n"
+            "lost = other_policies.lost:Lost\n"
         )
         (tmp_path / "other_policies.py").write_text(
             "from kvtier.core.eviction.lru import LRU\n"
@@ -277,7 +279,7 @@ class TestRegistry:
             assert policy_class(name).name == name
 
     def test_an_unknown_name_is_explained(self) -> None:
-        with pytest.raises(ConfigError, match=r"no eviction policy 'mru' - one of: adaptive, arc"):
+        with pytest.raises(ConfigError, match=r"no eviction policy 'mru' - write one of adaptive,"):
             create_policy("mru")
 
     @pytest.mark.usefixtures("installed")
@@ -291,3 +293,19 @@ class TestRegistry:
     def test_what_is_no_policy_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="is no EvictionPolicy: 3"):
             create_policy("broken")
+
+    @pytest.mark.usefixtures("installed")
+    @pytest.mark.parametrize("name", ["broken", "lost"])
+    def test_a_stack_with_a_policy_that_cannot_be_used_is_refused(
+        self, tmp_path: Path, name: str
+    ) -> None:
+        tiers = [
+            {"kind": "cpu", "capacity": "1MiB"},
+            {"kind": "nvme", "capacity": "1MiB", "path": str(tmp_path / "blocks")},
+            {"kind": "object", "capacity": "1MiB", "url": (tmp_path / "store").as_uri()},
+        ]
+        tiers = [{**tier, "eviction": name} for tier in tiers]
+        with pytest.raises(ConfigErrors) as caught:
+            load({"version": 1, "tiers": tiers})
+        places = [error.place for error in caught.value.errors]
+        assert places == [f"$.tiers[{index}].eviction" for index in range(3)]

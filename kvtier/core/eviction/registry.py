@@ -32,15 +32,24 @@ def policy_names() -> list[str]:
 
 @cache
 def policy_class(name: str) -> type[EvictionPolicy]:
-    """Import the policy of this name; raises ConfigError if there is none or it is not one."""
+    """Import the policy of this name; raises ConfigError if there is none or it is broken."""
     if name in _OURS:
         module, _, attribute = _OURS[name].partition(":")
         found: object = getattr(import_module(module), attribute)
     elif name in _others():
-        found = _others()[name].load()
+        try:
+            found = _others()[name].load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                ".eviction",
+                f"the eviction policy {name!r} cannot be imported: {error}",
+                "reinstall the package that brings it",
+            ) from error
     else:
         raise ConfigError(
-            ".eviction", f"no eviction policy {name!r}", f"one of: {', '.join(policy_names())}"
+            ".eviction",
+            f"there is no eviction policy {name!r}",
+            f"write one of {', '.join(policy_names())}",
         )
     if not (isinstance(found, type) and issubclass(found, EvictionPolicy)):
         raise ConfigError(
