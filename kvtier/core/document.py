@@ -197,7 +197,7 @@ class Document:
     def _interpolate(self, text: str, place: str) -> str:
         """Put the environment's values in."""
         if "\0" in text:
-            self.report(place, "holds a NUL character, which ends texts elsewhere", "remove it")
+            self.report(place, "holds a NUL character, which no setting may have", "remove it")
         if "${" not in text:
             return text
         values: dict[str, str] = {}

@@ -92,10 +92,13 @@ class ByteSize(Value):
 
     @classmethod
     def parse(cls, value: object) -> Self:
-        plain = isinstance(value, int) and not isinstance(value, bool)
-        if plain or (isinstance(value, str) and value.strip().isdecimal()):
-            value = f"{value}B"
-        size = int(_quantity(value, _BYTES, "a size"))
+        if isinstance(value, int) and not isinstance(value, bool):
+            size = value
+            if size < 0:
+                raise ValueError(f"{_shown(value)} is negative; a size is 0 or more")
+        else:
+            bare = isinstance(value, str) and value.strip().isdecimal()
+            size = int(_quantity(f"{value}B" if bare else value, _BYTES, "a size"))
         if size > _BYTES_MAX:
             raise ValueError(f"{_shown(value)} is too large; a size is less than 2**63 bytes")
         return cls(size)
@@ -176,7 +179,7 @@ class Duration(Value):
         if isinstance(value, int | float) and not isinstance(value, bool):
             seconds = value
             if seconds < 0:
-                raise ValueError(f"{value} is negative; a duration is 0 or more")
+                raise ValueError(f"{_shown(value)} is negative; a duration is 0 or more")
         else:
             seconds = float(_quantity(value, _SECONDS, "a duration"))
         if not seconds <= _SECONDS_MAX:

@@ -111,6 +111,21 @@ def test_what_is_no_size(value: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (-1, "-1 is negative"),
+        ("-1B", "'-1B' is negative"),
+        (1 << 63, "9223372036854775808 is too large"),
+        (10**30, "1000000000000000000000000000000 is too large"),
+        ("8388608TiB", "'8388608TiB' is too large"),
+    ],
+)
+def test_a_size_that_cannot_be_is_shown_as_it_was_written(value: object, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}; a size is"):
+        ByteSize.parse(value)
+
+
+@pytest.mark.parametrize(
     "value",
     ["5", "5 Hours", "1month", "inf", -1, float("inf"), float("nan"), 10**40, "9" * 20 + "d"],
 )
