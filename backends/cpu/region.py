@@ -177,6 +177,8 @@ class OwnedRegion:
         except OSError as error:
             return f"it cannot be opened ({error.strerror})"
         try:
+            if os.fstat(fd).st_uid != os.getuid():  # who could change it under our hands
+                return "it belongs to another user"
             if not _lock(fd, fcntl.LOCK_EX, _DYING_S):
                 return "processes of an earlier engine still write to it"
             found = read_header(fd)

@@ -127,6 +127,27 @@ def test_a_region_that_does_not_fit_is_made_anew(tmp_path: Path, change: str) ->
         assert tier.stats().bytes_used == 0
 
 
+def test_a_region_of_another_user_is_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a folder like /dev/shm anybody may make a file of that name."""
+    keys = make_keys(2)
+    with opened(tmp_path) as tier:
+        put(tier, keys)
+        path = tier.region.path
+    real = os.fstat
+
+    def planted(fd: int) -> os.stat_result:
+        found = real(fd)
+        there = path.exists() and os.path.samestat(found, path.stat())
+        return os.stat_result((*found[:4], found.st_uid + there, *found[5:]))
+
+    monkeypatch.setattr(os, "fstat", planted)
+    with opened(tmp_path) as tier:
+        assert tier.lookup(keys) == [Presence.MISS] * 2
+    assert "it belongs to another user" in caplog.text
+
+
 def test_an_entry_with_an_impossible_key_is_free(tmp_path: Path) -> None:
     with opened(tmp_path) as tier:
         put(tier, make_keys(8))
