@@ -42,6 +42,8 @@ _SLAB_USUAL = 64 << 20
 _SLAB_MAX = 1 << 30
 _SLABS_MIN = 4
 """A folder has room for so many at least: a slab is what engines that share one hand over."""
+_SLABS_MAX = 1 << 14
+"""And for so many at most: a tier numbers them in 16 bits, and its keeper lists all of them."""
 _SMALL_FILES = 64 << 10
 """Room kept for the namespace's description and the like."""
 
@@ -159,7 +161,8 @@ def _check_readable(folder: Path) -> None:
 def _slab_bytes(capacity: int) -> int:
     """How large slabs are made: a sixteenth of the folder, but neither tiny nor huge."""
     usual = min(_SLAB_USUAL, capacity // _SLABS_MIN)
-    return min(capacity, max(_SLAB_MIN, usual, min(_SLAB_MAX, capacity // 16)))
+    most = max(_SLAB_MAX, capacity // _SLABS_MAX)
+    return min(capacity, max(_SLAB_MIN, usual, min(most, capacity // 16)))
 
 
 def _least(slot_bytes: int) -> int:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from nvme_rig import Engine, child, expect
 
+from kvtier.backends import nvme
 from kvtier.backends.nvme import keeper as keeper_module
 from kvtier.backends.nvme import tier as tier_module
 from kvtier.backends.nvme.folder import SlabFile
@@ -188,6 +189,12 @@ def test_what_comes_back_after_it_was_lost_is_told(tmp_path: Path) -> None:
     assert again.tier.take_events() == []
     again.close()
     engine.close()
+
+
+@pytest.mark.parametrize("tebibytes", [1, 16, 64, 240, 4096])
+def test_the_slabs_of_the_largest_folder_can_be_numbered(tebibytes: int) -> None:
+    capacity = tebibytes << 40
+    assert capacity // nvme._slab_bytes(capacity) <= 1 << 14
 
 
 def test_numbers_of_lost_slabs_are_used_again_whatever_their_size(tmp_path: Path) -> None:
