@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvtier.cli.blocks import Block
 from kvtier.cli.holdings import Place, Slab
 from kvtier.core.slab.layout import committed, keys_of
-from kvtier.types import KEY_BYTES_MAX, BlockKey
+from kvtier.types import GROUP_BYTES, KEY_BYTES_MAX, BlockKey
 
 _ROW = np.dtype(
     [
@@ -50,10 +50,16 @@ class Choice:
     def __len__(self) -> int:
         return len(self._rows)
 
-    @property
-    def bytes(self) -> int:
-        """All of them together, with their headers."""
-        return int(self._rows["bytes"].sum())
+    def room(self, sizes: Sequence[int]) -> npt.NDArray[np.int64]:
+        """The bytes that each of them takes where a block of a cache group takes so many (the last
+        counts for all groups beyond). Where they lie now they may be compressed, or in slots."""
+        if len(sizes) == 1:
+            return np.full(len(self), sizes[0], np.int64)
+        starts = range(0, len(self), _PIECE)
+        groups = [_groups(self._rows[start : start + _PIECE]) for start in starts]
+        known = np.minimum(np.concatenate([np.zeros(0, np.uint32), *groups]), len(sizes) - 1)
+        taken: npt.NDArray[np.int64] = np.array(sizes, np.int64)[known]
+        return taken
 
     def keys(self, start: int, stop: int) -> list[BlockKey]:
         """The keys of these rows."""
@@ -64,9 +70,9 @@ class Choice:
         chosen = self._rows[rows]
         return chosen["origin"].tolist(), chosen["at"].tolist()
 
-    def cut(self, size_max: int) -> Choice:
-        """The first blocks, up to so many bytes."""
-        count = int(np.searchsorted(np.cumsum(self._rows["bytes"]), size_max, side="right"))
+    def cut(self, size_max: int, sizes: Sequence[int]) -> Choice:
+        """The first blocks, up to so many bytes of room."""
+        count = int(np.searchsorted(np.cumsum(self.room(sizes)), size_max, side="right"))
         return Choice(self.namespace, self._rows[:count].copy(), self.origins)
 
     def only(self, keys: Collection[BlockKey]) -> Choice:
@@ -159,6 +165,13 @@ def _rows(entries: npt.NDArray[np.void], origin: int) -> _Rows:
     rows["key_bytes"] = entries["key_bytes"]
     rows["origin"] = origin
     return rows
+
+
+def _groups(rows: _Rows) -> npt.NDArray[np.uint32]:
+    """The cache group of each key: its last bytes."""
+    keys = np.ascontiguousarray(rows["key"]).view(np.uint8).reshape(-1, KEY_BYTES_MAX)
+    ends = rows["key_bytes"].astype(np.intp)[:, None] + np.arange(-GROUP_BYTES, 0)
+    return np.take_along_axis(keys, ends, axis=1).view(">u4").ravel().astype(np.uint32)
 
 
 def _once(rows: _Rows) -> _Rows:

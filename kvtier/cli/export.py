@@ -18,6 +18,7 @@ from kvtier.cli.holdings import Place, known_namespaces
 from kvtier.cli.pack import PackWriter
 from kvtier.cli.work import bounded_map
 from kvtier.config import StackConfig, load
+from kvtier.core.record import record_bytes
 from kvtier.errors import KVTierError
 from kvtier.types import BlockKey
 
@@ -55,7 +56,7 @@ def export(
     result = Copied(names[0])
     choice = choose(places, names[0], hottest=hottest)
     if size is not None:
-        choice = first_of(choice, size)
+        choice = first_of(choice, size, [record_bytes(each) for each in described.group_bytes])
     result.asked = len(choice)
     start = time.monotonic()
     with (

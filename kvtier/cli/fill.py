@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -17,7 +16,8 @@ from kvtier.cli.ls import find_namespace
 from kvtier.cli.outlook import capacity_of
 from kvtier.cli.reader import ChoiceReader
 from kvtier.config import StackConfig, load
-from kvtier.core.settings import ByteSize, Capacity, Persistence
+from kvtier.core.record import HEADER_BYTES, record_bytes
+from kvtier.core.settings import ByteSize, Capacity, Persistence, TierSettings
 from kvtier.errors import ConfigError, KVTierError, NotWritable
 from kvtier.observe import human
 from kvtier.types import BlockKey, Namespace
@@ -38,16 +38,25 @@ def namespaces_of(places: Sequence[Place], wanted: str | None) -> list[str]:
     return sorted(newest, key=lambda name: (-newest[name], name))
 
 
-def first_of(choice: Choice, size: int) -> Choice:
-    """The first blocks of a choice, up to so many bytes; raises KVTierError where that is none."""
-    cut = choice.cut(size)
+def first_of(choice: Choice, size: int, sizes: Sequence[int]) -> Choice:
+    """The first blocks of a choice, up to so many bytes of room; raises KVTierError where that is
+    none. `sizes` are what blocks of each cache group take."""
+    cut = choice.cut(size, sizes)
     if len(choice) and not len(cut):
-        (block,) = islice(choice.blocks(), 1)
+        takes = human.size(int(choice.room(sizes)[0]))
         raise KVTierError(
-            f"{human.size(size)} hold not one block, which takes {human.size(block.bytes)}: allow "
-            "more by --size or the tier's capacity"
+            f"{human.size(size)} hold not one block, which takes {takes}: allow more by --size or "
+            "the tier's capacity"
         )
     return cut
+
+
+def sizes_in(settings: TierSettings, namespace: Namespace) -> list[int]:
+    """What a block of each cache group takes in a tier: a whole slot, or its own bytes (less, if
+    they can be compressed)."""
+    if settings.kind in ("cpu", "nvme"):
+        return [record_bytes(namespace.payload_bytes)]
+    return [HEADER_BYTES + size for size in namespace.group_bytes]
 
 
 def copy_all(
@@ -84,8 +93,10 @@ def copy_all(
         if keys is not None:
             choice = choice.only(keys)
             result.missing = len(keys) - len(choice)
-        choice = choice.cut(most) if any(each.asked for each in done) else first_of(choice, most)
-        most -= choice.bytes
+        sizes = sizes_in(target.tiers[tier], described)
+        some_before = any(each.asked for each in done)
+        choice = choice.cut(most, sizes) if some_before else first_of(choice, most, sizes)
+        most -= int(choice.room(sizes).sum())
         result.asked = len(choice)
         reader = ChoiceReader(source, choice, described)
         with (

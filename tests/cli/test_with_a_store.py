@@ -22,7 +22,7 @@ from kvtier.backends.object import open_for
 from kvtier.cli import commands
 from kvtier.config import load
 from kvtier.core.disk import Disk
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.testing.records import GROUPED, NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
 pytestmark = pytest.mark.slow
@@ -184,6 +184,24 @@ def test_prewarm_takes_all_namespaces_of_a_store(stack: Path, tmp_path: Path) ->
     assert copied == {NAMESPACE.id: BLOCKS, other.id: 1}
     parts = run("du", "-c", stack, "--tier", "nvme")[0]["namespaces"]
     assert sorted(part["blocks"] for part in parts) == [1, BLOCKS]
+
+
+def test_blocks_are_chosen_by_the_room_they_will_take(in_a_folder: Path, tmp_path: Path) -> None:
+    """Not by what they take where they are: a small group's are small in a store, and have a whole
+    slot each on a disk."""
+    small = make_keys(40, group=2)
+    with Stack.open(in_a_folder, GROUPED) as stack:
+        stack.store({key: payload(key, GROUPED) for key in small})
+        assert stack.settle()
+    snapshot = f"file://{tmp_path}/snapshot"
+    object_bytes, slot_bytes = 4096 + 12, 4096 + 20480
+    (out,) = run("snapshot", "-c", in_a_folder, "--to", snapshot, "--size", "40KiB")["namespaces"]
+    assert out["asked"] == out["copied"] == (40 << 10) // object_bytes
+    run("snapshot", "-c", in_a_folder, "--to", snapshot)
+    run("clear", "-c", in_a_folder, "--yes")
+    in_a_folder.write_text(in_a_folder.read_text().replace("16MiB", "640KiB"))
+    (back,) = run("restore", "-c", in_a_folder, "--from", snapshot)["namespaces"]
+    assert back["asked"] == back["copied"] == int(0.95 * (640 << 10)) // slot_bytes
 
 
 def test_bench_leaves_the_store_as_it_was(stack: Path) -> None:
