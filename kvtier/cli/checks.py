@@ -7,6 +7,7 @@ import enum
 import errno
 import mmap
 import os
+import re
 import resource
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 
 from kvtier.cli.look_slabs import look_at_regions
+from kvtier.cli.starter import memory_bytes
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk
 from kvtier.core.numa import Topology
@@ -26,6 +28,9 @@ from kvtier.observe import human
 from kvtier.vllm.versions import installed
 
 _BLOCK = 4096
+_MOUNTS = Path("/proc/self/mounts")
+_OCTAL = re.compile(rb"\\([0-7]{3})")
+"""A blank in a name, say, as the kernel writes it there."""
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "glusterfs"}
 _MEMORY_SHARE_MAX = 0.8
 _ONE_SLAB = 64 << 20
@@ -169,16 +174,6 @@ def _check_huge_pages(area: str) -> Finding:
     return Finding(area, Level.OK, "huge pages can be had")
 
 
-def memory_bytes() -> int:
-    """What this process may use: the machine's memory, or less in a container."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError):
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit.isdecimal():
-            return min(total, int(limit))
-    return total
-
-
 # -- disks -----------------------------------------------------------------------------------
 
 
@@ -304,16 +299,16 @@ def _check_room(area: str, settings: Any) -> Finding:
 
 def file_system(folder: Path) -> str:
     """The kind of file system that a folder is on."""
-    real = str(folder.resolve())
-    best, kind = "", "unknown"
+    real = os.fsencode(folder.resolve())
+    best, kind = b"", b"unknown"
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text().splitlines():
-            words = line.split()
-            point = words[1].encode().decode("unicode_escape")
-            inside = real == point or real.startswith(point.rstrip("/") + "/")
+        for line in _MOUNTS.read_bytes().splitlines():
+            words = line.split(b" ")
+            point = _OCTAL.sub(lambda found: bytes([int(found[1], 8)]), words[1])
+            inside = real == point or real.startswith(point.rstrip(b"/") + b"/")
             if inside and len(point) >= len(best):
                 best, kind = point, words[2]
-    return kind
+    return kind.decode()
 
 
 def _rotates(folder: Path) -> bool:

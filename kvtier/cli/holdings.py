@@ -268,8 +268,9 @@ def locked_files() -> Locked:
                 major, minor, inode = words[5].split(":")
                 found.files.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            major, minor = line.split()[2].split(":")
+        # In bytes: a folder may be called anything.
+        for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+            major, minor = line.split()[2].split(b":")
             found.mounted.add(os.makedev(int(major), int(minor)))
     return found
 

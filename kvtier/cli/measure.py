@@ -24,6 +24,7 @@ from kvtier.cli.holdings import BENCH_MARK
 from kvtier.cli.look_objects import empty_store, local_folder
 from kvtier.cli.opening import opened, uninterrupted
 from kvtier.config import StackConfig
+from kvtier.core.disk import Disk
 from kvtier.core.flight import Ticket
 from kvtier.core.record import HEADER_BYTES, record_bytes
 from kvtier.core.settings import (
@@ -326,18 +327,13 @@ def _folder_beside(settings: TierSettings, room: int) -> Path | None:
     if near.stat().st_dev != beside.stat().st_dev or not os.access(beside, os.W_OK | os.X_OK):
         beside = near  # the root of a disk: only in it there is room of this disk
     floor = getattr(settings, "free_floor", None)
-    free = _free_bytes(beside) - (floor.bytes if floor is not None else 0)
+    free = Disk().free_bytes(beside) - (floor.bytes if floor is not None else 0)
     if free < room + room // 8:
         raise MediumError(
             f"{beside} has too little free room to measure with {human.size(room + room // 8)}: "
             "ask for fewer blocks, or free some"
         )
     return Path(tempfile.mkdtemp(prefix=f"{BENCH_MARK}{os.getpid()}-", dir=beside))
-
-
-def _free_bytes(folder: Path) -> int:
-    info = os.statvfs(folder)
-    return info.f_bavail * info.f_frsize
 
 
 def _place(settings: TierSettings) -> str:

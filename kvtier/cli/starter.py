@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from kvtier.core.disk import Disk
 from kvtier.core.values import ByteSize
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -25,8 +26,8 @@ def starter(
     """The text of a stack file with a CPU tier, an NVMe tier in this folder, and a bucket if one
     is named; sizes that are not given follow the machine."""
     folder = folder.expanduser().absolute()
-    total, free = _memory_bytes(), _free_bytes(_nearest(folder))
-    shared = _free_bytes(_SHARED_MEMORY)
+    total, free = memory_bytes(), Disk().free_bytes(_nearest(folder))
+    shared = Disk().free_bytes(_SHARED_MEMORY)
     text = _TEMPLATE.format(
         name='"${KVTIER_NAME:-default}"' if name is None else _quoted(name),
         memory=_round(total),
@@ -44,7 +45,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("${", "$${")
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
     """What this process may use: the machine's memory, or less in a container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
@@ -52,11 +53,6 @@ def _memory_bytes() -> int:
     except OSError:
         return total
     return min(total, int(limit)) if limit.isdecimal() else total
-
-
-def _free_bytes(path: Path) -> int:
-    info = os.statvfs(path)
-    return info.f_bavail * info.f_frsize
 
 
 def _nearest(folder: Path) -> Path:

@@ -70,6 +70,20 @@ def test_host_memory_on_a_disk_is_said(stack_file: Path) -> None:
         assert any("not memory" in what for what, level in found.items() if level is Level.WARN)
 
 
+@pytest.mark.parametrize("name", [b"with a blank", "données\u00a0".encode(), b"no\xfftext"])
+def test_a_file_system_is_known_whatever_its_folder_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes
+) -> None:
+    folder = tmp_path / os.fsdecode(name)
+    folder.mkdir()
+    written = os.fsencode(folder).replace(b" ", b"\\040")  # as the kernel does it
+    mounts = tmp_path / "mounts"
+    mounts.write_bytes(b"/dev/a / ext4 rw 0 0\n/dev/b %s nfs4 rw 0 0\n" % written)
+    monkeypatch.setattr(checks, "_MOUNTS", mounts)
+    assert checks.file_system(tmp_path) == "ext4"
+    assert checks.file_system(folder / "below") == "nfs4"
+
+
 def test_a_folder_that_is_another_elsewhere(
     stack_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
