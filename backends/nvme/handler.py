@@ -305,6 +305,7 @@ class NvmeHandler(Handler):
 
     def _acting_for(self, owner: int) -> bool:
         with self._lock:
+            self._stop_acting()
             if owner not in self._owners:
                 try:
                     self._owners[owner] = hold_owner(self._home / "owners", owner)
@@ -314,6 +315,12 @@ class NvmeHandler(Handler):
                     self._unheld = owner
                     return False
             return True
+
+    def _stop_acting(self) -> None:
+        """For owners whose mark was taken away, be it with the whole folder: their slabs may be
+        another's by now, and for each there would be a descriptor for ever."""
+        for owner in [i for i, fd in self._owners.items() if not os.fstat(fd).st_nlink]:
+            os.close(self._owners.pop(owner))
 
     def close(self) -> None:
         with self._lock:

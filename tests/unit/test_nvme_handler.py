@@ -121,3 +121,17 @@ def test_a_slab_that_is_gone_drops_a_store_and_misses_a_load(tmp_path: Path) -> 
     assert handler.load(reservation.spec, keys, [blank(), blank()]) == [Outcome.GONE] * 2
     handler.close()
     tier.close()
+
+
+def test_nobody_acts_for_an_owner_whose_mark_was_taken_away(tmp_path: Path) -> None:
+    tier, handler = opened(tmp_path / "kv", Disk())
+    keys = make_keys(2)
+    reservation = tier.prepare_store(keys)
+    records = [sealed(key) for key in keys]
+    assert handler.store(reservation.spec, keys, records) == [Outcome.OK] * 2
+    (mark,) = (tmp_path / "kv").glob("*/owners/*")
+    mark.unlink()  # as with the whole folder
+    assert handler.store(reservation.spec, keys, records) == [Outcome.DROPPED] * 2
+    assert not handler._owners, "the descriptor that its lock hung on is closed"
+    handler.close()
+    tier.close()
