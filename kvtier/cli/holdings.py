@@ -262,10 +262,10 @@ def locked_files() -> Locked:
     """
     found = Locked(set(), set())
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/locks").read_text().splitlines():
+        for line in Path("/proc/locks").read_bytes().splitlines():
             words = line.split()
-            if words[1] == "FLOCK":
-                major, minor, inode = words[5].split(":")
+            if words[1] == b"FLOCK":
+                major, minor, inode = words[5].split(b":")
                 found.files.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
     with contextlib.suppress(OSError, ValueError, IndexError):
         # In bytes: a folder may be called anything.
