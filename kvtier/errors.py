@@ -48,10 +48,6 @@ class BackendError(KVTierError):
     """A kind of tier is not installed, or what its entry point names is not a backend."""
 
 
-class NamespaceMismatch(KVTierError):
-    """Data on a medium belongs to another model, layout or version."""
-
-
 class FormatError(KVTierError):
     """Bytes on a medium are not what kvtier writes, or were written by a newer version."""
 

@@ -34,7 +34,6 @@ from kvtier.errors import FormatError, MediumError, MediumInUse, NewerFormat
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".region"
-_HUGE = 2 << 20
 _MAKING = ".making"
 _DYING_S = 5.0
 """How long a new owner waits for processes of a killed engine to disappear."""

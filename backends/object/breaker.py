@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-class BreakerPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BreakerPolicy(msgspec.Struct, frozen=True):
     """After how many failures in a row to stop, and how long to wait before each trial."""
 
     failures: int = 5
@@ -66,7 +66,6 @@ class BreakerStore(WrappedStore):
         self._retry_at = 0.0
         self._cause = ""
         self._circuit = Circuit.CLOSED
-        self.opened = 0
 
     @property
     def circuit(self) -> Circuit:
@@ -126,7 +125,6 @@ class BreakerStore(WrappedStore):
                 return
             self._retry_at = self._clock() + self._open_s * self._dice.uniform(0.75, 1.0)
             self._circuit = Circuit.OPEN
-            self.opened += not trial
         if not trial:
             _log.warning("object store unwell, serving goes on without it: %s", error)
 

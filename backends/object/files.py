@@ -55,16 +55,12 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 class FileStore(Store):
     """Objects as files below `root`, which is made if its parent exists.
 
-    `sync` forces bytes and names to the medium before a put returns; without it a power cut may
-    cost recent objects (a short or empty file is caught by the reader's checks).
+    A power cut may cost recent objects: a short or empty file is caught by the reader's checks.
     """
 
-    def __init__(
-        self, root: str | os.PathLike[str], *, sync: bool = False, disk: Disk | None = None
-    ) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, disk: Disk | None = None) -> None:
         self.root = Path(root)
         self._root = str(self.root)
-        self.sync = sync
         self._disk = disk or Disk()
         with _mapped(str(self.root)):
             self.root.mkdir(mode=0o700, exist_ok=True)
@@ -89,13 +85,10 @@ class FileStore(Store):
                 return PutOutcome.ALREADY_THERE
             temporary = self._write_temporary(target, buffers)
             try:
-                outcome = self._publish(temporary, target, if_absent)
+                return self._publish(temporary, target, if_absent)
             except OSError:
                 _remove(temporary)
                 raise
-            if self.sync:
-                _sync_folder(os.path.dirname(target))
-            return outcome
 
     def _write_temporary(self, target: str, buffers: Sequence[Buffer]) -> str:
         folder = os.path.dirname(target)
@@ -110,8 +103,6 @@ class FileStore(Store):
             raise FileNotFoundError(errno.ENOENT, "the folder keeps vanishing", folder)
         try:
             self._write_all(fd, buffers)
-            if self.sync:
-                self._disk.sync(fd)
         except OSError:
             _remove(temporary)
             raise
@@ -141,12 +132,9 @@ class FileStore(Store):
     def _make_folder(self, folder: str) -> None:
         if folder == self._root or os.path.isdir(folder):
             return
-        above = os.path.dirname(folder)
-        self._make_folder(above)
+        self._make_folder(os.path.dirname(folder))
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
-        if self.sync:
-            _sync_folder(above)
 
     def get(
         self,
@@ -342,14 +330,6 @@ def _is_abandoned(temporary: str, older_than_s: float) -> bool:
 def _remove(path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-
-
-def _sync_folder(folder: str) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _check_deadline(deadline: float | None, what: str) -> None:

@@ -20,9 +20,8 @@ from kvtier.backends.object.bare import Bare
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.names import description_name, parse_block
 from kvtier.backends.object.store import Store, read_object
-from kvtier.types import BlockKey, Namespace
+from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey, Namespace
 
-_DESCRIPTION_BYTES_MAX = 1 << 20
 _CRASHED_S = 3600.0
 """A temporary file that has not been touched for so long has no writer any more."""
 
@@ -133,7 +132,7 @@ def _write_removed(
 ) -> None:
     """Tell the servers of a namespace; where its description is unreadable they find out by
     themselves."""
-    text = read_object(store, description_name(namespace), _DESCRIPTION_BYTES_MAX)
+    text = read_object(store, description_name(namespace), NAMESPACE_BYTES_MAX)
     if text is None:
         return
     try:

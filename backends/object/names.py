@@ -47,10 +47,6 @@ def parse_block(name: str) -> tuple[str, BlockKey, int] | None:
     return namespace, BlockKey(bytes.fromhex(text)), int(generation)
 
 
-def blocks_prefix(namespace: str) -> str:
-    return f"{namespace}/blocks/"
-
-
 def manifest_prefix(namespace: str) -> str:
     return f"{namespace}/manifest/"
 

@@ -14,11 +14,10 @@ from kvtier.backends.object.s3 import Reach, S3Settings, S3Store
 from kvtier.backends.object.store import Store
 
 
-class StoreSettings(Reach, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything about reaching a store that a user may set."""
+class StoreSettings(Reach, frozen=True, kw_only=True):
+    """Which store, how to reach it, and how patient to be with it."""
 
     url: str
-    sync: bool = False
     retry: RetryPolicy = RetryPolicy()
     breaker: BreakerPolicy = BreakerPolicy()
 
@@ -56,7 +55,7 @@ def open_store(settings: StoreSettings) -> Store:
     inner: Store
     folder, bucket, prefix = place_of(settings.url)
     if folder is not None:
-        inner = FileStore(folder, sync=settings.sync)
+        inner = FileStore(folder)
     else:
         reach = {name: getattr(settings, name) for name in Reach.__struct_fields__}
         inner = S3Store(S3Settings(bucket=bucket, prefix=prefix, **reach))

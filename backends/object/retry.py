@@ -17,7 +17,7 @@ from kvtier.backends.object.wrapper import WrappedStore
 _T = TypeVar("_T")
 
 
-class RetryPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RetryPolicy(msgspec.Struct, frozen=True):
     """How often to try, and how long to wait between two tries at least and at most."""
 
     attempts: int = 3
@@ -51,7 +51,6 @@ class RetryingStore(WrappedStore):
         self._dice = dice or random.Random()
         self._lock = threading.Lock()
         self._quiet_until = 0.0
-        self.retries = 0
 
     def __repr__(self) -> str:
         return f"RetryingStore({self._inner!r})"
@@ -101,8 +100,6 @@ class RetryingStore(WrappedStore):
                 self._quiet_until = max(self._quiet_until, self._clock() + wait_s)
         if self._clock() + wait_s >= end:
             raise error
-        with self._lock:
-            self.retries += 1
         self._sleep(wait_s)
 
     def _keep_quiet(self, end: float) -> None:

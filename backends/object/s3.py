@@ -58,7 +58,7 @@ _DNS_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
 
-class Reach(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Reach(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach a bucket. Credentials never stand here: see `signing`."""
 
     endpoint: str | None = None
@@ -71,7 +71,7 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     timeouts: Timeouts = Timeouts()
 
 
-class S3Settings(Reach, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class S3Settings(Reach, frozen=True, kw_only=True):
     """Which bucket, and what every name in it begins with."""
 
     bucket: str

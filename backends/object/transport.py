@@ -19,7 +19,6 @@ from kvtier.backends.object.store import Buffer
 from kvtier.backends.object.wire import Address, Timeouts, Tunnel, Wire, connect, explain
 
 _BUFFER_BYTES = 16 << 10
-_HEAD_BYTES_MAX = _BUFFER_BYTES
 _LINE_BYTES_MAX = 1 << 10
 _KEEP_IDLE_S = 15.0
 _INTERIM_ANSWERS_MAX = 4

@@ -26,7 +26,7 @@ _IOV_MAX = 512
 _TIMEVAL = struct.Struct("@ll")
 
 
-class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Timeouts(msgspec.Struct, frozen=True):
     """How long to wait: to connect, for the next byte, and for one call as a whole.
 
     A store that takes an upload in may be silent for longer (`upload_s`); nobody waits for that.

@@ -105,8 +105,3 @@ def backend(kind: str) -> Backend[Any]:
             "correct the package that brings it"
         )
     return found
-
-
-def backends() -> dict[str, Backend[Any]]:
-    """All installed backends by kind."""
-    return {kind: backend(kind) for kind in kinds()}

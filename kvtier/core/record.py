@@ -147,16 +147,6 @@ def seal(record: Buffer, header: Header) -> None:
         seal_part(record, index, record[start : start + size])
 
 
-def sums(record: Buffer, parts: int) -> bytes:
-    """The checksums of all parts as they stand in the header, to carry to another record."""
-    return bytes(record[_PARTS_AT : _PARTS_AT + parts * _SUM.size])
-
-
-def put_sums(record: Buffer, part_sums: bytes) -> None:
-    """Write checksums taken by `sums` from the record that these bytes come from."""
-    record[_PARTS_AT : _PARTS_AT + len(part_sums)] = part_sums
-
-
 def check_header(record: Buffer, key: BlockKey, namespace: bytes, payload_max: int) -> Outcome:
     """Whether the header proves `key` of `namespace`, with a payload that fits."""
     try:

@@ -24,12 +24,6 @@ class TestFileStore(StoreContract):
         return FileStore(tmp_path / "store")
 
 
-class TestFileStoreSynced(StoreContract):
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Store:
-        return FileStore(tmp_path / "store", sync=True)
-
-
 @pytest.mark.s3
 class TestMoto(StoreContract):
     @pytest.fixture
