@@ -13,6 +13,9 @@ from kvtier.core.disk import is_locked
 from kvtier.errors import MediumError, MediumInUse
 
 _LOCK_WAIT_S = 10.0
+_LOOK_S = 0.2
+_STOPPED_S = 10.0
+"""A command that was stopped so long ago (by Ctrl-Z, say) is not about to go on."""
 
 
 @contextlib.contextmanager
@@ -49,8 +52,39 @@ def filling(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 waits()
-                fcntl.flock(fd, fcntl.LOCK_EX)
+                _wait_for(fd, folder)
         yield
+
+
+def _wait_for(fd: int, folder: Path) -> None:
+    """Lock a folder as soon as the command has ended that fills it, however long that takes; raises
+    MediumInUse if that command is stopped, because it would be for ever."""
+    since: float | None = None
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        stopped = _stopped_holder(fd)
+        since = None if stopped is None else since or time.monotonic()
+        if since is not None and time.monotonic() - since >= _STOPPED_S:
+            raise MediumInUse(
+                f"{folder} is being filled by process {stopped}, which is stopped: let it go on "
+                f"(kill -CONT {stopped}), or end it"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _stopped_holder(fd: int) -> int | None:
+    """The process that has locked this file, if the system tells and the process is stopped."""
+    inode = os.fstat(fd).st_ino
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            # 1: FLOCK ADVISORY WRITE 4711 fe:00:2531371 0 EOF
+            _, kind, _, how, pid, place, *_ = line.split()
+            if (kind, how) == ("FLOCK", "WRITE") and place.endswith(f":{inode}"):
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+                return int(pid) if state in "Tt" else None
+    return None
 
 
 def has_live_owner(home: Path) -> bool:

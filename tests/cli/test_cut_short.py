@@ -196,3 +196,22 @@ def test_who_waits_for_another_can_be_interrupted(stack: Path) -> None:
     first.kill()
     first.communicate()
     finishes(stack, 1)
+
+
+# The command line, but that it takes a stopped command for stopped as soon as it sees it.
+AT_ONCE = "from kvtier.cli import hold, main; hold._STOPPED_S = 0.0; main.main()"
+
+
+@pytest.mark.parametrize("stack", ["folder"], indirect=True)
+def test_nobody_waits_for_a_command_that_is_stopped(stack: Path) -> None:
+    first = start(stack)
+    let_arrive(first, stack, 1)
+    first.send_signal(signal.SIGSTOP)
+    words = [sys.executable, "-c", AT_ONCE, "prewarm", "-c", str(stack)]
+    second = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    assert second.returncode == 1
+    assert f"kill -CONT {first.pid}" in " ".join(second.stderr.split())
+    first.send_signal(signal.SIGCONT)
+    going_on(stack).touch()
+    (report,) = json.loads(first.communicate(timeout=300)[0])["namespaces"]
+    assert report["copied"] == BLOCKS
