@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from kvtier.backends.object import open_for
 from kvtier.backends.object.claims import ended
@@ -16,6 +15,7 @@ from kvtier.backends.object.errors import LengthMismatch, StoreError, Weather
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, keys_of
 from kvtier.backends.object.names import description_name, parse_block
+from kvtier.backends.object.open import place_of
 from kvtier.backends.object.store import ObjectInfo, Store, read_object
 from kvtier.backends.object.uses import Uses, count_uses, used_blocks
 from kvtier.cli import console
@@ -310,6 +310,7 @@ def unusable_here(config: StackConfig) -> Iterator[ConfigError]:
 
 
 def local_folder(url: str) -> Path | None:
-    """The folder of a file:// url."""
-    parts = urlsplit(url)
-    return Path(unquote(parts.path)) if parts.scheme == "file" and not parts.netloc else None
+    """The folder of a file:// url, None for any other text."""
+    with suppress(StoreError):
+        return place_of(url).folder
+    return None
