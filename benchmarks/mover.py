@@ -28,8 +28,7 @@ from kvtier.core.tier import Handler, HostHandler, Tier
 from kvtier.core.transfer import Mover, Transfer, TransferKind
 from kvtier.move.process import ProcessMover
 from kvtier.move.threads import ThreadMover
-from kvtier.testing.media import SlotSpec
-from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome, block_key
+from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome, SlotSpec, block_key
 
 COUNT = 256
 SIZES = {"128KiB": 128 << 10, "1MiB": 1 << 20}

@@ -170,6 +170,22 @@ class LoadStoreSpec(msgspec.Struct, tag=True):
         raise TypeError("each medium's spec joins its own columns")
 
 
+class SlotSpec(LoadStoreSpec):
+    """Numbered slots, on media where that says all."""
+
+    slots: list[int]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def select(self, start: int, stop: int) -> Self:
+        return type(self)(self.slots[start:stop])
+
+    @classmethod
+    def join(cls, pieces: Sequence[Self]) -> Self:
+        return cls([slot for piece in pieces for slot in piece.slots])
+
+
 class FilePlace(NamedTuple):
     """A record in a local file, as it is: any process of this machine may read it there."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 
@@ -13,24 +13,13 @@ from kvtier.backends.cpu.region import OwnedRegion
 from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.slab import layout
 from kvtier.core.slab.tier import SlabTier
-from kvtier.types import BlockKey, LoadStoreSpec, TierStats
+from kvtier.types import BlockKey, SlotSpec, TierStats
 
 
-class CpuSpec(LoadStoreSpec, tag="cpu"):
-    """Slot numbers of the engine's region."""
+class CpuSpec(SlotSpec, tag="cpu"):
+    """Slots of the engine's region."""
 
     medium: ClassVar[str] = "cpu"
-    slots: list[int]
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-    def select(self, start: int, stop: int) -> Self:
-        return type(self)(self.slots[start:stop])
-
-    @classmethod
-    def join(cls, pieces: Sequence[Self]) -> Self:
-        return cls([slot for piece in pieces for slot in piece.slots])
 
 
 _NOTE_USE_S = 3600.0

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from kvtier.core.record import Buffer, record_bytes
 from kvtier.errors import MediumError
-from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
+from kvtier.types import BlockKey, Namespace, Outcome, SlotSpec
 
 
-class MemorySpec(LoadStoreSpec, tag="memory"):
-    """Slot numbers of a `MemoryStore`."""
+class MemorySpec(SlotSpec, tag="memory"):
+    """Slots of a `MemoryStore`."""
 
     medium: ClassVar[str] = "memory"
-    slots: list[int]
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-    def select(self, start: int, stop: int) -> Self:
-        return type(self)(self.slots[start:stop])
-
-    @classmethod
-    def join(cls, pieces: Sequence[Self]) -> Self:
-        return cls([slot for piece in pieces for slot in piece.slots])
 
 
 class MemoryStore:

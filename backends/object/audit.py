@@ -22,6 +22,7 @@ from kvtier.backends.object.names import block_name, parse_block
 from kvtier.backends.object.news import Rows
 from kvtier.backends.object.stated import Stated
 from kvtier.backends.object.store import ObjectInfo, Store, portions
+from kvtier.core.slab.layout import keys_of
 from kvtier.types import BlockKey
 
 _YOUNG_S = 120.0
@@ -225,7 +226,7 @@ def _find_gone(store: Store, case: Audit, missing: Entries, breathe: Breath, gon
     for piece in breathe.chunks(len(missing)):
         some = missing[piece]
         columns = (some[name].tolist() for name in ("generation", "kind", "time_us"))
-        for key, generation, kind, time_us in zip(manifest.keys_of(some), *columns, strict=True):
+        for key, generation, kind, time_us in zip(keys_of(some), *columns, strict=True):
             breathe()
             at = time_us / 1e6 if kind else case.now
             young = at > case.now - _YOUNG_S

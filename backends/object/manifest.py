@@ -109,22 +109,6 @@ def same_objects(some: Entries, others: Entries) -> npt.NDArray[np.bool_]:
     return same
 
 
-def keys_of(entries: Entries) -> list[BlockKey]:
-    """The keys of many entries at once."""
-    lengths = entries["key_bytes"]
-    columns = np.ascontiguousarray(entries["key"]).view(np.uint8).reshape(-1, KEY_BYTES_MAX)
-    keys: list[BlockKey] = [BlockKey(b"")] * len(entries)
-    for length in np.unique(lengths).tolist():
-        rows = np.flatnonzero(lengths == length)
-        cut = np.ascontiguousarray(columns[rows, :length])
-        found: list[BlockKey] = cut.view(f"V{length}").ravel().tolist()
-        if len(rows) == len(keys):
-            return found
-        for row, key in zip(rows.tolist(), found, strict=True):
-            keys[row] = key
-    return keys
-
-
 def pack(namespace: bytes, entries: Entries, covers: Iterable[str] = ()) -> list[Buffer]:
     """A manifest, in pieces to be written one after the other."""
     names = "\n".join(covers).encode()

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from kvtier.backends.object import manifest
 from kvtier.backends.object.budget import Standing
 from kvtier.backends.object.manifest import Entries
+from kvtier.core.slab.layout import keys_of
 from kvtier.types import BlockKey
 
 Known = Callable[[], Iterator[tuple[BlockKey, int]]]
@@ -39,7 +39,7 @@ class Rows(msgspec.Struct):
 def rows_of(entries: Entries) -> Rows:
     """Entries of one kind, as a tier hears of them."""
     return Rows(
-        manifest.keys_of(entries),
+        keys_of(entries),
         entries["generation"].tolist(),
         entries["size"].tolist(),
         (entries["time_us"] / 1e6).tolist(),

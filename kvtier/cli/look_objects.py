@@ -13,7 +13,7 @@ from kvtier.backends.object import open_for
 from kvtier.backends.object.claims import ended
 from kvtier.backends.object.errors import LengthMismatch, StoreError, Weather
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.manifest import ADDED, keys_of
+from kvtier.backends.object.manifest import ADDED
 from kvtier.backends.object.names import description_name, parse_block
 from kvtier.backends.object.open import place_of
 from kvtier.backends.object.store import ObjectInfo, Store, read_object
@@ -29,6 +29,7 @@ from kvtier.cli.holdings import (
 from kvtier.config import StackConfig
 from kvtier.core.codec import decode
 from kvtier.core.record import CODEC_RAW, HEADER_BYTES, Header, record_bytes
+from kvtier.core.slab.layout import keys_of
 from kvtier.errors import ConfigError, FormatError, MediumError
 from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey, Namespace
 

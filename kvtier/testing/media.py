@@ -17,13 +17,12 @@ import select
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Self
 
 from kvtier.core.backend import Backend, TierContext
 from kvtier.core.record import Buffer, record_bytes
 from kvtier.core.settings import TierSettings
 from kvtier.core.tier import Handler, HostHandler, Tier
-from kvtier.types import BlockKey, LoadStoreSpec, Outcome
+from kvtier.types import BlockKey, LoadStoreSpec, Outcome, SlotSpec
 
 SLOTS_MAX = 1024
 _ROWS = 4  # fault, held, told, busiest
@@ -37,22 +36,6 @@ class Fault(enum.IntEnum):
     GONE = 1
     RAISE = 2
     """A bug in the handler: an exception that no handler may raise."""
-
-
-class SlotSpec(LoadStoreSpec):
-    """Slots of one of these media."""
-
-    slots: list[int]
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-    def select(self, start: int, stop: int) -> Self:
-        return type(self)(self.slots[start:stop])
-
-    @classmethod
-    def join(cls, pieces: Sequence[Self]) -> Self:
-        return cls([slot for piece in pieces for slot in piece.slots])
 
 
 class HostSpec(SlotSpec):

@@ -17,9 +17,10 @@ from kvtier.backends.object.claims import Claim
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.manifest import ADDED, keys_of
+from kvtier.backends.object.manifest import ADDED
 from kvtier.backends.object.names import description_name
 from kvtier.backends.object.store import ObjectInfo, Store
+from kvtier.core.slab.layout import keys_of
 from kvtier.testing.records import GROUPED, NAMESPACE, make_keys
 from kvtier.testing.subject import Rig, Subject
 from kvtier.types import Namespace

@@ -20,6 +20,7 @@ from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
 from kvtier.backends.object.store import GetOutcome, ObjectInfo
+from kvtier.core.slab.layout import keys_of
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey, block_key
@@ -45,7 +46,7 @@ def rows_of(entries: Entries) -> list[tuple[int, BlockKey, int, int, int]]:
     return list(
         zip(
             entries["kind"].tolist(),
-            manifest.keys_of(entries),
+            keys_of(entries),
             entries["generation"].tolist(),
             entries["size"].tolist(),
             entries["time_us"].tolist(),
@@ -137,7 +138,7 @@ def test_what_stands_behind_a_key_makes_no_other_object_of_it() -> None:
     [key] = make_keys(1)
     entries = np.repeat(entries_of([(ADDED, key, 0, 5, 9)]), 2)
     entries["key"][1] = np.frombuffer(key.ljust(40, b"\1"), "V40")[0]
-    assert manifest.keys_of(entries) == [key, key]
+    assert keys_of(entries) == [key, key]
     with pytest.raises(FormatError, match="inconsistent"):
         manifest.unpack(memoryview(packed(entries)), DIGEST)
 

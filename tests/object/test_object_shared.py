@@ -19,9 +19,10 @@ from object_servers import ServerProcess
 
 from kvtier.backends.object import open_for
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.manifest import ADDED, keys_of
+from kvtier.backends.object.manifest import ADDED
 from kvtier.backends.object.names import parse_block
 from kvtier.backends.object.store import Store
+from kvtier.core.slab.layout import keys_of
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.testing.subject import Rig
 

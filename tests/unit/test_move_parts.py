@@ -11,9 +11,8 @@ from kvtier.core.transfer import Transfer, TransferKind
 from kvtier.move.books import Books
 from kvtier.move.lanes import Batch, Job, Lane
 from kvtier.move.staging import StagingPool
-from kvtier.testing.media import SlotSpec
 from kvtier.testing.records import make_keys
-from kvtier.types import Outcome
+from kvtier.types import Outcome, SlotSpec
 
 
 def make_transfer(blocks: int, *, source: int = 1, target: int = 0, id: int = 1) -> Transfer:

@@ -14,9 +14,8 @@ from kvtier.core.record import HEADER_BYTES, Buffer, record_bytes
 from kvtier.core.tier import Handler, HostHandler
 from kvtier.core.transfer import Transfer, TransferKind, TransferResult
 from kvtier.move.threads import ThreadMover
-from kvtier.testing.media import SlotSpec
 from kvtier.testing.records import fill, make_keys, prove
-from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
+from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome, SlotSpec
 
 NAMESPACE = Namespace(facts={"model": "stateful"}, group_bytes=(64,))
 RECORD = record_bytes(64)
