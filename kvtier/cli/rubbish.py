@@ -59,14 +59,10 @@ def _of_regions(settings: Any, place: Place, idle_s: float | None) -> Iterator[R
     folder, keep_s = Path(settings.path), settings.keep_for.seconds
     left = leftovers(folder, keep_s, time.time())
     for path in left:
-
-        def remove_region(path: Path = path) -> bool:
-            if path not in leftovers(folder, keep_s, time.time()):
-                return False
-            return remove(path)
-
-        size = path.stat().st_size
-        yield Rubbish("region that nobody will come back to", str(path), size, remove_region)
+        with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+            size = path.stat().st_size
+            what = "region that nobody will come back to"
+            yield Rubbish(what, str(path), size, partial(_remove_left, folder, path, keep_s))
     own = [slab.data for slab in place.slabs if slab.data not in left]
     for path in own:  # regions of other stacks may lie beside them, and were not asked about
         with contextlib.suppress(FileNotFoundError):  # removed since it was listed
@@ -79,6 +75,10 @@ def _of_regions(settings: Any, place: Place, idle_s: float | None) -> Iterator[R
     for path in sorted(folder.glob(f"kvtier-{os.getuid()}-*.owner")):
         if not path.with_suffix(SUFFIX).exists():
             yield from _unless_used(path, "lock without its region")
+
+
+def _remove_left(folder: Path, path: Path, keep_s: float) -> bool:
+    return path in leftovers(folder, keep_s, time.time()) and remove(path)
 
 
 def _idle_region(path: Path, idle_s: float | None) -> bool:
@@ -115,13 +115,10 @@ def _of_folder(place: Place, idle_s: float | None) -> Iterator[Rubbish]:
     root = Path(place.where)
     for folder in {root, root.parent}:
         for path in sorted(folder.glob(f"{BENCH_MARK}*")):
-            if not _bench_lives(path):
-                yield Rubbish(
-                    "folder of a measurement that was killed",
-                    str(path),
-                    _size_of(path),
-                    partial(_remove_bench, path),
-                )
+            with contextlib.suppress(FileNotFoundError):  # it has just ended
+                if not _bench_lives(path):
+                    what = "folder of a measurement that was killed"
+                    yield Rubbish(what, str(path), _size_of(path), partial(_remove_bench, path))
     homes = [path for path in sorted(root.iterdir()) if _is_home(path)]
     for home in homes:
         with contextlib.suppress(FileNotFoundError):  # removed since it was listed
@@ -250,8 +247,9 @@ def _bench_lives(path: Path) -> bool:
 
 
 def _remove_bench(path: Path) -> bool:
-    if _bench_lives(path):
-        return False
+    with contextlib.suppress(FileNotFoundError):  # somebody else has just removed it
+        if _bench_lives(path):
+            return False
     shutil.rmtree(path, ignore_errors=True)
     return not path.exists()
 

@@ -338,6 +338,19 @@ class TestAnotherWasQuicker:
         assert all(each.remove() for each in found)
         assert not home.exists()
 
+    def test_regions_and_measurements_go_while_gc_looks(
+        self, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = load(filled)
+        places = look(config)
+        gone = tmp_path / "gone.region"
+        monkeypatch.setattr(rubbish, "leftovers", lambda *_: [gone])
+        bench = tmp_path / "disk" / f"{BENCH_MARK}1"
+        bench.mkdir()
+        lives = rubbish._bench_lives
+        monkeypatch.setattr(rubbish, "_bench_lives", lambda path: bench.rmdir() or lives(path))
+        assert list(rubbish.find(config, places, None)) == []
+
     def test_it_goes_while_it_is_looked_at(
         self, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
