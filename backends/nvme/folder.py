@@ -87,12 +87,15 @@ class NvmeFolder:
         """Make what is missing of the folder; raises MediumError if it cannot be used."""
         with self._explained():
             self.root.mkdir(mode=0o700, exist_ok=True)
-            lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            if self._lock_fd >= 0:
-                os.close(self._lock_fd)
-            self._lock_fd = lock
+            self._open_lock()
             with self.locked():
                 self._make_home()
+
+    def _open_lock(self) -> None:
+        lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+        self._lock_fd = lock
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -144,7 +147,10 @@ class NvmeFolder:
         while True:
             try:
                 fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(self._lock_fd), (self.root / "lock").stat()):
+                        break
+                self._open_lock()  # somebody has removed the file: others take another by now
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise FolderBusy(f"{self.root} is locked by a process that hangs") from None
