@@ -50,7 +50,8 @@ def main() -> None:
     with socket.socket(fileno=end) as parent_socket:
         parent_socket.set_inheritable(False)
         parent_socket.setblocking(True)
-        serve(parent_socket)
+        with contextlib.suppress(ConnectionError):  # it died, and had not read all that we said
+            serve(parent_socket)
     # Threads that hang in a handler must not keep the process.
     logging.shutdown()
     os._exit(0)

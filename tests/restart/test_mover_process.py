@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import logging
 import os
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +29,7 @@ from kvtier.core.transfer import Mover, TransferKind
 from kvtier.errors import MoverError
 from kvtier.move import link, process
 from kvtier.move.process import ProcessMover
+from kvtier.move.wire import Hello, TierOpening, frame
 from kvtier.testing.media import MediumSettings, install
 from kvtier.testing.mover import HOST, NEAR, SOON, MoverContract, MoverRig
 from kvtier.testing.records import NAMESPACE, make_keys, payload
@@ -193,6 +196,7 @@ from kvtier.backends.cpu.tier import CpuSpec, CpuTier
 from kvtier.core.backend import TierContext
 from kvtier.core.slab import layout
 from kvtier.move.process import ProcessMover
+from kvtier.move.wire import Hello, TierOpening, frame
 from kvtier.testing.mover import HOST, NEAR, MoverRig
 from pathlib import Path
 
@@ -226,6 +230,21 @@ def test_the_process_dies_with_its_parent(tmp_path: Path, stopped: bool) -> None
         finally:
             os.close(death)
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_parent_that_dies_before_it_has_read_all_is_no_mistake(media: MoverRig) -> None:
+    ours, theirs = socket.socketpair()
+    words = [sys.executable, "-m", "kvtier.move.server", str(theirs.fileno()), str(os.getpid())]
+    with theirs:
+        process = subprocess.Popen(
+            words, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True
+        )
+    tiers = [TierOpening.of(tier) for tier in media.tiers]
+    ours.sendall(frame(Hello(media.context, tiers, 1 << 16, logging.WARNING)))
+    assert select.select([ours], [], [], SOON)[0], "it does not say that it is ready"
+    ours.close()
+    assert process.communicate(timeout=SOON)[1] == ""
+    assert process.returncode == 0
 
 
 def test_ctrl_c_in_the_terminal_is_not_for_the_mover(media: MoverRig) -> None:
