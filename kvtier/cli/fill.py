@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import typer
@@ -23,6 +24,10 @@ from kvtier.observe import human
 from kvtier.types import BlockKey, Namespace
 from kvtier.vllm.keys import Prompt, chunk_keys, chunk_tokens
 
+IntoOption = Annotated[
+    str | None,
+    typer.Option("--into", metavar="TIER", help="The tier to fill; else the first of kind nvme."),
+]
 _FILL_SHARE = 0.95
 """Of a tier's capacity: beyond it, the last blocks would push out the first."""
 

@@ -11,7 +11,7 @@ import typer
 
 from kvtier.cli import console
 from kvtier.cli.copying import Copied, Pace, Piece, open_sink
-from kvtier.cli.fill import report, tier_to_fill
+from kvtier.cli.fill import IntoOption, report, tier_to_fill
 from kvtier.cli.holdings import Place
 from kvtier.cli.pack import PackReader
 from kvtier.config import load
@@ -24,10 +24,7 @@ app = console.new_app("Take blocks in from a file.")
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What kvtier export wrote.")],
     config: console.ConfigOption,
-    into: Annotated[
-        str | None,
-        typer.Option(metavar="TIER", help="The tier to fill; else the first of kind nvme."),
-    ] = None,
+    into: IntoOption = None,
     rate: console.RateOption = None,
     json: console.JsonOption = False,
 ) -> None:

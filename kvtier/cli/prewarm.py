@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli import console
-from kvtier.cli.fill import copy_all, look_at, report, tier_to_fill
+from kvtier.cli.fill import IntoOption, copy_all, look_at, report, tier_to_fill
 from kvtier.cli.holdings import known_namespaces
 from kvtier.cli.ls import say_two_names
 from kvtier.config import load
@@ -28,10 +28,7 @@ def prewarm(
         Path | None,
         typer.Option("--from", metavar="FILE", help="Another stack; else the tiers further down."),
     ] = None,
-    into: Annotated[
-        str | None,
-        typer.Option(metavar="TIER", help="The tier to fill; else the first of kind nvme."),
-    ] = None,
+    into: IntoOption = None,
     prompts: Annotated[
         Path | None,
         typer.Option(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli import console
-from kvtier.cli.fill import copy_all, look_at, report, store_of, tier_to_fill
+from kvtier.cli.fill import IntoOption, copy_all, look_at, report, store_of, tier_to_fill
 from kvtier.config import load
 
 app = console.new_app("Copy a snapshot back into a stack.")
@@ -25,10 +25,7 @@ def restore(
             "--from", metavar="URL|FILE", help="A store, or a stack with one; else its own."
         ),
     ] = None,
-    into: Annotated[
-        str | None,
-        typer.Option(metavar="TIER", help="The tier to fill; else the first of kind nvme."),
-    ] = None,
+    into: IntoOption = None,
     namespace: console.NamespaceOption = None,
     size: console.SizeOption = None,
     hottest: console.HottestOption = False,
