@@ -196,7 +196,6 @@ from kvtier.backends.cpu.tier import CpuSpec, CpuTier
 from kvtier.core.backend import TierContext
 from kvtier.core.slab import layout
 from kvtier.move.process import ProcessMover
-from kvtier.move.wire import Hello, TierOpening, frame
 from kvtier.testing.mover import HOST, NEAR, MoverRig
 from pathlib import Path
 
