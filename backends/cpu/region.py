@@ -14,12 +14,11 @@ import logging
 import mmap
 import os
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtier.core import numa
-from kvtier.core.disk import Disk, is_locked
+from kvtier.core.disk import Disk, is_locked, lock_within
 from kvtier.core.record import ALIGN, Buffer, padded
 from kvtier.core.slab.layout import (
     ENTRY_BYTES,
@@ -64,7 +63,7 @@ class Region:
                 f"cannot open the CPU region {path} ({error.strerror}): its engine makes it first"
             ) from error
         try:
-            if not _lock(fd, fcntl.LOCK_SH, _ASKING_S):
+            if not lock_within(fd, fcntl.LOCK_SH, _ASKING_S):
                 raise MediumError(f"the CPU region {path} is being taken over: try again")
             return cls(path, fd, read_header(fd))
         except (FormatError, MediumError, OSError, ValueError):
@@ -178,7 +177,7 @@ class OwnedRegion:
         try:
             if os.fstat(fd).st_uid != os.getuid():  # who could change it under our hands
                 return "it belongs to another user"
-            if not _lock(fd, fcntl.LOCK_EX, _DYING_S):
+            if not lock_within(fd, fcntl.LOCK_EX, _DYING_S):
                 return "processes of an earlier engine still write to it"
             found = read_header(fd)
         except (FormatError, OSError) as error:
@@ -261,7 +260,7 @@ def _lock_owner(path: Path) -> int:
                 f"cannot make a CPU region in {path.parent} ({error.strerror}): "
                 "set the cpu tier's path to a folder on tmpfs where you may write"
             ) from error
-        if not _lock(fd, fcntl.LOCK_EX, _ASKING_S):
+        if not lock_within(fd, fcntl.LOCK_EX, _ASKING_S):
             os.close(fd)
             raise MediumInUse(
                 f"the CPU region {path} is in use by another engine: give each engine its own name"
@@ -270,18 +269,6 @@ def _lock_owner(path: Path) -> int:
             if os.path.samestat(os.fstat(fd), owner.stat()):
                 return fd
         os.close(fd)  # it was removed before it was locked
-
-
-def _lock(fd: int, how: int, seconds: float) -> bool:
-    """Lock a file, waiting a little if it must be; whether it is locked."""
-    until = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(fd, how | fcntl.LOCK_NB)
-            return True
-        if time.monotonic() >= until:
-            return False
-        time.sleep(0.01)
 
 
 def in_use(path: Path) -> bool:

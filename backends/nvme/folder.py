@@ -34,7 +34,7 @@ from kvtier.backends.nvme.files import (
 )
 from kvtier.backends.nvme.idle import reclaim
 from kvtier.backends.nvme.kin import differs_in
-from kvtier.core.disk import Disk
+from kvtier.core.disk import Disk, lock_within
 from kvtier.core.record import Buffer
 from kvtier.core.slab.layout import (
     ENTRY_BYTES,
@@ -145,16 +145,15 @@ class NvmeFolder:
         """Hold the folder's lock; raises FolderBusy rather than wait without end."""
         end = time.monotonic() + _LOCK_WAIT_S
         while True:
-            try:
-                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(self._lock_fd), (self.root / "lock").stat()):
-                        break
-                self._open_lock()  # somebody has removed the file: others take another by now
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise FolderBusy(f"{self.root} is locked by a process that hangs") from None
-                time.sleep(0.002)
+            if not lock_within(self._lock_fd, fcntl.LOCK_EX, end - time.monotonic()):
+                raise FolderBusy(
+                    f"{self.root} is locked by a process that hangs: `fuser -v {self.root}/lock` "
+                    "names those that have it open; end the one that hangs"
+                )
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._lock_fd), (self.root / "lock").stat()):
+                    break
+            self._open_lock()  # somebody has removed the file: others take another by now
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvtier.core.disk import is_locked
+from kvtier.core.disk import is_locked, lock_within
 from kvtier.errors import MediumError, MediumInUse
 
 _LOCK_WAIT_S = 10.0
@@ -23,17 +23,11 @@ def folder_locked(root: Path) -> Iterator[None]:
     """Hold the lock under which an NVMe folder's slabs change hands."""
     fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        end = time.monotonic() + _LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise MediumError(
-                        f"{root} is locked by another process: try again, or find what hangs"
-                    ) from None
-                time.sleep(0.01)
+        if not lock_within(fd, fcntl.LOCK_EX, _LOCK_WAIT_S):
+            raise MediumError(
+                f"{root} is locked by another process: try again, or find what hangs "
+                f"(`fuser -v {root}/lock` names those that have it open)"
+            )
         yield
     finally:
         os.close(fd)

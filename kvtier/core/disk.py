@@ -10,12 +10,16 @@ import contextlib
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.core.record import Buffer
 
 AnyPath = str | os.PathLike[str]
+
+_LOOK_S = 0.002
+"""How often a lock is tried that others hold: mostly for as long as it takes to rename a file."""
 
 
 class Disk:
@@ -92,3 +96,15 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def lock_within(fd: int, how: int, seconds: float) -> bool:
+    """Lock a file (`how` is one of flock's ways), if that can be had within so many seconds."""
+    end = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() >= end:
+            return False
+        time.sleep(_LOOK_S)
