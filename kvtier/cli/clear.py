@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from kvtier.cli import console
-from kvtier.cli.hold import region_held
+from kvtier.cli.hold import remove_region
 from kvtier.cli.holdings import Part, Place, look
 from kvtier.cli.ls import find_namespace
 from kvtier.cli.rubbish import remove_home
@@ -91,9 +91,7 @@ def _remove(config: StackConfig, place: Place, namespace: str) -> None:
     if place.kind == "cpu":
         for slab in place.slabs:
             if slab.namespace == namespace:
-                with region_held(slab.table):
-                    slab.table.unlink(missing_ok=True)
-                    slab.table.with_suffix(".owner").unlink(missing_ok=True)
+                remove_region(slab.table)
     elif place.kind == "nvme":
         root = Path(place.where)
         if not remove_home(root, root / namespace):

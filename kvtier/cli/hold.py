@@ -101,3 +101,10 @@ def region_held(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 raise MediumInUse(f"{path} is in use: stop its engine first") from None
         yield
+
+
+def remove_region(path: Path) -> None:
+    """Delete a CPU region; raises MediumInUse if somebody maps it."""
+    with region_held(path):
+        path.unlink(missing_ok=True)
+        path.with_suffix(".owner").unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvtier.backends.nvme.files import DATA_SUFFIX
 from kvtier.cli.blocks import Block
-from kvtier.cli.hold import folder_locked, has_live_owner, region_held
+from kvtier.cli.hold import folder_locked, has_live_owner, region_held, remove_region
 from kvtier.cli.holdings import Place, Slab
 from kvtier.config import StackConfig
 from kvtier.core.disk import is_locked
@@ -60,18 +60,12 @@ def remove_broken(place: Place, namespace: str) -> list[str]:
         place.troubles = [text for text in place.troubles if not text.startswith(f"{path}: ")]
         try:
             if place.kind == "cpu":
-                _remove_region(path)
+                remove_region(path)
             else:
                 _remove_slab(path)
         except MediumInUse as error:
             left.append(str(error))
     return left
-
-
-def _remove_region(path: Path) -> None:
-    with region_held(path):
-        path.unlink(missing_ok=True)
-        path.with_suffix(".owner").unlink(missing_ok=True)
 
 
 def _remove_slab(table: Path) -> None:
