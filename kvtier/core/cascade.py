@@ -12,11 +12,12 @@ from kvtier.core.plan import HOST, plan_demotion, plan_links
 from kvtier.core.settings import TierSettings, WritePolicy
 from kvtier.core.tier import Tier
 from kvtier.core.transfer import Mover, TransferResult
-from kvtier.types import BlockKey, Presence
+from kvtier.types import BlockKey, Outcome, Presence
 
 STEP_BLOCKS = 64
 """The most blocks that one step starts to write into one tier."""
 AHEAD_BLOCKS_MAX = 256
+_TARGET_FAILS = (Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.NO_SPACE, Outcome.DROPPED)
 
 
 class Cascade:
@@ -76,7 +77,9 @@ class Cascade:
         self._count_lost()
         for link in self._links:
             if self._health.down(link.target, now):
-                link.drop("down", len(link.take(link.backlog)))
+                keys = link.take(link.backlog)
+                link.drop("down", len(keys))
+                self._pass_on(link, keys)
                 link.pressed = False
                 continue
             self._write(link, now)
@@ -95,6 +98,8 @@ class Cascade:
         link.failed(move.failed.values())
         self._health.observe(transfer.target, result.outcomes, now)
         self.committed(transfer.target, move.committed)
+        refused = [key for key, outcome in move.failed.items() if outcome in _TARGET_FAILS]
+        self._pass_on(link, refused)
 
     def stats(self) -> list[LinkStats]:
         """Counters and gauges of every link."""
@@ -107,7 +112,10 @@ class Cascade:
         # From host memory the mover writes without a copy; the tier above is the second choice.
         for source in dict.fromkeys((HOST, link.source)):
             if keys:
-                keys = self._carry(Purpose.CASCADE, link, source, keys, now)
+                keys, left = self._carry(Purpose.CASCADE, link, source, keys, now)
+                below = self._tiers[link.target].lookup(left)
+                missing = (k for k, at in zip(left, below, strict=True) if at is Presence.MISS)
+                self._pass_on(link, list(missing))
         if keys:  # what was used while it was on its way up from there is not gone
             below = self._tiers[link.target].lookup(keys)
             link.drop("gone", below.count(Presence.MISS))
@@ -131,8 +139,9 @@ class Cascade:
 
     def _carry(
         self, purpose: Purpose, link: Link, source: int, keys: Sequence[BlockKey], now: float
-    ) -> list[BlockKey]:
-        """Start to move what the source has and the target has not; what the source lacks."""
+    ) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Start to move what the source has and the target has not. Answers with what the source
+        lacks, and with what the target has or has no room for."""
         deadline = now + self._settings[link.target].store_deadline.seconds
         transfer, absent = self._ledger.carry(purpose, source, link.target, keys, deadline)
         if transfer is not None:
@@ -141,7 +150,16 @@ class Cascade:
             else:
                 self._ledger.refuse(transfer)
                 link.drop("refused", len(transfer.keys))
-        return absent
+        settled = {*absent, *(transfer.keys if transfer is not None else ())}
+        left = [key for key in keys if key not in settled] if len(settled) < len(keys) else []
+        return absent, left
+
+    def _pass_on(self, link: Link, keys: Sequence[BlockKey]) -> None:
+        """What a tier has no room for, or cannot write, may go to the one below all the same."""
+        if keys:
+            for below in self._links:
+                if below.source == link.target:
+                    below.committed(keys)
 
     def _count_lost(self) -> None:
         """Count what was evicted before there was time to write it down."""

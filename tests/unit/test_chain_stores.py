@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from chains import KEYS, REST, SLOT, STORE_DEADLINE, ChainRig, rule
 
 from kvtier.core.cascade import STEP_BLOCKS
@@ -41,7 +42,7 @@ def test_each_tier_is_offered_what_the_one_above_has_committed() -> None:
     rig = ChainRig([16, 16, 32])
     keys = rig.store(KEYS[:3])
     rig.chain.poll()
-    rig.mover.run_all({keys[1]: Outcome.IO_ERROR})
+    rig.mover.run_all({keys[1]: Outcome.CORRUPT})
     rig.chain.poll()
     rig.chain.poll()
     (transfer,) = rig.mover.queue
@@ -50,8 +51,50 @@ def test_each_tier_is_offered_what_the_one_above_has_committed() -> None:
     rig.settle()
     assert rig.resident(1, keys) == [keys[0], keys[2]]
     near, _ = rig.chain.chain_stats().links
-    assert near.failures == {"io_error": 1}
+    assert near.failures == {"corrupt": 1}
     rig.assert_quiet()
+
+
+@pytest.mark.parametrize(
+    "outcome", [Outcome.IO_ERROR, Outcome.NO_SPACE, Outcome.TIMEOUT, Outcome.DROPPED]
+)
+def test_what_a_tier_cannot_write_goes_to_the_one_below(outcome: Outcome) -> None:
+    rig = ChainRig([16, 16, 32])
+    keys = rig.store(KEYS[:3])
+    rig.chain.poll()
+    rig.mover.run_all({keys[1]: outcome})
+    rig.settle()
+    assert rig.resident(1, keys) == [keys[0], keys[2]]
+    assert rig.resident(2, keys) == keys
+    rig.assert_quiet()
+
+
+def test_a_tier_that_is_down_does_not_cut_off_the_one_below() -> None:
+    rig = ChainRig([8, 16, 32])
+    for key in KEYS[:3]:
+        rig.store([key])
+        rig.chain.poll()
+        rig.mover.fail_all(Outcome.IO_ERROR)
+        rig.settle()
+    assert rig.chain.chain_stats().down == [False, True, False]
+    rig.store(KEYS[3:5])
+    rig.settle()
+    assert rig.resident(1, KEYS[:5]) == []
+    assert rig.resident(2, KEYS[:5]) == KEYS[:5]
+    rig.assert_quiet()
+
+
+def test_a_tier_without_room_does_not_cut_off_the_one_below() -> None:
+    rig = ChainRig([8, 4, 32])
+    rig.put(1, KEYS[20:23])
+    held = rig.tiers[1].prepare_load(KEYS[20:23])
+    keys = rig.store(KEYS[:4])
+    rig.settle()
+    assert len(rig.resident(1, keys)) == 1
+    assert rig.resident(2, keys) == keys
+    assert not rig.chain.has_pending_work
+    rig.tiers[1].complete_load(KEYS[20:23])
+    del held
 
 
 def test_what_host_memory_no_longer_has_comes_from_the_tier_between() -> None:

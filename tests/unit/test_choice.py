@@ -16,7 +16,7 @@ from kvtier.cli.holdings import Place, Slab, look
 from kvtier.cli.reader import ChoiceReader, Numbers
 from kvtier.config import StackConfig, load
 from kvtier.testing.records import NAMESPACE, blank, make_keys, payload
-from kvtier.types import BlockKey, Outcome
+from kvtier.types import BlockKey, Outcome, group_of
 
 NAME = NAMESPACE.id
 KEYS = make_keys(12) + make_keys(6, group=2) + [BlockKey(key + b"\0") for key in make_keys(4)]
@@ -62,23 +62,30 @@ def test_the_most_used_of_a_store_first(found: list[tuple[int, int, int]]) -> No
     assert order == sorted(order)
 
 
-@given(rows, st.integers(0, 400), st.sets(st.sampled_from(KEYS)))
+@given(
+    rows,
+    st.integers(0, 400),
+    st.lists(st.integers(1, 99), min_size=1, max_size=4),
+    st.sets(st.sampled_from(KEYS)),
+)
 def test_a_part_of_them(
-    found: list[tuple[int, int, int]], most: int, wanted: set[BlockKey]
+    found: list[tuple[int, int, int]], most: int, sizes: list[int], wanted: set[BlockKey]
 ) -> None:
+    """As much as there is room for, by what each takes where it goes."""
     choice = choose([store(found)], NAME)
-    sizes = [block.bytes for block in choice.blocks()]
-    cut = choice.cut(most)
-    assert cut.bytes == sum(sizes[: len(cut)]) <= most
-    assert len(cut) == len(choice) or cut.bytes + sizes[len(cut)] > most
-    kept = choice.only(wanted)
     keys = choice.keys(0, len(choice))
+    room = [sizes[min(group_of(key), len(sizes) - 1)] for key in keys]
+    assert choice.room(sizes).tolist() == room
+    cut = choice.cut(most, sizes)
+    assert sum(room[: len(cut)]) <= most
+    assert len(cut) == len(choice) or sum(room[: len(cut) + 1]) > most
+    kept = choice.only(wanted)
     assert kept.keys(0, len(kept)) == [key for key in keys if key in wanted]
 
 
 def test_nothing() -> None:
     choice = choose([], NAME)
-    assert len(choice) == len(choice.only(set())) == choice.bytes == 0
+    assert len(choice) == len(choice.only(set())) == len(choice.cut(9, [1, 2])) == 0
     assert list(choice.blocks()) == []
 
 
