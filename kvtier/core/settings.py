@@ -45,7 +45,7 @@ class WritePolicy(enum.Enum):
     """When a block that the tier above holds is written to this tier."""
 
     THROUGH = "through"
-    """As soon as the tier above has it."""
+    """As soon as the tier above has it, or could not take it."""
     ON_EVICT = "on_evict"
     """When the tier above is about to let it go."""
     NEVER = "never"
