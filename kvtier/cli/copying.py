@@ -71,6 +71,8 @@ class Copied(msgspec.Struct):
     not_stored: int = 0
     missing: int = 0
     """Prompts ask for them, and the source does not have them."""
+    left: int = 0
+    """Not asked for, because of the size that was given or that the tier has."""
     full: bool = False
     """There was no room for more: engines that share the tier hold it, or it is too small."""
     skipped: str = ""

@@ -83,7 +83,12 @@ def copy_all(
         most = min(most, size)
     pace = Pace(rate)
     done = []
-    for name in namespaces_of(places, namespace):
+    names = namespaces_of(places, namespace)
+    if len(names) > 1 and target.tiers[tier].kind == "cpu":
+        raise KVTierError(
+            f"{len(names)} namespaces here, and host memory holds one: name it with --namespace"
+        )
+    for name in names:
         result = Copied(name)
         done.append(result)
         try:
@@ -100,9 +105,13 @@ def copy_all(
             result.missing = len(keys) - len(choice)
         sizes = sizes_in(target.tiers[tier], described)
         some_before = any(each.asked for each in done)
+        found = len(choice)
         choice = choice.cut(most, sizes) if some_before else first_of(choice, most, sizes)
         most -= int(choice.room(sizes).sum())
         result.asked = len(choice)
+        result.left = found - len(choice)
+        if not choice:
+            continue
         reader = ChoiceReader(source, choice, described)
         with (
             open_sink(target, tier, described, reader, pace) as sink,
@@ -182,6 +191,8 @@ def _show(done: Sequence[Copied]) -> None:
         seconds = sum(each.seconds for each in done)
         rate = human.rate(moved / seconds)
         console.say(f"{human.size(moved)} in {human.duration(seconds)}, {rate}")
+    if left := sum(each.left for each in done):
+        console.say(f"{left} blocks are left out: beyond --size, or 95 % of the tier's capacity")
     if missing := sum(each.missing for each in done):
         console.say(f"{missing} blocks that the prompts ask for are not in the source")
 

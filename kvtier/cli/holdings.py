@@ -114,6 +114,8 @@ class Place(msgspec.Struct, kw_only=True):
     used_blocks: dict[str, dict[BlockKey, tuple[int, float]]] = {}
     """By namespace, how often the blocks that a listing has found were used, and when last; it
     lacks those that never were, and namespaces of which nobody has counted it."""
+    served: dict[str, float] = {}
+    """By namespace, when a server last said in a store that it runs, or what it has used."""
     namespaces: dict[str, Namespace] = {}
     strangers: list[str] = []
     """Names of what lies there and is not kvtier's."""

@@ -14,7 +14,7 @@ from kvtier.backends.object.claims import ended
 from kvtier.backends.object.errors import LengthMismatch, StoreError, Weather
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED
-from kvtier.backends.object.names import description_name, parse_block
+from kvtier.backends.object.names import description_name, parse_block, parse_manifest, told_of
 from kvtier.backends.object.open import place_of
 from kvtier.backends.object.store import ObjectInfo, Store, read_object
 from kvtier.backends.object.uses import Uses, count_uses, used_blocks
@@ -84,6 +84,8 @@ def _list(place: Place, store: Store, uses_of: str | None, blocks: bool) -> None
         place.used += info.size
         parsed = parse_block(info.name)
         if parsed is None:
+            if (told := told_of(info.name)) and not parse_manifest(info.name):
+                place.served[told] = max(info.modified_s, place.served.get(told, 0.0))
             continue
         name = parsed[0]
         if blocks:

@@ -271,10 +271,11 @@ def _of_store(config: StackConfig, place: Place, idle_s: float | None) -> Iterat
 
     settings = config.tiers[place.tier]
     for part in place.parts:
-        if idle_s is None or part.newest is None or time.time() - part.newest <= idle_s:
+        last = max(part.newest or 0.0, place.served.get(part.namespace, 0.0))
+        if idle_s is None or time.time() - last <= idle_s:
             continue
         yield Rubbish(
-            "namespace to which nothing was added for so long",
+            "namespace that nobody used for so long",
             _below(place, part.namespace),
             part.bytes,
             partial(remove_namespace, settings, part.namespace),

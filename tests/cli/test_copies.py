@@ -184,6 +184,9 @@ class TestPrewarm:
     def test_the_newest_until_a_size(self, filled: Path, fresh: Path) -> None:
         (report,) = run("prewarm", "-c", fresh, "--from", filled, "--size", "40KiB")["namespaces"]
         assert report["asked"] == report["copied"] == 3
+        assert report["left"] == BLOCKS - 3
+        done = command("prewarm", "-c", fresh, "--from", filled, "--size", "40KiB")
+        assert f"{BLOCKS - 3} blocks are left out: beyond --size" in done.out
 
     def test_the_model_last_stored_first(self, stack_file: Path, fresh: Path) -> None:
         (key,) = make_keys(1)
@@ -201,6 +204,19 @@ class TestPrewarm:
         done = run("prewarm", "-c", fresh, "--from", stack_file, "--size", "12KiB")
         assert [each["namespace"] for each in done["namespaces"]] == [m.id for m in models[::-1]]
         assert [each["copied"] for each in done["namespaces"]] == [1, 0]
+
+    def test_host_memory_takes_one_of_several_models(self, filled: Path, fresh: Path) -> None:
+        """The second would be its end of the first."""
+        (key,) = make_keys(1)
+        other = Namespace(facts={"model": "other"}, group_bytes=(4096,))
+        with Stack.open(filled, other, engine="other") as stack:
+            stack.store({key: payload(key, other)})
+            assert stack.settle()
+        done = command("prewarm", "-c", fresh, "--from", filled, "--into", "cpu")
+        assert (done.code, done.out) == (1, "")
+        assert "host memory holds one: name it with --namespace" in done.err
+        run("prewarm", "-c", fresh, "--from", filled, "--into", "cpu", "-n", NAMESPACE.id)
+        assert served(fresh) == BLOCKS
 
     def test_groups_and_parts(self, stack_file: Path, fresh: Path) -> None:
         wanted = {

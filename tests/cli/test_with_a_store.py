@@ -144,6 +144,23 @@ def test_idle_namespaces_go(stack: Path) -> None:
     assert run("du", "-c", stack, "--tier", "object")[0]["used"] == 0
 
 
+def test_a_namespace_that_is_only_read_is_not_idle(in_a_folder: Path, tmp_path: Path) -> None:
+    """All prompts hit: nothing is stored any more, and what is there is in use."""
+    keys = make_keys(BLOCKS)
+    args = ("-c", in_a_folder, "--tier", "object", "--idle", "1h", "--dry-run")
+    with Stack.open(in_a_folder, NAMESPACE) as opened:
+        opened.store({key: payload(key) for key in keys})
+        assert opened.settle()
+    for path in (tmp_path / "store").rglob("*"):
+        os.utime(path, (time.time() - 7200,) * 2)
+    assert len(run("gc", *args)["found"]) == 1
+    with Stack.open(in_a_folder, NAMESPACE) as opened:
+        assert opened.settle()
+        assert run("gc", *args)["found"] == [], "a server runs"
+        assert len(opened.load(keys)) == BLOCKS
+    assert run("gc", *args)["found"] == [], "and has used it"
+
+
 def test_what_told_of_blocks_that_went_goes(in_a_folder: Path, tmp_path: Path) -> None:
     with Stack.open(in_a_folder, NAMESPACE) as opened:
         opened.store({key: payload(key) for key in make_keys(BLOCKS)})
