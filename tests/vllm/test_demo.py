@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -35,27 +36,30 @@ def test_the_cache_survives_a_kill_and_a_reboot() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, None])
 def test_told_to_end_it_leaves_nothing(number: signal.Signals | None, tmp_path: Path) -> None:
     """By a signal, twice, or because the reader of what it says has gone."""
-    before = set(Path("/dev/shm").glob("kvtier-demo-*"))
-    with subprocess.Popen(
-        DEMO,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        preexec_fn=heed_all,
-    ) as demo:
+    said = tmp_path / "said"
+    with (
+        said.open("w") as errors,
+        subprocess.Popen(
+            DEMO,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            preexec_fn=heed_all,
+        ) as demo,
+    ):
         assert demo.stdout is not None
         assert any("starting the server" in line for line in demo.stdout)
-        region = set(Path("/dev/shm").glob("kvtier-demo-*")) - before
-        assert len(region) == 1
-        assert list(tmp_path.glob("kvtier-demo-*"))
+        (stack,) = tmp_path.glob("kvtier-demo-*/stack.yaml")
+        region = Path(json.loads(stack.read_text())["tiers"][0]["path"])
+        assert region.exists()
         if number is None:
             demo.stdout.close()
         else:
             demo.send_signal(number)
             demo.send_signal(number)
-        assert demo.wait() == (141 if number is None else 128 + number)
-    assert not any(each.exists() for each in region)
+        assert demo.wait() == (141 if number is None else 128 + number), said.read_text()
+    assert not region.exists()
     assert not list(tmp_path.glob("kvtier-demo-*"))
     assert not [words for words in running() if str(tmp_path) in words]
 
