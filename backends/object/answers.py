@@ -46,10 +46,22 @@ _REGION_CODES = {
     "AuthorizationHeaderMalformed",
     "IllegalLocationConstraintException",
 }
-_TOKEN_CODES = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"}
+_TOKEN_CODES = {
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "InvalidToken",
+    "InvalidTokenId",
+    "TokenRefreshRequired",
+}
 _CLOCK_CODES = {"RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"}
 _FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "ServiceQuotaExceeded"}
-_WEATHER_CODES = {"InternalError", "ServiceUnavailable", "RequestTimeout", "OperationAborted"}
+_WEATHER_CODES = {
+    "InternalError",
+    "ServiceUnavailable",
+    "RequestTimeout",
+    "IncompleteBody",
+    "OperationAborted",
+}
 _KEY_CODES = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity", "AccountProblem"}
 
 

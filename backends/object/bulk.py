@@ -14,7 +14,7 @@ from typing import Any
 
 from kvtier.backends.object.answers import MISSING_CODES, explain_answer
 from kvtier.backends.object.errors import StoreError, WrongEndpoint
-from kvtier.backends.object.signing import UNSIGNED, Signer, vendor
+from kvtier.backends.object.signing import UNSIGNED, Signer, unobtainable, vendor
 
 Send = Callable[[str, str, dict[str, str], bytes, float], tuple[int, dict[str, str], bytes]]
 """Method, url, headers, body and deadline of a signed request; status, headers and body back.
@@ -84,6 +84,10 @@ class BulkClient:
                 f"bucket {self._bucket} does not answer as an S3 store would "
                 f"({type(error).__name__}): check the endpoint"
             ) from None
+        except StoreError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the client signs, and asks for credentials
+            raise unobtainable(error) from None
 
     def _client(self) -> Any:
         with self._lock:  # a session must not make two clients at once
@@ -109,7 +113,7 @@ class BulkClient:
                 config=config,
                 **credentials,
             )
-        except self._signer.errors as error:
+        except Exception as error:  # noqa: BLE001 - files and variables of the user's
             raise WrongEndpoint(
                 f"no client can be made for bucket {self._bucket} ({type(error).__name__}): check "
                 "region and endpoint, AWS_ENDPOINT_URL and the AWS config file"

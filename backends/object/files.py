@@ -24,6 +24,7 @@ from typing import NamedTuple
 from kvtier.backends.object import writers
 from kvtier.backends.object.errors import (
     AccessDenied,
+    Conflict,
     InvalidName,
     NoSuchBucket,
     StoreError,
@@ -49,6 +50,7 @@ _TMP = ".tmp-"
 _TMP_OF = re.compile(r"\.tmp-([0-9a-f]{32})-")
 _IOV_MAX = 512
 _SCANS_MAX = 8
+_TRIES = 8
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -94,13 +96,15 @@ class FileStore(Store):
         folder = os.path.dirname(target)
         own = f"{_TMP}{writers.this_process()}-{secrets.token_hex(8)}"
         temporary = os.path.join(folder, own)
-        for _ in range(8):  # a folder that `delete` found empty may vanish between the two calls
-            self._make_folder(folder)
+        for _ in range(_TRIES):  # a folder that `delete` found empty may vanish between two calls
             with contextlib.suppress(FileNotFoundError):
+                self._make_folder(folder)
                 fd = self._disk.open(temporary, create=True)
                 break
         else:
-            raise FileNotFoundError(errno.ENOENT, "the folder keeps vanishing", folder)
+            if os.path.isdir(self._root):
+                raise Conflict(f"{folder} keeps vanishing: others delete there at this moment")
+            raise FileNotFoundError(errno.ENOENT, "the folder is gone", folder)
         try:
             self._write_all(fd, buffers)
         except OSError:

@@ -305,8 +305,9 @@ class S3Store(Store):
         return self._explained(answer, _error_body(answer))
 
     def _explained(self, answer: Response, body: bytes) -> StoreError:
-        error = explain_answer(answer.status, error_code(body), answer.headers, self._where)
-        if isinstance(error, ExpiredToken):
+        code = error_code(body)
+        error = explain_answer(answer.status, code, answer.headers, self._where)
+        if isinstance(error, ExpiredToken) or code == "InvalidAccessKeyId":  # or it was rotated
             self._signer.renew()
         return error
 

@@ -7,6 +7,7 @@ chain start anew, so that rotated files and variables are picked up without a re
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import re
@@ -60,17 +61,6 @@ class Signer:
     def __init__(self, region: str | None, profile: str | None = None) -> None:
         self._profile = profile
         self._auth = vendor("botocore.auth")
-        exceptions = vendor("botocore.exceptions")
-        self.errors = (
-            exceptions.BotoCoreError,
-            exceptions.ClientError,
-            OSError,
-            ValueError,
-            KeyError,
-            RuntimeError,
-        )
-        """What a session raises; the latter four where token files and helpers are not there, or
-        say nonsense."""
         self._context = {"client_config": vendor("botocore.config").Config(s3=UNSIGNED)}
         self._lock = threading.Lock()
         self._renewed_at = time.monotonic()
@@ -81,11 +71,12 @@ class Signer:
         """Grows whenever a client made with this session's credentials is outdated."""
         self.session = self._new_session()
         try:
-            if profile is not None and profile not in self.session.available_profiles:
-                raise NoCredentials(f"there is no AWS profile {profile!r}: correct it or its file")
+            profiles = self.session.available_profiles if profile is not None else ()
             configured = self.session.get_config_variable("region")
-        except self.errors as error:
-            raise self._unobtainable(error) from None
+        except Exception as error:  # noqa: BLE001 - see `credentials`
+            raise unobtainable(error) from None
+        if profile is not None and profile not in profiles:
+            raise NoCredentials(f"there is no AWS profile {profile!r}: correct it or its file")
         self.region = check_region(region or configured or "us-east-1")
         # at DEBUG botocore logs whole requests and answers, which contain session tokens
         logging.getLogger("botocore").setLevel(logging.INFO)
@@ -100,20 +91,26 @@ class Signer:
         return request.headers
 
     def credentials(self) -> Any:
-        """Those that are valid now; raises NoCredentials."""
+        """Those that are valid now; raises NoCredentials.
+
+        Anything may go wrong behind this: programs and files of the user's, and the code that
+        reads what they say.
+        """
         asked_at = time.monotonic()
         known = self._credentials
         if known is not None and not _must_be_refreshed(known):
-            return known.get_frozen_credentials()
+            # where they expire soon botocore asks for others already, which may go wrong
+            with contextlib.suppress(Exception):
+                return _sound(known.get_frozen_credentials())
         with self._lock:
             if self._failed_at > asked_at:  # the one before us has asked in vain
                 raise NoCredentials(self._failure)
             try:
-                return self._find().get_frozen_credentials()
-            except self.errors as error:
-                failure = self._unobtainable(error)
+                return _sound(self._find().get_frozen_credentials())
             except NoCredentials as error:
                 failure = error
+            except Exception as error:  # noqa: BLE001
+                failure = unobtainable(error)
             self._failed_at = time.monotonic()
             self._failure = str(failure)
             raise failure from None
@@ -151,12 +148,24 @@ class Signer:
             )
         return self._credentials
 
-    def _unobtainable(self, error: Exception) -> NoCredentials:
-        # the kind alone: the text may quote what a credential helper printed
-        return NoCredentials(
-            f"credentials cannot be obtained ({type(error).__name__}): check the profile, the "
-            "role and the AWS_ variables"
-        )
+
+def unobtainable(error: Exception) -> NoCredentials:
+    """By its kind alone: the text may quote what a credential helper printed."""
+    return NoCredentials(
+        f"credentials cannot be obtained ({type(error).__name__}): check the profile, the role and "
+        "the AWS_ variables"
+    )
+
+
+def _sound(frozen: Any) -> Any:
+    """These credentials, if they can stand in the head of a request."""
+    for text in (frozen.access_key, frozen.token or ""):
+        if not (text.isascii() and text.isprintable()):
+            raise NoCredentials(
+                "the access key or the session token has a character that none has, or the end of "
+                "a line: write it anew"
+            )
+    return frozen
 
 
 def check_region(region: str) -> str:

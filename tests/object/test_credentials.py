@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import sys
@@ -201,21 +202,74 @@ def test_credentials_that_expire_are_refreshed_while_running(
     assert len(tokens) == 2
 
 
-def test_an_expired_token_makes_the_chain_start_anew(
-    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch
+AHEAD_S = 720.0
+"""So long before their end botocore asks for new ones already, but does not insist on them."""
+
+
+@pytest.mark.parametrize(
+    "later", [{"Expiration": LONG_AGO}, {"Expiration": "nonsense"}, {"Expiration": None}, []]
+)
+def test_a_helper_that_says_nonsense_ahead_of_need(
+    opened: Opener,
+    server: HostileServer,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    later: dict[str, str | None] | list[str],
 ) -> None:
-    monkeypatch.setenv("AWS_SESSION_TOKEN", "old")
+    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=AHEAD_S)
+    first = EXPIRED | {"Expiration": end.isoformat()}
+    said = tmp_path / "said"
+    said.write_text(json.dumps(first))
+    helped(monkeypatch, tmp_path, f"cat {said}")
+    asked, deleted = (opened(endpoint=server.endpoint, profile="helped") for _ in range(2))
+    assert get_body(asked) == get_body(deleted) == BODY
+    said.write_text(json.dumps(EXPIRED | later if isinstance(later, dict) else later))
+    with contextlib.suppress(errors.NoCredentials):
+        get_body(asked)
+    with contextlib.suppress(errors.StoreError):
+        deleted.delete([f"n{index}" for index in range(9)])
+    said.write_text(json.dumps(first))
+    assert get_body(asked) == get_body(deleted) == BODY
+
+
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN"])
+@pytest.mark.parametrize("wrong", ["AKI\u200bD", "AKID\n", "\udcff"])
+def test_credentials_that_were_copied_with_something_else_are_said_so(
+    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch, name: str, wrong: str
+) -> None:
+    monkeypatch.setenv(name, wrong)
+    store = opened(endpoint=server.endpoint)
+    for call in (lambda: get_body(store), lambda: store.delete([f"n{n}" for n in range(9)])):
+        with pytest.raises(errors.NoCredentials, match="character") as caught:
+            call()
+        assert wrong not in str(caught.value)
+    assert not server.heads
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "code"),
+    [("AWS_SESSION_TOKEN", 400, "ExpiredToken"), ("AWS_ACCESS_KEY_ID", 403, "InvalidAccessKeyId")],
+)
+def test_an_expired_token_or_a_key_that_was_rotated_makes_the_chain_start_anew(
+    opened: Opener,
+    server: HostileServer,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    status: int,
+    code: str,
+) -> None:
+    monkeypatch.setenv(name, "old")
     monkeypatch.setattr(signing, "_RENEW_PAUSE_S", 0.0)
 
     def picky(peer: Peer, head: bytes) -> None:
-        fresh = b"token: new" in head.lower()
-        peer.sendall(answer(200, BODY) if fresh else answer(400, error_body("ExpiredToken")))
+        fresh = b"token: new" in head.lower() or b"credential=new" in head.lower()
+        peer.sendall(answer(200, BODY) if fresh else answer(status, error_body(code)))
 
     server.script = picky
     store = opened(endpoint=server.endpoint)
-    with pytest.raises(errors.ExpiredToken):
+    with pytest.raises(errors.Misconfigured):
         get_body(store)
-    monkeypatch.setenv("AWS_SESSION_TOKEN", "new")
+    monkeypatch.setenv(name, "new")
     assert get_body(store) == BODY
 
 

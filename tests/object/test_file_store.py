@@ -129,6 +129,43 @@ def test_empty_folders_vanish_with_their_last_object(store: FileStore) -> None:
     assert get(store, "a/two") is GetOutcome.FOUND
 
 
+@pytest.mark.parametrize("times", [1, 7])
+def test_folders_that_vanish_while_they_are_made_are_made_again(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Somebody deletes the last object beside it, each time at the worst moment."""
+    left = times
+    mkdir = os.mkdir
+
+    def late(path: str, mode: int) -> None:
+        nonlocal left
+        if path.endswith("/ab/cd") and left:
+            left -= 1
+            (store.root / "ab").rmdir()
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", late)
+    assert put(store, "ab/cd/name") is PutOutcome.STORED
+    assert left == 0
+    assert get(store, "ab/cd/name") is GetOutcome.FOUND
+
+
+def test_a_folder_that_never_stays_is_worth_another_try_and_no_fault_of_the_store(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(path: str, mode: int) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "mkdir", never)
+    with pytest.raises(errors.Conflict) as caught:
+        put(store, "ab/name")
+    assert caught.value.retryable
+    assert not caught.value.unwell
+    store.root.rmdir()
+    with pytest.raises(errors.NoSuchBucket):
+        put(store, "ab/name")
+
+
 def test_no_name_is_kept_for_ever(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """`Path` interns its parts, and Python 3.12 up to 3.12.5 frees nothing that is interned."""
     parts: list[str] = []

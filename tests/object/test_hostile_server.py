@@ -173,6 +173,8 @@ REFUSALS = [
     (403, "RequestTimeTooSkewed", {}, errors.ClockSkew, "clock"),
     (400, "ExpiredToken", {}, errors.ExpiredToken, "token"),
     (400, "InvalidToken", {}, errors.ExpiredToken, "token"),
+    (403, "InvalidTokenId", {}, errors.ExpiredToken, "token"),
+    (400, "IncompleteBody", {}, errors.Unavailable, "400"),
     (
         301,
         "PermanentRedirect",
