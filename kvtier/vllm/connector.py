@@ -149,8 +149,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         if self._blurs_adapters and not self._blurred:
             self._look_for_blur(scheduler_output)
         meta = super().build_connector_meta(compat.read_as_0_33(self, scheduler_output))
-        if scheduler_output.total_num_scheduled_tokens:
-            self._manager.step_began(scheduler_output)
+        self._manager.step_began(scheduler_output)
         return meta
 
     def _look_for_blur(self, scheduler_output: Any) -> None:
@@ -165,7 +164,6 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
             )
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._manager.step_ended()
         meta = connector_output.kv_connector_worker_meta
         with compat.manager_locked(self):
             for number, report in getattr(meta, "reports", {}).items():
@@ -173,6 +171,13 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 if request is not None:
                     compat.store_again(self, request)
         super().update_connector_output(connector_output)
+
+    def get_kv_connector_stats(self) -> Any:
+        # Asked at the end of every step, in their order; `update_connector_output` is called where
+        # workers have something to say, and where there are several of them.
+        if self.connector_scheduler is not None:
+            self._manager.step_ended()
+        return super().get_kv_connector_stats()
 
     def reset_cache(self) -> Any:
         with compat.resettable(self):

@@ -1,0 +1,35 @@
+"""`host.py`, and steps that are scheduled ahead as on CUDA: vLLM does not do that on CPUs."""
+
+from __future__ import annotations
+
+import host
+
+
+class Paced(host.Host):
+    """The same commands, and one for steps."""
+
+    def overlap(self, prompt: list[int]) -> list[list[int]]:
+        """Let a step without tokens end while one that computes a prompt is under way: the prompt
+        tokens of each that the cost model learns of when it ends."""
+        from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput
+
+        engine, core, costs = self._llm.llm_engine, self._core, self._manager.costs
+        learned: list[list[int]] = [[], []]
+        now = learned[0]
+        costs.observe_prefill = lambda tokens, *_: now.append(tokens)
+        empty = core.scheduler.schedule()
+        core.model_executor.execute_model(empty)
+        engine.add_request("overlapped", {"prompt_token_ids": prompt}, self._greedy(1))
+        full = core.scheduler.schedule()
+        # Several workers answer so, even if nothing has ended on any of them.
+        EMPTY_MODEL_RUNNER_OUTPUT.kv_connector_output = KVConnectorOutput()
+        core.scheduler.update_from_output(empty, EMPTY_MODEL_RUNNER_OUTPUT)
+        EMPTY_MODEL_RUNNER_OUTPUT.kv_connector_output = None
+        now = learned[1]
+        core.model_executor.execute_model(full)
+        core.scheduler.update_from_output(full, core.model_executor.sample_tokens(None))
+        return learned
+
+
+if __name__ == "__main__":
+    host.main(Paced)
