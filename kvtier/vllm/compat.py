@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -87,9 +88,12 @@ def register(connector: type) -> None:
         KVConnectorFactory.register_connector(name, connector.__module__, name)
 
 
-def block_tokens(kv_cache_config: Any) -> list[int]:
-    """Tokens a block, of every cache group."""
-    return [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+def block_tokens(vllm_config: Any, kv_cache_config: Any) -> list[int]:
+    """Tokens a block, of every cache group; where a context is computed by several ranks, the
+    block of each of them holds its part."""
+    ranks = vllm_config.parallel_config.decode_context_parallel_size
+    groups = kv_cache_config.kv_cache_groups
+    return [resolve_dcp_kv_block_size(group.kv_cache_spec, ranks) for group in groups]
 
 
 def most_blocks(kv_cache_config: Any) -> int | None:
@@ -97,8 +101,7 @@ def most_blocks(kv_cache_config: Any) -> int | None:
     only at the end of a block; and of a chunk that is longer than a window its first blocks may
     slide out before its last are computed."""
     limits = []
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
+    for spec in _layer_specs(kv_cache_config):
         kind = type(spec).__name__
         if "Mamba" in kind:
             limits.append(1)
@@ -107,6 +110,14 @@ def most_blocks(kv_cache_config: Any) -> int | None:
         elif "ChunkedLocal" in kind:
             limits.append(max(1, spec.attention_chunk_size // spec.block_size))
     return min(limits, default=None)
+
+
+def _layer_specs(kv_cache_config: Any) -> Iterator[Any]:
+    """What every cache group is of. For layers that differ in size, workers are told of each, and
+    the scheduler of one."""
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        yield from getattr(spec, "kv_cache_specs", {"any": spec}).values()
 
 
 def chunk_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[tuple[int, ...], int, int]:

@@ -17,7 +17,7 @@ from kvtier.config import StackConfig
 from kvtier.core.settings import Persistence
 from kvtier.types import Namespace
 from kvtier.vllm import compat, errands, identity
-from kvtier.vllm.settings import check_role, read_stack, unread
+from kvtier.vllm.settings import check_role, read_stack, unread, whole_number
 from kvtier.vllm.spec import KVTierSpec
 from kvtier.vllm.versions import check_version
 
@@ -52,7 +52,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
             if extra.pop(name, 0):
                 logger.warning("%s is ignored: %s", name, instead)
         stack = read_stack(extra)
-        _set_chunk(extra, stack, kv_cache_config)
+        _set_chunk(extra, stack, vllm_config, kv_cache_config)
         self._whole_only = compat.prefills_whole_only(vllm_config)
         self._numbers_media = compat.numbers_media(vllm_config)
         self._blurs_adapters = compat.blurs_adapters(vllm_config)
@@ -208,14 +208,14 @@ def _share_log() -> None:
     ours.setLevel(theirs.level)
 
 
-def _set_chunk(extra: dict[str, Any], stack: StackConfig, kv_cache: Any) -> None:
+def _set_chunk(extra: dict[str, Any], stack: StackConfig, vllm_config: Any, kv_cache: Any) -> None:
     """How many of the engine's blocks make one stored block: as the user says, or the stack."""
-    tokens = compat.block_tokens(kv_cache)
+    tokens = compat.block_tokens(vllm_config, kv_cache)
     asked = [name for name in ("blocks_per_chunk", "block_size") if name in extra]
     if "blocks_per_chunk" in asked:
-        blocks = int(extra["blocks_per_chunk"])
+        blocks = whole_number(extra, "blocks_per_chunk")
     elif asked:
-        blocks = int(extra["block_size"]) // tokens[0]
+        blocks = whole_number(extra, "block_size") // tokens[0]
     else:
         blocks = stack.chunk_tokens // tokens[0] if len(set(tokens)) == 1 else 1
     most = compat.most_blocks(kv_cache)

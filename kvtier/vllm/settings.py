@@ -49,6 +49,16 @@ def check_role(role: str | None) -> None:
         )
 
 
+def whole_number(extra: Mapping[str, Any], name: str) -> int:
+    """A setting that vLLM reads as a number, too; raises ConfigError if it is none."""
+    try:
+        return int(extra[name])
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"kv_connector_extra_config.{name}", f"is {extra[name]!r}", "give a whole number"
+        ) from None
+
+
 def read_namespace(extra: Mapping[str, Any]) -> Namespace:
     """What `_introduce` wrote."""
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.vllm.settings import check_role, read_stack, unread
+from kvtier.vllm.settings import check_role, read_stack, unread, whole_number
 
 
 def test_nothing_is_said_of_what_is_read() -> None:
@@ -45,3 +45,10 @@ def test_an_engine_that_only_stores_is_refused() -> None:
         check_role(role)
     with pytest.raises(ConfigError, match='write "kv_both"'):
         check_role("kv_producer")
+
+
+def test_what_should_be_a_number_is_named() -> None:
+    assert whole_number({"blocks_per_chunk": "4"}, "blocks_per_chunk") == 4
+    for wrong in ("many", None, [2]):
+        with pytest.raises(ConfigError, match=r"blocks_per_chunk: is .*whole number"):
+            whole_number({"blocks_per_chunk": wrong}, "blocks_per_chunk")

@@ -124,6 +124,45 @@ def test_how_many_blocks_a_chunk_may_have() -> None:
 
 
 @importing
+def test_workers_cut_chunks_as_the_scheduler_does() -> None:
+    """Of a group whose layers differ in size they are told all, and the scheduler one."""
+    import torch
+    from vllm.v1.core import kv_cache_utils as theirs
+    from vllm.v1.kv_cache_interface import (
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+        UniformTypeKVCacheSpecs,
+    )
+
+    from kvtier.vllm import compat
+
+    layers = {
+        f"layer.{size}": SlidingWindowSpec(
+            block_size=16, num_kv_heads=1, head_size=size, dtype=torch.float32, sliding_window=128
+        )
+        for size in (64, 128)
+    }
+    group = KVCacheGroupSpec(list(layers), UniformTypeKVCacheSpecs.from_specs(layers))
+    worker = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[group])
+    scheduler = theirs.generate_scheduler_kv_cache_config([worker])
+    assert compat.most_blocks(worker) == compat.most_blocks(scheduler) == 8
+
+
+@importing
+def test_blocks_of_a_context_that_ranks_share_are_longer() -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from kvtier.vllm import compat
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    groups = Made(kv_cache_groups=[Made(kv_cache_spec=spec)])
+    shared = Made(parallel_config=Made(decode_context_parallel_size=2))
+    assert compat.block_tokens(shared, groups) == [32]
+
+
+@importing
 def test_chunks_with_holes_are_known() -> None:
     """vLLM stores what a request found in its own cache, too: from the middle of a chunk on."""
     from kvtier.vllm import compat
