@@ -94,8 +94,11 @@ class ChainManager:
         self._requests[request] = RequestState(salt=salt or b"", kept=kept, refused=not kept)
 
     def keep_no_more(self, request: str) -> None:
-        """What there is of this request may be half computed."""
-        self._state(request).kept = False
+        """What there is of this request may be half computed. It may have ended, too, while a
+        store of it is under way."""
+        state = self._requests.get(request)
+        if state is not None:
+            state.kept = False
 
     def _state(self, request: str) -> RequestState:
         state = self._requests.get(request)

@@ -312,6 +312,15 @@ def test_of_a_request_that_has_failed_nothing_more_is_kept(stack: Stack) -> None
     assert not asking.manager.has_pending_work
 
 
+def test_a_request_that_has_ended_is_not_known_again(stack: Stack) -> None:
+    """vLLM has it until its last store is done, and may say then that nothing is to be kept."""
+    managed = manager(stack, FULL).manager
+    managed.on_new_request("a")
+    managed.on_request_finished("a")
+    managed.keep_no_more("a")
+    assert managed.idle
+
+
 @pytest.mark.parametrize("shapes", [(FULL,), (FULL, WINDOW)])
 @pytest.mark.parametrize("known", [True, False])
 def test_a_load_waits_for_room_that_others_hold(
