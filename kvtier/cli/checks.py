@@ -21,7 +21,7 @@ from kvtier.cli.starter import memory_bytes
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk
 from kvtier.core.numa import Topology
-from kvtier.core.settings import Gds
+from kvtier.core.settings import Gds, WritePolicy
 from kvtier.device.gds import probe as probe_gds
 from kvtier.errors import ConfigError
 from kvtier.observe import human
@@ -34,6 +34,8 @@ _OCTAL = re.compile(rb"\\([0-7]{3})")
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "glusterfs"}
 _MEMORY_SHARE_MAX = 0.8
 _ONE_SLAB = 64 << 20
+_SLABS_MIN = 4
+"""A folder has room for so many, however small it is."""
 
 
 class Level(enum.Enum):
@@ -80,6 +82,31 @@ def check_machine(config: StackConfig) -> Iterator[Finding]:
         gpus = [str(node) for node in machine.gpus() if node is not None]
         where = f"GPUs are at {', '.join(gpus)}" if gpus else "no GPU says where it is"
         yield Finding("numa", Level.OK, f"{len(machine.nodes)} NUMA nodes; {where}")
+
+
+def check_order(config: StackConfig) -> Iterator[Finding]:
+    """What tiers get from those above them, where that may be another thing than was meant."""
+    disk: int | None = None
+    for tier, settings in enumerate(config.tiers):
+        if settings.write is not WritePolicy.THROUGH:
+            disk = None
+            continue
+        if tier and config.tiers[tier - 1].write is WritePolicy.ON_EVICT:
+            yield Finding(
+                f"{tier} {settings.kind}",
+                Level.NOTE,
+                f"gets what tier {tier - 1} has, and that only what the tier above it lets go",
+                f"with write: through in tier {tier - 1} it gets every block at once",
+            )
+        if settings.kind == "nvme" and disk is not None:
+            yield Finding(
+                f"{tier} {settings.kind}",
+                Level.NOTE,
+                f"holds the same blocks as tier {disk}",
+                "two disks that are joined to one file system (RAID 0, LVM) hold twice as many",
+            )
+        if settings.kind == "nvme":
+            disk = tier
 
 
 def check_tier(config: StackConfig, tier: int) -> Iterator[Finding]:
@@ -275,7 +302,7 @@ def _check_room(area: str, settings: Any) -> Finding:
     used = used_bytes(Path(settings.path)) if Path(settings.path).is_dir() else 0
     room = used + disk.free_bytes(folder) - settings.free_floor.bytes
     what = f"{human.size(size)} allowed, room for {human.size(max(0, room))}"
-    if room < min(size, _ONE_SLAB):
+    if room < min(size // _SLABS_MIN, _ONE_SLAB):
         return Finding(
             area, Level.BAD, f"{what}: nothing can be stored", "free some, or lower free_floor"
         )

@@ -46,8 +46,8 @@ def clear(
 ) -> None:
     """Remove all blocks of a stack, of one of its tiers or of one namespace; asks first.
 
-    What a running engine uses stays: stop it first. Objects in a store go even so, because no
-    engine owns them; engines that meet the gap count a miss. Exit code 1 if anything stays.
+    What a running engine uses stays: stop it first. Objects in a store go even so, for all servers
+    that share it; engines that meet the gap count a miss. Exit code 1 if anything stays.
     """
     stack = load(config)
     places = look(stack, console.tier_of(tier, stack), blocks=False)
@@ -61,7 +61,7 @@ def clear(
     if parts:
         blocks = sum(part.blocks for _, part in parts)
         size = human.size(sum(part.bytes for _, part in parts))
-        tiers = ", ".join(dict.fromkeys(f"{part.tier} {part.kind}" for _, part in parts))
+        tiers = ", ".join(dict.fromkeys(_named(place) for place, _ in parts))
         console.confirm(f"Remove {blocks} blocks ({size}) from {tiers}?", yes)
     done = [_clear(stack, place, part) for place, part in parts]
     if json:
@@ -76,6 +76,11 @@ def clear(
     if kept:
         raise typer.Exit(console.EXIT_FAILURE)
     console.end_with_troubles(places)
+
+
+def _named(place: Place) -> str:
+    shared = f" ({place.where}, which other servers may share)" if place.kind == "object" else ""
+    return f"{place.tier} {place.kind}{shared}"
 
 
 def _clear(config: StackConfig, place: Place, part: Part) -> Cleared:

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from kvtier.cli import console
-from kvtier.cli.checks import Finding, Level, check_machine, check_tier
+from kvtier.cli.checks import Finding, Level, check_machine, check_order, check_tier
 from kvtier.cli.measure import Measured, Size, measure
 from kvtier.config import StackConfig, load
 from kvtier.errors import KVTierError
@@ -69,6 +69,7 @@ def doctor(
 
 def _findings(config: StackConfig) -> Iterator[Finding]:
     yield from check_machine(config)
+    yield from check_order(config)
     for tier in range(len(config.tiers)):
         yield from check_tier(config, tier)
 

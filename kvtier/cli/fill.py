@@ -151,7 +151,8 @@ def report(
     if json:
         console.print_json({"ok": ok, "namespaces": done, "troubles": troubles})
     elif not done and not troubles:
-        console.say("there is nothing to copy")
+        where = ", ".join(place.where for place in places)
+        console.say(f"there is nothing to copy: no blocks in {where}")
     elif rest:
         _show(rest)
     for each in skipped:

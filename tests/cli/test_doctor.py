@@ -11,8 +11,9 @@ import pytest
 from cli_world import command
 
 from kvtier.cli import checks
-from kvtier.cli.checks import Level, check_machine, check_tier
+from kvtier.cli.checks import Level, check_machine, check_order, check_tier
 from kvtier.config import load
+from kvtier.core.disk import Disk
 from kvtier.core.numa import Topology
 
 
@@ -98,6 +99,42 @@ def test_a_region_larger_than_what_is_free(stack_file: Path) -> None:
     stack_file.write_text(stack_file.read_text().replace("4MiB", "100%"))
     found = levels(stack_file, 0)
     assert any("does not fit" in what for what, level in found.items() if level is Level.WARN)
+
+
+def test_a_small_folder_on_a_full_disk_is_not_without_room(
+    filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Disk, "free_bytes", lambda disk, folder: 4 << 20)
+    assert all(level is not Level.BAD for level in levels(filled, 1).values())
+    monkeypatch.setattr(Disk, "free_bytes", lambda disk, folder: 0)
+    filled.write_text(filled.read_text().replace("16MiB", "64MiB"))
+    assert any("nothing can be stored" in what for what in levels(filled, 1))
+
+
+@pytest.mark.parametrize(
+    ("writes", "said"),
+    [
+        (["through"], []),
+        (["on_evict"], []),
+        (["through", "never"], []),
+        (["through", "through"], ["2 nvme: holds the same blocks as tier 1"]),
+        (["through", "on_evict"], []),
+        (
+            ["through", "on_evict", "through"],
+            ["3 nvme: gets what tier 2 has, and that only what the tier above it lets go"],
+        ),
+    ],
+)
+def test_what_tiers_get_of_those_above(
+    stack_file: Path, tmp_path: Path, writes: list[str], said: list[str]
+) -> None:
+    text = "version: 1\ntiers:\n  - {kind: memory, capacity: 1MiB}\n"
+    for disk, write in enumerate(writes):
+        path = tmp_path / f"disk{disk}"
+        text += f"  - {{kind: nvme, path: '{path}', capacity: 16MiB, write: {write}}}\n"
+    stack_file.write_text(text)
+    found = [f"{each.area}: {each.what}" for each in check_order(load(stack_file))]
+    assert found == said
 
 
 def test_memory_on_a_disk_that_is_full(stack_file: Path) -> None:
