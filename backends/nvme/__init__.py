@@ -43,7 +43,7 @@ _SLAB_MAX = 1 << 30
 _SLABS_MIN = 4
 """A folder has room for so many at least: a slab is what engines that share one hand over."""
 _SLABS_MAX = 1 << 14
-"""And for so many at most: a tier numbers them in 16 bits, and its keeper lists all of them."""
+"""And for so many at most: a keeper lists all of them, again and again."""
 _SMALL_FILES = 64 << 10
 """Room kept for the namespace's description and the like."""
 

@@ -10,7 +10,7 @@ import re
 import time
 from pathlib import Path
 
-from kvtier.core.disk import is_locked
+from kvtier.core.disk import Disk, is_locked
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT, SlabHeader
 from kvtier.errors import FormatError, NewerFormat
 
@@ -72,6 +72,12 @@ def let_go(owners: Path, owner: int, fd: int) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         owner_path(owners, owner).unlink()
     os.close(fd)
+
+
+def take_away(disk: Disk, path: Path) -> None:
+    """Remove rubbish, if that can be done: a folder of that name, say, must stop nothing else."""
+    with contextlib.suppress(OSError):
+        disk.unlink(path)
 
 
 def used_bytes(root: Path) -> int:

@@ -28,6 +28,7 @@ from kvtier.backends.nvme.files import (
     length,
     owner_path,
     slab_files,
+    take_away,
     unfinished,
     used_at,
     used_bytes,
@@ -357,13 +358,13 @@ class NvmeFolder:
         for home in homes(self.root):
             for path in (home / "owners").glob("*"):
                 if not held(path):
-                    self.disk.unlink(path)
+                    take_away(self.disk, path)
             for path, maker in unfinished(home):
                 if not held(maker):
-                    self.disk.unlink(path)
+                    take_away(self.disk, path)
             for path in slab_files(home, DATA_SUFFIX):
                 if not path.with_suffix(TABLE_SUFFIX).exists():
-                    self.disk.unlink(path)
+                    take_away(self.disk, path)
 
     def _reclaim(self, limits: Limits) -> bool:
         wanted, keep_s = limits.slab_bytes, limits.keep_s

@@ -23,6 +23,7 @@ from kvtier.backends.nvme.files import (
     is_newer,
     length,
     slab_files,
+    take_away,
     used_at,
     used_bytes,
 )
@@ -56,8 +57,9 @@ def reclaim(root: Path, mine: Path, capacity: int, wanted: int, keep_s: float, d
             if enough or (home.path in recent and left <= share):
                 break
             left -= _bytes(table)
-            disk.unlink(table)
-            disk.unlink(table.with_suffix(DATA_SUFFIX))
+            take_away(disk, table)
+            if not table.exists():
+                take_away(disk, table.with_suffix(DATA_SUFFIX))
             removed = True
         if not slab_files(home.path, TABLE_SUFFIX):
             _remove_home(home.path)

@@ -93,7 +93,8 @@ class Keeper:
             self._wake.clear()
             if not self._stopping:
                 self.work()
-                self.when_idle()
+                with self._going_on(Exception):
+                    self.when_idle()
 
     def pause(self) -> float:
         """How long to sleep if nobody wants anything."""
@@ -107,7 +108,7 @@ class Keeper:
         with self._mutex:
             try:
                 self._round(thorough)
-            except (OSError, MediumError) as error:
+            except Exception as error:  # noqa: BLE001 - without this thread no slab is made
                 self._complain(error)
 
     def _round(self, thorough: bool) -> None:
@@ -138,20 +139,22 @@ class Keeper:
         self._known.clear()
 
     @contextlib.contextmanager
-    def _going_on(self) -> Iterator[None]:
+    def _going_on(self, after: type[Exception] = OSError) -> Iterator[None]:
         """One strange file must not stop the work on all others."""
         try:
             yield
-        except OSError as error:
+        except after as error:
             self._complain(error)
 
-    def _complain(self, error: OSError | MediumError) -> None:
-        self._say_once(f"NVMe folder {self.folder.root}: {getattr(error, 'strerror', 0) or error}")
+    def _complain(self, error: Exception) -> None:
+        problem = getattr(error, "strerror", 0) or str(error) or type(error).__name__
+        trace = None if isinstance(error, (OSError, MediumError)) else error
+        self._say_once(f"NVMe folder {self.folder.root}: {problem}", trace)
 
-    def _say_once(self, message: str) -> None:
+    def _say_once(self, message: str, trace: Exception | None = None) -> None:
         if message not in self._said:
             self._said.add(message)
-            logger.warning("%s", message)
+            logger.warning("%s", message, exc_info=trace)
 
     # -- looking ---------------------------------------------------------------------------
 

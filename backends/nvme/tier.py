@@ -31,7 +31,6 @@ _AHEAD_SLOTS = 1 << 14
 _NEWS_SLOTS = 1 << 14
 """About so many entries are taken in by one call: the death of a neighbour may be a million."""
 
-
 _IDLE_S = 5.0
 """Who has not been asked for so long may not be asked again soon: the keeper takes news in itself,
 because neighbours wait for slabs that an idle engine holds."""
@@ -54,7 +53,7 @@ def _alone(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P]
 class Place:
     """A slab's range of this process's slot numbers."""
 
-    __slots__ = ("base", "lost", "mine", "room", "slab")
+    __slots__ = ("base", "mine", "room", "slab")
 
     def __init__(self, slab: SlabFile, base: int, room: int) -> None:
         self.slab = slab
@@ -62,8 +61,6 @@ class Place:
         self.room = room
         """How many numbers there are: the range may have been a larger slab's."""
         self.mine = False
-        self.lost = False
-        """The slab is no longer there; its range may be given to another."""
 
     @property
     def slots(self) -> range:
@@ -90,8 +87,11 @@ class NvmeTier(SlabTier):
         it from beginning, so that what a lookup has found is there a moment later."""
         self._keeper = keeper
         self._places: dict[int, Place] = {}
-        self._place_of = array("H")
+        self._place_of = array("I")
         self._by_index: list[Place] = []
+        self._holes: list[int] = []
+        """Places whose slabs are no longer there: their ranges may be given to others."""
+        self._own_places = 0
         self._origins: list[int] = []
         self._unwritten: set[int] = set()
         """Slots whose entries the keeper has still to write: not to be used before."""
@@ -178,19 +178,22 @@ class NvmeTier(SlabTier):
             if not place.mine:
                 self._see_changes(place, *news.changes)
         elif news.mine:
-            place.mine = True
+            self._own(place, mine=True)
             self._free.extend(place.slots)
-        self._note_foreign()
 
-    def _note_foreign(self) -> None:
-        self._foreign = not all(place.mine for place in self._by_index)
+    def _own(self, place: Place, *, mine: bool) -> None:
+        self._own_places += mine - place.mine
+        place.mine = mine
+        self._foreign = self._own_places < len(self._by_index)
 
     def _number(self, slab: SlabFile) -> Place:
         """Give a slab a range of slot numbers: one that a lost slab has left, or a new one."""
-        for index, hole in enumerate(self._by_index):
-            if hole.lost and hole.room >= slab.header.slots and not self._busy(hole):
+        for index in self._holes:
+            hole = self._by_index[index]
+            if hole.room >= slab.header.slots and not self._busy(hole):
                 place = Place(slab, hole.base, hole.room)
                 self._by_index[index] = place
+                self._holes.remove(index)
                 break
         else:
             place = Place(slab, len(self._key_of), slab.header.slots)
@@ -198,10 +201,11 @@ class NvmeTier(SlabTier):
             self._by_index.append(place)
             self._origins.append(0)
             self._key_of.extend([None] * slab.header.slots)
-            self._place_of.extend(array("H", [index]) * slab.header.slots)
+            self._place_of.extend(array("I", [index]) * slab.header.slots)
             self._policy.resize(len(self._key_of))
         self._origins[index] = (slab.id << SLOT_BITS) - place.base
         self._places[slab.id] = place
+        self._own(place, mine=False)
         return place
 
     def _busy(self, place: Place) -> bool:
@@ -214,7 +218,7 @@ class NvmeTier(SlabTier):
     def _own_blocks(self, place: Place, entries: npt.NDArray[np.void]) -> set[BlockKey]:
         """A slab of the dead is ours now, with all it holds but what is being read at the moment:
         those slots are their readers' until the last unpin. Answers with the blocks."""
-        place.mine = True
+        self._own(place, mine=True)
         base, slots = place.base, place.slots
         held = np.zeros(len(entries), bool)
         held[[slot - base for slot in self._pins if slot in slots]] = True
@@ -269,13 +273,13 @@ class NvmeTier(SlabTier):
 
     def _lose(self, place: Place) -> None:
         """A slab has been removed by somebody, or its files have been."""
-        place.mine, place.lost = False, True
+        self._own(place, mine=False)
+        self._holes.append(self._place_of[place.base])
         slots = place.slots
         self._unwanted.update(key for key, slot in self._reserved.items() if slot in slots)
         self._announce(EventKind.REMOVED, self._forget_place(place))
         self._drop_free(place)
         del self._places[place.slab.id]
-        self._note_foreign()
 
     def _let_go(self, place: Place, *, remove: bool) -> None:
         """Give a slab up, unless something is on its way into it or out of it."""
@@ -284,10 +288,9 @@ class NvmeTier(SlabTier):
         if remove:
             self._lose(place)
         else:
-            place.mine = False
+            self._own(place, mine=False)
             self._policy.remove(place.slots)
             self._drop_free(place)
-            self._foreign = True
         self._keeper.release(place.slab.id, remove=remove)
 
     def _drop_free(self, place: Place) -> None:

@@ -31,6 +31,7 @@ from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
 from kvtier.backends.object.names import description_name
 from kvtier.backends.object.news import Known, News, Rows, rows_of
 from kvtier.backends.object.outbox import Outbox
+from kvtier.backends.object.puzzles import Puzzles
 from kvtier.backends.object.stated import Stated
 from kvtier.backends.object.store import Store
 from kvtier.backends.object.uses import Uses
@@ -46,9 +47,7 @@ _CLOSE_S = 3.0
 """How long closing may take: engines are killed that do not end within seconds."""
 _CLOSE_SHARES = (0.375, 0.25)
 """Of that, for what is under way to end, and for what is to be deleted."""
-_GIVEN_UP = (
-    "closing the object store in haste; what was stored last is found when everything is listed"
-)
+_GIVEN_UP = "closing the object store in haste; a listing will find what was stored last"
 _CRASHED_S = 3600.0
 _HASTE_SHARE = 0.9
 _NEWS_MAX = 1024
@@ -99,6 +98,7 @@ class Keeper:
         self._breath = Breath(self._meanwhile)
         self.uses = Uses(self._store, namespace, limits.audit_s, self._breath.rest, steady)
         self._listing = False
+        self._puzzles = Puzzles(_log)
 
     def want_room(self) -> None:
         """Other namespaces leave too little room."""
@@ -159,10 +159,10 @@ class Keeper:
                     self.outbox.write_down()
             except Unfinished:
                 return  # `close` waits
-            except StoreError as error:
+            except Exception as error:  # noqa: BLE001 - without this thread nothing is stored
                 self._weather(error)
 
-    def _weather(self, error: StoreError) -> None:
+    def _weather(self, error: Exception) -> None:
         """Not again before the next look, nor all servers at once when it is over."""
         now = self._steady()
         self._next_look = now + self.limits.refresh_s
@@ -170,7 +170,7 @@ class Keeper:
             self._next_audit = self._next_look + self._turn_s(self._writers)
         if self._audit_at <= now:
             self._audit_at = self._next_look + self._turn_s(self._writers)
-        _log.debug("object tier: %s", error)
+        self._puzzles.survived(error)
 
     def _turn_s(self, writers: int) -> float:
         """How long to leave it to others who share the namespace, if there are any."""

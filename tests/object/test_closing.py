@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvtier.backends.object import keeper as keeper_module
@@ -185,3 +186,34 @@ def test_a_leash_that_is_pulled(tmp_path: Path) -> None:
     leash.delete(["a"])
     assert inner.longest_s <= 60.0
     assert repr(leash) == f"Leash({inner!r})"
+
+
+def test_what_nobody_thought_of_ends_no_keeper_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory runs out, say, while a manifest is read: the next look may well succeed."""
+    thrice, looked = threading.Event(), threading.Event()
+
+    class Astray(WatchedStore):
+        left = 0
+
+        def list(self, prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
+            if self.left:
+                self.left -= 1
+                if not self.left:
+                    thrice.set()
+                raise MemoryError
+            if thrice.is_set():
+                looked.set()
+            return super().list(prefix, **more)
+
+    store = Astray(tmp_path / "store")
+    keeper = busy(store)
+    store.left = 3
+    keeper._next_look = 0.0
+    keeper.limits = msgspec.structs.replace(keeper.limits, refresh_s=0.01)
+    keeper.start()
+    assert looked.wait(60)
+    keeper.close()
+    [said] = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert said.exc_info is not None

@@ -298,11 +298,18 @@ def test_what_only_looks_like_a_slab_stops_nothing(tmp_path: Path) -> None:
     (home / "11111111.table").mkdir(parents=True)
     os.mkfifo(home / "22222222.table")
     (home / "33333333.table").symlink_to("nowhere")
+    (home / "44444444.slab").mkdir()
+    (home / "55555555.66666666.data.making").mkdir()
+    (home / "owners" / "77777777").mkdir(parents=True)
+    other = tmp_path / "kv" / ("ab" * 16)
+    (other / "owners" / "88888888").mkdir(parents=True)
+    (other / "99999999.table").mkdir()
+    (other / "namespace.json").write_text("{}")
     engine = Engine(tmp_path / "kv")
-    assert engine.put(make_keys(8)) == make_keys(8)
+    assert engine.put(make_keys(24)) == make_keys(24), "though there is nothing to reclaim"
     engine.close()
     again = Engine(tmp_path / "kv")
-    assert again.read(make_keys(8)) == make_keys(8)
+    assert again.read(make_keys(8, start=16)) == make_keys(8, start=16)
     again.close()
 
 

@@ -415,3 +415,41 @@ def test_slabs_are_closed_while_others_are_read(
     assert most <= 2 * 4, "two slabs, one more in use, and one more just being opened"
     engine.close()
     assert not disk.open_now
+
+
+def test_what_nobody_thought_of_ends_no_keeper_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory runs out, say, while a table is read or news is taken in: there is a next round."""
+    other = Engine(tmp_path / "kv")
+    assert other.put(make_keys(2)) == make_keys(2)
+    worked = threading.Event()
+    left = 6
+
+    class Astray(Disk):
+        def open_to_read(self, path: str | os.PathLike[str]) -> int:
+            fail()
+            return super().open_to_read(path)
+
+    def fail() -> None:
+        nonlocal left
+        if 0 < left <= 4:
+            left -= 1
+            raise MemoryError
+
+    engine = Engine(tmp_path / "kv", disk=Astray())
+    left = 4
+
+    def idle() -> None:
+        fail()
+        if not left:
+            worked.set()
+
+    engine.keeper.when_idle = idle
+    other.put(make_keys(1, start=9))
+    engine.keeper.start()
+    assert worked.wait(60)
+    said = [record for record in caplog.records if record.exc_info]
+    assert len(said) == 1
+    engine.close()
+    other.close()

@@ -215,6 +215,22 @@ def test_numbers_of_lost_slabs_are_used_again_whatever_their_size(tmp_path: Path
     engine.close()
 
 
+def test_more_slabs_than_any_engine_makes_can_be_numbered(tmp_path: Path) -> None:
+    """Others may have left them, however small: none is looked at for each of the others."""
+    count = (1 << 16) + 100
+    engine = Engine(tmp_path / "kv", blocks=4)
+    key, *_ = make_keys(1)
+    for number in range(1, count):
+        engine.keeper.news.append(News(slab(number, 1), changes=([], [])))
+    engine.keeper.news.append(News(slab(count, 1), changes=([0], [key])))
+    while engine.keeper.news:
+        engine.tier.tick()
+    assert engine.tier.lookup([key]) == [Presence.HIT]
+    assert engine.tier.prepare_load([key]) == NvmeSpec([count << SLOT_BITS], engine.keeper.owner)
+    engine.tier.complete_load([key])
+    engine.close()
+
+
 def test_much_news_is_taken_in_over_several_calls(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "kv", blocks=4)
     count = 10_000
