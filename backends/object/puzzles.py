@@ -1,0 +1,23 @@
+"""What goes wrong in a background thread and is survived: weather, and what nobody thought of."""
+
+from __future__ import annotations
+
+import logging
+
+from kvtier.backends.object.errors import StoreError
+
+
+class Puzzles:
+    """Says of each kind of error that is none of a store's once, with its trace."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._said: set[type[Exception]] = set()
+
+    def survived(self, error: Exception) -> None:
+        """The thread goes on, and will try again."""
+        if isinstance(error, StoreError) or type(error) in self._said:
+            self._log.debug("object tier: %s", error)
+            return
+        self._said.add(type(error))
+        self._log.error("object tier: what it does in the background failed", exc_info=error)
