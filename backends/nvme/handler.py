@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _OPEN_SLABS_MAX = 256
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_SYNC = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP)
+"""Of a folder: the file system knows no such thing, or it is somebody else's."""
 
 
 class OpenSlab:
@@ -49,6 +51,8 @@ class OpenSlab:
         self.users = 0
         self.retired = False
         """Closed when its last user is done."""
+        self.named = False
+        """Whether its name is known to survive a loss of power."""
         self.table_fd = self._open(home / f"{slab_id:08x}{TABLE_SUFFIX}")
         try:
             page = bytearray(layout.TABLE_AT)
@@ -220,7 +224,20 @@ class NvmeHandler(Handler):
         self._write_entries(slab, slot, keys, layout.VALID)
         if self._power_safe:
             self._disk.sync(slab.table_fd)
+            self._sync_names(slab)
         return Outcome.OK
+
+    def _sync_names(self, slab: OpenSlab) -> None:
+        """Of the slab, and of the folders above that were made for it."""
+        if slab.named:
+            return
+        for folder in (self._home, self._home.parent, self._home.parent.parent):
+            try:
+                self._disk.sync_names(folder)
+            except OSError as error:
+                if error.errno not in _NO_SYNC:
+                    raise
+        slab.named = True
 
     def _write_entries(
         self, slab: OpenSlab, slot: int, keys: Sequence[BlockKey], state: int

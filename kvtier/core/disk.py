@@ -63,6 +63,15 @@ class Disk:
         """Wait until the file's data would survive a loss of power."""
         os.fdatasync(fd)
 
+    def sync_names(self, folder: AnyPath) -> None:
+        """Wait until the names in a folder would survive a loss of power: syncing a file does not
+        save its name everywhere."""
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
     def rename(self, source: AnyPath, target: AnyPath) -> None:
         """Give a file its final name at one instant, in place of what has that name."""
         os.replace(source, target)  # noqa: PTH105 - strings are paths, too

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -57,6 +58,12 @@ class LoggingDisk(Disk):
         self.calls.append("sync")
         super().sync(fd)
 
+    def sync_names(self, folder: str | os.PathLike[str]) -> None:
+        self.calls.append(f"names in {folder}")
+        if self.refuse == "names":
+            raise OSError(errno.EINVAL, "this file system cannot")
+        super().sync_names(folder)
+
 
 def opened(
     folder: Path, disk: Disk, durability: Durability = Durability.PROCESS
@@ -108,6 +115,23 @@ def test_power_safety_syncs_the_data_before_the_commit(tmp_path: Path) -> None:
     round_trip(*opened(tmp_path / "kv", disk, Durability.POWER), make_keys(4))
     start = disk.calls.index("write 4")
     assert disk.calls[start : start + 4] == ["write 4", "sync", "write 1", "sync"]
+
+
+@pytest.mark.parametrize("refuse", ["", "names"])
+def test_power_safety_saves_the_names_of_new_slabs_once(tmp_path: Path, refuse: str) -> None:
+    disk = LoggingDisk(refuse)
+    tier, handler = opened(tmp_path / "kv", disk, Durability.POWER)
+    for keys in (make_keys(4), make_keys(4, start=4)):
+        reservation = tier.prepare_store(keys)
+        stored = handler.store(reservation.spec, keys, [sealed(key) for key in keys])
+        assert stored == [Outcome.OK] * len(keys)
+        tier.complete_store(keys)
+    folders = (tmp_path / "kv" / NAMESPACE.id, tmp_path / "kv", tmp_path)
+    named = [call for call in disk.calls if call.startswith("names")]
+    assert named == [f"names in {folder}" for folder in folders]
+    assert disk.calls.index(named[0]) > disk.calls.index("sync")
+    handler.close()
+    tier.close()
 
 
 def test_a_slab_that_is_gone_drops_a_store_and_misses_a_load(tmp_path: Path) -> None:
