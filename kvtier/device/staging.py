@@ -20,7 +20,8 @@ from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Ints
 
 BUDGET_BYTES = 256 << 20
-"""The most device memory that all buffers take, of what the model left."""
+"""The most device memory that all buffers take, of what the model left; more only for the least
+there can be: two in each direction, of one record each."""
 _SHARE = 8
 """They take at most this part of what is free."""
 _EACH_WAY = 4
@@ -53,7 +54,8 @@ class Staging:
             raise RuntimeError(reason)
         sizes = self.layout.part_bytes
         free, _ = self.torch.cuda.mem_get_info(self.device)
-        each_way = min(BUDGET_BYTES, free // _SHARE) // 2
+        budget = max(BUDGET_BYTES, 4 * max(sizes))
+        each_way = min(budget, free // _SHARE) // 2
         batch_bytes = min(batch_bytes, each_way // _EACH_WAY)
         rows = [max(1, batch_bytes // size) for size in sizes]
         count = each_way // max(row * size for row, size in zip(rows, sizes, strict=True))
@@ -128,13 +130,14 @@ class CudaStage:
             self._buffer = words(max(row * size for row, size in sizes) // kernels.WORD_BYTES)
             self._totals = words(max(kernels.totals_of(row, size) for row, size in sizes))
             self._ids_there = words(max(rows) * layout.blocks_per_chunk)
-        # The kernels read and write these over the link themselves: the engines that copy to and
-        # from the device have queues, in which a few bytes would wait for the other direction.
-        self._ids = torch.empty(
-            max(rows) * layout.blocks_per_chunk, dtype=torch.int64, pin_memory=True
-        )
-        count = max(row * pieces_of(size) for row, size in sizes)
-        self._sums = torch.empty(count, dtype=torch.int64, pin_memory=True)
+            # The kernels read and write these over the link themselves: the engines that copy to
+            # and from the device have queues, in which a few bytes would wait for the other
+            # direction. (torch asks whether the current stream is captured: not the default one.)
+            self._ids = torch.empty(
+                max(rows) * layout.blocks_per_chunk, dtype=torch.int64, pin_memory=True
+            )
+            count = max(row * pieces_of(size) for row, size in sizes)
+            self._sums = torch.empty(count, dtype=torch.int64, pin_memory=True)
         self._address: int = self._buffer.data_ptr()
 
     def gather(self, group: int, ids: Ints) -> None:
@@ -205,8 +208,8 @@ class DeviceSums:
         self._torch = torch
         self._stream = stream
         sample = np.random.default_rng(0).integers(0, 256, min(longest, _SAMPLE), dtype=np.uint8)
-        self._sums = torch.empty(pieces_of(longest), dtype=torch.int64, pin_memory=True)
         with torch.cuda.stream(stream):
+            self._sums = torch.empty(pieces_of(longest), dtype=torch.int64, pin_memory=True)
             self._numbers = torch.from_numpy(kernels.constants()).to(device)
             count = kernels.totals_of(1, longest)
             self._totals = torch.empty(count, dtype=torch.int64, device=device)

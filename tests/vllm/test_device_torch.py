@@ -200,6 +200,7 @@ def buffers(free, of):
 print(buffers(8 << 30, layout()))
 print(buffers(512 << 20, layout()))
 print(buffers(512 << 20, layout(12 << 20, stride=12 << 20)))
+print(buffers(8 << 30, layout(80 << 20, stride=80 << 20)))
 torch.cuda.mem_get_info = lambda device: (8 << 30, 16 << 30)
 
 move, digest = kernels.move, kernels.digest
@@ -248,6 +249,7 @@ def test_a_device_that_moves_or_adds_up_wrongly_stages_nothing() -> None:
     assert said_by(_TRIAL) == [
         "4 for 8192 records",
         "4 for 2048 records",
+        "2 for 1 records",
         "2 for 1 records",
         "CudaStage; CudaStage; CudaStage; CudaStage",
         "pages that are not made of words of 8 bytes",
