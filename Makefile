@@ -100,20 +100,21 @@ bench-soak: $(VLLM_STAMP) $(STAMP)
 
 # On a machine with a CUDA device whose $(PYTHON) has torch: tests, then measurements, in under eight
 # minutes. Where nothing can be downloaded, `make gpu-wheels` elsewhere fills .gpu-wheels before.
-GPU_NEEDS  := msgspec rich xxhash pytest hypothesis
+GPU_NEEDS  := numpy msgspec rich xxhash pytest hypothesis
 GPU_PYTHON ?= 3.12
 GPU_KVIKIO  = $(wildcard .gpu-wheels/*kvikio* .gpu-wheels/rapids_logger*)
 GPU_PATH   := .:tests:.gpu-site
 GPU_TESTS   = $(PYTHON) -m pytest -q -c /dev/null --rootdir . -p no:cacheprovider \
-	-W ignore::pytest.PytestUnknownMarkWarning tests/gpu
+	-o faulthandler_timeout=60 -W ignore::pytest.PytestUnknownMarkWarning tests/gpu
 SANITIZER  ?= $(firstword $(shell command -v compute-sanitizer) \
 	$(wildcard /usr/local/cuda/bin/compute-sanitizer /opt/nvidia/*/*/compute-sanitizer))
 
 bench-gpu: gpu-needs
 	@status=0; export PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1; \
-	$(GPU_TESTS) || status=1; $(PYTHON) -m benchmarks.gpu || status=1; exit $$status
+	timeout --signal=INT --kill-after=10 150 $(GPU_TESTS) || status=1; \
+	$(PYTHON) -m benchmarks.gpu || status=1; exit $$status
 
-# Other numbers for the copies' buffers and kernels, in two minutes.
+# Other numbers for the copies' buffers and kernels, in three minutes.
 bench-gpu-sweep: gpu-needs
 	PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu_sweep
 

@@ -1,8 +1,8 @@
 """Copies between a GPU, pinned host memory and a disk: speed, duplex, disturbance, identical bytes.
 
 Needs torch with CUDA and this checkout: `make bench-gpu`. Contestants take turns in one run; every
-figure is the median of its turns. What is known is printed and written (JSON=path) after each part;
-a part that fails does not keep the others from running. FOLDER=path chooses the disk.
+figure is the median of its turns. What is known is printed and written (JSON=path) at once; a part
+that fails, or takes too long, does not keep the others from running. FOLDER=path chooses the disk.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from benchmarks.gpu_arena import (
     seconds_of,
 )
 from benchmarks.gpu_disk import one_hop
+from benchmarks.gpu_parts import PART_SECONDS, answer_of, run_part
 from benchmarks.report import Report
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.plan import Blocks
@@ -42,7 +42,8 @@ IDENTITY_RECORDS = 512
 SIDE = 8192
 TURNS, ROUNDS = 5, 16
 """How often disturbance is measured, and jobs of each kind that disturb meanwhile."""
-FAILURES = (RuntimeError, AssertionError, OSError, ValueError, ImportError, AttributeError)
+SECONDS = 300.0
+"""For everything but the tests that `make bench-gpu` runs before."""
 
 
 def page_sizes(torch: Any, report: Report) -> None:
@@ -295,9 +296,14 @@ def device_or_exit() -> tuple[Any, str, str]:
         import torch
     except ImportError:
         raise SystemExit("no torch here: PYTHON=one-that-has-it") from None
-    if not torch.cuda.is_available():
+
+    # By another process: parts are forked, and this one may not have used CUDA by then.
+    def name_of() -> str:
+        return str(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else ""
+
+    name = answer_of(name_of)
+    if not name:
         raise SystemExit("no CUDA device: this benchmark measures one (docs/GPU.md)")
-    name = torch.cuda.get_device_name(0)
     when = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
     print(f"{name}, torch {torch.__version__}, {when} UTC, {os.cpu_count()} cores", flush=True)
     return torch, name, when
@@ -316,18 +322,17 @@ def main() -> None:
         "page by page": unstaged,
     }
     failed = []
+    end = time.perf_counter() + SECONDS
     for title, part in parts.items():
-        known = len(report.figures)
-        try:
-            taken = seconds_of(functools.partial(part, torch, report))
-        except FAILURES:
-            traceback.print_exc()
+        began = time.perf_counter()
+        limit = min(PART_SECONDS, end - began)
+        measure = functools.partial(part, torch)
+        whole = limit > 0 and run_part(measure, report, limit)
+        print(
+            f"{title}: {time.perf_counter() - began:.0f} s{'' if whole else ', FAILED'}", flush=True
+        )
+        if not whole:
             failed.append(title)
-            continue
-        for figure in report.figures[known:]:
-            print(f"  {figure.name}: {figure.value:.4g} {figure.unit} {figure.target}")
-        print(f"{title}: {taken:.0f} s", flush=True)
-        report.save()
     report.finish()
     if failed:
         sys.exit(f"these parts failed: {', '.join(failed)}")

@@ -1,23 +1,24 @@
 """What the numbers that the copies were built with do on this GPU: `make bench-gpu-sweep`.
 
-Each variant changes one or two of them, and all are measured briefly, within two minutes: loads and
-stores alone, loads beside stores, and what a matrix product loses meanwhile. The usual numbers come
-first and last: what lies between those two says nothing. JSON=path is written after each variant.
+Each variant changes one or two of them, and all are measured briefly, in some three minutes: loads
+and stores alone, loads beside stores, and what a matrix product loses meanwhile. The usual numbers
+come first and last: what lies between those two says nothing. JSON=path is written all the while.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from benchmarks.gpu import FAILURES, Duplex, device_or_exit, product_of
+from benchmarks.gpu import Duplex, device_or_exit, product_of
 from benchmarks.gpu_arena import LOAD, STORE, Arena, in_turns, seconds_of
+from benchmarks.gpu_parts import PART_SECONDS, run_part
 from benchmarks.report import Report
 from kvtier.device import kernels, staged, staging
 from kvtier.device.cuda_copy import CudaCopier
@@ -25,7 +26,8 @@ from kvtier.device.cuda_copy import CudaCopier
 SIZE = 2 << 30
 PAGES = [16 << 10, 64 << 10, 2 << 20]
 TURNS = 3
-SECONDS = 120.0
+SECONDS = 200.0
+"""No variant begins that would not have ended by then, if it takes as long as the longest."""
 
 
 class Variant(NamedTuple):
@@ -37,6 +39,8 @@ class Variant(NamedTuple):
     buffers: int = staging._EACH_WAY
     """As many threads, too: one that waits for a buffer is of no use."""
     stores: float = staged.STORES_SHARE
+    queues: int = 0
+    """Queues of the device, which its streams share: as many as there are if it says nothing."""
 
     @property
     def budget(self) -> int:
@@ -49,6 +53,8 @@ VARIANTS = [
     Variant("a sixteenth of the multiprocessors", share=16),
     Variant("a quarter of the multiprocessors", share=4),
     Variant("stores give no way to loads", stores=1.0),
+    Variant("stores have a quarter of the time", stores=0.25),
+    Variant("32 queues", queues=32),
     Variant("2 buffers", buffers=2),
     Variant("8 buffers of 16 MiB", buffers=8, batch=16 << 20),
     Variant("batches of 16 MiB", batch=16 << 20),
@@ -95,9 +101,9 @@ def alone(torch: Any, report: Report, variant: Variant) -> None:
             arena.close()
 
 
-def together(torch: Any, report: Report, variant: Variant, product: Callable[[], float]) -> None:
+def together(torch: Any, report: Report, variant: Variant) -> None:
     """Loads beside stores, and a matrix product beside both."""
-    duplex = Duplex(torch, SIZE, variant.buffers)
+    duplex, product = Duplex(torch, SIZE, variant.buffers), product_of(torch)
     try:
         must_be_staged(duplex.arena)
 
@@ -123,28 +129,27 @@ def must_be_staged(arena: Arena) -> None:
         raise RuntimeError("nothing is staged here: the warning above says why")
 
 
+def measure(torch: Any, variant: Variant, report: Report) -> None:
+    """Everything of one variant, by a process that has not used CUDA yet."""
+    if variant.queues:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(variant.queues)
+    with built_with(variant):
+        alone(torch, report, variant)
+        together(torch, report, variant)
+
+
 def main() -> None:
     """Measure the variants that there is time for."""
     torch, name, when = device_or_exit()
     report = Report(f"copies on {name} with other numbers, {when} UTC")
-    product = product_of(torch)
-    product()
     started, longest, failed = time.perf_counter(), 0.0, []
     for variant in VARIANTS:
-        began, known = time.perf_counter(), len(report.figures)
+        began = time.perf_counter()
         if began - started + longest > SECONDS:
             print(f"{variant.title}: no time left")
             continue
-        try:
-            with built_with(variant):
-                alone(torch, report, variant)
-                together(torch, report, variant, product)
-        except FAILURES:
-            traceback.print_exc()
+        if not run_part(functools.partial(measure, torch, variant), report, PART_SECONDS):
             failed.append(variant.title)
-        for figure in report.figures[known:]:
-            print(f"  {figure.name}: {figure.value:.4g} {figure.unit}", flush=True)
-        report.save()
         longest = max(longest, time.perf_counter() - began)
     report.finish()
     if failed:
