@@ -131,7 +131,8 @@ def chunk_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[tuple[int, ...]
     parts = 1 if ranks_alike(config) else config.parallel.world_size
     scale = blocks * parts
     sizes = {
-        group.group_id: scale * _page_bytes(kv_cache_config.kv_cache_groups[group.group_id])
+        group.group_id: scale
+        * page_bytes(kv_cache_config, kv_cache_config.kv_cache_groups[group.group_id])
         for group in config.groups
     }
     largest = max(sizes.values())
@@ -144,13 +145,24 @@ def ranks_alike(config: Any) -> bool:
     return bool(config.replicated_layout and not config.canonical_layout)
 
 
-def _page_bytes(group: Any) -> int:
-    """One block of all layers of a group on one rank, without padding."""
-    spec = group.kv_cache_spec
+def page_bytes(kv_cache_config: Any, group: Any) -> int:
+    """One block of all layers of a group on one rank, without padding.
+
+    Of layers that differ in size the scheduler is told the first, and how far apart the blocks of
+    each lie.
+    """
+    spec, names = group.kv_cache_spec, group.layer_names
     layers = getattr(spec, "kv_cache_specs", None)
     if layers:
-        return sum(_unpadded(layers[name]) for name in group.layer_names)
-    return _unpadded(spec) * len(group.layer_names)
+        return sum(_unpadded(layers[name]) for name in names)
+    size = _unpadded(spec)
+    strides = {
+        name: tensor.block_stride
+        for tensor in kv_cache_config.kv_cache_tensors
+        for name in tensor.layers
+    }
+    apart = [strides.get(name) for name in names]
+    return sum(size if stride in (None, apart[0]) else stride for stride in apart)
 
 
 def _unpadded(spec: Any) -> int:

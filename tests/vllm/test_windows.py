@@ -131,6 +131,7 @@ def test_workers_cut_chunks_as_the_scheduler_does() -> None:
     from vllm.v1.kv_cache_interface import (
         KVCacheConfig,
         KVCacheGroupSpec,
+        KVCacheTensor,
         SlidingWindowSpec,
         UniformTypeKVCacheSpecs,
     )
@@ -144,9 +145,18 @@ def test_workers_cut_chunks_as_the_scheduler_does() -> None:
         for size in (64, 128)
     }
     group = KVCacheGroupSpec(list(layers), UniformTypeKVCacheSpecs.from_specs(layers))
-    worker = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[group])
+    pages = {name: spec.page_size_bytes for name, spec in layers.items()}
+    tensors = [
+        KVCacheTensor(
+            size=8 * sum(pages.values()), layers=[name], layer_stride=8 * page, block_stride=page
+        )
+        for name, page in pages.items()
+    ]
+    worker = KVCacheConfig(num_blocks=8, kv_cache_tensors=tensors, kv_cache_groups=[group])
     scheduler = theirs.generate_scheduler_kv_cache_config([worker])
     assert compat.most_blocks(worker) == compat.most_blocks(scheduler) == 8
+    for side in (worker, scheduler):
+        assert compat.page_bytes(side, side.kv_cache_groups[0]) == sum(pages.values())
 
 
 @importing
