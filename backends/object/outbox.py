@@ -29,6 +29,9 @@ _log = logging.getLogger(__name__)
 _ENTRIES_MAX = 1 << 16
 """About so many go into one manifest: it must get through before the store's deadline."""
 
+_PAUSE_MAX = 127
+"""Looks: ten minutes, as they usually are."""
+
 
 class Outbox:
     """`added`, `removed` and `delete` are for the tier's thread, the rest for the keeper's.
@@ -60,6 +63,8 @@ class Outbox:
         self._stubborn: list[tuple[int, list[Object]]] = []
         """Likewise, but the store would not: to be tried again at the next look."""
         self._complained = False
+        self._pause = self._wait = 0
+        """Looks between two tries for what is stubborn, and how many are left."""
 
     # -- time ------------------------------------------------------------------------------------
 
@@ -177,6 +182,13 @@ class Outbox:
             self._complained = True
 
     def try_again(self) -> None:
-        """Delete once more what the store would not delete."""
-        self._doomed.extend(self._stubborn)
-        self._stubborn.clear()
+        """Delete once more what the store would not delete. What is locked may be so for days: each
+        time twice as many looks go by before."""
+        if not self._stubborn:
+            self._pause = self._wait = 0
+        elif self._wait:
+            self._wait -= 1
+        else:
+            self._doomed.extend(self._stubborn)
+            self._stubborn.clear()
+            self._wait = self._pause = min(2 * self._pause + 1, _PAUSE_MAX)

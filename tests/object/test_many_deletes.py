@@ -11,7 +11,7 @@ from object_fleet import BLOCK_BYTES, NAMESPACE, CountingStore
 from kvtier.backends.object import breath as breath_module
 from kvtier.backends.object import outbox as outbox_module
 from kvtier.backends.object.audit import Unfinished
-from kvtier.backends.object.errors import StoreError
+from kvtier.backends.object.errors import AccessDenied, StoreError
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.limits import Limits
@@ -177,4 +177,55 @@ def test_no_manifest_takes_longer_than_a_put_may(
     assert len(found) == (4 if how == "cleared" else 2)
     assert sum(info.size for info in found) >= 64 * BLOCKS
     assert max(info.size for info in found) <= 64 * 600
+    keeper.close()
+
+
+class LockedBlocks(CountingStore):
+    """Will not delete a block until it is allowed; remembers when it was asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.locked = True
+        self.asked_at: list[float] = []
+
+    def delete(
+        self, names: Sequence[str], *, deadline: float | None = None
+    ) -> Mapping[str, StoreError]:
+        if self.locked and names and parse_block(names[0]):
+            self.asked_at.append(self.now)
+            return {name: AccessDenied("it is locked") for name in names}
+        return super().delete(names, deadline=deadline)
+
+
+def test_what_is_locked_is_asked_for_less_and_less_and_goes_in_the_end() -> None:
+    store = LockedBlocks()
+    keys = make_keys(4)
+    limits = Limits(1 << 40, refresh_s=5.0, audit_s=600.0)
+    keeper = Keeper(store, NAMESPACE, limits, clock=store.clock, steady=store.clock)
+    tier = ObjectTier(keeper, create_policy(), store.clock)
+    keeper.open(tier.known)
+    tier.start()
+    assert tier.prepare_store(keys).keys == keys
+    for key in keys:
+        store.put(block_name(NAMESPACE.id, key), [])
+    tier.complete_store(keys)
+    tier.flush()
+    tier.forget(keys)
+
+    def pass_time(seconds: float) -> None:
+        end = store.now + seconds
+        while store.now < end:
+            store.now += 1.0
+            keeper.work()
+            tier.tick()
+
+    pass_time(3600.0)
+    gaps = [later - at for at, later in pairwise(store.asked_at)]
+    assert gaps[0] <= 2 * limits.refresh_s
+    assert max(gaps) > 20 * limits.refresh_s
+    assert len(gaps) < 24, "of 720 looks, and six audits, which try, too"
+    assert keeper.budget.dying == 4 * BLOCK_BYTES
+    store.locked = False
+    pass_time(1200.0)
+    assert keeper.budget.dying == 0
     keeper.close()
