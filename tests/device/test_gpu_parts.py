@@ -1,0 +1,57 @@
+"""The parts of the GPU benchmark have processes of their own: what they said is kept, however they
+end, and the next one begins."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+_PARTS = """
+import os
+import time
+from benchmarks.gpu_parts import answer_of, run_part
+from benchmarks.report import Report
+
+def ends(part):
+    part.add("one", 1, "GB/s")
+    part.at_least("two", 2, "", 1)
+
+def fails(part):
+    part.add("three", 3, "")
+    raise ValueError("a part that fails")
+
+def hangs(part):
+    part.add("four", 4, "")
+    time.sleep(1000)
+
+def dies(part):
+    part.add("five", 5, "")
+    os.kill(os.getpid(), 9)
+
+report = Report("parts")
+limits = {ends: 600, fails: 600, hangs: 1, dies: 600}
+print([run_part(part, report, seconds) for part, seconds in limits.items()])
+print(answer_of(lambda: "an answer"), answer_of(lambda: 1 / 0))
+"""
+
+
+def test_what_a_part_said_is_kept_however_it_ends(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, "-c", _PARTS],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JSON": str(file)},
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert "[True, False, False, False]\nan answer None\n" in done.stdout
+    assert "a part that fails" in done.stderr
+    assert "in hangs" in done.stderr
+    names = [figure["name"] for figure in json.loads(file.read_text())]
+    assert names == ["one", "two", "three", "four", "five"]
