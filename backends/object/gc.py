@@ -25,6 +25,9 @@ from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey, Namespace
 _CRASHED_S = 3600.0
 """A temporary file that has not been touched for so long has no writer any more."""
 
+_AT_ONCE = 1 << 14
+"""So many are deleted, and then written down: a manifest of that many gets through in time."""
+
 
 class Doomed(msgspec.Struct, frozen=True):
     """An object that should go."""
@@ -113,18 +116,23 @@ def _by_the_store(now: float) -> float:
 
 
 def collect(store: Store, found: Survey) -> tuple[int, int]:
-    """Delete these objects, and write down that they are gone; how many went, and how many
+    """Delete these objects, and write down that they are gone, a part of them at a time: all may
+    take an hour, and what fails then must not cost what was done. How many went, and how many
     temporary files of crashed writers. Raises StoreError."""
-    now_us = int(time.time() * 1e6)
-    failed = store.delete([one.name for one in found.doomed])
-    by_namespace: dict[str, list[tuple[BlockKey, int]]] = defaultdict(list)
-    for one in found.doomed:
-        parsed = parse_block(one.name)
-        if parsed is not None and one.name not in failed:
-            by_namespace[parsed[0]].append(parsed[1:])
-    for name, objects in by_namespace.items():
-        _write_removed(store, name, objects, now_us)
-    return len(found.doomed) - len(failed), sum(store.sweep(_CRASHED_S))
+    gone = 0
+    for start in range(0, len(found.doomed), _AT_ONCE):
+        some = found.doomed[start : start + _AT_ONCE]
+        now_us = int(time.time() * 1e6)
+        failed = store.delete([one.name for one in some])
+        gone += len(some) - len(failed)
+        by_namespace: dict[str, list[tuple[BlockKey, int]]] = defaultdict(list)
+        for one in some:
+            parsed = parse_block(one.name)
+            if parsed is not None and one.name not in failed:
+                by_namespace[parsed[0]].append(parsed[1:])
+        for name, objects in by_namespace.items():
+            _write_removed(store, name, objects, now_us)
+    return gone, sum(store.sweep(_CRASHED_S))
 
 
 def _write_removed(

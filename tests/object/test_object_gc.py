@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from object_subjects import FOLDER
 
 from kvtier.backends.object import gc
+from kvtier.backends.object.errors import StoreError, Unavailable
 from kvtier.backends.object.files import FileStore
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.manifest import REMOVED
 from kvtier.backends.object.names import block_name, parse_block
 from kvtier.backends.object.store import ObjectInfo
 from kvtier.testing.records import GROUPED, NAMESPACE, make_keys
@@ -59,6 +63,31 @@ def test_what_is_too_old_goes_whatever_the_budget(rig: Rig) -> None:
     found = gc.survey(store, 1 << 40, 3600.0, time.time())
     assert [one.reason for one in found.doomed] == ["too old"]
     assert gc.collect(store, found) == (1, 0)
+
+
+def test_what_was_deleted_is_written_down_though_the_store_goes_away_amid_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(FileStore):
+        left = 2
+
+        def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
+            if not self.left:
+                raise Unavailable("away")
+            self.left -= 1
+            return super().delete(names, **more)
+
+    monkeypatch.setattr(gc, "_AT_ONCE", 2)
+    keys = rig.put(make_keys(6))
+    rig.tier.flush()
+    store = Failing(rig.folder / "store")
+    with pytest.raises(Unavailable):
+        gc.collect(store, gc.survey(store, 0, None, time.time()))
+    entries = Journal(store, NAMESPACE).everything()
+    assert entries["kind"].tolist().count(REMOVED) == 4
+    rig.tier.refresh()
+    rig.tier.tick()
+    assert len(rig.resident(keys)) == 2
 
 
 def test_a_reader_survives_a_collection(rig: Rig) -> None:

@@ -21,7 +21,7 @@ from kvtier.backends.nvme.news import News
 from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec
 from kvtier.core.disk import Disk
 from kvtier.core.record import Buffer, record_bytes
-from kvtier.core.slab.layout import SlabHeader
+from kvtier.core.slab.layout import BAD, ENTRY_BYTES, TABLE_AT, SlabHeader, entry_at
 from kvtier.errors import NotResident
 from kvtier.testing.records import NAMESPACE, make_keys, sealed
 from kvtier.types import BlockKey, EventKind, Outcome, Presence, Reservation
@@ -213,6 +213,23 @@ def test_numbers_of_lost_slabs_are_used_again_whatever_their_size(tmp_path: Path
         come_and_go(number, 1 + number % 64)
     assert len(engine.tier._key_of) == numbered
     engine.close()
+
+
+def test_tables_full_of_quarantine_take_no_room_for_ever(tmp_path: Path) -> None:
+    keys = make_keys(16)
+    engine = Engine(tmp_path / "kv")
+    engine.put(keys)
+    engine.close()
+    for path in (tmp_path / "kv").rglob("*.table"):
+        with path.open("r+b") as table:
+            for slot in range((path.stat().st_size - TABLE_AT) // ENTRY_BYTES):
+                table.seek(entry_at(slot))
+                table.write(bytes([BAD]))
+    after = Engine(tmp_path / "kv")
+    assert after.hits(keys) == []
+    assert len(after.put(keys)) == len(keys)
+    assert after.tier.stats().quarantined <= 1
+    after.close()
 
 
 def test_more_slabs_than_any_engine_makes_can_be_numbered(tmp_path: Path) -> None:
