@@ -6,6 +6,7 @@ Written against CUDA 12.8 to 13; docs/GPU.md says what of it has run on a device
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -339,8 +340,12 @@ def cores_near(index: int, topology: Topology) -> set[int]:
     return cores
 
 
+@functools.cache
 def runtime() -> ctypes.CDLL:
-    """The CUDA runtime in this process: torch has loaded one, and there must not be two."""
+    """The CUDA runtime in this process: torch has loaded one, and there must not be two.
+
+    Looked for once: an engine has thousands of mappings, and each thread of a copier asks.
+    """
     with open("/proc/self/maps", encoding="utf-8") as maps:
         lines = [line.removesuffix(" (deleted)\n") for line in maps if "libcudart" in line]
     paths = {line.rstrip("\n").split(maxsplit=5)[-1] for line in lines}
