@@ -71,11 +71,12 @@ class Signer:
         """Grows whenever a client made with this session's credentials is outdated."""
         self.session = self._new_session()
         try:
-            profiles = self.session.available_profiles if profile is not None else ()
-            configured = self.session.get_config_variable("region")
+            missing = profile is not None and profile not in self.session.available_profiles
+            # which raises if the profile is missing, and does not name it
+            configured = None if missing else self.session.get_config_variable("region")
         except Exception as error:  # noqa: BLE001 - see `credentials`
             raise unobtainable(error) from None
-        if profile is not None and profile not in profiles:
+        if missing:
             raise NoCredentials(f"there is no AWS profile {profile!r}: correct it or its file")
         self.region = check_region(region or configured or "us-east-1")
         # at DEBUG botocore logs whole requests and answers, which contain session tokens
