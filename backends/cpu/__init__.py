@@ -23,6 +23,7 @@ from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy, policy_class
 from kvtier.core.record import HEADER_BYTES, record_bytes
 from kvtier.core.settings import ByteSize, Duration, Persistence, TierSettings
+from kvtier.core.values import no_unit
 from kvtier.errors import ConfigError, MediumError, NotWritable
 
 __all__ = [
@@ -75,7 +76,7 @@ class CpuBackend(Backend[CpuSettings]):
             plan_region(size, record_bytes or HEADER_BYTES, bytes(16), discard=False)
         except MediumError as error:
             problem, _, remedy = str(error).partition(": ")
-            raise ConfigError(".capacity", problem, remedy) from error
+            raise ConfigError(".capacity", problem, remedy + no_unit(size)) from error
         total = Disk().total_bytes(folder)
         if size > total:
             raise ConfigError(

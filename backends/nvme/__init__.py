@@ -26,6 +26,7 @@ from kvtier.core.settings import (
     WritePolicy,
 )
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
+from kvtier.core.values import no_unit
 from kvtier.errors import ConfigError, NotWritable
 
 __all__ = [
@@ -94,7 +95,7 @@ class NvmeBackend(Backend[NvmeSettings]):
             raise ConfigError(
                 ".capacity",
                 f"{settings.capacity} holds not one block",
-                f"write at least {least} bytes",
+                f"write at least {least} bytes{no_unit(size)}",
             )
 
     def open_tier(

@@ -12,7 +12,7 @@ from kvtier.cli import console
 from kvtier.cli.starter import starter
 from kvtier.config import Name, StackConfig, effective, load
 from kvtier.core.backend import kinds
-from kvtier.core.values import ByteSize
+from kvtier.core.values import ByteSize, Capacity
 from kvtier.errors import ConfigError, ConfigErrors, KVTierError
 from kvtier.schema import json_schema, reference
 
@@ -112,10 +112,11 @@ def init(
         str | None, typer.Option(help="The engine's name: each of one machine has its own.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Shared memory to use; else a quarter.")
+        str | None,
+        typer.Option(metavar="SIZE|P%", help="Shared memory to use; else a quarter of all."),
     ] = None,
     disk: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Disk to use; else most of what is free.")
+        str | None, typer.Option(metavar="SIZE|P%", help="Disk to use; else most of what is free.")
     ] = None,
     bucket: Annotated[
         str | None,
@@ -128,8 +129,8 @@ def init(
     text = starter(
         blocks,
         name=name,
-        memory=None if memory is None else _size(memory, "--memory"),
-        disk=None if disk is None else _size(disk, "--disk"),
+        memory=None if memory is None else _capacity(memory, "--memory"),
+        disk=None if disk is None else _capacity(disk, "--disk"),
         bucket=bucket,
     )
     if file is None:
@@ -183,6 +184,17 @@ def _size(text: str, option: str) -> ByteSize:
     try:
         return ByteSize(console.parse_size(text))
     except typer.BadParameter as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def _capacity(text: str, option: str) -> str:
+    """As it was given, in the file too."""
+    if not text.strip().endswith("%"):
+        _size(text, option)
+        return text.strip()
+    try:
+        return str(Capacity.parse(text))
+    except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
 
 

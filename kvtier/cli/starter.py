@@ -19,8 +19,8 @@ def starter(
     folder: Path,
     *,
     name: str | None = None,
-    memory: ByteSize | None = None,
-    disk: ByteSize | None = None,
+    memory: str | None = None,
+    disk: str | None = None,
     bucket: str | None = None,
 ) -> str:
     """The text of a stack file with a CPU tier, an NVMe tier in this folder, and a bucket if one

@@ -18,6 +18,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 Reader = Callable[[object, str], object]
 
 _FAILURE = re.compile(r"(?P<text>.*?)(?: - at `\$(?P<path>[^`]*)`)?", re.DOTALL)
+_CREDENTIAL = re.compile(r"access_key|secret|password|(session|security)_token", re.IGNORECASE)
 _WORDS = {
     "int": "a whole number",
     "float": "a number",
@@ -75,6 +76,8 @@ def unknown_key(document: Document, place: str, key: str, known: list[str]) -> N
     """Report a key that nothing reads."""
     near = get_close_matches(key, known, n=1)
     hint = f'did you mean "{near[0]}"?' if near else f"known are {', '.join(known)}"
+    if not near and _CREDENTIAL.search(key):
+        hint = "remove it: credentials come from the environment, a profile or a role"
     inner = f"{place}.{key}" if key.isidentifier() else f"{place}[{key!r}]"
     document.report(inner, f'unknown key "{key}"', hint)
 

@@ -74,6 +74,8 @@ class Document:
             problem = str(error.problem)
             if problem.startswith("but"):  # as of a second document
                 problem = f"{error.context}, {problem}"
+            elif problem.startswith("expected <block end>"):
+                problem = "this line is not indented as those that it belongs to"
             raise ConfigErrors(
                 [ConfigError("$", f"not YAML: {problem}", "correct it there", line)]
             ) from None

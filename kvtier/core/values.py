@@ -158,6 +158,11 @@ class Capacity(Value):
         return str(self.size) if self.share is None else f"{self.share * 100:.12g}%"
 
 
+def no_unit(size: int) -> str:
+    """More to say about a capacity that is too small: so few bytes are mostly GiB in fact."""
+    return "; a number without a unit is bytes" if size < 4096 else ""
+
+
 class Duration(Value):
     """A length of time, written like "250ms", "2s" or 1.5 (seconds)."""
 

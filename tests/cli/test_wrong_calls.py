@@ -50,6 +50,7 @@ WRONG = [
     ("snapshot --to= -c {stack}", 2, "'--to': an empty text names no store"),
     ("config init --name a/b", 2, "--name: 'a/b' cannot name an engine"),
     ("config init --memory 0", 2, "--memory: a size of nothing"),
+    ("config init --memory 120%", 2, "--memory: '120%' is not a share of a medium"),
     ("config init --disk 5XB", 2, "--disk: 'XB' is not a unit"),
     ("prewarm --prompts {none} --from {stack} -c {stack}", 2, "none.jsonl: holds no prompt"),
     ("prewarm --model {folder} -c {stack}", 2, "--model: says nothing without --prompts"),

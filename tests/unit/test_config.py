@@ -95,6 +95,7 @@ def test_defaults_need_not_be_written() -> None:
 WRONG: list[tuple[dict[str, object], str, str, str]] = [
     ({"capcity": 3}, "$.tiers[0].capcity", "unknown key", 'did you mean "capacity"'),
     ({"zzz": 3}, "$.tiers[0].zzz", "unknown key", "known are kind, capacity"),
+    ({"secret_key": "x"}, "$.tiers[0].secret_key", "unknown key", "come from the environment"),
     ({"a b": 3}, "$.tiers[0]['a b']", "unknown key", "known are"),
     ({"capacity": "64 parsecs"}, "$.tiers[0].capacity", "'parsecs' is not a unit", "GiB"),
     ({"capacity": "64G"}, "$.tiers[0].capacity", "'G' is not a unit", 'did you mean "64GiB"'),
@@ -247,6 +248,7 @@ FILES: list[tuple[bytes, str]] = [
     (b"# only words\n", "is empty"),
     (b"version: [1\n", "not YAML"),
     (b"version: 1\n\ttiers: []\n", "not YAML"),
+    (b"tiers:\n  - kind: cpu\n   capacity: 1GiB\n", "this line is not indented as those"),
     (b"version: 1\n---\nversion: 1\n", "not YAML: expected a single document"),
     (b"\xff\xfeversion", "not UTF-8"),
     (b"version: 1\x00", "not YAML"),

@@ -164,6 +164,14 @@ class TestInit:
         assert "exists" in refused(capsys, *args, code=1)
         assert file.read_text() == text
 
+    def test_sizes_stand_there_as_they_were_given(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        args = ["config", "init", "--folder", str(tmp_path), "--memory", "25%", "--disk", "3TB"]
+        assert commands.run(args) == 0
+        tiers = yaml.safe_load(capsys.readouterr().out)["tiers"]
+        assert [tier["capacity"] for tier in tiers] == ["25%", "3TB"]
+
     def test_names_sizes_and_a_bucket(self, tmp_path: Path) -> None:
         file, bucket = tmp_path / "stack.yaml", f"file://{tmp_path}/bucket"
         args = ["config", "init", str(file), "--folder", str(tmp_path / "kv"), "--name", "first"]

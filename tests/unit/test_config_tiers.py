@@ -67,6 +67,7 @@ def test_a_number_that_was_to_have_a_unit(tmp_path: Path, tier: int) -> None:
     (error,) = caught.value.errors
     assert error.place == f"$.tiers[{tier}].capacity"
     assert "not one block" in error.problem
+    assert "a number without a unit is bytes" in error.remedy
 
 
 def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
