@@ -20,6 +20,23 @@ logger = logging.getLogger(__name__)
 _SAMPLE = 1024
 _HEADER_MAX = 100 << 20
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_FROM_FILES = (
+    "auto",
+    "hf",
+    "safetensors",
+    "pt",
+    "npcache",
+    "mistral",
+    "gguf",
+    "bitsandbytes",
+    "fastsafetensors",
+    "instanttensor",
+    "runai_streamer",
+    "runai_streamer_sharded",
+    "sharded_state",
+)
+"""Ways to load weights that read the files of the model's own folder. Others take them from where
+their settings say, or from a server, and there may be a folder of that name all the same."""
 _MODEL = (*_WEIGHTS, "*processor_config.json")
 _ADAPTER = (*_WEIGHTS, "adapter_config.json")
 _ATTENTION_LIBRARIES = ("flashinfer-python", "flashinfer-cubin", "flash-attn", "amd-aiter")
@@ -194,10 +211,11 @@ def fingerprint_weights(vllm_config: Any) -> str:
 def _weights_of(model: Any, load: Any) -> str:
     if str(load.load_format) == "dummy":
         return f"dummy {model.seed}"
-    folder = _folder(model, load)
+    in_files = str(load.load_format) in _FROM_FILES
+    folder = _folder(model, load) if in_files else None
     if folder is not None and _files(folder, _WEIGHTS):
         return fingerprint_folder(folder, _MODEL)
-    if Path(model.model).is_file():
+    if in_files and Path(model.model).is_file():
         return _fingerprint([(Path(model.model), Path(model.model).stat().st_size)])
     logger.warning(
         "the weights of %s are not in files that could be read here, so that what is kept is for "

@@ -134,6 +134,17 @@ def test_weights_in_a_single_file(tmp_path: Path) -> None:
     assert fingerprint_weights(engine(file)) != before
 
 
+@pytest.mark.parametrize("way", ["tensorizer", "modelexpress", "ipc_cache", "somebody's own"])
+def test_weights_that_are_read_from_elsewhere(tmp_path: Path, way: str) -> None:
+    """Whatever lies in the folder of the model's name."""
+    described = engine(write_tensors(tmp_path / "model", bytes(64)))
+    before = fingerprint_weights(described)
+    assert fingerprint_weights(described) == before
+    described.load_config.load_format = way
+    found = {fingerprint_weights(described) for _ in range(2)}
+    assert len(found - {before}) == 2
+
+
 def test_how_images_are_prepared_is_part_of_a_model(tmp_path: Path) -> None:
     write_tensors(tmp_path, bytes(64))
     before = fingerprint_weights(engine(tmp_path))
