@@ -20,3 +20,37 @@ def test_a_step_that_computes_a_prompt_ends_with_itself(
     with world.engine(model("llama"), stack=stack, **paced) as engine:
         engine.generate(prompts=[prompt(41, 1100)], tokens=1)
         assert engine.overlap(prompt=prompt(42, 1100)) == [[0], [1100]]
+
+
+def test_a_storm_on_an_engine_that_schedules_ahead(
+    world: World, model: Callable[..., Path]
+) -> None:
+    """Right tokens though each step is decided on before the last one is known, and nothing is left
+    over. What others must answer it says itself, before it is asked for anything twice."""
+    few = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "max_model_len": 2048}
+    ahead: dict[str, Any] = {"host": HOST.with_name("ahead.py"), "num_gpu_blocks_override": 44}
+    prompts = [prompt(each % 5, 1100)[: 300 + 20 * each] for each in range(40)]
+    with world.engine(model("llama"), **few) as plain:
+        reference = [each["tokens"] for each in plain.generate(prompts=prompts, tokens=48)]
+    with world.engine(
+        model("llama"), stack=world.stack(capacity="24MiB"), **few, **ahead
+    ) as engine:
+        assert engine.is_ahead()
+        free = engine.facts()["free_blocks"]
+        found = engine.storm(
+            prompts=prompts, tokens=48, seed=1, abort=0.03, forget=0.01, reset_at=20
+        )
+        assert found["preempted"] > 0
+        assert found["cached"] > 0
+        for at, tokens in found["outputs"].items():
+            assert tokens == reference[int(at)]
+        assert engine.forget_engine_cache()
+        facts = engine.facts()
+    assert (facts["pending"], facts["requests"], facts["busy"], facts["mistakes"]) == (
+        0,
+        0,
+        False,
+        0,
+    )
+    assert [(tier["pinned"], tier["in_flight"]) for tier in facts["chain"]["tiers"]] == [(0, 0)] * 2
+    assert facts["free_blocks"] == free
