@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _OPEN_SLABS_MAX = 256
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
 _NO_SYNC = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP)
 """Of a folder: the file system knows no such thing, or it is somebody else's."""
 
@@ -277,9 +278,7 @@ class NvmeHandler(Handler):
         with self._lock:
             slab = self._slabs.get(slab_id)
             if slab is None:
-                slab = OpenSlab(
-                    self._home, slab_id, self._disk, self._digest, self._direct, self._only_read
-                )
+                slab = self._open_slab(slab_id)
                 if self._direct and not slab.direct:
                     self._say_buffered()
                 self._drop_deleted()
@@ -289,6 +288,18 @@ class NvmeHandler(Handler):
             self._slabs.move_to_end(slab_id)
             slab.users += 1
             return slab
+
+    def _open_slab(self, slab_id: int) -> OpenSlab:
+        """Where there may be no more files, at the cost of those that were not used for longest."""
+        while True:
+            try:
+                return OpenSlab(
+                    self._home, slab_id, self._disk, self._digest, self._direct, self._only_read
+                )
+            except OSError as error:
+                if error.errno not in _NO_FILES or not self._slabs:
+                    raise
+                self._retire(self._slabs.popitem(last=False)[1])
 
     def _drop_deleted(self) -> None:
         for slab_id in [i for i, slab in self._slabs.items() if slab.deleted()]:

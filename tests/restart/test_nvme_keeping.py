@@ -417,6 +417,38 @@ def test_slabs_are_closed_while_others_are_read(
     assert not disk.open_now
 
 
+class FewFiles(Counting):
+    """A process that may have so many files open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 1000
+
+    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
+        if len(self.open_now) >= self.most:
+            raise OSError(errno.EMFILE, "too many open files")
+        return super().open(path, create=create, direct=direct)
+
+
+def test_slabs_are_closed_where_no_more_files_may_be_opened(tmp_path: Path) -> None:
+    disk = FewFiles()
+    engine = Engine(tmp_path / "kv", blocks=32, disk=disk)
+    keys = make_keys(32)
+    assert engine.put(keys) == keys
+    engine.handler.close()  # its slabs; it opens them anew
+    disk.most = 5
+    assert engine.read(keys) == keys
+    assert engine.read(keys) == keys
+    assert len(disk.open_now) == 4
+    engine.handler.close()
+    disk.most = 1
+    assert engine.read(keys) == [], "where not even one slab can be opened it is an error"
+    disk.most = 1000
+    assert engine.put(make_keys(8, start=50)) == make_keys(8, start=50)
+    engine.close()
+    assert not disk.open_now
+
+
 def test_what_nobody_thought_of_ends_no_keeper_and_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
