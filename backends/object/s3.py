@@ -141,7 +141,9 @@ class S3Store(Store):
         head = self._request("PUT", name, extra, size)
         with self._pool.exchange("PUT", head, buffers, end) as answer:
             if answer.status in (200, 201, 204):
-                answer.read(_ERROR_BODY_BYTES_MAX)
+                body = answer.read(_ERROR_BODY_BYTES_MAX)
+                if error_code(body):  # some begin to answer before they have finished
+                    raise self._explained(answer, body)
                 return PutOutcome.STORED
             if extra and answer.status == 412:
                 answer.read(_ERROR_BODY_BYTES_MAX)

@@ -240,8 +240,12 @@ def test_an_error_behind_a_status_of_success(
         peer.sendall(answer(200, error_body(code)))
 
     server.script = pretend
-    with pytest.raises(kind):
-        store.delete([f"n{index}" for index in range(9)])
+    for count in (1, 9):
+        with pytest.raises(kind):
+            store.delete([f"n{index}" for index in range(count)])
+    for if_absent in (False, True):
+        with pytest.raises(kind):
+            store.put("name", [memoryview(b"bytes")], if_absent=if_absent)
 
 
 NOT_S3 = [
