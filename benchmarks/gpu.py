@@ -210,23 +210,40 @@ def product_of(torch: Any) -> Callable[[], float]:
     return product
 
 
+def small_copy_of(torch: Any) -> Callable[[], float]:
+    """A few bytes to the device, as an engine sends before each step: they may have to wait behind
+    what loads have on the link. It says how long one takes, in microseconds."""
+    host = torch.zeros(1024, dtype=torch.int32, pin_memory=True)
+    there = torch.zeros(1024, dtype=torch.int32, device="cuda")
+
+    def copies() -> None:
+        for _ in range(100):
+            there.copy_(host, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+
+    return lambda: seconds_of(copies) / 100 * 1e6
+
+
 def python_loop() -> float:
     """What an engine's own thread does between its launches; seconds."""
     return seconds_of(lambda: sum(range(5_000_000)))
 
 
 def disturbance(torch: Any, report: Report) -> None:
-    """What loads lose while stores run, and a matrix product and a loop while both run."""
-    duplex, product = Duplex(torch, TURN_BYTES), product_of(torch)
+    """What loads lose while stores run; and, while both run, a matrix product, a small copy, and a
+    loop in Python."""
+    duplex, product, small = Duplex(torch, TURN_BYTES), product_of(torch), small_copy_of(torch)
+
+    def disturbed() -> tuple[float, ...]:
+        return product(), small(), python_loop()
 
     def turn() -> tuple[float, ...]:
         loads = seconds_of(duplex.load), duplex.load_beside_stores()
-        calm = product(), python_loop()
-        return *loads, *calm, *duplex.beside(lambda: (product(), python_loop()))
+        return *loads, *disturbed(), *duplex.beside(disturbed)
 
     turns = [turn() for _ in range(TURNS + 1)][1:]
     medians = [statistics.median(column) for column in zip(*turns, strict=True)]
-    alone, both, calm, free, busy, shared = medians
+    alone, both, calm, prompt, free, busy, late, shared = medians
     link = Link(torch)
     bare = statistics.median([link.loses() for _ in range(TURNS + 1)][1:])
     report.add("large copies to the device lose beside others to the host", bare, "%")
@@ -235,6 +252,8 @@ def disturbance(torch: Any, report: Report) -> None:
     report.at_most("loads lose while stores run", (both / alone - 1) * 100, "%", 10)
     report.at_most("a matrix product loses while both run", (busy / calm - 1) * 100, "%", 3)
     report.add("a loop in Python loses while both run", (shared / free - 1) * 100, "%")
+    report.add("4 KiB to the device take", prompt, "us")
+    report.add("4 KiB to the device take while both run", late, "us")
     if not duplex.outlasted:
         print("what disturbs ended before what is disturbed: these figures flatter", flush=True)
     duplex.arena.close()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from benchmarks.gpu import Duplex, device_or_exit, product_of
+from benchmarks.gpu import Duplex, device_or_exit, product_of, small_copy_of
 from benchmarks.gpu_arena import LOAD, STORE, Arena, in_turns, seconds_of
 from benchmarks.gpu_parts import PART_SECONDS, run_part
 from benchmarks.report import Report
@@ -103,22 +103,24 @@ def alone(torch: Any, report: Report, variant: Variant) -> None:
 
 def together(torch: Any, report: Report, variant: Variant) -> None:
     """Loads beside stores, and a matrix product beside both."""
-    duplex, product = Duplex(torch, SIZE, variant.buffers), product_of(torch)
+    duplex = Duplex(torch, SIZE, variant.buffers)
+    product, small = product_of(torch), small_copy_of(torch)
     try:
         must_be_staged(duplex.arena)
 
         def turn() -> tuple[float, ...]:
             seconds = seconds_of(duplex.load), duplex.load_beside_stores()
-            return *seconds, product(), *duplex.beside(lambda: (product(),))
+            return *seconds, product(), *duplex.beside(lambda: (product(), small()))
 
         turns = [turn() for _ in range(TURNS + 1)][1:]
     finally:
         duplex.arena.close()
     columns = zip(*turns, strict=True)
-    calm_load, busy_load, calm, busy = (statistics.median(column) for column in columns)
+    calm_load, busy_load, calm, busy, late = (statistics.median(column) for column in columns)
     report.add(f"{variant.title}: loads while stores run", duplex.bytes / busy_load / 1e9, "GB/s")
     for name, ratio in (("loads lose", busy_load / calm_load), ("a product loses", busy / calm)):
         report.add(f"{variant.title}: {name} meanwhile", (ratio - 1) * 100, "%")
+    report.add(f"{variant.title}: 4 KiB to the device take meanwhile", late, "us")
     if not duplex.outlasted:
         print(f"{variant.title}: what disturbs ended too early: it disturbs more", flush=True)
 
