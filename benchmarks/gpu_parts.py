@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.report import Figure, Report
 
-PART_SECONDS = 100.0
-"""For one part; half a minute is usual."""
+PART_SECONDS = 120.0
+"""For one part; less than a minute is usual."""
 _GRACE = 10.0
 """For a process to end by itself after its time is over."""
 
