@@ -53,6 +53,8 @@ PUT_BYTES_MAX = 5 << 30
 _ERROR_BODY_BYTES_MAX = 64 << 10
 _PAGE_BYTES_MAX = 8 << 20
 _DELETED = re.compile(rb"<(?:\w+:)?(?:DeleteResult|Error)\b")
+_ROTATED = {"InvalidAccessKeyId", "SignatureDoesNotMatch"}
+"""Said of credentials that were rotated, whether key and secret or the secret alone."""
 _ENDPOINT_NAMES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _DNS_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
@@ -309,7 +311,7 @@ class S3Store(Store):
     def _explained(self, answer: Response, body: bytes) -> StoreError:
         code = error_code(body)
         error = explain_answer(answer.status, code, answer.headers, self._where)
-        if isinstance(error, ExpiredToken) or code == "InvalidAccessKeyId":  # or it was rotated
+        if isinstance(error, ExpiredToken) or code in _ROTATED:
             self._signer.renew()
         return error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -271,6 +272,20 @@ def test_an_expired_token_or_a_key_that_was_rotated_makes_the_chain_start_anew(
         get_body(store)
     monkeypatch.setenv(name, "new")
     assert get_body(store) == BODY
+
+
+def test_a_secret_that_was_rotated_alone_makes_the_chain_start_anew(
+    opened: Opener, rclone_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a user of MinIO, whose key is its name and stays."""
+    monkeypatch.setattr(signing, "_RENEW_PAUSE_S", 0.0)
+    right = os.environ["AWS_SECRET_ACCESS_KEY"]
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "old")
+    store = opened(endpoint=rclone_server.endpoint)
+    with pytest.raises(errors.AccessDenied, match="secret"):
+        list(store.list("none/"))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", right)
+    assert list(store.list("none/")) == []
 
 
 def test_a_config_file_that_is_damaged(
