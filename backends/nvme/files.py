@@ -74,18 +74,21 @@ def let_go(owners: Path, owner: int, fd: int) -> None:
     os.close(fd)
 
 
-def take_away(disk: Disk, path: Path) -> None:
+def take_away(disk: Disk, path: Path) -> bool:
     """Remove rubbish, if that can be done: a folder of that name, say, must stop nothing else."""
     with contextlib.suppress(OSError):
         disk.unlink(path)
+        return True
+    return False
 
 
 def used_bytes(root: Path) -> int:
-    """Bytes of all files below the folder: what counts against the capacity."""
+    """Bytes of all files below the folder: what counts against the capacity. One that cannot be
+    looked at counts nothing, here as below: it must not keep slabs from being made."""
     total = 0
     for folder, _, names in os.walk(root):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(folder, name)).st_size  # noqa: PTH118
     return total
 
@@ -103,15 +106,15 @@ def used_at(table: Path) -> float:
     """When a block of a slab was stored or used last: both write to its table."""
     try:
         return table.stat().st_mtime
-    except FileNotFoundError:
+    except OSError:
         return 0.0
 
 
 def length(path: Path) -> int:
-    """The bytes of a file; 0 if it has just gone."""
+    """The bytes of a file; 0 if it has just gone, or cannot be looked at."""
     try:
         return path.stat().st_size
-    except FileNotFoundError:
+    except OSError:
         return 0
 
 

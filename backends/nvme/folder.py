@@ -362,8 +362,10 @@ class NvmeFolder:
             for path, maker in unfinished(home):
                 if not held(maker):
                     take_away(self.disk, path)
-            for path in slab_files(home, DATA_SUFFIX):
-                if not path.with_suffix(TABLE_SUFFIX).exists():
+            data = slab_files(home, DATA_SUFFIX)
+            whole = {path.stem for path in slab_files(home, TABLE_SUFFIX)}
+            for path in data:
+                if path.stem not in whole:  # by name: one that cannot be looked at is there, too
                     take_away(self.disk, path)
 
     def _reclaim(self, limits: Limits) -> bool:

@@ -57,8 +57,7 @@ def reclaim(root: Path, mine: Path, capacity: int, wanted: int, keep_s: float, d
             if enough or (home.path in recent and left <= share):
                 break
             left -= _bytes(table)
-            take_away(disk, table)
-            if not table.exists():
+            if take_away(disk, table):
                 take_away(disk, table.with_suffix(DATA_SUFFIX))
             removed = True
         if not slab_files(home.path, TABLE_SUFFIX):

@@ -417,6 +417,38 @@ def test_slabs_are_closed_while_others_are_read(
     assert not disk.open_now
 
 
+def test_a_file_that_cannot_be_looked_at_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad inode, say, or somebody else's folder."""
+    engine = Engine(tmp_path / "kv")
+    assert engine.put(make_keys(4)) == make_keys(4)
+    first = min(own(engine))
+    strange = tmp_path / "kv" / "strange"
+    strange.write_bytes(b"")
+    bad = {str(strange), str(engine.keeper.folder.table_path(first))}
+    lstat, stat = os.lstat, os.stat
+
+    def failing(look: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        def call(path: object, *args: object, **options: object) -> os.stat_result:
+            if str(path) in bad:
+                raise OSError(errno.EIO, "the disk cannot read this")
+            return look(path, *args, **options)
+
+        return call
+
+    monkeypatch.setattr(os, "lstat", failing(lstat))
+    monkeypatch.setattr(os, "stat", failing(stat))
+    assert engine.put(make_keys(8, start=4)) == make_keys(8, start=4)
+    assert len(own(engine)) >= 3
+    engine.keeper._next_uses = 0.0
+    engine.tier.touch(make_keys(4))
+    engine.keeper.work(thorough=True)
+    assert not engine.keeper.uses._noted, "what comes last in a round is done, too"
+    monkeypatch.undo()
+    engine.close()
+
+
 class FewFiles(Counting):
     """A process that may have so many files open."""
 
