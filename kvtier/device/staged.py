@@ -39,6 +39,9 @@ class _Queued(NamedTuple):
 STORES_SHARE = 0.4
 """The part of the time for which stores may be on the link while loads are on it. Loads lose up to
 18 % while something crosses it the other way, and are to lose less than 10 %."""
+LOADS_AT_ONCE = 8
+"""Loads that may be on the link together. What the engine itself copies may have to wait for all of
+them; two would keep the link busy if threads were never late."""
 
 
 class Turns:
@@ -50,6 +53,7 @@ class Turns:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._pause = 1 / STORES_SHARE - 1
+        self._room = threading.Semaphore(LOADS_AT_ONCE)
         self._store = threading.Lock()
         self._ended = threading.Condition()
         self._loads = 0
@@ -57,14 +61,15 @@ class Turns:
     @contextmanager
     def load(self) -> Iterator[None]:
         """Meanwhile a load is on the link."""
-        with self._ended:
-            self._loads += 1
-        try:
-            yield
-        finally:
+        with self._room:
             with self._ended:
-                self._loads -= 1
-                self._ended.notify_all()
+                self._loads += 1
+            try:
+                yield
+            finally:
+                with self._ended:
+                    self._loads -= 1
+                    self._ended.notify_all()
 
     @contextmanager
     def store(self) -> Iterator[None]:
@@ -126,13 +131,16 @@ class StagedPath:
         """Fetch these rows; what the checksums of their bytes, there, make of them."""
 
         def fetch() -> object:
-            held = stage.fetch(batch.group, self._parts(batch, rows))
+            return stage.fetch(batch.group, self._parts(batch, rows))
+
+        def add_up() -> None:
             stage.digest(batch.group, len(rows))
-            return held
 
         with self._turns.load():
-            fetched = _ended(batch, _queue(batch, stage, fetch))
-        if not fetched:
+            fetched = _queue(batch, stage, fetch)
+            summed = _queue(batch, stage, add_up) if fetched.whole else fetched
+            fine = _ended(batch, fetched)
+        if not (_ended(batch, summed) and fine):
             return failed(outcomes)
         sums = dict(zip(rows, stage.sums(batch.group, len(rows)), strict=True))
 
