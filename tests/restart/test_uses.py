@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,14 @@ from nvme_rig import Engine
 
 from kvtier.backends.cpu import CpuTier
 from kvtier.backends.cpu.region import OwnedRegion, plan_region
+from kvtier.backends.nvme import NvmeTier
 from kvtier.backends.nvme.files import used_bytes
+from kvtier.backends.nvme.folder import NvmeFolder
 from kvtier.backends.nvme.idle import fair_share
+from kvtier.backends.nvme.keeper import Keeper
 from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy
+from kvtier.core.eviction.adaptive import Adaptive
 from kvtier.core.slab import layout
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey
@@ -124,6 +129,29 @@ class TestNvme:
         second.put(make_keys(4, start=50))
         assert second.hits(keys) == keys[:4]
         second.close()
+
+    def test_a_use_in_days_to_come_does_not_stop_the_time_of_eviction(self, tmp_path: Path) -> None:
+        """Written while a clock was wrong: ages would be as if nothing happened until then."""
+        keys = make_keys(4)
+        first = Engine(tmp_path / "kv")
+        first.put(keys)
+        first.keeper.uses._clock = lambda: 4e9
+        first.tier.touch(keys[:1])
+        first.tier.tick()
+        first.close()
+        now = time.time()
+        policy = create_policy("adaptive")
+        assert isinstance(policy, Adaptive)
+        keeper = Keeper(NvmeFolder(first.root, NAMESPACE, Disk()), first.keeper.limits, keep=True)
+        tier = NvmeTier(keeper, policy, lambda: now)
+        assert tier.stats().blocks == 4
+        for _ in range(2):
+            before = policy._now
+            now += 500.0
+            tier.touch(keys)
+            tier.tick()
+            assert policy._now >= before + 500.0
+        tier.close()
 
     @given(st.binary(min_size=8, max_size=8), st.integers(1, 3))
     @settings(max_examples=30)
@@ -286,6 +314,7 @@ class TestCpu:
 
 KILLED = """
 import sys
+import time
 from pathlib import Path
 from nvme_rig import Engine
 from kvtier.testing.records import make_keys

@@ -355,6 +355,9 @@ class SlabTier(Tier):
         where.update(fresh)
         for slot, key in zip(slots, keys, strict=True):
             key_of[slot] = key
+        now = self._clock()
+        if len(last_used) and last_used[-1] > now:  # its time would stand still until then
+            last_used = [min(at, now) for at in last_used]
         self._policy.load(slots, last_used)
         return copies
 
