@@ -166,6 +166,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         with compat.manager_locked(self):
+            if connector_output.invalid_block_ids:  # of another connector, beside this one
+                self._manager.distrust_stores()
             for number, report in getattr(meta, "reports", {}).items():
                 request = self._manager.report(number, report)
                 if request is not None:

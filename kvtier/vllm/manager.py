@@ -51,6 +51,8 @@ class Pending(msgspec.Struct):
     grown: list[BlockKey] = []
     """Those of a store in the order of their tokens."""
     report: Report | None = None
+    distrusted: bool = False
+    """A store of what may have been computed from blocks that were never loaded."""
 
 
 class ChainManager:
@@ -265,10 +267,18 @@ class ChainManager:
             key: failures[index] for index, key in enumerate(pending.keys) if index in failures
         }
         if pending.ticket is None:
+            if pending.distrusted:
+                failed = dict.fromkeys(pending.keys, Outcome.DROPPED)
             self.failed_stores += len(failed)
             self.chain.complete_store(pending.grown, failed)
             return None
         return self._end_load(pending, pending.ticket, pending.report, failed)
+
+    def distrust_stores(self) -> None:
+        """Keep nothing that is being stored: another connector has not loaded what the engine took
+        for loaded, and all that is under way may have been computed from it."""
+        for pending in self._pending.values():
+            pending.distrusted = pending.ticket is None
 
     def _end_load(
         self, pending: Pending, ticket: Ticket, report: Report, failed: dict[BlockKey, Outcome]

@@ -186,6 +186,11 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self._meter.reported(report)
         return self._manager.report(number, report)
 
+    @guarded(lambda: None)
+    def distrust_stores(self) -> None:
+        """The engine has computed something from blocks that were never loaded."""
+        self._manager.distrust_stores()
+
     # -- the life of requests and of the engine
 
     def on_new_request(self, req_context: Any) -> Any:

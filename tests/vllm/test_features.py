@@ -200,6 +200,29 @@ def test_what_another_connector_loads_is_not_stored_for_what_was_there(
         assert [each["tokens"] for each in found] == expected
 
 
+def test_what_another_connector_did_not_load_is_not_built_upon(
+    world: World, model: Callable[..., Path], reference: dict[str, Any]
+) -> None:
+    """The second one says after a step that what it should have loaded before it is missing. vLLM
+    computes all of it anew, but what the step computed was on its way into the tiers already."""
+    forgetful = {
+        "kv_connector": "Forgetful",
+        "kv_connector_module_path": "forgetful",
+        "kv_role": "kv_both",
+    }
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [connector(world.stack()), forgetful]},
+    }
+    with world.engine(model("llama"), transfer=transfer, max_num_batched_tokens=512) as engine:
+        for _ in range(3):
+            (answer,) = engine.generate(prompts=[PROMPT])
+            assert answer["tokens"] == reference["tokens"]
+            engine.forget_engine_cache()
+        assert answer["cached"] == HIT
+
+
 def test_an_engine_that_only_stores_is_refused(world: World, model: Callable[..., Path]) -> None:
     """Also if that is said of the connector around ours: vLLM goes by its role."""
     transfer = {
