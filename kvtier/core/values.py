@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from decimal import Decimal
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -110,10 +111,9 @@ class ByteSize(Value):
         return cls(size // scale * scale)
 
     def __str__(self) -> str:
-        for unit, scale in reversed(_BINARY.items()):
-            if self.bytes and self.bytes % scale == 0:
-                return f"{self.bytes // scale}{unit}"
-        return "0B"
+        exact = [each for each in _BYTES.items() if self.bytes % each[1] == 0]
+        unit, scale = max(exact, key=itemgetter(1)) if self.bytes else ("B", 1)
+        return f"{self.bytes // scale}{unit}"
 
 
 class Capacity(Value):

@@ -71,7 +71,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0B"), (1000, "1000B"), (1024, "1KiB"), (3 << 29, "1536MiB"), (1 << 40, "1TiB")],
+    [(0, "0B"), (999, "999B"), (1024, "1KiB"), (3 << 29, "1536MiB"), (3 * 10**12, "3TB")],
 )
 def test_sizes_are_shown_in_their_largest_whole_unit(size: int, text: str) -> None:
     assert str(ByteSize(size)) == text
@@ -79,7 +79,7 @@ def test_sizes_are_shown_in_their_largest_whole_unit(size: int, text: str) -> No
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0B"), (9000, "9000B"), (25_276_502_016, "23GiB"), (25_165_824, "24MiB")],
+    [(0, "0B"), (9000, "9KB"), (25_276_502_016, "23GiB"), (25_165_824, "24MiB")],
 )
 def test_a_short_size_within_another(size: int, text: str) -> None:
     assert str(ByteSize.within(size)) == text
