@@ -92,7 +92,10 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_json(cls, text: bytes) -> Self:
         """Read what `to_json` wrote; raises `msgspec.ValidationError` on anything else."""
-        return msgspec.json.decode(text, type=cls)
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except RecursionError:
+            raise msgspec.ValidationError("it is nested too deeply") from None
 
     def differences(self, other: Namespace) -> list[Difference]:
         """Field by field, what keeps this namespace and another one apart."""

@@ -382,9 +382,11 @@ def test_what_keeps_a_model_from_being_found_is_said_once(
         Engine(tmp_path / "kv", namespace=namespace).close()
     (tmp_path / "kv" / ("0" * 32)).mkdir()
     os.mkfifo(tmp_path / "kv" / ("0" * 32) / "namespace.json")
-    hostile = tmp_path / "kv" / ("1" * 32)
-    hostile.mkdir()
-    (hostile / "namespace.json").write_bytes(b"\xff" * 100)
+    deep = b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    for number, text in enumerate((b"\xff" * 100, deep), 1):
+        hostile = tmp_path / "kv" / (str(number) * 32)
+        hostile.mkdir()
+        (hostile / "namespace.json").write_bytes(text)
     assert not caplog.records
     for _ in range(2):
         Engine(tmp_path / "kv", namespace=new).close()
