@@ -1,4 +1,4 @@
-"""The border between vLLM and kvtier: the one place where any exception is caught.
+"""The border between vLLM and kvtier, which no exception crosses.
 
 An exception on vLLM's scheduler thread ends the engine, and a cache is not worth that. What is
 caught here is a mistake in kvtier: it is logged with its traceback, counted, and answered like a

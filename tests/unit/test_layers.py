@@ -45,6 +45,16 @@ MAY_IMPORT_HEAVY = {
     "device": {"torch", "triton", "kvikio"},
 }
 
+GUARDS = {
+    "kvtier/vllm/guard.py": "no exception may reach vLLM's scheduler",
+    "kvtier/move/threads.py": "a handler's mistake must not end the thread that moves blocks",
+    "backends/nvme/keeper.py": "without its thread no slab is made",
+    "backends/object/keeper.py": "without its thread nothing is written down or deleted",
+    "backends/object/signing.py": "credentials come from programs and files of the user's",
+    "backends/object/bulk.py": "likewise, by way of botocore's client",
+}
+"""The files that may catch whatever is raised, and why."""
+
 
 def product_files() -> list[Path]:
     roots = [ROOT / "kvtier", ROOT / "backends"]
@@ -121,6 +131,20 @@ def test_files_and_functions_are_small(path: Path) -> None:
                 f"{path}:{node.lineno}: {node.name} has {length} lines, "
                 f"more than {FUNCTION_LINES_MAX}"
             )
+
+
+def test_any_exception_is_caught_in_few_places() -> None:
+    found = set()
+    for path in product_files():
+        for node in ast.walk(tree_of(path)):
+            caught = []
+            if isinstance(node, ast.ExceptHandler):
+                caught = [node.type]
+            elif isinstance(node, ast.Call):
+                caught = node.args
+            if any(isinstance(each, ast.Name) and each.id == "Exception" for each in caught):
+                found.add(str(path.relative_to(ROOT)))
+    assert found == set(GUARDS)
 
 
 @pytest.mark.parametrize("path", product_files(), ids=module_of)
