@@ -201,7 +201,8 @@ class Keeper:
             self._say_once(f"slab {slab_id:08x} cannot be read: {error.strerror}")
             return
         if not self.folder.alive(slab.owner):
-            self._known[slab_id] = Known(slab, False)  # to be adopted, and learnt from then
+            # to be adopted, and learnt from then; if by another, what is known already counts
+            self._known[slab_id] = Known(slab, False, table=known.table if known else b"")
             return
         if abs(now - changed) < _RECENT_NS:  # one of the future is a clock's that was wrong
             changed = 0

@@ -215,6 +215,23 @@ def test_numbers_of_lost_slabs_are_used_again_whatever_their_size(tmp_path: Path
     engine.close()
 
 
+def test_what_the_next_owner_drops_is_heard_of_by_who_saw_the_last_one_die(tmp_path: Path) -> None:
+    keys = make_keys(4)
+    first = Engine(tmp_path / "kv")
+    assert first.put(keys) == keys
+    seeing = Engine(tmp_path / "kv", grows=False)
+    assert seeing.hits(keys) == keys
+    first.close()
+    seeing.keeper._look_around()  # it sees that nobody owns these slabs, and is not the first
+    second = Engine(tmp_path / "kv")
+    assert second.hits(keys) == keys
+    second.tier.forget(keys[:2])
+    second.tier.flush()
+    assert seeing.hits(keys) == keys[2:]
+    for engine in (second, seeing):
+        engine.close()
+
+
 def test_tables_full_of_quarantine_take_no_room_for_ever(tmp_path: Path) -> None:
     keys = make_keys(16)
     engine = Engine(tmp_path / "kv")
