@@ -303,7 +303,7 @@ def leftovers(folder: Path, keep_s: float, now: float) -> list[Path]:
                 continue
             with path.open("rb") as file:
                 header = read_header(file.fileno())
-            expired = now - path.stat().st_mtime > keep_s
+            expired = abs(now - path.stat().st_mtime) > keep_s  # a clock may have been ahead
             if header.flags & FLAG_DISCARD or expired:
                 found.append(path)
         except (NewerFormat, OSError):

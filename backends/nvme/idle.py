@@ -47,7 +47,8 @@ def reclaim(root: Path, mine: Path, capacity: int, wanted: int, keep_s: float, d
     Who was used within `keep_s` keeps a fair share of the capacity.
     """
     idle, living = _others(root, mine)
-    recent = {home.path: home.bytes for home in idle if time.time() - home.used <= keep_s}
+    now = time.time()  # which may have been ahead when they were used
+    recent = {home.path: home.bytes for home in idle if abs(now - home.used) <= keep_s}
     share = fair_share(capacity, list(recent.values()), 1 + living)
     removed = False
     for home in sorted(idle, key=lambda each: each.used):

@@ -212,10 +212,12 @@ def test_huge_pages_are_asked_for_and_their_absence_said(
         assert "shmem_enabled" in caplog.text
 
 
-def test_keep_for_is_the_age_after_which_regions_go(tmp_path: Path) -> None:
+@pytest.mark.parametrize("used_at", [0, 4_000_000_000])
+def test_keep_for_is_the_age_after_which_regions_go(tmp_path: Path, used_at: int) -> None:
+    """So do those of days to come, by a clock that was wrong: they would hold memory till then."""
     with opened(tmp_path, TierContext(NAMESPACE, "old")) as tier:
         path = tier.region.path
-    os.utime(path, (0, 0))
+    os.utime(path, (used_at, used_at))
     assert settings(tmp_path).keep_for == Duration(7 * 86400.0)
     with opened(tmp_path):
         assert not path.exists()

@@ -228,6 +228,18 @@ class TestIdleModels:
         assert len(left) == 2, "this one is within its share"
         third.close()
 
+    def test_one_of_days_to_come_was_not_used_lately(self, tmp_path: Path) -> None:
+        """A clock was wrong: its share would be kept until then."""
+        other = Engine(tmp_path / "kv", blocks=16, namespace=self.OTHER)
+        other.put(make_keys(16))
+        other.close()
+        for path in (other.root / self.OTHER.id).glob("*.table"):
+            os.utime(path, (4e9, 4e9))
+        engine = Engine(tmp_path / "kv", blocks=16, keep_s=700)
+        engine.put(make_keys(16))
+        assert engine.hits(make_keys(16)) == make_keys(16)
+        engine.close()
+
     @pytest.mark.parametrize(
         ("idle", "living", "share"),
         [
