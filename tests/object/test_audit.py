@@ -278,7 +278,8 @@ def test_an_object_that_cannot_be_deleted_keeps_nothing_else_from_being_done(
     assert freed_by_a_look() == []
     assert [record.levelname for record in caplog.records] == ["WARNING"], "it is said once"
     store.delete = delete  # type: ignore[method-assign]
-    assert freed_by_a_look() == [1]
+    # the next look but one tries again: what is locked is asked for less and less
+    assert [freed_by_a_look(), freed_by_a_look()] == [[], [1]]
     assert store.head(protected) is None
     keeper.close()
 
