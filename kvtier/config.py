@@ -6,6 +6,7 @@ opening it, or raises `ConfigErrors` with everything that is wrong, each with it
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -19,7 +20,7 @@ from kvtier.core.decode import decode
 from kvtier.core.document import Document
 from kvtier.core.settings import Count, Gds, TierSettings, WritePolicy
 from kvtier.core.values import show_hook
-from kvtier.errors import BackendError, ConfigError, ConfigErrors, NotWritable
+from kvtier.errors import BackendError, ConfigError, ConfigErrors, NotHere, NotWritable
 
 VERSION = 1
 TIERS_MAX = 8
@@ -79,16 +80,28 @@ class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 Source = Mapping[str, object] | Path | str
+Excused = tuple[type[NotHere], ...]
+"""What is no mistake for those who ask."""
 
 
-def load(source: Source, *, record_bytes: int | None = None, to_write: bool = True) -> StackConfig:
+def load(
+    source: Source,
+    *,
+    record_bytes: int | None = None,
+    to_write: bool = True,
+    here: bool = True,
+) -> StackConfig:
     """Read and check a stack, from the path of a YAML file or from nested dicts.
 
     With `record_bytes`, the size of one stored block, capacities are checked against it too.
-    Without `to_write`, for those who only look, it may lie where nothing can be written.
+    Without `to_write`, for those who only look, it may lie where nothing can be written; if it is
+    not used `here`, what this machine lacks is no mistake.
     Raises ConfigErrors with all that is wrong.
     """
-    return _read(_document(source), record_bytes, to_write)
+    excused: Excused = (NotHere,)
+    if here:
+        excused = () if to_write else (NotWritable,)
+    return _read(_document(source), record_bytes, excused)
 
 
 def effective(source: Source) -> dict[str, Any]:
@@ -97,7 +110,7 @@ def effective(source: Source) -> dict[str, Any]:
     Values that come from the environment stand there by the names of their variables.
     """
     document = _document(source)
-    config = _read(document, None, to_write=False)
+    config = _read(document, None, (NotWritable,))
     values = msgspec.to_builtins(config, enc_hook=show_hook)
     shown = document.as_written("$", values)
     assert isinstance(shown, dict)
@@ -119,7 +132,7 @@ def _document(source: Source) -> Document:
     return document
 
 
-def _read(document: Document, record_bytes: int | None, to_write: bool) -> StackConfig:
+def _read(document: Document, record_bytes: int | None, excused: Excused) -> StackConfig:
     readers = {
         "version": lambda value, place: _version(value, place, document),
         "tiers": lambda value, place: _tiers(value, place, document),
@@ -127,7 +140,7 @@ def _read(document: Document, record_bytes: int | None, to_write: bool) -> Stack
     config = decode(StackConfig, document.value, "$", document, readers)
     document.check()
     assert config is not None
-    _check(config.tiers, record_bytes, document, to_write)
+    _check(config.tiers, record_bytes, document, excused)
     if config.gds is Gds.REQUIRE and not folders(config):
         document.report(
             "$.gds", "no tier lies on a local disk", "add one of kind nvme, or write gds: auto"
@@ -207,7 +220,7 @@ def _is_host(kind: str) -> bool:
 
 
 def _check(
-    tiers: Sequence[TierSettings], record_bytes: int | None, document: Document, to_write: bool
+    tiers: Sequence[TierSettings], record_bytes: int | None, document: Document, excused: Excused
 ) -> None:
     """What no type can say: tiers against this machine, and against each other."""
     owners: dict[str, str] = {}
@@ -220,11 +233,8 @@ def _check(
                 problem = "leaves no time for a single block"
                 document.report(f"{place}.{name}", problem, "write some seconds, like 10s")
         try:
-            try:
+            with contextlib.suppress(*excused):
                 found.check(settings, record_bytes)
-            except NotWritable:
-                if to_write:
-                    raise
             identity = found.identity(settings)
         except ConfigErrors as error:
             for each in error.errors:

@@ -40,7 +40,11 @@ class ConfigErrors(ConfigError):
         return "\n".join(str(error) for error in self.errors)
 
 
-class NotWritable(ConfigError):
+class NotHere(ConfigError):
+    """This machine lacks what the configuration names: a folder, or room. Another may have it."""
+
+
+class NotWritable(NotHere):
     """A place that the configuration names cannot be written to; who only looks needs not."""
 
 

@@ -24,7 +24,7 @@ from kvtier.core.eviction import create_policy, policy_class
 from kvtier.core.record import HEADER_BYTES, record_bytes
 from kvtier.core.settings import ByteSize, Duration, Persistence, TierSettings
 from kvtier.core.values import no_unit
-from kvtier.errors import ConfigError, MediumError, NotWritable
+from kvtier.errors import ConfigError, MediumError, NotHere, NotWritable
 
 __all__ = [
     "BACKEND",
@@ -70,7 +70,7 @@ class CpuBackend(Backend[CpuSettings]):
             )
         folder = Path(settings.path)
         if not settings.path or not folder.is_dir():
-            raise _no_place(ConfigError, settings)
+            raise _no_place(NotHere, settings)
         size = _capacity(settings)
         try:
             plan_region(size, record_bytes or HEADER_BYTES, bytes(16), discard=False)
@@ -79,7 +79,7 @@ class CpuBackend(Backend[CpuSettings]):
             raise ConfigError(".capacity", problem, remedy + no_unit(size)) from error
         total = Disk().total_bytes(folder)
         if size > total:
-            raise ConfigError(
+            raise NotHere(
                 ".capacity",
                 f"{settings.capacity} is more than the whole of {settings.path}",
                 f"write at most {ByteSize.within(total)}, or enlarge that tmpfs",
@@ -115,7 +115,7 @@ class CpuBackend(Backend[CpuSettings]):
         return f"cpu:{Path(settings.path).resolve()}/{settings.name}"
 
 
-def _no_place(kind: type[ConfigError], settings: CpuSettings) -> ConfigError:
+def _no_place(kind: type[NotHere], settings: CpuSettings) -> NotHere:
     problem = f"{settings.path or 'an empty text'} is not a folder where you may write"
     return kind(".path", problem, "name a folder on tmpfs, like /dev/shm")
 

@@ -27,7 +27,7 @@ from kvtier.core.settings import (
 )
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
 from kvtier.core.values import no_unit
-from kvtier.errors import ConfigError, NotWritable
+from kvtier.errors import ConfigError, NotHere, NotWritable
 
 __all__ = [
     "BACKEND",
@@ -84,18 +84,18 @@ class NvmeBackend(Backend[NvmeSettings]):
             return
         total = Disk().total_bytes(_folder_to_write(settings))
         size = settings.capacity.resolve(total)
-        if size > total:
-            raise ConfigError(
-                ".capacity",
-                f"{settings.capacity} is more than the whole file system of {settings.path}",
-                f"write at most {ByteSize.within(total)}, or a share like 80%",
-            )
         least = _least(record_bytes or 4096)
         if size < least:
             raise ConfigError(
                 ".capacity",
                 f"{settings.capacity} holds not one block",
                 f"write at least {least} bytes{no_unit(size)}",
+            )
+        if size > total:
+            raise NotHere(
+                ".capacity",
+                f"{settings.capacity} is more than the whole file system of {settings.path}",
+                f"write at most {ByteSize.within(total)}, or a share like 80%",
             )
 
     def open_tier(

@@ -25,7 +25,7 @@ from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy, policy_class
 from kvtier.core.folders import standing_folder
 from kvtier.core.settings import Count, Duration, TierSettings, WritePolicy
-from kvtier.errors import ConfigError, MediumError
+from kvtier.errors import ConfigError, MediumError, NotHere
 from kvtier.types import Namespace
 
 __all__ = [
@@ -101,10 +101,9 @@ class ObjectBackend(Backend[ObjectSettings]):
             folder, bucket, _ = place_of(settings.url)
         except Misconfigured as error:
             raise _refused("url", error) from error
+        _check_figures(settings)
         if folder is not None:
             standing_folder(folder, ".url", only_read=_only_read(settings))
-        else:
-            _check_bucket(settings, bucket)
         if folder is None and record_bytes is not None and record_bytes > PUT_BYTES_MAX:
             raise ConfigError(
                 ".url",
@@ -112,7 +111,8 @@ class ObjectBackend(Backend[ObjectSettings]):
                 "make blocks smaller, or use a file:/// url",
             )
         self._check_capacity(settings, folder, record_bytes or 4096)
-        _check_figures(settings)
+        if folder is None:
+            _check_bucket(settings, bucket)
 
     def _check_capacity(
         self, settings: ObjectSettings, folder: Path | None, record_bytes: int
@@ -221,7 +221,7 @@ def _check_figures(settings: ObjectSettings) -> None:
 
 def _check_bucket(settings: ObjectSettings, bucket: str) -> None:
     if importlib.util.find_spec("boto3") is None:
-        raise ConfigError(
+        raise NotHere(
             ".url", "an s3:// store needs an optional package", "pip install 'kvtier[s3]'"
         )
     try:
@@ -230,7 +230,7 @@ def _check_bucket(settings: ObjectSettings, bucket: str) -> None:
         raise _refused(error.setting, error) from error
     if settings.ca_bundle and not Path(settings.ca_bundle).is_file():
         problem = f"there is no file {settings.ca_bundle}"
-        raise ConfigError(".ca_bundle", problem, "name one with certificates, in PEM")
+        raise NotHere(".ca_bundle", problem, "name one with certificates, in PEM")
 
 
 def _refused(setting: str, error: Misconfigured) -> ConfigError:

@@ -33,6 +33,10 @@ def check(
         str | None,
         typer.Option(metavar="SIZE", help="Check capacities against one block of this size."),
     ] = None,
+    elsewhere: Annotated[
+        bool,
+        typer.Option("--elsewhere", help="It is another machine's: this one need not have room."),
+    ] = False,
     json: console.JsonOption = False,
 ) -> None:
     """Say everything that is wrong with a stack, with its place in the file; exit code 2 if so.
@@ -43,8 +47,8 @@ def check(
     errors: tuple[ConfigError, ...] = ()
     warnings: list[ConfigError] = []
     try:
-        config = load(file, record_bytes=record_bytes)
-        warnings = _warnings(file, config)
+        config = load(file, record_bytes=record_bytes, here=not elsewhere)
+        warnings = [] if elsewhere else _warnings(file, config)
     except ConfigErrors as found:
         if not json:
             raise

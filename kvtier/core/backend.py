@@ -42,8 +42,8 @@ class Backend(ABC, Generic[S]):
     @abstractmethod
     def check(self, settings: S, record_bytes: int | None) -> None:
         """Raise ConfigError (place relative to the tier, like ".path") on settings that cannot
-        work on this machine, NotWritable at last where they could be looked at all the same;
-        `record_bytes` is None while the chunk size is not known."""
+        work; at last NotHere on what this machine lacks, NotWritable where they could be looked at
+        all the same. `record_bytes` is None while the chunk size is not known."""
 
     @abstractmethod
     def open_tier(self, settings: S, context: TierContext) -> Tier:

@@ -6,14 +6,14 @@ import os
 import re
 from pathlib import Path
 
-from kvtier.errors import ConfigError, NotWritable
+from kvtier.errors import ConfigError, NotHere, NotWritable
 
 _SHORT = re.compile(r"^~(?=/|$)|\$([A-Za-z_][A-Za-z0-9_]*)")
 """What a shell would replace."""
 
 
 def standing_folder(folder: Path, place: str, *, only_read: bool = False) -> Path:
-    """The folder, or the one it will be made in; raises ConfigError if nothing can be kept there,
+    """The folder, or the one it will be made in; raises NotHere if nothing can be kept there,
     NotWritable if only this user or this mount is in the way.
 
     `place` names the setting that it comes from. One that is there may be `only_read`.
@@ -24,9 +24,9 @@ def standing_folder(folder: Path, place: str, *, only_read: bool = False) -> Pat
         raise ConfigError(place, f"{short[0]} stands for nothing here", f'write "{meant}"')
     if folder.is_symlink() and standing is not folder:
         problem = f"{folder} is a link to a folder that is not there"
-        raise ConfigError(place, problem, f"make {folder.readlink()}, or correct the link")
+        raise NotHere(place, problem, f"make {folder.readlink()}, or correct the link")
     if not standing.is_dir():
-        raise ConfigError(place, f"{standing} is not a folder", "make it, or name one that exists")
+        raise NotHere(place, f"{standing} is not a folder", "make it, or name one that exists")
     if only_read and standing is folder:
         return standing
     if not os.access(standing, os.W_OK | os.X_OK):

@@ -104,6 +104,33 @@ class TestCheck:
         err = refused(capsys, "serve", "a/model", "--config", str(stack))
         assert "there is no AWS profile 'other'" in err
 
+    def test_the_file_of_another_machine(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Where changes to it are checked there is no such disk, memory or profile."""
+        stack = tmp_path / "stack.yaml"
+        tiers = [
+            {"kind": "cpu", "capacity": "900TiB"},
+            {"kind": "cpu", "path": "/not/here", "capacity": "50%"},
+            {"kind": "nvme", "path": str(tmp_path / "blocks"), "capacity": "900TiB"},
+            {"kind": "nvme", "path": "/mnt/nowhere/blocks", "capacity": "80%"},
+            {"kind": "object", "url": "file:///mnt/nowhere/kv", "capacity": "1TiB"},
+            {"kind": "object", "url": "s3://bucket/kv", "capacity": "1TiB", "ca_bundle": "/no.pem"},
+        ]
+        stack.write_text(json.dumps({"version": 1, "tiers": tiers}))
+        said = refused(capsys, "config", "check", str(stack))
+        assert len(said.splitlines()) == len(tiers)
+        assert commands.run(["config", "check", str(stack), "--elsewhere"]) == 0
+        assert "all is well" in capsys.readouterr().out
+        tiers[2]["capacity"] = "1KiB"
+        tiers[5]["threads"] = 9999
+        stack.write_text(json.dumps({"version": 1, "tiers": tiers}))
+        said = refused(capsys, "config", "check", str(stack), "--elsewhere")
+        assert [line.split(": ")[2] for line in said.splitlines()] == [
+            "$.tiers[2].capacity",
+            "$.tiers[5].threads",
+        ]
+
     def test_against_a_block(self, stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert commands.run(["config", "check", str(stack), "--block-size", "5MiB"]) == 0
         capsys.readouterr()
