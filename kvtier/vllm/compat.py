@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
     build_offloading_config,
 )
@@ -185,25 +186,26 @@ def group_shapes(connector: Any) -> dict[int, Shape]:
 
 
 def transfer_configs(vllm_config: Any) -> list[Any]:
-    """What is set for a connector, and for the MultiConnector above it, which vLLM goes by."""
-    configs = (vllm_config, _enclosing_config())
-    return [config.kv_transfer_config for config in configs if config is not None]
+    """What is set for a connector, and for each MultiConnector above it: vLLM goes by the first."""
+    configs = [vllm_config, *_enclosing_configs()]
+    return [config.kv_transfer_config for config in configs]
 
 
-def _enclosing_config() -> Any:
-    """The configuration of the MultiConnector that is constructing this connector, if one is.
+def _enclosing_configs() -> list[Any]:
+    """The configurations of the MultiConnectors that are constructing this connector, if it is so.
 
-    It gives its connectors copies, and the scheduler reads the policy in the original, to which
+    They give their connectors copies, and the scheduler reads the policy in the original, to which
     nothing else leads.
     """
+    found = []
     frame = sys._getframe()
     while (outer := frame.f_back) is not None:
         frame = outer
         names = frame.f_locals
-        maker = type(names.get("self")).__name__
-        if maker == "MultiConnector" and frame.f_code.co_name == "__init__":
-            return names["vllm_config"]
-    return None
+        making = frame.f_code.co_name == "__init__" and "vllm_config" in names
+        if making and isinstance(names.get("self"), MultiConnector):
+            found.append(names["vllm_config"])
+    return found
 
 
 # -- requests ----------------------------------------------------------------------------------

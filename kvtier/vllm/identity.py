@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -214,7 +214,7 @@ def _weights_of(model: Any, load: Any) -> str:
     in_files = str(load.load_format) in _FROM_FILES
     folder = _folder(model, load) if in_files else None
     if folder is not None and _files(folder, _WEIGHTS):
-        return fingerprint_folder(folder, _MODEL)
+        return fingerprint_folder(folder, _MODEL) + _chosen(load)
     if in_files and Path(model.model).is_file():
         return _fingerprint([(Path(model.model), Path(model.model).stat().st_size)])
     logger.warning(
@@ -224,6 +224,13 @@ def _weights_of(model: Any, load: Any) -> str:
         model.model,
     )
     return f"unseen {os.urandom(16).hex()}"
+
+
+def _chosen(load: Any) -> str:
+    """Which of a folder's files are read, where that is said: several models may share it."""
+    extra = getattr(load, "model_loader_extra_config", None)
+    pattern = extra.get("pattern") if isinstance(extra, Mapping) else None
+    return "" if pattern is None else f" {pattern}"
 
 
 def _folder(model: Any, load: Any) -> Path | None:

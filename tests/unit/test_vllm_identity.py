@@ -145,6 +145,17 @@ def test_weights_that_are_read_from_elsewhere(tmp_path: Path, way: str) -> None:
     assert len(found - {before}) == 2
 
 
+def test_the_files_of_a_folder_that_are_read_count(tmp_path: Path) -> None:
+    """Two models in one folder, of which a pattern names one."""
+    described = engine(write_tensors(tmp_path / "model", bytes(64)))
+    load, found = described.load_config, set()
+    load.load_format = "sharded_state"
+    for extra in ({}, {"pattern": "one-{rank}.safetensors"}, {"pattern": "two-{rank}.safetensors"}):
+        load.model_loader_extra_config = extra
+        found.add(fingerprint_weights(described))
+    assert len(found) == 3
+
+
 def test_how_images_are_prepared_is_part_of_a_model(tmp_path: Path) -> None:
     write_tensors(tmp_path, bytes(64))
     before = fingerprint_weights(engine(tmp_path))

@@ -160,6 +160,22 @@ def test_workers_cut_chunks_as_the_scheduler_does() -> None:
 
 
 @importing
+def test_every_connector_above_is_known() -> None:
+    """vLLM goes by what is set for the first, whatever is made of it."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from kvtier.vllm import compat
+
+    class Above(MultiConnector):
+        def __init__(self, vllm_config: Any, below: Any) -> None:
+            self.found = below()
+
+    first, second, ours = (Made(kv_transfer_config=number) for number in range(3))
+    made = Above(first, lambda: Above(second, lambda: compat.transfer_configs(ours)).found)
+    assert made.found == [2, 1, 0]
+
+
+@importing
 def test_blocks_of_a_context_that_ranks_share_are_longer() -> None:
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec
