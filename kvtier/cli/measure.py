@@ -250,14 +250,14 @@ def _bench_stack(config: StackConfig, size: Size, index: int | None) -> Iterator
     namespace = Namespace(facts={"bench": secrets.token_hex(8)}, group_bytes=(size.chunk_bytes,))
     room = (record_bytes(size.chunk_bytes) + ENTRY_BYTES) * size.blocks * 2 + _SLACK_BYTES
     tiers = [_private(config.tiers[0], room)]
-    folder, settings = None, None
+    # `lower` is a place of our own or nothing, never the tier's own settings: all in it goes.
+    folder, lower = None, None
     try:
         if index is not None:
-            settings = config.tiers[index]
             with uninterrupted():
-                folder = _folder_beside(settings, room)
-            settings = _lower(settings, room, folder)
-            tiers.append(settings)
+                folder = _folder_beside(config.tiers[index], room)
+            lower = _lower(config.tiers[index], room, folder)
+            tiers.append(lower)
         measured = msgspec.structs.replace(config, tiers=tuple(tiers))
         engine = f"bench-{os.getpid()}"
         with opened(lambda: Stack(measured, namespace, engine=engine), _empty) as stack:
@@ -266,8 +266,8 @@ def _bench_stack(config: StackConfig, size: Size, index: int | None) -> Iterator
         with uninterrupted():
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-            elif settings is not None and hasattr(settings, "url"):
-                _empty_store(settings)
+            elif lower is not None and hasattr(lower, "url"):
+                _empty_store(lower)
 
 
 def _empty(stack: Stack) -> None:

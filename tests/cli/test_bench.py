@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -122,3 +123,58 @@ def test_too_little_room_is_said_before(
     assert load(stack_file)
     assert commands.run(["bench", "-c", str(stack_file), *SMALL]) == 1
     assert "ask for fewer blocks" in capsys.readouterr().err
+
+
+class TestAStoreInUse:
+    """What lies in a tier's own store is never what measuring removes."""
+
+    @pytest.fixture
+    def kept(self, stack_file: Path, tmp_path: Path) -> dict[str, int]:
+        store = f'  - {{kind: object, capacity: 64MiB, url: "file://{tmp_path}/store"}}\n'
+        stack_file.write_text(stack_file.read_text() + store)
+        with Stack.open(stack_file, NAMESPACE) as stack:
+            stack.store({key: payload(key) for key in make_keys(8)})
+            assert stack.settle()
+        found = everything(tmp_path / "store")
+        assert len(found) > 8
+        return found
+
+    def test_no_room_to_measure(
+        self,
+        stack_file: Path,
+        tmp_path: Path,
+        kept: dict[str, int],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def no_room(settings: object, room: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(measure, "_folder_beside", no_room)
+        config = load(stack_file)
+        with (
+            pytest.raises(OSError, match="No space"),
+            measure._bench_stack(config, measure.Size(8192, 4, 1), 2),
+        ):
+            pass
+        assert everything(tmp_path / "store") == kept
+
+    def test_interrupted_before_it_has_a_place_of_its_own(
+        self,
+        stack_file: Path,
+        tmp_path: Path,
+        kept: dict[str, int],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """As of a bucket, beside which no folder is made."""
+
+        def interrupted(settings: object, room: int) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(measure, "_folder_beside", interrupted)
+        config = load(stack_file)
+        with (
+            pytest.raises(KeyboardInterrupt),
+            measure._bench_stack(config, measure.Size(8192, 4, 1), 2),
+        ):
+            pass
+        assert everything(tmp_path / "store") == kept
