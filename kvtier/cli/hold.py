@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvtier.core.disk import is_locked, lock_within
+from kvtier.core.slab.layout import OWNER, OWNER_AT
 from kvtier.errors import MediumError, MediumInUse
 
 _LOCK_WAIT_S = 10.0
@@ -87,6 +89,19 @@ def has_live_owner(home: Path) -> bool:
     return owners.is_dir() and any(is_locked(path) for path in owners.iterdir())
 
 
+def has_owner_now(table: Path) -> bool:
+    """Whether a process acts for a slab's owner. Asked under the folder's lock: an engine that came
+    since the slab was looked at may have taken it over."""
+    try:
+        with table.open("rb", buffering=0) as file:
+            (owner,) = OWNER.unpack(os.pread(file.fileno(), OWNER.size, OWNER_AT))
+    except FileNotFoundError:
+        return False
+    except struct.error:  # too short to have one
+        return has_live_owner(table.parent)
+    return is_locked(table.parent / "owners" / f"{owner:08x}")
+
+
 @contextlib.contextmanager
 def region_held(path: Path) -> Iterator[None]:
     """Be the owner of a CPU region that nobody maps; raises MediumInUse if somebody does."""
@@ -103,8 +118,9 @@ def region_held(path: Path) -> Iterator[None]:
         yield
 
 
-def remove_region(path: Path) -> None:
-    """Delete a CPU region; raises MediumInUse if somebody maps it."""
+def remove_region(path: Path, still: Callable[[], bool] = lambda: True) -> None:
+    """Delete a CPU region, if it still is to be; raises MediumInUse if somebody maps it."""
     with region_held(path):
-        path.unlink(missing_ok=True)
-        path.with_suffix(".owner").unlink(missing_ok=True)
+        if still():
+            path.unlink(missing_ok=True)
+            path.with_suffix(".owner").unlink(missing_ok=True)

@@ -154,6 +154,22 @@ def _slab(path: Path, locked: Locked) -> Slab:
     return Slab(table=path, data=data, header=header, in_use=in_use, engine=f"{owner:08x}")
 
 
+def is_broken(kind: str, path: Path) -> bool:
+    """Whether a table is not as it must be: asked once more before it is removed for that."""
+    try:
+        if kind == "cpu":
+            _region_header(path)
+        else:
+            _slab(path, Locked(set(), set()))
+    except NewerFormat:
+        return False
+    except FormatError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _note(place: Place, path: Path, error: FormatError | OSError) -> None:
     place.troubles.append(_trouble(path, error))
     if isinstance(error, FormatError) and not isinstance(error, NewerFormat):

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from kvtier.backends.nvme.files import DATA_SUFFIX
 from kvtier.cli.blocks import Block
-from kvtier.cli.hold import folder_locked, has_live_owner, region_held, remove_region
+from kvtier.cli.console import said_of
+from kvtier.cli.hold import (
+    folder_locked,
+    has_live_owner,
+    has_owner_now,
+    region_held,
+    remove_region,
+)
 from kvtier.cli.holdings import Place, Slab
+from kvtier.cli.look_slabs import is_broken
 from kvtier.config import StackConfig
-from kvtier.core.disk import is_locked
 from kvtier.core.slab.layout import BAD, ENTRY_BYTES, VALID, entry_at
-from kvtier.errors import MediumInUse
+from kvtier.errors import KVTierError, MediumInUse
 
 
 def quarantine(slab: Slab, blocks: Sequence[Block]) -> int:
@@ -23,7 +31,7 @@ def quarantine(slab: Slab, blocks: Sequence[Block]) -> int:
             return _mark(slab.table, blocks)
     home = slab.table.parent
     with folder_locked(home.parent):
-        if is_locked(home / "owners" / slab.engine):
+        if has_owner_now(slab.table):
             raise MediumInUse(f"{slab.table} is in use: stop its engine first")
         return _mark(slab.table, blocks)
 
@@ -60,11 +68,13 @@ def remove_broken(place: Place, namespace: str) -> list[str]:
         place.troubles = [text for text in place.troubles if not text.startswith(f"{path}: ")]
         try:
             if place.kind == "cpu":
-                remove_region(path)
+                remove_region(path, partial(is_broken, place.kind, path))
             else:
                 _remove_slab(path)
-        except MediumInUse as error:
-            left.append(str(error))
+        except FileNotFoundError:  # somebody else has just removed it
+            continue
+        except (KVTierError, OSError) as error:
+            left.append(said_of(error))
     return left
 
 
@@ -73,5 +83,7 @@ def _remove_slab(table: Path) -> None:
     with folder_locked(home.parent):
         if has_live_owner(home):
             raise MediumInUse(f"{table} is broken, and {home} is in use: stop its engines first")
+        if not is_broken("nvme", table):  # any more
+            return
         table.unlink(missing_ok=True)
         table.with_suffix(DATA_SUFFIX).unlink(missing_ok=True)

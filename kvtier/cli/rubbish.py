@@ -22,7 +22,7 @@ from kvtier.backends.nvme.files import (
     unfinished,
     used_at,
 )
-from kvtier.cli.hold import folder_locked, has_live_owner
+from kvtier.cli.hold import folder_locked, has_live_owner, has_owner_now
 from kvtier.cli.holdings import BENCH_MARK, NAMESPACE_ID, Place, Slab
 from kvtier.config import StackConfig
 from kvtier.core.disk import is_locked
@@ -129,7 +129,7 @@ def _of_folder(place: Place, idle_s: float | None) -> Iterator[Rubbish]:
             "namespace that nobody used for so long",
             str(home),
             _size_of(home),
-            partial(remove_home, root, home),
+            partial(_remove_idle_home, root, home, idle_s),
         )
     yield from _over_budget(place, root, {home.name for home in idle})
 
@@ -190,6 +190,11 @@ def _idle_for(home: Path, idle_s: float | None) -> bool:
         return False
 
 
+def _remove_idle_home(root: Path, home: Path, idle_s: float | None) -> bool:
+    used = home.exists() and not _idle_for(home, idle_s)
+    return not used and remove_home(root, home)
+
+
 def remove_home(root: Path, home: Path) -> bool:
     """Remove a namespace's folder and what kvtier made in it; False if somebody uses it. Slabs of
     a newer version stay."""
@@ -234,7 +239,7 @@ def _over_budget(place: Place, root: Path, going: set[str]) -> Iterator[Rubbish]
 
 def _remove_slab(root: Path, slab: Slab) -> bool:
     with folder_locked(root):
-        if is_locked(slab.table.parent / "owners" / slab.engine):
+        if has_owner_now(slab.table):
             return False
         slab.table.unlink(missing_ok=True)
         slab.data.unlink(missing_ok=True)

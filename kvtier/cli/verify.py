@@ -139,8 +139,8 @@ def _repair(
                 repaired += quarantine(slab, blocks)
         except MediumInUse as error:
             left.append(f"{len(blocks)} bad blocks stay: {error}")
-        except KVTierError as error:
-            left.append(str(error))
+        except (KVTierError, OSError) as error:
+            left.append(console.said_of(error))
     for place in places:
         left += remove_broken(place, namespace)
     return repaired, left
