@@ -21,13 +21,14 @@ import msgspec
 from kvtier.cli.choice import Choice
 from kvtier.cli.console import Progress, warn
 from kvtier.cli.hold import filling
-from kvtier.cli.holdings import Place, known_namespaces
+from kvtier.cli.holdings import Place, known_namespaces, look
 from kvtier.cli.measure import patient
 from kvtier.cli.opening import uninterrupted
 from kvtier.cli.reader import Numbers, Reader
 from kvtier.config import StackConfig
 from kvtier.core.backend import TierContext, backend
 from kvtier.core.record import record_bytes
+from kvtier.core.slab.layout import committed
 from kvtier.core.tier import Tier
 from kvtier.core.transfer import Mover, Transfer, TransferKind, TransferResult
 from kvtier.errors import KVTierError, MediumError, MediumInUse
@@ -316,6 +317,8 @@ def _alone(settings: Any) -> AbstractContextManager[None]:
 def _open(config: StackConfig, tier: int, namespace: Namespace, reader: Reader, pace: Pace) -> Sink:
     settings = patient(config.tiers[tier])
     kind = backend(settings.kind)
+    if settings.kind == "cpu":
+        _spare_another(config, tier, namespace)
     context = TierContext(namespace, f"copy-{os.getpid()}" if tier else config.name)
     try:
         opened = kind.open_tier(settings, context)
@@ -336,6 +339,18 @@ def _open(config: StackConfig, tier: int, namespace: Namespace, reader: Reader, 
 
         carry = partial(carry_uses, settings, namespace)
     return Sink(opened, mover, reader, namespace, pace, carry)
+
+
+def _spare_another(config: StackConfig, tier: int, namespace: Namespace) -> None:
+    """Host memory holds one namespace: filling it with another would be the end of the first."""
+    for slab in look(config, tier)[0].slabs:
+        blocks = len(committed(slab.entries()))
+        if slab.engine == config.name and slab.namespace != namespace.id and blocks:
+            raise KVTierError(
+                f"the CPU region of {config.name!r} holds {blocks} blocks of the namespace "
+                f"{slab.namespace[:12]}, and would hold this one instead: remove them (kvtier "
+                f"clear {slab.namespace[:12]} --tier cpu), or fill another tier"
+            )
 
 
 def describe(places: Sequence[Place], name: str) -> Namespace:

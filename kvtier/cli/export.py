@@ -55,13 +55,15 @@ def export(
     described = description(stack, places, names[0])
     result = Copied(names[0])
     choice = choose(places, names[0], hottest=hottest)
+    wanted = len(choice)
     if size is not None:
         choice = first_of(choice, size, [record_bytes(each) for each in described.group_bytes])
     result.asked = len(choice)
+    result.left = wanted - len(choice)
     start = time.monotonic()
     with (
         console.naming(file),
-        PackWriter(file, described) as pack,
+        PackWriter(file, described, replace=force) as pack,
         console.progress("exporting", len(choice), "blocks") as bar,
     ):
         for key, record in _proved(stack, places, choice.blocks(), result):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -10,11 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.backends.object import open_for
-from kvtier.backends.object.claims import ended
+from kvtier.backends.object.claims import PREFIX, ended
 from kvtier.backends.object.errors import LengthMismatch, StoreError, Weather
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED
-from kvtier.backends.object.names import description_name, parse_block, parse_manifest, told_of
+from kvtier.backends.object.names import (
+    description_name,
+    manifest_prefix,
+    parse_block,
+    parse_manifest,
+    told_of,
+    uses_prefix,
+)
 from kvtier.backends.object.open import place_of
 from kvtier.backends.object.store import ObjectInfo, Store, read_object
 from kvtier.backends.object.uses import Uses, count_uses, used_blocks
@@ -217,6 +225,8 @@ class StoreProver:
             return judge(_raw(stored, block, namespace), block)
         except FormatError as error:
             return Verdict(Proof.BAD, str(error))
+        except MediumError as error:
+            return Verdict(Proof.UNREAD, str(error))
 
     def close(self) -> None:
         """Release connections."""
@@ -224,14 +234,16 @@ class StoreProver:
 
 
 def _raw(stored: memoryview, block: Block, namespace: Namespace | None) -> memoryview:
-    """The record as it is on all other media; raises FormatError if it cannot be one."""
+    """The record as it is on all other media; raises FormatError if it cannot be one, MediumError
+    if that cannot be told."""
     header = Header.read(stored)
     if header.stored_bytes != len(stored) - HEADER_BYTES:
         raise FormatError("the object is cut short")
     if header.codec == CODEC_RAW:
         return stored
     if namespace is None:
-        raise FormatError("it is compressed, and nothing says how large its payload should be")
+        # Its description may be lost, or could not be read just now: that is no proof against it.
+        raise MediumError("it is compressed, and nothing says how large its payload should be")
     if header.payload_bytes != namespace.payload_of(block.key):
         raise FormatError(f"a payload of {header.payload_bytes} bytes does not fit its namespace")
     record = memoryview(bytearray(record_bytes(header.payload_bytes)))
@@ -263,6 +275,15 @@ def remove_namespace(settings: Any, namespace: str) -> bool:
     with _opened(settings) as store:
         claimed = ended(store, namespace)
         return _delete_below(store, f"{namespace}/") and not store.delete(claimed)
+
+
+def remove_idle(settings: Any, namespace: str, idle_s: float) -> bool:
+    """`remove_namespace`, unless somebody has begun to use it since it was found to be idle: who
+    does writes that down beside the blocks, of which there may be millions."""
+    told = (f"{PREFIX}{namespace}-", manifest_prefix(namespace), uses_prefix(namespace))
+    with _opened(settings) as store:
+        last = max((info.modified_s for each in told for info in store.list(each)), default=0.0)
+    return time.time() - last > idle_s and remove_namespace(settings, namespace)
 
 
 def empty_store(settings: Any) -> None:

@@ -20,7 +20,7 @@ from kvtier.cli.choice import USED_MAX
 from kvtier.cli.reader import Reader
 from kvtier.core.record import HEADER_BYTES, Buffer, Header, record_bytes
 from kvtier.core.slab.layout import keys_of
-from kvtier.errors import FormatError, MediumInUse, NewerFormat
+from kvtier.errors import FormatError, KVTierError, MediumInUse, NewerFormat
 from kvtier.types import KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, BlockKey, Namespace, Outcome
 
 MAGIC = b"KVTPACK\n"
@@ -49,8 +49,9 @@ _USES_DTYPE = np.dtype(
 class PackWriter:
     """Writes to a name beside the wanted one, and takes that at the end."""
 
-    def __init__(self, path: Path, namespace: Namespace) -> None:
+    def __init__(self, path: Path, namespace: Namespace, *, replace: bool = False) -> None:
         self._path = path
+        self._replace = replace
         self._making = path.with_name(f"{path.name}.making")
         self._file: BinaryIO = os.fdopen(_begin(self._making), "wb")
         self.count = 0
@@ -84,6 +85,8 @@ class PackWriter:
                     self._file.write(part + _SUM.pack(xxhash.xxh3_64_intdigest(part)))
                 self._file.flush()
                 os.fsync(self._file.fileno())  # or the name could outlive a crash, and not the rest
+                if not self._replace and self._path.exists():  # only since it was begun
+                    raise KVTierError(f"{self._path} exists; name another file, or say --force")
                 self._making.replace(self._path)
                 whole = True
         finally:

@@ -113,6 +113,18 @@ def _unless_used(path: Path, what: str) -> Iterator[Rubbish]:
 
 def _of_folder(place: Place, idle_s: float | None) -> Iterator[Rubbish]:
     root = Path(place.where)
+    over = 0 if place.capacity is None else place.used - place.capacity
+    going: set[Path] = set()
+    for each in _in_folder(root, idle_s):
+        yield each
+        path = Path(each.where)
+        going.add(path)
+        if root in path.parents:
+            over -= each.bytes
+    yield from _over_budget(place, root, over, going)
+
+
+def _in_folder(root: Path, idle_s: float | None) -> Iterator[Rubbish]:
     for folder in {root, root.parent}:
         for path in sorted(folder.glob(f"{BENCH_MARK}*")):
             with contextlib.suppress(FileNotFoundError):  # it has just ended
@@ -123,15 +135,13 @@ def _of_folder(place: Place, idle_s: float | None) -> Iterator[Rubbish]:
     for home in homes:
         with contextlib.suppress(FileNotFoundError):  # removed since it was listed
             yield from _left_by_the_dead(root, home)
-    idle = [home for home in homes if _idle_for(home, idle_s)]
-    for home in idle:
+    for home in [home for home in homes if _idle_for(home, idle_s)]:
         yield Rubbish(
             "namespace that nobody used for so long",
             str(home),
             _size_of(home),
             partial(_remove_idle_home, root, home, idle_s),
         )
-    yield from _over_budget(place, root, {home.name for home in idle})
 
 
 def _is_home(path: Path) -> bool:
@@ -218,13 +228,9 @@ def remove_home(root: Path, home: Path) -> bool:
     return True
 
 
-def _over_budget(place: Place, root: Path, going: set[str]) -> Iterator[Rubbish]:
+def _over_budget(place: Place, root: Path, over: int, going: set[Path]) -> Iterator[Rubbish]:
     """The slabs of nobody that were written longest ago, until the rest is within the budget."""
-    if place.capacity is None:
-        return
-    over = place.used - place.capacity
-    over -= sum(_size_of(root / name) for name in going)
-    slabs = [slab for slab in place.slabs if not slab.in_use and slab.namespace not in going]
+    slabs = [slab for slab in place.slabs if not slab.in_use and slab.table.parent not in going]
     for slab in sorted(slabs, key=lambda slab: used_at(slab.table)):
         if over <= 0:
             return
@@ -272,9 +278,9 @@ def _size_of(folder: Path) -> int:
 
 def _of_store(config: StackConfig, place: Place, idle_s: float | None) -> Iterator[Rubbish]:
     """Idle namespaces, blocks too old or over the budget, and what told of blocks that went."""
-    from kvtier.cli.look_objects import remove_namespace
+    from kvtier.cli.look_objects import local_folder, remove_idle
 
-    settings = config.tiers[place.tier]
+    settings: Any = config.tiers[place.tier]
     for part in place.parts:
         last = max(part.newest or 0.0, place.served.get(part.namespace, 0.0))
         if idle_s is None or time.time() - last <= idle_s:
@@ -283,9 +289,11 @@ def _of_store(config: StackConfig, place: Place, idle_s: float | None) -> Iterat
             "namespace that nobody used for so long",
             _below(place, part.namespace),
             part.bytes,
-            partial(remove_namespace, settings, part.namespace),
+            partial(remove_idle, settings, part.namespace, idle_s),
         )
-    if not place.troubles:
+    folder = local_folder(settings.url)
+    made = folder is None or folder.exists()  # opening the store would make it
+    if made and not place.troubles:
         yield from _surveyed(settings, place)
 
 

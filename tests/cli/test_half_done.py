@@ -126,7 +126,7 @@ class TestExports:
             lock(fd, how)
 
         monkeypatch.setattr(fcntl, "flock", meanwhile)
-        writer = PackWriter(file, NAMESPACE)
+        writer = PackWriter(file, NAMESPACE, replace=True)
         assert file.read_bytes() == b"whole"
         with writer:
             pass

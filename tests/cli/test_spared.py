@@ -1,0 +1,134 @@
+"""What commands leave alone though it lies where they work: what they cannot judge, what somebody
+has begun to use, what was never asked about."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_world import command
+
+from kvtier import Stack
+from kvtier.backends.object import open_for
+from kvtier.backends.object.names import description_name
+from kvtier.cli import commands, rubbish
+from kvtier.cli.holdings import BENCH_MARK, Slab, look
+from kvtier.config import load
+from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.types import Namespace
+
+BLOCKS = 8
+OTHER = Namespace(facts={"model": "another"}, group_bytes=(4096,))
+
+
+def with_store(stack_file: Path, tmp_path: Path) -> Path:
+    """A store in a folder whose objects are compressed."""
+    store = f'  - {{kind: object, capacity: 64MiB, codec: zstd, url: "file://{tmp_path}/store"}}\n'
+    stack_file.write_text(stack_file.read_text() + store)
+    return stack_file
+
+
+@pytest.fixture
+def stored(stack_file: Path, tmp_path: Path) -> Path:
+    """A stack with blocks in its store, too."""
+    with Stack.open(with_store(stack_file, tmp_path), NAMESPACE) as stack:
+        stack.store({key: bytes(NAMESPACE.payload_bytes) for key in make_keys(BLOCKS)})
+        assert stack.settle()
+    return stack_file
+
+
+def objects(stack_file: Path) -> list[str]:
+    settings: Any = load(stack_file).tiers[2]
+    with closing(open_for(settings)) as store:
+        return [info.name for info in store.list() if "/blocks/" in info.name]
+
+
+def test_blocks_that_nothing_describes_are_not_bad(stored: Path, tmp_path: Path) -> None:
+    """How long they are unpacked is not known: that is no proof against them."""
+    (tmp_path / "store" / description_name(NAMESPACE.id)).unlink()
+    done = command("verify", "-c", stored, "--tier", "object", "--repair")
+    assert done.code == 1
+    assert "nothing says" in done.err
+    assert len(objects(stored)) == BLOCKS
+
+
+def test_a_look_writes_no_folder(stack_file: Path, tmp_path: Path) -> None:
+    stack = with_store(stack_file, tmp_path)
+    done = command("gc", "-c", stack, "--dry-run")
+    assert (done.code, done.err) == (0, "")
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_idle_namespace_of_a_store_that_is_served_again(stored: Path) -> None:
+    config = load(stored)
+    places = look(config, 2, blocks=False)
+    assert places[0].parts[0].newest is not None
+    places[0].parts[0].newest = 1.0
+    places[0].served.clear()
+    idle = next(iter(rubbish.find(config, places, 3600.0)))
+    assert "nobody used" in idle.what
+    assert not idle.remove()
+    assert len(objects(stored)) == BLOCKS
+
+
+def test_rubbish_that_goes_makes_room_for_slabs(filled: Path, tmp_path: Path) -> None:
+    """Slabs go only for what is beyond the capacity without it."""
+    config = load(filled)
+    bench = tmp_path / "disk" / "blocks" / f"{BENCH_MARK}1-x"
+    bench.mkdir()
+    (bench / "slab").write_bytes(bytes(1 << 20))
+    os.utime(bench, (0, 0))
+    left = tmp_path / "disk" / "blocks" / NAMESPACE.id / "0000aaaa.0000bbbb.data.making"
+    left.write_bytes(bytes(1 << 20))
+    (nvme,) = look(config, 1)
+    nvme.capacity = nvme.used - (2 << 20)
+    assert sorted(each.what for each in rubbish.find(config, [nvme], None)) == [
+        "file that a dead process was making",
+        "folder of a measurement that was killed",
+    ]
+
+
+def test_host_memory_of_another_model_is_not_replaced(filled: Path, tmp_path: Path) -> None:
+    with Stack(load(filled), OTHER, engine="of-another") as stack:
+        key = make_keys(1)[0]
+        stack.store({key: payload(key, OTHER)})
+        assert stack.settle()
+    done = command("prewarm", "-c", filled, "--into", "cpu", "--namespace", OTHER.id)
+    assert done.code == 1
+    assert "kvtier clear" in done.err
+    (place,) = look(load(filled), 0)
+    held = [slab for slab in place.slabs if slab.engine == "cli"]
+    assert [(slab.namespace, blocks_in(slab)) for slab in held] == [(NAMESPACE.id, BLOCKS)]
+    assert command("clear", "-c", filled, "--tier", "cpu", "--yes").code == 0
+    assert command("prewarm", "-c", filled, "--into", "cpu", "--namespace", OTHER.id).code == 0
+
+
+def blocks_in(slab: Slab) -> int:
+    return int((slab.entries()["state"] != 0).sum())
+
+
+def test_a_file_that_appears_while_it_is_exported_stays(
+    filled: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from kvtier.cli import export
+
+    file = tmp_path / "blocks.kvpack"
+    proved = export._proved
+
+    def meanwhile(*args: Any) -> Any:
+        file.write_text("another's")
+        return proved(*args)
+
+    monkeypatch.setattr(export, "_proved", meanwhile)
+    assert commands.run(["export", str(file), "-c", str(filled)]) == 1
+    assert "--force" in capsys.readouterr().err
+    assert file.read_text() == "another's"
+    assert not list(tmp_path.glob("*.making"))
+    assert commands.run(["export", str(file), "-c", str(filled), "--force"]) == 0
+    assert file.read_bytes().startswith(b"KVTPACK")
