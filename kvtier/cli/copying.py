@@ -82,7 +82,13 @@ class Copied(msgspec.Struct):
     @property
     def whole(self) -> bool:
         """Whether everything that could be read is where it should be."""
-        return not (self.bad or self.unread or self.not_stored or self.skipped)
+        left_behind = self.bad or self.unread or self.not_stored or self.skipped
+        return not (left_behind or self.all_gone)
+
+    @property
+    def all_gone(self) -> bool:
+        """Some blocks may go while they are copied. If all have, they went before."""
+        return 0 < self.asked == self.gone
 
 
 class Pace:

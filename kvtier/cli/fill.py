@@ -164,6 +164,9 @@ def report(
             "store went away, or an engine that runs there holds it - kvtier doctor and kvtier du "
             "say which; give it more room, stop the engine meanwhile, or copy less with --size"
         )
+    elif gone := [each for each in rest if each.all_gone]:
+        asked = sum(each.asked for each in gone)
+        console.warn(f"all {asked} blocks are gone that the source says it has: see kvtier verify")
     elif not all(each.whole for each in rest):
         console.warn("some blocks are missing: run it again, or see kvtier verify and kvtier du")
     if not ok:

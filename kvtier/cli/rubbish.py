@@ -98,7 +98,9 @@ def _unless_used(path: Path, what: str) -> Iterator[Rubbish]:
     region = path.with_suffix(SUFFIX)
 
     def remove_file() -> bool:
-        if in_use(region):
+        if not region.exists():  # under the owner's lock: an engine may be about to make it
+            return remove(region)
+        if path.suffix != _MAKING or in_use(region):
             return False
         path.unlink(missing_ok=True)
         return True

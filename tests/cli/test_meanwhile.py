@@ -71,3 +71,18 @@ class TestAnEngineCameMeanwhile:
         remove_broken(place, "")
         assert region.exists()
         assert served(filled) == 8
+
+    def test_the_lock_of_an_engine_that_has_just_started_stays(
+        self, stack_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Asked before it has its region, and answered a moment too late: another engine with its
+        name would take the region for nobody's."""
+        owner = tmp_path / "host" / f"kvtier-{os.getuid()}-kv-cli.owner"
+        owner.touch()
+        config = load(stack_file)
+        (lock,) = rubbish.find(config, look(config, 0), None)
+        assert lock.where == str(owner)
+        monkeypatch.setattr(rubbish, "in_use", lambda region: False)
+        with Stack.open(stack_file, NAMESPACE):
+            assert not lock.remove()
+            assert owner.exists()

@@ -132,3 +132,13 @@ def test_a_file_that_appears_while_it_is_exported_stays(
     assert not list(tmp_path.glob("*.making"))
     assert commands.run(["export", str(file), "-c", str(filled), "--force"]) == 0
     assert file.read_bytes().startswith(b"KVTPACK")
+
+
+def test_a_snapshot_of_which_all_is_gone_is_no_success(stored: Path, tmp_path: Path) -> None:
+    """As where a rule of the bucket deletes what is old: what told of the blocks is still there."""
+    for path in (tmp_path / "store").rglob("*-0"):
+        path.unlink()
+    assert command("clear", "-c", stored, "--tier", "nvme", "--yes").code == 0
+    done = command("restore", "-c", stored)
+    assert done.code == 1
+    assert "are gone" in done.err
