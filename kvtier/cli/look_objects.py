@@ -17,7 +17,6 @@ from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED
 from kvtier.backends.object.names import (
     description_name,
-    manifest_prefix,
     parse_block,
     parse_manifest,
     told_of,
@@ -280,7 +279,7 @@ def remove_namespace(settings: Any, namespace: str) -> bool:
 def remove_idle(settings: Any, namespace: str, idle_s: float) -> bool:
     """`remove_namespace`, unless somebody has begun to use it since it was found to be idle: who
     does writes that down beside the blocks, of which there may be millions."""
-    told = (f"{PREFIX}{namespace}-", manifest_prefix(namespace), uses_prefix(namespace))
+    told = (f"{PREFIX}{namespace}-", uses_prefix(namespace))  # others may write its manifests
     with _opened(settings) as store:
         last = max((info.modified_s for each in told for info in store.list(each)), default=0.0)
     return time.time() - last > idle_s and remove_namespace(settings, namespace)
