@@ -305,9 +305,10 @@ def test_an_arrival_that_failed_fails_the_load_and_cancels_the_rest(
 
 
 def test_a_failed_load_finds_all_that_is_bad(
-    copier: DeviceCopier, host: MemoryHost, world: World
+    copier: DeviceCopier, host: MemoryHost, world: World, kind: str
 ) -> None:
-    """Good ones after the first bad one are not copied, and nobody waits for what is on its way."""
+    """Good ones after the first bad one are not copied, unless a thread has them in hand by then,
+    as with tight buffers; and nobody waits for what is on its way."""
     keys = filled(copier, host, 8)
     for slot in (2, 3, 6):
         flip(host, slot, HEADER_BYTES + slot)
@@ -316,11 +317,15 @@ def test_a_failed_load_finds_all_that_is_bad(
     before = world.memory.copy()
     (result,) = run(copier, job_of(LOAD, onto(16), keys))
     ok, bad, gone, not_read = Outcome.OK, Outcome.CORRUPT, Outcome.CANCELLED, Outcome.IO_ERROR
-    assert result.outcomes[2:] == [bad, bad, gone, gone, bad, not_read]
-    assert set(result.outcomes[:2]) <= {ok, gone}
+    good, late = result.outcomes[:2], result.outcomes.pop(4)
+    assert result.outcomes[2:] == [bad, bad, gone, bad, not_read]
+    assert set(good) <= {ok, gone}
+    assert late is gone or (late is ok and kind == "tight")
     for layer in range(3):
-        page = slice((layer << 20) + 20 * 4096, (layer << 20) + 32 * 4096)
-        assert (world.memory[page] == before[page]).all()
+        for slot in (2, 3, 5, 6, 7, *([] if late is ok else [4])):
+            begin = (layer << 20) + (16 + 2 * slot) * 4096
+            page = slice(begin, begin + 2 * 4096)
+            assert (world.memory[page] == before[page]).all()
 
 
 def test_an_arrival_that_is_too_late_times_out(world: World, host: MemoryHost, kind: str) -> None:
