@@ -57,10 +57,11 @@ def reclaim(root: Path, mine: Path, capacity: int, wanted: int, keep_s: float, d
             enough = used_bytes(root) <= capacity - wanted
             if enough or (home.path in recent and left <= share):
                 break
-            left -= _bytes(table)
+            size = _bytes(table)
             if take_away(disk, table):
                 take_away(disk, table.with_suffix(DATA_SUFFIX))
-            removed = True
+                left -= size
+                removed = True
         if not slab_files(home.path, TABLE_SUFFIX):
             _remove_home(home.path)
     return removed

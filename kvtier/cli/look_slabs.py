@@ -161,12 +161,10 @@ def is_broken(kind: str, path: Path) -> bool:
             _region_header(path)
         else:
             _slab(path, Locked(set(), set()))
-    except NewerFormat:
+    except (NewerFormat, OSError):
         return False
     except FormatError:
         return True
-    except OSError:
-        return False
     return False
 
 

@@ -139,41 +139,27 @@ class TestAStoreInUse:
         assert len(found) > 8
         return found
 
-    def test_no_room_to_measure(
+    @pytest.mark.parametrize("ended_by", [OSError, KeyboardInterrupt])
+    def test_ended_before_it_has_a_place_of_its_own(
         self,
         stack_file: Path,
         tmp_path: Path,
         kept: dict[str, int],
         monkeypatch: pytest.MonkeyPatch,
+        ended_by: type[BaseException],
     ) -> None:
-        def no_room(settings: object, room: int) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
+        """For want of room, or by Ctrl-C as of a bucket, beside which no folder is made."""
 
-        monkeypatch.setattr(measure, "_folder_beside", no_room)
+        def begin(settings: object, room: int) -> None:
+            if ended_by is KeyboardInterrupt:
+                signal.raise_signal(signal.SIGINT)
+            else:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(measure, "_folder_beside", begin)
         config = load(stack_file)
         with (
-            pytest.raises(OSError, match="No space"),
-            measure._bench_stack(config, measure.Size(8192, 4, 1), 2),
-        ):
-            pass
-        assert everything(tmp_path / "store") == kept
-
-    def test_interrupted_before_it_has_a_place_of_its_own(
-        self,
-        stack_file: Path,
-        tmp_path: Path,
-        kept: dict[str, int],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        """As of a bucket, beside which no folder is made."""
-
-        def interrupted(settings: object, room: int) -> None:
-            signal.raise_signal(signal.SIGINT)
-
-        monkeypatch.setattr(measure, "_folder_beside", interrupted)
-        config = load(stack_file)
-        with (
-            pytest.raises(KeyboardInterrupt),
+            pytest.raises(ended_by),
             measure._bench_stack(config, measure.Size(8192, 4, 1), 2),
         ):
             pass
