@@ -83,6 +83,7 @@ def test_what_nobody_used_has_no_hits_in_a_store(stack_file: Path, tmp_path: Pat
     assert (part["blocks"], part["hits"], part["used"]) == (8, None, None)
 
 
+@pytest.mark.slow
 def test_a_snapshot_takes_the_counts_along_once(used: Path, tmp_path: Path) -> None:
     stack = with_store(used, tmp_path / "store")
     for copied in (8, 0):
@@ -114,7 +115,13 @@ def hits_in(stack: Path, tier: str) -> list[int]:
     return [hits[key.hex()] for key in KEYS]
 
 
-@pytest.mark.parametrize("how", ["stack", "file", "store", "store to store"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "stack",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("file", "store", "store to store")),
+    ],
+)
 @pytest.mark.parametrize(
     "into", ["nvme", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("cpu", "object"))]
 )
@@ -149,7 +156,16 @@ def test_a_copy_takes_the_counts_along_once(
         assert hits_in(other, into) == [3, 2, 1, 0, 0, 0, 0, 0], "counted on from there"
 
 
-@pytest.mark.parametrize("damage", ["none", "cut", "flipped", "more", "garbage"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "none",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("cut", "flipped", "more", "garbage")
+        ),
+    ],
+)
 def test_counts_in_a_file_are_statistics_only(used: Path, tmp_path: Path, damage: str) -> None:
     """A file of an older kvtier has none; damaged ones say nothing, and the blocks come in."""
     pack = tmp_path / "blocks.kvpack"

@@ -239,7 +239,9 @@ def test_a_neighbours_slot_used_again_meanwhile_is_gone(engine: Engine, tmp_path
     other.close()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_whatever_happens_the_bytes_are_right(tmp_path: Path, seed: int) -> None:
     """Random loads by all ways, with memory lost, evictions, and direct reads coming and going."""
     rng = random.Random(seed)
