@@ -57,6 +57,12 @@ class CpuSubject(Subject):
         return CPU_BACKEND.open_tier(settings, context, disk)
 
 
+class PlainCpuSubject(CpuSubject):
+    """The same of a package that reaches its medium by means of its own, as a database would."""
+
+    open_tier = Subject.open_tier
+
+
 class NvmeSubject(Subject):
     """One slab, or several in a budget that has room for them."""
 
@@ -115,5 +121,6 @@ def _grow(tier: Tier) -> None:
 
 MEMORY = MemorySubject()
 CPU = CpuSubject()
+PLAIN_CPU = PlainCpuSubject()
 NVME = NvmeSubject()
 SLABS = SlabsSubject()

@@ -51,6 +51,14 @@ class Subject(ABC):
         """The other half, likewise."""
         return self.backend.open_handler(settings, context)
 
+    @property
+    def through_disk(self) -> bool:
+        """Whether files are reached through the disk that these two are given."""
+        mine = type(self)
+        return not (
+            mine.open_tier is Subject.open_tier and mine.open_handler is Subject.open_handler
+        )
+
     def block_files(self, folder: Path) -> list[Path]:
         """The files that hold blocks, if they may change behind the tier's back without killing
         it (a file that is mapped may not): the fault suite damages them."""
@@ -189,7 +197,9 @@ class Rig:
         """The budget holds, by the tier's own account and by the files' sizes."""
         stats = self.tier.stats()
         assert stats.bytes_used <= stats.bytes_capacity <= self.capacity
-        assert self.occupied_bytes() <= self.capacity + self.subject.overhead_bytes
+        limit = self.capacity + self.subject.overhead_bytes
+        files = self.occupied_bytes()
+        assert files <= limit, f"the files take {files} bytes, of {limit} with overhead_bytes"
 
     def occupied_bytes(self) -> int:
         """What the medium's files take; files and folders may come and go meanwhile."""

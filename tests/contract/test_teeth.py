@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
@@ -12,11 +13,21 @@ from kvtier.backends.memory import MemoryTier
 from kvtier.core.backend import TierContext
 from kvtier.core.disk import Disk
 from kvtier.core.settings import TierSettings
+from kvtier.testing.contract import CatalogueContract
 from kvtier.testing.crash import Books, Broken
 from kvtier.testing.crash_life import Finding
 from kvtier.testing.records import make_keys, prove, sealed
 from kvtier.testing.stateful import SETTINGS, tier_machine
-from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Presence, Reservation, TierEvent
+from kvtier.testing.subject import Rig
+from kvtier.types import (
+    BlockKey,
+    LoadStoreSpec,
+    Outcome,
+    Presence,
+    Reservation,
+    TierEvent,
+    TierStats,
+)
 
 
 class ShowsTooEarly(MemoryTier):
@@ -118,6 +129,44 @@ def test_the_machine_finds_it(broken: type[MemoryTier]) -> None:
     )
     with pytest.raises((AssertionError, BaseExceptionGroup)):
         machine.TestCase().runTest()
+
+
+class FreesBehind(MemoryTier):
+    """What is dropped takes its room until it was waited for, as where files are removed behind."""
+
+    taken = 0
+
+    def complete_store(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> None:
+        before = super().stats().bytes_used
+        super().complete_store(keys, failed)
+        self.taken += before - super().stats().bytes_used
+
+    def stats(self) -> TierStats:
+        found = super().stats()
+        found.bytes_used += self.taken
+        return found
+
+    def flush(self) -> None:
+        self.taken = 0
+
+
+class FreesBehindSubject(MemorySubject):
+    def open_tier(self, settings: TierSettings, context: TierContext, disk: Disk) -> MemoryTier:
+        return FreesBehind(self.backend.open_tier(settings, context).store)
+
+
+class TestRoomThatComesBehind(CatalogueContract):
+    subject = FreesBehindSubject()
+
+
+def test_a_budget_that_files_exceed_is_told_with_the_overhead(tmp_path: Path) -> None:
+    rig = Rig(MemorySubject(), tmp_path)
+    tmp_path.joinpath("log").write_bytes(bytes(rig.capacity + 1))
+    with pytest.raises(AssertionError, match="overhead_bytes"):
+        rig.check_room()
+    rig.close()
 
 
 def test_wrong_bytes_that_verify_raise() -> None:

@@ -29,6 +29,11 @@ def test_a_few_deaths(subject: str) -> None:
     assert campaign(subject, kills=20, seed=1).startswith("22 deaths")
 
 
+def test_a_medium_that_is_reached_without_a_disk_dies_too() -> None:
+    said = campaign("subjects:PLAIN_CPU", kills=4, seed=1)
+    assert said.startswith("6 deaths (1 by call, 3 by step, 2 by time)")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 3])
 @pytest.mark.parametrize("subject", ["subjects:CPU", "subjects:NVME"])
