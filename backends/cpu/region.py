@@ -17,6 +17,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kvtier.backends.cpu import room
 from kvtier.core import numa
 from kvtier.core.disk import Disk, is_locked, lock_within
 from kvtier.core.record import ALIGN, Buffer, padded
@@ -193,6 +194,13 @@ class OwnedRegion:
     def _create(self, header: SlabHeader) -> Region:
         size = header.data_at + header.slots * header.slot_bytes
         making = self.path.with_suffix(_MAKING)
+        left = room.memory_left() if room.in_memory(self.path.parent) else None
+        if left is not None and size > left:  # the system would not refuse, but kill somebody
+            raise MediumError(
+                f"a CPU region of {size} bytes does not fit into memory, of which {left} bytes are "
+                "free (on this machine, or below its container's limit): lower the cpu tier's "
+                "capacity, raise the limit, or remove regions that nobody uses (kvtier gc)"
+            )
         try:
             self._disk.unlink(making)
             fd = self._disk.open(making, create=True)

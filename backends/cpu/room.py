@@ -1,0 +1,80 @@
+"""How much memory may still be taken: a region that is larger is not refused by the system.
+
+Whoever takes more than the machine or its container has is killed in the middle of it, or somebody
+else is, and no message says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_FILES = (
+    ("memory.max", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+"""Of a control group, in the second version and in the first: its limit, what is used of it, and
+how the figures begin that count what lies below it, too."""
+_GIVEN_BACK = ("inactive_file", "active_file")
+"""What the kernel takes back if it must: copies of what lies on disks."""
+
+
+def in_memory(folder: Path, root: Path = Path("/")) -> bool:
+    """Whether what lies in this folder is memory."""
+    device = folder.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
+            mount, _, source = line.partition(" - ")
+            if wanted in mount.split(" ", 3)[2:3]:
+                return source.split(" ", 1)[0] in ("tmpfs", "ramfs")
+    return False
+
+
+def memory_left(root: Path = Path("/")) -> int | None:
+    """Bytes that this process may still take, of the machine and of every control group that it is
+    in; None if the system does not say."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        figures = {name: int(rest.split()[0]) << 10 for name, _, rest in _split(lines, ":")}
+        swap = figures.get("SwapFree", 0)
+        left = figures["MemAvailable"]
+    except (OSError, ValueError, IndexError, KeyError):
+        return None
+    for group in _groups(root):
+        for files in _FILES:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                left = min(left, _left_of(group, *files))
+    return max(0, left) + swap
+
+
+def _left_of(group: Path, limit: str, current: str, prefix: str) -> int:
+    """Raises ValueError where there is no limit."""
+    most = int((group / limit).read_text())
+    lines = (group / "memory.stat").read_text().splitlines()
+    figures = {name: int(figure) for name, _, figure in _split(lines, " ")}
+    given_back = sum(figures[prefix + name] for name in _GIVEN_BACK)
+    return most - int((group / current).read_text()) + given_back
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """The control groups that may limit this process's memory, those above them included. In a
+    container the path may be one of outside, but then the mount itself is its group."""
+    base = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for _, kinds, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        mount = base / "memory" if kinds else base
+        inner = mount / path.strip("/")
+        yield inner
+        yield from (each for each in inner.parents if each.is_relative_to(mount))
+
+
+def _split(lines: list[str], at: str) -> Iterator[tuple[str, str, str]]:
+    return (line.partition(at) for line in lines)

@@ -1,0 +1,108 @@
+"""A region for which there is no memory is refused: the kernel would kill its maker instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.backends.cpu import BACKEND, CpuSettings, room
+from kvtier.core.backend import TierContext
+from kvtier.core.settings import ByteSize, Capacity
+from kvtier.errors import MediumError
+from kvtier.testing.records import NAMESPACE
+
+MIB = 1 << 20
+MEMINFO = "MemTotal: 4096 kB\nMemAvailable:   {} kB\nSwapFree:  {} kB\n"
+
+
+def write(root: Path, name: str, text: str) -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(text)
+
+
+def machine(root: Path, groups: str, *, free: int = 900, swap: int = 0) -> Path:
+    write(root, "proc/meminfo", MEMINFO.format(free << 10, swap << 10))
+    write(root, "proc/self/cgroup", groups)
+    return root
+
+
+def new_group(root: Path, path: str, limit: str, used: int, files: int) -> None:
+    at = f"sys/fs/cgroup/{path}"
+    write(root, f"{at}memory.max", limit + "\n")
+    write(root, f"{at}memory.current", f"{used * MIB}\n")
+    stat = f"anon 7\nfile {9 * files * MIB}\ninactive_file {files * MIB}\nactive_file 0\n"
+    write(root, f"{at}memory.stat", stat)
+
+
+def old_group(root: Path, path: str, limit: int, used: int, files: int) -> None:
+    at = f"sys/fs/cgroup/memory/{path}"
+    write(root, f"{at}memory.limit_in_bytes", f"{limit}\n")
+    write(root, f"{at}memory.usage_in_bytes", f"{used * MIB}\n")
+    stat = f"inactive_file 1\ntotal_inactive_file 0\ntotal_active_file {files * MIB}\n"
+    write(root, f"{at}memory.stat", stat)
+
+
+def test_of_a_machine_what_is_available_and_the_swap(tmp_path: Path) -> None:
+    machine(tmp_path, "0::/\n", free=900, swap=50)
+    assert room.memory_left(tmp_path) == 950 * MIB
+
+
+def test_of_a_container_what_its_limit_leaves(tmp_path: Path) -> None:
+    machine(tmp_path, "0::/\n")
+    new_group(tmp_path, "", str(500 * MIB), used=300, files=100)
+    assert room.memory_left(tmp_path) == 300 * MIB
+
+
+def test_a_group_above_may_have_the_lower_limit(tmp_path: Path) -> None:
+    machine(tmp_path, "0::/system.slice/engine.service\n")
+    new_group(tmp_path, "system.slice/engine.service/", "max", used=1, files=0)
+    new_group(tmp_path, "system.slice/", str(200 * MIB), used=150, files=0)
+    assert room.memory_left(tmp_path) == 50 * MIB
+
+
+@pytest.mark.parametrize("inside", ["docker/abc/", ""])
+def test_control_groups_of_the_first_version(tmp_path: Path, inside: str) -> None:
+    """In a container its own group is the mount, whatever its path is outside."""
+    machine(tmp_path, "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n1:name=systemd:/\n")
+    if inside:
+        old_group(tmp_path, "", 0x7FFFFFFFFFFFF000, used=1, files=0)
+    old_group(tmp_path, inside, 400 * MIB, used=300, files=20)
+    assert room.memory_left(tmp_path) == 120 * MIB
+
+
+def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
+    machine(tmp_path, "0::/\n")
+    new_group(tmp_path, "", str(100 * MIB), used=101, files=0)
+    assert room.memory_left(tmp_path) == 0
+
+
+@pytest.mark.parametrize("meminfo", ["", "MemAvailable:\n", "MemAvailable: many kB\n", None])
+def test_a_system_that_does_not_say(tmp_path: Path, meminfo: str | None) -> None:
+    if meminfo is not None:
+        write(tmp_path, "proc/meminfo", meminfo)
+    assert room.memory_left(tmp_path) is None
+
+
+def test_what_is_memory_and_what_is_a_disk(tmp_path: Path) -> None:
+    device = tmp_path.stat().st_dev
+    number = f"{device >> 8 & 0xFFF}:{device & 0xFF | device >> 12 & 0xFFF00}"
+    line = "22 1 {} / /mnt rw,relatime shared:2 - {} none rw\n"
+    other = line.format("9999:9", "tmpfs")
+    write(tmp_path, "proc/self/mountinfo", other + line.format(number, "tmpfs"))
+    assert room.in_memory(tmp_path, tmp_path)
+    write(tmp_path, "proc/self/mountinfo", other + line.format(number, "ext4"))
+    assert not room.in_memory(tmp_path, tmp_path)
+
+
+def test_a_region_that_does_not_fit_into_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = CpuSettings(path=str(tmp_path), capacity=Capacity(size=ByteSize(MIB)))
+    monkeypatch.setattr(room, "in_memory", lambda folder: True)
+    monkeypatch.setattr(room, "memory_left", lambda: MIB // 2)
+    with pytest.raises(MediumError, match="does not fit into memory, of which 524288 bytes"):
+        BACKEND.open_tier(settings, TierContext(NAMESPACE, "test"))
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(room, "in_memory", lambda folder: False)  # a disk: memory is given back
+    BACKEND.open_tier(settings, TierContext(NAMESPACE, "test")).close()
