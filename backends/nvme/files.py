@@ -37,6 +37,26 @@ def slab_files(home: Path, suffix: str) -> list[Path]:
     return [path for path in home.glob(f"*{suffix}") if _WHOLE.fullmatch(path.name)]
 
 
+def whole(home: Path) -> set[str]:
+    """The slabs of which both files are there, by the digits that name them."""
+    named: dict[str, set[str]] = {DATA_SUFFIX: set(), TABLE_SUFFIX: set()}
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        for name in os.listdir(home):  # noqa: PTH208 - of many thousands, again and again
+            if _WHOLE.fullmatch(name):
+                digits, dot, suffix = name.partition(".")
+                named[dot + suffix].add(digits)
+    return named[DATA_SUFFIX] & named[TABLE_SUFFIX]
+
+
+def halves(home: Path) -> list[Path]:
+    """Under the folder's lock: files of slabs whose other file is missing, which serve nobody. By
+    name: one that cannot be looked at is there, too."""
+    both = whole(home)
+    tables = [path for path in slab_files(home, TABLE_SUFFIX) if path.stem not in both]
+    data = [path for path in slab_files(home, DATA_SUFFIX) if path.stem not in both]
+    return data + [table for table in tables if not is_newer(table)]
+
+
 def unfinished(home: Path) -> list[tuple[Path, Path]]:
     """Files that are being made, or were when their makers died, each with its maker's mark."""
     found = [(path, _UNFINISHED.fullmatch(path.name)) for path in home.iterdir()]

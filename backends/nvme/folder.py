@@ -23,15 +23,16 @@ import msgspec
 from kvtier.backends.nvme.files import (
     DATA_SUFFIX,
     TABLE_SUFFIX,
+    halves,
     held,
     homes,
     length,
     owner_path,
-    slab_files,
     take_away,
     unfinished,
     used_at,
     used_bytes,
+    whole,
 )
 from kvtier.backends.nvme.idle import reclaim
 from kvtier.backends.nvme.kin import differs_in
@@ -206,7 +207,7 @@ class NvmeFolder:
 
     def slab_ids(self) -> set[int]:
         """The slabs that are there now, whole."""
-        return {int(path.stem, 16) for path in slab_files(self.home, TABLE_SUFFIX)}
+        return {int(digits, 16) for digits in whole(self.home)}
 
     def data_path(self, slab_id: int) -> Path:
         return self.home / f"{slab_id:08x}{DATA_SUFFIX}"
@@ -263,14 +264,14 @@ class NvmeFolder:
             except OSError as error:
                 self._give_up(making, error)
                 return None
-        whole = (self.data_path(header.slab_id), self.table_path(header.slab_id))
+        final = (self.data_path(header.slab_id), self.table_path(header.slab_id))
         try:
             self._fill(fds, header, owner)
             with self.locked():
-                for source, target in zip(making, whole, strict=True):
+                for source, target in zip(making, final, strict=True):
                     source.rename(target)
         except (OSError, FolderBusy) as error:
-            self._give_up((*making, *whole), error)
+            self._give_up((*making, *final), error)
             return None
         return SlabFile(header, owner)
 
@@ -362,11 +363,8 @@ class NvmeFolder:
             for path, maker in unfinished(home):
                 if not held(maker):
                     take_away(self.disk, path)
-            data = slab_files(home, DATA_SUFFIX)
-            whole = {path.stem for path in slab_files(home, TABLE_SUFFIX)}
-            for path in data:
-                if path.stem not in whole:  # by name: one that cannot be looked at is there, too
-                    take_away(self.disk, path)
+            for path in halves(home):
+                take_away(self.disk, path)
 
     def _reclaim(self, limits: Limits) -> bool:
         wanted, keep_s = limits.slab_bytes, limits.keep_s

@@ -275,6 +275,28 @@ def test_files_cut_short_while_open_cost_blocks_only(tmp_path: Path, suffix: str
     after.close()
 
 
+@pytest.mark.parametrize("running", [True, False])
+def test_slabs_whose_data_somebody_removed_are_made_anew(tmp_path: Path, running: bool) -> None:
+    """Their tables would stay for ever otherwise, and be offered room in that is not there."""
+    engine = Engine(tmp_path / "kv", blocks=8)
+    engine.put(make_keys(8))
+    tables = list((tmp_path / "kv").rglob("*.table"))
+    if not running:
+        engine.close()
+    for path in (tmp_path / "kv").rglob("*.slab"):
+        path.unlink()
+    if not running:
+        engine = Engine(tmp_path / "kv", blocks=8)
+    engine.handler.close()  # as if the mover had been started again
+    assert engine.read(make_keys(8)) == []
+    engine.keeper._full_until = 0.0
+    fresh = make_keys(8, start=100)
+    assert engine.put(fresh) == fresh
+    assert engine.read(fresh) == fresh
+    assert not any(path.exists() for path in tables)
+    engine.close()
+
+
 def test_broken_slabs_are_removed_and_newer_ones_left_alone(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "kv", blocks=16)
     engine.put(make_keys(12))
