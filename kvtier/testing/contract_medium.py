@@ -129,6 +129,18 @@ class MediumContract:
         for outcome in rig.read(old, spec).values():  # which proves whatever is OK
             assert outcome in (Outcome.OK, Outcome.GONE, Outcome.CORRUPT)
 
+    def test_what_is_gone_is_a_miss_and_raises_nothing(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(4))
+        spec = rig.tier.prepare_load(keys)
+        rig.tier.complete_load(keys)
+        rig.tier.forget(keys)
+        rig.settle()
+        never = rig.reserve(make_keys(2, start=50))  # of which not one byte arrives
+        for some, where in ((keys, spec), (never.keys, never.spec)):
+            for outcome in rig.read(some, where).values():
+                assert outcome in (Outcome.OK, Outcome.GONE, Outcome.CORRUPT)
+        rig.tier.complete_store(never.keys, failures(never.keys, Outcome.CANCELLED))
+
     def test_an_overwritten_slot_holds_nothing_of_the_past(self, grouped: Rig) -> None:
         for group in (3, 0, 1, 2):
             keys = make_keys(BLOCKS, start=100 * group, group=group)
