@@ -227,8 +227,12 @@ def _post(member: Member, body: dict[str, Any]) -> Any:
 
 
 def ask(member: Member, prompt: Sequence[int]) -> list[int]:
-    """The tokens with which a server continues a prompt."""
-    return list(_post(member, _body(prompt))["choices"][0]["token_ids"])
+    """The tokens with which a server continues a prompt; raises ValueError if it was cut short, as
+    by a server that is told to end and drops what it has not answered."""
+    (choice,) = _post(member, _body(prompt))["choices"]
+    if choice["finish_reason"] != "length":
+        raise ValueError(f"the answer ended by {choice['finish_reason']}")
+    return list(choice["token_ids"])
 
 
 def abort(member: Member, prompt: Sequence[int], seconds: float) -> None:
