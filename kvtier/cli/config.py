@@ -19,7 +19,16 @@ from kvtier.schema import json_schema, reference
 app = console.new_app("Check, show and start stack files.")
 
 _File = Annotated[
-    Path, typer.Argument(envvar="KVTIER_CONFIG", metavar="FILE", help="The stack: a YAML file.")
+    Path | None, typer.Argument(metavar="FILE", help="The stack: a YAML file.", show_default=False)
+]
+_Config = Annotated[
+    Path | None,
+    typer.Option(
+        *("--config", "-c"),
+        envvar="KVTIER_CONFIG",
+        metavar="FILE",
+        help="The same, as other commands are told.",
+    ),
 ]
 _BuiltIn = Annotated[
     bool, typer.Option("--built-in", help="Only the tier kinds that come with kvtier.")
@@ -28,7 +37,9 @@ _BuiltIn = Annotated[
 
 @app.command(epilog="Example: kvtier config check configs/laptop.yaml --block-size 1MiB")
 def check(
-    file: _File,
+    context: typer.Context,
+    file: _File = None,
+    config: _Config = None,
     block_size: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Check capacities against one block of this size."),
@@ -44,11 +55,12 @@ def check(
     What may be right for another user, like the name of an AWS profile, is a warning.
     """
     record_bytes = None if block_size is None else _size(block_size, "--block-size").bytes
+    path = _named(context, file, config)
     errors: tuple[ConfigError, ...] = ()
     warnings: list[ConfigError] = []
     try:
-        config = load(file, record_bytes=record_bytes, here=not elsewhere)
-        warnings = [] if elsewhere else _warnings(file, config)
+        stack = load(path, record_bytes=record_bytes, here=not elsewhere)
+        warnings = [] if elsewhere else _warnings(path, stack)
     except ConfigErrors as found:
         if not json:
             raise
@@ -57,13 +69,26 @@ def check(
         rows = {"errors": [*map(_row, errors)], "warnings": [*map(_row, warnings)]}
         console.print_json({"ok": not errors, **rows})
     else:
-        chain = " -> ".join(settings.kind for settings in config.tiers)
+        chain = " -> ".join(settings.kind for settings in stack.tiers)
         but = ", but for this user" if warnings else ""
-        console.say(f"{file}: all is well ({chain}){but}")
+        console.say(f"{path}: all is well ({chain}){but}")
         for each in warnings:
             console.warn(f"{each}; until then no engine of this user's starts with it")
     if errors:
         raise typer.Exit(console.EXIT_USAGE)
+
+
+def _named(context: typer.Context, file: Path | None, config: Path | None) -> Path:
+    """The stack that was named, in one way or the other; what is written goes before what the
+    environment says."""
+    if file is None:
+        if config is None:
+            raise typer.BadParameter("name a stack file, or set KVTIER_CONFIG", param_hint="FILE")
+        return config
+    source = context.get_parameter_source("config")
+    if config is not None and source is not None and source.name == "COMMANDLINE":
+        raise typer.BadParameter("there is a FILE, too: name one", param_hint="--config")
+    return file
 
 
 def _warnings(file: Path, config: StackConfig) -> list[ConfigError]:
@@ -78,9 +103,14 @@ def _warnings(file: Path, config: StackConfig) -> list[ConfigError]:
 
 
 @app.command(epilog="Example: kvtier config show configs/laptop.yaml")
-def show(file: _File, json: console.JsonOption = False) -> None:
+def show(
+    context: typer.Context,
+    file: _File = None,
+    config: _Config = None,
+    json: console.JsonOption = False,
+) -> None:
     """Print what a stack comes to, defaults included; values of the environment by their names."""
-    values = effective(file)
+    values = effective(_named(context, file, config))
     if json:
         console.print_json(values)
     else:

@@ -142,6 +142,19 @@ class TestCheck:
     def test_a_missing_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "there is no such file" in refused(capsys, "config", "check", str(tmp_path / "x"))
 
+    @pytest.mark.parametrize("what", ["check", "show"])
+    def test_an_option_may_name_the_file(
+        self, what: str, stack: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert commands.run(["config", what, "--config", str(stack)]) == 0
+        assert commands.run(["config", what, "-c", str(stack), str(stack)]) == 2, "only one"
+        monkeypatch.setenv("KVTIER_CONFIG", "/no/such/file")
+        assert commands.run(["config", what]) == 2
+        assert commands.run(["config", what, str(stack)]) == 0
+        assert commands.run(["config", what, "-c", str(stack)]) == 0
+        monkeypatch.delenv("KVTIER_CONFIG")
+        assert commands.run(["config", what]) == 2
+
     def test_the_environment_may_name_the_file(
         self, stack: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
