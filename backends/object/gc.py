@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import msgspec
 import numpy as np
@@ -52,8 +52,15 @@ class Survey(msgspec.Struct):
         return sum(one.size for one in self.doomed)
 
 
-def survey(store: Store, capacity: int, age_max_s: float | None, now: float) -> Survey:
-    """List everything and decide; deletes nothing. Raises StoreError.
+def survey(
+    store: Store,
+    capacity: int,
+    age_max_s: float | None,
+    now: float,
+    without: Collection[str] = (),
+) -> Survey:
+    """List everything and decide; deletes nothing. Raises StoreError. Namespaces in `without` count
+    as if they were gone.
 
     Of what stays only times and sizes are held, because there may be millions: where the budget is
     exceeded, the oldest are listed once more.
@@ -62,6 +69,8 @@ def survey(store: Store, capacity: int, age_max_s: float | None, now: float) -> 
     beside = Bare()
     times, sizes = array("d"), array("Q")
     for info in store.list():
+        if info.name.partition("/")[0] in without:
+            continue
         parsed = parse_block(info.name)
         if parsed is None:
             beside.see(info)
@@ -76,7 +85,8 @@ def survey(store: Store, capacity: int, age_max_s: float | None, now: float) -> 
             sizes.append(info.size)
     surplus = found.bytes - found.doomed_bytes - capacity
     if surplus > 0:
-        found.doomed += _oldest(store, times, sizes, surplus, {one.name for one in found.doomed})
+        others = {one.name for one in found.doomed}
+        found.doomed += _oldest(store, times, sizes, surplus, others, without)
     found.doomed.sort(key=lambda one: one.modified_s)
     at = _by_the_store(now)
     for namespace, size in beside.found().items():
@@ -86,7 +96,12 @@ def survey(store: Store, capacity: int, age_max_s: float | None, now: float) -> 
 
 
 def _oldest(
-    store: Store, times: array[float], sizes: array[int], surplus: int, others: set[str]
+    store: Store,
+    times: array[float],
+    sizes: array[int],
+    surplus: int,
+    others: set[str],
+    without: Collection[str],
 ) -> Iterator[Doomed]:
     """The oldest blocks that are together as large as the surplus."""
     order = np.argsort(np.frombuffer(times), kind="stable")
@@ -96,7 +111,10 @@ def _oldest(
     chosen = [
         info
         for info in store.list()
-        if info.modified_s <= until and info.name not in others and parse_block(info.name)
+        if info.modified_s <= until
+        and info.name not in others
+        and parse_block(info.name)
+        and info.name.partition("/")[0] not in without
     ]
     for info in sorted(chosen, key=lambda info: info.modified_s):
         if surplus <= 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +16,7 @@ from kvtier.cli.holdings import Part, Place, look
 from kvtier.cli.ls import find_namespace
 from kvtier.cli.rubbish import remove_home
 from kvtier.config import StackConfig, load
+from kvtier.core.slab.layout import committed
 from kvtier.errors import KVTierError, MediumInUse
 from kvtier.observe import human
 
@@ -21,13 +24,14 @@ app = console.new_app("Remove blocks.")
 
 
 class Cleared(msgspec.Struct):
-    """What became of one tier's part of a namespace; `kept` says why it stays."""
+    """What became of one tier's part of a namespace, or of one region of host memory; `kept` says
+    why it stays."""
 
     tier: int
     kind: str
     namespace: str
     blocks: int
-    bytes: int
+    bytes: int = 0
     kept: str = ""
 
 
@@ -63,7 +67,7 @@ def clear(
         size = human.size(sum(part.bytes for _, part in parts))
         tiers = ", ".join(dict.fromkeys(_named(place) for place, _ in parts))
         console.confirm(f"Remove {blocks} blocks ({size}) from {tiers}?", yes)
-    done = [_clear(stack, place, part) for place, part in parts]
+    done = [each for place, part in parts for each in _clear(stack, place, part)]
     if json:
         console.print_json(done)
     else:
@@ -83,21 +87,29 @@ def _named(place: Place) -> str:
     return f"{place.tier} {place.kind}{shared}"
 
 
-def _clear(config: StackConfig, place: Place, part: Part) -> Cleared:
-    done = Cleared(part.tier, part.kind, part.namespace, part.blocks, part.bytes)
+def _clear(config: StackConfig, place: Place, part: Part) -> Iterator[Cleared]:
+    if place.kind == "cpu":  # one region may be in use, and another not
+        for slab in place.slabs:
+            if slab.namespace == part.namespace:
+                blocks = len(committed(slab.entries()))
+                done = Cleared(part.tier, part.kind, part.namespace, blocks)
+                done.bytes = blocks * slab.header.slot_bytes
+                yield _tried(done, partial(remove_region, slab.table))
+    else:
+        done = Cleared(part.tier, part.kind, part.namespace, part.blocks, part.bytes)
+        yield _tried(done, partial(_remove, config, place, part.namespace))
+
+
+def _tried(done: Cleared, remove: Callable[[], None]) -> Cleared:
     try:
-        _remove(config, place, part.namespace)
+        remove()
     except (KVTierError, OSError) as error:
         done.kept = console.said_of(error)
     return done
 
 
 def _remove(config: StackConfig, place: Place, namespace: str) -> None:
-    if place.kind == "cpu":
-        for slab in place.slabs:
-            if slab.namespace == namespace:
-                remove_region(slab.table)
-    elif place.kind == "nvme":
+    if place.kind == "nvme":
         root = Path(place.where)
         if not remove_home(root, root / namespace):
             raise MediumInUse(f"{root / namespace} is in use: stop its engines first")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -33,6 +33,7 @@ from kvtier.core.tier import Tier
 from kvtier.core.transfer import Mover, Transfer, TransferKind, TransferResult
 from kvtier.errors import KVTierError, MediumError, MediumInUse
 from kvtier.move.threads import ThreadMover
+from kvtier.observe import human
 from kvtier.types import BlockKey, Namespace, Outcome, Presence
 
 STAGING_BYTES = 64 << 20
@@ -279,6 +280,15 @@ class Sink:
         except MediumError as error:  # the blocks are there all the same
             warn(f"how often they were used did not come along: {error}")
 
+    def say_interrupted(self) -> None:
+        """What was copied before."""
+        size = human.size(sum(map(self._namespace.payload_of, self.stored)))
+        with suppress(OSError):  # the terminal may have gone
+            warn(
+                f"interrupted: {len(self.stored)} blocks ({size}) of the namespace "
+                f"{self._namespace.id[:12]} were copied, and stay: run it again to go on"
+            )
+
     def close(self) -> None:
         """Let what is being written land, drop the rest, and close everything."""
         self._mover.close()
@@ -305,6 +315,10 @@ def open_sink(
                 if sink is not None:
                     with uninterrupted():
                         sink.close()
+    except KeyboardInterrupt:
+        if sink is not None:
+            sink.say_interrupted()
+        raise
     finally:
         if sink is None:
             reader.close()

@@ -36,6 +36,29 @@ def folder_locked(root: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def holding(folder: Path) -> Iterator[None]:
+    """Let others see that somebody works in a folder, whatever it is for."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(fd)
+
+
+def folder_held(folder: Path) -> bool:
+    """Whether a live process is `holding` it."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+@contextlib.contextmanager
 def filling(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
     """Be the only command that fills an NVMe folder: of two at once each would store, in slabs of
     its own, what the other has on its way. `waits` is called if there is another."""

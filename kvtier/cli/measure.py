@@ -14,12 +14,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvtier.cli.hold import holding
 from kvtier.cli.holdings import BENCH_MARK
 from kvtier.cli.look_objects import empty_store, local_folder
 from kvtier.cli.opening import opened, uninterrupted
@@ -252,10 +253,13 @@ def _bench_stack(config: StackConfig, size: Size, index: int | None) -> Iterator
     tiers = [_private(config.tiers[0], room)]
     # `lower` is a place of our own or nothing, never the tier's own settings: all in it goes.
     folder, lower = None, None
+    held = ExitStack()
     try:
         if index is not None:
             with uninterrupted():
                 folder = _folder_beside(config.tiers[index], room)
+                if folder is not None:  # for as long as it is held, `gc` leaves it alone
+                    held.enter_context(holding(folder))
             lower = _lower(config.tiers[index], room, folder)
             tiers.append(lower)
         measured = msgspec.structs.replace(config, tiers=tuple(tiers))
@@ -264,6 +268,7 @@ def _bench_stack(config: StackConfig, size: Size, index: int | None) -> Iterator
             yield stack
     finally:
         with uninterrupted():
+            held.close()
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             elif lower is not None and hasattr(lower, "url"):

@@ -22,7 +22,7 @@ from kvtier.backends.nvme.files import (
     unfinished,
     used_at,
 )
-from kvtier.cli.hold import folder_locked, has_live_owner, has_owner_now
+from kvtier.cli.hold import folder_held, folder_locked, has_live_owner, has_owner_now
 from kvtier.cli.holdings import BENCH_MARK, NAMESPACE_ID, Place, Slab
 from kvtier.config import StackConfig
 from kvtier.core.disk import is_locked
@@ -43,13 +43,14 @@ class Rubbish(msgspec.Struct):
 
 def find(config: StackConfig, places: list[Place], idle_s: float | None) -> Iterator[Rubbish]:
     """All rubbish of these places, of what is idle for `idle_s` seconds too."""
+    seen: set[Path] = set()
     for place in places:
         if place.kind == "cpu":
             yield from _of_regions(config.tiers[place.tier], place, idle_s)
         elif place.kind == "nvme" and Path(place.where).is_dir():
-            yield from _of_folder(place, idle_s)
+            yield from _of_folder(place, idle_s, seen)
         elif place.kind == "object":
-            yield from _of_store(config, place, idle_s)
+            yield from _of_store(config, place, idle_s, seen)
 
 
 # -- CPU regions -----------------------------------------------------------------------------
@@ -113,11 +114,11 @@ def _unless_used(path: Path, what: str) -> Iterator[Rubbish]:
 # -- NVMe folders ----------------------------------------------------------------------------
 
 
-def _of_folder(place: Place, idle_s: float | None) -> Iterator[Rubbish]:
+def _of_folder(place: Place, idle_s: float | None, seen: set[Path]) -> Iterator[Rubbish]:
     root = Path(place.where)
     over = 0 if place.capacity is None else place.used - place.capacity
     going: set[Path] = set()
-    for each in _in_folder(root, idle_s):
+    for each in _in_folder(root, idle_s, seen):
         yield each
         path = Path(each.where)
         going.add(path)
@@ -126,13 +127,19 @@ def _of_folder(place: Place, idle_s: float | None) -> Iterator[Rubbish]:
     yield from _over_budget(place, root, over, going)
 
 
-def _in_folder(root: Path, idle_s: float | None) -> Iterator[Rubbish]:
-    for folder in {root, root.parent}:
+def _of_benches(root: Path, seen: set[Path]) -> Iterator[Rubbish]:
+    """In folders that another tier of the stack has not looked through already."""
+    for folder in {root, root.parent} - seen:
+        seen.add(folder)
         for path in sorted(folder.glob(f"{BENCH_MARK}*")):
             with contextlib.suppress(FileNotFoundError):  # it has just ended
                 if not _bench_lives(path):
                     what = "folder of a measurement that was killed"
                     yield Rubbish(what, str(path), _size_of(path), partial(_remove_bench, path))
+
+
+def _in_folder(root: Path, idle_s: float | None, seen: set[Path]) -> Iterator[Rubbish]:
+    yield from _of_benches(root, seen)
     homes = [path for path in sorted(root.iterdir()) if _is_home(path)]
     for home in homes:
         with contextlib.suppress(FileNotFoundError):  # removed since it was listed
@@ -256,7 +263,7 @@ def _remove_slab(root: Path, slab: Slab) -> bool:
 
 def _bench_lives(path: Path) -> bool:
     young = time.time() - path.stat().st_mtime < _BENCH_S
-    return young or any(is_locked(owner) for owner in path.glob("*/owners/*"))
+    return young or folder_held(path)
 
 
 def _remove_bench(path: Path) -> bool:
@@ -278,15 +285,19 @@ def _size_of(folder: Path) -> int:
 # -- object stores ---------------------------------------------------------------------------
 
 
-def _of_store(config: StackConfig, place: Place, idle_s: float | None) -> Iterator[Rubbish]:
+def _of_store(
+    config: StackConfig, place: Place, idle_s: float | None, seen: set[Path]
+) -> Iterator[Rubbish]:
     """Idle namespaces, blocks too old or over the budget, and what told of blocks that went."""
     from kvtier.cli.look_objects import local_folder, remove_idle
 
     settings: Any = config.tiers[place.tier]
+    going: set[str] = set()
     for part in place.parts:
         last = max(part.newest or 0.0, place.served.get(part.namespace, 0.0))
         if idle_s is None or time.time() - last <= idle_s:
             continue
+        going.add(part.namespace)
         yield Rubbish(
             "namespace that nobody used for so long",
             _below(place, part.namespace),
@@ -294,22 +305,24 @@ def _of_store(config: StackConfig, place: Place, idle_s: float | None) -> Iterat
             partial(remove_idle, settings, part.namespace, idle_s),
         )
     folder = local_folder(settings.url)
+    if folder is not None:
+        yield from _of_benches(folder, seen)
     made = folder is None or folder.exists()  # opening the store would make it
     if made and not place.troubles:
-        yield from _surveyed(settings, place)
+        yield from _surveyed(settings, place, going)
 
 
 def _below(place: Place, namespace: str) -> str:
     return f"{place.where.rstrip('/')}/{namespace}"
 
 
-def _surveyed(settings: Any, place: Place) -> Iterator[Rubbish]:
+def _surveyed(settings: Any, place: Place, going: set[str]) -> Iterator[Rubbish]:
     from kvtier.backends.object import capacity_of, gc, open_for
 
     age_s = None if settings.age_max is None else settings.age_max.seconds
 
     def survey(store: Any) -> gc.Survey:
-        return gc.survey(store, capacity_of(settings), age_s, time.time())
+        return gc.survey(store, capacity_of(settings), age_s, time.time(), going)
 
     def collect() -> bool:
         with contextlib.closing(open_for(settings)) as store:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from cli_world import KVTIER, Hold, command
 
-from kvtier.cli import commands, measure
+from kvtier.cli import commands, measure, rubbish
+from kvtier.cli.holdings import BENCH_MARK
 from kvtier.config import load
 from kvtier.stack import Stack
 from kvtier.testing.records import NAMESPACE, make_keys, payload
@@ -90,6 +91,26 @@ def test_interrupted_it_leaves_nothing(number: int, stack_file: Path, tmp_path: 
     assert (process.returncode, out, err) == (128 + number, "", "")
     assert list(host.iterdir()) == []
     assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_what_is_being_measured_is_no_rubbish(
+    stack_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes, and in whatever kind of place."""
+    store = f'  - {{kind: object, capacity: 64MiB, url: "file://{tmp_path}/disk/store"}}\n'
+    stack_file.write_text(stack_file.read_text() + store)
+    measured, seen = measure._measure_lower, []
+
+    def look_meanwhile(*args: object) -> object:
+        found = measured(*args)  # type: ignore[arg-type]
+        for path in (tmp_path / "disk").glob(f"{BENCH_MARK}*"):
+            os.utime(path, (0, 0))
+            seen.append(rubbish._bench_lives(path))
+        return found
+
+    monkeypatch.setattr(measure, "_measure_lower", look_meanwhile)
+    assert commands.run(["bench", "-c", str(stack_file), *SMALL]) == 0
+    assert seen == [True, True]
 
 
 def test_wrong_bytes_are_told(

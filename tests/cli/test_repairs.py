@@ -278,6 +278,23 @@ class TestClear:
         engine.communicate("check\n")
         assert engine.returncode == 0
 
+    def test_one_region_in_use_keeps_no_other(
+        self, stack_file: Path, tmp_path: Path, hold: Hold
+    ) -> None:
+        engine = hold(stack_file)
+        for name in ("cli-dp1", "cli-dp0"):  # of the ranks that ran beside it, before and behind
+            with Stack(load(stack_file), NAMESPACE, engine=name) as stack:
+                stack.store({key: payload(key) for key in make_keys(3)})
+        rows = run("clear", "-c", stack_file, "--tier", "cpu", "--yes", code=1)
+        assert sorted((row["blocks"], bool(row["kept"])) for row in rows) == [
+            (3, False),
+            (3, False),
+            (8, True),
+        ]
+        assert len(list((tmp_path / "host").glob("*.region"))) == 1
+        engine.communicate("check\n")
+        assert engine.returncode == 0
+
     def test_other_files_stay(self, filled: Path, tmp_path: Path) -> None:
         folder = tmp_path / "disk" / "blocks"
         (folder / "notes.txt").write_text("mine")

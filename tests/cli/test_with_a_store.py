@@ -20,6 +20,8 @@ from object import object_servers  # type: ignore[attr-defined]
 from kvtier import Stack
 from kvtier.backends.object import open_for
 from kvtier.cli import commands
+from kvtier.cli.hold import holding
+from kvtier.cli.holdings import BENCH_MARK
 from kvtier.config import load
 from kvtier.core.disk import Disk
 from kvtier.testing.records import GROUPED, NAMESPACE, make_keys, payload
@@ -142,6 +144,40 @@ def test_idle_namespaces_go(stack: Path) -> None:
     assert len(found) == 1
     assert objects(stack) == []
     assert run("du", "-c", stack, "--tier", "object")[0]["used"] == 0
+
+
+def test_what_is_idle_is_not_also_over_the_budget(in_a_folder: Path, tmp_path: Path) -> None:
+    """A dry run says the same as the run."""
+    other = Namespace(facts={"model": "other"}, group_bytes=(8192,))
+    for namespace in (NAMESPACE, other):
+        with Stack.open(in_a_folder, namespace) as opened:
+            opened.store({key: payload(key, namespace) for key in make_keys(BLOCKS)})
+            assert opened.settle()
+    for path in (tmp_path / "store").rglob("*"):
+        if NAMESPACE.id in str(path):
+            os.utime(path, (time.time() - 7200,) * 2)
+    # There is room for the blocks of one of them.
+    in_a_folder.write_text(in_a_folder.read_text().replace("64MiB", f"{BLOCKS * (4096 + 8192)}"))
+    args = ("gc", "-c", in_a_folder, "--tier", "object", "--idle", "1h")
+    (would,) = run(*args, "--dry-run")["found"]
+    (row,) = run(*args)["found"]
+    assert row == would | {"removed": True}
+    assert row["what"] == "namespace that nobody used for so long"
+    assert run("du", "-c", in_a_folder, "--tier", "object")[0]["used"] > 0
+
+
+def test_a_measurement_of_a_folder_that_was_killed_goes(in_a_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk" / "blocks").mkdir()
+    for name, number in (("disk", 1), (".", 2)):  # beside the nvme tier's, and the store's
+        bench = tmp_path / name / f"{BENCH_MARK}{number}"
+        bench.mkdir()
+        os.utime(bench, (0, 0))
+    assert len(run("gc", "-c", in_a_folder, "--dry-run")["found"]) == 2
+    with holding(bench):
+        assert len(run("gc", "-c", in_a_folder)["found"]) == 1
+    assert bench.exists()
+    assert len(run("gc", "-c", in_a_folder)["found"]) == 1
+    assert not bench.exists()
 
 
 def test_a_namespace_that_is_only_read_is_not_idle(in_a_folder: Path, tmp_path: Path) -> None:
