@@ -191,6 +191,8 @@ class S3Store(Store):
             if answer.status not in (200, 206):
                 self._missing_or_raise(answer)
                 return None
+            if made := _made_of_it(answer.headers):  # of which the length says nothing
+                raise WrongEndpoint(f"{self._where} answers with {made}: look for a proxy between")
             ranged = "content-range" in answer.headers  # some servers send it with a 200
             if ranged != ("range" in extra):
                 raise WrongEndpoint(f"{self._where} does not know range requests")
@@ -281,7 +283,10 @@ class S3Store(Store):
         return self._head_of(method, target, headers, body_bytes)
 
     def _head_of(self, method: str, target: str, headers: dict[str, str], body_bytes: int) -> bytes:
-        return request_head(method, self._form + target, {**headers, **self._extra}, body_bytes)
+        # not signed: some change it on the way
+        plain = {"accept-encoding": "identity"} if method == "GET" else {}
+        all_headers = {**headers, **plain, **self._extra}
+        return request_head(method, self._form + target, all_headers, body_bytes)
 
     def _send_built(
         self, method: str, url: str, headers: dict[str, str], body: bytes, deadline: float
@@ -318,6 +323,15 @@ class S3Store(Store):
     def _end(self, deadline: float | None) -> float:
         latest = time.monotonic() + self._settings.timeouts.total_s
         return latest if deadline is None else deadline
+
+
+def _made_of_it(headers: Mapping[str, str]) -> str:
+    """What somebody on the way has put in the place of an object; nothing if it is as it is."""
+    encoding = headers.get("content-encoding", "").lower()
+    if encoding not in ("", "identity", "aws-chunked"):  # the last: as it was sent to the store
+        return "something packed in place of an object"
+    page = headers.get("content-type", "").lower().startswith("text/html")
+    return "a web page in place of an object" if page else ""
 
 
 def _error_body(answer: Response) -> bytes:

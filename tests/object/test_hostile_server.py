@@ -304,6 +304,28 @@ def test_an_object_of_unknown_length_is_not_called_corrupt(
         get(store)
 
 
+@pytest.mark.parametrize("field", [b"content-encoding: gzip", b"Content-Type: text/html; x=y"])
+def test_what_a_proxy_made_of_an_object_is_not_called_corrupt(
+    server: HostileServer, store: S3Store, field: bytes
+) -> None:
+    """Packed, or a page of its own with status 200: the object itself may be quite right, and what
+    is corrupt is deleted."""
+    head = b"HTTP/1.1 200 OK\r\n%s\r\ncontent-length: 4\r\n\r\n" % field
+    server.script = said(head + b"what")
+    with pytest.raises(errors.WrongEndpoint, match="proxy"):
+        store.get_up_to("name", [memoryview(bytearray(len(BODY)))])
+    assert b"accept-encoding: identity" in server.heads[0].lower()
+
+
+@pytest.mark.parametrize("encoding", [b"identity", b"aws-chunked", b""])
+def test_an_encoding_that_leaves_the_object_as_it_is(
+    server: HostileServer, store: S3Store, encoding: bytes
+) -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-encoding: %s\r\ncontent-length: %d\r\n\r\n"
+    server.script = said(head % (encoding, len(BODY)) + BODY)
+    assert get(store) is GetOutcome.FOUND
+
+
 def test_a_listing_that_does_not_get_on(server: HostileServer, store: S3Store) -> None:
     more = b"<IsTruncated>true</IsTruncated><NextContinuationToken>x</NextContinuationToken>"
     server.script = said(answer(200, b"<ListBucketResult>" + more + b"</ListBucketResult>"))
