@@ -15,6 +15,8 @@ from kvtier.vllm.protocol import Report
 _EVERY_S = 0.5
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+_DOWN = "kvtier:tier_down"
+
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:hit_blocks": ("Blocks that loads found in a tier", ("tier",)),
     "kvtier:hit_bytes": ("Bytes that loads found in a tier", ("tier",)),
@@ -50,7 +52,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:bytes_capacity": ("A tier's capacity", ("tier",)),
     "kvtier:pinned_blocks": ("Blocks being read", ("tier",)),
     "kvtier:quarantined_blocks": ("Blocks whose place is not used again", ("tier",)),
-    "kvtier:tier_down": ("1 while a tier is left alone because it fails", ("tier",)),
+    _DOWN: ("1 while a tier is left alone because it fails", ("tier",)),
     "kvtier:link_bytes_per_second": ("Measured speed of the way from a tier", ("link",)),
     "kvtier:link_latency_seconds": ("Measured time that each load over a link takes", ("link",)),
     "kvtier:prefill_tokens_per_second": ("Measured speed of computing prompts", ()),
@@ -70,6 +72,18 @@ def definitions(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     found[_TRANSFER] = compat.OffloadingHistogramMetadata(
         "Seconds from the queueing of a transfer to its end", ("source", "target"), _SECONDS
     )
+    return found
+
+
+def _by_label(
+    rows: Iterator[tuple[str, tuple[str, ...], float]],
+) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Tiers of one kind share their labels: their counts and sizes are added up, and one that is
+    down is not hidden by another that is well."""
+    found: dict[tuple[str, tuple[str, ...]], float] = {}
+    for name, labels, value in rows:
+        before = found.get((name, labels), 0)
+        found[name, labels] = max(before, value) if name == _DOWN else before + value
     return found
 
 
@@ -109,13 +123,13 @@ class Meter:
         stats = compat.OffloadingConnectorStats()
         chain = self._manager.chain
         found = chain.chain_stats()
-        for name, labels, value in self._counters(found):
+        for (name, labels), value in _by_label(self._counters(found)).items():
             # One that is not there before it counts something has not grown for who watches it.
             told = self._told.get((name, labels))
             if told is None or value > told:
                 self._told[name, labels] = value
                 stats.increase_counter(name, value - (told or 0), labels)
-        for name, labels, value in self._gauges(found):
+        for (name, labels), value in _by_label(self._gauges(found)).items():
             if self._told.get((name, labels)) != value:
                 self._told[name, labels] = value
                 stats.set_gauge(name, value, labels)
@@ -153,7 +167,7 @@ class Meter:
     def _gauges(self, found: ChainStats) -> Iterator[tuple[str, tuple[str, ...], float]]:
         for index, tier in enumerate(found.tiers):
             label = (tier.medium,)
-            yield "kvtier:tier_down", label, found.down[index]
+            yield _DOWN, label, found.down[index]
             yield "kvtier:quarantined_blocks", label, tier.quarantined
             yield "kvtier:blocks", label, tier.blocks
             yield "kvtier:bytes_used", label, tier.bytes_used

@@ -81,3 +81,32 @@ def test_what_the_cost_model_knows_and_leaves_is_told(tmp_path: Path) -> None:
         assert then["kvtier:prefill_tokens_per_second"] == pytest.approx(4096)
         assert then["kvtier:left_blocks:('tape',)"] == costs.stats()["tape"].refused
         assert then["kvtier:link_bytes_per_second:('tape',)"] > 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
+def test_tiers_of_one_kind_are_told_together(tmp_path: Path) -> None:
+    from kvtier.vllm.metrics import Meter
+
+    cpu = {"kind": "cpu", "path": str(tmp_path), "capacity": 64 * SLOT}
+    disks = [
+        {"kind": "nvme", "path": str(tmp_path / name), "capacity": size * SLOT, "free_floor": 0}
+        for name, size in (("first", 64), ("second", 128))
+    ]
+    config = {"version": 1, "name": "unit", "mover": {"mode": "threads"}, "tiers": [cpu, *disks]}
+    with Stack.open(config, NAMESPACE) as stack:
+        now = [100.0]
+        meter = Meter(ChainManager(stack, region="region", ranks=1), lambda: now[0])
+        meter.read()
+        stack.store({key: bytes(8192) for key in make_keys(4)})
+        assert stack.settle()
+        found = stack.chain.chain_stats()
+        found.down = [False, True, False]
+        stack.chain.chain_stats = lambda: found  # type: ignore[method-assign]
+        now[0] += 1
+        then = meter.read().reduce()
+        assert then["kvtier:tier_down:('nvme',)"] == 1, "the other one is well"
+        assert then["kvtier:stored_blocks:('nvme',)"] == 8
+        assert then["kvtier:blocks:('nvme',)"] == 8
+        now[0] += 1
+        again = meter.read()
+        assert again is None or "nvme" not in str(again.reduce()), "nothing has changed"
