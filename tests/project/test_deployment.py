@@ -72,6 +72,7 @@ def test_the_manifest_of_kubernetes(tmp_path: Path) -> None:
     mounts = {each["name"]: each["mountPath"] for each in server["volumeMounts"]}
     assert str(where) == f"{mounts['stack']}/stack.yaml"
     assert mounts["shm"] == "/dev/shm"
+    assert Path(found["model"]).is_relative_to(mounts["models"])
     assert {each["name"] for each in pod["volumes"]} == set(mounts)
 
 
