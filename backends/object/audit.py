@@ -43,7 +43,8 @@ class Audit(msgspec.Struct, frozen=True):
     """All that is written down, and what was offered before the listing began."""
     capacity: int
     hungry: bool
-    age_max_s: float | None
+    too_old_s: float
+    """Blocks of this time and before, by the store's clock, must go: ours may be wrong by days."""
     read_s: float
     """How long a removed object may still be read by somebody who was told of it before."""
     dead: bool
@@ -150,7 +151,7 @@ class _Seen:
                 there[at] = False
                 if case.dead or not young:
                     self.leftovers.append(info.name)
-            elif case.age_max_s is not None and case.now - info.modified_s > case.age_max_s:
+            elif info.modified_s <= case.too_old_s:
                 there[at] = False
                 self.leftovers.append(info.name)
             elif size != info.size or kind != ADDED:

@@ -20,6 +20,7 @@ died stays counted until somebody has listed everything there is, after its deat
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -260,6 +261,10 @@ class Claims:
     def store_now(self) -> float:
         """The time by the store's clock, as far as we have seen it."""
         return self._store_s + self._clock() - self._seen_at
+
+    def long_ago(self, age_s: float | None) -> float:
+        """What the store's clock said so long ago; where nobody asks, before all that there is."""
+        return -math.inf if age_s is None else self.store_now() - age_s
 
     def close(self, *, clean: bool) -> None:
         """Leave the budget; raises StoreError. What may be there unknown to manifests (not

@@ -335,7 +335,7 @@ class Keeper:
                 stated=stated,
                 capacity=self.limits.capacity,
                 hungry=self._hungry,
-                age_max_s=self.limits.age_max_s,
+                too_old_s=self._claims.long_ago(self.limits.age_max_s),
                 read_s=self.limits.read_s,
                 dead=bool(dead),
                 now=begun,

@@ -14,17 +14,21 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from object_audits import RECORD, filled, opened
+from object_audits import CAPACITY, RECORD, blocks_in, filled, opened
 
 from kvtier.backends.object import keeper as keeper_module
 from kvtier.backends.object.budget import Standing
 from kvtier.backends.object.errors import AccessDenied, StoreError
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.keeper import Keeper
+from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.manifest import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.names import block_name
 from kvtier.backends.object.news import News
 from kvtier.backends.object.store import ObjectInfo
+from kvtier.backends.object.tier import ObjectTier
+from kvtier.core.eviction import create_policy
 from kvtier.core.record import HEADER_BYTES
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey, EventKind, Presence
@@ -194,6 +198,25 @@ def test_a_clock_that_is_ahead_keeps_no_size_from_being_corrected(tmp_path: Path
     keeper.refresh()
     tier.tick()
     assert keeper.budget.used == RECORD
+    keeper.close()
+
+
+@pytest.mark.parametrize(("ahead_s", "stays"), [(1e6, True), (-1e6, True), (0.0, False)])
+def test_what_is_too_old_is_so_by_the_clock_of_the_store(
+    tmp_path: Path, ahead_s: float, stays: bool
+) -> None:
+    """One server whose clock is days ahead would delete what all others have just stored."""
+    store = FileStore(tmp_path / "store")
+    [key] = filled(store, 1)
+    if not stays:
+        before = time.time() - 7200.0
+        os.utime(store.root / block_name(NAMESPACE.id, key), (before, before))
+    limits = Limits(CAPACITY, refresh_s=600.0, audit_s=600.0, age_max_s=3600.0)
+    keeper = Keeper(store, NAMESPACE, limits, clock=lambda: time.time() + ahead_s)
+    tier = ObjectTier(keeper, create_policy())
+    keeper.open(tier.known)
+    keeper.refresh()
+    assert blocks_in(store) == stays
     keeper.close()
 
 
