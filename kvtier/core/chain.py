@@ -75,6 +75,7 @@ class TierChain(Tier):
         self._ledger = Ledger(self.tiers)
         self._load_health = Health(len(tiers), rest_seconds)
         self._appraiser = Appraiser(self._tally, costs)
+        self._costs = costs
         self._promotion = Promotion(
             settings, self._ledger, mover, self._load_health, self._tally, costs
         )
@@ -294,6 +295,8 @@ class TierChain(Tier):
     def tick(self) -> None:
         now = self._clock()
         self._settle(now)
+        if self._costs is not None:
+            self._costs.collected()
         late, ids = self._ledger.expire(now)
         self._tally.expired += len(late)
         self._ended += late

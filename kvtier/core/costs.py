@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtier.core.rates import Line, LinkRate
+from kvtier.core.prefill import Prefill
+from kvtier.core.rates import LinkRate
 
 DEVICE = "device"
 """The link that every loaded byte crosses: host memory to the engine's own."""
@@ -94,8 +95,8 @@ class CostModel:
         self._clock = clock
         self._links: dict[str, LinkRate] = {}
         self._link(DEVICE)
-        self._prefill = Line(ridge_slope=0.01)
-        self._prefill_span = 0.0
+        self._prefill = Prefill()
+        self._doubt = 1.0
 
     def started(self, link: str, token: int, size: int) -> None:
         """A load of `size` bytes was queued; `token` is the caller's name for it, used once."""
@@ -112,6 +113,15 @@ class CostModel:
         if complete or seconds > state.line.at(size):
             self.observe_load(link, size, seconds)
 
+    def collected(self) -> None:
+        """All loads that have ended by now were reported: what is still under way may be late.
+
+        Between two such calls, an engine's step apart, loads end and nobody knows.
+        """
+        now = self._clock()
+        for link in self._links.values():
+            link.collected = now
+
     def observe_load(self, link: str, size: int, seconds: float) -> None:
         """`size` bytes crossed a link in `seconds`; for links whose loads are not announced."""
         if size > 0:
@@ -120,18 +130,12 @@ class CostModel:
 
     def observe_prefill(self, tokens: int, seconds: float, context: int = 0) -> None:
         """The engine computed `tokens` in `seconds`, with `context` tokens before them."""
-        if tokens <= 0 or seconds <= 0:
-            return
-        # Short steps are mostly overhead and decodes: they would make recomputing look dear.
-        self._prefill_span = max(self._prefill_span * 0.98, tokens)
-        if tokens >= max(self._prefill_span / 4, 64) or not self._prefill.samples:
-            self._prefill.observe(context + tokens / 2, seconds / tokens, weight=tokens)
+        if tokens > 0 and seconds > 0:
+            self._prefill.observe(tokens, seconds, context)
 
     def recompute_seconds(self, start: int, stop: int) -> float | None:
         """How long the engine would take to compute tokens `start:stop`; None while unknown."""
-        if not self._prefill.samples:
-            return None
-        return self._recompute(start, stop)
+        return self._prefill.seconds(start, stop) if self._prefill.known else None
 
     def load_seconds(self, link: str, size: int) -> float:
         """How long a load over one link would take if it were queued now."""
@@ -151,13 +155,15 @@ class CostModel:
         must be part of a load that starts if its blocks are counted in the answer.
         """
         blocks = sum(run.blocks for run in runs)
-        if not blocks or not self._prefill.samples:
+        if not blocks or not self._prefill.known:
             self._count(runs, blocks)
             return blocks
         now = self._clock()
+        self._doubt = self._prefill.doubt(blocks * tokens_per_block)
         count = self._fastest(runs, tokens_per_block, start, blocks, now)
         self._count(runs, count)
         if count < blocks:
+            self._prefill.tried((blocks - count) * tokens_per_block)
             count += self._probe(runs, count, tokens_per_block, start, now)
         return count
 
@@ -167,10 +173,11 @@ class CostModel:
         best = len(offers) - 1
         if best < 0:
             return -1
-        if not self._prefill.samples:
+        if not self._prefill.known:
             self._book(offers, best)
             return best
         now = self._clock()
+        self._doubt = self._prefill.doubt(offers[-1].stop - start)
         gains = [
             self._recompute(start, offer.stop) - self._loading(offer, now)[0] for offer in offers
         ]
@@ -178,7 +185,10 @@ class CostModel:
         if gains[best] <= 0:
             best = -1
         self._book(offers, best)
-        return best if best == len(offers) - 1 else self._probe_offer(offers, best, start, now)
+        if best == len(offers) - 1:
+            return best
+        self._prefill.tried(offers[-1].stop - (offers[best].stop if best >= 0 else start))
+        return self._probe_offer(offers, best, start, now)
 
     @property
     def prefill_rate(self) -> float:
@@ -210,7 +220,7 @@ class CostModel:
         return link
 
     def _recompute(self, start: int, stop: int) -> float:
-        return (stop - start) * self._prefill.at((start + stop) / 2)
+        return self._doubt * self._prefill.seconds(start, stop)
 
     def _terms(self, name: str, now: float) -> tuple[float, float]:
         """A link's terms, worse than they are while it has to win back what it lost."""
@@ -298,11 +308,12 @@ class CostModel:
         allowed = self._recompute(start, offers[-1].stop) * self._settings.probe_size - fixed
         most = max(allowed, 2 * fixed)
         chosen = best + 1
+        known = offers[best].stop if best >= 0 else start
         for at in range(chosen + 1, len(offers)):
             size = sum(run.bytes for run in offers[at].loads if run.link == blocking)
-            if each * size <= most:
+            wins = fixed + each * size < self._recompute(known, offers[at].stop)
+            if wins or each * size <= most:
                 chosen = at
-        known = offers[best].stop if best >= 0 else start
         loss = self._loading(offers[chosen], now)[0] - self._recompute(known, offers[chosen].stop)
         blocks = sum(run.blocks for run in offers[chosen].loads if run.link == blocking)
         self._note_probe(link, blocks, loss, now)
@@ -333,7 +344,10 @@ class CostModel:
         fitting = int((self._recompute(start, end) * rules.probe_size - fixed) / block)
         # Large enough to tell a change of bandwidth from one of latency.
         telling = int(2 * fixed / block) + 1
-        blocks = min(run.blocks - count, max(fitting, telling))
+        most = run.blocks - count
+        blocks = min(most, max(fitting, telling))
+        if fixed + block * most < self._recompute(at, at + most * per_block):
+            blocks = most  # it would win, but for what it has to win back: find out if it does
         loss = fixed + block * blocks - self._recompute(at, at + blocks * per_block)
         self._note_probe(link, blocks, loss, now)
         return blocks

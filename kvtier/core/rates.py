@@ -123,7 +123,7 @@ class LinkRate:
 
     _OVERDUE = 2.0
     _GRACE = 0.1
-    """Results are collected between engine steps, so a load may look older than it is."""
+    """Word of a load's end takes a moment to arrive."""
     _ABANDONED = 300.0
     """No load lives so long: whoever started it will not report its end."""
 
@@ -133,6 +133,8 @@ class LinkRate:
             self.line.suppose(size, latency + size / bandwidth)
         self.in_flight: dict[int, InFlight] = {}
         self.queued = 0
+        self.collected = 0.0
+        """When it was last asked which loads have ended: what is in flight had not by then."""
         self.drain = Drain()
         self.refusing = False
         self.next_probe = 0.0
@@ -150,11 +152,11 @@ class LinkRate:
     def _overdue(self, now: float) -> float:
         """How many times slower than expected the oldest load is for certain, if it is late."""
         token, oldest = next(iter(self.in_flight.items()))
-        age = now - oldest.since
-        if age > self._ABANDONED:
+        if now - oldest.since > self._ABANDONED:
             del self.in_flight[token]
             self.queued -= oldest.bytes
             return 1.0
+        age = self.collected - oldest.since
         if age <= oldest.expected * self._OVERDUE + self._GRACE:
             return 1.0
         return age / oldest.expected

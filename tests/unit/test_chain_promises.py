@@ -147,6 +147,23 @@ def test_costs_decide_and_are_told(rig: ChainRig) -> None:
     assert costed.chain.worth(other, 256) <= 1, "slower than computing them again, but for a probe"
 
 
+def test_a_load_is_late_only_if_it_was_not_there_when_asked_for() -> None:
+    """A step may take longer than all loads of the step before: those have ended, unheard."""
+    now = [1000.0]
+    costs = CostModel(clock=lambda: now[0])
+    rig = ChainRig([8, 16], READ_ONLY[:2], costs=costs, clock=lambda: now[0])
+    keys = rig.put(1, KEYS[:6])
+    costs.observe_prefill(1024, 1.0)
+    costs.observe_load(rig.tiers[1].medium, 4096, 0.01)
+    assert rig.chain.worth(keys[:1], 256) == 1
+    rig.chain.begin_load(keys[:1], "a", FAR)
+    rig.chain.poll()
+    now[0] += 3.0
+    assert rig.chain.worth(keys[1:3], 256) == 2, "nobody has asked since"
+    rig.chain.poll()
+    assert rig.chain.worth(keys[3:], 256) == 0, "it is late for certain"
+
+
 def test_hits_are_counted_where_they_were_found(rig: ChainRig) -> None:
     rig.put(0, KEYS[:1])
     rig.put(1, KEYS[1:3])

@@ -127,6 +127,8 @@ def test_a_load_that_does_not_end_stops_others_before_it_is_measured() -> None:
     assert model.admit(hit, BLOCK_TOKENS) == 64
     model.started("far", 1000, 64 * BLOCK_BYTES)
     clock.now += 2.0
+    assert model.admit(hit, BLOCK_TOKENS) == 64, "it may have ended during a long step"
+    model.collected()
     assert model.admit(hit, BLOCK_TOKENS) < 64
     clock.now += 8.0
     model.ended("far", 1000, False, 10.0)
@@ -202,6 +204,8 @@ def test_how_long_the_first_of_busy_links_is_busy() -> None:
     model.started("nvme", 2, 10**9)
     assert model.drain_seconds() == pytest.approx(1.0, rel=0.1)
     clock.now += 100.0
+    assert model.drain_seconds() == pytest.approx(1.0, rel=0.1), "nobody has asked since"
+    model.collected()
     assert model.drain_seconds() > 10.0, "it is late"
 
 
@@ -223,6 +227,16 @@ def test_short_steps_do_not_make_recomputing_look_dear() -> None:
     for _ in range(20):
         model.observe_prefill(8, 0.03)
     assert model.recompute_seconds(0, 10_240) == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_link_that_would_win_is_not_held_down_by_probes_of_one_size() -> None:
+    """Small ones say too little of what its latency is and what its bandwidth: if it is only to win
+    back what it lost, the whole hit is tried."""
+    link = engine(0.06, 64 * BLOCK_BYTES / 0.45)
+    for _ in range(3):
+        link.model.observe_load("far", 4 * BLOCK_BYTES, link.links["far"].mean(4 * BLOCK_BYTES))
+    taken = [link.request("far", 64)[0] for _ in range(300)]
+    assert taken[20:] == [64] * 280
 
 
 def test_prefill_cost_grows_with_context() -> None:
@@ -320,9 +334,9 @@ def _changing_world(seed: int) -> tuple[float, float, float]:
     Latency, bandwidth and the engine's speed jump by orders of magnitude every 200 requests; the
     oracle knows them at every moment.
     """
-    rng = random.Random(seed)
+    rng, noise, pauses = (random.Random(seed + part) for part in (0, 1000, 2000))
     world = engine(0.01, 1e9)
-    world.links["far"].noise = lambda: rng.lognormvariate(0, 0.25)
+    world.links["far"].noise = lambda: noise.lognormvariate(0, 0.25)
     mine = oracle = always = never = 0.0
     for step in range(2000):
         if step % 200 == 0:
@@ -335,7 +349,7 @@ def _changing_world(seed: int) -> tuple[float, float, float]:
         oracle += world.best("far", blocks)
         always += max(world.links["far"].mean(size), world.links[DEVICE].mean(size)) + base
         never += blocks * BLOCK_TOKENS / world.tokens_a_second + base
-        mine += world.request("far", blocks, think=rng.expovariate(1.0))[1]
+        mine += world.request("far", blocks, think=pauses.expovariate(1.0))[1]
     return mine, oracle, min(always, never)
 
 

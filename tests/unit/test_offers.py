@@ -211,6 +211,27 @@ def test_a_slow_disk_that_recovers_is_found_out() -> None:
     assert taken == LAST
 
 
+def test_a_disk_that_would_win_is_not_held_down_by_probes_of_one_size() -> None:
+    now = [0.0]
+    costs = CostModel(clock=lambda: now[0])
+    costs.observe_prefill(1000, 1000 / TOKENS_A_SECOND)
+    of = Appraiser(Tally(MEDIA, NAMESPACE), costs)
+    groups, places = spans(FULL, FULL, chunks=32, size=1 << 22), [[1] * 32] * 2
+
+    def load(chunks: int) -> None:
+        costs.observe_load("disk", 2 * chunks << 22, 0.6 + chunks * 4.5 / 32)
+
+    for _ in range(3):
+        load(2)
+    taken = []
+    for _ in range(100):
+        now[0] += 10.0
+        taken.append(worth(of, groups, places))
+        if taken[-1]:
+            load(taken[-1])
+    assert taken[40:] == [32] * 60
+
+
 class Disk(NamedTuple):
     """A disk and an engine, as they are for a while."""
 
