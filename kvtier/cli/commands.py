@@ -88,6 +88,7 @@ class _Commands(TyperGroup):
         return None if help_text is None else TyperCommand(cmd_name, help=help_text)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        self.commands = {name: self.get_command(ctx, name) for name in COMMANDS}  # to suggest
         name, stub, rest = super().resolve_command(ctx, args)
         command = load(name) if stub is not None and name else stub
         console.speak_for_log()

@@ -35,7 +35,10 @@ _BuiltIn = Annotated[
 ]
 
 
-@app.command(epilog="Example: kvtier config check configs/laptop.yaml --block-size 1MiB")
+@app.command(
+    short_help="Say what is wrong with a stack, and where.",
+    epilog="Example: kvtier config check configs/laptop.yaml --block-size 1MiB",
+)
 def check(
     context: typer.Context,
     file: _File = None,
@@ -102,7 +105,10 @@ def _warnings(file: Path, config: StackConfig) -> list[ConfigError]:
     ]
 
 
-@app.command(epilog="Example: kvtier config show configs/laptop.yaml")
+@app.command(
+    short_help="Print what a stack comes to, with its defaults.",
+    epilog="Example: kvtier config show configs/laptop.yaml",
+)
 def show(
     context: typer.Context,
     file: _File = None,
@@ -119,7 +125,10 @@ def show(
         console.say(yaml.safe_dump(values, sort_keys=False, allow_unicode=True).rstrip())
 
 
-@app.command(epilog="Example: kvtier config schema > schema.json")
+@app.command(
+    short_help="Print the JSON Schema of stack files.",
+    epilog="Example: kvtier config schema > schema.json",
+)
 def schema(built_in: _BuiltIn = False) -> None:
     """Print the JSON Schema of stack files, with all tier kinds that are installed."""
     console.print_json(json_schema(kinds(built_in=built_in)))
@@ -132,8 +141,9 @@ def print_reference(built_in: _BuiltIn = False) -> None:
 
 
 @app.command(
+    short_help="Write a stack file for this machine.",
     epilog="Examples: kvtier config init stack.yaml --folder /mnt/nvme/kvtier; "
-    "kvtier config init stack.yaml --memory 8GiB --disk 100GiB --bucket s3://bucket/kv"
+    "kvtier config init stack.yaml --memory 8GiB --disk 100GiB --bucket s3://bucket/kv",
 )
 def init(
     file: Annotated[

@@ -237,6 +237,11 @@ def store_of(
         if not to_write and folder is not None and not folder.exists():
             raise ConfigError(text, "there is no such folder", "name one that holds a snapshot")
         return msgspec.structs.replace(config, tiers=(config.tiers[0], settings)), 1
+    if text is not None and Path(text).is_dir():
+        raise ConfigError(text, "is a folder", f"write {Path(text).resolve().as_uri()}")
+    if text is not None and not Path(text).exists():
+        remedy = "write s3://bucket/prefix or file:///folder, or name a stack with a store"
+        raise ConfigError(text, "neither a url nor a stack file", remedy)
     other = config if text is None else load(Path(text), to_write=to_write)
     stores = [tier for tier, each in enumerate(other.tiers) if each.kind == "object"]
     if len(stores) == 1:

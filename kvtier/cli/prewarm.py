@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -52,6 +53,9 @@ def prewarm(
     namespaces that cannot be computed. Exit code 1 if something could not be copied.
     """
     console.only_with("--prompts", prompts, model=model)
+    if source is not None and re.match(r"\w+:/", str(source)):
+        problem = "names a stack file; what copies from a url is kvtier restore --from URL"
+        raise typer.BadParameter(problem, param_hint="--from")
     target = load(config)
     tier = tier_to_fill(target, into)
     if source is None:
