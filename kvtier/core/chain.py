@@ -206,7 +206,8 @@ class TierChain(Tier):
         return True
 
     def _take_in(self, ticket: Ticket, keys: list[BlockKey], origins: list[int]) -> None:
-        for origin in sorted(set(origins)):
+        # What is read from files needs no slot, and takes none that the others were promised.
+        for origin in sorted(set(origins), key=lambda at: (at in self._direct.tiers, at)):
             mine = [key for key, from_ in zip(keys, origins, strict=True) if from_ == origin]
             if origin == JOINING:
                 for key in mine:

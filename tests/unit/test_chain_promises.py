@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 from chains import KEYS, ChainRig, rule
 
+from kvtier.backends.memory import MemoryTier
+from kvtier.core.chain import TierChain
 from kvtier.core.costs import DEVICE, CostModel
 from kvtier.core.plan import HOST
 from kvtier.core.settings import WritePolicy
 from kvtier.errors import NotResident
-from kvtier.types import Outcome, Presence
+from kvtier.testing.records import NAMESPACE
+from kvtier.types import FilePlace, LoadStoreSpec, Outcome, Presence
 
 HIT, PENDING, MISS = Presence.HIT, Presence.PENDING, Presence.MISS
 READ_ONLY = [rule(), rule(WritePolicy.NEVER), rule(WritePolicy.NEVER)]
@@ -114,6 +117,28 @@ def test_loads_without_requests_are_counted_pin_by_pin(rig: ChainRig) -> None:
     with pytest.raises(NotResident, match="1 of 2 keys"):
         rig.chain.prepare_load([KEYS[0], KEYS[50]])
     rig.assert_quiet()
+
+
+class InFiles(MemoryTier):
+    in_files = True
+
+    def files(self, spec: LoadStoreSpec) -> list[FilePlace]:
+        return [FilePlace("nowhere", at) for at in range(len(spec))]
+
+
+def test_what_is_read_from_files_takes_no_slot_that_was_promised() -> None:
+    rig = ChainRig([2, 4, 4], READ_ONLY)
+    rig.tiers[1] = InFiles(rig.tiers[1].store)
+    chain = TierChain(rig.tiers, READ_ONLY, rig.mover, NAMESPACE, clock=lambda: rig.now)
+    chain.read_directly(True)
+    keys = [*rig.put(1, KEYS[:1]), *rig.put(2, KEYS[1:3])]
+    first = chain.begin_load(keys[:1], "a", FAR)
+    assert list(first.files) == keys[:1]
+    chain.end_load(first)
+    assert chain.lookup(keys) == [HIT] * 3
+    again = chain.begin_load(keys, "b", FAR)
+    assert not again.missing, "used again, it would be worth a slot, but there is none to spare"
+    assert (list(again.files), list(again.keys)) == (keys[:1], keys[1:])
 
 
 def test_the_worth_of_a_prefix_is_its_unbroken_head(rig: ChainRig) -> None:
