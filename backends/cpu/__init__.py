@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+from kvtier.backends.cpu import huge
 from kvtier.backends.cpu.handler import CpuHandler
 from kvtier.backends.cpu.region import (
     SUFFIX,
@@ -103,8 +104,9 @@ class CpuBackend(Backend[CpuSettings]):
             context.namespace.digest,
             discard=discard,
         )
-        owned = OwnedRegion(path, wanted, disk or Disk(), context.near)
-        if settings.huge_pages and (reason := owned.region.advise_huge_pages()):
+        huge_pages = settings.huge_pages
+        owned = OwnedRegion(path, wanted, disk or Disk(), context.near, huge_pages=huge_pages)
+        if huge_pages and (reason := huge.why_none(folder)):
             logger.warning("the CPU region %s has no huge pages: %s", path, reason)
         return CpuTier(owned, create_policy(settings.eviction), discard=discard)
 

@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvtier.backends.cpu import room
+from kvtier.backends.cpu import huge, room
 from kvtier.core import numa
 from kvtier.core.disk import Disk, is_locked, lock_within
 from kvtier.core.record import ALIGN, Buffer, padded
@@ -85,17 +85,6 @@ class Region:
         at = entry_at(slot)
         return bytes(self.table[at : at + ENTRY_BYTES])
 
-    def advise_huge_pages(self) -> str | None:
-        """Ask for huge pages; the reason if the system will not give them."""
-        try:
-            mode = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        except OSError as error:
-            return f"the kernel refuses them ({error.strerror})"
-        if "[never]" in mode or "[deny]" in mode:
-            return "set /sys/kernel/mm/transparent_hugepage/shmem_enabled to advise"
-        return None
-
     def close(self) -> None:
         """Unmap; whoever still holds a view of a record keeps the mapping alive until it drops."""
         for view in (self.table, self.data, self._view):
@@ -140,11 +129,18 @@ class OwnedRegion:
     """A region with the owner's lock held: found as it was left, or made anew."""
 
     def __init__(
-        self, path: Path, wanted: SlabHeader, disk: Disk, near: Sequence[int] = ()
+        self,
+        path: Path,
+        wanted: SlabHeader,
+        disk: Disk,
+        near: Sequence[int] = (),
+        *,
+        huge_pages: bool = False,
     ) -> None:
         self.path = path
         self._disk = disk
         self._near = near
+        self._huge_pages = huge_pages
         self._lock = _lock_owner(path)
         try:
             self.region = self._open(wanted)
@@ -205,8 +201,8 @@ class OwnedRegion:
             self._disk.unlink(making)
             fd = self._disk.open(making, create=True)
             try:
-                if self._near:
-                    self._place(fd, size)
+                if self._near or self._huge_pages:
+                    self._shape(fd, size)
                 self._disk.allocate(fd, size)
                 os.pwrite(fd, header.pack(), 0)
             finally:
@@ -223,10 +219,18 @@ class OwnedRegion:
             ) from error
         return Region.attach(self.path)
 
-    def _place(self, fd: int, size: int) -> None:
-        """Choose the nodes that its memory will come from: asked before there is any."""
+    def _shape(self, fd: int, size: int) -> None:
+        """Choose what its memory will be like: asked before there is any."""
         os.ftruncate(fd, size)
-        with mmap.mmap(fd, size) as mapping, memoryview(mapping) as view:
+        with mmap.mmap(fd, size) as mapping:
+            if self._near:
+                self._place(mapping)
+            if self._huge_pages:
+                huge.take(mapping)
+
+    def _place(self, mapping: mmap.mmap) -> None:
+        """Choose the nodes that it will come from."""
+        with memoryview(mapping) as view:
             reason = numa.place(view, self._near)
         where = f"{numa.describe(self._near)}, beside the GPUs"
         if reason is None:

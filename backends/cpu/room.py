@@ -21,16 +21,23 @@ _GIVEN_BACK = ("inactive_file", "active_file")
 """What the kernel takes back if it must: copies of what lies on disks."""
 
 
-def in_memory(folder: Path, root: Path = Path("/")) -> bool:
-    """Whether what lies in this folder is memory."""
+def mounted(folder: Path, root: Path = Path("/")) -> tuple[str, list[str]]:
+    """The kind of the file system on which a folder lies, and its options; no kind if the system
+    does not say."""
     device = folder.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
             mount, _, source = line.partition(" - ")
-            if wanted in mount.split(" ", 3)[2:3]:
-                return source.split(" ", 1)[0] in ("tmpfs", "ramfs")
-    return False
+            if mount.split(" ")[2:3] == [wanted]:
+                kind, *_, options = source.split(" ")
+                return kind, options.split(",")
+    return "", []
+
+
+def in_memory(folder: Path) -> bool:
+    """Whether what lies in this folder is memory."""
+    return mounted(folder)[0] in ("tmpfs", "ramfs")
 
 
 def memory_left(root: Path = Path("/")) -> int | None:

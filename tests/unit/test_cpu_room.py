@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from pathlib import Path
 
 import pytest
 
-from kvtier.backends.cpu import BACKEND, CpuSettings, room
+from kvtier.backends.cpu import BACKEND, CpuSettings, huge, room
 from kvtier.core.backend import TierContext
 from kvtier.core.settings import ByteSize, Capacity
 from kvtier.errors import MediumError
@@ -84,15 +86,64 @@ def test_a_system_that_does_not_say(tmp_path: Path, meminfo: str | None) -> None
     assert room.memory_left(tmp_path) is None
 
 
-def test_what_is_memory_and_what_is_a_disk(tmp_path: Path) -> None:
-    device = tmp_path.stat().st_dev
-    number = f"{device >> 8 & 0xFFF}:{device & 0xFF | device >> 12 & 0xFFF00}"
-    line = "22 1 {} / /mnt rw,relatime shared:2 - {} none rw\n"
-    other = line.format("9999:9", "tmpfs")
-    write(tmp_path, "proc/self/mountinfo", other + line.format(number, "tmpfs"))
-    assert room.in_memory(tmp_path, tmp_path)
-    write(tmp_path, "proc/self/mountinfo", other + line.format(number, "ext4"))
-    assert not room.in_memory(tmp_path, tmp_path)
+def mount(root: Path, folder: Path, kind: str, options: str) -> None:
+    """Let the system say that the folder's file system is of this kind."""
+    device = folder.stat().st_dev
+    line = "22 1 {}:{} / /mnt rw,relatime shared:2 - {} none rw,{}\n"
+    other = line.format(9999, 9, "proc", "huge=always")
+    mine = line.format(os.major(device), os.minor(device), kind, options)
+    write(root, "proc/self/mountinfo", other + mine)
+
+
+def test_what_a_file_system_is(tmp_path: Path) -> None:
+    assert room.mounted(tmp_path, tmp_path) == ("", [])
+    mount(tmp_path, tmp_path, "tmpfs", "size=1k")
+    assert room.mounted(tmp_path, tmp_path) == ("tmpfs", ["rw", "size=1k"])
+
+
+@pytest.mark.parametrize(
+    ("switch", "kind", "options", "reason"),
+    [
+        ("always within_size advise [never] deny force", "tmpfs", "size=1k", "remount,huge=advise"),
+        ("always [advise] never deny force", "tmpfs", "huge=never", "remount,huge=advise"),
+        ("always advise [never] deny force", "tmpfs", "huge=advise", None),
+        ("always advise [never] deny force", "tmpfs", "huge=within_size", None),
+        ("always advise never [deny] force", "tmpfs", "huge=always", "shmem_enabled is deny"),
+        ("always advise never deny [force]", "tmpfs", "size=1k", None),
+        ("always [advise] never deny force", "ext4", "relatime", "not on a tmpfs"),
+        (None, "tmpfs", "huge=always", "this kernel"),
+    ],
+)
+def test_why_there_are_no_huge_pages(
+    tmp_path: Path, switch: str | None, kind: str, options: str, reason: str | None
+) -> None:
+    """For a tmpfs its own option counts, whatever holds for other shared memory."""
+    mount(tmp_path, tmp_path, kind, options)
+    if switch is not None:
+        write(tmp_path, "sys/kernel/mm/transparent_hugepage/shmem_enabled", switch)
+    found = huge.why_none(tmp_path, tmp_path)
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_huge_pages_are_asked_for_before_there_is_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there already stays as it is."""
+    there: list[int] = []
+
+    def take(mapping: mmap.mmap) -> None:
+        [making] = tmp_path.glob("*.making")
+        there.append(making.stat().st_blocks)
+        real(mapping)
+
+    real = huge.take
+    monkeypatch.setattr(huge, "take", take)
+    settings = CpuSettings(
+        path=str(tmp_path), capacity=Capacity(size=ByteSize(MIB)), huge_pages=True
+    )
+    for _ in range(2):  # the second time the region is taken over
+        BACKEND.open_tier(settings, TierContext(NAMESPACE, "test")).close()
+    assert there == [0]
 
 
 def test_a_region_that_does_not_fit_into_memory_is_refused(
