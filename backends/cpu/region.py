@@ -17,6 +17,8 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from kvtier.backends.cpu import huge, room
 from kvtier.core import numa
 from kvtier.core.disk import Disk, is_locked, lock_within
@@ -84,6 +86,12 @@ class Region:
         """A slot's entry as it stands: who copies a record compares it before and after."""
         at = entry_at(slot)
         return bytes(self.table[at : at + ENTRY_BYTES])
+
+    def set_flags(self, flags: int) -> None:
+        """For its owner: whether it is to be kept may be another matter than when it was made."""
+        self.header = msgspec.structs.replace(self.header, flags=flags)
+        page = self.header.pack()
+        self.table[: len(page)] = page
 
     def close(self) -> None:
         """Unmap; whoever still holds a view of a record keeps the mapping alive until it drops."""
@@ -154,7 +162,10 @@ class OwnedRegion:
         if self.path.exists():
             reason = self._unusable(wanted)
             if reason is None:
-                return Region.attach(self.path)
+                region = Region.attach(self.path)
+                if region.header.flags != wanted.flags:
+                    region.set_flags(wanted.flags)
+                return region
             logger.warning("CPU region %s is made anew: %s", self.path, reason)
             try:
                 self.path.unlink(missing_ok=True)

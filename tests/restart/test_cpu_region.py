@@ -186,6 +186,18 @@ def test_a_discarded_region_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_whether_a_region_is_kept_is_up_to_its_last_owner(tmp_path: Path, keep: bool) -> None:
+    """Who made it may have wanted it otherwise; nobody is there to say so after a death."""
+    for wanted in (not keep, keep):
+        tier = BACKEND.open_tier(settings(tmp_path, keep=wanted), CONTEXT)
+        if wanted != keep:
+            put(tier, make_keys(3))
+        assert served(tier, make_keys(3)) == make_keys(3), "taken over"
+        tier._owned_region.close(remove=False)  # as a death leaves it
+    assert bool(leftovers(tmp_path, 3600.0, time.time())) is not keep
+
+
 def test_a_handler_needs_an_owner_first(tmp_path: Path) -> None:
     with pytest.raises(MediumError, match="its engine makes it first"):
         BACKEND.open_handler(settings(tmp_path), CONTEXT)
