@@ -7,11 +7,12 @@ class TestMine(TierContract):
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from kvtier.errors import NotResident
+from kvtier.errors import MediumError, NotResident
 from kvtier.testing.contract_medium import MediumContract
 from kvtier.testing.records import make_keys
 from kvtier.testing.subject import Rig, Subject, failures
@@ -33,6 +34,26 @@ class CatalogueContract:
         rig = Rig(self.subject, tmp_path, blocks=BLOCKS)
         yield rig
         rig.close()
+
+    # opening
+
+    def test_a_medium_that_cannot_be_used_is_refused_by_name(self, tmp_path: Path) -> None:
+        place = tmp_path / "no folder"
+        place.touch()
+        with suppress(MediumError):  # else it needs no files
+            Rig(self.subject, place, blocks=BLOCKS).close()
+
+    def test_a_second_engine_is_refused_or_does_no_harm(self, rig: Rig) -> None:
+        if self.subject.shared:
+            return
+        keys = rig.put(make_keys(BLOCKS))
+        try:
+            peer = rig.peer()
+        except MediumError:
+            return
+        peer.put(make_keys(BLOCKS, start=100))
+        assert rig.get(keys) == keys
+        peer.close()
 
     # lookup, reserve, commit, abort
 

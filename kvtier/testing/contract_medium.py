@@ -161,6 +161,15 @@ class MediumContract:
             assert set(threads.map(load, range(64))) == {Outcome.OK}
         rig.tier.complete_load(keys)
 
+    def test_transfers_leave_no_file_open(self, rig: Rig) -> None:
+        opened = []
+        for start in range(0, 30 * BLOCKS, BLOCKS):
+            keys = make_keys(BLOCKS, start=start)
+            assert rig.put(keys) == rig.get(keys) == keys
+            opened.append(len(list(Path("/proc/self/fd").iterdir())))
+        # What is kept for later calls is open by the tenth round.
+        assert opened[-1] < opened[10] + 10, f"files stay open: {opened}"
+
     # host media
 
     def test_views_are_the_records_in_place(self, rig: Rig) -> None:

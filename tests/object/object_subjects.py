@@ -8,10 +8,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvtier.backends.object import BACKEND, ObjectHandler, ObjectSettings, ObjectTier
+from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.files import FileStore
 from kvtier.core.backend import TierContext
 from kvtier.core.disk import Disk
 from kvtier.core.settings import ByteSize, Capacity, Duration, TierSettings
+from kvtier.errors import MediumError
 from kvtier.testing.subject import Subject
 
 
@@ -45,7 +47,10 @@ class FolderSubject(Subject):
         return BACKEND.open_handler(settings, context, self._store(settings, disk))
 
     def _store(self, settings: ObjectSettings, disk: Disk) -> FileStore:
-        return FileStore(urlsplit(settings.url).path, disk=disk)
+        try:
+            return FileStore(urlsplit(settings.url).path, disk=disk)
+        except StoreError as error:  # as the backend does, which takes a store from here
+            raise MediumError(str(error)) from error
 
     def block_files(self, folder: Path) -> list[Path]:
         walked = os.walk(folder / "store")  # which does not mind what vanishes meanwhile
