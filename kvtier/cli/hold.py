@@ -47,8 +47,11 @@ def holding(folder: Path) -> Iterator[None]:
 
 
 def folder_held(folder: Path) -> bool:
-    """Whether a live process is `holding` it."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Whether a live process is `holding` it; also of what is another user's, or no folder."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (PermissionError, NotADirectoryError):
+        return True
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

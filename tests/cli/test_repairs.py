@@ -198,6 +198,18 @@ class TestGc:
         assert young.exists()
         assert served(filled) == 8
 
+    def test_what_only_looks_like_a_measurement_stays(self, filled: Path, tmp_path: Path) -> None:
+        others = tmp_path / "disk" / f"{BENCH_MARK}1-x"
+        others.mkdir(mode=0)
+        file = tmp_path / "disk" / f"{BENCH_MARK}2-y"
+        file.touch()
+        for path in (others, file):
+            os.utime(path, (0, 0))
+        done = command("gc", "-c", filled, rights=False)
+        assert (done.code, done.err) == (0, "")
+        assert others.exists()
+        assert file.exists()
+
     def test_what_is_in_use_stays(self, stack_file: Path, hold: Hold) -> None:
         engine = hold(stack_file)
         assert self.found("-c", stack_file, "--idle", "0s") == []
