@@ -12,6 +12,7 @@ import re
 import sys
 import time
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -47,7 +48,10 @@ def hits(server: str) -> dict[str, int]:
     time.sleep(0.6)  # the engine tells its counters twice a second
     sample = r'^kvtier:hit_blocks_total\{.*tier="(\w+)".*\} (\S+)$'
     found = re.findall(sample, get(f"{server}/metrics"), re.MULTILINE)
-    return {tier: int(float(value)) for tier, value in found}
+    total: Counter[str] = Counter()
+    for tier, value in found:  # once for each engine of the server
+        total[tier] += int(float(value))
+    return total
 
 
 def main(server: str, file: Path) -> None:
