@@ -13,12 +13,15 @@ from typing import TypeVar
 
 import msgspec
 
-from kvtier.backends.object.errors import CircuitOpen, StoreError
+from kvtier.backends.object.errors import CircuitOpen, ObjectTooLarge, StoreError, StoreFull
 from kvtier.backends.object.store import ObjectInfo, Store
 from kvtier.backends.object.wrapper import WrappedStore
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_REFUSALS = (StoreFull, ObjectTooLarge)
+"""Of a store that is well and takes nothing: somebody must change something."""
+_SAY_AGAIN_S = 3600.0
 
 
 class BreakerPolicy(msgspec.Struct, frozen=True):
@@ -45,7 +48,7 @@ class BreakerStore(WrappedStore):
     through: success closes it, failure opens it again for twice as long, up to a limit, with some
     jitter so that a fleet does not return in step. Logged once when it opens and once when it
     closes. Answers that say nothing of the store's health (a missing object, a wrong length) count
-    as success.
+    as success. That a store is full is said once an hour.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class BreakerStore(WrappedStore):
         self._open_s = policy.open_s
         self._retry_at = 0.0
         self._cause = ""
+        self._say_from: dict[type[StoreError], float] = {}
         self._circuit = Circuit.CLOSED
 
     @property
@@ -97,6 +101,8 @@ class BreakerStore(WrappedStore):
                 self._failed(error, trial)
             else:
                 self._worked()
+            if isinstance(error, _REFUSALS):
+                self._say(error)
             raise
         except BaseException:
             self._undecided(trial)
@@ -138,6 +144,14 @@ class BreakerStore(WrappedStore):
             self._open_s = self._policy.open_s
         if recovered:
             _log.info("object store recovered")
+
+    def _say(self, error: StoreError) -> None:
+        now, kind = self._clock(), type(error)
+        with self._lock:
+            if now < self._say_from.get(kind, now):
+                return
+            self._say_from[kind] = now + _SAY_AGAIN_S
+        _log.warning("the object store refuses blocks, serving goes on without them: %s", error)
 
     def _undecided(self, trial: bool) -> None:
         with self._lock:

@@ -217,6 +217,24 @@ def test_the_breaker_opens_and_recovers_by_itself(caplog: pytest.LogCaptureFixtu
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
+def test_that_a_store_takes_nothing_is_said_once_an_hour(caplog: pytest.LogCaptureFixture) -> None:
+    """It is no weather: all else works, and the circuit stays closed."""
+    full, large = errors.StoreFull("no room"), errors.ObjectTooLarge("too many bytes")
+    inner, clock = ScriptedStore([full, large, full] * 20), Clock()
+    store = breaking(inner, clock)
+    for _ in range(60):
+        with pytest.raises((errors.StoreFull, errors.ObjectTooLarge)):
+            store.put("name", [])
+    assert circuit_of(store) is Circuit.CLOSED
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "no room" in caplog.text
+    clock.now += 3600.0
+    inner.script = [full]
+    with pytest.raises(errors.StoreFull):
+        store.put("name", [])
+    assert len(caplog.records) == 3
+
+
 def test_a_listing_that_begins_to_answer_closes_the_circuit() -> None:
     inner, clock = ScriptedStore([WEATHER] * 3), Clock()
     store = breaking(inner, clock)
