@@ -28,7 +28,7 @@ TIERS_MAX = 8
 _LETTERS = "letters, digits, dots, dashes and underscores, at most 64 of them"
 Name = Annotated[
     str,
-    msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", extra={"form": _LETTERS}),
+    msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)", extra={"form": _LETTERS}),
 ]
 
 
@@ -133,19 +133,20 @@ def _document(source: Source) -> Document:
 
 
 def _read(document: Document, record_bytes: int | None, excused: Excused) -> StackConfig:
+    tiers: list[TierSettings | None] = []
     readers = {
         "version": lambda value, place: _version(value, place, document),
-        "tiers": lambda value, place: _tiers(value, place, document),
+        "tiers": lambda value, place: _tiers(value, place, document, tiers),
     }
     config = decode(StackConfig, document.value, "$", document, readers)
-    document.check()
-    assert config is not None
-    _check(config.tiers, record_bytes, document, excused)
-    if config.gds is Gds.REQUIRE and not folders(config):
+    # Whatever is wrong elsewhere: all mistakes are told in one go.
+    _check(tiers, record_bytes, document, excused)
+    if config is not None and config.gds is Gds.REQUIRE and not folders(config):
         document.report(
             "$.gds", "no tier lies on a local disk", "add one of kind nvme, or write gds: auto"
         )
     document.check()
+    assert config is not None
     return config
 
 
@@ -157,7 +158,9 @@ def _version(value: object, place: str, document: Document) -> object:
     return value
 
 
-def _tiers(value: object, place: str, document: Document) -> object:
+def _tiers(
+    value: object, place: str, document: Document, found: list[TierSettings | None]
+) -> object:
     if not isinstance(value, list) or not 0 < len(value) <= TIERS_MAX:
         document.report(
             place,
@@ -165,10 +168,9 @@ def _tiers(value: object, place: str, document: Document) -> object:
             "write a list: one mapping a tier, fastest first",
         )
         return None
-    return tuple(
-        _tier(item, f"{place}[{index}]", document, host=index == 0)
-        for index, item in enumerate(value)
-    )
+    for index, item in enumerate(value):
+        found.append(_tier(item, f"{place}[{index}]", document, host=index == 0))
+    return tuple(found)
 
 
 def _tier(value: object, place: str, document: Document, *, host: bool) -> TierSettings | None:
@@ -220,11 +222,16 @@ def _is_host(kind: str) -> bool:
 
 
 def _check(
-    tiers: Sequence[TierSettings], record_bytes: int | None, document: Document, excused: Excused
+    tiers: Sequence[TierSettings | None],
+    record_bytes: int | None,
+    document: Document,
+    excused: Excused,
 ) -> None:
     """What no type can say: tiers against this machine, and against each other."""
     owners: dict[str, str] = {}
     for index, settings in enumerate(tiers):
+        if settings is None:
+            continue
         place = f"$.tiers[{index}]"
         where = place + (".path" if hasattr(settings, "path") else "")
         found = backend(settings.kind)

@@ -23,7 +23,7 @@ DEPTH_MAX = 32
 _SHORT = 4
 
 _VARIABLE = re.compile(r"\$?\$\{([^}]*)(\}?)")
-_INSIDE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?", re.DOTALL)
+_INSIDE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::-((?:(?!\$\{).)*))?", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -201,7 +201,7 @@ class Document:
         if "\0" in text:
             self.report(place, "holds a NUL character, which no setting may have", "remove it")
         if "${" not in text:
-            return text
+            return self._whole(text, place)
         values: dict[str, str] = {}
 
         def replace(match: re.Match[str]) -> str:
@@ -232,7 +232,13 @@ class Document:
         result = _VARIABLE.sub(replace, text)
         self._written[place] = text
         self._secrets[place] = values
-        return result
+        return self._whole(result, place)
+
+    def _whole(self, text: str, place: str) -> str:
+        """YAML's escapes and the environment may hold what no file can be named, nor told."""
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            self.report(place, "holds bytes that are no UTF-8 text", "remove them")
+        return text
 
     def _redact(self, place: str, text: str) -> str:
         """Replace what came from the environment by the name of its variable."""

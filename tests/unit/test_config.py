@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -337,12 +338,18 @@ class TestEnvironment:
         monkeypatch.setenv("KEY", "capacity")
         assert wrong(stack({"kind": "bench", "${KEY}": 5}))[0][1] == 'unknown key "${KEY}"'
 
-    @pytest.mark.parametrize("text", ["${}", "${1X}", "${X", "${X:=1}", "${X Y}"])
+    @pytest.mark.parametrize("text", ["${}", "${1X}", "${X", "${X:=1}", "${X Y}", "${X:-${Y}}"])
     def test_what_names_no_variable(self, text: str) -> None:
         place, problem, remedy = the_one(stack(BENCH | {"name": text}))
         assert place == "$.tiers[0].name"
         assert "names no variable" in problem
         assert "${NAME}" in remedy
+
+    @pytest.mark.parametrize("value", ["\ud800", "${BYTES}"])
+    def test_what_is_no_text(self, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+        monkeypatch.setenv("BYTES", os.fsdecode(b"\xff"))
+        place, problem, _ = the_one(stack(BENCH | {"eviction": value}))
+        assert (place, problem) == ("$.tiers[0].eviction", "holds bytes that are no UTF-8 text")
 
     def test_a_variable_that_is_not_set(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("NOT_SET", raising=False)

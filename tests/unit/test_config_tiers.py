@@ -111,6 +111,19 @@ def test_two_tiers_in_one_folder(tmp_path: Path) -> None:
     assert [error.place for error in caught.value.errors] == ["$.tiers[2].path"]
 
 
+def test_what_the_file_says_and_what_the_machine_says_in_one_go(tmp_path: Path) -> None:
+    source = stack(tmp_path, {"capacity": "1 parsec"}, {"path": f"{tmp_path}/no/such"})
+    source["tiers"].append(source["tiers"][1] | {"path": str(tmp_path / "more"), "threads": "two"})
+    with pytest.raises(ConfigErrors) as caught:
+        load(source | {"chunk_tokens": -1})
+    assert sorted(error.place for error in caught.value.errors) == [
+        "$.chunk_tokens",
+        "$.tiers[0].capacity",
+        "$.tiers[1].path",
+        "$.tiers[2].threads",
+    ]
+
+
 def test_a_store_in_the_folder_of_a_tier(tmp_path: Path) -> None:
     """To clear one of them would take from the other what says whose blocks these are."""
     source = stack(tmp_path, {}, {})
@@ -125,3 +138,10 @@ def test_a_store_in_the_folder_of_a_tier(tmp_path: Path) -> None:
 def test_checking_leaves_nothing_behind(tmp_path: Path) -> None:
     load(stack(tmp_path, {}, {}), record_bytes=RECORD)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["../x", "a\n", "", ".x", "a" * 65, "\u00e4"])
+def test_a_name_that_is_none(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        load(stack(tmp_path, {}, {}) | {"name": name})
+    assert caught.value.place == "$.name"
