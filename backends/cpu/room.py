@@ -17,8 +17,11 @@ _FILES = (
 )
 """Of a control group, in the second version and in the first: its limit, what is used of it, and
 how the figures begin that count what lies below it, too."""
-_GIVEN_BACK = ("inactive_file", "active_file")
-"""What the kernel takes back if it must: copies of what lies on disks."""
+_HELD = ("AnonPages", "Shmem", "SUnreclaim", "PageTables", "KernelStack", "Hugetlb")
+"""What nobody gives back. The system's own estimate of what is available does not know of some file
+systems' caches (ZFS): a region that fits must not be refused."""
+_GIVEN_BACK = ("inactive_file", "active_file", "slab_reclaimable")
+"""What the kernel takes back if it must: copies of what lies on disks, and of its names."""
 
 
 def mounted(folder: Path, root: Path = Path("/")) -> tuple[str, list[str]]:
@@ -47,7 +50,7 @@ def memory_left(root: Path = Path("/")) -> int | None:
         lines = (root / "proc/meminfo").read_text().splitlines()
         figures = {name: int(rest.split()[0]) << 10 for name, _, rest in _split(lines, ":")}
         swap = figures.get("SwapFree", 0)
-        left = figures["MemAvailable"]
+        left = figures["MemTotal"] - sum(figures.get(name, 0) for name in _HELD)
     except (OSError, ValueError, IndexError, KeyError):
         return None
     for group in _groups(root):
@@ -62,7 +65,7 @@ def _left_of(group: Path, limit: str, current: str, prefix: str) -> int:
     most = int((group / limit).read_text())
     lines = (group / "memory.stat").read_text().splitlines()
     figures = {name: int(figure) for name, _, figure in _split(lines, " ")}
-    given_back = sum(figures[prefix + name] for name in _GIVEN_BACK)
+    given_back = sum(figures.get(prefix + name, 0) for name in _GIVEN_BACK)
     return most - int((group / current).read_text()) + given_back
 
 

@@ -15,7 +15,14 @@ from kvtier.errors import MediumError
 from kvtier.testing.records import NAMESPACE
 
 MIB = 1 << 20
-MEMINFO = "MemTotal: 4096 kB\nMemAvailable:   {} kB\nSwapFree:  {} kB\n"
+MEMINFO = """MemTotal: {} kB
+MemFree: 1 kB
+MemAvailable: 1 kB
+SwapFree:  {} kB
+AnonPages:    1024 kB
+Shmem: 2048 kB
+HugePages_Total:       0
+"""
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -24,7 +31,7 @@ def write(root: Path, name: str, text: str) -> None:
 
 
 def machine(root: Path, groups: str, *, free: int = 900, swap: int = 0) -> Path:
-    write(root, "proc/meminfo", MEMINFO.format(free << 10, swap << 10))
+    write(root, "proc/meminfo", MEMINFO.format(free + 3 << 10, swap << 10))
     write(root, "proc/self/cgroup", groups)
     return root
 
@@ -45,7 +52,7 @@ def old_group(root: Path, path: str, limit: int, used: int, files: int) -> None:
     write(root, f"{at}memory.stat", stat)
 
 
-def test_of_a_machine_what_is_available_and_the_swap(tmp_path: Path) -> None:
+def test_of_a_machine_what_nobody_holds_and_the_swap(tmp_path: Path) -> None:
     machine(tmp_path, "0::/\n", free=900, swap=50)
     assert room.memory_left(tmp_path) == 950 * MIB
 
@@ -79,7 +86,7 @@ def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
     assert room.memory_left(tmp_path) == 0
 
 
-@pytest.mark.parametrize("meminfo", ["", "MemAvailable:\n", "MemAvailable: many kB\n", None])
+@pytest.mark.parametrize("meminfo", ["", "MemTotal:\n", "MemTotal: many kB\n", None])
 def test_a_system_that_does_not_say(tmp_path: Path, meminfo: str | None) -> None:
     if meminfo is not None:
         write(tmp_path, "proc/meminfo", meminfo)
