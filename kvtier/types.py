@@ -96,6 +96,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.json.decode(text, type=cls)
         except RecursionError:
             raise msgspec.ValidationError("it is nested too deeply") from None
+        except msgspec.DecodeError as error:
+            raise msgspec.ValidationError(str(error)) from None
 
     def differences(self, other: Namespace) -> list[Difference]:
         """Field by field, what keeps this namespace and another one apart."""

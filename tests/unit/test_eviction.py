@@ -63,6 +63,15 @@ class TestEveryPolicy:
         assert len(policy) == count
         assert policy.nbytes <= 45 * count
 
+    def test_its_state_is_bounded_where_each_block_is_a_prompt_of_its_own(self, name: str) -> None:
+        count = 20_000
+        policy = create_policy(name, count)
+        for number in range(3 * count):
+            slots = policy.evict(1) if len(policy) == count else [number]
+            policy.use(slots, keys(number, 1), number / 1000)
+        assert len(policy) == count
+        assert policy.nbytes <= 75 * count
+
     def test_the_same_calls_give_the_same_answers(self, name: str) -> None:
         trace = chats(random.Random(7), 400)
         assert replay(trace, create_policy(name), 300) == replay(trace, create_policy(name), 300)

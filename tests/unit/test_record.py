@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import msgspec
 import numpy as np
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtier.core.record import (
     HEADER_BYTES,
@@ -16,7 +21,7 @@ from kvtier.core.record import (
     seal,
     verify,
 )
-from kvtier.types import Outcome, block_key
+from kvtier.types import BlockKey, Namespace, Outcome, block_key
 
 NAMESPACE = bytes(16)
 
@@ -73,3 +78,25 @@ def test_a_flip_in_any_piece_is_found(parts: int, at: int) -> None:
     assert verify(record, key, NAMESPACE) is Outcome.OK
     record[HEADER_BYTES + at] ^= 1
     assert verify(record, key, NAMESPACE) is Outcome.CORRUPT
+
+
+@given(
+    key=st.binary(min_size=1, max_size=40),
+    payload=st.one_of(st.integers(0, 8192), st.integers(0, (1 << 64) - 1)),
+    parts=st.integers(0, (1 << 32) - 1) | st.integers(0, 4),
+    codec=st.integers(0, 3),
+    room=st.sampled_from([0, 4095, 4096, 4097, 8192, 12288]),
+)
+def test_a_header_that_somebody_made_up_is_refused(
+    key: bytes, payload: int, parts: int, codec: int, room: int
+) -> None:
+    record = memoryview(bytearray(max(room, HEADER_BYTES)))
+    Header(BlockKey(key), NAMESPACE, payload, parts, codec).write(record)
+    assert verify(record[:room], BlockKey(key), NAMESPACE) is Outcome.CORRUPT or payload == 0
+
+
+@given(cut=st.integers(0, 200), junk=st.binary(max_size=8))
+def test_a_description_that_is_none_is_an_error_of_one_kind(cut: int, junk: bytes) -> None:
+    whole = Namespace(facts={"model": "m"}, group_bytes=(4096,), parts=1).to_json()
+    with contextlib.suppress(msgspec.ValidationError):
+        Namespace.from_json(whole[:cut] + junk)
