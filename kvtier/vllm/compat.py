@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -350,6 +351,44 @@ def read_as_0_33(connector: Any, scheduled: Any) -> Any:
     if loads.isdisjoint(preempted):
         return scheduled
     return dataclasses.replace(scheduled, preempted_req_ids=preempted - loads)
+
+
+def forget_decoded(connector: Any, scheduled: Any) -> None:
+    """Of models with windows or states vLLM looks, in each step, at all blocks of all requests that
+    are not stored yet. Where prompts alone are stored, those of what is decoded never will be."""
+    scheduler = connector.connector_scheduler
+    config = scheduler.config
+    windowed = [
+        (at, group.tokens_per_chunk)
+        for at, group in enumerate(config.kv_group_configs)
+        if group.sliding_window_size_in_chunks is not None and config.offload_prompt_only
+    ]
+    cached = scheduled.scheduled_cached_reqs
+    for name, new in zip(cached.req_ids, cached.new_block_ids, strict=True) if windowed else ():
+        if new:
+            status = scheduler._req_status[name]
+            for at, tokens in windowed:
+                chunks = status.req.num_prompt_tokens // tokens
+                del status.group_states[at].block_ids[chunks * config.blocks_per_chunk :]
+
+
+def heed_whole_chunks(connector: Any, request: Any) -> None:
+    """Let a request's keys be looked for when there is one more: vLLM would go through all of its
+    block hashes, in each step."""
+    status = connector.connector_scheduler._req_status[request.request_id]
+    status.__class__ = _heedful(status.__class__)
+
+
+@functools.cache
+def _heedful(kind: Any) -> Any:
+    def update_offload_keys(self: Any) -> None:
+        hashes = len(self.req.block_hashes)
+        groups = zip(self.config.kv_group_configs, self.group_states, strict=True)
+        if any(hashes >= g.hashes_per_chunk * (len(s.offload_keys) + 1) for g, s in groups):
+            kind.update_offload_keys(self)
+
+    own = {"__slots__": (), "update_offload_keys": update_offload_keys}
+    return type(kind.__name__, (kind,), own)
 
 
 @contextlib.contextmanager

@@ -115,6 +115,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         if self._numbers_media and request.mm_features:
             self._manager.keep_nothing(request.request_id)
         super().on_new_request(request)
+        compat.heed_whole_chunks(self, request)
         if self._blurred and request.lora_request is None:
             self._manager.keep_no_more(request.request_id)
 
@@ -148,6 +149,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         if self._blurs_adapters and not self._blurred:
             self._look_for_blur(scheduler_output)
+        compat.forget_decoded(self, scheduler_output)
         meta = super().build_connector_meta(compat.read_as_0_33(self, scheduler_output))
         self._manager.step_began(scheduler_output)
         return meta
