@@ -10,12 +10,10 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
     build_offloading_config,
 )
@@ -186,29 +184,6 @@ def group_shapes(connector: Any) -> dict[int, Shape]:
     }
 
 
-def transfer_configs(vllm_config: Any) -> list[Any]:
-    """What is set for a connector, and for each MultiConnector above it: vLLM goes by the first."""
-    configs = [vllm_config, *_enclosing_configs()]
-    return [config.kv_transfer_config for config in configs]
-
-
-def _enclosing_configs() -> list[Any]:
-    """The configurations of the MultiConnectors that are constructing this connector, if it is so.
-
-    They give their connectors copies, and the scheduler reads the policy in the original, to which
-    nothing else leads.
-    """
-    found = []
-    frame = sys._getframe()
-    while (outer := frame.f_back) is not None:
-        frame = outer
-        names = frame.f_locals
-        making = frame.f_code.co_name == "__init__" and "vllm_config" in names
-        if making and isinstance(names.get("self"), MultiConnector):
-            found.append(names["vllm_config"])
-    return found
-
-
 # -- requests ----------------------------------------------------------------------------------
 
 
@@ -323,6 +298,11 @@ def with_holes(connector: Any, keys: Collection[bytes], context: Any) -> set[byt
             if not all(blocks[end - size : end]):
                 found.add(key)
     return found
+
+
+def has_jobs(connector: Any) -> bool:
+    """Whether workers have not reported all that they were told to copy."""
+    return bool(connector.connector_scheduler._jobs)
 
 
 def store_again(connector: Any, request: str) -> None:

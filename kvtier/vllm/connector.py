@@ -16,7 +16,7 @@ import vllm
 from kvtier.config import StackConfig
 from kvtier.core.settings import Persistence
 from kvtier.types import Namespace
-from kvtier.vllm import compat, errands, identity
+from kvtier.vllm import above, compat, errands, identity
 from kvtier.vllm.settings import check_role, read_stack, unread, whole_number
 from kvtier.vllm.spec import KVTierSpec
 from kvtier.vllm.versions import check_version
@@ -43,7 +43,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_version(vllm.__version__)
         _share_log()
-        for transfer in compat.transfer_configs(vllm_config):
+        for transfer in above.transfer_configs(vllm_config):
             check_role(transfer.kv_role)
             transfer.kv_load_failure_policy = "recompute"  # a request does not end with its load
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -57,6 +57,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._numbers_media = compat.numbers_media(vllm_config)
         self._blurs_adapters = compat.blurs_adapters(vllm_config)
         self._blurred = False
+        self._paused = above.pausing()
         if role.name == "SCHEDULER":
             self._introduce(vllm_config, kv_cache_config, stack, extra)
         super().__init__(vllm_config, role, kv_cache_config)
@@ -182,6 +183,13 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         if self.connector_scheduler is not None:
             self._manager.step_ended()
         return super().get_kv_connector_stats()
+
+    def has_pending_push_work(self) -> bool:
+        # An engine that pauses or goes to sleep waits until there is none. Its device is at rest
+        # when nothing is copied; what waits for a disk or a bucket is written later.
+        if self._paused():
+            return compat.has_jobs(self) or self._manager.copying()
+        return bool(super().has_pending_push_work())
 
     def reset_cache(self) -> Any:
         with compat.resettable(self):

@@ -332,9 +332,14 @@ class ChainManager:
         self._requests.pop(request, None)
 
     @property
+    def copying(self) -> bool:
+        """Whether workers have not reported all errands."""
+        return bool(self._pending)
+
+    @property
     def has_pending_work(self) -> bool:
         """Whether steps are needed although no request is scheduled."""
-        return bool(self._pending) or self.chain.has_pending_work
+        return self.copying or self.chain.has_pending_work
 
     @property
     def idle(self) -> bool:

@@ -226,6 +226,11 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self._manager.on_schedule_end()
 
     @guarded(lambda: False)
+    def copying(self) -> bool:
+        """Whether workers still copy from or to the device."""
+        return self._manager.copying
+
+    @guarded(lambda: False)
     def has_pending_work(self) -> bool:
         return self._manager.has_pending_work or self._meter.due
 

@@ -167,6 +167,21 @@ class Host:
         self._llm.wake_up()
         return not self._core.is_sleeping()
 
+    def pause(self) -> bool:
+        """Take no new requests; answers whether vLLM still waits when nothing is copied."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        self._core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        self._step()  # what has ended is stored in the next one
+        while self._manager._pending:
+            self._step()
+        return bool(self._core.scheduler.has_requests())
+
+    def resume(self) -> bool:
+        """Go on; answers whether there is something to do."""
+        self._core.resume_scheduler()
+        return bool(self._core.scheduler.has_requests())
+
     def spoil_device(self) -> None:
         """What a GPU's memory is after a sleep; the CPU platform keeps its own."""
         for cache in self._core.model_executor.driver_worker.model_runner.kv_caches:

@@ -97,6 +97,24 @@ def test_nobody_waits_for_the_tiers_below(sleeper: Sleeper) -> None:
     assert facts["pending"] == 0
 
 
+def test_a_pause_does_not_wait_for_the_tiers_below(sleeper: Sleeper) -> None:
+    """But it does for copies of the device. What waits is written when the engine goes on."""
+    engine, asked = sleeper.engine, prompt(600, 1100)
+    mover = engine.mover()
+    os.kill(mover, signal.SIGSTOP)
+    engine.begin(prompt=asked, tokens=TOKENS)
+    engine.end()
+    waits = engine.pause()
+    goes_on = engine.resume()
+    os.kill(mover, signal.SIGCONT)
+    assert (waits, goes_on) == (False, True)
+    assert engine.settle()
+    engine.forget_engine_cache()
+    engine.clear(tier=0)
+    (found,) = engine.generate(prompts=[asked])
+    assert found["cached"] == HIT
+
+
 def test_sleep_while_it_stores(sleeper: Sleeper) -> None:
     """When it sleeps nothing is copied; and what was copied out is not served afterwards."""
     sleeper.known(0)

@@ -164,14 +164,14 @@ def test_every_connector_above_is_known() -> None:
     """vLLM goes by what is set for the first, whatever is made of it."""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-    from kvtier.vllm import compat
+    from kvtier.vllm import above
 
     class Above(MultiConnector):
         def __init__(self, vllm_config: Any, below: Any) -> None:
             self.found = below()
 
     first, second, ours = (Made(kv_transfer_config=number) for number in range(3))
-    made = Above(first, lambda: Above(second, lambda: compat.transfer_configs(ours)).found)
+    made = Above(first, lambda: Above(second, lambda: above.transfer_configs(ours)).found)
     assert made.found == [2, 1, 0]
 
 

@@ -1,0 +1,41 @@
+"""Who constructs a connector: a scheduler, and MultiConnectors, to which nothing else leads."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+
+def transfer_configs(vllm_config: Any) -> list[Any]:
+    """What is set for a connector, and for each MultiConnector above it: vLLM goes by the first.
+
+    They give their connectors copies, and the scheduler reads the policy in the original.
+    """
+    above = [config for maker, config in _makers() if isinstance(maker, MultiConnector)]
+    return [config.kv_transfer_config for config in [vllm_config, *above]]
+
+
+def pausing() -> Callable[[], bool]:
+    """Tells whether the scheduler that is constructing this connector is paused."""
+    found = [maker for maker, _ in _makers() if hasattr(type(maker), "pause_state")]
+    scheduler = weakref.ref(found[0]) if found else lambda: None
+
+    def paused() -> bool:
+        alive = scheduler()
+        return alive is not None and alive.pause_state.name != "UNPAUSED"
+
+    return paused
+
+
+def _makers() -> Iterator[tuple[Any, Any]]:
+    """Whoever is being constructed from a configuration now, the innermost first."""
+    frame = sys._getframe()
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        names = frame.f_locals
+        if frame.f_code.co_name == "__init__" and "vllm_config" in names and "self" in names:
+            yield names["self"], names["vllm_config"]
