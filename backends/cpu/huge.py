@@ -11,7 +11,7 @@ import contextlib
 import mmap
 from pathlib import Path
 
-from kvtier.backends.cpu.room import mounted
+from kvtier.core.mounts import mounted
 
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, of Linux 5.14: take all of the memory now, and fail where none is left."""

@@ -1,4 +1,4 @@
-"""How much memory may still be taken: a region that is larger is not refused by the system.
+"""How much memory there is, and how much may still be taken: the system refuses no larger region.
 
 Whoever takes more than the machine or its container has is killed in the middle of it, or somebody
 else is, and no message says why.
@@ -11,6 +11,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvtier.core.mounts import mounted
+
 _FILES = (
     ("memory.max", "memory.current", ""),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -22,20 +24,6 @@ _HELD = ("AnonPages", "Shmem", "SUnreclaim", "PageTables", "KernelStack", "Huget
 systems' caches (ZFS): a region that fits must not be refused."""
 _GIVEN_BACK = ("inactive_file", "active_file", "slab_reclaimable")
 """What the kernel takes back if it must: copies of what lies on disks, and of its names."""
-
-
-def mounted(folder: Path, root: Path = Path("/")) -> tuple[str, list[str]]:
-    """The kind of the file system on which a folder lies, and its options; no kind if the system
-    does not say."""
-    device = folder.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
-            mount, _, source = line.partition(" - ")
-            if mount.split(" ")[2:3] == [wanted]:
-                kind, *_, options = source.split(" ")
-                return kind, options.split(",")
-    return "", []
 
 
 def in_memory(folder: Path) -> bool:
@@ -58,6 +46,16 @@ def memory_left(root: Path = Path("/")) -> int | None:
             with contextlib.suppress(OSError, ValueError, KeyError):
                 left = min(left, _left_of(group, *files))
     return max(0, left) + swap
+
+
+def memory_given(root: Path = Path("/")) -> int:
+    """Bytes that this process may use at all: the machine's memory, or less in a container."""
+    given = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for group in _groups(root):
+        for limit, _, _ in _FILES:
+            with contextlib.suppress(OSError, ValueError):
+                given = min(given, int((group / limit).read_text()))
+    return given
 
 
 def _left_of(group: Path, limit: str, current: str, prefix: str) -> int:

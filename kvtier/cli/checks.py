@@ -7,7 +7,6 @@ import enum
 import errno
 import mmap
 import os
-import re
 import resource
 import tempfile
 from collections.abc import Iterator
@@ -16,10 +15,11 @@ from typing import Any
 
 import msgspec
 
+from kvtier.backends.cpu import huge, room
 from kvtier.cli.look_slabs import look_at_regions
-from kvtier.cli.starter import memory_bytes
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk
+from kvtier.core.mounts import mounted
 from kvtier.core.numa import Topology
 from kvtier.core.settings import Gds, WritePolicy
 from kvtier.device.gds import probe as probe_gds
@@ -28,9 +28,6 @@ from kvtier.observe import human
 from kvtier.vllm.versions import installed
 
 _BLOCK = 4096
-_MOUNTS = Path("/proc/self/mounts")
-_OCTAL = re.compile(rb"\\([0-7]{3})")
-"""A blank in a name, say, as the kernel writes it there."""
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "glusterfs"}
 _MEMORY_SHARE_MAX = 0.8
 _ONE_SLAB = 64 << 20
@@ -139,8 +136,8 @@ def check_tier(config: StackConfig, tier: int) -> Iterator[Finding]:
 
 def _check_memory(area: str, settings: Any, *, has_region: bool) -> Iterator[Finding]:
     folder = Path(settings.path)
-    kind = file_system(folder)
-    if kind in ("tmpfs", "hugetlbfs"):
+    (kind, _), in_memory = mounted(folder), room.in_memory(folder)
+    if in_memory:
         yield Finding(area, Level.OK, f"{folder} is {kind}")
     else:
         yield Finding(
@@ -162,9 +159,16 @@ def _check_memory(area: str, settings: Any, *, has_region: bool) -> Iterator[Fin
             f"{sizes}: the region does not fit",
             "lower capacity, or enlarge it: mount -o remount,size=... (containers: --shm-size)",
         )
+    elif (left := room.memory_left()) is not None and in_memory and size > left:
+        yield Finding(
+            area,
+            Level.WARN,
+            f"{sizes}, but only {human.size(left)} of memory: the region does not fit",
+            "lower capacity, raise the container's limit, or remove what is not used (kvtier gc)",
+        )
     else:
         yield Finding(area, Level.OK, sizes)
-    memory = memory_bytes()
+    memory = room.memory_given()
     if size > memory * _MEMORY_SHARE_MAX:
         yield Finding(
             area,
@@ -174,7 +178,7 @@ def _check_memory(area: str, settings: Any, *, has_region: bool) -> Iterator[Fin
         )
     yield _check_locking(area, size)
     if settings.huge_pages:
-        yield _check_huge_pages(area)
+        yield _check_huge_pages(area, folder)
 
 
 def _check_locking(area: str, size: int) -> Finding:
@@ -190,15 +194,11 @@ def _check_locking(area: str, size: int) -> Finding:
     )
 
 
-def _check_huge_pages(area: str) -> Finding:
-    switch = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    try:
-        mode = switch.read_text()
-    except OSError:
-        return Finding(area, Level.WARN, "this kernel has no huge pages", "set huge_pages: false")
-    if "[never]" in mode or "[deny]" in mode:
-        return Finding(area, Level.WARN, "huge pages are off", f"echo advise > {switch}, as root")
-    return Finding(area, Level.OK, "huge pages can be had")
+def _check_huge_pages(area: str, folder: Path) -> Finding:
+    reason = huge.why_none(folder)
+    if reason is None:
+        return Finding(area, Level.OK, "huge pages can be had")
+    return Finding(area, Level.WARN, f"no huge pages: {reason}", "or set huge_pages: false")
 
 
 # -- disks -----------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def _check_disk(area: str, settings: Any) -> Iterator[Finding]:
             f"{root} is {root.absolute()} here, and another folder for who starts elsewhere",
             f"write path: {root.absolute()}",
         )
-    kind = file_system(folder)
+    kind, _ = mounted(folder)
     if kind in _NETWORK or kind.startswith("fuse"):
         yield Finding(
             area,
@@ -322,20 +322,6 @@ def _check_room(area: str, settings: Any) -> Finding:
             "lower capacity to what there is, or free some",
         )
     return Finding(area, Level.OK, what)
-
-
-def file_system(folder: Path) -> str:
-    """The kind of file system that a folder is on."""
-    real = os.fsencode(folder.resolve())
-    best, kind = b"", b"unknown"
-    with contextlib.suppress(OSError):
-        for line in _MOUNTS.read_bytes().splitlines():
-            words = line.split(b" ")
-            point = _OCTAL.sub(lambda found: bytes([int(found[1], 8)]), words[1])
-            inside = real == point or real.startswith(point.rstrip(b"/") + b"/")
-            if inside and len(point) >= len(best):
-                best, kind = point, words[2]
-    return kind.decode()
 
 
 def _rotates(folder: Path) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
+from kvtier.backends.cpu.room import memory_given
 from kvtier.core.disk import Disk
 from kvtier.core.values import ByteSize
 
 _SHARED_MEMORY = Path("/dev/shm")
-_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _GIB = 1 << 30
 _MIB = 1 << 20
 
@@ -26,7 +25,7 @@ def starter(
     """The text of a stack file with a CPU tier, an NVMe tier in this folder, and a bucket if one
     is named; sizes that are not given follow the machine."""
     folder = folder.expanduser().absolute()
-    total, free = memory_bytes(), Disk().free_bytes(_nearest(folder))
+    total, free = memory_given(), Disk().free_bytes(_nearest(folder))
     shared = Disk().free_bytes(_SHARED_MEMORY)
     text = _TEMPLATE.format(
         name='"${KVTIER_NAME:-default}"' if name is None else _quoted(name),
@@ -43,16 +42,6 @@ def starter(
 def _quoted(text: str) -> str:
     """As a YAML string in which nothing is taken from the environment."""
     return json.dumps(text, ensure_ascii=False).replace("${", "$${")
-
-
-def memory_bytes() -> int:
-    """What this process may use: the machine's memory, or less in a container."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = _MEMORY_LIMIT.read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdecimal() else total
 
 
 def _nearest(folder: Path) -> Path:

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from cli_world import command
 
+from kvtier.backends.cpu import huge, room
 from kvtier.cli import checks
 from kvtier.cli.checks import Level, check_machine, check_order, check_tier
 from kvtier.config import load
 from kvtier.core.disk import Disk
+from kvtier.core.mounts import mounted
 from kvtier.core.numa import Topology
 
 
@@ -67,22 +69,30 @@ def test_more_taken_than_allowed(filled: Path) -> None:
 
 def test_host_memory_on_a_disk_is_said(stack_file: Path) -> None:
     found = levels(stack_file, 0)
-    if checks.file_system(stack_file.parent) != "tmpfs":
+    if mounted(stack_file.parent)[0] != "tmpfs":
         assert any("not memory" in what for what, level in found.items() if level is Level.WARN)
 
 
-@pytest.mark.parametrize("name", [b"with a blank", "données\u00a0".encode(), b"no\xfftext"])
-def test_a_file_system_is_known_whatever_its_folder_is_called(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes
+def test_memory_that_is_not_there_is_missed_before_an_engine_does(
+    stack_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / os.fsdecode(name)
-    folder.mkdir()
-    written = os.fsencode(folder).replace(b" ", b"\\040")  # as the kernel does it
-    mounts = tmp_path / "mounts"
-    mounts.write_bytes(b"/dev/a / ext4 rw 0 0\n/dev/b %s nfs4 rw 0 0\n" % written)
-    monkeypatch.setattr(checks, "_MOUNTS", mounts)
-    assert checks.file_system(tmp_path) == "ext4"
-    assert checks.file_system(folder / "below") == "nfs4"
+    monkeypatch.setattr(room, "in_memory", lambda folder: True)
+    assert not any("does not fit" in what for what in levels(stack_file, 0))
+    monkeypatch.setattr(room, "memory_left", lambda: 1 << 20)
+    warned = [what for what, level in levels(stack_file, 0).items() if level is Level.WARN]
+    assert any("only 1 MiB of memory: the region does not fit" in what for what in warned)
+
+
+def test_huge_pages_that_are_not_given_are_said(
+    stack_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack_file.write_text(
+        stack_file.read_text().replace("kind: cpu,", "kind: cpu, huge_pages: true,")
+    )
+    for reason, level in ((None, Level.OK), ("remount it", Level.WARN)):
+        monkeypatch.setattr(huge, "why_none", lambda folder, reason=reason: reason)
+        said = levels(stack_file, 0)
+        assert [said[what] for what in said if "huge pages" in what] == [level]
 
 
 def test_a_folder_that_is_another_elsewhere(

@@ -80,6 +80,16 @@ def test_control_groups_of_the_first_version(tmp_path: Path, inside: str) -> Non
     assert room.memory_left(tmp_path) == 120 * MIB
 
 
+def test_what_a_process_may_have_at_all(tmp_path: Path) -> None:
+    machine(tmp_path, "0::/system.slice/engine.service\n")
+    whole = room.memory_given(tmp_path)
+    assert whole == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    new_group(tmp_path, "system.slice/engine.service/", "max", used=1, files=0)
+    assert room.memory_given(tmp_path) == whole
+    new_group(tmp_path, "system.slice/", str(200 * MIB), used=150, files=0)
+    assert room.memory_given(tmp_path) == 200 * MIB
+
+
 def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
     machine(tmp_path, "0::/\n")
     new_group(tmp_path, "", str(100 * MIB), used=101, files=0)
@@ -95,17 +105,11 @@ def test_a_system_that_does_not_say(tmp_path: Path, meminfo: str | None) -> None
 
 def mount(root: Path, folder: Path, kind: str, options: str) -> None:
     """Let the system say that the folder's file system is of this kind."""
-    device = folder.stat().st_dev
-    line = "22 1 {}:{} / /mnt rw,relatime shared:2 - {} none rw,{}\n"
-    other = line.format(9999, 9, "proc", "huge=always")
-    mine = line.format(os.major(device), os.minor(device), kind, options)
-    write(root, "proc/self/mountinfo", other + mine)
-
-
-def test_what_a_file_system_is(tmp_path: Path) -> None:
-    assert room.mounted(tmp_path, tmp_path) == ("", [])
-    mount(tmp_path, tmp_path, "tmpfs", "size=1k")
-    assert room.mounted(tmp_path, tmp_path) == ("tmpfs", ["rw", "size=1k"])
+    write(
+        root,
+        "proc/self/mounts",
+        f"a / proc huge=always 0 0\nnone {folder} {kind} rw,{options} 0 0\n",
+    )
 
 
 @pytest.mark.parametrize(
