@@ -51,7 +51,7 @@ def json_schema(names: Sequence[str]) -> dict[str, Any]:
     )
     for name, struct in mirror.originals.items():
         texts = descriptions(struct)
-        parts[name]["description"] = inspect.getdoc(struct)
+        parts[name]["description"] = _doc(struct)
         for field in msgspec.structs.fields(struct):
             entry = parts[name]["properties"][field.encode_name]
             if field.name in texts:
@@ -130,11 +130,11 @@ def reference(names: Sequence[str]) -> str:
         settings = backend(name).settings
         fields = msgspec.structs.fields(settings)
         own = [each for each in fields if common.get(each.name, _ABSENT) != each.default]
-        parts.append(f"### kind: {name}\n\n{inspect.getdoc(settings)}\n")
+        parts.append(f"### kind: {name}\n\n{_doc(settings)}\n")
         parts.extend(_tables(settings, "####", own))
     parts.append("## Words\n")
     for name, words in _WORDS.items():
-        parts.append(f"`{name}`: {inspect.getdoc(words)}\n")
+        parts.append(f"`{name}`: {_doc(words)}\n")
         texts = descriptions(words)
         parts.append("".join(f"- `{each.value}`: {texts[each.name]}\n" for each in words))
     return "\n".join(parts)
@@ -164,6 +164,11 @@ def _own_descriptions(kind: type) -> dict[str, str]:
     return found
 
 
+def _doc(kind: type) -> str:
+    """A class's own words: those of the class that it is derived from are about something else."""
+    return inspect.cleandoc(kind.__doc__ or "")
+
+
 def _tables(
     kind: type[msgspec.Struct], level: str, fields: Sequence[Any] | None = None
 ) -> Iterator[str]:
@@ -173,7 +178,7 @@ def _tables(
     for field in fields:
         for part in (field.type, *get_args(field.type)):
             if _is_struct(part) and part is not TierSettings:
-                yield f"{level} {field.encode_name}\n\n{inspect.getdoc(part)}\n"
+                yield f"{level} {field.encode_name}\n\n{_doc(part)}\n"
                 yield from _tables(part, level)
 
 

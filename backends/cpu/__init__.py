@@ -65,7 +65,8 @@ class CpuBackend(Backend[CpuSettings]):
 
     def check(self, settings: CpuSettings, record_bytes: int | None) -> None:
         policy_class(settings.eviction)  # which raises ConfigError
-        if not settings.name or "/" in settings.name or len(settings.name) > 100:
+        short = 0 < len(settings.name) <= 100
+        if not short or "/" in settings.name or not settings.name.isprintable():
             raise ConfigError(
                 ".name", f"{settings.name!r} cannot name a region", "write a short word without /"
             )

@@ -49,8 +49,8 @@ def whole(home: Path) -> set[str]:
 
 
 def halves(home: Path) -> list[Path]:
-    """Under the folder's lock: files of slabs whose other file is missing, which serve nobody. By
-    name: one that cannot be looked at is there, too."""
+    """Files of slabs whose other file is missing, which serve nobody; who removes one has the
+    folder's lock. By name: one that cannot be looked at is there, too."""
     both = whole(home)
     tables = [path for path in slab_files(home, TABLE_SUFFIX) if path.stem not in both]
     data = [path for path in slab_files(home, DATA_SUFFIX) if path.stem not in both]

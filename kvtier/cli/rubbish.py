@@ -17,6 +17,7 @@ from kvtier.backends.cpu.region import SUFFIX, in_use, leftovers, remove
 from kvtier.backends.nvme.files import (
     DATA_SUFFIX,
     TABLE_SUFFIX,
+    halves,
     is_newer,
     slab_files,
     unfinished,
@@ -168,10 +169,12 @@ def _left_by_the_dead(root: Path, home: Path) -> Iterator[Rubbish]:
         if not is_locked(maker):
             what = "file that a dead process was making"
             yield _file(root, path, what, partial(_is_free, maker))
-    for path in sorted(slab_files(home, DATA_SUFFIX)):
-        table = path.with_suffix(TABLE_SUFFIX)
-        if not table.exists():
-            yield _file(root, path, "slab without a table", partial(_is_missing, table))
+    for path in sorted(halves(home)):
+        if path.suffix == DATA_SUFFIX:
+            what, other = "slab without a table", path.with_suffix(TABLE_SUFFIX)
+        else:
+            what, other = "table without a slab", path.with_suffix(DATA_SUFFIX)
+        yield _file(root, path, what, partial(_is_missing, other))
 
 
 def _is_free(path: Path) -> bool:

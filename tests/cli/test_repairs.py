@@ -198,6 +198,15 @@ class TestGc:
         assert young.exists()
         assert served(filled) == 8
 
+    def test_tables_whose_slabs_somebody_removed(self, filled: Path, tmp_path: Path) -> None:
+        slabs = list((tmp_path / "disk").rglob("*.slab"))
+        for path in slabs:
+            path.unlink()
+        assert self.found("-c", filled, "--dry-run") == ["table without a slab"] * len(slabs)
+        assert self.found("-c", filled) == ["table without a slab"] * len(slabs)
+        assert self.found("-c", filled) == []
+        assert not list((tmp_path / "disk").rglob("*.table"))
+
     def test_what_only_looks_like_a_measurement_stays(self, filled: Path, tmp_path: Path) -> None:
         others = tmp_path / "disk" / f"{BENCH_MARK}1-x"
         others.mkdir(mode=0)

@@ -33,6 +33,7 @@ def test_a_right_stack(tmp_path: Path) -> None:
         ({}, {"store_deadline": "0s"}, "$.tiers[1].store_deadline"),
         ({"path": "/no/such/folder"}, {}, "$.tiers[0].path"),
         ({"name": "a/b"}, {}, "$.tiers[0].name"),
+        ({"name": "a\nb"}, {}, "$.tiers[0].name"),
         ({"huge_pages": "please"}, {}, "$.tiers[0].huge_pages"),
         ({"persistence": "maybe"}, {}, "$.tiers[0].persistence"),
         ({}, {"capacity": "1MiB"}, "$.tiers[1].capacity"),
