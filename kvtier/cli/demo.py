@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import sys
@@ -32,6 +33,7 @@ app = console.new_app("See what it is good for: a prompt cold, warm, after a cra
 _MEDIA = ("cpu", "nvme")
 _CHUNK_TOKENS = 128
 _MEMORY = "/dev/shm"
+_LOG = "server.log"
 _CPU = ByteSize.parse("1GiB")
 
 
@@ -69,7 +71,12 @@ def demo(
         except NotStarted as error:
             for line in error.lines:
                 print(console.plain(line), file=sys.stderr)
-            raise KVTierError("vLLM did not start: above is the end of its log") from error
+            file, kept = tempfile.mkstemp(prefix="kvtier-demo-", suffix=".log")
+            os.close(file)
+            shutil.copyfile(folder / _LOG, kept)
+            raise KVTierError(
+                f"vLLM did not start: above is the end of its log, and {kept} has all of it"
+            ) from error
     _show(rows, tokens)
     if len({row.text for row in rows}) > 1:
         console.warn("an answer differs from that of the cold server: please report it")
@@ -158,7 +165,7 @@ def _write_stack(folder: Path, region: Path) -> Path:
 def _start(folder: Path, model: Path, stack: Path, tokens: int) -> Iterator[Server]:
     _say("starting the server")
     length = ["--max-model-len", str(tokens + 256), "--dtype", "float32", "--enforce-eager"]
-    with Server.start(str(model), stack, length, log=folder / "server.log") as server:
+    with Server.start(str(model), stack, length, log=folder / _LOG) as server:
         _say(f"it is up after {server.started_in:.0f} s")
         yield server
 

@@ -25,6 +25,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("tier",),
     ),
     "kvtier:stored_blocks": ("Blocks committed to a tier", ("tier",)),
+    "kvtier:written_bytes": ("Bytes written to a tier, before compression", ("tier",)),
     "kvtier:evicted_blocks": ("Blocks evicted from a tier", ("tier",)),
     "kvtier:corrupt_blocks": ("Blocks that failed verification, quarantined", ("tier",)),
     "kvtier:dropped_blocks": (
@@ -150,6 +151,7 @@ class Meter:
             for reason, count in found.failures[index].items():
                 yield "kvtier:load_failures", (tier.medium, reason), count
         for link in found.links:
+            yield "kvtier:written_bytes", (link.target,), link.bytes_written
             for reason, count in link.drops.items():
                 yield "kvtier:store_drops", (link.target, reason), count
             for reason, count in link.failures.items():

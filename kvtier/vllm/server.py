@@ -26,6 +26,8 @@ _POLL_S = 0.1
 _KILL_POLL_S = 0.01
 _TIDY_S = 10.0
 _TIDIES = b"multiprocessing.resource_tracker"
+_END_LINES = 30
+_NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped|See https://nanobind\.")
 
 
 class NotStarted(KVTierError):
@@ -93,7 +95,7 @@ class Server:
                 self.started_in = time.monotonic() - begin
                 return
             time.sleep(_POLL_S)
-        raise NotStarted(self.log.read_text(errors="replace").splitlines()[-30:])
+        raise NotStarted(_end_of(self.log))
 
     # -- requests --------------------------------------------------------------------------
 
@@ -191,6 +193,12 @@ class Server:
         trace: TracebackType | None,
     ) -> None:
         self.kill()
+
+
+def _end_of(log: Path) -> list[str]:
+    """The last lines, without what a library has to say of itself when a process ends badly."""
+    lines = log.read_text(errors="replace").splitlines()
+    return [line for line in lines if not _NOISE.match(line)][-_END_LINES:]
 
 
 def _take_port() -> socket.socket:

@@ -33,6 +33,17 @@ def test_the_cache_survives_a_kill_and_a_reboot() -> None:
     assert done.stdout.count("the same") == 5
 
 
+def test_where_vllm_does_not_start_the_reason_is_kept(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "VLLM_CPU_KVCACHE_SPACE": "much"}
+    done = subprocess.run(DEMO, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "invalid literal" in done.stderr
+    (log,) = tmp_path.glob("kvtier-demo-*.log")
+    assert f"above is the end of its log, and {log} has all of it" in " ".join(done.stderr.split())
+    assert "invalid literal" in log.read_text()
+    assert list(tmp_path.glob("kvtier-demo-*")) == [log]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, None])
 def test_told_to_end_it_leaves_nothing(number: signal.Signals | None, tmp_path: Path) -> None:
     """By a signal, twice, or because the reader of what it says has gone."""

@@ -106,6 +106,7 @@ def test_tiers_of_one_kind_are_told_together(tmp_path: Path) -> None:
         then = meter.read().reduce()
         assert then["kvtier:tier_down:('nvme',)"] == 1, "the other one is well"
         assert then["kvtier:stored_blocks:('nvme',)"] == 8
+        assert then["kvtier:written_bytes:('nvme',)"] == 8 * SLOT
         assert then["kvtier:blocks:('nvme',)"] == 8
         now[0] += 1
         again = meter.read()
