@@ -22,6 +22,7 @@ _SERVER = "vllm.entrypoints.openai.api_server"
 _TRANSFER = "--kv-transfer-config"
 _HASH = "--prefix-caching-hash-algo"
 _DETAILS = "--enable-prompt-tokens-details"
+_SPACE = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 _GRACE = "--shutdown-timeout"
 _GRACE_S = 20
 _PROMPT = "Tell me about caches. " * 100
@@ -46,7 +47,7 @@ def serve(
     vllm = installed()
     flags = list(context.args)
     command = server_command(model, config, flags)
-    prepare_environment(os.environ, model, cpu=vllm.cpu)
+    prepare_environment(os.environ, model, flags, cpu=vllm.cpu)
     _say_what_to_try(model, flags, config)
     sys.stdout.flush()
     if terminal.in_foreground():
@@ -91,7 +92,9 @@ def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
     return [*command, *flags]
 
 
-def prepare_environment(environment: MutableMapping[str, str], model: str, *, cpu: bool) -> None:
+def prepare_environment(
+    environment: MutableMapping[str, str], model: str, flags: Sequence[str], *, cpu: bool
+) -> None:
     """Settings that suit the machine, where the user has none of his own."""
     if Path(model).is_dir():
         environment.setdefault("HF_HUB_OFFLINE", "1")
@@ -101,7 +104,8 @@ def prepare_environment(environment: MutableMapping[str, str], model: str, *, cp
     # like the copies of this cache, makes each step many times slower.
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
-    environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if all(_value(flags, flag) is None for flag in _SPACE):  # which the variable would override
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
 def _value(flags: Sequence[str], name: str) -> str | None:

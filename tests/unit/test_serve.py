@@ -86,7 +86,7 @@ def test_the_page_says_what_it_is_the_same_as() -> None:
 
 def test_what_the_user_has_set_stays() -> None:
     environment = {"OMP_NUM_THREADS": "7"}
-    serve.prepare_environment(environment, "m", cpu=True)
+    serve.prepare_environment(environment, "m", [], cpu=True)
     assert environment["OMP_NUM_THREADS"] == "7"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert "HF_HUB_OFFLINE" not in environment
@@ -94,8 +94,27 @@ def test_what_the_user_has_set_stays() -> None:
 
 def test_a_gpu_needs_no_settings(tmp_path: Path) -> None:
     environment: dict[str, str] = {}
-    serve.prepare_environment(environment, str(tmp_path), cpu=False)
+    serve.prepare_environment(environment, str(tmp_path), [], cpu=False)
     assert environment == {"HF_HUB_OFFLINE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "space"),
+    [
+        ([], "1"),
+        (["--max-model-len", "64"], "1"),
+        (["--kv-cache-memory-bytes", "8G"], None),
+        (["--kv_cache_memory_bytes=8G"], None),
+        (["--gpu-memory-utilization", "0.5"], None),
+    ],
+)
+def test_room_that_the_user_asked_for_is_not_overridden(
+    flags: list[str], space: str | None
+) -> None:
+    """vLLM heeds the variable, if there is one, and not the flags."""
+    environment: dict[str, str] = {}
+    serve.prepare_environment(environment, "m", flags, cpu=True)
+    assert environment.get("VLLM_CPU_KVCACHE_SPACE") == space
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1.dev3+cpu", "0.33.0"])
