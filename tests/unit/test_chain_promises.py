@@ -189,6 +189,22 @@ def test_a_load_is_late_only_if_it_was_not_there_when_asked_for() -> None:
     assert rig.chain.worth(keys[3:], 256) == 0, "it is late for certain"
 
 
+def test_a_load_that_fails_at_once_says_nothing_of_speed(rig: ChainRig) -> None:
+    costs = CostModel(clock=lambda: rig.now)
+    costed = ChainRig([8, 16], READ_ONLY[:2], costs=costs, clock=lambda: rig.now)
+    keys = costed.put(1, KEYS[:4])
+    medium = costed.tiers[1].medium
+    costs.observe_load(medium, 4096, 1000.0)
+    costed.chain.begin_load(keys[:2], "a", FAR)
+    costed.mover.fail_all(Outcome.CORRUPT)
+    costed.chain.poll()
+    assert costs.stats()[medium].samples == 1
+    costed.chain.begin_load(keys[2:], "b", FAR)
+    costed.mover.run_all()
+    costed.chain.poll()
+    assert costs.stats()[medium].samples == 2
+
+
 def test_hits_are_counted_where_they_were_found(rig: ChainRig) -> None:
     rig.put(0, KEYS[:1])
     rig.put(1, KEYS[1:3])
