@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from nvme_rig import SLAB_BLOCKS, Engine, child, expect
 
-from kvtier.backends.nvme.files import is_empty, used_bytes
+from kvtier.backends.nvme.files import hold_owner, is_empty, used_bytes
 from kvtier.backends.nvme.idle import reclaim
 from kvtier.core.disk import Disk
 from kvtier.core.slab import layout
@@ -313,6 +313,42 @@ def test_broken_slabs_are_removed_and_newer_ones_left_alone(tmp_path: Path) -> N
     assert tables[1].exists()
     assert after.read(make_keys(12)), "the whole ones are served"
     after.close()
+
+
+@pytest.mark.parametrize("moved", ["from another namespace", "to another number"])
+def test_slabs_that_lie_where_they_do_not_belong_are_not_offered(
+    tmp_path: Path, moved: str
+) -> None:
+    namespace, named = (NAMESPACE, "00abcdef") if "number" in moved else (OTHER, "")
+    engine = Engine(tmp_path / "kv", blocks=4, namespace=namespace)
+    assert engine.put(make_keys(4)) == make_keys(4)
+    engine.close()
+    home = tmp_path / "kv" / NAMESPACE.id
+    home.mkdir(exist_ok=True)
+    for path in [*(tmp_path / "kv").rglob("*.table"), *(tmp_path / "kv").rglob("*.slab")]:
+        path.rename(home / f"{named or path.stem}{path.suffix}")
+    after = Engine(tmp_path / "kv", blocks=4)
+    assert after.hits(make_keys(4)) == []
+    assert after.put(make_keys(4)) == make_keys(4)
+    assert after.read(make_keys(4)) == make_keys(4)
+    after.close()
+
+
+def test_only_the_dead_lose_what_they_had_begun(tmp_path: Path) -> None:
+    home = tmp_path / "kv" / NAMESPACE.id
+    (home / "owners").mkdir(parents=True)
+    files = {}
+    for owner in (0xDEAD, 0xA11FE):
+        (home / "owners" / f"{owner:08x}").touch()
+        files[owner] = home / f"00000077.{owner:08x}.data.making"
+        files[owner].touch()
+    alive = hold_owner(home / "owners", 0xA11FE)
+    engine = Engine(tmp_path / "kv")
+    engine.put(make_keys(1))
+    assert not files[0xDEAD].exists()
+    assert files[0xA11FE].exists()
+    engine.close()
+    os.close(alive)
 
 
 def test_what_only_looks_like_a_slab_stops_nothing(tmp_path: Path) -> None:
