@@ -336,10 +336,13 @@ def test_a_tier_that_nobody_asks_does_not_pile_up_news(store: ListedStore) -> No
     keeper, tier = opened(store)
     keeper.open(tier.known)
     tier.start()
+    told = []
     for _ in range(50):
         keeper._next_look = 0.0
         keeper.work()
+        told.append(keeper.news[0].standing)
     assert len(keeper.news) == 1
+    assert len({id(standing) for standing in told}) == 50, "the last one is what it hears"
     tier.tick()
     assert not keeper.news
     keeper._next_look = 0.0

@@ -25,6 +25,7 @@ from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy
 from kvtier.core.eviction.adaptive import Adaptive
 from kvtier.core.slab import layout
+from kvtier.core.slab import tier as slab_tier
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey
 
@@ -359,3 +360,16 @@ def test_kill_while_they_are_written(tmp_path: Path, lines: int) -> None:
     again = Engine(tmp_path / "kv", blocks=16)
     assert again.read(make_keys(16)) == make_keys(16)
     again.close()
+
+
+def test_what_was_asked_for_in_vain_is_remembered_within_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slab_tier, "_EXPECTED_MAX", 100)
+    engine = Engine(tmp_path / "kv")
+    for start in range(0, 1000, 50):
+        engine.tier.touch(make_keys(50, start=start))
+        engine.tier.tick()
+    assert len(engine.tier._expected) == 100
+    assert make_keys(1, start=999)[0] in engine.tier._expected, "the last ones"
+    engine.close()
