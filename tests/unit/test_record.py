@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 
 import msgspec
 import numpy as np
@@ -12,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.core.record import (
+    CODEC_RAW,
     HEADER_BYTES,
     PIECE_BYTES,
+    VERSION,
     Header,
     part_sum,
     pieces_of,
@@ -21,7 +24,8 @@ from kvtier.core.record import (
     seal,
     verify,
 )
-from kvtier.types import BlockKey, Namespace, Outcome, block_key
+from kvtier.errors import FormatError
+from kvtier.types import KEY_BYTES_MAX, PARTS_MAX, BlockKey, Namespace, Outcome, block_key
 
 NAMESPACE = bytes(16)
 
@@ -93,6 +97,53 @@ def test_a_header_that_somebody_made_up_is_refused(
     record = memoryview(bytearray(max(room, HEADER_BYTES)))
     Header(BlockKey(key), NAMESPACE, payload, parts, codec).write(record)
     assert verify(record[:room], BlockKey(key), NAMESPACE) is Outcome.CORRUPT or payload == 0
+
+
+KEY = block_key(b"somebody's prompt", 0)
+
+
+def written(key: BlockKey, parts: int, codec: int = CODEC_RAW) -> memoryview:
+    record = memoryview(bytearray(HEADER_BYTES + 4096))
+    seal(record, Header(key, NAMESPACE, 4096, parts, codec))
+    return record
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "said"),
+    [
+        (0, b"X", "not a kvtier block record"),
+        (8, struct.pack("<H", VERSION + 1), f"record version {VERSION + 1}"),
+        (11, b"\0", "inconsistent"),
+        (11, bytes([KEY_BYTES_MAX + 1]), "inconsistent"),
+        (12, struct.pack("<I", 0), "inconsistent"),
+        (12, struct.pack("<I", PARTS_MAX + 1), "inconsistent"),
+        (12, struct.pack("<I", 3), "inconsistent"),
+    ],
+)
+def test_what_a_header_must_not_say_even_if_its_checksum_is_right(
+    at: int, value: bytes, said: str
+) -> None:
+    record = written(KEY, 2)
+    assert verify(record, KEY, NAMESPACE).ok
+    record[at : at + len(value)] = value
+    fixed = record[: 48 + KEY_BYTES_MAX]
+    struct.pack_into("<Q", record, len(fixed), xxhash.xxh3_64_intdigest(fixed))
+    with pytest.raises(FormatError, match=said):
+        Header.read(record)
+    assert verify(record, KEY, NAMESPACE) is Outcome.CORRUPT
+
+
+def test_the_longest_key_and_as_many_parts_as_there_may_be() -> None:
+    key = BlockKey(bytes(range(KEY_BYTES_MAX)))
+    record = written(key, PARTS_MAX)
+    assert Header.read(record).key == key
+    assert verify(record, key, NAMESPACE).ok
+
+
+def test_compressed_bytes_are_never_taken_for_the_payload() -> None:
+    record = written(KEY, 1, codec=CODEC_RAW + 1)
+    assert Header.read(record).codec == CODEC_RAW + 1
+    assert verify(record, KEY, NAMESPACE) is Outcome.CORRUPT
 
 
 @given(cut=st.integers(0, 200), junk=st.binary(max_size=8))
