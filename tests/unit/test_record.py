@@ -133,6 +133,16 @@ def test_what_a_header_must_not_say_even_if_its_checksum_is_right(
     assert verify(record, KEY, NAMESPACE) is Outcome.CORRUPT
 
 
+def test_a_flip_anywhere_in_a_header_is_found() -> None:
+    record = written(KEY, 2)
+    for at in range(48 + KEY_BYTES_MAX + 8):
+        record[at] ^= 1
+        with pytest.raises(FormatError):
+            Header.read(record)
+        record[at] ^= 1
+    assert verify(record, KEY, NAMESPACE).ok
+
+
 def test_the_longest_key_and_as_many_parts_as_there_may_be() -> None:
     key = BlockKey(bytes(range(KEY_BYTES_MAX)))
     record = written(key, PARTS_MAX)
