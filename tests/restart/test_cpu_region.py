@@ -11,15 +11,16 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from nvme_rig import child, expect
 
 from kvtier.backends.cpu import BACKEND, CpuSettings, CpuTier, huge
-from kvtier.backends.cpu.region import Region, leftovers, remove
+from kvtier.backends.cpu.region import Region, leftovers, read_header, remove
 from kvtier.core.backend import TierContext
 from kvtier.core.settings import ByteSize, Capacity, Duration, Persistence
 from kvtier.core.slab import layout
-from kvtier.errors import MediumError, MediumInUse
+from kvtier.errors import FormatError, MediumError, MediumInUse
 from kvtier.testing.records import NAMESPACE, fill, make_keys, prove
 from kvtier.types import BlockKey, Namespace, Presence
 
@@ -125,6 +126,27 @@ def test_a_region_that_does_not_fit_is_made_anew(tmp_path: Path, change: str) ->
     with opened(tmp_path, context, blocks=9 if change == "capacity" else 8) as tier:
         assert served(tier, make_keys(3)) == []
         assert tier.stats().bytes_used == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"data_at": 4096}, {"data_at": 8192 + 512}, {"slots": 1 << 16}, {"slot_bytes": 1 << 30}],
+)
+def test_numbers_that_do_not_fit_are_refused_though_their_checksum_is_right(
+    tmp_path: Path, change: dict[str, int]
+) -> None:
+    with opened(tmp_path) as tier:
+        put(tier, make_keys(3))
+        path, header = tier.region.path, tier.region.header
+    assert header.data_at == 8192
+    with path.open("r+b") as file:
+        read_header(file.fileno())
+        file.write(msgspec.structs.replace(header, **change).pack())
+        file.flush()
+        with pytest.raises(FormatError):
+            read_header(file.fileno())
+    with opened(tmp_path) as tier:
+        assert served(tier, make_keys(3)) == []
 
 
 def test_a_region_of_another_user_is_not_taken_over(
