@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +26,8 @@ _DETAILS = "--enable-prompt-tokens-details"
 _SPACE = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 _GRACE = "--shutdown-timeout"
 _GRACE_S = 20
+_SOCKETS_PATH_MAX = 107 - 1 - 36
+"""A socket's path has 107 bytes at most, and vLLM's have a UUID for a name."""
 _PROMPT = "Tell me about caches. " * 100
 
 
@@ -98,6 +101,8 @@ def prepare_environment(
     """Settings that suit the machine, where the user has none of his own."""
     if Path(model).is_dir():
         environment.setdefault("HF_HUB_OFFLINE", "1")
+    if len(os.fsencode(tempfile.gettempdir())) > _SOCKETS_PATH_MAX:
+        environment.setdefault("VLLM_RPC_BASE_PATH", "/tmp")  # else vLLM does not start
     if not cpu:
         return
     # vLLM binds its threads to cores and lets them spin there; whatever else runs on these cores,

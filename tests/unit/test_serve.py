@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import tempfile
+import uuid
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,17 @@ def test_what_the_user_has_set_stays() -> None:
     assert environment["OMP_NUM_THREADS"] == "7"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert "HF_HUB_OFFLINE" not in environment
+
+
+@pytest.mark.parametrize("room", [0, -1])
+def test_sockets_lie_where_their_paths_are_short(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    socket = f"/{uuid.uuid4()}"
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * (106 - len(socket) - room))
+    environment: dict[str, str] = {}
+    serve.prepare_environment(environment, "m", [], cpu=False)
+    assert environment == ({} if room == 0 else {"VLLM_RPC_BASE_PATH": "/tmp"})
 
 
 def test_a_gpu_needs_no_settings(tmp_path: Path) -> None:

@@ -46,13 +46,16 @@ def test_where_vllm_does_not_start_the_reason_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, None])
 def test_told_to_end_it_leaves_nothing(number: signal.Signals | None, tmp_path: Path) -> None:
-    """By a signal, twice, or because the reader of what it says has gone."""
+    """By a signal, twice, or because the reader of what it says has gone. The folder of temporary
+    files has a name that is too long for vLLM's sockets."""
     said = tmp_path / "said"
+    temporary = tmp_path / ("temporary" * 10)
+    temporary.mkdir()
     with (
         said.open("w") as errors,
         subprocess.Popen(
             DEMO,
-            env={**os.environ, "TMPDIR": str(tmp_path)},
+            env={**os.environ, "TMPDIR": str(temporary)},
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -61,7 +64,7 @@ def test_told_to_end_it_leaves_nothing(number: signal.Signals | None, tmp_path: 
     ):
         assert demo.stdout is not None
         assert any("starting the server" in line for line in demo.stdout)
-        (stack,) = tmp_path.glob("kvtier-demo-*/stack.yaml")
+        (stack,) = temporary.glob("kvtier-demo-*/stack.yaml")
         region = Path(json.loads(stack.read_text())["tiers"][0]["path"])
         assert region.exists()
         if number is None:
@@ -71,7 +74,7 @@ def test_told_to_end_it_leaves_nothing(number: signal.Signals | None, tmp_path: 
             demo.send_signal(number)
         assert demo.wait() == (141 if number is None else 128 + number), said.read_text()
     assert not region.exists()
-    assert not list(tmp_path.glob("kvtier-demo-*"))
+    assert not list(temporary.glob("kvtier-demo-*"))
     assert not [words for words in running() if str(tmp_path) in words]
 
 
