@@ -8,17 +8,15 @@ import fcntl
 import os
 import shutil
 import signal
-import struct
 import time
 from pathlib import Path
 
 import pytest
 from nvme_rig import SLAB_BLOCKS, Engine, child, expect
 
-from kvtier.backends.nvme.files import hold_owner, is_empty, used_bytes
+from kvtier.backends.nvme.files import is_empty, used_bytes
 from kvtier.backends.nvme.idle import reclaim
 from kvtier.core.disk import Disk
-from kvtier.core.slab import layout
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import Namespace, Outcome
 
@@ -273,102 +271,6 @@ def test_files_cut_short_while_open_cost_blocks_only(tmp_path: Path, suffix: str
     after.keeper._full_until = 0.0
     assert after.put(fresh) == fresh
     after.close()
-
-
-@pytest.mark.parametrize("running", [True, False])
-def test_slabs_whose_data_somebody_removed_are_made_anew(tmp_path: Path, running: bool) -> None:
-    """Their tables would stay for ever otherwise, and be offered room in that is not there."""
-    engine = Engine(tmp_path / "kv", blocks=8)
-    engine.put(make_keys(8))
-    tables = list((tmp_path / "kv").rglob("*.table"))
-    if not running:
-        engine.close()
-    for path in (tmp_path / "kv").rglob("*.slab"):
-        path.unlink()
-    if not running:
-        engine = Engine(tmp_path / "kv", blocks=8)
-    engine.handler.close()  # as if the mover had been started again
-    assert engine.read(make_keys(8)) == []
-    engine.keeper._full_until = 0.0
-    fresh = make_keys(8, start=100)
-    assert engine.put(fresh) == fresh
-    assert engine.read(fresh) == fresh
-    assert not any(path.exists() for path in tables)
-    engine.close()
-
-
-def test_broken_slabs_are_removed_and_newer_ones_left_alone(tmp_path: Path) -> None:
-    engine = Engine(tmp_path / "kv", blocks=16)
-    engine.put(make_keys(12))
-    engine.close()
-    tables = sorted((tmp_path / "kv").rglob("*.table"))
-    with tables[0].open("r+b") as file:
-        file.write(b"\0" * 64)
-    with tables[1].open("r+b") as file:
-        file.seek(8)
-        file.write(struct.pack("<H", layout.VERSION + 1))
-    after = Engine(tmp_path / "kv", blocks=16)
-    after.tier.refresh()
-    assert not tables[0].exists()
-    assert tables[1].exists()
-    assert after.read(make_keys(12)), "the whole ones are served"
-    after.close()
-
-
-@pytest.mark.parametrize("moved", ["from another namespace", "to another number"])
-def test_slabs_that_lie_where_they_do_not_belong_are_not_offered(
-    tmp_path: Path, moved: str
-) -> None:
-    namespace, named = (NAMESPACE, "00abcdef") if "number" in moved else (OTHER, "")
-    engine = Engine(tmp_path / "kv", blocks=4, namespace=namespace)
-    assert engine.put(make_keys(4)) == make_keys(4)
-    engine.close()
-    home = tmp_path / "kv" / NAMESPACE.id
-    home.mkdir(exist_ok=True)
-    for path in [*(tmp_path / "kv").rglob("*.table"), *(tmp_path / "kv").rglob("*.slab")]:
-        path.rename(home / f"{named or path.stem}{path.suffix}")
-    after = Engine(tmp_path / "kv", blocks=4)
-    assert after.hits(make_keys(4)) == []
-    assert after.put(make_keys(4)) == make_keys(4)
-    assert after.read(make_keys(4)) == make_keys(4)
-    after.close()
-
-
-def test_only_the_dead_lose_what_they_had_begun(tmp_path: Path) -> None:
-    home = tmp_path / "kv" / NAMESPACE.id
-    (home / "owners").mkdir(parents=True)
-    files = {}
-    for owner in (0xDEAD, 0xA11FE):
-        (home / "owners" / f"{owner:08x}").touch()
-        files[owner] = home / f"00000077.{owner:08x}.data.making"
-        files[owner].touch()
-    alive = hold_owner(home / "owners", 0xA11FE)
-    engine = Engine(tmp_path / "kv")
-    engine.put(make_keys(1))
-    assert not files[0xDEAD].exists()
-    assert files[0xA11FE].exists()
-    engine.close()
-    os.close(alive)
-
-
-def test_what_only_looks_like_a_slab_stops_nothing(tmp_path: Path) -> None:
-    home = tmp_path / "kv" / NAMESPACE.id
-    (home / "11111111.table").mkdir(parents=True)
-    os.mkfifo(home / "22222222.table")
-    (home / "33333333.table").symlink_to("nowhere")
-    (home / "44444444.slab").mkdir()
-    (home / "55555555.66666666.data.making").mkdir()
-    (home / "owners" / "77777777").mkdir(parents=True)
-    other = tmp_path / "kv" / ("ab" * 16)
-    (other / "owners" / "88888888").mkdir(parents=True)
-    (other / "99999999.table").mkdir()
-    (other / "namespace.json").write_text("{}")
-    engine = Engine(tmp_path / "kv")
-    assert engine.put(make_keys(24)) == make_keys(24), "though there is nothing to reclaim"
-    engine.close()
-    again = Engine(tmp_path / "kv")
-    assert again.read(make_keys(8, start=16)) == make_keys(8, start=16)
-    again.close()
 
 
 def test_a_stopped_process_delays_nobody(tmp_path: Path) -> None:
