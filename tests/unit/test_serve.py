@@ -96,7 +96,7 @@ def test_what_the_user_has_set_stays() -> None:
 
 @pytest.mark.parametrize("room", [0, -1])
 def test_sockets_lie_where_their_paths_are_short(
-    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     socket = f"/{uuid.uuid4()}"
     monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * (106 - len(socket) - room))
