@@ -5,39 +5,17 @@ Pure bookkeeping: no I/O, no threads, a clock that is given. docs/COSTS.md tells
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from kvtier.core.prefill import Prefill
 from kvtier.core.rates import LinkRate
-
-DEVICE = "device"
-"""The link that every loaded byte crosses: host memory to the engine's own."""
-
+from kvtier.core.runs import DEVICE, Offer, Run
 
 _HEAD_TOKENS = 1024
-
-
-class Run(NamedTuple):
-    """Consecutive blocks of a prefix that would be loaded over one link.
-
-    `link` is the medium of the tier that holds them; blocks that lie in host memory already name
-    `DEVICE`, because that is all they have to cross.
-    """
-
-    link: str
-    blocks: int
-    bytes: int
-
-
-class Offer(NamedTuple):
-    """One way to serve a request: load this, one run a link, and compute what is after `stop`."""
-
-    stop: int
-    loads: list[Run]
 
 
 class Prior(msgspec.Struct, frozen=True):
@@ -63,6 +41,9 @@ class CostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """At most this share of time is spent on probes that are expected to lose."""
     probe_size: float = 0.25
     """A probe may take this share of recomputing, and more only where it would not tell enough."""
+    crowd_max: float = 8.0
+    """A load that spares those who wait behind may take at most so many times as long as
+    recomputing."""
 
 
 class LinkCosts(msgspec.Struct):
@@ -97,6 +78,13 @@ class CostModel:
         self._link(DEVICE)
         self._prefill = Prefill()
         self._doubt = 1.0
+        self._limits: dict[str, float] = {}
+        self._waiting = 0
+        self._crowd = 1.0
+
+    def limit(self, link: str, seconds: float) -> None:
+        """No load over this link is to be begun that would take longer."""
+        self._limits[link] = min(seconds, self._limits.get(link, seconds))
 
     def started(self, link: str, token: int, size: int) -> None:
         """A load of `size` bytes was queued; `token` is the caller's name for it, used once."""
@@ -133,6 +121,10 @@ class CostModel:
         if tokens > 0 and seconds > 0:
             self._prefill.observe(tokens, seconds, context)
 
+    def observe_waiting(self, requests: int) -> None:
+        """So many requests wait for the engine's time behind whoever is asked about next."""
+        self._waiting = requests
+
     def recompute_seconds(self, start: int, stop: int) -> float | None:
         """How long the engine would take to compute tokens `start:stop`; None while unknown."""
         return self._prefill.seconds(start, stop) if self._prefill.known else None
@@ -160,6 +152,8 @@ class CostModel:
             return blocks
         now = self._clock()
         self._doubt = self._prefill.doubt(blocks * tokens_per_block)
+        spared = self._recompute(start, start + blocks * tokens_per_block)
+        self._crowd = self._spares(runs, spared, now)
         count = self._fastest(runs, tokens_per_block, start, blocks, now)
         self._count(runs, count)
         if count < blocks:
@@ -178,9 +172,9 @@ class CostModel:
             return best
         now = self._clock()
         self._doubt = self._prefill.doubt(offers[-1].stop - start)
-        gains = [
-            self._recompute(start, offer.stop) - self._loading(offer, now)[0] for offer in offers
-        ]
+        spared = self._recompute(start, offers[-1].stop)
+        self._crowd = self._spares(offers[-1].loads, spared, now)
+        gains = [self._worth(start, offer.stop) - self._loading(offer, now)[0] for offer in offers]
         best = max(range(len(offers)), key=gains.__getitem__)
         if gains[best] <= 0:
             best = -1
@@ -222,6 +216,23 @@ class CostModel:
     def _recompute(self, start: int, stop: int) -> float:
         return self._doubt * self._prefill.seconds(start, stop)
 
+    def _spares(self, loads: Sequence[Run], seconds: float, now: float) -> float:
+        """How many requests are spared so many seconds if the engine need not compute for so long:
+        the one asked about, those behind it, and those whose loads end meanwhile, in part."""
+        if not all(self._link(run.link).line.samples for run in loads):
+            return 1.0  # who knows what they would wait for instead
+        crowd = 1.0 + self._waiting
+        for link in self._links.values():
+            for flight in link.in_flight.values():
+                left = flight.since + flight.expected - now
+                if left < seconds:
+                    crowd += 1 - max(left, 0.0) / seconds
+        return min(crowd, self._settings.crowd_max)
+
+    def _worth(self, start: int, stop: int) -> float:
+        """What it is worth to all that these tokens need not be computed."""
+        return self._recompute(start, stop) * self._crowd
+
     def _terms(self, name: str, now: float) -> tuple[float, float]:
         """A link's terms, worse than they are while it has to win back what it lost."""
         link = self._link(name)
@@ -239,7 +250,7 @@ class CostModel:
         as long as its slowest stream. That is linear but for kinks: only they need to be tried.
         """
         stop = start + end * per_block
-        best, best_count = self._recompute(start, stop), 0
+        best, best_count = self._worth(start, stop), 0
         device_fixed, device_each = self._terms(DEVICE, now)
         streams: dict[str, tuple[float, float]] = {}  # link -> (seconds so far, seconds a byte)
         device, done = device_fixed, 0
@@ -251,11 +262,17 @@ class CostModel:
                 own, each = device, device_each
             own_block, device_block = each * size / blocks, device_each * size / blocks
             others = max((time for name, (time, _) in streams.items() if name != link), default=0.0)
-            for count in (blocks, *_kinks(own, own_block, others, device, device_block, blocks)):
+            fitting = blocks
+            if link in self._limits and own_block > 0:
+                fitting = int(min(blocks, (self._limits[link] - own) / own_block))
+            kinks = _kinks(own, own_block, others, device, device_block, fitting)
+            for count in (fitting, *kinks) if fitting > 0 else ():
                 load = max(others, own + own_block * count, device + device_block * count)
-                total = load + self._recompute(start + (done + count) * per_block, stop)
+                total = load + self._worth(start + (done + count) * per_block, stop)
                 if total < best:
                     best, best_count = total, done + count
+            if fitting < blocks:
+                break
             done += blocks
             device += device_each * size
             streams[link] = own + each * size, each
@@ -281,7 +298,9 @@ class CostModel:
         for link, _, size in offer.loads:
             if link != DEVICE:
                 fixed, each = self._terms(link, now)
-                slowest = max(slowest, (fixed + each * size, link))
+                seconds = fixed + each * size
+                late = seconds > self._limits.get(link, math.inf)
+                slowest = max(slowest, (math.inf if late else seconds, link))
         return slowest
 
     def _book(self, offers: Sequence[Offer], best: int) -> None:
@@ -305,14 +324,16 @@ class CostModel:
         if now < link.next_probe:
             return best
         fixed, each = link.terms(now)
+        limit = self._limits.get(blocking, math.inf)
         allowed = self._recompute(start, offers[-1].stop) * self._settings.probe_size - fixed
         most = max(allowed, 2 * fixed)
         chosen = best + 1
         known = offers[best].stop if best >= 0 else start
         for at in range(chosen + 1, len(offers)):
             size = sum(run.bytes for run in offers[at].loads if run.link == blocking)
-            wins = fixed + each * size < self._recompute(known, offers[at].stop)
-            if wins or each * size <= most:
+            seconds = fixed + each * size
+            wins = seconds < self._recompute(known, offers[at].stop)
+            if (wins or each * size <= most) and seconds <= limit:
                 chosen = at
         loss = self._loading(offers[chosen], now)[0] - self._recompute(known, offers[chosen].stop)
         blocks = sum(run.blocks for run in offers[chosen].loads if run.link == blocking)
@@ -341,12 +362,13 @@ class CostModel:
             return 0
         fixed, each = link.terms(now)
         block = max(each * run.bytes / run.blocks, 1e-12)
-        fitting = int((self._recompute(start, end) * rules.probe_size - fixed) / block)
+        limit = self._limits.get(run.link, math.inf)
+        allowed = min(self._recompute(start, end) * rules.probe_size, limit)
         # Large enough to tell a change of bandwidth from one of latency.
         telling = int(2 * fixed / block) + 1
         most = run.blocks - count
-        blocks = min(most, max(fitting, telling))
-        if fixed + block * most < self._recompute(at, at + most * per_block):
+        blocks = min(most, max(int((allowed - fixed) / block), telling))
+        if fixed + block * most < min(self._recompute(at, at + most * per_block), limit):
             blocks = most  # it would win, but for what it has to win back: find out if it does
         loss = fixed + block * blocks - self._recompute(at, at + blocks * per_block)
         self._note_probe(link, blocks, loss, now)
@@ -356,10 +378,13 @@ class CostModel:
 def _kinks(
     own: float, own_block: float, others: float, device: float, device_block: float, blocks: int
 ) -> list[int]:
-    """Block counts at which this run's own stream starts to be the slowest."""
-    counts = []
+    """The block counts beside which another stream becomes the slowest."""
+    crossings = []
     if own_block > 0:
-        counts.append((others - own) / own_block)
-    if own_block > device_block:
-        counts.append((device - own) / (own_block - device_block))
-    return [int(count) for count in counts if 1 <= count < blocks]
+        crossings.append((others - own) / own_block)
+    if device_block > 0:
+        crossings.append((others - device) / device_block)
+    if own_block != device_block:
+        crossings.append((device - own) / (own_block - device_block))
+    beside = [int(at) + side for at in crossings if 0 < at < blocks for side in (0, 1)]
+    return [count for count in beside if 0 < count < blocks]

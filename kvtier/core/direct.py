@@ -13,7 +13,7 @@ from kvtier.core.costs import CostModel
 from kvtier.core.flight import Ticket
 from kvtier.core.health import Health
 from kvtier.core.ledger import Ledger
-from kvtier.core.tally import Tally
+from kvtier.core.tally import Tally, direct
 from kvtier.core.tier import Tier
 from kvtier.types import BlockKey, Outcome
 
@@ -51,7 +51,7 @@ class DirectReads:
             self._used.clear()
         self.tiers = tiers
         self._tally.links = [
-            f"{medium} direct" if tier in self.tiers else medium
+            direct(medium) if tier in self.tiers else medium
             for tier, medium in enumerate(self._tally.media)
         ]
 

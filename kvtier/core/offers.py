@@ -11,8 +11,9 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from itertools import accumulate, islice, takewhile
 from typing import NamedTuple
 
-from kvtier.core.costs import DEVICE, CostModel, Offer, Run
+from kvtier.core.costs import CostModel
 from kvtier.core.plan import COMING, HOST, JOINING, NOWHERE, plan_runs
+from kvtier.core.runs import DEVICE, Offer, Run
 from kvtier.core.tally import Tally
 from kvtier.types import BlockKey
 

@@ -11,7 +11,7 @@ from itertools import groupby
 
 import msgspec
 
-from kvtier.core.costs import DEVICE, Run
+from kvtier.core.runs import DEVICE, Run
 from kvtier.core.settings import Admission, TierSettings, WritePolicy
 from kvtier.types import BlockKey, LoadStoreSpec, Presence
 

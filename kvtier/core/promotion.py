@@ -9,9 +9,12 @@ from kvtier.core.flight import Settled, Ticket
 from kvtier.core.health import Health
 from kvtier.core.ledger import Ledger
 from kvtier.core.settings import TierSettings
-from kvtier.core.tally import Tally
+from kvtier.core.tally import Tally, direct
 from kvtier.core.transfer import Mover, TransferResult
 from kvtier.types import BlockKey, Outcome
+
+_IN_TIME = 0.8
+"""A load that is expected to need more of its deadline than this is not begun."""
 
 
 class Promotion:
@@ -32,6 +35,10 @@ class Promotion:
         self._health = health
         self._tally = tally
         self._costs = costs
+        if costs is not None:
+            for medium, deadline in zip(tally.media, self._deadlines, strict=True):
+                for link in (medium, direct(medium)):
+                    costs.limit(link, deadline * _IN_TIME)
 
     def start(self, ticket: Ticket, source: int, keys: Sequence[BlockKey], now: float) -> None:
         """Move blocks into host memory for a ticket, as many as there is room for."""

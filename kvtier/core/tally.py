@@ -16,6 +16,11 @@ from kvtier.types import BlockKey, Namespace, Outcome, TierStats
 SAMPLES_KEPT = 4096
 
 
+def direct(medium: str) -> str:
+    """The link by which workers read a tier's files themselves."""
+    return f"{medium} direct"
+
+
 class Sample(msgspec.Struct, frozen=True):
     """One transfer that ended, for a histogram."""
 

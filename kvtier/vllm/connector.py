@@ -136,6 +136,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._manager.scheduled(request.request_id)
         compat.note_taken(self, blocks)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
-from kvtier.core.costs import DEVICE, CostModel
+from kvtier.core.costs import CostModel
 from kvtier.core.flight import Ticket
 from kvtier.core.offers import (
     Decision,
@@ -27,8 +27,10 @@ from kvtier.core.offers import (
     woven,
 )
 from kvtier.core.plan import HOST, JOINING
+from kvtier.core.runs import DEVICE
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Outcome
+from kvtier.vllm.crowd import Crowd
 from kvtier.vllm.pace import Pace
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
 from kvtier.vllm.requests import RequestState
@@ -76,6 +78,7 @@ class ChainManager:
         self._clock = clock
         self.costs = costs
         self._pace = Pace(costs, clock) if costs is not None else None
+        self._crowd = Crowd()
         namespace = stack.namespace
         self._geometry = Geometry(namespace.digest, namespace.group_bytes, namespace.parts)
         self._copies = max(1, ranks // namespace.parts)
@@ -92,6 +95,7 @@ class ChainManager:
     def on_new_request(self, request: str, salt: bytes | None = b"") -> None:
         """A request was added; `salt` stands for what its block hashes do not cover, None for what
         nobody knows."""
+        self._crowd.came(request)
         kept = salt is not None
         self._requests[request] = RequestState(salt=salt or b"", kept=kept, refused=not kept)
 
@@ -113,7 +117,15 @@ class ChainManager:
     def asks(self, request: str, start: int, limit: int) -> None:
         """The engine is about to look up what it could load between these tokens."""
         state = self._state(request)
+        self._crowd.asked(request, told_to_wait=state.waits)
+        if self.costs is not None:
+            self.costs.observe_waiting(self._crowd.behind)
         state.start, state.limit, state.hits, state.junction = start, limit, None, 0
+        state.waits = False
+
+    def scheduled(self, request: str) -> None:
+        """It has its blocks: for a load, or to be computed."""
+        self._crowd.scheduled(request)
 
     def lookup(self, key: bytes, request: str, ends: Mapping[bytes, int]) -> bool | None:
         """Whether a block is here, can be taken in, and is worth its load; None if the request had
@@ -319,6 +331,7 @@ class ChainManager:
 
     def step_began(self, tokens: int, context: int) -> None:
         """The engine computes so many prompt tokens now, after so many others."""
+        self._crowd.stepped()
         if self._pace is not None:
             self._pace.began(tokens, context)
 
@@ -330,6 +343,7 @@ class ChainManager:
     def on_request_finished(self, request: str) -> None:
         """The request asks for nothing any more; its errands may still be under way."""
         self._requests.pop(request, None)
+        self._crowd.gone(request)
 
     @property
     def copying(self) -> bool:

@@ -117,6 +117,11 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self._manager.asks(request, start, limit)
 
     @guarded(lambda: None)
+    def scheduled(self, request: str) -> None:
+        """The engine has blocks for it."""
+        self._manager.scheduled(request)
+
+    @guarded(lambda: None)
     def uses(self, request: str, ends: Mapping[bytes, int]) -> None:
         """The engine has looked up what it could load of all that."""
         self._manager.uses(request, ends)

@@ -296,6 +296,22 @@ class Host:
 
         Disk.readv = slow  # type: ignore[method-assign]
 
+    def record_crowds(self) -> None:
+        """Note how many wait behind each request that the engine asks about, from now on."""
+        self._crowds: list[int] = []
+        costs = self._manager.costs
+        observe = costs.observe_waiting
+
+        def note(requests: int) -> None:
+            self._crowds.append(requests)
+            observe(requests)
+
+        costs.observe_waiting = note
+
+    def crowds(self) -> list[int]:
+        """What was noted."""
+        return self._crowds
+
     def costs(self) -> dict[str, Any]:
         """What the cost model knows of each link, and of a prompt of 1000 tokens."""
         import msgspec

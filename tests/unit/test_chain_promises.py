@@ -7,8 +7,9 @@ from chains import KEYS, ChainRig, rule
 
 from kvtier.backends.memory import MemoryTier
 from kvtier.core.chain import TierChain
-from kvtier.core.costs import DEVICE, CostModel
+from kvtier.core.costs import CostModel
 from kvtier.core.plan import HOST
+from kvtier.core.runs import DEVICE
 from kvtier.core.settings import WritePolicy
 from kvtier.errors import NotResident
 from kvtier.testing.records import NAMESPACE

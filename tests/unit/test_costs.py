@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvtier.core.costs import DEVICE, CostModel, CostSettings, Prior, Run
+from kvtier.core.costs import CostModel, CostSettings, Prior
+from kvtier.core.runs import DEVICE, Run
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 4 << 20
@@ -182,6 +183,8 @@ def test_one_slow_load_among_fast_ones_is_ignored() -> None:
 
 def test_queued_bytes_count_as_waiting() -> None:
     link = engine(0.001, 1e9)
+    link.model = CostModel(CostSettings(crowd_max=1.0), clock=link.clock)
+    link.model.observe_prefill(2048, 2048 / TOKENS_A_SECOND)
     for _ in range(5):
         link.request("far", 64)
     admitted = 0
@@ -192,6 +195,63 @@ def test_queued_bytes_count_as_waiting() -> None:
         link.model.started("far", 2000 + token, 64 * BLOCK_BYTES)
     load, recompute = 64 * BLOCK_BYTES / 1e9, 64 * BLOCK_TOKENS / TOKENS_A_SECOND
     assert recompute / load - 2 <= admitted <= recompute / load + 1
+
+
+def test_a_load_that_spares_others_may_take_longer_than_computing() -> None:
+    recompute, load = 64 * BLOCK_TOKENS / TOKENS_A_SECOND, 64 * BLOCK_BYTES / 1e8
+    model = _known(far=(0.0, 1e8))
+    hit = [_run("far", 64)]
+    needed = int(load / recompute)
+    for waiting, taken in ((0, 0), (needed - 1, 0), (needed + 1, 64), (0, 0)):
+        model.observe_waiting(waiting)
+        model._link("far").next_probe = float("inf")
+        model._link("far").refusing = model._link(DEVICE).refusing = False
+        assert model.admit(hit, BLOCK_TOKENS) == taken, waiting
+    far = _known(far=(0.0, 1e8 / 8))
+    far.observe_waiting(1000)
+    far._link("far").next_probe = float("inf")
+    assert far.admit(hit, BLOCK_TOKENS) == 0, "but not for ever"
+
+
+def test_those_whose_loads_end_while_the_engine_computes_are_spared_in_part() -> None:
+    model = _known(near=(0.0, 1e9), far=(0.0, 64 * BLOCK_BYTES / 1.2))
+    recompute, hit = 64 * BLOCK_TOKENS / TOKENS_A_SECOND, [_run("far", 64)]
+    model._link("far").next_probe = float("inf")
+    assert model.admit(hit, BLOCK_TOKENS) == 0, "1.2 seconds against 0.8"
+    model._link("far").refusing = model._link(DEVICE).refusing = False
+    model.started("near", 1, int(recompute * 0.8 * 1e9))
+    assert model.admit(hit, BLOCK_TOKENS) == 0, "another waits for a fifth of the 0.8"
+    model._link("far").refusing = model._link(DEVICE).refusing = False
+    model.started("near", 2, 1)
+    model.ended("near", 1, True, recompute * 0.8)
+    assert model.admit(hit, BLOCK_TOKENS) == 64, "another waits for all of it"
+
+
+def test_nobody_gambles_for_others_on_a_link_that_was_never_used() -> None:
+    model = CostModel(priors={"tape": Prior(latency=1.0, bandwidth=1e9)}, clock=Clock())
+    model.observe_prefill(2048, 2048 / TOKENS_A_SECOND)
+    model._link("tape").next_probe = float("inf")
+    model.observe_waiting(1000)
+    assert model.admit([_run("tape", 10)], BLOCK_TOKENS) == 0
+
+
+def test_no_load_is_begun_that_would_pass_its_deadline() -> None:
+    model = _known(far=(0.0, 1e9))
+    model.limit("far", 1.0)
+    model._link("far").next_probe = float("inf")
+    fitting = int(1e9 / BLOCK_BYTES)
+    assert model.admit([_run("far", 1000)], BLOCK_TOKENS) == pytest.approx(fitting, abs=1)
+    assert model.admit([_run("far", 1000), _run(DEVICE, 9)], BLOCK_TOKENS) <= fitting + 1
+    model.limit("far", 2.0)
+    assert model.admit([_run("far", 1000)], BLOCK_TOKENS) <= fitting + 1, "the shortest counts"
+
+
+def test_no_probe_is_as_long_as_its_deadline() -> None:
+    model = _known(far=(0.0, 1e7))
+    model.limit("far", 1.0)
+    model._link("far").next_probe = 0.0
+    probed = model.admit([_run("far", 1000)], BLOCK_TOKENS)
+    assert 0 < probed * BLOCK_BYTES / 1e7 <= 1.0
 
 
 def test_how_long_the_first_of_busy_links_is_busy() -> None:

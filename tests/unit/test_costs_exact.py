@@ -8,7 +8,8 @@ from collections import defaultdict
 
 import pytest
 
-from kvtier.core.costs import DEVICE, CostModel, Offer, Prior, Run
+from kvtier.core.costs import CostModel, Prior
+from kvtier.core.runs import DEVICE, Offer, Run
 
 PER_BLOCK = 128
 NAMES = ("disk", "bucket", "tape")
@@ -61,14 +62,21 @@ def test_leading_blocks(seed: int) -> None:
     stop = start + total * PER_BLOCK
     needed = [recompute(model, start, stop)]
     sizes: dict[str, float] = defaultdict(float)
+    limits = {name: dice.choice((math.inf, dice.uniform(0.05, 1.0))) for name in NAMES}
+    for name, seconds in limits.items():
+        model.limit(name, seconds)
+    latest = total
     for run in runs:
         for _ in range(run.blocks):
             sizes[run.link] += run.bytes / run.blocks
             rest = recompute(model, start + len(needed) * PER_BLOCK, stop)
-            needed.append(loading(model, sizes) + rest)
+            late = model.load_seconds(run.link, sizes[run.link]) > limits.get(run.link, math.inf)
+            if late:
+                latest = min(latest, len(needed) - 1)
+            needed.append(math.inf if len(needed) > latest else loading(model, sizes) + rest)
     taken = model.admit(runs, PER_BLOCK, start)
-    # A kink lies between two blocks: the model may take the one beside the fastest.
-    assert needed[taken] == pytest.approx(min(needed), rel=0.02)
+    assert needed[taken] == pytest.approx(min(needed))
+    assert taken <= latest
     counted = [model.stats()[name] for name in dict.fromkeys(links)]
     assert sum(link.taken for link in counted) == taken
     assert sum(link.refused for link in counted) == total - taken
@@ -86,8 +94,16 @@ def test_offers(seed: int) -> None:
             held[name] += dice.randrange(1, 30)
         loads = [Run(name, blocks, blocks << 21) for name, blocks in held.items() if blocks]
         offers.append(Offer(stop, loads))
+    limits = {name: dice.choice((math.inf, dice.uniform(0.05, 1.0))) for name in NAMES}
+    for name, seconds in limits.items():
+        model.limit(name, seconds)
     gains = [
-        recompute(model, start, offer.stop)
+        -math.inf
+        if any(
+            model.load_seconds(run.link, run.bytes) > limits.get(run.link, math.inf)
+            for run in offer.loads
+        )
+        else recompute(model, start, offer.stop)
         - loading(model, {run.link: run.bytes for run in offer.loads})
         for offer in offers
     ]

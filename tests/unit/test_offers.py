@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 from chains import ChainRig, rule
 
-from kvtier.core.costs import DEVICE, CostModel, Offer, Prior, Run
+from kvtier.core.costs import CostModel, Prior
 from kvtier.core.offers import (
     OFFERS_MAX,
     Appraiser,
@@ -23,6 +23,7 @@ from kvtier.core.offers import (
     thin,
 )
 from kvtier.core.plan import COMING, JOINING, NOWHERE
+from kvtier.core.runs import DEVICE, Offer, Run
 from kvtier.core.settings import WritePolicy
 from kvtier.core.tally import Tally
 from kvtier.testing.records import NAMESPACE, make_keys

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.backends.memory import MemorySpec
-from kvtier.core.costs import DEVICE, Run
 from kvtier.core.plan import (
     COMING,
     HOST,
@@ -27,6 +26,7 @@ from kvtier.core.plan import (
     plan_room,
     plan_runs,
 )
+from kvtier.core.runs import DEVICE, Run
 from kvtier.core.settings import Admission, WritePolicy
 from kvtier.testing.records import make_keys
 from kvtier.types import BlockKey, Presence

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.core.costs import CostModel, Run
+from kvtier.core.costs import CostModel
+from kvtier.core.runs import Run
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 4 << 20

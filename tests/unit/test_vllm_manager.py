@@ -321,6 +321,34 @@ def test_a_request_that_has_ended_is_not_known_again(stack: Stack) -> None:
     assert managed.idle
 
 
+def test_a_load_slower_than_computing_is_taken_while_others_wait(tmp_path: Path) -> None:
+    """Those who came and were not asked about yet, after a whole step."""
+    now = [0.0]
+    costs = CostModel(clock=lambda: now[0])
+    costs.observe_prefill(1024, 1.0)
+    with Stack.open(_small_above_large(tmp_path), TWO_GROUPS, costs=costs) as stack:
+        made = ChainManager(stack, region="region", ranks=1, costs=costs, clock=lambda: now[0])
+        made.shapes = {0: FULL}
+        asking = Asking(made)
+        prompts = {name: asking.keys(4, first=100 * at) for at, name in enumerate("abcd")}
+        for ends in prompts.values():
+            stored(stack, ends)
+            assert stack.settle()
+        stack.chain.tiers[0].clear()
+        for _ in range(20):
+            costs.observe_load("nvme", 4 * SLOT, 1.5)
+        costs._link("nvme").next_probe = float("inf")
+        for name in prompts:
+            made.on_new_request(name)
+        assert asking.hit("a", prompts["a"], 4 * CHUNK) == 0
+        made.scheduled("a")
+        made.step_began(1024, 0)
+        assert asking.hit("b", prompts["b"], 4 * CHUNK) == 4 * CHUNK, "two wait behind it"
+        made.scheduled("b")
+        made.on_request_finished("c")
+        assert asking.hit("d", prompts["d"], 4 * CHUNK) == 0, "nobody does"
+
+
 @pytest.mark.parametrize("shapes", [(FULL,), (FULL, WINDOW)])
 @pytest.mark.parametrize("known", [True, False])
 def test_a_load_waits_for_room_that_others_hold(

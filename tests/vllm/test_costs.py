@@ -21,7 +21,7 @@ def test_a_slow_tier_is_left_alone(world: World, model: Callable[..., Path], fam
         "loads": "worthwhile",
         "mover": {"mode": "threads"},
     }
-    with world.engine(model(family), stack=stack) as engine:
+    with world.engine(model(family), stack=stack, max_num_batched_tokens=1024) as engine:
         cold = engine.generate(prompts=PROMPTS)
         reference = [each["tokens"] for each in cold]
         engine.settle()
@@ -45,3 +45,13 @@ def test_a_slow_tier_is_left_alone(world: World, model: Callable[..., Path], fam
         assert costs["nvme"]["refused"] >= 2 * HIT // 256
         assert costs["device"]["samples"] > 0
         assert costs["prefill_seconds"] < pause
+
+        engine.forget_engine_cache()
+        engine.record_crowds()
+        found = engine.generate(prompts=PROMPTS)
+        assert [each["tokens"] for each in found] == reference
+        crowds = engine.crowds()
+        assert len(crowds) == len(PROMPTS), "a request is asked about once"
+        # A prompt is more than a step. Some may have been added while the first was computed.
+        assert crowds[0] == crowds[-1] == 0
+        assert max(crowds) >= len(PROMPTS) - 3

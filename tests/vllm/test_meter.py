@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from kvtier import Stack
-from kvtier.core.costs import CostModel, Run
+from kvtier.core.costs import CostModel
 from kvtier.core.offers import Shape
 from kvtier.core.record import record_bytes
+from kvtier.core.runs import Run
 from kvtier.testing.records import make_keys
 from kvtier.types import Namespace
 from kvtier.vllm.manager import ChainManager

@@ -1,0 +1,58 @@
+"""Who waits for the engine's time, as far as one can tell from what vLLM asks."""
+
+from __future__ import annotations
+
+from collections import deque
+
+_REMEMBERED = 8
+
+
+class Crowd:
+    """Counts the requests that were added and have not been asked about yet.
+
+    vLLM asks about a request when it is about to schedule it. Those that a whole step leaves
+    waiting have come when the engine had more to compute than it could. Unless it was short of
+    blocks: then it asks about a request, cannot schedule it, and asks again in the next step. A
+    load holds blocks for as long as it takes, so it spares nobody there.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: set[str] = set()
+        self._asked: dict[str, bool] = {}
+        """Requests that were asked about and not scheduled yet; whether for want of blocks."""
+        self._short: deque[bool] = deque(maxlen=_REMEMBERED)
+        self._left = 0
+
+    def came(self, request: str) -> None:
+        """A request was added."""
+        self._waiting.add(request)
+
+    def asked(self, request: str, *, told_to_wait: bool) -> None:
+        """The engine wants to schedule this one; the answer it got last was to ask again."""
+        self._waiting.discard(request)
+        if request not in self._asked:
+            self._asked[request] = False
+        elif not told_to_wait:
+            self._asked[request] = True
+
+    def scheduled(self, request: str) -> None:
+        """It has its blocks now."""
+        short = self._asked.pop(request, None)
+        if short is not None:
+            self._short.append(short)
+
+    def gone(self, request: str) -> None:
+        """It has ended."""
+        self._waiting.discard(request)
+        self._asked.pop(request, None)
+
+    def stepped(self) -> None:
+        """All that the engine does in this step is settled."""
+        self._left = len(self._waiting)
+
+    @property
+    def behind(self) -> int:
+        """How many wait for the engine's time behind the one that it asks about now."""
+        if any(self._short) or any(self._asked.values()):
+            return 0
+        return min(self._left, len(self._waiting))

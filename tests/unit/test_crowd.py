@@ -1,0 +1,288 @@
+"""Loads that spare those who wait behind: a simulated engine that has more to compute than it can.
+
+It schedules as vLLM does: first come, first served, so many tokens a step; a request whose load is
+under way holds its blocks and lets others pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import mean
+
+import pytest
+
+from kvtier.core.costs import CostModel, CostSettings
+from kvtier.core.runs import Run
+from kvtier.vllm.crowd import Crowd
+
+BLOCK_TOKENS = 128
+BLOCK_BYTES = 4 << 20
+TOKENS_A_SECOND = 10_000.0
+STEP_TOKENS = 2048
+STEP_SECONDS = 0.005
+LATENCY = 0.002
+DEADLINE = 10.0
+
+
+@dataclass
+class Request:
+    name: str
+    came: float
+    blocks: int
+    hit: int
+    decodes: float
+    taken: int | None = None
+    done: int = 0
+    first_token: float = 0.0
+
+    @property
+    def left(self) -> int:
+        return self.blocks * BLOCK_TOKENS - self.done
+
+
+@dataclass
+class Server:
+    """One engine and one link; `policy` is always, never, alone (the model without the crowd) or
+    crowd."""
+
+    policy: str
+    bandwidth: float
+    room: int = 1 << 40
+    seats: int = 1 << 40
+    now: float = 1000.0
+    running: list[Request] = field(default_factory=list)
+    ready: deque[Request] = field(default_factory=deque)
+    waiting: deque[Request] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        alone = CostSettings(crowd_max=1.0)
+        self.model = CostModel(None if self.policy == "crowd" else alone, clock=lambda: self.now)
+        self.model.observe_prefill(STEP_TOKENS, STEP_TOKENS / TOKENS_A_SECOND)
+        self.model.limit("far", DEADLINE)
+        for blocks in (32, 64, 128):
+            size = blocks * BLOCK_BYTES
+            self.model.observe_load("far", size, LATENCY + size / self.bandwidth)
+        self.crowd = Crowd()
+        self.loading: list[tuple[float, float, int, Request]] = []
+        self.decoding: list[tuple[float, int]] = []
+        self.link_free = self.now
+        self.held = 0
+        self.tokens = 0
+
+    def serve(self, requests: list[Request]) -> list[float]:
+        """The seconds that each waited for its first token."""
+        start, coming = self.now, deque(sorted(requests, key=lambda each: each.came))
+        while coming or self.waiting or self.running or self.loading or self.ready:
+            while coming and start + coming[0].came <= self.now:
+                self.waiting.append(coming.popleft())
+                self.crowd.came(self.waiting[-1].name)
+            self.collect()
+            work = self.schedule()
+            self.crowd.stepped()
+            if work:
+                self.compute(work)
+            else:
+                ends = [self.loading[0][0]] if self.loading else []
+                ends += [start + coming[0].came] if coming else []
+                ends += [self.decoding[0][0]] if self.decoding else []
+                self.now = max(self.now, min(ends))
+        return [each.first_token - start - each.came for each in requests]
+
+    def collect(self) -> None:
+        while self.loading and self.loading[0][0] <= self.now:
+            _, seconds, token, request = heapq.heappop(self.loading)
+            self.model.ended("far", token, True, seconds)
+            assert request.taken is not None
+            request.done = request.taken * BLOCK_TOKENS
+            self.ready.append(request)
+        self.model.collected()
+        while self.decoding and self.decoding[0][0] <= self.now:
+            self.held -= heapq.heappop(self.decoding)[1]
+
+    def schedule(self) -> list[tuple[Request, int]]:
+        work: list[tuple[Request, int]] = []
+        budget = STEP_TOKENS
+
+        def run(request: Request) -> None:
+            nonlocal budget
+            tokens = min(budget, request.left)
+            work.append((request, tokens))
+            budget -= tokens
+
+        for request in self.running:
+            run(request)
+        while budget and self.ready:
+            self.running.append(self.ready.popleft())
+            run(self.running[-1])
+        while budget and self.waiting and len(self.running) + len(self.decoding) < self.seats:
+            request = self.waiting[0]
+            taken = self.ask(request)
+            if self.held + request.blocks > self.room:
+                break
+            self.held += request.blocks
+            self.waiting.popleft()
+            self.crowd.scheduled(request.name)
+            if taken:
+                self.load(request, taken)
+            else:
+                self.running.append(request)
+                run(request)
+        return [each for each in work if each[1]]
+
+    def ask(self, request: Request) -> int:
+        self.crowd.asked(request.name, told_to_wait=False)
+        if self.policy in ("always", "never") or not request.hit:
+            return request.hit if self.policy != "never" else 0
+        if request.taken is None:
+            self.model.observe_waiting(self.crowd.behind)
+            run = Run("far", request.hit, request.hit * BLOCK_BYTES)
+            request.taken = self.model.admit([run], BLOCK_TOKENS)
+        return request.taken
+
+    def load(self, request: Request, taken: int) -> None:
+        request.taken = taken
+        self.tokens += 1
+        self.model.started("far", self.tokens, taken * BLOCK_BYTES)
+        seconds = LATENCY + taken * BLOCK_BYTES / self.bandwidth
+        self.link_free = max(self.link_free, self.now) + seconds
+        heapq.heappush(self.loading, (self.link_free, seconds, self.tokens, request))
+
+    def compute(self, work: list[tuple[Request, int]]) -> None:
+        tokens = sum(each for _, each in work)
+        seconds = tokens / TOKENS_A_SECOND + STEP_SECONDS
+        self.now += seconds
+        self.model.observe_prefill(tokens, seconds)
+        for request, each in work:
+            request.done += each
+            if not request.left:
+                request.first_token = self.now
+                self.running.remove(request)
+                heapq.heappush(self.decoding, (self.now + request.decodes, request.blocks))
+
+
+def prompts(rate: float | None, count: int, hits: float, decodes: float = 1.0) -> list[Request]:
+    """Of 32 to 127 blocks (0.4 to 1.6 s to compute), at random times, or all at once."""
+    dice, came, made = random.Random(count), 0.0, []
+    for number in range(count):
+        came += dice.expovariate(rate) if rate else 0.0
+        blocks = dice.randrange(32, 128)
+        hit = blocks - 2 if dice.random() < hits else 0
+        made.append(Request(str(number), came, blocks, hit, decodes))
+    return made
+
+
+def waits(bandwidth: float, asked: list[Request], **limits: int) -> dict[str, float]:
+    """Mean seconds to the first token, by policy."""
+    waited = {}
+    for policy in ("always", "never", "alone", "crowd"):
+        waited[policy] = mean(Server(policy, bandwidth, **limits).serve(copy.deepcopy(asked)))
+    return waited
+
+
+BANDWIDTHS = [1e8, 2e8, 3e8, 5e8, 1e9, 3e9]
+"""Computing is as fast as loading with 330 MB/s."""
+
+
+@pytest.mark.parametrize("bandwidth", BANDWIDTHS)
+@pytest.mark.parametrize("count", [32, 100])
+@pytest.mark.parametrize("hits", [0.7, 1.0])
+def test_prompts_that_come_at_once_share_the_engine_and_the_link(
+    count: int, hits: float, bandwidth: float
+) -> None:
+    waited = waits(bandwidth, prompts(None, count, hits))
+    assert waited["crowd"] <= 1.15 * min(waited.values())
+
+
+@pytest.mark.parametrize("bandwidth", BANDWIDTHS)
+@pytest.mark.parametrize("rate", [0.5, 0.9, 1.2, 1.6])
+def test_an_engine_that_is_busy_all_the_time(rate: float, bandwidth: float) -> None:
+    """It computes one request a second."""
+    waited = waits(bandwidth, prompts(rate, 400, 0.7))
+    assert waited["crowd"] <= 1.05 * min(waited.values())
+
+
+@pytest.mark.parametrize("bandwidth", BANDWIDTHS)
+@pytest.mark.parametrize("rate", [0.8, 1.1, 1.5])
+@pytest.mark.parametrize("room", [500, 800])
+def test_an_engine_short_of_blocks_gains_little_by_long_loads(
+    rate: float, bandwidth: float, room: int
+) -> None:
+    waited = waits(bandwidth, prompts(rate, 400, 0.7, decodes=room / 100), room=room)
+    assert waited["crowd"] <= 1.25 * min(waited.values())
+
+
+@pytest.mark.parametrize("bandwidth", BANDWIDTHS)
+@pytest.mark.parametrize("rate", [0.8, 1.1, 1.5])
+def test_an_engine_that_decodes_as_many_as_it_may(rate: float, bandwidth: float) -> None:
+    waited = waits(bandwidth, prompts(rate, 400, 0.7, decodes=8.0), seats=8)
+    assert waited["crowd"] <= 1.25 * min(waited.values())
+
+
+def came(names: str) -> Crowd:
+    crowd = Crowd()
+    for name in names:
+        crowd.came(name)
+    return crowd
+
+
+def test_only_those_that_a_whole_step_left_waiting_are_a_crowd() -> None:
+    crowd = came("abcde")
+    crowd.asked("a", told_to_wait=False)
+    crowd.scheduled("a")
+    assert crowd.behind == 0, "the engine may have room for all of them"
+    crowd.stepped()
+    assert crowd.behind == 4
+    crowd.asked("b", told_to_wait=False)
+    assert crowd.behind == 3
+    crowd.came("f")
+    crowd.came("g")
+    assert crowd.behind == 4, "these came later"
+    crowd.gone("c")
+    crowd.gone("d")
+    assert crowd.behind == 3
+
+
+def test_an_engine_that_asks_again_is_short_of_blocks_and_loads_spare_nobody() -> None:
+    crowd = came("abcdefghijklm")
+    for _ in range(2):
+        crowd.asked("a", told_to_wait=False)
+        crowd.stepped()
+    assert crowd.behind == 0
+    crowd.scheduled("a")
+    for name in "bcdefgh":
+        crowd.asked(name, told_to_wait=False)
+        crowd.scheduled(name)
+        assert crowd.behind == 0, "it was a moment ago"
+    crowd.asked("i", told_to_wait=False)
+    crowd.scheduled("i")
+    assert crowd.behind == 4
+
+
+def test_those_that_were_told_to_ask_again_are_no_sign_of_it() -> None:
+    crowd = came("abc")
+    crowd.asked("a", told_to_wait=False)
+    crowd.stepped()
+    crowd.asked("a", told_to_wait=True)
+    assert crowd.behind == 2
+
+
+def test_one_that_ends_while_the_engine_is_short_leaves_no_trace() -> None:
+    crowd = came("abc")
+    for _ in range(2):
+        crowd.asked("a", told_to_wait=False)
+        crowd.stepped()
+    crowd.gone("a")
+    assert crowd.behind == 2
+    crowd.scheduled("a")
+    assert crowd.behind == 2
+
+
+def test_what_the_crowd_is_worth() -> None:
+    """Where the link has hardly a third of the engine's speed, and both have too much to do."""
+    waited = waits(1e8, prompts(1.2, 400, 0.7))
+    assert waited["alone"] > 30
+    assert waited["crowd"] < 12
