@@ -129,6 +129,12 @@ class CostModel:
         """How long the engine would take to compute tokens `start:stop`; None while unknown."""
         return self._prefill.seconds(start, stop) if self._prefill.known else None
 
+    def spared_seconds(self, start: int, stop: int) -> float:
+        """How long all who wait for the engine are kept from it by computing tokens `start:stop`;
+        0 while unknown."""
+        seconds = self._prefill.seconds(start, stop)
+        return seconds * self._spares((), seconds, self._clock()) if seconds else 0.0
+
     def load_seconds(self, link: str, size: int) -> float:
         """How long a load over one link would take if it were queued now."""
         fixed, each = self._link(link).terms(self._clock())

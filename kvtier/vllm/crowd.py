@@ -20,6 +20,7 @@ class Crowd:
         self._waiting: set[str] = set()
         self._asked: dict[str, bool] = {}
         """Requests that were asked about and not scheduled yet; whether for want of blocks."""
+        self._told: set[str] = set()
         self._short: deque[bool] = deque(maxlen=_REMEMBERED)
         self._left = 0
 
@@ -27,13 +28,16 @@ class Crowd:
         """A request was added."""
         self._waiting.add(request)
 
-    def asked(self, request: str, *, told_to_wait: bool) -> None:
-        """The engine wants to schedule this one; the answer it got last was to ask again."""
+    def asked(self, request: str) -> None:
+        """The engine wants to schedule this one."""
         self._waiting.discard(request)
-        if request not in self._asked:
-            self._asked[request] = False
-        elif not told_to_wait:
-            self._asked[request] = True
+        told = request in self._told
+        self._told.discard(request)
+        self._asked[request] = request in self._asked and not told
+
+    def told_to_wait(self, request: str) -> None:
+        """It was told to ask again, for want of room that others' loads hold."""
+        self._told.add(request)
 
     def scheduled(self, request: str) -> None:
         """It has its blocks now."""
@@ -45,6 +49,7 @@ class Crowd:
         """It has ended."""
         self._waiting.discard(request)
         self._asked.pop(request, None)
+        self._told.discard(request)
 
     def stepped(self) -> None:
         """All that the engine does in this step is settled."""
@@ -55,4 +60,4 @@ class Crowd:
         """How many wait for the engine's time behind the one that it asks about now."""
         if any(self._short) or any(self._asked.values()):
             return 0
-        return min(self._left, len(self._waiting))
+        return min(self._left, len(self._waiting)) + len(self._told)

@@ -117,11 +117,10 @@ class ChainManager:
     def asks(self, request: str, start: int, limit: int) -> None:
         """The engine is about to look up what it could load between these tokens."""
         state = self._state(request)
-        self._crowd.asked(request, told_to_wait=state.waits)
+        self._crowd.asked(request)
         if self.costs is not None:
             self.costs.observe_waiting(self._crowd.behind)
         state.start, state.limit, state.hits, state.junction = start, limit, None, 0
-        state.waits = False
 
     def scheduled(self, request: str) -> None:
         """It has its blocks: for a load, or to be computed."""
@@ -142,11 +141,14 @@ class ChainManager:
             state.arrange(self.shapes, ends, self._epoch)
             state.hits = self._look_up(state)
             state.waits = state.decision.cramped and self._waits(state)
+            if state.waits:
+                self._crowd.told_to_wait(request)
         return None if state.waits else key in state.hits
 
     def _waits(self, state: RequestState) -> bool:
         """Whether there will be room for a load, and soon: loads under way set free what they hold.
-        It waits no longer than its prompt takes to compute, and not at all for slow ones."""
+        It waits no longer than its prompt, and those of who is spared, take to compute, and not at
+        all for slow ones."""
         if not any(pending.ticket for pending in self._pending.values()):
             return False
         now = self._clock()
@@ -157,7 +159,8 @@ class ChainManager:
         computing = self.costs.recompute_seconds(state.start, end) if self.costs else None
         if self.costs is None or computing is None:
             return waited < PATIENCE_S
-        return waited < computing and self.costs.drain_seconds() < computing / 2
+        spared = self.costs.spared_seconds(state.start, end)
+        return waited < spared and self.costs.drain_seconds() < computing / 2
 
     def _end(self, state: RequestState) -> int:
         """Where the last of its chunks ends."""

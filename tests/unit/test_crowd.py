@@ -134,7 +134,7 @@ class Server:
         return [each for each in work if each[1]]
 
     def ask(self, request: Request) -> int:
-        self.crowd.asked(request.name, told_to_wait=False)
+        self.crowd.asked(request.name)
         if self.policy in ("always", "never") or not request.hit:
             return request.hit if self.policy != "never" else 0
         if request.taken is None:
@@ -231,12 +231,12 @@ def came(names: str) -> Crowd:
 
 def test_only_those_that_a_whole_step_left_waiting_are_a_crowd() -> None:
     crowd = came("abcde")
-    crowd.asked("a", told_to_wait=False)
+    crowd.asked("a")
     crowd.scheduled("a")
     assert crowd.behind == 0, "the engine may have room for all of them"
     crowd.stepped()
     assert crowd.behind == 4
-    crowd.asked("b", told_to_wait=False)
+    crowd.asked("b")
     assert crowd.behind == 3
     crowd.came("f")
     crowd.came("g")
@@ -249,31 +249,32 @@ def test_only_those_that_a_whole_step_left_waiting_are_a_crowd() -> None:
 def test_an_engine_that_asks_again_is_short_of_blocks_and_loads_spare_nobody() -> None:
     crowd = came("abcdefghijklm")
     for _ in range(2):
-        crowd.asked("a", told_to_wait=False)
+        crowd.asked("a")
         crowd.stepped()
     assert crowd.behind == 0
     crowd.scheduled("a")
     for name in "bcdefgh":
-        crowd.asked(name, told_to_wait=False)
+        crowd.asked(name)
         crowd.scheduled(name)
         assert crowd.behind == 0, "it was a moment ago"
-    crowd.asked("i", told_to_wait=False)
+    crowd.asked("i")
     crowd.scheduled("i")
     assert crowd.behind == 4
 
 
 def test_those_that_were_told_to_ask_again_are_no_sign_of_it() -> None:
     crowd = came("abc")
-    crowd.asked("a", told_to_wait=False)
+    crowd.asked("a")
     crowd.stepped()
-    crowd.asked("a", told_to_wait=True)
+    crowd.told_to_wait("a")
+    crowd.asked("a")
     assert crowd.behind == 2
 
 
 def test_one_that_ends_while_the_engine_is_short_leaves_no_trace() -> None:
     crowd = came("abc")
     for _ in range(2):
-        crowd.asked("a", told_to_wait=False)
+        crowd.asked("a")
         crowd.stepped()
     crowd.gone("a")
     assert crowd.behind == 2

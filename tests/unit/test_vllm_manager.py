@@ -382,6 +382,11 @@ def test_a_load_waits_for_room_that_others_hold(
         now[0] = PATIENCE_S - 0.01
         assert asks_again("b")
         now[0] = 3.0
+        if known:
+            made.on_new_request("behind")
+            made.step_began(1024, 0)
+            assert asks_again("b"), "which spares another those two seconds"
+            made.on_request_finished("behind")
         assert not asks_again("b"), "for too long"
         costs.started("nvme", -1, 1 << 40)
         assert asks_again("c") is not known, "what is under way is slow, and known to be"
