@@ -285,10 +285,11 @@ class Host:
         self._step()
 
     def slow_reads(self, pause: float) -> None:
-        """Let every read of a disk in this process take so long."""
+        """Let every read of a disk in this process take so long, from now on."""
         from kvtier.core.disk import Disk
 
-        read = Disk.readv
+        self._read = getattr(self, "_read", Disk.readv)
+        read = self._read
 
         def slow(*arguments: Any) -> int:
             time.sleep(pause)

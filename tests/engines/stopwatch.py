@@ -26,6 +26,35 @@ class TimedHost(Host):
                     seconds = time.perf_counter() - begin
                     return {"seconds": seconds, "cached": output.num_cached_tokens or 0}
 
+    def burst(self, prompts: list[list[int]]) -> list[tuple[float, int]]:
+        """Prompts that come at once: each one's seconds to its first token, and what it found."""
+        engine = self._llm.llm_engine
+        begin = time.perf_counter()
+        names = []
+        for prompt in prompts:
+            self._serial += 1
+            names.append(f"timed-{self._serial}")
+            engine.add_request(names[-1], {"prompt_token_ids": prompt}, self._greedy(1))
+        found = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                seconds = time.perf_counter() - begin
+                found[output.request_id] = (seconds, output.num_cached_tokens or 0)
+        return [found[name] for name in names]
+
+    def weigh(self, how: str) -> None:
+        """Let hits be taken as they are (crowd), each for itself (alone), or always."""
+        from kvtier.core.costs import CostSettings
+
+        appraiser = self._manager.chain._appraiser
+        self._weighing = self._manager.costs or self._weighing
+        self._weighing._settings = CostSettings(**({"crowd_max": 1.0} if how == "alone" else {}))
+        self._manager.costs = appraiser._costs = None if how == "always" else self._weighing
+
+    def cpu_bytes(self) -> int:
+        """What lies in CPU memory."""
+        return int(self._manager.chain.tiers[0].stats().bytes_used)
+
     def decode(
         self, prompts: list[list[int]], tokens: int, stored: bool = True
     ) -> dict[str, float]:
