@@ -147,7 +147,8 @@ class CostModel:
         return min((link.terms(now)[0] for link in busy), default=0.0)
 
     def admit(self, runs: Sequence[Run], tokens_per_block: int, start: int = 0) -> int:
-        """How many leading blocks of a hit to load: as many as make the request fastest.
+        """How many leading blocks of a hit to load: as many as make the request fastest, and those
+        that its computing keeps waiting.
 
         `runs` are the hit's blocks in prefix order, the first of them at token `start`. Every run
         must be part of a load that starts if its blocks are counted in the answer.
@@ -168,8 +169,8 @@ class CostModel:
         return count
 
     def choose(self, offers: Sequence[Offer], start: int) -> int:
-        """Which of these, in the order of their stops, makes a request fastest that is known up to
-        token `start`; -1 if recomputing does. As `admit`, for hits that are no leading runs."""
+        """Which of these, in the order of their stops, is best for a request that is known up to
+        token `start`; -1 if recomputing is. As `admit`, for hits that are no leading runs."""
         best = len(offers) - 1
         if best < 0:
             return -1
@@ -227,13 +228,15 @@ class CostModel:
         the one asked about, those behind it, and those whose loads end meanwhile, in part."""
         if not all(self._link(run.link).line.samples for run in loads):
             return 1.0  # who knows what they would wait for instead
-        crowd = 1.0 + self._waiting
+        crowd, most = 1.0 + self._waiting, self._settings.crowd_max
         for link in self._links.values():
             for flight in link.in_flight.values():
-                left = flight.since + flight.expected - now
+                if crowd >= most:
+                    return most
+                left = max(flight.since + flight.expected - now, 0.0)
                 if left < seconds:
-                    crowd += 1 - max(left, 0.0) / seconds
-        return min(crowd, self._settings.crowd_max)
+                    crowd += 1 - left / seconds
+        return min(crowd, most)
 
     def _worth(self, start: int, stop: int) -> float:
         """What it is worth to all that these tokens need not be computed."""
@@ -250,7 +253,7 @@ class CostModel:
     def _fastest(
         self, runs: Sequence[Run], per_block: int, start: int, end: int, now: float
     ) -> int:
-        """The number of leading blocks for which load, then recompute of the rest, ends first.
+        """The number of leading blocks for which load, then recompute of the rest, costs least.
 
         Links work side by side, and everything crosses the device link meanwhile, so a load takes
         as long as its slowest stream. That is linear but for kinks: only they need to be tried.
