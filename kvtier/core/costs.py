@@ -13,7 +13,7 @@ import msgspec
 
 from kvtier.core.prefill import Prefill
 from kvtier.core.rates import LinkRate
-from kvtier.core.runs import DEVICE, Offer, Run
+from kvtier.core.runs import DEVICE, Offer, Run, kinks
 
 _HEAD_TOKENS = 1024
 
@@ -274,8 +274,8 @@ class CostModel:
             fitting = blocks
             if link in self._limits and own_block > 0:
                 fitting = int(min(blocks, (self._limits[link] - own) / own_block))
-            kinks = _kinks(own, own_block, others, device, device_block, fitting)
-            for count in (fitting, *kinks) if fitting > 0 else ():
+            beside = kinks(own, own_block, others, device, device_block, fitting)
+            for count in (fitting, *beside) if fitting > 0 else ():
                 load = max(others, own + own_block * count, device + device_block * count)
                 total = load + self._worth(start + (done + count) * per_block, stop)
                 if total < best:
@@ -382,18 +382,3 @@ class CostModel:
         loss = fixed + block * blocks - self._recompute(at, at + blocks * per_block)
         self._note_probe(link, blocks, loss, now)
         return blocks
-
-
-def _kinks(
-    own: float, own_block: float, others: float, device: float, device_block: float, blocks: int
-) -> list[int]:
-    """The block counts beside which another stream becomes the slowest."""
-    crossings = []
-    if own_block > 0:
-        crossings.append((others - own) / own_block)
-    if device_block > 0:
-        crossings.append((others - device) / device_block)
-    if own_block != device_block:
-        crossings.append((device - own) / (own_block - device_block))
-    beside = [int(at) + side for at in crossings if 0 < at < blocks for side in (0, 1)]
-    return [count for count in beside if 0 < count < blocks]

@@ -25,3 +25,19 @@ class Offer(NamedTuple):
 
     stop: int
     loads: list[Run]
+
+
+def kinks(
+    own: float, own_block: float, others: float, device: float, device_block: float, blocks: int
+) -> list[int]:
+    """The block counts beside which another stream becomes the slowest: the run's own (seconds so
+    far, and for each block), the other links', or the device's."""
+    crossings = []
+    if own_block > 0:
+        crossings.append((others - own) / own_block)
+    if device_block > 0:
+        crossings.append((others - device) / device_block)
+    if own_block != device_block:
+        crossings.append((device - own) / (own_block - device_block))
+    beside = [int(at) + side for at in crossings if 0 < at < blocks for side in (0, 1)]
+    return [count for count in beside if 0 < count < blocks]
