@@ -147,8 +147,8 @@ class ChainManager:
 
     def _waits(self, state: RequestState) -> bool:
         """Whether there will be room for a load, and soon: loads under way set free what they hold.
-        It waits no longer than its prompt, and those of who is spared, take to compute, and not at
-        all for slow ones."""
+        It waits no longer than its prompt takes to compute, or a load may take where that spares
+        others as much, and not at all for slow ones."""
         if not any(pending.ticket for pending in self._pending.values()):
             return False
         now = self._clock()
@@ -159,8 +159,8 @@ class ChainManager:
         computing = self.costs.recompute_seconds(state.start, end) if self.costs else None
         if self.costs is None or computing is None:
             return waited < PATIENCE_S
-        spared = self.costs.spared_seconds(state.start, end)
-        return waited < spared and self.costs.drain_seconds() < computing / 2
+        spared = min(self.costs.spared_seconds(state.start, end), self._load_seconds)
+        return waited < max(computing, spared) and self.costs.drain_seconds() < computing / 2
 
     def _end(self, state: RequestState) -> int:
         """Where the last of its chunks ends."""
