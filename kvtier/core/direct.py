@@ -51,8 +51,8 @@ class DirectReads:
             self._used.clear()
         self.tiers = tiers
         self._tally.links = [
-            direct(medium) if tier in self.tiers else medium
-            for tier, medium in enumerate(self._tally.media)
+            direct(link) if tier in self.tiers else link
+            for tier, link in enumerate(self._tally.moved)
         ]
 
     def start(

@@ -36,9 +36,9 @@ class Promotion:
         self._tally = tally
         self._costs = costs
         if costs is not None:
-            for medium, deadline in zip(tally.media, self._deadlines, strict=True):
-                for link in (medium, direct(medium)):
-                    costs.limit(link, deadline * _IN_TIME)
+            for link, deadline in zip(tally.moved, self._deadlines, strict=True):
+                for way in (link, direct(link)):
+                    costs.limit(way, deadline * _IN_TIME)
 
     def start(self, ticket: Ticket, source: int, keys: Sequence[BlockKey], now: float) -> None:
         """Move blocks into host memory for a ticket, as many as there is room for."""
@@ -53,7 +53,7 @@ class Promotion:
             return
         size = self._tally.found(source, transfer.keys)
         if self._costs is not None:
-            self._costs.started(self._tally.media[source], transfer.id, size)
+            self._costs.started(self._tally.moved[source], transfer.id, size)
 
     def settled(self, settled: Settled, result: TransferResult, now: float) -> None:
         """Book the end of a load."""
@@ -65,5 +65,5 @@ class Promotion:
         self._health.rest(source, [k for k in rest if settled.failed[k] is not cancelled], now)
         self._tally.failed(source, settled.failed.values())
         if self._costs is not None:
-            medium = self._tally.media[source]
-            self._costs.ended(medium, result.id, not settled.failed, result.busy_seconds)
+            link = self._tally.moved[source]
+            self._costs.ended(link, result.id, not settled.failed, result.busy_seconds)

@@ -16,9 +16,18 @@ from kvtier.types import BlockKey, Namespace, Outcome, TierStats
 SAMPLES_KEPT = 4096
 
 
-def direct(medium: str) -> str:
+def name_links(media: Sequence[str]) -> list[str]:
+    """What the cost model calls the way up from each tier: its medium, with a number if that is not
+    the first of its kind below host memory, because one folder is not as fast as the next."""
+    counts = [media[1:at].count(medium) for at, medium in enumerate(media)]
+    return [
+        f"{name} {count + 1}" if count else name for name, count in zip(media, counts, strict=True)
+    ]
+
+
+def direct(link: str) -> str:
     """The link by which workers read a tier's files themselves."""
-    return f"{medium} direct"
+    return f"{link} direct"
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -60,8 +69,10 @@ class Tally:
 
     def __init__(self, media: Sequence[str], namespace: Namespace) -> None:
         self.media = media
-        self.links = media
-        """What the cost model calls the way from each tier to the device."""
+        self.moved = name_links(media)
+        """The links from each tier to host memory."""
+        self.links = self.moved
+        """Those on which its blocks come to the device: files may be read there."""
         self._namespace = namespace
         self._samples: deque[Sample] = deque(maxlen=SAMPLES_KEPT)
         self.hits = [0] * len(media)

@@ -173,6 +173,21 @@ def test_costs_decide_and_are_told(rig: ChainRig) -> None:
     assert costed.chain.worth(other, 256) <= 1, "slower than computing them again, but for a probe"
 
 
+def test_two_tiers_of_a_kind_are_judged_apart(rig: ChainRig) -> None:
+    costs = CostModel(clock=lambda: rig.now)
+    costed = ChainRig([8, 16, 16], READ_ONLY, costs=costs, clock=lambda: rig.now)
+    near, far = costed.put(1, KEYS[:4]), costed.put(2, KEYS[4:8])
+    costs.observe_prefill(1024, 1.0)
+    for _ in range(3):
+        costs.observe_load(f"{costed.tiers[2].medium} 2", 4096, 1000.0)
+    assert costed.chain.worth([*near, *far], 256) == len(near)
+    costed.chain.begin_load(near, "a", FAR)
+    costed.mover.run_all()
+    costed.chain.poll()
+    samples = {name: link.samples for name, link in costs.stats().items()}
+    assert (samples["memory"], samples["memory 2"]) == (1, 3)
+
+
 def test_a_load_is_late_only_if_it_was_not_there_when_asked_for() -> None:
     """A step may take longer than all loads of the step before: those have ended, unheard."""
     now = [1000.0]
