@@ -169,6 +169,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
+        self._manager.mistook(getattr(meta, "mistakes", 0))
         with compat.manager_locked(self):
             if connector_output.invalid_block_ids:  # of another connector, beside this one
                 self._manager.distrust_stores()

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 )
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
+from kvtier.vllm import guard
 from kvtier.vllm.protocol import Errand, Report
 
 
@@ -35,6 +36,8 @@ class ErrandMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
     """What vLLM's workers tell its scheduler, and what became of our errands."""
 
     reports: dict[int, Report] = field(default_factory=dict)
+    mistakes: int = 0
+    """Exceptions caught at the border, on all ranks."""
 
     def aggregate(self, other: Any) -> Any:
         base = super().aggregate(other)
@@ -46,6 +49,7 @@ class ErrandMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
             completed_jobs=base.completed_jobs,
             transfer_stats=base.transfer_stats,
             reports=reports,
+            mistakes=self.mistakes + getattr(other, "mistakes", 0),
         )
 
 
@@ -115,6 +119,7 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         if not meta.completed_jobs:
             return None
         self._connector_worker_meta = ErrandMetadata()
+        meta.mistakes = guard.untold()
         return meta
 
 

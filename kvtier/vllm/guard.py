@@ -21,7 +21,17 @@ LOGGED_MAX = 20
 """After so many the log has said enough."""
 
 caught = 0
-"""How many exceptions have been caught in this process; a metric."""
+"""How many exceptions have been caught in this process."""
+
+_told = 0
+
+
+def untold() -> int:
+    """How many were caught since the last call. Workers tell the scheduler, who adds up a metric;
+    where both are one process, whoever asks first tells."""
+    global _told
+    new, _told = caught - _told, caught
+    return new
 
 
 def guarded(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -98,7 +98,7 @@ class Meter:
         self._manager = manager
         self._clock = clock
         self._told: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._copied = self._direct = 0
+        self._copied = self._direct = self._mistakes = 0
         self._next = 0.0
         self._unread = True
 
@@ -107,6 +107,11 @@ class Meter:
         self._copied += report.bytes_moved - report.bytes_read
         self._direct += report.bytes_read
         self._unread = True
+
+    def mistook(self, mistakes: int) -> None:
+        """Count exceptions that workers have caught."""
+        self._mistakes += mistakes
+        self._unread |= mistakes > 0
 
     @property
     def due(self) -> bool:
@@ -164,7 +169,8 @@ class Meter:
         yield "kvtier:direct_bytes", (), self._direct
         yield "kvtier:mover_restarts", (), found.mover.restarts
         yield "kvtier:mover_timeouts", (), found.mover.timeouts
-        yield "kvtier:mistakes", (), guard.caught
+        self._mistakes += guard.untold()
+        yield "kvtier:mistakes", (), self._mistakes
 
     def _gauges(self, found: ChainStats) -> Iterator[tuple[str, tuple[str, ...], float]]:
         for index, tier in enumerate(found.tiers):

@@ -192,6 +192,11 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         return self._manager.report(number, report)
 
     @guarded(lambda: None)
+    def mistook(self, mistakes: int) -> None:
+        """So many exceptions were caught in workers."""
+        self._meter.mistook(mistakes)
+
+    @guarded(lambda: None)
     def distrust_stores(self) -> None:
         """The engine has computed something from blocks that were never loaded."""
         self._manager.distrust_stores()

@@ -60,6 +60,37 @@ def test_what_happens_behind_the_last_request_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
+def test_mistakes_of_all_processes_are_told_once(tmp_path: Path) -> None:
+    from kvtier.vllm import guard
+    from kvtier.vllm.errands import ErrandMetadata
+    from kvtier.vllm.metrics import Meter
+
+    @guard.guarded(lambda: "instead")
+    def mistaken() -> str:
+        raise ValueError("of a test")
+
+    cpu = {"kind": "cpu", "path": str(tmp_path), "capacity": 64 * SLOT}
+    config = {"version": 1, "name": "unit", "mover": {"mode": "threads"}, "tiers": [cpu]}
+    with Stack.open(config, NAMESPACE) as stack:
+        now = [100.0]
+        meter = Meter(ChainManager(stack, region="region", ranks=1), lambda: now[0])
+        guard.untold()
+        assert meter.read().reduce()["kvtier:mistakes"] == 0
+        for told, ranks in ((1, ()), (3, (2,)), (3, (0,)), (7, (1, 2))):
+            metas = [ErrandMetadata(mistakes=rank) for rank in ranks]
+            for meta in metas[1:]:
+                metas[0] = metas[0].aggregate(meta)
+            now[0] += 1
+            if metas:
+                meter.mistook(metas[0].mistakes)
+            if told in (1, 7):
+                assert mistaken() == "instead"
+            read = meter.read()
+            assert meter._mistakes == told
+            assert (read is not None) == (ranks != (0,))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
 def test_what_the_cost_model_knows_and_leaves_is_told(tmp_path: Path) -> None:
     from kvtier.vllm.metrics import Meter
 
