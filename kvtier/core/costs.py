@@ -271,9 +271,8 @@ class CostModel:
                 own, each = device, device_each
             own_block, device_block = each * size / blocks, device_each * size / blocks
             others = max((time for name, (time, _) in streams.items() if name != link), default=0.0)
-            fitting = blocks
-            if link in self._limits and own_block > 0:
-                fitting = int(min(blocks, (self._limits[link] - own) / own_block))
+            in_time = (self._limits.get(link, math.inf) - own) / max(own_block, 1e-12)
+            fitting = int(max(0, min(blocks, in_time)))
             beside = kinks(own, own_block, others, device, device_block, fitting)
             for count in (fitting, *beside) if fitting > 0 else ():
                 load = max(others, own + own_block * count, device + device_block * count)
@@ -372,11 +371,11 @@ class CostModel:
         fixed, each = link.terms(now)
         block = max(each * run.bytes / run.blocks, 1e-12)
         limit = self._limits.get(run.link, math.inf)
-        allowed = min(self._recompute(start, end) * rules.probe_size, limit)
+        allowed = (self._recompute(start, end) * rules.probe_size - fixed) / block
         # Large enough to tell a change of bandwidth from one of latency.
-        telling = int(2 * fixed / block) + 1
+        telling = 2 * fixed / block + 1
         most = run.blocks - count
-        blocks = min(most, max(int((allowed - fixed) / block), telling))
+        blocks = int(min(most, max(allowed, telling), max((limit - fixed) / block, 1)))
         if fixed + block * most < min(self._recompute(at, at + most * per_block), limit):
             blocks = most  # it would win, but for what it has to win back: find out if it does
         loss = fixed + block * blocks - self._recompute(at, at + blocks * per_block)

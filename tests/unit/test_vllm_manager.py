@@ -365,7 +365,7 @@ def test_a_load_waits_for_room_that_others_hold(
         made._load_seconds = deadline
         made.shapes = dict(enumerate(shapes))
         asking = Asking(made)
-        prompts = {name: asking.keys(8, first=100 * at) for at, name in enumerate("abc")}
+        prompts = {name: asking.keys(8, first=100 * at) for at, name in enumerate("abcd")}
         for ends in prompts.values():
             stored(stack, {key: ends[key] for key in asking.needed(ends)})
             assert stack.settle()
@@ -394,10 +394,10 @@ def test_a_load_waits_for_room_that_others_hold(
         costs.started("nvme", -1, 1 << 40)
         assert asks_again("c") is not known, "what is under way is slow, and known to be"
         costs.ended("nvme", -1, False, 0.0)
-        assert asks_again("c")
+        assert asks_again("d")
         made.report(errand.number, Report(1))
-        assert not asks_again("c")
-        assert asking.hit("c", prompts["c"], sizes["c"] + 1) == sizes["c"]
+        assert not asks_again("d")
+        assert asking.hit("d", prompts["d"], sizes["d"] + 1) == sizes["d"]
 
 
 def _small_above_large(folder: Path) -> dict[str, Any]:
