@@ -12,21 +12,16 @@ disk as it is and room in CPU memory for three prompts at a time.
 from __future__ import annotations
 
 import os
-import random
 import shutil
-import sys
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean, median
 
-import engines.engine
 from engines.engine import Engine
 
 from benchmarks.report import Report
-from kvtier.vllm import tiny_model
+from benchmarks.served import Served, folders
 
-HOST = Path(engines.engine.__file__).with_name("stopwatch.py")
 PROMPTS = int(os.environ.get("PROMPTS", "14"))
 TOKENS = int(os.environ.get("TOKENS", "1500"))
 LAYERS = int(os.environ.get("LAYERS", "8"))
@@ -37,39 +32,23 @@ SLOW, CRAMPED = "slow disk", "little room"
 _WARM_ROUNDS = 2
 
 
-class Bench:
-    """A model, prompts, and engines that keep them on a disk."""
+class Bench(Served):
+    """Prompts, and engines that keep them on a disk."""
 
     def __init__(self, folder: Path, region: Path) -> None:
-        self.folder = folder
-        self.region = region
+        super().__init__(folder, region, LAYERS, HIDDEN)
         self.report = Report(f"{PROMPTS} prompts of {TOKENS} tokens at once")
-        name = f"bench-{LAYERS}-{HIDDEN}"
-        self.model = tiny_model.build(Path(sys.prefix) / "models" / name, "llama", LAYERS, HIDDEN)
-        self._seed = 0
 
     def prompts(self, count: int = PROMPTS) -> list[list[int]]:
         """Prompts that nobody has seen."""
-        made = []
-        for _ in range(count):
-            self._seed += 1
-            made.append(random.Random(self._seed).choices(range(256), k=TOKENS))
-        return made
+        return [self.prompt(TOKENS) for _ in range(count)]
 
     def engine(self, capacity: int) -> Engine:
         """With so much CPU memory, and the reads of its disk in its own process."""
         cpu = {"kind": "cpu", "path": str(self.region), "capacity": str(capacity)}
-        nvme = {"kind": "nvme", "path": str(self.folder / "blocks"), "capacity": "16GiB"}
+        nvme = {"kind": "nvme", "path": str(self.blocks), "capacity": "16GiB"}
         stack = {"version": 1, "name": "bench", "mover": {"mode": "threads"}, "tiers": [cpu, nvme]}
-        return Engine(
-            self.folder / "engine.log",
-            host=HOST,
-            stack=stack,
-            environment={"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1))},
-            model=str(self.model),
-            max_model_len=TOKENS + 64,
-            max_num_batched_tokens=2048,
-        )
+        return self.start(stack, TOKENS)
 
     def compare(self, engine: Engine, case: str, contestants: list[str]) -> None:
         """Bursts in turns; the mean first token and the last, by contestant."""
@@ -103,9 +82,7 @@ class Bench:
 
 
 def main() -> None:
-    folder = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=os.environ.get("FOLDER")))
-    region = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir="/dev/shm"))
-    try:
+    with folders() as (folder, region):
         bench = Bench(folder, region)
         with bench.engine(4 << 30) as engine:
             compute = slow(bench, engine)
@@ -118,9 +95,6 @@ def main() -> None:
             engine.burst(prompts=bench.prompts(1))
             bench.compare(engine, CRAMPED, ["crowd", "alone", "always", "unseen"])
         bench.report.finish()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(region, ignore_errors=True)
 
 
 def slow(bench: Bench, engine: Engine) -> float:

@@ -13,10 +13,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import random
-import shutil
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,14 +20,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import engines.engine
 import numpy as np
 from engines.engine import Engine
 
 from benchmarks.report import Report
-from kvtier.vllm import tiny_model
+from benchmarks.served import Served, folders
 
-HOST = Path(engines.engine.__file__).with_name("stopwatch.py")
 TOKENS = int(os.environ.get("TOKENS", "8192"))
 LAYERS = int(os.environ.get("LAYERS", "16"))
 HIDDEN = int(os.environ.get("HIDDEN", "1024"))
@@ -45,44 +39,23 @@ _THREADS = 8
 _SCHEDULER_ROUNDS = 3
 
 
-class Bench:
-    """A model, a stack in folders of its own, and engines on them."""
+class Bench(Served):
+    """Engines with and without the stack."""
 
     def __init__(self, folder: Path, region: Path) -> None:
-        self.folder = folder
-        self.region = region
-        self.blocks = folder / "blocks"
+        super().__init__(folder, region, LAYERS, HIDDEN)
         self.report = Report(f"vLLM, {LAYERS} layers, hidden {HIDDEN}, {TOKENS} tokens")
-        name = f"bench-{LAYERS}-{HIDDEN}"
-        self.model = tiny_model.build(Path(sys.prefix) / "models" / name, "llama", LAYERS, HIDDEN)
-        self._seed = 0
 
     def engine(self, *, kept: bool) -> Engine:
         """An engine; `kept`: with the stack."""
         cpu = {"kind": "cpu", "path": str(self.region), "capacity": "2GiB"}
         nvme = {"kind": "nvme", "path": str(self.blocks), "capacity": "4GiB"}
         stack = {"version": 1, "name": "bench", "tiers": [cpu, nvme]}
-        return Engine(
-            self.folder / "engine.log",
-            host=HOST,
-            stack=stack if kept else None,
-            # As `kvtier serve` does it: a core is left for what runs beside the engine.
-            environment={"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1))},
-            model=str(self.model),
-            max_model_len=TOKENS + 64,
-            max_num_batched_tokens=2048,
-        )
-
-    def prompt(self, tokens: int) -> list[int]:
-        """A prompt that nobody has seen."""
-        self._seed += 1
-        return random.Random(self._seed).choices(range(256), k=tokens)
+        return self.start(stack if kept else None, TOKENS)
 
 
 def main() -> None:
-    folder = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=os.environ.get("FOLDER")))
-    region = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir="/dev/shm"))
-    try:
+    with folders() as (folder, region):
         bench = Bench(folder, region)
         with bench.engine(kept=False) as plain, bench.engine(kept=True) as kept:
             for engine in (plain, kept):
@@ -96,9 +69,6 @@ def main() -> None:
         if "first_tokens" in ONLY:
             after_restart(bench, prompt, cold)
         bench.report.finish()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(region, ignore_errors=True)
 
 
 def scheduler(bench: Bench, kept: Engine) -> None:

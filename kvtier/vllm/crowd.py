@@ -13,7 +13,7 @@ class Crowd:
     vLLM asks about a request when it is about to schedule it. Those that a whole step leaves
     waiting have come when the engine had more to compute than it could. Unless it was short of
     blocks: then it asks about a request, cannot schedule it, and asks again in the next step. A
-    load holds blocks for as long as it takes, so it spares nobody there.
+    load holds blocks for as long as it takes, so it spares none of these.
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,62 @@
+"""Engines on a model of the benchmarks' own, in folders that go with them."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import engines.engine
+from engines.engine import Engine
+
+from kvtier.vllm import tiny_model
+
+HOST = Path(engines.engine.__file__).with_name("stopwatch.py")
+
+
+class Served:
+    """A model with random weights, prompts for it, and engines that serve it."""
+
+    def __init__(self, folder: Path, region: Path, layers: int, hidden: int) -> None:
+        self.folder = folder
+        self.region = region
+        self.blocks = folder / "blocks"
+        name = f"bench-{layers}-{hidden}"
+        self.model = tiny_model.build(Path(sys.prefix) / "models" / name, "llama", layers, hidden)
+        self._seed = 0
+
+    def prompt(self, tokens: int) -> list[int]:
+        """A prompt that nobody has seen."""
+        self._seed += 1
+        return random.Random(self._seed).choices(range(256), k=tokens)
+
+    def start(self, stack: Mapping[str, Any] | None, tokens: int) -> Engine:
+        """An engine for prompts of so many tokens."""
+        return Engine(
+            self.folder / "engine.log",
+            host=HOST,
+            stack=stack,
+            # As `kvtier serve` does it: a core is left for what runs beside the engine.
+            environment={"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1))},
+            model=str(self.model),
+            max_model_len=tokens + 64,
+            max_num_batched_tokens=2048,
+        )
+
+
+@contextmanager
+def folders() -> Iterator[tuple[Path, Path]]:
+    """One on a disk (`FOLDER` says where), and one in shared memory."""
+    folder = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=os.environ.get("FOLDER")))
+    region = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir="/dev/shm"))
+    try:
+        yield folder, region
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(region, ignore_errors=True)
