@@ -63,6 +63,7 @@ def test_nothing_is_left_behind(stack_file: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "disk").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_stack_in_use_is_not_disturbed(stack_file: Path, tmp_path: Path, hold: Hold) -> None:
     hold(stack_file)
     before = everything(tmp_path)

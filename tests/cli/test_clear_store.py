@@ -93,6 +93,7 @@ def test_no_more_names_are_held_than_are_deleted_at_once(
     assert store.most <= AT_ONCE
 
 
+@pytest.mark.slow
 def test_a_store_that_goes_on_by_number_is_emptied_too(
     settings: TierSettings, store: Counting
 ) -> None:
@@ -101,12 +102,14 @@ def test_a_store_that_goes_on_by_number_is_emptied_too(
     assert files(store.root) == 0
 
 
+@pytest.mark.slow
 def test_what_is_protected_stays_and_is_said(settings: TierSettings, store: Counting) -> None:
     store.protected = block_name(NAMESPACE.id, make_keys(1)[0])
     assert not remove_namespace(settings, NAMESPACE.id)
     assert files(store.root) == 1
 
 
+@pytest.mark.slow
 def test_somebody_who_goes_on_writing_is_not_waited_for(
     settings: TierSettings, store: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def test_for_people(stack_file: Path) -> None:
     assert "ok 1 nvme: O_DIRECT works" in done.said
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(stack_file: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     run(stack_file)

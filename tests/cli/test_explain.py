@@ -214,6 +214,7 @@ class TestExplain:
         assert done.code == 1
         assert "cannot be computed here" in done.said
 
+    @pytest.mark.slow
     def test_skipped_prompts_are_said_and_counted(self, stack_file: Path, tmp_path: Path) -> None:
         store(stack_file, ENGINE, 4)
         path = tmp_path / "p.jsonl"
@@ -267,6 +268,7 @@ class TestPrewarmWhereKeysCannotBeComputed:
         path.write_text(STACK.format(host=target / "host", blocks=target / "blocks"))
         return ["prewarm", "-c", path, "--from", stack_file, "--prompts", prompt_file]
 
+    @pytest.mark.slow
     def test_that_namespace_is_skipped(self, stack_file: Path, args: list[object]) -> None:
         store(stack_file, ENGINE, 4)
         report = run(*args)
@@ -280,12 +282,14 @@ class TestPrewarmWhereKeysCannotBeComputed:
         assert ENGINE.id[:12] in done.out
         assert self.PICKLED.id[:12] not in done.out
 
+    @pytest.mark.slow
     def test_without_another_one_that_is_a_failure(self, args: list[object]) -> None:
         assert not run(*args, code=1)["ok"]
         done = command(*args)
         assert (done.code, done.out) == (1, "")
         assert "hashes pickles" in done.err
 
+    @pytest.mark.slow
     def test_so_it_is_if_it_was_asked_for(self, stack_file: Path, args: list[object]) -> None:
         store(stack_file, ENGINE, 4)
         done = command(*args, "--namespace", self.PICKLED.id)

@@ -58,6 +58,7 @@ def test_by_namespace(used: Path) -> None:
     assert ", 4 hits" in command("du", "-c", used).out
 
 
+@pytest.mark.slow
 def test_by_block(used: Path) -> None:
     rows = run("ls", NAMESPACE.id, "-c", used, "--tier", "nvme")["blocks"]
     hits = {row["key"]: row["hits"] for row in rows}
@@ -189,6 +190,7 @@ def test_counts_in_a_file_are_statistics_only(used: Path, tmp_path: Path, damage
     assert hits_in(other, "nvme") == [0] * 8
 
 
+@pytest.mark.slow
 def test_counts_that_cannot_be_are_cut_down(used: Path, tmp_path: Path) -> None:
     """A use in days to come would keep a block for ever."""
     pack = tmp_path / "blocks.kvpack"
@@ -247,6 +249,7 @@ def test_the_hottest_first(used: Path, tmp_path: Path, how: str) -> None:
     assert {BlockKey(bytes.fromhex(row["key"])) for row in rows} == set(KEYS[:2])
 
 
+@pytest.mark.slow
 def test_the_hottest_of_a_store_first(stack_file: Path, tmp_path: Path) -> None:
     with_store(stack_file, tmp_path / "store")
     for first in (True, False):  # by two engines, one after the other

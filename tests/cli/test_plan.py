@@ -165,6 +165,7 @@ class TestTrace:
         )
         assert ElementTree.parse(plot).getroot().tag.endswith("svg")
 
+    @pytest.mark.slow
     def test_a_long_trace_is_sampled(
         self, model: Path, stack_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -92,12 +92,15 @@ class TestVerify:
         assert report["counts"]["newer"] == 1
         assert (slab.read_bytes(), one(tmp_path, "*.table").read_bytes()) == before
 
+    @pytest.mark.slow
     def test_a_sample_reads_so_many(self, filled: Path) -> None:
         assert run("verify", "-c", filled, "--sample", "3")["counts"]["good"] == 3
         assert run("verify", "-c", filled, "--sample", "25%")["counts"]["good"] == 4
         assert "write a number" in command("verify", "-c", filled, "--sample", "0%").err
 
-    @pytest.mark.parametrize("pattern", ["*.slab", "*.region"])
+    @pytest.mark.parametrize(
+        "pattern", ["*.slab", pytest.param("*.region", marks=pytest.mark.slow)]
+    )
     def test_repair_takes_it_out_of_use(self, filled: Path, tmp_path: Path, pattern: str) -> None:
         slab = one(tmp_path, pattern)
         flip(slab, slab.read_bytes().index(b"KVTBLK") + HEADER_BYTES)
@@ -108,6 +111,7 @@ class TestVerify:
         assert report["counts"] == report["counts"] | {"bad": 0, "quarantined": 1, "good": 15}
         assert served(filled) == 8, "the other tier has it still"
 
+    @pytest.mark.slow
     def test_repair_waits_for_the_owner(self, stack_file: Path, tmp_path: Path, hold: Hold) -> None:
         engine = hold(stack_file)
         flip(one(tmp_path, "*.slab"), HEADER_BYTES)
@@ -119,7 +123,9 @@ class TestVerify:
         engine.communicate("go\n")
         assert run("verify", "-c", stack_file, "--repair")["repaired"] == 1
 
-    @pytest.mark.parametrize("size", [0, 100, 5000])
+    @pytest.mark.parametrize(
+        "size", [100, *(pytest.param(size, marks=pytest.mark.slow) for size in (0, 5000))]
+    )
     def test_a_table_cut_short_is_removed(self, filled: Path, tmp_path: Path, size: int) -> None:
         table = one(tmp_path, "*.table")
         os.truncate(table, size)
@@ -129,6 +135,7 @@ class TestVerify:
         assert not table.exists()
         assert command("verify", "-c", filled).code == 0
 
+    @pytest.mark.slow
     def test_repair_of_one_namespace_leaves_the_others(self, filled: Path, tmp_path: Path) -> None:
         with Stack(load(filled), OTHER, engine="other") as stack:
             assert stack.store({make_keys(1)[0]: bytes(4096)})
@@ -141,6 +148,7 @@ class TestVerify:
         assert command("verify", "-c", filled, "-n", NAMESPACE.id[:8], "--repair").code == 0
         assert not table.exists()
 
+    @pytest.mark.slow
     def test_a_damaged_description_is_nothing_to_repair(self, filled: Path, tmp_path: Path) -> None:
         text = tmp_path / "disk" / "blocks" / NAMESPACE.id / "namespace.json"
         text.write_text("garbage")
@@ -169,6 +177,7 @@ class TestGc:
     def test_nothing_is_left_by_an_engine_that_was_stopped(self, filled: Path) -> None:
         assert self.found("-c", filled) == []
 
+    @pytest.mark.slow
     def test_what_dead_processes_leave(self, filled: Path, tmp_path: Path) -> None:
         home = tmp_path / "disk" / "blocks" / NAMESPACE.id
         (home / "0000aaaa.0000bbbb.data.making").write_bytes(b"x" * 100)
@@ -198,6 +207,7 @@ class TestGc:
         assert young.exists()
         assert served(filled) == 8
 
+    @pytest.mark.slow
     def test_tables_whose_slabs_somebody_removed(self, filled: Path, tmp_path: Path) -> None:
         slabs = list((tmp_path / "disk").rglob("*.slab"))
         for path in slabs:
@@ -225,6 +235,7 @@ class TestGc:
         engine.communicate("check\n")
         assert engine.returncode == 0
 
+    @pytest.mark.slow
     def test_idle_namespaces(self, filled: Path, tmp_path: Path) -> None:
         assert self.found("-c", filled, "--idle", "1h") == []
         for path in (tmp_path / "disk").rglob("*.table"):
@@ -299,6 +310,7 @@ class TestClear:
         engine.communicate("check\n")
         assert engine.returncode == 0
 
+    @pytest.mark.slow
     def test_one_region_in_use_keeps_no_other(
         self, stack_file: Path, tmp_path: Path, hold: Hold
     ) -> None:

@@ -98,6 +98,7 @@ def test_rubbish_that_goes_makes_room_for_slabs(filled: Path, tmp_path: Path) ->
     ]
 
 
+@pytest.mark.slow
 def test_host_memory_of_another_model_is_not_replaced(filled: Path, tmp_path: Path) -> None:
     with Stack(load(filled), OTHER, engine="of-another") as stack:
         key = make_keys(1)[0]
@@ -141,6 +142,7 @@ def test_a_file_that_appears_while_it_is_exported_stays(
     assert file.read_bytes().startswith(b"KVTPACK")
 
 
+@pytest.mark.slow
 def test_a_snapshot_of_which_all_is_gone_is_no_success(stored: Path, tmp_path: Path) -> None:
     """As where a rule of the bucket deletes what is old: what told of the blocks is still there."""
     for path in (tmp_path / "store").rglob("*-0"):

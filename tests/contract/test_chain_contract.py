@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from chains import ScriptedMover
+from hypothesis import settings
 from subjects import MemorySubject
 
 from kvtier.core.backend import TierContext
@@ -11,7 +12,7 @@ from kvtier.core.disk import Disk
 from kvtier.core.settings import TierSettings
 from kvtier.core.tier import Tier
 from kvtier.testing.contract import CatalogueContract
-from kvtier.testing.stateful import tier_machine
+from kvtier.testing.stateful import SETTINGS, tier_machine
 
 
 class ChainSubject(MemorySubject):
@@ -26,4 +27,5 @@ class TestChain(CatalogueContract):
     subject = ChainSubject()
 
 
-TestChainMachine = tier_machine(ChainSubject()).TestCase
+class TestChainMachine(tier_machine(ChainSubject()).TestCase):  # type: ignore[misc]
+    settings = settings(SETTINGS, max_examples=40)

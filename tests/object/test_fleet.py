@@ -39,6 +39,7 @@ def begun(store: Weather, blocks_a_second: float = 0.0) -> Fleet:
     return fleet
 
 
+@pytest.mark.slow
 def test_one_of_all_lists_everything_each_audit(store: Weather) -> None:
     fleet = begun(store)
     fleet.run(HOUR)
@@ -56,6 +57,7 @@ def test_the_last_one_left_lists_as_often_as_all_did(store: Weather) -> None:
     assert store.requests["LIST everything"] >= 4
 
 
+@pytest.mark.slow
 def test_an_idle_server_looks_and_renews_its_claim(store: Weather) -> None:
     fleet = begun(store)
     fleet.run(HOUR)

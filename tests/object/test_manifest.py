@@ -244,6 +244,7 @@ def test_a_damaged_manifest_that_cannot_be_deleted_is_told_of_once(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.slow
 def test_thousands_of_manifests_are_joined_in_portions_that_others_can_read(
     store: FileStore,
 ) -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(("kills", "seed"), [(30, 1), pytest.param(200, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kills", "seed"), [(12, 1), pytest.param(200, 2, marks=pytest.mark.slow)])
 def test_what_was_committed_is_there(kills: int, seed: int) -> None:
     done = subprocess.run(
         [

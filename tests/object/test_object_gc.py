@@ -155,6 +155,7 @@ def test_what_told_of_blocks_that_went_is_found_when_it_is_old(rig: Rig) -> None
     assert rig.put(make_keys(3)) == make_keys(3)
 
 
+@pytest.mark.slow
 def test_of_what_stays_no_list_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = 20_000
     store = FileStore(tmp_path)

@@ -137,7 +137,7 @@ def sizes(store: Store) -> dict[tuple[str, float], int]:
 @pytest.fixture(
     params=[
         "folder",
-        pytest.param("rclone", marks=pytest.mark.s3),
+        pytest.param("rclone", marks=[pytest.mark.s3, pytest.mark.slow]),
         pytest.param("moto", marks=pytest.mark.slow),
     ]
 )

@@ -1,16 +1,22 @@
 """The object tier, step by step beside the reference model, over each kind of store."""
 
 import pytest
+from hypothesis import settings
 from object_servers import ServerProcess
 from object_subjects import FOLDER, BucketSubject
 
-from kvtier.testing.stateful import tier_machine
+from kvtier.testing.stateful import SETTINGS, tier_machine
 
 MOTO, RCLONE = BucketSubject(""), BucketSubject("")
 
 
+class TestFolderBriefly(tier_machine(FOLDER).TestCase):  # type: ignore[misc]
+    settings = settings(SETTINGS, max_examples=25)
+
+
+@pytest.mark.slow
 class TestFolder(tier_machine(FOLDER).TestCase):  # type: ignore[misc]
-    """A folder."""
+    """As many examples as for any tier."""
 
 
 @pytest.mark.s3

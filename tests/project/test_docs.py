@@ -21,6 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+QUICK = {ROOT / "README.md", ROOT / "docs" / "WRITING_A_BACKEND.md"}
 _BLOCK = re.compile(
     r"(?:^<!-- run by (?P<by>\S+) -->\n)?^```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -71,7 +72,11 @@ def engine_name() -> Iterator[str]:
         shutil.rmtree(region) if region.is_dir() else region.unlink()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[] if page in QUICK else pytest.mark.slow) for page in PAGES],
+    ids=lambda page: page.stem,
+)
 def test_commands_of_a_page_run(
     page: Path, source_tree: Path, tmp_path: Path, engine_name: str
 ) -> None:

@@ -249,6 +249,7 @@ def test_tables_full_of_quarantine_take_no_room_for_ever(tmp_path: Path) -> None
     after.close()
 
 
+@pytest.mark.slow
 def test_more_slabs_than_any_engine_makes_can_be_numbered(tmp_path: Path) -> None:
     """Others may have left them, however small: none is looked at for each of the others."""
     count = (1 << 16) + 100

@@ -269,7 +269,7 @@ def examples(count: int) -> settings:
 
 
 class TestChain(ChainMachine.TestCase):  # type: ignore[misc]
-    settings = examples(150)
+    settings = examples(60)
 
 
 @pytest.mark.slow

@@ -1,7 +1,16 @@
 """The cpu tier beside the memory model."""
 
+import pytest
+from hypothesis import settings
 from subjects import CPU
 
-from kvtier.testing.stateful import tier_machine
+from kvtier.testing.stateful import SETTINGS, tier_machine
 
-TestCpuBesideTheModel = tier_machine(CPU).TestCase
+
+class TestCpuBriefly(tier_machine(CPU).TestCase):  # type: ignore[misc]
+    settings = settings(SETTINGS, max_examples=25)
+
+
+@pytest.mark.slow
+class TestCpuBesideTheModel(tier_machine(CPU).TestCase):  # type: ignore[misc]
+    """As many examples as for any tier."""

@@ -168,6 +168,7 @@ class TestAdaptive:
                 each.use(range(5 * turn, 5 * turn + 5), keys(5 * turn, 5), 3.0 * turn)
         assert policy.evict(60) == lru.evict(60)
 
+    @pytest.mark.slow
     def test_it_keeps_conversations_rather_than_what_nobody_comes_back_to(self) -> None:
         requests = chats(random.Random(1), 1500)
         once = [

@@ -279,6 +279,7 @@ def loss(seed: int) -> float:
     return spent / best - 1
 
 
+@pytest.mark.slow
 def test_the_loss_against_one_who_knows_is_bounded() -> None:
     lost = [loss(seed) for seed in range(8)]
     assert sum(lost) / len(lost) < 0.10

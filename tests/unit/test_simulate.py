@@ -148,6 +148,7 @@ def test_the_slow_way_says_the_same(seed: int, plans: list[TierPlan]) -> None:
     assert counts(requests, plans) == slowly(requests, plans)
 
 
+@pytest.mark.slow
 def test_a_long_trace_under_the_default_policy() -> None:
     requests = conversations(3, 1500)
     plans = [
