@@ -282,6 +282,20 @@ def test_one_that_ends_while_the_engine_is_short_leaves_no_trace() -> None:
     assert crowd.behind == 2
 
 
+def test_those_that_were_told_to_ask_again_wait_until_they_end() -> None:
+    crowd = came("abcd")
+    for name in "ab":
+        crowd.asked(name)
+        crowd.told_to_wait(name)
+    crowd.stepped()
+    assert crowd.behind == 4, "those two, and the two behind them"
+    crowd.gone("a")
+    assert crowd.behind == 3
+    for name in "bcd":
+        crowd.gone(name)
+    assert crowd.behind == 0
+
+
 def test_what_the_crowd_is_worth() -> None:
     """Where the link has hardly a third of the engine's speed, and both have too much to do."""
     waited = waits(1e8, prompts(1.2, 400, 0.7))

@@ -172,3 +172,13 @@ def test_two_requests_share_what_the_mover_takes(asked: int) -> None:
     assert world.all.left().queues == {1: 3}
     assert world.all.make(KEYS[3 : 3 + asked], [1] * asked) == [1, 1, 1, NOWHERE][:asked]
     assert world.all.left().queues == {1: 0}
+
+
+def test_what_is_under_way_does_not_count_twice_for_long() -> None:
+    world = promises(16, [0, 6])
+    world.all.make(KEYS[:4], [1] * 4)
+    for key in KEYS[:4]:
+        world.kept.pop(key)
+        world.ledger.loading[1] += 1
+    assert world.all.left().queues == {1: 2}
+    assert world.all.make(KEYS[4:7], [1] * 3) == [1, 1, NOWHERE]
