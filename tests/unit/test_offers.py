@@ -97,6 +97,7 @@ def test_prompts_part_where_only_those_without_a_window_go_on() -> None:
     assert part(of, five, [*[NOWHERE] * 3, 1, 1, *[NOWHERE] * 3]) == 0, "a hit ends there"
     assert part(of, none, none) == part(of, none, ends) == 0
     assert part(spans(FULL, STATE), five, none, limit=5 * CHUNK) == 4, "a token is left to compute"
+    assert part(spans(FULL, STATE), five, none, limit=4 * CHUNK + 1) == 4
     assert part(of, none, none, start=3 * CHUNK) == 0
     assert part(of, [*[NOWHERE] * 3, 1, *[NOWHERE] * 4], none, start=3 * CHUNK) == 4
     assert part(spans(FULL, FULL), five, none) == part(spans(WINDOW), five) == 0, "all or none"

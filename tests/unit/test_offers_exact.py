@@ -241,8 +241,10 @@ def test_a_decision_holds_while_the_question_is_the_same(change: str) -> None:
 
     assert ask() == 4
     assert decision.cramped
+    missed = tally.misses.copy()
     assert ask() == 4
     assert costs.asked == 1, "cramped, and there is no more room yet"
+    assert tally.misses == missed, "looked for once"
     question |= {
         "nothing": {},
         "places": {"places": [1, 1, 1, NOWHERE, 1, 1]},
