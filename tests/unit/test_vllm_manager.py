@@ -2,139 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from asking import (
+    CHUNK,
+    FULL,
+    SLOT,
+    STATE,
+    TWO_GROUPS,
+    WINDOW,
+    Asking,
+    host_memory,
+    manager,
+    small_above_large,
+    stored,
+)
 
 from kvtier import Stack
 from kvtier.core.costs import CostModel
 from kvtier.core.offers import Shape
-from kvtier.core.record import record_bytes
-from kvtier.core.settings import ByteSize
-from kvtier.testing.records import make_keys, payload
-from kvtier.types import GROUP_BYTES, BlockKey, Namespace, Outcome, group_of
+from kvtier.testing.records import make_keys
+from kvtier.types import GROUP_BYTES, BlockKey, Outcome, group_of
 from kvtier.vllm.manager import PATIENCE_S, ChainManager
 from kvtier.vllm.protocol import NO_SLOT, Report
-
-CHUNK = 256
-TWO_GROUPS = Namespace(facts={"model": "unit"}, group_bytes=(8192, 8192))
-SLOT = record_bytes(TWO_GROUPS.payload_bytes)
-FULL, WINDOW, STATE = Shape(CHUNK), Shape(CHUNK, 2), Shape(CHUNK, 1, recurrent=True)
-
-
-class Asking:
-    """Requests with keys in all groups of a manager, and vLLM's way of looking them up."""
-
-    def __init__(self, manager: ChainManager) -> None:
-        self.manager = manager
-        self.calls = 0
-
-    def keys(self, chunks: int, first: int = 0) -> dict[bytes, int]:
-        """A prompt's keys with their ends, group after group."""
-        return {
-            key: (at + 1) * shape.tokens
-            for group, shape in self.manager.shapes.items()
-            for at, key in enumerate(make_keys(chunks, start=first, group=group))
-        }
-
-    def hit(self, request: str, ends: Mapping[bytes, int], tokens: int, start: int = 0) -> int:
-        """As vLLM's scheduler: full attention from its start, then windows from their end."""
-        self.manager.asks(request, start, tokens)
-        groups = self.manager.shapes
-        windowed = any(shape.window for shape in groups.values())
-        hit = tokens - windowed
-        if any(shape.recurrent for shape in groups.values()):
-            hit = hit // CHUNK * CHUNK
-        for group, shape in sorted(groups.items(), key=lambda each: each[1].window or 0):
-            suffix = group.to_bytes(GROUP_BYTES, "big")
-            mine = [key for key in ends if key.endswith(suffix)]
-            asked = mine[start // CHUNK : -(-hit // CHUNK)]
-            found = self._window(request, ends, asked, shape.window)
-            if not found:
-                return 0
-            hit = min(hit, start // CHUNK * CHUNK + found * CHUNK)
-        return hit
-
-    def answers(self, request: str, ends: Mapping[bytes, int], tokens: int) -> set[bool | None]:
-        """What it is told of all keys."""
-        self.manager.asks(request, 0, tokens)
-        return {self.manager.lookup(key, request, ends) for key in ends}
-
-    def needed(self, ends: Mapping[bytes, int]) -> list[bytes]:
-        """What a hit on all of a prompt takes."""
-        tokens = max(ends.values())
-        return [
-            key
-            for key, end in ends.items()
-            if (window := self._window_of(key)) is None or tokens - window * CHUNK < end
-        ]
-
-    def serve(self, request: str, ends: Mapping[bytes, int]) -> int:
-        """As an engine: it looks up, and keeps all of what has no window, and else the ends of the
-        prompt and of what it shares with others. Answers with the hit."""
-        tokens = max(ends.values()) + 1
-        self.manager.on_new_request(request)
-        hit = self.hit(request, ends, tokens)
-        self.manager.uses(request, ends)
-        kept = [
-            key
-            for at in (hit, self.manager.junction(request), tokens - 1)
-            for key, end in ends.items()
-            if (window := self._window_of(key)) is None or at - window * CHUNK < end <= at
-        ]
-        kept = list(dict.fromkeys(kept))[::-1]
-        _, errand = self.manager.prepare_store(kept, request)
-        self.manager.report(errand.number, Report(1))
-        self.manager.on_request_finished(request)
-        self.manager.on_schedule_end()
-        return hit
-
-    def _window_of(self, key: bytes) -> int | None:
-        return self.manager.shapes[group_of(BlockKey(key))].window
-
-    def _window(
-        self, request: str, ends: Mapping[bytes, int], keys: list[bytes], window: int | None
-    ) -> int:
-        if window is None:
-            for at, key in enumerate(keys):
-                if not self.manager.lookup(key, request, ends):
-                    return at
-            return len(keys)
-        streak = 0
-        for at in reversed(range(len(keys))):
-            streak = streak + 1 if self.manager.lookup(keys[at], request, ends) else 0
-            if streak == window:
-                return at + window
-        return streak
-
-
-def stored(stack: Stack, ends: Mapping[bytes, int], *, but: int = 0) -> None:
-    """Let these lie in host memory, all but the last few of each group."""
-    keys = [BlockKey(key) for key, end in ends.items() if end <= max(ends.values()) - but * CHUNK]
-    assert len(stack.store({key: payload(key, TWO_GROUPS) for key in keys})) == len(keys)
 
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    host = tmp_path / "host"
-    host.mkdir()
-    tier = {"kind": "cpu", "path": str(host), "capacity": str(ByteSize(64 * SLOT))}
-    config: dict[str, Any] = {
-        "version": 1,
-        "name": "unit",
-        "mover": {"mode": "threads"},
-        "tiers": [tier | {"eviction": "lru"}],
-    }
-    with Stack.open(config, TWO_GROUPS) as stack:
+    with Stack.open(host_memory(tmp_path), TWO_GROUPS) as stack:
         yield stack
-
-
-def manager(stack: Stack, *shapes: Shape) -> Asking:
-    made = ChainManager(stack, region="region", ranks=1)
-    made.shapes = dict(enumerate(shapes))
-    return Asking(made)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +133,22 @@ def test_what_the_engine_has_itself_counts_as_used(stack: Stack, shapes: tuple[S
 
 
 @pytest.mark.parametrize("shapes", [(FULL,), (FULL, WINDOW), (STATE, FULL)])
+def test_what_the_engine_has_itself_of_a_longer_prompt_counts_as_used(
+    stack: Stack, shapes: tuple[Shape, ...]
+) -> None:
+    """Also the window, or the state, at the end of what it has."""
+    asking = manager(stack, *shapes)
+    hot, longer = asking.keys(16), asking.keys(20)
+    asking.serve("first", hot)
+    for each in range(40):
+        asking.manager.asks("again", 16 * CHUNK, 20 * CHUNK + 9)
+        asking.manager.uses("again", longer)
+        asking.manager.on_request_finished("again")
+        asking.serve("new", asking.keys(9, first=200 + 20 * each))
+    assert asking.serve("hot", longer) == 16 * CHUNK
+
+
+@pytest.mark.parametrize("shapes", [(FULL,), (FULL, WINDOW), (STATE, FULL)])
 def test_what_many_prompts_begin_with_stays(stack: Stack, shapes: tuple[Shape, ...]) -> None:
     """Also its window, or state: others push out what they used once, and nothing of this."""
     asking = manager(stack, *shapes)
@@ -326,7 +240,7 @@ def test_a_load_slower_than_computing_is_taken_while_others_wait(tmp_path: Path)
     now = [0.0]
     costs = CostModel(clock=lambda: now[0])
     costs.observe_prefill(1024, 1.0)
-    with Stack.open(_small_above_large(tmp_path), TWO_GROUPS, costs=costs) as stack:
+    with Stack.open(small_above_large(tmp_path), TWO_GROUPS, costs=costs) as stack:
         made = ChainManager(stack, region="region", ranks=1, costs=costs, clock=lambda: now[0])
         made.shapes = {0: FULL}
         asking = Asking(made)
@@ -360,7 +274,7 @@ def test_a_load_waits_for_room_that_others_hold(
     costs = CostModel(clock=lambda: now[0])
     if known:
         costs.observe_prefill(1024, 1.0)
-    with Stack.open(_small_above_large(tmp_path), TWO_GROUPS, costs=costs) as stack:
+    with Stack.open(small_above_large(tmp_path), TWO_GROUPS, costs=costs) as stack:
         made = ChainManager(stack, region="region", ranks=1, costs=costs, clock=lambda: now[0])
         made._load_seconds = deadline
         made.shapes = dict(enumerate(shapes))
@@ -400,18 +314,11 @@ def test_a_load_waits_for_room_that_others_hold(
         assert asking.hit("d", prompts["d"], sizes["d"] + 1) == sizes["d"]
 
 
-def _small_above_large(folder: Path) -> dict[str, Any]:
-    (folder / "host").mkdir()
-    cpu = {"kind": "cpu", "path": str(folder / "host"), "capacity": str(ByteSize(13 * SLOT))}
-    nvme = {"kind": "nvme", "path": str(folder / "nvme"), "capacity": "16MiB", "free_floor": 0}
-    return {"version": 1, "name": "unit", "mover": {"mode": "threads"}, "tiers": [cpu, nvme]}
-
-
 def test_keys_that_end_within_a_chunk_are_not_found(stack: Stack) -> None:
     asking = manager(stack, FULL)
     ends = asking.keys(3)
     (stray,) = make_keys(1, start=77)
     ends[stray] = 2 * CHUNK + 16
-    stored(stack, {key: end for key, end in ends.items() if key != stray})
+    stored(stack, ends)
     assert asking.hit("a", ends, 3 * CHUNK) == 3 * CHUNK
     assert not asking.manager.lookup(stray, "a", ends)
