@@ -23,6 +23,7 @@ from kvtier import Stack
 from kvtier.core.chain import TierChain
 from kvtier.core.costs import CostModel
 from kvtier.core.offers import Shape
+from kvtier.core.runs import DEVICE
 from kvtier.testing.records import make_keys
 from kvtier.types import GROUP_BYTES, BlockKey, Outcome
 from kvtier.vllm.manager import ChainManager
@@ -221,6 +222,43 @@ def test_a_prompt_counts_as_used_once(stack: Stack, monkeypatch: pytest.MonkeyPa
     for _ in range(3):
         managed.uses("a", ends)
     assert touched.count == 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_loads_tell_how_fast_the_way_from_host_memory_is(stack: Stack, count: int) -> None:
+    """Ranks that hold the same have each read all of it, side by side."""
+    costs = CostModel(clock=lambda: 0.0)
+    managed = ChainManager(stack, region="region", ranks=count, costs=costs)
+    managed.shapes = {0: FULL}
+    asking = Asking(managed)
+    ends = asking.keys(4)
+    stored(stack, ends)
+    for _ in range(20):
+        managed.on_new_request("a")
+        assert asking.hit("a", ends, 4 * CHUNK) == 4 * CHUNK
+        errand = managed.prepare_load(list(ends), "a")
+        for _ in range(count):
+            managed.report(errand.number, Report(1, {}, 5 << 20, 0.5, 1 << 20, 9.0))
+        managed.on_request_finished("a")
+    assert costs.load_seconds(DEVICE, 4 << 20) == pytest.approx(0.5, rel=0.05)
+    assert costs.load_seconds(DEVICE, 8 << 20) == pytest.approx(1.0, rel=0.05)
+
+
+def test_the_chain_is_told_where_the_engines_own_blocks_end(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def worth(
+        chain: TierChain, keys: Sequence[BlockKey], tokens: int, start: int, decision: object
+    ) -> int:
+        asked.append((len(keys), tokens, start))
+        return len(keys)
+
+    monkeypatch.setattr(TierChain, "worth", worth)
+    asking = manager(stack, FULL)
+    assert asking.hit("a", asking.keys(8), 6 * CHUNK + 9, start=2 * CHUNK) == 6 * CHUNK
+    assert asked == [(4, CHUNK, 2 * CHUNK)]
 
 
 def test_the_engines_steps_tell_how_fast_it_computes(stack: Stack) -> None:
