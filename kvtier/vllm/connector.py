@@ -130,7 +130,9 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
-        if found[0] is not None:  # else it asks again
+        if found[0] is None:
+            self._manager.put_off(request.request_id)
+        else:
             self._manager.uses(request.request_id, compat.prompt_ends(self, request))
         compat.part_at(request, self._manager.junction(request.request_id))
         return found

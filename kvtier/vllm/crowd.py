@@ -31,12 +31,17 @@ class Crowd:
     def asked(self, request: str) -> None:
         """The engine wants to schedule this one."""
         self._waiting.discard(request)
-        told = request in self._told
         self._told.discard(request)
-        self._asked[request] = request in self._asked and not told
+        self._asked[request] = request in self._asked
+
+    def put_off(self, request: str) -> None:
+        """It is asked about again, and not for want of blocks: another's load brings what it needs,
+        or copies of its own are under way."""
+        self._asked.pop(request, None)
 
     def told_to_wait(self, request: str) -> None:
-        """It was told to ask again, for want of room that others' loads hold."""
+        """It is put off for want of room that others' loads hold."""
+        self.put_off(request)
         self._told.add(request)
 
     def scheduled(self, request: str) -> None:

@@ -122,6 +122,10 @@ class ChainManager:
             self.costs.observe_waiting(self._crowd.behind)
         state.start, state.limit, state.hits, state.junction = start, limit, None, 0
 
+    def put_off(self, request: str) -> None:
+        """It has to wait for what is being copied, and will be asked about again."""
+        self._crowd.put_off(request)
+
     def scheduled(self, request: str) -> None:
         """It has its blocks: for a load, or to be computed."""
         self._crowd.scheduled(request)

@@ -117,6 +117,11 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self._manager.asks(request, start, limit)
 
     @guarded(lambda: None)
+    def put_off(self, request: str) -> None:
+        """The engine asks about it again when something has been copied."""
+        self._manager.put_off(request)
+
+    @guarded(lambda: None)
     def scheduled(self, request: str) -> None:
         """The engine has blocks for it."""
         self._manager.scheduled(request)

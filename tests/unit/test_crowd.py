@@ -282,6 +282,21 @@ def test_one_that_ends_while_the_engine_is_short_leaves_no_trace() -> None:
     assert crowd.behind == 2
 
 
+def test_one_that_waits_for_what_another_loads_is_no_sign_of_it() -> None:
+    crowd = came("abcdef")
+    crowd.asked("a")
+    crowd.scheduled("a")
+    for _ in range(3):
+        crowd.asked("b")
+        crowd.put_off("b")
+        crowd.stepped()
+        assert crowd.behind == 4, "it waits for the load, not for the engine"
+    crowd.asked("b")
+    crowd.scheduled("b")
+    crowd.asked("c")
+    assert crowd.behind == 3
+
+
 def test_those_that_were_told_to_ask_again_wait_until_they_end() -> None:
     crowd = came("abcd")
     for name in "ab":

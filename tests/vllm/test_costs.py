@@ -55,3 +55,35 @@ def test_a_slow_tier_is_left_alone(world: World, model: Callable[..., Path], fam
         # A prompt is more than a step. Some may have been added while the first was computed.
         assert crowds[0] == crowds[-1] == 0
         assert max(crowds) >= len(PROMPTS) - 3
+
+
+def test_a_load_that_several_wait_for_hides_nobody(
+    world: World, model: Callable[..., Path]
+) -> None:
+    """vLLM asks again, step by step, about a prompt whose head is being loaded for another one."""
+    stack = world.stack(load_deadline="10min") | {
+        "loads": "worthwhile",
+        "mover": {"mode": "threads"},
+    }
+    head = prompt(1, HIT)
+    sharing = [[*head, *prompt(400 + seed, 76)] for seed in range(2)]
+    with world.engine(model("llama"), stack=stack, max_num_batched_tokens=1024) as engine:
+        reference = [each["tokens"] for each in engine.generate(prompts=[*sharing, *PROMPTS])]
+        engine.settle()
+        engine.forget_engine_cache()
+        engine.clear(tier=0)
+        engine.generate(prompts=sharing[:1])  # from disk: it is known to be quick
+        engine.forget_engine_cache()
+        engine.clear(tier=0)
+        engine.clear(tier=1)
+        engine.generate(prompts=sharing[:1])
+        engine.settle()
+        engine.forget_engine_cache()
+        engine.clear(tier=0)
+        engine.slow_reads(pause=max(1.0, 2 * engine.costs()["prefill_seconds"]))
+        engine.record_crowds()
+        found = engine.generate(prompts=[*sharing, *PROMPTS])
+        assert [each["tokens"] for each in found] == reference
+        assert [each["cached"] for each in found[:2]] == [HIT, HIT]
+        assert len(engine.crowds()) > len(found), "the second was asked about again"
+        assert max(engine.crowds()) >= len(PROMPTS) - 3
