@@ -6,6 +6,7 @@ class TestMine(MoverContract):
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -371,6 +372,13 @@ class MoverContract:
         assert not rig.mover.submit(rig.transfer(TransferKind.LOAD, NEAR, HOST, [0]))
         assert not rig.mover.wait(0.0)
         rig.mover.close()
+
+    def test_close_ends_the_wait_of_whoever_waits(self, rig: MoverRig) -> None:
+        waiter = threading.Thread(target=rig.mover.wait, args=(3600.0,))
+        waiter.start()
+        assert not rig.mover.wait(0.05), "the other one waits by now"
+        rig.mover.close()
+        waiter.join()
 
     def test_a_transfer_that_makes_no_sense_is_the_callers_mistake(self, rig: MoverRig) -> None:
         transfer = rig.transfer(TransferKind.LOAD, NEAR, HOST, [0, 1])

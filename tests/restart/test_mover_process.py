@@ -168,6 +168,16 @@ class TestProcessMover(MoverContract):
         assert not alive(pid)
         assert rig.outcomes(load) == [Outcome.CANCELLED]
 
+    def test_a_closed_mover_leaves_nothing(self, rig: MoverRig) -> None:
+        before, threads = open_files(), set(threading.enumerate())
+        for _ in range(2):
+            mover = self.open_mover(rig.tiers, rig.context)
+            pid = pid_of(mover)
+            mover.close()
+            assert not alive(pid)
+        assert open_files() == before
+        assert set(threading.enumerate()) <= threads
+
     @pytest.mark.slow
     def test_fifty_restarts_leak_nothing(
         self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch
