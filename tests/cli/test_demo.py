@@ -12,11 +12,12 @@ from kvtier.vllm.server import Server
 # Like vLLM's: shared memory and a semaphore that have names, and a child that has them, too.
 ENGINE = """
 import multiprocessing
+import signal
 from multiprocessing.shared_memory import SharedMemory
 
 def stay(memory, lock):
     print(memory.name, lock._semlock.name, flush=True)
-    multiprocessing.Event().wait()
+    signal.pause()
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
