@@ -129,6 +129,7 @@ class ChainManager:
     def scheduled(self, request: str) -> None:
         """It has its blocks: for a load, or to be computed."""
         self._crowd.scheduled(request)
+        self._state(request).waits_since = None
 
     def lookup(self, key: bytes, request: str, ends: Mapping[bytes, int]) -> bool | None:
         """Whether a block is here, can be taken in, and is worth its load; None if the request had
@@ -225,7 +226,7 @@ class ChainManager:
     def prepare_load(self, keys: Collection[bytes], request: str) -> Errand:
         """Take blocks in for a request. Cannot refuse: what is missing fails on the worker."""
         state = self._state(request)
-        state.decision, state.waits_since = Decision(), None
+        state.decision = Decision()
         state.refused = True  # should this raise, the load fails, and must not be tried for ever
         wanted = state.known_as(list(keys), self._epoch)
         deadline = self._clock() + self._load_seconds

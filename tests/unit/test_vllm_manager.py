@@ -305,6 +305,8 @@ def test_a_load_waits_for_room_that_others_hold(
             assert asks_again("b") is patient, "it spares another the two seconds of its prompt"
             made.on_request_finished("behind")
         assert not asks_again("b"), "for too long"
+        made.scheduled("b")
+        assert asks_again("b"), "computed, and preempted later: it waits anew"
         costs.started("nvme", -1, 1 << 40)
         assert asks_again("c") is not known, "what is under way is slow, and known to be"
         costs.ended("nvme", -1, False, 0.0)
