@@ -57,6 +57,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._numbers_media = compat.numbers_media(vllm_config)
         self._blurs_adapters = compat.blurs_adapters(vllm_config)
         self._blurred = False
+        self._block_tokens = compat.block_tokens(vllm_config, kv_cache_config)
+        self._pool: Any = None
         self._paused = above.pausing()
         if role.name == "SCHEDULER":
             self._introduce(vllm_config, kv_cache_config, stack, extra)
@@ -111,6 +113,10 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         assert self.connector_scheduler is not None
         return self.connector_scheduler.manager
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        super().bind_gpu_block_pool(gpu_block_pool)
+        self._pool = gpu_block_pool
+
     def on_new_request(self, request: Any) -> None:
         self._manager.remember_adapter(request.request_id, request.lora_request)
         if self._numbers_media and request.mm_features:
@@ -126,7 +132,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         if self._whole_only:
             return compat.without_hits(self, request, num_computed_tokens)
         limit = compat.load_limit(self, request, num_computed_tokens)
-        self._manager.asks(request.request_id, num_computed_tokens, limit)
+        scarce = self._may_lack_blocks(request)
+        self._manager.asks(request.request_id, num_computed_tokens, limit, scarce)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
@@ -136,6 +143,11 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
             self._manager.uses(request.request_id, compat.prompt_ends(self, request))
         compat.part_at(request, self._manager.junction(request.request_id))
         return found
+
+    def _may_lack_blocks(self, request: Any) -> bool:
+        # As many again, because loads under way have some reserved.
+        needed = sum(-(-request.num_tokens // tokens) for tokens in self._block_tokens)
+        return self._pool is None or self._pool.get_num_free_blocks() < 2 * needed
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._manager.scheduled(request.request_id)

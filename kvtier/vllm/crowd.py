@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 _REMEMBERED = 8
+
+
+class _Question(NamedTuple):
+    """What is known of a request that was asked about and not scheduled yet."""
+
+    scarce: bool
+    """The engine might have lacked the blocks for it."""
+    short: bool
+    """It was not scheduled at once, and that may have been why."""
 
 
 class Crowd:
@@ -13,13 +23,13 @@ class Crowd:
     vLLM asks about a request when it is about to schedule it. Those that a whole step leaves
     waiting have come when the engine had more to compute than it could. Unless it was short of
     blocks: then it asks about a request, cannot schedule it, and asks again in the next step. A
-    load holds blocks for as long as it takes, so it spares none of these.
+    load holds blocks for as long as it takes, so it spares none of these. (Where there are blocks
+    enough, something else stood in the way: what was left of a step was too little to begin with.)
     """
 
     def __init__(self) -> None:
         self._waiting: set[str] = set()
-        self._asked: dict[str, bool] = {}
-        """Requests that were asked about and not scheduled yet; whether for want of blocks."""
+        self._asked: dict[str, _Question] = {}
         self._told: set[str] = set()
         self._short: deque[bool] = deque(maxlen=_REMEMBERED)
         self._left = 0
@@ -28,11 +38,13 @@ class Crowd:
         """A request was added."""
         self._waiting.add(request)
 
-    def asked(self, request: str) -> None:
-        """The engine wants to schedule this one."""
+    def asked(self, request: str, scarce: bool = True) -> None:
+        """The engine wants to schedule this one; `scarce` if it may lack the blocks."""
         self._waiting.discard(request)
         self._told.discard(request)
-        self._asked[request] = request in self._asked
+        before = self._asked.get(request)
+        short = before is not None and (before.short or before.scarce)
+        self._asked[request] = _Question(scarce, short)
 
     def put_off(self, request: str) -> None:
         """It is asked about again, and not for want of blocks: another's load brings what it needs,
@@ -46,9 +58,9 @@ class Crowd:
 
     def scheduled(self, request: str) -> None:
         """It has its blocks now."""
-        short = self._asked.pop(request, None)
-        if short is not None:
-            self._short.append(short)
+        question = self._asked.pop(request, None)
+        if question is not None:
+            self._short.append(question.short)
 
     def gone(self, request: str) -> None:
         """It has ended."""
@@ -63,6 +75,6 @@ class Crowd:
     @property
     def behind(self) -> int:
         """How many wait for the engine's time behind the one that it asks about now."""
-        if any(self._short) or any(self._asked.values()):
+        if any(self._short) or any(question.short for question in self._asked.values()):
             return 0
         return min(self._left, len(self._waiting)) + len(self._told)

@@ -114,10 +114,11 @@ class ChainManager:
 
     # -- loads -----------------------------------------------------------------------------
 
-    def asks(self, request: str, start: int, limit: int) -> None:
-        """The engine is about to look up what it could load between these tokens."""
+    def asks(self, request: str, start: int, limit: int, scarce: bool = True) -> None:
+        """The engine is about to look up what it could load between these tokens; `scarce` if it
+        may lack the blocks for it."""
         state = self._state(request)
-        self._crowd.asked(request)
+        self._crowd.asked(request, scarce)
         if self.costs is not None:
             self.costs.observe_waiting(self._crowd.behind)
         state.start, state.limit, state.hits, state.junction = start, limit, None, 0

@@ -112,9 +112,10 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     # -- loads
 
     @guarded(lambda: None)
-    def asks(self, request: str, start: int, limit: int) -> None:
-        """The engine is about to look up what it could load between these tokens."""
-        self._manager.asks(request, start, limit)
+    def asks(self, request: str, start: int, limit: int, scarce: bool) -> None:
+        """The engine is about to look up what it could load between these tokens; `scarce` if it
+        may lack the blocks for it."""
+        self._manager.asks(request, start, limit, scarce)
 
     @guarded(lambda: None)
     def put_off(self, request: str) -> None:

@@ -262,6 +262,25 @@ def test_an_engine_that_asks_again_is_short_of_blocks_and_loads_spare_nobody() -
     assert crowd.behind == 4
 
 
+def test_one_that_is_asked_about_again_where_blocks_are_plenty_is_no_sign_of_it() -> None:
+    """A step had too few tokens left for it, or no room for its images."""
+    crowd = came("abcde")
+    for _ in range(2):
+        crowd.asked("a", scarce=False)
+        crowd.stepped()
+        assert crowd.behind == 4
+    crowd.asked("a", scarce=True)
+    assert crowd.behind == 4, "nobody knows yet whether it is scheduled"
+    crowd.stepped()
+    crowd.asked("a", scarce=False)
+    assert crowd.behind == 0, "it was not, for want of blocks it seems"
+    crowd.stepped()
+    crowd.asked("a", scarce=False)
+    assert crowd.behind == 0
+    crowd.scheduled("a")
+    assert crowd.behind == 0, "a moment ago"
+
+
 def test_those_that_were_told_to_ask_again_are_no_sign_of_it() -> None:
     crowd = came("abc")
     crowd.asked("a")

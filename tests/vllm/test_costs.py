@@ -87,3 +87,29 @@ def test_a_load_that_several_wait_for_hides_nobody(
         assert [each["cached"] for each in found[:2]] == [HIT, HIT]
         assert len(engine.crowds()) > len(found), "the second was asked about again"
         assert max(engine.crowds()) >= len(PROMPTS) - 3
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "blocks", "known"),
+    [("qwen3_next", "bfloat16", None, True), ("llama", "float32", 12, False)],
+)
+def test_who_waits_counts_unless_blocks_are_short(
+    world: World,
+    model: Callable[..., Path],
+    family: str,
+    dtype: str,
+    blocks: int | None,
+    known: bool,
+) -> None:
+    """vLLM asks twice about most prompts of a hybrid model, because it computes whole blocks and
+    what is left of a step is less; and about one for which it has no blocks, too."""
+    few = {} if blocks is None else {"block_size": 128, "num_gpu_blocks_override": blocks}
+    arguments = {"max_num_batched_tokens": 2048, "dtype": dtype, "max_model_len": 1280} | few
+    stack = world.stack() | {"loads": "worthwhile"}
+    many = [prompt(500 + seed, 1100) for seed in range(12)]
+    with world.engine(model(family), stack=stack, **arguments) as engine:
+        engine.record_crowds()
+        engine.generate(prompts=many, tokens=1)
+        crowds = engine.crowds()
+    assert len(crowds) > len(many), "some were asked about twice"
+    assert (sum(waiting > 0 for waiting in crowds) > len(many) // 2) is known
