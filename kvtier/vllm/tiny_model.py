@@ -207,7 +207,11 @@ def build(
         else:
             _tokenizer().save_pretrained(building)
         (building / DESCRIPTION_FILE).write_text(json.dumps(description) + "\n")
-        building.rename(target)
+        try:
+            building.rename(target)
+        except OSError:  # another process was quicker, perhaps
+            if not (target.exists() and _is_built(target, description)):
+                raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return target

@@ -372,6 +372,7 @@ class Host:
             "region": manager._region,
             "described": len(self._connector_scheduler._events_tracker._pending_event_metadata),
             "namespace": dict(manager.stack.namespace.facts),
+            "chunk_tokens": max(shape.tokens for shape in manager.shapes.values()),
             "free_blocks": self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         }
 
