@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from chains import ScriptedMover
 from hypothesis import settings
 from subjects import MemorySubject
@@ -27,5 +28,10 @@ class TestChain(CatalogueContract):
     subject = ChainSubject()
 
 
-class TestChainMachine(tier_machine(ChainSubject()).TestCase):  # type: ignore[misc]
+class TestChainMachineBriefly(tier_machine(ChainSubject()).TestCase):  # type: ignore[misc]
     settings = settings(SETTINGS, max_examples=40)
+
+
+@pytest.mark.slow
+class TestChainMachine(tier_machine(ChainSubject()).TestCase):  # type: ignore[misc]
+    """As many examples as for any tier."""

@@ -44,6 +44,14 @@ class World:
         self.region.rmdir()
 
 
+def chunk_tokens(engine: Engine, expected: int | None) -> int:
+    """None is expected of a hybrid model: one block of vLLM's, whose size depends on the
+    processor."""
+    chunk: int = engine.facts()["chunk_tokens"]
+    assert chunk == (expected or chunk)
+    return chunk
+
+
 def prompt(seed: int, length: int) -> list[int]:
     """Random text, the same for the same seed."""
     return random.Random(seed).choices(range(256), k=length)

@@ -7,7 +7,10 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(("kills", "seed"), [(12, 1), pytest.param(200, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kills", "seed"),
+    [(12, 1), *(pytest.param(*many, marks=pytest.mark.slow) for many in ((30, 1), (200, 2)))],
+)
 def test_what_was_committed_is_there(kills: int, seed: int) -> None:
     done = subprocess.run(
         [

@@ -1,10 +1,16 @@
 """The reference model beside itself: whatever the machine asks for, it must be able to give."""
 
+import pytest
 from hypothesis import settings
 from subjects import MEMORY
 
 from kvtier.testing.stateful import SETTINGS, tier_machine
 
 
-class TestMemoryBesideTheModel(tier_machine(MEMORY).TestCase):  # type: ignore[misc]
+class TestMemoryBriefly(tier_machine(MEMORY).TestCase):  # type: ignore[misc]
     settings = settings(SETTINGS, max_examples=40)
+
+
+@pytest.mark.slow
+class TestMemoryBesideTheModel(tier_machine(MEMORY).TestCase):  # type: ignore[misc]
+    """As many examples as for any tier."""

@@ -6,8 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from asking import TWO_GROUPS, host_memory
 
+from kvtier import Stack
 from kvtier.core import backend as registry
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    """Host memory alone, for the scheduler's side."""
+    with Stack.open(host_memory(tmp_path), TWO_GROUPS) as stack:
+        yield stack
 
 
 @pytest.fixture

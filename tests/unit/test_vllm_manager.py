@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from asking import (
     TWO_GROUPS,
     WINDOW,
     Asking,
-    host_memory,
     manager,
     small_above_large,
     stored,
@@ -27,12 +25,6 @@ from kvtier.testing.records import make_keys
 from kvtier.types import GROUP_BYTES, BlockKey, Outcome, group_of
 from kvtier.vllm.manager import PATIENCE_S, ChainManager
 from kvtier.vllm.protocol import NO_SLOT, Report
-
-
-@pytest.fixture
-def stack(tmp_path: Path) -> Iterator[Stack]:
-    with Stack.open(host_memory(tmp_path), TWO_GROUPS) as stack:
-        yield stack
 
 
 @pytest.mark.parametrize(
@@ -116,36 +108,25 @@ def test_a_salt_and_a_reset_make_other_keys(stack: Stack) -> None:
     assert asking.hit("plain", ends, 3 * CHUNK) == 0, "under the keys of before"
 
 
+@pytest.mark.parametrize("more", [0, 4])
 @pytest.mark.parametrize("shapes", [(FULL,), (FULL, WINDOW), (STATE, FULL), (WINDOW,)])
-def test_what_the_engine_has_itself_counts_as_used(stack: Stack, shapes: tuple[Shape, ...]) -> None:
-    """It asks for nothing of it here; other prompts that fill the tier must not push it out."""
+def test_what_the_engine_has_itself_counts_as_used(
+    stack: Stack, shapes: tuple[Shape, ...], more: int
+) -> None:
+    """It asks for nothing of it here; other prompts that fill the tier must not push it out. Nor,
+    if the prompt goes on, the window or the state at the end of what it has."""
     asking = manager(stack, *shapes)
     hot, cold = (asking.keys(16, first=at) for at in (0, 100))
+    longer = asking.keys(16 + more)
     asking.serve("first", hot)
     asking.serve("other", cold)
     for each in range(40):
-        asking.manager.asks("again", 16 * CHUNK, 16 * CHUNK + 9)
-        asking.manager.uses("again", hot)
-        asking.manager.on_request_finished("again")
-        asking.serve("new", asking.keys(9, first=200 + 20 * each))
-    assert asking.serve("hot", hot) == 16 * CHUNK
-    assert asking.serve("cold", cold) < 16 * CHUNK
-
-
-@pytest.mark.parametrize("shapes", [(FULL,), (FULL, WINDOW), (STATE, FULL)])
-def test_what_the_engine_has_itself_of_a_longer_prompt_counts_as_used(
-    stack: Stack, shapes: tuple[Shape, ...]
-) -> None:
-    """Also the window, or the state, at the end of what it has."""
-    asking = manager(stack, *shapes)
-    hot, longer = asking.keys(16), asking.keys(20)
-    asking.serve("first", hot)
-    for each in range(40):
-        asking.manager.asks("again", 16 * CHUNK, 20 * CHUNK + 9)
+        asking.manager.asks("again", 16 * CHUNK, (16 + more) * CHUNK + 9)
         asking.manager.uses("again", longer)
         asking.manager.on_request_finished("again")
         asking.serve("new", asking.keys(9, first=200 + 20 * each))
     assert asking.serve("hot", longer) == 16 * CHUNK
+    assert asking.serve("cold", cold) < 16 * CHUNK
 
 
 @pytest.mark.parametrize("shapes", [(FULL,), (FULL, WINDOW), (STATE, FULL)])

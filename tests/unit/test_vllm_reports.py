@@ -13,7 +13,6 @@ from asking import (
     TWO_GROUPS,
     WINDOW,
     Asking,
-    host_memory,
     manager,
     small_above_large,
     stored,
@@ -29,12 +28,6 @@ from kvtier.types import GROUP_BYTES, BlockKey, Outcome
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import NO_SLOT, Report
 from kvtier.vllm.requests import RequestState
-
-
-@pytest.fixture
-def stack(tmp_path: Path) -> Iterator[Stack]:
-    with Stack.open(host_memory(tmp_path), TWO_GROUPS) as stack:
-        yield stack
 
 
 @pytest.fixture

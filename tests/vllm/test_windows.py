@@ -8,20 +8,12 @@ from types import SimpleNamespace as Made
 from typing import Any
 
 import pytest
-from engines.engine import Engine, connector
-from engines.world import World, prompt
+from engines.engine import connector
+from engines.world import World, chunk_tokens, prompt
 
 from kvtier.types import block_key
 
 importing = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, through vLLM
-
-
-def chunk_tokens(engine: Engine, expected: int | None) -> int:
-    """None is expected of a hybrid model: one block of vLLM's, whose size depends on the
-    processor."""
-    chunk: int = engine.facts()["chunk_tokens"]
-    assert chunk == (expected or chunk)
-    return chunk
 
 
 def test_a_chunk_is_no_longer_than_a_window(world: World, model: Callable[..., Path]) -> None:
