@@ -102,6 +102,11 @@ class CpuTier(SlabTier):
         waiting = [slot for slot in slots if self._table[at + slot * size] == layout.RESERVED]
         self._set_state(waiting, layout.FAILED)
 
+    def arrived(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        at, size, state = layout.TABLE_AT, layout.ENTRY_BYTES, layout.ARRIVED
+        slots = ((key, self._reserved.get(key)) for key in keys)
+        return [k for k, slot in slots if slot is not None and self._table[at + slot * size] == state]
+
     def _on_quarantined(self, slot: int, key: BlockKey) -> None:
         self._set_state([slot], layout.BAD)
 

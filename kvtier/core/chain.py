@@ -14,7 +14,7 @@ from kvtier.core.flight import Ticket
 from kvtier.core.health import Health
 from kvtier.core.ledger import Ledger
 from kvtier.core.offers import Appraiser, Decision, Span, asked, columns, needed
-from kvtier.core.plan import HOST, JOINING, NOWHERE, plan_host, plan_lower
+from kvtier.core.plan import HOST, JOINING, NOWHERE, plan_at_hand, plan_host, plan_lower
 from kvtier.core.promises import Promises
 from kvtier.core.promotion import Promotion
 from kvtier.core.record import record_bytes
@@ -116,8 +116,8 @@ class TierChain(Tier):
 
         With the `decision` of an earlier call, that one is repeated if nothing has changed.
         """
-        origins = self.locate(keys)
         decision = decision or Decision()
+        origins = self.locate(keys, at_hand=decision.at_hand)
         count = self._appraiser.lead(keys, origins, tokens_per_block, start, decision)
         kept = self._promises.make(keys[:count], origins[:count]) if count else []
         decision.cramped = NOWHERE in kept
@@ -128,7 +128,8 @@ class TierChain(Tier):
     ) -> tuple[int, list[list[int]]]:
         """As `worth`, for a request with several cache groups, or with windows: the token up to
         which it is worth loading from `start` on, and where each chunk after that is."""
-        origins = columns(spans, start, self.locate(asked(spans, start)))
+        found = self.locate(asked(spans, start), at_hand=decision.at_hand)
+        origins = columns(spans, start, found)
         promises = self._promises
         for _ in range(2):
             room = promises.left()
@@ -139,15 +140,16 @@ class TierChain(Tier):
             decision.cramped = True
         return start, origins
 
-    def locate(self, keys: Sequence[BlockKey]) -> list[int]:
-        """The nearest tier that can give each key, or NOWHERE, COMING, JOINING (see plan).
-
-        Promises nothing, and does not ask whether there is room.
-        """
+    def locate(self, keys: Sequence[BlockKey], *, at_hand: bool = False) -> list[int]:
+        """The nearest tier that can give each key, or NOWHERE, COMING, JOINING (see plan); with
+        `at_hand` what need not be waited for. Promises nothing, and does not ask about room."""
         ledger = self._ledger
         answers = self.tiers[HOST].lookup(keys)
         if Presence.MISS not in answers and Presence.PENDING not in answers:
             return [HOST] * len(keys)
+        if at_hand:
+            coming = [key for key in keys if key in ledger.joinable]
+            return plan_at_hand(keys, answers, set(self.tiers[HOST].arrived(coming)))
         # Their slots are not free yet: nothing could be loaded into host memory under these keys.
         lost = ledger.stranded | ledger.doomed
         origins = plan_host(keys, answers, ledger.joinable, lost)
@@ -370,11 +372,8 @@ class TierChain(Tier):
 
     def stats(self) -> TierStats:
         tiers = [tier.stats() for tier in self.tiers]
-        total = {
-            name: sum(getattr(stats, name) for stats in tiers)
-            for name in TierStats.__struct_fields__
-            if name != "medium"
-        }
+        names = [name for name in TierStats.__struct_fields__ if name != "medium"]
+        total = {name: sum(getattr(stats, name) for stats in tiers) for name in names}
         return TierStats(self.medium, **total)
 
     def chain_stats(self) -> ChainStats:

@@ -86,9 +86,10 @@ class CostModel:
         """No load over this link is to be begun that would take longer."""
         self._limits[link] = min(seconds, self._limits.get(link, seconds))
 
-    def started(self, link: str, token: int, size: int) -> None:
-        """A load of `size` bytes was queued; `token` is the caller's name for it, used once."""
-        self._link(link).start(token, size, self._clock())
+    def started(self, link: str, token: int, size: int) -> float:
+        """A load of `size` bytes was queued; `token` is the caller's name for it, used once.
+        Answers with the time at which it is expected to end."""
+        return self._link(link).start(token, size, self._clock())
 
     def ended(self, link: str, token: int, complete: bool, seconds: float) -> None:
         """It ended, after bytes had moved for `seconds` (the wait in the queue not counted).
@@ -96,10 +97,7 @@ class CostModel:
         A load that failed early teaches nothing about speed; one that failed late (a deadline)
         teaches that it would have taken at least so long.
         """
-        state = self._link(link)
-        size = state.end(token)
-        if complete or seconds > state.line.at(size):
-            self.observe_load(link, size, seconds)
+        self.observe_load(link, self._link(link).end(token), seconds, complete)
 
     def collected(self) -> None:
         """All loads that have ended by now were reported: what is still under way may be late.
@@ -110,10 +108,11 @@ class CostModel:
         for link in self._links.values():
             link.collected = now
 
-    def observe_load(self, link: str, size: int, seconds: float) -> None:
-        """`size` bytes crossed a link in `seconds`; for links whose loads are not announced."""
-        if size > 0:
-            state = self._link(link)
+    def observe_load(self, link: str, size: int, seconds: float, complete: bool = True) -> None:
+        """`size` bytes crossed a link in `seconds`, or have not by then if the load is not
+        `complete`; for links whose loads are not announced."""
+        state = self._link(link)
+        if size > 0 and (complete or seconds > state.line.at(size)):
             state.observe(size, seconds, self._clock(), self._settings.probe_seconds)
 
     def observe_prefill(self, tokens: int, seconds: float, context: int = 0) -> None:

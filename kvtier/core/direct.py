@@ -88,6 +88,7 @@ class DirectReads:
             self._health.observe(tier, [bad.get(key, Outcome.OK) for key in keys], now)
             self._health.rest(tier, [k for k in bad if bad[k] is not Outcome.CANCELLED], now)
             self._tally.failed(tier, bad.values())
-            if self._costs is not None and not bad and bytes_read:
-                self._costs.observe_load(self._tally.links[tier], bytes_read, seconds)
-                bytes_read = 0
+            if self._costs is not None and seconds > 0:
+                size = sum(self._tally.sizes(keys)) if bad else bytes_read
+                self._costs.observe_load(self._tally.links[tier], size, seconds, not bad)
+                seconds = 0.0

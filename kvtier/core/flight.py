@@ -71,6 +71,17 @@ class Ticket:
         """Whether nothing is on its way any more, be it good or bad."""
         return not self.pending
 
+    @property
+    def due(self) -> float:
+        """When the last of its moves is expected to end; 0 if nobody knows."""
+        return max((move.due for move in self.moves), default=0.0)
+
+    def lower_tiers(self) -> dict[BlockKey, int]:
+        """The tiers below host memory that blocks come from."""
+        tiers = {key: move.transfer.source for move in self.moves for key in move.keys}
+        tiers.update((key, tier) for tier, keys in self.pinned_files for key in keys)
+        return tiers
+
     def __repr__(self) -> str:
         return (
             f"Ticket({self.request!r}, {len(self.keys)} keys, {len(self.files)} in files, "
@@ -110,11 +121,22 @@ def pin_what_is_there(
 class Move:
     """A transfer from its reservation to its result."""
 
-    __slots__ = ("joinable", "keys", "purpose", "spoiled", "target_spec", "transfer", "waiters")
+    __slots__ = (
+        "due",
+        "joinable",
+        "keys",
+        "purpose",
+        "spoiled",
+        "target_spec",
+        "transfer",
+        "waiters",
+    )
 
     def __init__(self, purpose: Purpose, transfer: Transfer) -> None:
         self.purpose = purpose
         self.transfer = transfer
+        self.due = 0.0
+        """When it is expected to end; 0 if nobody knows."""
         self.keys = transfer.keys
         self.joinable = purpose is Purpose.PROMOTION
         self.waiters: list[Ticket] = []

@@ -67,9 +67,12 @@ class Decision:
     """How much of a request's hit is taken. It holds as long as the question stays the same: a
     request that waits is asked about in every step, but decided, and counted, once."""
 
-    __slots__ = ("answer", "cramped", "question", "stops")
+    __slots__ = ("answer", "at_hand", "cramped", "question", "stops")
 
-    def __init__(self) -> None:
+    def __init__(self, at_hand: bool = False) -> None:
+        self.at_hand = at_hand
+        """Only what need not be waited for is taken, and nobody counts what is looked for: that was
+        done before, and did not come in time."""
         self.question: object = None
         self.answer = 0
         self.stops: list[int] = []
@@ -97,7 +100,8 @@ class Appraiser:
         question = (start, len(keys), runs)
         if decision.question != question:
             decision.question = question
-            self._tally.looked_up(origins)
+            if not decision.at_hand:
+                self._tally.looked_up(origins)
             decision.answer = sum(run.blocks for run in runs)
             if runs and self._costs is not None:
                 decision.answer = self._costs.admit(runs, tokens_per_block, start)
@@ -120,7 +124,7 @@ class Appraiser:
             return decision.answer
         if not same:
             decision.question = question
-            for span, column in zip(spans, origins, strict=True):
+            for span, column in zip(spans, () if decision.at_hand else origins, strict=False):
                 self._tally.looked_up(column[start // span.shape.tokens :])
         found, decision.cramped = stops(spans, origins, start, limit, room)
         if not same or found != decision.stops:

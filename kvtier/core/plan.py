@@ -70,6 +70,17 @@ def plan_host(
     ]
 
 
+def plan_at_hand(
+    keys: Sequence[BlockKey], answers: Sequence[Presence], arrived: Collection[BlockKey]
+) -> list[int]:
+    """The origin of each key that need not be waited for: `arrived` by a load of ours, or there."""
+    hit = Presence.HIT
+    return [
+        HOST if answer is hit else JOINING if key in arrived else NOWHERE
+        for key, answer in zip(keys, answers, strict=True)
+    ]
+
+
 def plan_lower(
     origins: list[int], asked: Sequence[int], tier: int, answers: Sequence[Presence]
 ) -> tuple[list[int], list[int]]:

@@ -53,7 +53,8 @@ class Promotion:
             return
         size = self._tally.found(source, transfer.keys)
         if self._costs is not None:
-            self._costs.started(self._tally.moved[source], transfer.id, size)
+            link = self._tally.moved[source]
+            ticket.moves[-1].due = self._costs.started(link, transfer.id, size)
 
     def settled(self, settled: Settled, result: TransferResult, now: float) -> None:
         """Book the end of a load."""

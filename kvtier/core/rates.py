@@ -161,11 +161,13 @@ class LinkRate:
             return 1.0
         return age / oldest.expected
 
-    def start(self, token: int, size: int, now: float) -> None:
-        """A load of so many bytes was queued."""
+    def start(self, token: int, size: int, now: float) -> float:
+        """A load of so many bytes was queued; when it is expected to end."""
         fixed, each = self.terms(now)
-        self.in_flight[token] = InFlight(size, now, max(fixed + each * size, 1e-6))
+        expected = max(fixed + each * size, 1e-6)
+        self.in_flight[token] = InFlight(size, now, expected)
         self.queued += size
+        return now + expected
 
     def end(self, token: int) -> int:
         """Forget a load in flight; its size, 0 if it is not known."""

@@ -98,6 +98,10 @@ class Tier(ABC):
         """Tell whoever watches their slots that what has not landed of these reserved keys never
         will: their mover died, and did not say so."""
 
+    def arrived(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Those of these reserved keys that have landed, and only wait for their move to end."""
+        return []
+
     def files(self, spec: LoadStoreSpec) -> list[FilePlace]:
         """Where pinned records lie, for a reader that fetches them itself, around host memory. It
         proves what it reads: who does not own a file cannot keep its owner from changing it."""

@@ -168,6 +168,9 @@ class CudaCopier(DeviceCopier):
     def poll(self) -> list[JobResult]:
         return self._desk.poll()
 
+    def give_up(self, id: int) -> None:
+        self._desk.give_up(id)
+
     def wait(self, ids: Collection[int]) -> None:
         self._desk.wait(ids)
 

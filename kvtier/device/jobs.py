@@ -103,6 +103,10 @@ class DeviceCopier(ABC):
         """Jobs that ended since the last call; never blocks."""
 
     @abstractmethod
+    def give_up(self, id: int) -> None:
+        """Wait no longer for those records of a load that have not arrived: they are CANCELLED."""
+
+    @abstractmethod
     def wait(self, ids: Collection[int]) -> None:
         """Sleep until these jobs no longer touch device blocks; loads until their deadline."""
 

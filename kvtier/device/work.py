@@ -214,6 +214,16 @@ class Desk:
             results, self._results = self._results, []
         return results
 
+    def give_up(self, id: int) -> None:
+        """Cancel a load of which something has not arrived, or not begun to be read. A read that
+        has begun is waited for: its buffer is gone for as long as it takes."""
+        with self._lock:
+            for work in [each for each in self._loads if each.job.id == id]:
+                slots = work.job.slots
+                if work.unread or any(self._prover.pending(slots[row]) for row in work.waiting):
+                    work.give_up(Outcome.CANCELLED)
+                    self._settle(work)
+
     def wait(self, ids: Collection[int]) -> None:
         """Sleep until these jobs no longer touch the device."""
         with self._lock:

@@ -168,6 +168,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         compat.forget_decoded(self, scheduler_output)
         meta = super().build_connector_meta(compat.read_as_0_33(self, scheduler_output))
         self._manager.step_began(scheduler_output)
+        errands.give_up(meta, self._manager.give_up())
         return meta
 
     def _look_for_blur(self, scheduler_output: Any) -> None:

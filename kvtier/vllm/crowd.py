@@ -73,6 +73,11 @@ class Crowd:
         self._left = len(self._waiting)
 
     @property
+    def anybody(self) -> bool:
+        """Whether anybody waits for the engine, be it for its time or for its blocks."""
+        return bool(self._waiting or self._asked or self._told)
+
+    @property
     def behind(self) -> int:
         """How many wait for the engine's time behind the one that it asks about now."""
         if any(self._short) or any(question.short for question in self._asked.values()):

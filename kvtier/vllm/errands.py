@@ -53,6 +53,11 @@ class ErrandMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
         )
 
 
+def give_up(metadata: Any, number: int | None) -> None:
+    """Tell the workers, with what a step is to do, which errand's load to wait for no longer."""
+    metadata.given_up = number
+
+
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
     """What the worker's side of a connector answers after a step."""
     return KVConnectorTransferResults(sent, received, failed)
@@ -93,6 +98,9 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         for job_id, entry in metadata.load_jobs.items():
             self._load_jobs[job_id] = entry.req_id
             self.worker.submit_load(job_id, entry.src_spec, entry.dst_spec)
+        given_up = getattr(metadata, "given_up", None)
+        if given_up is not None:
+            self.worker.give_up(given_up)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         meta = self._connector_worker_meta

@@ -11,9 +11,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
-
-import msgspec
+from collections.abc import Callable, Collection, Container, Mapping
 
 from kvtier.core.costs import CostModel
 from kvtier.core.flight import Ticket
@@ -32,29 +30,12 @@ from kvtier.stack import Stack
 from kvtier.types import BlockKey, Outcome
 from kvtier.vllm.crowd import Crowd
 from kvtier.vllm.pace import Pace
+from kvtier.vllm.patience import Patience
+from kvtier.vllm.pending import Pending
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
 from kvtier.vllm.requests import RequestState
 
 logger = logging.getLogger(__name__)
-
-PATIENCE_S = 1.0
-"""How long a request waits for room where it is not known how long its prompt takes to compute."""
-
-
-class Pending(msgspec.Struct):
-    """An errand that not all ranks have reported yet."""
-
-    request: str
-    keys: list[BlockKey]
-    """As the tiers know them, in the errand's order."""
-    left: int
-    ticket: Ticket | None = None
-    """Of a load; None for a store."""
-    grown: list[BlockKey] = []
-    """Those of a store in the order of their tokens."""
-    report: Report | None = None
-    distrusted: bool = False
-    """A store of what may have been computed from blocks that were never loaded."""
 
 
 class ChainManager:
@@ -83,11 +64,14 @@ class ChainManager:
         self._geometry = Geometry(namespace.digest, namespace.group_bytes, namespace.parts)
         self._copies = max(1, ranks // namespace.parts)
         self._load_seconds = max(tier.load_deadline.seconds for tier in stack.config.tiers)
+        self._patience = Patience(costs, clock, self._load_seconds)
+        self._computing = False
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
         self._requests: dict[str, RequestState] = {}
         self._epoch = b""
         self.failed_loads = 0
+        self.late_loads = 0
         self.failed_stores = 0
 
     # -- keys ------------------------------------------------------------------------------
@@ -152,21 +136,13 @@ class ChainManager:
         return None if state.waits else key in state.hits
 
     def _waits(self, state: RequestState) -> bool:
-        """Whether there will be room for a load, and soon: loads under way set free what they hold.
-        It waits no longer than its prompt takes to compute, or a load may take where that spares
-        others as much, and not at all for slow ones."""
+        """Whether there will be room for a load soon: those under way let go of what they hold."""
         if not any(pending.ticket for pending in self._pending.values()):
             return False
-        now = self._clock()
         if state.waits_since is None:
-            state.waits_since = now
-        waited = now - state.waits_since
+            state.waits_since = self._clock()
         end = min(state.limit, self._end(state))
-        computing = self.costs.recompute_seconds(state.start, end) if self.costs else None
-        if self.costs is None or computing is None:
-            return waited < PATIENCE_S
-        spared = min(self.costs.spared_seconds(state.start, end), self._load_seconds)
-        return waited < max(computing, spared) and self.costs.drain_seconds() < computing / 2
+        return self._patience.for_room(state.waits_since, state.start, end)
 
     def _end(self, state: RequestState) -> int:
         """Where the last of its chunks ends."""
@@ -238,12 +214,26 @@ class ChainManager:
             at: ticket.files[key] for at, key in enumerate(wanted) if key in ticket.files
         }
         self._pending[errand.number] = Pending(request, wanted, self._ranks, ticket)
-        lower = _lower_tiers(ticket)
+        lower = ticket.lower_tiers()
+        if lower and state.columns:
+            self._patience.began(errand.number, ticket.due, *self._hangs_on(state, wanted, lower))
         state.sources = {
             asked: lower.get(key, HOST) for asked, key in zip(keys, wanted, strict=True)
         }
         state.refused = False
         return errand
+
+    def _hangs_on(
+        self, state: RequestState, wanted: list[BlockKey], lower: Container[BlockKey]
+    ) -> tuple[int, int]:
+        """From which to which token is to be computed if nothing comes from lower tiers."""
+        if not self._is_prefix(state):
+            ends = (state.ends[key][0] for key in wanted if key in state.ends)
+            return state.start, max(ends, default=state.start)
+        tokens = self.shapes[state.columns[0].group].tokens
+        first = state.start // tokens
+        there = next((at for at, key in enumerate(wanted) if key in lower), 0)
+        return (first + there) * tokens, (first + len(wanted)) * tokens
 
     def source_of(self, key: bytes, request: str) -> int:
         """The tier that a block of a request's load comes from."""
@@ -275,25 +265,24 @@ class ChainManager:
     def report(self, number: int, report: Report) -> str | None:
         """What ranks say of an errand; names the request if its load has now failed."""
         pending = self._pending.get(number)
-        if pending is None:
-            return None
-        pending.report = report if pending.report is None else pending.report.merge(report)
-        pending.left -= report.ranks
-        if pending.left > 0:
+        whole = pending.merge(report) if pending is not None else None
+        if pending is None or whole is None:
             return None
         del self._pending[number]
-        self.chain.read_directly(pending.report.reads_files)
-        failures = pending.report.failures
-        failed = {
-            key: failures[index] for index, key in enumerate(pending.keys) if index in failures
-        }
+        given_up = self._patience.ended(number)
+        self.chain.read_directly(whole.reads_files)
+        failed = pending.failed(whole)
         if pending.ticket is None:
             if pending.distrusted:
                 failed = dict.fromkeys(pending.keys, Outcome.DROPPED)
             self.failed_stores += len(failed)
             self.chain.complete_store(pending.grown, failed)
             return None
-        return self._end_load(pending, pending.ticket, pending.report, failed)
+        if self._end_load(pending.ticket, whole, failed):
+            return None
+        late = given_up and set(failed.values()) == {Outcome.CANCELLED}
+        self._recompute(pending, failed, late)
+        return pending.request
 
     def distrust_stores(self) -> None:
         """Keep nothing that is being stored: another connector has not loaded what the engine took
@@ -301,9 +290,8 @@ class ChainManager:
         for pending in self._pending.values():
             pending.distrusted = pending.ticket is None
 
-    def _end_load(
-        self, pending: Pending, ticket: Ticket, report: Report, failed: dict[BlockKey, Outcome]
-    ) -> str | None:
+    def _end_load(self, ticket: Ticket, report: Report, failed: dict[BlockKey, Outcome]) -> bool:
+        """Let go of what a load held, and learn from it; whether all of it has come."""
         taken = set(ticket.keys)
         # CANCELLED says that another block of the load failed, TIMEOUT that this one was late:
         # neither says that the block itself is bad.
@@ -316,21 +304,31 @@ class ChainManager:
         # Ranks that hold the same have each read all of it.
         moved, read = (n // self._copies for n in (report.bytes_moved, report.bytes_read))
         self.chain.end_load(ticket, blamed, (read, report.read_seconds))
-        if not failed:
-            if self.costs is not None:
-                by_host = moved - read
-                self.costs.observe_load(DEVICE, by_host, report.busy_seconds)
-            return None
-        self.failed_loads += 1
-        logger.warning(
-            "a load of %d blocks for request %s failed (%s): it is recomputed",
-            len(pending.keys),
-            pending.request,
-            ", ".join(sorted({outcome.value for outcome in failed.values()})),
-        )
-        if pending.request in self._requests:
-            self._requests[pending.request].refused = True
-        return pending.request
+        if not failed and self.costs is not None:
+            self.costs.observe_load(DEVICE, moved - read, report.busy_seconds)
+        return not failed
+
+    def _recompute(self, pending: Pending, failed: dict[BlockKey, Outcome], late: bool) -> None:
+        """Offer a request nothing any more, or, if its load was only `late`, what has come."""
+        state = self._requests.get(pending.request)
+        blocks, request = len(pending.keys), pending.request
+        if late:
+            self.late_loads += 1
+            said = (
+                "a load of %d blocks for request %s takes longer than computing: it is not awaited"
+            )
+            logger.info(said, blocks, request)
+        else:
+            self.failed_loads += 1
+            logger.warning(
+                "a load of %d blocks for request %s failed (%s): it is recomputed",
+                blocks,
+                request,
+                ", ".join(sorted({outcome.value for outcome in failed.values()})),
+            )
+        if state is not None:
+            state.refused = not late
+            state.decision = Decision(at_hand=late)
 
     # -- the engine's steps ----------------------------------------------------------------
 
@@ -341,8 +339,14 @@ class ChainManager:
     def step_began(self, tokens: int, context: int) -> None:
         """The engine computes so many prompt tokens now, after so many others."""
         self._crowd.stepped()
+        self._computing = bool(tokens)
         if self._pace is not None:
             self._pace.began(tokens, context)
+
+    def give_up(self) -> int | None:
+        """An errand of a load that is not worth waiting for any longer, if the engine has nothing
+        else to compute."""
+        return None if self._computing or self._crowd.anybody else self._patience.give_up()
 
     def step_ended(self) -> None:
         """The oldest step that began has ended."""
@@ -386,10 +390,3 @@ class ChainManager:
     def close(self) -> None:
         """Close the stack."""
         self.stack.close()
-
-
-def _lower_tiers(ticket: Ticket) -> dict[BlockKey, int]:
-    """The tiers below host memory that a ticket's blocks come from."""
-    tiers = {key: move.transfer.source for move in ticket.moves for key in move.keys}
-    tiers.update((key, tier) for tier, keys in ticket.pinned_files for key in keys)
-    return tiers

@@ -41,6 +41,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "kvtier:probed_blocks": ("Blocks loaded to see whether a link is still slow", ("link",)),
     "kvtier:failed_loads": ("Requests that were recomputed because a load failed", ()),
+    "kvtier:late_loads": ("Loads that took longer than computing, and were not waited for", ()),
     "kvtier:copied_bytes": ("Bytes between the device and the CPU tier, all ranks", ()),
     "kvtier:direct_bytes": ("Bytes from files straight into the device, all ranks", ()),
     "kvtier:mover_restarts": ("Deaths of the mover's process", ()),
@@ -165,6 +166,7 @@ class Meter:
             yield "kvtier:left_blocks", (name,), costs.refused
             yield "kvtier:probed_blocks", (name,), costs.probed
         yield "kvtier:failed_loads", (), self._manager.failed_loads
+        yield "kvtier:late_loads", (), self._manager.late_loads
         yield "kvtier:copied_bytes", (), self._copied
         yield "kvtier:direct_bytes", (), self._direct
         yield "kvtier:mover_restarts", (), found.mover.restarts

@@ -187,6 +187,11 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self._manager.step_began(*prompt_tokens(scheduled))
 
     @guarded(lambda: None)
+    def give_up(self) -> int | None:
+        """An errand of a load that is not worth waiting for any longer."""
+        return self._manager.give_up()
+
+    @guarded(lambda: None)
     def step_ended(self) -> None:
         """The oldest step that began has ended."""
         self._manager.step_ended()
@@ -290,6 +295,11 @@ class VllmWorker(compat.OffloadingWorker):  # type: ignore[misc]
     def _submit(self, move: Any, job_id: int, errand: Errand, device: Any) -> bool:
         move(job_id, errand, blocks_of(device))
         return True
+
+    @guarded(lambda: None)
+    def give_up(self, number: int) -> None:
+        """Wait no longer for what has not arrived of an errand's load."""
+        self._worker.give_up(number)
 
     @guarded(list)
     def take_ended(self) -> list[Ended]:

@@ -144,6 +144,12 @@ class RankWorker:
     def _reads_files(self) -> bool:
         return self._copier is not None and self._copier.reads_files
 
+    def give_up(self, number: int) -> None:
+        """Wait no longer for what has not arrived of an errand's load."""
+        for job_id, (each, _) in self._numbers.items():
+            if each == number and self._copier is not None:
+                self._copier.give_up(job_id)
+
     def abandon(self, job_id: int, errand: Errand) -> None:
         """Something unforeseen kept this job from being submitted."""
         self._numbers.pop(job_id, None)

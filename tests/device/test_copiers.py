@@ -47,12 +47,17 @@ def open_copier(
 
 
 def run(copier: DeviceCopier, *each: Job) -> list[JobResult]:
-    """Jobs to their ends, which come after what an engine waits for."""
+    """Jobs to their ends."""
     for job in each:
         copier.submit(job)
-    copier.wait([job.id for job in each])
+    return ended(copier, *(job.id for job in each))
+
+
+def ended(copier: DeviceCopier, *ids: int) -> list[JobResult]:
+    """The ends of jobs, which come after what an engine waits for."""
+    copier.wait(ids)
     results: list[JobResult] = []
-    while len(results) < len(each):
+    while len(results) < len(ids):
         results += copier.poll()
     return results
 
@@ -340,6 +345,38 @@ def test_an_arrival_that_is_too_late_times_out(world: World, host: MemoryHost, k
     (result,) = copier.poll()
     copier.close()
     assert result.outcomes == [Outcome.OK, Outcome.TIMEOUT]
+
+
+def test_a_load_that_is_given_up_waits_for_nothing_more(
+    world: World, host: MemoryHost, kind: str
+) -> None:
+    copier = open_copier(kind, world, host)
+    keys = filled(copier, host, 3)
+    for row in (1, 2):
+        host.put(row, keys[row], table.RESERVED)
+    copier.submit(job_of(LOAD, onto(6), keys))
+    copier.submit(job_of(LOAD, onto(4), keys[:2], id=2))
+    copier.give_up(9)
+    assert copier.poll() == [], "that is none of these"
+    copier.give_up(1)
+    (result,) = ended(copier, 1)
+    assert result.outcomes[1:] == [Outcome.CANCELLED] * 2
+    host.put(1, keys[1], table.ARRIVED)
+    (result,) = ended(copier, 2)
+    copier.close()
+    assert result.ok, "others wait on"
+
+
+def test_a_load_of_which_all_has_arrived_is_not_given_up(
+    world: World, host: MemoryHost, kind: str
+) -> None:
+    copier = open_copier(kind, world, host)
+    keys = filled(copier, host, 2)
+    copier.submit(job_of(LOAD, onto(4), keys))
+    copier.give_up(1)
+    (result,) = ended(copier, 1)
+    copier.close()
+    assert result.ok
 
 
 def test_close_cancels_what_has_not_begun(world: World, kind: str) -> None:

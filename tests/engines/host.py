@@ -12,6 +12,7 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -286,16 +287,28 @@ class Host:
 
     def slow_reads(self, pause: float) -> None:
         """Let every read of a disk in this process take so long, from now on."""
+        self._before_reads(lambda: time.sleep(pause))
+
+    def hold_reads(self) -> None:
+        """Let no read of a disk in this process go on, until told to."""
+        self._going_on = threading.Event()
+        self._before_reads(self._going_on.wait)
+
+    def let_reads_go(self) -> None:
+        """Let all go on that were held."""
+        self._going_on.set()
+
+    def _before_reads(self, do: Callable[[], object]) -> None:
         from kvtier.core.disk import Disk
 
         self._read = getattr(self, "_read", Disk.readv)
         read = self._read
 
-        def slow(*arguments: Any) -> int:
-            time.sleep(pause)
+        def later(*arguments: Any) -> int:
+            do()
             return read(*arguments)
 
-        Disk.readv = slow  # type: ignore[method-assign]
+        Disk.readv = later  # type: ignore[method-assign]
 
     def record_crowds(self) -> None:
         """Note how many wait behind each request that the engine asks about, from now on."""
@@ -363,6 +376,7 @@ class Host:
         return {
             "chain": msgspec.to_builtins(manager.chain.chain_stats()),
             "failed_loads": manager.failed_loads,
+            "late_loads": manager.late_loads,
             "failed_stores": manager.failed_stores,
             "pending": len(manager._pending),
             "requests": len(manager._requests),

@@ -23,7 +23,8 @@ from kvtier.core.costs import CostModel
 from kvtier.core.offers import Shape
 from kvtier.testing.records import make_keys
 from kvtier.types import GROUP_BYTES, BlockKey, Outcome, group_of
-from kvtier.vllm.manager import PATIENCE_S, ChainManager
+from kvtier.vllm.manager import ChainManager
+from kvtier.vllm.patience import PATIENCE_S
 from kvtier.vllm.protocol import NO_SLOT, Report
 
 
@@ -255,9 +256,11 @@ def test_a_load_waits_for_room_that_others_hold(
     costs = CostModel(clock=lambda: now[0])
     if known:
         costs.observe_prefill(1024, 1.0)
-    with Stack.open(small_above_large(tmp_path), TWO_GROUPS, costs=costs) as stack:
+    tiers = small_above_large(tmp_path)
+    for tier in tiers["tiers"]:
+        tier["load_deadline"] = deadline
+    with Stack.open(tiers, TWO_GROUPS, costs=costs) as stack:
         made = ChainManager(stack, region="region", ranks=1, costs=costs, clock=lambda: now[0])
-        made._load_seconds = deadline
         made.shapes = dict(enumerate(shapes))
         asking = Asking(made)
         prompts = {name: asking.keys(8, first=100 * at) for at, name in enumerate("abcd")}
