@@ -289,6 +289,19 @@ class Host:
         """Let every read of a disk in this process take so long, from now on."""
         self._before_reads(lambda: time.sleep(pause))
 
+    def give_up_loads(self, seed: int, chance: float, pause: float) -> None:
+        """From now on every read takes up to `pause`, and loads are given up at random."""
+        dice, patience = random.Random(seed), self._manager._patience
+        self._before_reads(lambda: time.sleep(dice.random() * pause))
+
+        def some() -> int | None:
+            if patience._given_up is None and patience._loads and dice.random() < chance:
+                patience._given_up = dice.choice(sorted(patience._loads))
+                return int(patience._given_up)
+            return None
+
+        self._manager.give_up = some
+
     def hold_reads(self) -> None:
         """Let no read of a disk in this process go on, until told to."""
         self._going_on = threading.Event()

@@ -44,6 +44,40 @@ def check_nothing_held(facts: dict[str, Any]) -> None:
     assert facts["chain"]["mover"]["in_flight_blocks"] == 0
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_storm_of_loads_that_are_given_up(
+    world: World, model: Callable[..., Path], family: str
+) -> None:
+    """At random, and more often than an engine does: while others join them, are preempted or
+    aborted, and while the caches are emptied."""
+    folder = model(family)
+    prompts = shared_prefixes(3, 80)
+    small = SMALL | {"num_gpu_blocks_override": 44}
+    with world.engine(folder, **small) as plain:
+        found = plain.storm(prompts=prompts, tokens=4, seed=3)
+        reference = [found["outputs"][str(at)] for at in range(len(prompts))]
+    stack = world.stack(capacity="12MiB") | {"mover": {"mode": "threads"}}
+    with world.engine(folder, stack=stack, **small) as engine:
+        empty = engine.facts()
+        engine.give_up_loads(seed=3, chance=0.3, pause=0.2)
+        found = engine.storm(
+            prompts=prompts,
+            tokens=4,
+            seed=3,
+            running=4,
+            abort=0.01,
+            forget=0.5,
+            reset_at=20,
+            preempt_at=50,
+        )
+        check_outputs(found, reference)
+        assert engine.forget_engine_cache()
+        facts = engine.facts()
+        check_nothing_held(facts)
+        assert facts["free_blocks"] == empty["free_blocks"]
+        assert facts["late_loads"] > 0
+
+
 @pytest.mark.parametrize(
     ("family", "count", "blocks", "policy"),
     [("llama", 100, 44, "fcfs"), ("gemma3", 50, 30, "priority")],
