@@ -74,7 +74,7 @@ class TierChain(Tier):
         self._tally = Tally([tier.medium for tier in tiers], namespace)
         self._ledger = Ledger(self.tiers)
         self._load_health = Health(len(tiers), rest_seconds)
-        self._appraiser = Appraiser(self._tally, costs)
+        self._appraiser = Appraiser(self._tally, costs, self._ledger.joinable, clock)
         self._costs = costs
         self._promotion = Promotion(
             settings, self._ledger, mover, self._load_health, self._tally, costs

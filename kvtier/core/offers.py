@@ -7,11 +7,12 @@ one and something more, and each is an offer of its own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from itertools import accumulate, islice, takewhile
 from typing import NamedTuple
 
 from kvtier.core.costs import CostModel
+from kvtier.core.flight import Move
 from kvtier.core.plan import COMING, HOST, JOINING, NOWHERE, plan_runs
 from kvtier.core.runs import DEVICE, Offer, Run
 from kvtier.core.tally import Tally
@@ -83,9 +84,17 @@ class Decision:
 class Appraiser:
     """Decides how much of a hit to take, and counts what was looked for."""
 
-    def __init__(self, tally: Tally, costs: CostModel | None) -> None:
+    def __init__(
+        self,
+        tally: Tally,
+        costs: CostModel | None,
+        joinable: Mapping[BlockKey, Move],
+        clock: Callable[[], float],
+    ) -> None:
         self._tally = tally
         self._costs = costs
+        self._joinable = joinable
+        self._clock = clock
 
     def lead(
         self,
@@ -96,7 +105,8 @@ class Appraiser:
         decision: Decision,
     ) -> int:
         """How many leading blocks of a prefix to take."""
-        runs = plan_runs(origins, self._tally.links, self._tally.sizes(keys))
+        places = self._nearly(keys, origins, decision)
+        runs = plan_runs(places, self._tally.links, self._tally.sizes(keys))
         question = (start, len(keys), runs)
         if decision.question != question:
             decision.question = question
@@ -117,7 +127,10 @@ class Appraiser:
         decision: Decision,
     ) -> int:
         """Up to which token to take the hit of a request with several groups, or with windows."""
-        places = [[HOST if at == JOINING else at for at in column] for column in origins]
+        places = [
+            self._nearly(span.keys, column, decision)
+            for span, column in zip(spans, origins, strict=True)
+        ]
         question = (start, limit, places)
         same = decision.question == question
         if same and not decision.cramped:
@@ -132,8 +145,22 @@ class Appraiser:
             decision.answer = self._choose(spans, places, start, thin(found))
         return decision.answer
 
+    def _nearly(
+        self, keys: Sequence[BlockKey], origins: Sequence[int], decision: Decision
+    ) -> Sequence[int]:
+        """Where blocks are as far as it matters. What is on its way is as good as here, unless it
+        should have been here by now, and nobody knows how long it will still take."""
+        if JOINING not in origins or decision.at_hand:
+            return [HOST if at == JOINING else at for at in origins]
+        now = self._clock()
+        moves = [self._joinable.get(key) for key in keys]
+        return [
+            at if at != JOINING else move.transfer.source if move and 0 < move.due < now else HOST
+            for at, move in zip(origins, moves, strict=True)
+        ]
+
     def _choose(
-        self, spans: Sequence[Span], places: list[list[int]], start: int, found: list[int]
+        self, spans: Sequence[Span], places: list[Sequence[int]], start: int, found: list[int]
     ) -> int:
         best = len(found) - 1
         if self._costs is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -150,7 +151,7 @@ TOKENS_A_SECOND = 1000.0
 def appraiser(*, disk: float) -> tuple[Appraiser, CostModel]:
     costs = CostModel(priors={"disk": Prior(0.001, disk)}, clock=lambda: 0.0)
     costs.observe_prefill(1000, 1000 / TOKENS_A_SECOND)
-    return Appraiser(Tally(MEDIA, NAMESPACE), costs), costs
+    return Appraiser(Tally(MEDIA, NAMESPACE), costs, {}, time.monotonic), costs
 
 
 def worth(of: Appraiser, groups: Sequence[Span], places: list[list[int]]) -> int:
@@ -201,7 +202,7 @@ def test_a_slow_disk_that_recovers_is_found_out() -> None:
     now = [0.0]
     costs = CostModel(priors={"disk": Prior(0.001, 1e5)}, clock=lambda: now[0])
     costs.observe_prefill(1000, 1000 / TOKENS_A_SECOND)
-    of = Appraiser(Tally(MEDIA, NAMESPACE), costs)
+    of = Appraiser(Tally(MEDIA, NAMESPACE), costs, {}, time.monotonic)
     groups, places = spans(FULL, WINDOW), [[1] * LAST] * 2
     taken = 0
     for _ in range(400):
@@ -217,7 +218,7 @@ def test_a_disk_that_would_win_is_not_held_down_by_probes_of_one_size() -> None:
     now = [0.0]
     costs = CostModel(clock=lambda: now[0])
     costs.observe_prefill(1000, 1000 / TOKENS_A_SECOND)
-    of = Appraiser(Tally(MEDIA, NAMESPACE), costs)
+    of = Appraiser(Tally(MEDIA, NAMESPACE), costs, {}, time.monotonic)
     groups, places = spans(FULL, FULL, chunks=32, size=1 << 22), [[1] * 32] * 2
 
     def load(chunks: int) -> None:
@@ -258,7 +259,7 @@ def loss(seed: int) -> float:
     against somebody who knows both at every moment."""
     rng, now = random.Random(seed), [0.0]
     costs = CostModel(clock=lambda: now[0])
-    of = Appraiser(Tally(MEDIA, NAMESPACE), costs)
+    of = Appraiser(Tally(MEDIA, NAMESPACE), costs, {}, time.monotonic)
     longest = spans(FULL, WINDOW, chunks=50, size=1 << 22)
     spent = best = 0.0
     disk = Disk(0.01, 1e9, 10_000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -230,7 +231,7 @@ class Counted(CostModel):
 def test_a_decision_holds_while_the_question_is_the_same(change: str) -> None:
     costs = Counted()
     tally = Tally(NAMES, NAMESPACE)
-    appraiser, decision = Appraiser(tally, costs), Decision()
+    appraiser, decision = Appraiser(tally, costs, {}, time.monotonic), Decision()
     spans = [Span(Shape(STEP), make_keys(6), 10)]
     question: dict[str, Any] = {"start": 0, "limit": 24, "places": [1] * 6, "room": 4}
 

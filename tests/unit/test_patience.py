@@ -69,6 +69,7 @@ class Desk(Asking):
         for tier in tiers["tiers"]:
             tier["load_deadline"] = 600.0
         self.stack = Stack.open(tiers, TWO_GROUPS, costs=costs)
+        self.stack.chain._appraiser._clock = self.clock
         made = ChainManager(self.stack, region="region", ranks=1, costs=costs, clock=self.clock)
         made.shapes = dict(enumerate(shapes))
         super().__init__(made)
@@ -263,6 +264,27 @@ def test_reads_of_files_that_are_given_up_tell_how_slow_these_are(
     assert desk.hit("b", prompts[1], 4 * CHUNK) == 0, "it would take longer than computing"
     desk.clock.now += 600.0
     assert desk.hit("c", prompts[0], 4 * CHUNK) > 0, "no block is blamed, and a probe is due"
+
+
+@SHAPES
+def test_nobody_joins_a_load_that_hangs(
+    opened: Callable[..., Desk], gate: Gate, shapes: tuple[Shape, ...]
+) -> None:
+    desk = opened(*shapes)
+    ends = desk.on_disk(4)
+    tokens = 4 * CHUNK + 1
+    gate.open.clear()
+    desk.load("a", ends)
+    assert desk.hit("b", ends, tokens) == 4 * CHUNK, "it is on its way"
+    desk.clock.now += 5.0
+    desk.step()
+    assert desk.manager.costs is not None
+    desk.manager.costs._link("nvme").next_probe = float("inf")
+    assert desk.hit("b", ends, tokens) == 0, "it hangs"
+    assert desk.hit("c", ends, tokens) == 0
+    gate.open.set()
+    assert desk.stack.settle()
+    assert desk.hit("c", ends, tokens) == 4 * CHUNK
 
 
 def test_one_that_was_to_take_long_has_longer() -> None:
