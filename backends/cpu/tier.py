@@ -97,15 +97,16 @@ class CpuTier(SlabTier):
         self._set_state(slots, layout.FREE)
 
     def give_up(self, keys: Sequence[BlockKey]) -> None:
-        slots = [slot for key in keys if (slot := self._reserved.get(key)) is not None]
-        at, size = layout.TABLE_AT, layout.ENTRY_BYTES
-        waiting = [slot for slot in slots if self._table[at + slot * size] == layout.RESERVED]
-        self._set_state(waiting, layout.FAILED)
+        waiting = [key for key in keys if self._state_of(key) == layout.RESERVED]
+        self._set_state([self._reserved[key] for key in waiting], layout.FAILED)
 
     def arrived(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        at, size, state = layout.TABLE_AT, layout.ENTRY_BYTES, layout.ARRIVED
-        slots = ((key, self._reserved.get(key)) for key in keys)
-        return [k for k, slot in slots if slot is not None and self._table[at + slot * size] == state]
+        return [key for key in keys if self._state_of(key) == layout.ARRIVED]
+
+    def _state_of(self, key: BlockKey) -> int | None:
+        """What the table says of a reserved key: movers and workers write there, too."""
+        slot = self._reserved.get(key)
+        return None if slot is None else self._table[layout.TABLE_AT + slot * layout.ENTRY_BYTES]
 
     def _on_quarantined(self, slot: int, key: BlockKey) -> None:
         self._set_state([slot], layout.BAD)
