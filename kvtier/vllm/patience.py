@@ -41,7 +41,9 @@ class Patience:
         self._clock = clock
         self._load_seconds = load_seconds
         self._loads: dict[int, _Loading] = {}
-        self._given_up: int | None = None
+        self._given_up: set[int] = set()
+        self._next = 0.0
+        """When another may be given up, though the last has not ended yet."""
 
     def for_room(self, since: float, start: int, stop: int) -> bool:
         """Whether a request that waits since then had better wait on, because there will be room
@@ -62,23 +64,24 @@ class Patience:
     def ended(self, number: int) -> bool:
         """It has ended; whether because it was given up."""
         self._loads.pop(number, None)
-        if number != self._given_up:
+        if number not in self._given_up:
             return False
-        self._given_up = None
+        self._given_up.remove(number)
+        self._next = 0.0  # its prompt is computed from now on
         return True
 
     def give_up(self) -> int | None:
         """The engine has nothing to compute: the load that it had better not wait for any longer,
         if there is one."""
-        if self._costs is None or self._given_up is not None:
-            return None
         now = self._clock()
+        if self._costs is None or now < self._next:
+            return None
         for number, (since, due, start, stop) in self._loads.items():
             computing = self._costs.recompute_seconds(start, stop)
-            if (
-                computing is not None
-                and now - since > max(computing, _LATE * (due - since)) + GRACE_S
-            ):
-                self._given_up = number
+            if computing is None or number in self._given_up:
+                continue
+            if now - since > max(computing, _LATE * (due - since)) + GRACE_S:
+                self._given_up.add(number)
+                self._next = now + computing
                 return number
         return None

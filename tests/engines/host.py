@@ -295,10 +295,12 @@ class Host:
         self._before_reads(lambda: time.sleep(dice.random() * pause))
 
         def some() -> int | None:
-            if patience._given_up is None and patience._loads and dice.random() < chance:
-                patience._given_up = dice.choice(sorted(patience._loads))
-                return int(patience._given_up)
-            return None
+            left = sorted(patience._loads.keys() - patience._given_up)
+            if not left or dice.random() >= chance:
+                return None
+            number: int = dice.choice(left)
+            patience._given_up.add(number)
+            return number
 
         self._manager.give_up = some
 

@@ -46,10 +46,11 @@ class TimedHost(Host):
         """Let hits be taken as they are (crowd), each for itself (alone), or always."""
         from kvtier.core.costs import CostSettings
 
-        appraiser = self._manager.chain._appraiser
+        appraiser, patience = self._manager.chain._appraiser, self._manager._patience
         self._weighing = self._manager.costs or self._weighing
         self._weighing._settings = CostSettings(**({"crowd_max": 1.0} if how == "alone" else {}))
-        self._manager.costs = appraiser._costs = None if how == "always" else self._weighing
+        costs = None if how == "always" else self._weighing
+        self._manager.costs = appraiser._costs = patience._costs = costs
 
     def cpu_bytes(self) -> int:
         """What lies in CPU memory."""

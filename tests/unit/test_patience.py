@@ -188,6 +188,25 @@ def test_one_is_given_up_at_a_time(opened: Callable[..., Desk], gate: Gate) -> N
     assert desk.manager.late_loads == 3
 
 
+def test_one_that_does_not_end_though_it_was_given_up_keeps_no_other_from_it(
+    opened: Callable[..., Desk], gate: Gate
+) -> None:
+    """A read straight into the device that has begun is waited for."""
+    desk = opened(FULL)
+    prompts = [desk.on_disk(2, first=10 * at) for at in range(2)]
+    gate.open.clear()
+    first, second = [desk.load(str(at), ends) for at, ends in enumerate(prompts)]
+    desk.clock.now += 1.0
+    assert desk.step() == first.number
+    desk.clock.now += 2 * CHUNK / 1000 - 0.01
+    assert desk.step() is None
+    desk.clock.now += 0.02
+    assert desk.step() == second.number
+    assert desk.lose(first) == "0"
+    assert desk.lose(second) == "1"
+    assert desk.manager.late_loads == 2
+
+
 def test_one_that_fails_when_it_is_given_up_has_failed(
     opened: Callable[..., Desk], gate: Gate
 ) -> None:
