@@ -114,16 +114,17 @@ def test_who_waits_counts_unless_blocks_are_short(
     assert (sum(waiting > 0 for waiting in crowds) > len(many) // 2) is known
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "ranks"), [("llama", 1), ("llama", 2), ("gemma3", 1)])
 def test_a_load_that_hangs_is_not_waited_for(
-    world: World, model: Callable[..., Path], family: str
+    world: World, model: Callable[..., Path], family: str, ranks: int
 ) -> None:
     """The disk stops amid a load, and goes on only when the prompt has been computed."""
     stack = world.stack(load_deadline="10min") | {
         "loads": "worthwhile",
         "mover": {"mode": "threads"},
     }
-    with world.engine(model(family), stack=stack, max_num_batched_tokens=1024) as engine:
+    options = {"max_num_batched_tokens": 1024, "tensor_parallel_size": ranks}
+    with world.engine(model(family), stack=stack, **options) as engine:
         reference = [each["tokens"] for each in engine.generate(prompts=PROMPTS)]
         engine.settle()
 
