@@ -275,6 +275,21 @@ def test_other_loads_go_on_while_a_read_hangs(rig: Rig) -> None:
     rig.copier.wait([1])
 
 
+def test_a_load_that_is_given_up_waits_for_the_reads_that_have_begun(rig: Rig) -> None:
+    rig.driver.hangs = True
+    rig.copier.submit(rig.job(1, range(8), deadline=NEVER))
+    while rig.driver.reads < 4:
+        pass
+    rig.copier.give_up(1)
+    assert rig.copier.poll() == []
+    rig.driver.hangs = False
+    rig.copier.wait([1])
+    while not (results := rig.copier.poll()):
+        pass
+    assert results[0].outcomes == [Outcome.OK] * 4 + [Outcome.CANCELLED] * 4
+    assert rig.copier.reads_files, "nothing has failed"
+
+
 def test_close_does_not_wait_for_a_read_that_hangs(rig: Rig) -> None:
     rig.driver.hangs = True
     rig.copier.submit(rig.job(1, range(1), deadline=NEVER))

@@ -131,11 +131,16 @@ def test_a_load_is_given_up_when_it_has_taken_longer_than_computing(
     assert desk.step() is None
     desk.clock.now += 0.02
     assert desk.step(tokens=512) is None, "the engine computes others meanwhile"
+    managed.on_new_request("waiting")
+    assert desk.step() is None, "somebody else waits for it"
+    managed.on_request_finished("waiting")
     assert desk.step() == errand.number
     assert desk.step() is None, "once"
     assert desk.lose(errand) == "a"
     assert (managed.late_loads, managed.failed_loads) == (1, 0)
+    looked_for = desk.stack.chain.chain_stats().misses
     assert desk.hit("a", ends, 4 * CHUNK + 1) == 0, "nothing has come"
+    assert desk.stack.chain.chain_stats().misses == looked_for, "it was counted before"
     assert not managed.copying
     gate.open.set()
     assert desk.stack.settle()
