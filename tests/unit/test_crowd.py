@@ -356,6 +356,18 @@ def test_one_that_waits_for_what_another_loads_is_no_sign_of_it() -> None:
     assert crowd.behind == 3
 
 
+def test_who_has_no_blocks_yet_waits_for_the_engine_too() -> None:
+    crowd = came("a")
+    assert crowd.anybody
+    crowd.asked("a")
+    assert crowd.anybody
+    crowd.told_to_wait("a")
+    assert crowd.anybody
+    crowd.asked("a")
+    crowd.scheduled("a")
+    assert not crowd.anybody
+
+
 def test_those_that_were_told_to_ask_again_wait_until_they_end() -> None:
     crowd = came("abcd")
     for name in "ab":

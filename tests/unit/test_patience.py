@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from asking import CHUNK, FULL, STATE, TWO_GROUPS, WINDOW, Asking, small_above_l
 from kvtier import Stack
 from kvtier.core.costs import CostModel
 from kvtier.core.disk import Disk
+from kvtier.core.flight import Ticket
 from kvtier.core.offers import Shape
 from kvtier.types import BlockKey, Outcome
 from kvtier.vllm.manager import ChainManager
@@ -164,6 +166,8 @@ def test_what_has_come_by_then_is_taken(opened: Callable[..., Desk], gate: Gate)
     keys = [BlockKey(key) for key in ends]
     while list(host.arrived(keys)) != keys[:2]:
         pass
+    assert managed.costs is not None
+    managed.costs._link("nvme").next_probe = float("inf")
     desk.clock.now += 2.0
     assert desk.step() == errand.number
     assert desk.lose(errand) == "a"
@@ -228,6 +232,17 @@ def test_one_that_fails_when_it_is_given_up_has_failed(
     assert desk.hit("a", ends, 2 * CHUNK) == 0, "it is offered nothing any more"
 
 
+def test_one_that_was_cancelled_unasked_has_failed(opened: Callable[..., Desk]) -> None:
+    """Its copier has closed, say: it would be tried for ever."""
+    desk = opened(FULL)
+    ends = desk.keys(2)
+    stored(desk.stack, ends)
+    assert desk.lose(desk.load("a", ends)) == "a"
+    assert (desk.manager.late_loads, desk.manager.failed_loads) == (0, 1)
+    assert desk.hit("a", ends, 2 * CHUNK) == 0
+    assert desk.hit("b", ends, 2 * CHUNK) == 2 * CHUNK
+
+
 def test_one_that_ends_well_after_all_is_not_late(opened: Callable[..., Desk], gate: Gate) -> None:
     desk = opened(FULL)
     managed, ends = desk.manager, desk.on_disk(2)
@@ -277,6 +292,11 @@ def test_reads_of_files_that_are_given_up_tell_how_slow_these_are(
     managed, prompts = desk.manager, [desk.on_disk(4, first=10 * at) for at in range(2)]
     disk = desk.stack.chain.tiers[1]
     desk.stack.chain.read_directly(True)
+    errand = desk.load("quick", desk.on_disk(4, first=50))
+    failures = dict.fromkeys(errand.files, Outcome.CANCELLED)
+    managed.report(errand.number, Report(1, failures, read_seconds=1e-6))
+    assert managed.costs is not None
+    assert managed.costs.stats()["nvme direct"].samples == 0, "it says nothing of how fast they are"
     errand = desk.load("a", prompts[0])
     assert sorted(errand.files) == [0, 1, 2, 3]
     desk.clock.now += 2.0
@@ -309,6 +329,13 @@ def test_nobody_joins_a_load_that_hangs(
     gate.open.set()
     assert desk.stack.settle()
     assert desk.hit("c", ends, tokens) == 4 * CHUNK
+
+
+def test_a_load_is_due_when_the_last_of_its_moves_is() -> None:
+    ticket = Ticket("a", 0.0)
+    assert ticket.due == 0.0
+    ticket.moves = [SimpleNamespace(due=due) for due in (5.0, 9.0, 7.0)]  # type: ignore[misc]
+    assert ticket.due == 9.0
 
 
 def test_one_that_was_to_take_long_has_longer() -> None:

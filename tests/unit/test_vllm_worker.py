@@ -95,3 +95,17 @@ def test_what_ranks_store_they_load(tmp_path: Path, alike: bool) -> None:
         assert not manager.has_pending_work
         for rank in ranks:
             rank.worker.close()
+
+
+def test_one_load_of_several_is_given_up() -> None:
+    given_up: list[int] = []
+    rank = Rank(0, alike=True)
+    copier = SimpleNamespace(give_up=given_up.append)
+    rank.worker.give_up(5)
+    rank.worker._numbers.update({1: (5, 4), 2: (6, 4), 3: (7, 4)})
+    rank.worker.give_up(6)
+    assert given_up == [], "nothing has been opened"
+    rank.worker._copier = copier  # type: ignore[assignment]
+    rank.worker.give_up(6)
+    rank.worker.give_up(8)
+    assert given_up == [2]
