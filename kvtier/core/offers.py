@@ -150,7 +150,9 @@ class Appraiser:
     ) -> Sequence[int]:
         """Where blocks are as far as it matters. What is on its way is as good as here, unless it
         should have been here by now, and nobody knows how long it will still take."""
-        if JOINING not in origins or decision.at_hand:
+        if JOINING not in origins:
+            return origins
+        if decision.at_hand:
             return [HOST if at == JOINING else at for at in origins]
         now = self._clock()
         moves = [self._joinable.get(key) for key in keys]

@@ -314,10 +314,11 @@ class ChainManager:
         blocks, request = len(pending.keys), pending.request
         if late:
             self.late_loads += 1
-            said = (
-                "a load of %d blocks for request %s takes longer than computing: it is not awaited"
+            logger.info(
+                "a load of %d blocks for request %s takes longer than computing: it is not awaited",
+                blocks,
+                request,
             )
-            logger.info(said, blocks, request)
         else:
             self.failed_loads += 1
             logger.warning(

@@ -91,6 +91,12 @@ class Desk(Asking):
         self.manager.scheduled(request)
         return errand
 
+    def late(self, request: str, ends: dict[bytes, int]) -> Errand:
+        errand = self.load(request, ends)
+        self.clock.now += 1.0
+        assert self.step() == errand.number
+        return errand
+
     def step(self, tokens: int = 0) -> int | None:
         self.manager.on_schedule_end()
         self.manager.step_began(tokens, 0)
@@ -222,9 +228,7 @@ def test_one_that_fails_when_it_is_given_up_has_failed(
     desk = opened(FULL)
     managed, ends = desk.manager, desk.on_disk(2)
     gate.open.clear()
-    errand = desk.load("a", ends)
-    desk.clock.now += 1.0
-    assert desk.step() == errand.number
+    errand = desk.late("a", ends)
     assert desk.end(errand, Outcome.IO_ERROR, Outcome.CANCELLED)
     assert (managed.late_loads, managed.failed_loads) == (0, 1)
     gate.open.set()
@@ -247,17 +251,13 @@ def test_one_that_ends_well_after_all_is_not_late(opened: Callable[..., Desk], g
     desk = opened(FULL)
     managed, ends = desk.manager, desk.on_disk(2)
     gate.open.clear()
-    errand = desk.load("a", ends)
-    desk.clock.now += 1.0
-    assert desk.step() == errand.number
+    errand = desk.late("a", ends)
     gate.open.set()
     assert desk.stack.settle()
     assert desk.end(errand) is None
     assert (managed.late_loads, managed.failed_loads) == (0, 0)
     gate.open.clear()
-    errand = desk.load("b", desk.on_disk(2, first=50))
-    desk.clock.now += 1.0
-    assert desk.step() == errand.number, "the next may be given up again"
+    desk.late("b", desk.on_disk(2, first=50))  # the next may be given up again
 
 
 def test_loads_from_host_memory_are_never_given_up(opened: Callable[..., Desk]) -> None:
