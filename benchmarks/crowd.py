@@ -1,7 +1,7 @@
 """Many prompts at once: whether loads that are slower than computing pay where the engine is busy.
 
     make bench-crowd     # PROMPTS=14 TOKENS=1500 LAYERS=8 HIDDEN=768 ROUNDS=3
-    make bench-crowd JSON=figures.json
+    make bench-crowd JSON=figures.json DTYPE=float32      # as in benchmarks/vllm.py
 
 Prompts that lie on a disk, one burst after the other. The contestants take turns in one engine: the
 cost model as it is, one that weighs each request alone, loading all, and prompts that nobody has
@@ -20,7 +20,7 @@ from statistics import mean, median
 from engines.engine import Engine
 
 from benchmarks.report import Report
-from benchmarks.served import Served, folders
+from benchmarks.served import DTYPE, Served, folders
 
 PROMPTS = int(os.environ.get("PROMPTS", "14"))
 TOKENS = int(os.environ.get("TOKENS", "1500"))
@@ -37,7 +37,7 @@ class Bench(Served):
 
     def __init__(self, folder: Path, region: Path) -> None:
         super().__init__(folder, region, LAYERS, HIDDEN)
-        self.report = Report(f"{PROMPTS} prompts of {TOKENS} tokens at once")
+        self.report = Report(f"{PROMPTS} prompts of {TOKENS} tokens at once, {DTYPE}")
 
     def prompts(self, count: int = PROMPTS) -> list[list[int]]:
         """Prompts that nobody has seen."""

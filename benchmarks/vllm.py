@@ -2,6 +2,7 @@
 
     make bench-vllm      # TOKENS=8192 LAYERS=16 HIDDEN=1024 ROUNDS=5 PAIRS=12 STEPS=96
     make bench-vllm ONLY=decoding,scheduler JSON=figures.json
+    make bench-vllm DTYPE=float32      # where bfloat16 is slow: processors without AVX-512
 
 Both engines live at the same time and take turns, so that a noisy machine is noisy for both. Where
 a few per cent are in question, neighbouring turns are compared pair by pair, and the figure is the
@@ -24,7 +25,7 @@ import numpy as np
 from engines.engine import Engine
 
 from benchmarks.report import Report
-from benchmarks.served import Served, folders
+from benchmarks.served import DTYPE, Served, folders
 
 TOKENS = int(os.environ.get("TOKENS", "8192"))
 LAYERS = int(os.environ.get("LAYERS", "16"))
@@ -44,7 +45,7 @@ class Bench(Served):
 
     def __init__(self, folder: Path, region: Path) -> None:
         super().__init__(folder, region, LAYERS, HIDDEN)
-        self.report = Report(f"vLLM, {LAYERS} layers, hidden {HIDDEN}, {TOKENS} tokens")
+        self.report = Report(f"vLLM, {DTYPE}, {LAYERS} layers, hidden {HIDDEN}, {TOKENS} tokens")
 
     def engine(self, *, kept: bool) -> Engine:
         """An engine; `kept`: with the stack."""

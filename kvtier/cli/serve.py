@@ -28,6 +28,7 @@ _GRACE = "--shutdown-timeout"
 _GRACE_S = 20
 _SOCKETS_PATH_MAX = 107 - 1 - 36
 """A socket's path has 107 bytes at most, and vLLM's have a UUID for a name."""
+_PROCESSORS = Path("/proc/cpuinfo")
 _PROMPT = "Tell me about caches. " * 100
 
 
@@ -52,6 +53,11 @@ def serve(
     command = server_command(model, config, flags)
     prepare_environment(os.environ, model, flags, cpu=vllm.cpu)
     _say_what_to_try(model, flags, config)
+    if vllm.cpu and _value(flags, "--dtype") is None and is_slow_at_halves(_PROCESSORS):
+        console.warn(
+            "this processor has no AVX-512, and computes in bfloat16 or float16, as most models "
+            "are, a hundred times slower than with vLLM's --dtype float32"
+        )
     sys.stdout.flush()
     if terminal.in_foreground():
         raise typer.Exit(terminal.run(command))
@@ -111,6 +117,16 @@ def prepare_environment(
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
     if all(_value(flags, flag) is None for flag in _SPACE):  # which the variable would override
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+def is_slow_at_halves(processors: Path) -> bool:
+    """Whether torch has no instructions here for products of matrices of 16 bit numbers."""
+    try:
+        lines = processors.read_text().splitlines()
+    except OSError:
+        return False
+    features = next((line.split() for line in lines if line.startswith("flags")), None)
+    return features is not None and "avx512bw" not in features  # None: no x86
 
 
 def _value(flags: Sequence[str], name: str) -> str | None:

@@ -130,6 +130,22 @@ def test_room_that_the_user_asked_for_is_not_overridden(
     assert environment.get("VLLM_CPU_KVCACHE_SPACE") == space
 
 
+@pytest.mark.parametrize(
+    ("features", "slow"),
+    [
+        ("flags\t\t: fpu sse2 avx2", True),
+        ("flags\t\t: fpu avx2 avx512f avx512bw", False),
+        ("Features\t: fp asimd", False),
+        ("", False),
+    ],
+)
+def test_processors_that_are_slow_at_16_bits(tmp_path: Path, features: str, slow: bool) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\nmodel name\t: any\n{features}\nbugs\t\t: some\n")
+    assert serve.is_slow_at_halves(cpuinfo) is slow
+    assert not serve.is_slow_at_halves(tmp_path / "none")
+
+
 @pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1.dev3+cpu", "0.33.0"])
 def test_supported_versions(version: str) -> None:
     versions.check_version(version)
