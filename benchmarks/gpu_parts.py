@@ -24,33 +24,22 @@ _GRACE = 10.0
 """For a process to end by itself after its time is over."""
 
 
-class _Sent(list[Figure]):
-    """Figures that are told as soon as they are known."""
+class _Part(Report):
+    """Its figures are sent to whoever started its process."""
 
-    def __init__(self, connection: Connection) -> None:
-        super().__init__()
+    def __init__(self, title: str, connection: Connection) -> None:
+        super().__init__(title)
         self._connection = connection
 
-    def append(self, figure: Figure) -> None:
-        super().append(figure)
+    def keep(self, figure: Figure) -> None:
         self._connection.send(figure)
 
 
 def run_part(measure: Callable[[Report], object], report: Report, seconds: float) -> bool:
-    """Measure in a process of its own; whether it came to its end. Figures are printed and saved as
-    they come."""
-    part = Report(report.title)
-
-    def told(connection: Connection) -> None:
-        part.figures = _Sent(connection)
-        measure(part)
-
-    def keep(figure: Figure) -> None:
-        report.figures.append(figure)
-        print(f"  {figure.name}: {figure.value:.4g} {figure.unit} {figure.target}", flush=True)
-        report.save()
-
-    return _in_process(told, keep, seconds)
+    """Measure in a process of its own; whether it came to its end. Figures come at once."""
+    return _in_process(
+        lambda connection: measure(_Part(report.title, connection)), report.keep, seconds
+    )
 
 
 def answer_of(ask: Callable[[], Any], seconds: float = 60.0) -> Any:

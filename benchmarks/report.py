@@ -22,7 +22,8 @@ class Figure(msgspec.Struct):
 
 
 class Report:
-    """Collects figures, then prints the table and writes the JSON that `JSON=` asks for."""
+    """Figures: told and written to the file that `JSON=` asks for as they come, and in the end
+    printed as a table."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -30,29 +31,33 @@ class Report:
 
     def add(self, name: str, value: float, unit: str) -> None:
         """A figure without a target."""
-        self.figures.append(Figure(name, value, unit))
+        self.keep(Figure(name, value, unit))
 
     def at_least(self, name: str, value: float, unit: str, target: float) -> None:
         """A figure that should not be below its target."""
-        self.figures.append(Figure(name, value, unit, f">= {target:g}", value >= target))
+        self.keep(Figure(name, value, unit, f">= {target:g}", value >= target))
 
     def at_most(self, name: str, value: float, unit: str, target: float) -> None:
         """A figure that should not be above its target."""
-        self.figures.append(Figure(name, value, unit, f"<= {target:g}", value <= target))
+        self.keep(Figure(name, value, unit, f"<= {target:g}", value <= target))
+
+    def keep(self, figure: Figure) -> None:
+        """A figure from whomever: what takes minutes shows how far it is, and may be ended."""
+        self.figures.append(figure)
+        print(f"  {figure.name}: {_shown(figure)} {figure.unit} {figure.target}", flush=True)
+        if path := os.environ.get("JSON"):
+            Path(path).write_text(json.dumps(msgspec.to_builtins(self.figures), indent=1) + "\n")
 
     def finish(self) -> None:
-        """Print and write everything."""
+        """Print all of them once more."""
         table = Table(title=self.title)
         for heading in ("figure", "value", "unit", "target", "met"):
             table.add_column(heading, justify="right" if heading == "value" else "left")
         for figure in self.figures:
             met = {None: "", True: "yes", False: "NO"}[figure.met]
-            value = f"{figure.value:.3g}" if figure.value < 1000 else f"{figure.value:.0f}"
-            table.add_row(figure.name, value, figure.unit, figure.target, met)
+            table.add_row(figure.name, _shown(figure), figure.unit, figure.target, met)
         Console(width=None if os.isatty(1) else 120).print(table)
-        self.save()
 
-    def save(self) -> None:
-        """Write what is known so far."""
-        if path := os.environ.get("JSON"):
-            Path(path).write_text(json.dumps(msgspec.to_builtins(self.figures), indent=1) + "\n")
+
+def _shown(figure: Figure) -> str:
+    return f"{figure.value:.3g}" if figure.value < 1000 else f"{figure.value:.0f}"

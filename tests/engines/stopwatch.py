@@ -52,6 +52,11 @@ class TimedHost(Host):
         costs = None if how == "always" else self._weighing
         self._manager.costs = appraiser._costs = patience._costs = costs
 
+    def touch_cache(self) -> None:
+        """Have all of vLLM's KV cache in memory, as after a while of serving."""
+        for cache in self._core.model_executor.driver_worker.model_runner.kv_caches:
+            cache.copy_(cache.clone())
+
     def cpu_bytes(self) -> int:
         """What lies in CPU memory."""
         return int(self._manager.chain.tiers[0].stats().bytes_used)
