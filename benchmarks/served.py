@@ -19,7 +19,7 @@ from kvtier.vllm import tiny_model
 
 HOST = Path(engines.engine.__file__).with_name("stopwatch.py")
 DTYPE = os.environ.get("DTYPE", "bfloat16")
-"""float32 for a processor without instructions for bfloat16: 170 times as fast on one of these."""
+"""float32 for a processor without AVX-512: on one, it multiplies matrices 170 times as fast."""
 
 
 class Served:

@@ -15,11 +15,10 @@ import typer
 from kvtier.cli import console, terminal
 from kvtier.config import load
 from kvtier.errors import ConfigError, ConfigErrors
-from kvtier.vllm.versions import installed
+from kvtier.vllm.versions import SERVER, installed
 
 app = console.new_app("Serve a model with vLLM, its KV cache kept in a stack.")
 
-_SERVER = "vllm.entrypoints.openai.api_server"
 _TRANSFER = "--kv-transfer-config"
 _HASH = "--prefix-caching-hash-algo"
 _DETAILS = "--enable-prompt-tokens-details"
@@ -56,7 +55,7 @@ def serve(
     if vllm.cpu and _value(flags, "--dtype") is None and is_slow_at_halves(_PROCESSORS):
         console.warn(
             "this processor has no AVX-512, and computes in bfloat16 or float16, as most models "
-            "are, a hundred times slower than with vLLM's --dtype float32"
+            "are, many times slower than with vLLM's --dtype float32"
         )
     sys.stdout.flush()
     if terminal.in_foreground():
@@ -91,7 +90,7 @@ def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"stack": str(config.absolute())},
     }
-    command = [sys.executable, "-m", _SERVER, "--model", model, _TRANSFER, json.dumps(transfer)]
+    command = [sys.executable, "-m", SERVER, "--model", model, _TRANSFER, json.dumps(transfer)]
     if _value(flags, _HASH) is None:
         command += [_HASH, "sha256_cbor"]
     if all(_value(flags, flag) is None for flag in (_DETAILS, _DETAILS.replace("--", "--no-", 1))):

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvtier.errors import KVTierError
+from kvtier.vllm.versions import SERVER
 
 _START_S = 300.0
 _SETTLE_S = 30.0
@@ -63,7 +64,7 @@ class Server:
         port = taken.getsockname()[1]
         flags = [*flags, "--host", "127.0.0.1", "--port", str(port)]
         if stack is None:
-            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+            command = [sys.executable, "-m", SERVER]
             command += ["--model", model, *flags]
         else:
             command = [str(Path(sys.executable).with_name("kvtier")), "serve", model]

