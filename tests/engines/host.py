@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pausing import as_in_its_own_process
+
 SETTLE_S = 300.0
 
 
@@ -45,7 +47,7 @@ class Host:
             arguments["runner"] = "pooling"
             arguments["pooler_config"] = PoolerConfig(seq_pooling_type=pooling)
         self._llm = LLM(enforce_eager=True, seed=0, disable_log_stats=False, **arguments)
-        self._core.step_fn = _as_in_its_own_process(self._core)
+        self._core.step_fn = as_in_its_own_process(self._core)
         return {"pid": os.getpid()}
 
     # -- requests
@@ -427,20 +429,6 @@ def _seen(extra: dict[str, Any]) -> dict[str, Any]:
 
 def _shown(output: Any) -> dict[str, Any]:
     return {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens or 0}
-
-
-def _as_in_its_own_process(core: Any) -> Callable[[], Any]:
-    """An engine in a process of its own, as it is served, pauses after a step without tokens; else
-    it takes Python's lock from the threads that it waits for."""
-    step = core.step_fn
-
-    def step_and_pause() -> Any:
-        outputs, model_executed = step()
-        if not model_executed and core.scheduler.has_requests():
-            time.sleep(0.001)
-        return outputs, model_executed
-
-    return step_and_pause
 
 
 def main(kind: type[Host] = Host) -> None:
