@@ -64,8 +64,7 @@ class Server:
         port = taken.getsockname()[1]
         flags = [*flags, "--host", "127.0.0.1", "--port", str(port)]
         if stack is None:
-            command = [sys.executable, "-m", SERVER]
-            command += ["--model", model, *flags]
+            command = [sys.executable, "-m", SERVER, "--model", model, *flags]
         else:
             command = [str(Path(sys.executable).with_name("kvtier")), "serve", model]
             command += ["--config", str(stack), "--", *flags]
