@@ -108,6 +108,8 @@ class Cascade:
         return [link.stats for link in self._links]
 
     def _write(self, link: Link, now: float) -> None:
+        if not link.backlog:
+            return
         keys = link.take(min(link.room, STEP_BLOCKS))
         # From host memory the mover writes without a copy; the tier above is the second choice.
         for source in dict.fromkeys((HOST, link.source)):

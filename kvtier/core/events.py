@@ -38,6 +38,8 @@ class Events:
     def take(self, medium: str) -> list[TierEvent]:
         """What to tell now, of this medium."""
         kind_of, recent = self._kind_of, self._recent
+        if not kind_of and not recent:
+            return []
         self.clear()
         folded = [(kind, tuple(k for k in kind_of if kind_of[k] is kind)) for kind in EventKind]
         return [TierEvent(kind, medium, keys) for kind, keys in folded + recent if keys]
