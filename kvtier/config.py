@@ -125,11 +125,8 @@ def folders(config: StackConfig) -> list[Path]:
 
 def _document(source: Source) -> Document:
     if isinstance(source, Mapping):
-        document = Document.from_dict(source)
-    else:
-        document = Document.from_file(Path(source))
-    document.check()
-    return document
+        return Document.from_dict(source)
+    return Document.from_file(Path(source))
 
 
 def _read(document: Document, record_bytes: int | None, excused: Excused) -> StackConfig:

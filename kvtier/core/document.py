@@ -38,6 +38,7 @@ class Document:
         self._written: dict[str, str] = {}
         self._secrets: dict[str, dict[str, str]] = {}
         self._nodes = 0
+        self._unread = 0
 
     @classmethod
     def from_file(cls, path: Path) -> Document:
@@ -83,15 +84,21 @@ class Document:
             _refuse(name or "$", f"not YAML: {error}", "save the file as plain UTF-8 text")
         if root is None:
             _refuse(name or "$", "is empty", "write one: kvtier config init")
-        document.value = document._from_node(root, "$", 0)
+        document._take(document._from_node(root, "$", 0))
         return document
 
     @classmethod
     def from_dict(cls, value: Mapping[str, object]) -> Document:
         """Take nested dicts and lists, as they come from YAML or JSON that somebody else read."""
         document = cls()
-        document.value = document._from_object(value, "$", 0)
+        document._take(document._from_object(value, "$", 0))
         return document
+
+    def _take(self, value: object) -> None:
+        self.value = value
+        self._unread = len(self.problems)
+        if self._nodes > NODES_MAX:
+            raise ConfigErrors(self.problems)
 
     def report(self, place: str, problem: str, remedy: str = "") -> None:
         """Note a problem, with its line, and without the environment's values."""
@@ -103,11 +110,15 @@ class Document:
 
     def check(self) -> None:
         """Raise what was reported, in the order of the file."""
-        if self.problems:
+        unread, others = self.problems[: self._unread], self.problems[self._unread :]
+        # That a value which could not be read is not the right one follows from it.
+        places = {error.place for error in unread}
+        problems = unread + [error for error in others if error.place not in places]
+        if problems:
             order = {place: index for index, place in enumerate(self._lines)}
             last = len(order)
-            self.problems.sort(key=lambda error: order.get(self._nearest(error.place), last))
-            raise ConfigErrors(self.problems)
+            problems.sort(key=lambda error: order.get(self._nearest(error.place), last))
+            raise ConfigErrors(problems)
 
     def interpolated(self, place: str) -> bool:
         """Whether a text at or below this place holds a value of the environment."""
@@ -196,12 +207,11 @@ class Document:
             self._nodes = NODES_MAX + 1
         return False
 
-    def _interpolate(self, text: str, place: str) -> str:
-        """Put the environment's values in."""
+    def _interpolate(self, text: str, place: str) -> str | None:
+        """Put the environment's values in; None if that cannot be done."""
+        before = len(self.problems)
         if "\0" in text:
             self.report(place, "holds a NUL character, which no setting may have", "remove it")
-        if "${" not in text:
-            return self._whole(text, place)
         values: dict[str, str] = {}
 
         def replace(match: re.Match[str]) -> str:
@@ -229,16 +239,15 @@ class Document:
                 )
             return value
 
-        result = _VARIABLE.sub(replace, text)
-        self._written[place] = text
-        self._secrets[place] = values
-        return self._whole(result, place)
-
-    def _whole(self, text: str, place: str) -> str:
-        """YAML's escapes and the environment may hold what no file can be named, nor told."""
-        if any("\ud800" <= letter <= "\udfff" for letter in text):
+        result = text
+        if "${" in text:
+            result = _VARIABLE.sub(replace, text)
+            self._written[place] = text
+            self._secrets[place] = values
+        # YAML's escapes and the environment may hold what no file can be named, nor told.
+        if any("\ud800" <= letter <= "\udfff" for letter in result):
             self.report(place, "holds bytes that are no UTF-8 text", "remove them")
-        return text
+        return result if len(self.problems) == before else None
 
     def _redact(self, place: str, text: str) -> str:
         """Replace what came from the environment by the name of its variable."""

@@ -244,6 +244,7 @@ def test_a_capacity_smaller_than_one_block() -> None:
     assert the_one(source, record_bytes=(1 << 20) + 1)[0] == "$.tiers[0].capacity"
 
 
+TIERS = b"tiers: [{kind: bench, capacity: 1MiB}]\n"
 FILES: list[tuple[bytes, str]] = [
     (b"", "is empty"),
     (b"# only words\n", "is empty"),
@@ -253,11 +254,11 @@ FILES: list[tuple[bytes, str]] = [
     (b"version: 1\n---\nversion: 1\n", "not YAML: expected a single document"),
     (b"\xff\xfeversion", "not UTF-8"),
     (b"version: 1\x00", "not YAML"),
-    (b"version: 1\nversion: 1\n", "stands twice, again in line 2"),
+    (TIERS + b"version: 1\nversion: 1\n", "stands twice, again in line 3"),
     (b"version: 1\n? [a]\n: 1\n", "a key is not a text"),
-    (b"version: !!python/name:os.system\n", "the tag"),
-    (b"version: !!int one\n", "is no YAML int"),
-    (b"version: !!set {a}\n", "the tag"),
+    (TIERS + b"version: !!python/name:os.system\n", "the tag"),
+    (TIERS + b"version: !!int one\n", "is no YAML int"),
+    (TIERS + b"version: !!set {a}\n", "the tag"),
     (b"- version\n", "is a list"),
     (b"just words\n", "is a single value"),
     (b"version: *gone\n", "not YAML"),
@@ -356,6 +357,22 @@ class TestEnvironment:
         place, problem, remedy = the_one(stack(BENCH | {"name": "x${NOT_SET}"}))
         assert (place, problem) == ("$.tiers[0].name", "the environment has no variable NOT_SET")
         assert "${NOT_SET:-default}" in remedy
+
+    def test_what_cannot_be_read_hides_no_other_mistake_and_makes_none(
+        self, monkeypatch: pytest.MonkeyPatch, shelf: dict[str, Any]
+    ) -> None:
+        monkeypatch.delenv("NOT_SET", raising=False)
+        shelf |= {"capacity": "${NOT_SET}", "path": "${NOT_SET}/x", "open": {1: True}, "rat": 1}
+        source = stack(BENCH | {"name": "\0", "queue_blocks": 0}, shelf) | {"version": "${}"}
+        assert [(place, problem.partition(" ")[0]) for place, problem, _ in wrong(source)] == [
+            ("$.version", "'${}'"),
+            ("$.tiers[0].name", "holds"),
+            ("$.tiers[1].capacity", "the"),
+            ("$.tiers[1].path", "the"),
+            ("$.tiers[1].open", "a"),
+            ("$.tiers[0].queue_blocks", "expected"),
+            ("$.tiers[1].rat", "unknown"),
+        ]
 
     @pytest.mark.parametrize("secret", ["hunter2-hunter2", 'it\'s\\a "secret"\n', "xy"])
     @pytest.mark.parametrize("key", ["capacity", "write", "queue_blocks", "load_deadline", "path"])
