@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from engines.nursery import Child, nursery
+
 HOST = Path(__file__).with_name("host.py")
 HANGS_S = 600.0
 _ENVIRONMENT = {
@@ -46,31 +48,15 @@ class Engine:
         log: Path,
         *,
         host: Path = HOST,
+        fresh: bool = False,
         stack: Mapping[str, Any] | None = None,
         transfer: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         **arguments: Any,
     ) -> None:
         self.log = log
-        mine, theirs = os.pipe()
-        self._answers = mine
         self._unread = b""
-        with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, str(host), str(theirs)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs,),
-                start_new_session=True,
-                env={
-                    **os.environ,
-                    **_ENVIRONMENT,
-                    "PYTHONPATH": os.pathsep.join([str(HOST.parent), *_python_path()]),
-                    **(environment or {}),
-                },
-            )
-        os.close(theirs)
+        self._start(host, environment or {}, fresh=fresh)
         if stack is not None:
             transfer = connector(stack)
         if transfer is not None:
@@ -82,12 +68,41 @@ class Engine:
             self.kill()
             raise
 
+    def _start(self, host: Path, environment: Mapping[str, str], *, fresh: bool) -> None:
+        """In a process that has imported vLLM already, unless that is to be done anew."""
+        environment = {
+            **os.environ,
+            **_ENVIRONMENT,
+            "PYTHONPATH": os.pathsep.join([str(HOST.parent), *_python_path()]),
+            **environment,
+        }
+        self._answers, answers = os.pipe()
+        read, commands = os.pipe()
+        self._commands = os.fdopen(commands, "wb")
+        with self.log.open("ab") as log:
+            files = [read, log.fileno(), log.fileno()]
+            near = None if fresh else nursery(environment)
+            self.process: Child | subprocess.Popen[bytes]
+            if near is not None:
+                self.process = near.start(str(host), answers, files, environment)
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, str(host), str(answers)],
+                    stdin=read,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(answers,),
+                    start_new_session=True,
+                    env=environment,
+                )
+        os.close(answers)
+        os.close(read)
+
     def call(self, name: str, seconds: float = HANGS_S, **arguments: Any) -> Any:
         """Run a command; raises EngineError if it fails, or takes too long."""
-        assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps([name, arguments]).encode() + b"\n")
-            self.process.stdin.flush()
+            self._commands.write(json.dumps([name, arguments]).encode() + b"\n")
+            self._commands.flush()
         except BrokenPipeError:
             raise EngineError(f"the engine is gone\n{self.tail()}") from None
         answer = json.loads(self._line(name, time.monotonic() + seconds))
@@ -124,8 +139,8 @@ class Engine:
         if self._answers >= 0:
             os.close(self._answers)
             self._answers = -1
-            assert self.process.stdin is not None
-            self.process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                self._commands.close()
 
     def __enter__(self) -> Self:
         return self

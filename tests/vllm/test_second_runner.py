@@ -19,7 +19,7 @@ def test_what_was_overwritten_is_not_kept(
     world: World, model: Callable[..., Path], family: str, blocks: int
 ) -> None:
     folder = model(family)
-    runner: dict[str, Any] = {"host": HOST.with_name("second_runner.py")}
+    runner: dict[str, Any] = {"host": HOST.with_name("second_runner.py"), "fresh": True}
     first, second = prompt(1, 1280), prompt(2, 1280)
     tight = {"num_gpu_blocks_override": blocks, "max_num_seqs": 1, "max_model_len": 1408}
     with world.engine(folder, **runner) as plain:

@@ -1,0 +1,156 @@
+"""A process that has imported vLLM, and forks engines: most of an engine's start is importing.
+
+    python nursery.py FD      # orders come from the socket FD, and answers go there
+
+What it forks is as one that was started: a process of its own, with a session, an environment and
+a folder of its own, which dies of a kill as any other. It has only the seed of Python's hashes in
+common with its siblings; so there are two nurseries, and an engine and the next one never share it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import itertools
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_ORDER_BYTES_MAX = 1 << 20
+_SEEDS = 2
+
+
+class Nursery:
+    """The tests' end. Its engines die with the tests' process, since nobody tells them anything
+    any more."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = dict(environment)
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=self._environment,
+            )
+        atexit.register(self._close)
+
+    def suits(self, environment: Mapping[str, str]) -> bool:
+        """Whether a process started with this environment would have imported the same."""
+        return _lasting(environment) == _lasting(self._environment)
+
+    def start(
+        self, script: str, answers: int, files: Sequence[int], environment: Mapping[str, str]
+    ) -> Child:
+        """Run a script in a new process, with these files as its standard ones."""
+        order = {"script": script, "folder": str(Path.cwd()), "environment": dict(environment)}
+        return Child(self, self._ask(order, [answers, *files]))
+
+    def reap(self, pid: int) -> None:
+        """Return when this child has ended."""
+        self._ask({"reap": pid})
+
+    def _ask(self, order: dict[str, Any], files: Sequence[int] = ()) -> int:
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(order).encode()], list(files))
+            answer = self._socket.recv(64)
+        if not answer:
+            raise RuntimeError("the nursery of engines is gone")
+        return int(answer)
+
+    def _close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+class Child:
+    """A process that a nursery has forked, as far as `subprocess.Popen` is needed."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self.pid = pid
+        self._nursery: Nursery | None = nursery
+
+    def wait(self) -> None:
+        """Return when it has ended."""
+        nursery, self._nursery = self._nursery, None
+        if nursery is not None:
+            nursery.reap(self.pid)
+
+
+_nurseries: list[Nursery] = []
+_turns = itertools.count()
+
+
+def nursery(environment: Mapping[str, str]) -> Nursery | None:
+    """The one whose turn it is; None if it would not do."""
+    turn = next(_turns) % _SEEDS
+    if turn == len(_nurseries):
+        _nurseries.append(Nursery(environment))
+    return _nurseries[turn] if _nurseries[turn].suits(environment) else None
+
+
+def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: environment[name] for name in environment if name != "PYTEST_CURRENT_TEST"}
+
+
+# -- the process -------------------------------------------------------------------------------
+
+
+def _serve(orders: socket.socket) -> str | None:
+    """Fork what is ordered; the name of the script that it is to run, in a child."""
+    while True:
+        data, files, _, _ = socket.recv_fds(orders, _ORDER_BYTES_MAX, 4)
+        if not data:
+            return None
+        order = json.loads(data)
+        if "reap" in order:
+            os.waitpid(order["reap"], 0)
+            orders.send(b"0")
+            continue
+        pid = os.fork()
+        if not pid:
+            orders.close()
+            return _become(order, *files)
+        for file in files:
+            os.close(file)
+        orders.send(str(pid).encode())
+
+
+def _become(order: dict[str, Any], answers: int, *standard: int) -> str:
+    os.setsid()
+    for number, file in enumerate(standard):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    script: str = order["script"]
+    sys.argv = [script, str(answers)]
+    return script
+
+
+def main() -> None:
+    import vllm  # noqa: F401
+    from vllm import LLM  # noqa: F401
+    from vllm.config import PoolerConfig  # noqa: F401
+
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads do not survive a fork"
+    gc.freeze()
+    script = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if script is None:
+        os._exit(0)  # libraries would tell what they leak
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
