@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kvtier.core.record import PIECE_BYTES, part_sum, pieces_of
-from kvtier.device import cuda, kernels
+from kvtier.device import cuda, kernels, staging
 
 MULTIPROCESSORS = 32
 
@@ -215,6 +215,19 @@ def install() -> None:
             interpreted(*arguments, **options)
 
     kernels.move, kernels.digest = move, _digest
+    staging.try_out = _once(staging.try_out)
+
+
+def _once(try_out: Callable[..., None]) -> Callable[..., None]:
+    """It is the same each time, and takes Triton's interpreter eight seconds."""
+    tried: set[int] = set()
+
+    def once(torch: Any, index: int, batch_copy: Any) -> None:
+        if index not in tried:
+            try_out(torch, index, batch_copy)
+            tried.add(index)
+
+    return once
 
 
 install()
