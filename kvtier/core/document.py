@@ -39,6 +39,7 @@ class Document:
         self._secrets: dict[str, dict[str, str]] = {}
         self._nodes = 0
         self._unread = 0
+        """So many of the problems, the first ones, are of what could not be read."""
 
     @classmethod
     def from_file(cls, path: Path) -> Document:

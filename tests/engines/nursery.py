@@ -117,17 +117,16 @@ def _serve(orders: socket.socket) -> str | None:
             os.waitpid(order["reap"], 0)
             orders.send(b"0")
             continue
-        pid = os.fork()
-        if not pid:
+        if not os.fork():
+            os.setsid()  # before anybody knows whom to kill
+            orders.send(str(os.getpid()).encode())
             orders.close()
             return _become(order, *files)
         for file in files:
             os.close(file)
-        orders.send(str(pid).encode())
 
 
 def _become(order: dict[str, Any], answers: int, *standard: int) -> str:
-    os.setsid()
     for number, file in enumerate(standard):
         os.dup2(file, number)
         os.close(file)
