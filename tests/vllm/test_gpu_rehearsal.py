@@ -22,7 +22,7 @@ import torch
 from host_reads import HostDriver
 from benchmarks import gpu, gpu_arena, gpu_disk
 gpu_arena.RECORD_BYTES = 1 << 20
-gpu.TURN_BYTES, gpu.PAGES = 8 << 20, [16 << 10, 64 << 10]
+gpu.TURN_BYTES, gpu.PAGES = 2 << 20, [16 << 10, 64 << 10]
 gpu.IDENTITY_PAGES, gpu.IDENTITY_RECORDS, gpu.SIDE = 500, 8, 32
 gpu.TURNS, gpu.ROUNDS = 1, 4
 gpu.SECONDS = gpu.PART_SECONDS = 600.0  # processors may be busy here
@@ -37,7 +37,7 @@ TITLES = ["as they are", "8 buffers of 16 MiB"]
 import pretend_cuda
 from benchmarks import gpu, gpu_arena, gpu_sweep
 gpu_arena.RECORD_BYTES, gpu.SIDE, gpu.ROUNDS = 1 << 20, 32, 4
-gpu_sweep.SIZE, gpu_sweep.PAGES, gpu_sweep.TURNS = 4 << 20, [64 << 10], 1
+gpu_sweep.SIZE, gpu_sweep.PAGES, gpu_sweep.TURNS = 2 << 20, [64 << 10], 1
 gpu_sweep.SECONDS = gpu_sweep.PART_SECONDS = 600.0  # processors may be busy here
 gpu_sweep.VARIANTS = [each for each in gpu_sweep.VARIANTS if each.title in TITLES]
 before = gpu_sweep.staging._EACH_WAY
