@@ -219,13 +219,14 @@ def install() -> None:
 
 
 def _once(try_out: Callable[..., None]) -> Callable[..., None]:
-    """It is the same each time, and takes Triton's interpreter eight seconds."""
-    tried: set[int] = set()
+    """It is the same each time with the same kernels, and takes their interpreter eight seconds."""
+    tried: set[Any] = set()
 
     def once(torch: Any, index: int, batch_copy: Any) -> None:
-        if index not in tried:
+        what = (index, kernels.move, kernels.digest)  # a test may replace these
+        if what not in tried:
             try_out(torch, index, batch_copy)
-            tried.add(index)
+            tried.add(what)
 
     return once
 
