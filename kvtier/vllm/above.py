@@ -1,4 +1,4 @@
-"""Who constructs a connector: a scheduler, and MultiConnectors, to which nothing else leads."""
+"""Who constructs a connector: an engine, its scheduler, MultiConnectors."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ def pausing() -> Callable[[], bool]:
         return alive is not None and alive.pause_state.name != "UNPAUSED"
 
     return paused
+
+
+def spins() -> bool:
+    """Whether the engine that is constructing this connector steps without a pause while it only
+    waits, as the one within its caller's process does."""
+    cores = [type(maker) for maker, _ in _makers() if hasattr(type(maker), "post_step")]
+    return bool(cores) and not any(hasattr(core, "run_busy_loop") for core in cores)
 
 
 def _makers() -> Iterator[tuple[Any, Any]]:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,13 +18,16 @@ from kvtier.config import StackConfig
 from kvtier.core.settings import Persistence
 from kvtier.types import Namespace
 from kvtier.vllm import above, compat, errands, identity
-from kvtier.vllm.settings import check_role, read_stack, unread, whole_number
+from kvtier.vllm.settings import check_ranks, check_role, read_stack, unread, whole_number
 from kvtier.vllm.spec import KVTierSpec
 from kvtier.vllm.versions import check_version
 
 logger = logging.getLogger(__name__)
 
 _OURS = {"spec_name": KVTierSpec.__name__, "spec_module_path": KVTierSpec.__module__}
+
+_PAUSE_S = 0.001
+"""An engine that spins while it waits for copies takes Python's lock from the threads that copy."""
 
 _IGNORED = {
     "sync_load_budget_bytes": "requests wait for their loads",
@@ -46,6 +50,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         for transfer in above.transfer_configs(vllm_config):
             check_role(transfer.kv_role)
             transfer.kv_load_failure_policy = "recompute"  # a request does not end with its load
+        ranks = vllm_config.parallel_config
+        check_ranks(ranks.distributed_executor_backend, ranks.world_size, ranks.nnodes_within_dp)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         extra.update(_OURS)
         for name, instead in _IGNORED.items():
@@ -60,6 +66,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._block_tokens = compat.block_tokens(vllm_config, kv_cache_config)
         self._pool: Any = None
         self._paused = above.pausing()
+        self._spins = above.spins()
+        self._waits = False
         if role.name == "SCHEDULER":
             self._introduce(vllm_config, kv_cache_config, stack, extra)
         super().__init__(vllm_config, role, kv_cache_config)
@@ -168,6 +176,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         compat.forget_decoded(self, scheduler_output)
         meta = super().build_connector_meta(compat.read_as_0_33(self, scheduler_output))
         self._manager.step_began(scheduler_output)
+        self._waits = self._spins and not scheduler_output.total_num_scheduled_tokens
         errands.give_up(meta, self._manager.give_up())
         return meta
 
@@ -199,6 +208,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         # workers have something to say, and where there are several of them.
         if self.connector_scheduler is not None:
             self._manager.step_ended()
+            if self._waits and self._manager.copying():
+                time.sleep(_PAUSE_S)
         return super().get_kv_connector_stats()
 
     def has_pending_push_work(self) -> bool:

@@ -49,6 +49,29 @@ def check_role(role: str | None) -> None:
         )
 
 
+def check_ranks(executor: object, ranks: int, machines: int) -> None:
+    """Raise ConfigError for ranks of one engine that cannot have one scheduler and one memory."""
+    if ranks > 1 and _launched_apart(executor):
+        raise ConfigError(
+            "distributed_executor_backend",
+            "with external_launcher (torchrun) each rank has a scheduler of its own, and all must "
+            "decide alike in each step; the end of a load is not the same step for all",
+            'write "mp", or serve without kvtier',
+        )
+    if machines > 1:
+        raise ConfigError(
+            "nnodes",
+            f"ranks of one engine on {machines} machines have no CPU memory in common",
+            "keep the ranks of each engine on one machine (data parallel ranks may be on others)",
+        )
+
+
+def _launched_apart(executor: object) -> bool:
+    if isinstance(executor, type):  # one's own
+        return any(each.__name__ == "ExecutorWithExternalLauncher" for each in executor.__mro__)
+    return executor == "external_launcher"
+
+
 def whole_number(extra: Mapping[str, Any], name: str) -> int:
     """A setting that vLLM reads as a number, too; raises ConfigError if it is none."""
     try:

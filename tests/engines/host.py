@@ -20,8 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pausing import as_in_its_own_process
-
 SETTLE_S = 300.0
 
 
@@ -47,7 +45,6 @@ class Host:
             arguments["runner"] = "pooling"
             arguments["pooler_config"] = PoolerConfig(seq_pooling_type=pooling)
         self._llm = LLM(enforce_eager=True, seed=0, disable_log_stats=False, **arguments)
-        self._core.step_fn = as_in_its_own_process(self._core)
         return {"pid": os.getpid()}
 
     # -- requests

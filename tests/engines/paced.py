@@ -1,16 +1,36 @@
-"""`host.py`, and steps that are scheduled ahead as on CUDA: vLLM does not do that on CPUs."""
+"""`host.py`, and looks at single steps: how long they are, and what is scheduled between them."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import host
 
 
 class Paced(host.Host):
-    """The same commands, and one for steps."""
+    """The same commands, and some for steps."""
+
+    def count_pauses(self) -> None:
+        """From now on."""
+        from kvtier.vllm import connector
+
+        self._pauses = 0
+
+        def pause(seconds: float) -> None:
+            self._pauses += 1
+
+        connector.time = SimpleNamespace(sleep=pause)
+
+    def pauses(self, steps: int = 0) -> int:
+        """How often the engine has paused, so many more steps included."""
+        for _ in range(steps):
+            self._step()
+        return self._pauses
 
     def overlap(self, prompt: list[int]) -> list[list[int]]:
-        """Let a step without tokens end while one that computes a prompt is under way: the prompt
-        tokens of each that the cost model learns of when it ends."""
+        """Let a step without tokens end while one that computes a prompt is under way, as on CUDA,
+        where steps are scheduled ahead, which vLLM does not do on CPUs: the prompt tokens of each
+        that the cost model learns of when it ends."""
         from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput
 
         engine, core, costs = self._llm.llm_engine, self._core, self._manager.costs

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.vllm.settings import check_role, read_stack, unread, whole_number
+from kvtier.vllm.settings import check_ranks, check_role, read_stack, unread, whole_number
 
 
 def test_nothing_is_said_of_what_is_read() -> None:
@@ -45,6 +45,23 @@ def test_an_engine_that_only_stores_is_refused() -> None:
         check_role(role)
     with pytest.raises(ConfigError, match='write "kv_both"'):
         check_role("kv_producer")
+
+
+def test_ranks_that_have_no_scheduler_or_no_memory_in_common_are_refused() -> None:
+    class ExecutorWithExternalLauncher:
+        """vLLM's, by its name."""
+
+    class OnesOwn(ExecutorWithExternalLauncher):
+        """Made from it."""
+
+    for executor in (None, "mp", "ray", object):
+        check_ranks(executor, 2, 1)
+    for executor in ("external_launcher", OnesOwn):
+        check_ranks(executor, 1, 1)
+        with pytest.raises(ConfigError, match='write "mp"'):
+            check_ranks(executor, 2, 1)
+    with pytest.raises(ConfigError, match="on 2 machines"):
+        check_ranks("mp", 16, 2)
 
 
 def test_what_should_be_a_number_is_named() -> None:

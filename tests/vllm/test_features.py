@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +234,34 @@ def test_an_engine_that_only_stores_is_refused(world: World, model: Callable[...
     }
     with pytest.raises(EngineError, match='write "kv_both"'):
         world.engine(model("llama"), transfer=transfer)
+
+
+def test_ranks_with_schedulers_of_their_own_are_refused(
+    world: World, model: Callable[..., Path]
+) -> None:
+    """As torchrun starts them. A load would end in different steps of each, and the engine die."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+
+    def start(rank: int) -> str:
+        named = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+        options: dict[str, Any] = {
+            "environment": named | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            "distributed_executor_backend": "external_launcher",
+            "tensor_parallel_size": 2,
+        }
+        with pytest.raises(EngineError) as refused:
+            Engine(
+                world.folder / f"rank-{rank}.log",
+                model=str(model("llama")),
+                stack=world.stack(),
+                **options,
+            )
+        return str(refused.value)
+
+    with ThreadPoolExecutor() as both:
+        for said in both.map(start, range(2)):
+            assert "each rank has a scheduler of its own" in said
 
 
 def test_what_the_engine_has_itself_is_not_pushed_out(

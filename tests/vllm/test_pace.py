@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from engines.engine import HOST
 from engines.world import World, prompt
 
@@ -20,6 +21,48 @@ def test_a_step_that_computes_a_prompt_ends_with_itself(
     with world.engine(model("llama"), stack=stack, **paced) as engine:
         engine.generate(prompts=[prompt(41, 1100)], tokens=1)
         assert engine.overlap(prompt=prompt(42, 1100)) == [[0], [1100]]
+
+
+def test_an_engine_that_waits_for_a_load_does_not_spin(
+    world: World, model: Callable[..., Path]
+) -> None:
+    """Within its caller's process it would take Python's lock from the threads that load."""
+    paced: dict[str, Any] = {"host": HOST.with_name("paced.py")}
+    stack = world.stack(load_deadline="10min") | {"mover": {"mode": "threads"}}
+    with world.engine(model("llama"), stack=stack, **paced) as engine:
+        (reference,) = engine.generate(prompts=[prompt(43, 1100)])
+        engine.forget_engine_cache()
+        engine.clear(tier=0)
+        engine.hold_reads()
+        engine.begin(prompt=prompt(43, 1100), tokens=16)
+        engine.count_pauses()
+        assert engine.pauses(steps=5) == 5
+        engine.let_reads_go()
+        found = engine.end()
+        assert (found["tokens"], found["cached"]) == (reference["tokens"], 1024)
+        engine.settle()
+        before = engine.pauses()
+        engine.generate(prompts=[prompt(43, 1100)])
+        assert engine.pauses() == before, "all is in the engine's own cache"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
+def test_an_engine_in_a_process_of_its_own_pauses_itself() -> None:
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    from kvtier.vllm import above
+
+    class Within(EngineCore):
+        def __init__(self, vllm_config: object) -> None:
+            self.spins = above.spins()
+
+    class Served(EngineCoreProc):
+        def __init__(self, vllm_config: object) -> None:
+            self.spins = above.spins()
+
+    assert Within(None).spins
+    assert not Served(None).spins
+    assert not above.spins(), "nobody knows who steps"
 
 
 def test_a_storm_on_an_engine_that_schedules_ahead(
