@@ -17,7 +17,7 @@ import vllm
 from kvtier.config import StackConfig
 from kvtier.core.settings import Persistence
 from kvtier.types import Namespace
-from kvtier.vllm import above, compat, errands, identity
+from kvtier.vllm import above, compat, errands, identity, metrics
 from kvtier.vllm.settings import check_ranks, check_role, read_stack, unread, whole_number
 from kvtier.vllm.spec import KVTierSpec
 from kvtier.vllm.versions import check_version
@@ -228,10 +228,11 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     # -- the frontend --------------------------------------------------------------------------
 
     @classmethod
-    def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
+    def build_prom_metrics(cls, vllm_config: Any, metric_types: Any, *arguments: Any) -> Any:
         # In this process __init__ has never run: say whose metrics these are.
         vllm_config.kv_transfer_config.kv_connector_extra_config.update(_OURS)
-        return super().build_prom_metrics(vllm_config, *arguments)
+        types = metrics.latest_gauges(metric_types)
+        return super().build_prom_metrics(vllm_config, types, *arguments)
 
 
 compat.register(KVTierConnector)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
+
+from prometheus_client import Gauge
 
 from kvtier.core.costs import LinkCosts
 from kvtier.core.tally import ChainStats
@@ -75,6 +78,12 @@ def definitions(extra_config: Mapping[str, Any]) -> dict[str, Any]:
         "Seconds from the queueing of a transfer to its end", ("source", "target"), _SECONDS
     )
     return found
+
+
+def latest_gauges(metric_types: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Metrics of which gauges say what was told last, whichever of several API servers was told.
+    They would show what each has heard, however long ago."""
+    return {**metric_types, Gauge: partial(metric_types[Gauge], multiprocess_mode="mostrecent")}
 
 
 def _by_label(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -143,3 +146,46 @@ def test_tiers_of_one_kind_are_told_together(tmp_path: Path) -> None:
         now[0] += 1
         again = meter.read()
         assert again is None or "nvme" not in str(again.reduce()), "nothing has changed"
+
+
+_API_SERVERS = """
+import os
+from types import SimpleNamespace
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from kvtier.vllm import KVTierConnector, compat
+
+def told(blocks):
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+    types = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    metrics = KVTierConnector.build_prom_metrics(config, types, ["engine"], {0: ["0"]})
+    stats = compat.OffloadingConnectorStats()
+    stats.set_gauge("kvtier:blocks", blocks, ("nvme",))
+    stats.increase_counter("kvtier:stored_blocks", blocks, ("nvme",))
+    metrics.observe(stats.data, 0)
+
+for blocks in (12, 20):
+    child = os.fork()
+    if not child:
+        told(blocks)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+registry = CollectorRegistry()
+MultiProcessCollector(registry)
+for line in generate_latest(registry).decode().splitlines():
+    if line.startswith("kvtier:"):
+        print(line)
+"""
+
+
+def test_of_several_api_servers_the_one_told_last_is_right(tmp_path: Path) -> None:
+    """vLLM tells each of them something now and then; gauges would show what each has heard."""
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _API_SERVERS], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == [
+        'kvtier:blocks{engine="0",tier="nvme"} 20.0',
+        'kvtier:stored_blocks_total{engine="0",tier="nvme"} 32.0',
+    ]
