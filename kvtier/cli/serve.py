@@ -20,6 +20,7 @@ from kvtier.vllm.versions import SERVER, installed
 app = console.new_app("Serve a model with vLLM, its KV cache kept in a stack.")
 
 _TRANSFER = "--kv-transfer-config"
+_OFFLOADING = "--kv-offloading-size"
 _HASH = "--prefix-caching-hash-algo"
 _DETAILS = "--enable-prompt-tokens-details"
 _SPACE = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
@@ -82,6 +83,12 @@ def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
             _TRANSFER,
             "is what kvtier serve itself gives to vLLM",
             "to combine connectors, run vLLM's own server: docs/VLLM.md says how",
+        )
+    if _value(flags, _OFFLOADING) is not None:
+        raise ConfigError(
+            _OFFLOADING,
+            "has vLLM use another connector instead of this stack, without a word",
+            "leave it out: the stack's cpu tier says how much memory is used",
         )
     transfer = {
         "kv_connector": "KVTierConnector",

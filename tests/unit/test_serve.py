@@ -73,6 +73,12 @@ def test_a_connector_of_the_users_is_refused(flags: list[str]) -> None:
         serve.server_command("m", Path("s.yaml"), flags)
 
 
+@pytest.mark.parametrize("flags", [["--kv-offloading-size=4"], ["--kv_offloading_size", "4"]])
+def test_what_puts_another_connector_in_our_place_is_refused(flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match="leave it out"):
+        serve.server_command("m", Path("s.yaml"), flags)
+
+
 def test_the_page_says_what_it_is_the_same_as() -> None:
     page = (Path(__file__).parents[2] / "docs" / "VLLM.md").read_text()
     block = page.partition("It is the same as\n")[2].split("```")[1]
