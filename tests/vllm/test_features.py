@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines.engine import Engine, EngineError, connector
+from engines.engine import HOST, Engine, EngineError, connector
 from engines.world import World, flip, prompt
 
 PROMPT = prompt(21, 1100)
@@ -357,3 +357,32 @@ def test_a_request_that_fails_amid_its_prompt(
         (found,) = engine.generate(prompts=[PROMPT])
     assert found == reference | {"cached": found["cached"]}
     assert found["cached"] < 500
+
+
+def test_a_prompt_whose_tokens_are_scored(world: World, model: Callable[..., Path]) -> None:
+    """What is loaded has no scores: all of it is computed, and kept for others."""
+    scored: dict[str, Any] = {"host": HOST.with_name("scored.py")}
+    with world.engine(model("llama"), stack=world.stack(), **scored) as engine:
+        scores = engine.score(prompt=PROMPT)
+        engine.forget_engine_cache()
+        assert engine.score(prompt=PROMPT) == scores
+        engine.forget_engine_cache()
+        assert engine.generate(prompts=[PROMPT])[0]["cached"] == HIT
+        assert engine.facts()["mistakes"] == 0
+
+
+def test_prompts_that_are_no_tokens(world: World, model: Callable[..., Path]) -> None:
+    """Vectors are not mixed up, though vLLM counts the same token for each."""
+    scored: dict[str, Any] = {"host": HOST.with_name("scored.py"), "enable_prompt_embeds": True}
+    with world.engine(model("llama"), stack=world.stack(), **scored) as engine:
+        answers = [engine.continue_embeddings(seed=seed, length=1100) for seed in range(2)]
+        assert answers[0]["tokens"] != answers[1]["tokens"]
+        assert [each["cached"] for each in answers] == [0, 0]
+        for tier in (0, 1):
+            engine.forget_engine_cache()
+            if tier:
+                engine.clear(tier=0)
+            for seed, before in enumerate(answers):
+                found = engine.continue_embeddings(seed=seed, length=1100)
+                assert found == before | {"cached": HIT}
+        assert engine.facts()["mistakes"] == 0
