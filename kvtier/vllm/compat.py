@@ -213,6 +213,12 @@ def prefills_whole_only(vllm_config: Any) -> bool:
     return blind or not model.is_chunked_prefill_supported
 
 
+def returns_experts(vllm_config: Any) -> bool:
+    """Whether answers tell by which experts each token was computed. Nobody knows that of blocks
+    that were loaded, and the engine would end."""
+    return bool(vllm_config.aux_output_config.enabled)
+
+
 def blurs_adapters(vllm_config: Any) -> bool:
     """Whether requests without a LoRA adapter are computed with that of others in the same step:
     vLLM's operators for CPUs take the last of all adapters for none."""

@@ -59,7 +59,9 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 logger.warning("%s is ignored: %s", name, instead)
         stack = read_stack(extra)
         _set_chunk(extra, stack, vllm_config, kv_cache_config)
-        self._whole_only = compat.prefills_whole_only(vllm_config)
+        self._without_hits = compat.prefills_whole_only(vllm_config) or compat.returns_experts(
+            vllm_config
+        )
         self._numbers_media = compat.numbers_media(vllm_config)
         self._blurs_adapters = compat.blurs_adapters(vllm_config)
         self._blurred = False
@@ -102,6 +104,11 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 "or vLLM's MLA for this CPU (without AMX) cannot do else: nothing that is kept can "
                 "be used here"
             )
+        if compat.returns_experts(vllm_config):
+            logger.warning(
+                "answers tell by which experts each token was computed, which nobody knows of what "
+                "was loaded: nothing that is kept is used here (--enable-return-routed-experts)"
+            )
         payloads, blocks, parts = compat.chunk_sizes(vllm_config, kv_cache_config)
         facts = identity.facts_of(vllm_config, blocks, extra.get("weights"))
         namespace = Namespace(facts=facts, group_bytes=payloads, parts=parts)
@@ -137,7 +144,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self._whole_only:
+        if self._without_hits:
             return compat.without_hits(self, request, num_computed_tokens)
         limit = compat.load_limit(self, request, num_computed_tokens)
         scarce = self._may_lack_blocks(request)
