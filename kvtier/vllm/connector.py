@@ -18,7 +18,14 @@ from kvtier.config import StackConfig
 from kvtier.core.settings import Persistence
 from kvtier.types import Namespace
 from kvtier.vllm import above, compat, errands, identity, metrics
-from kvtier.vllm.settings import check_ranks, check_role, read_stack, unread, whole_number
+from kvtier.vllm.settings import (
+    check_caches,
+    check_ranks,
+    check_role,
+    read_stack,
+    unread,
+    whole_number,
+)
 from kvtier.vllm.spec import KVTierSpec
 from kvtier.vllm.versions import check_version
 
@@ -52,6 +59,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
             transfer.kv_load_failure_policy = "recompute"  # a request does not end with its load
         ranks = vllm_config.parallel_config
         check_ranks(ranks.distributed_executor_backend, ranks.world_size, ranks.nnodes_within_dp)
+        check_caches(getattr(vllm_config.attention_config, "hisparse_config", None))
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         extra.update(_OURS)
         for name, instead in _IGNORED.items():

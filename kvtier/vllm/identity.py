@@ -73,6 +73,7 @@ def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None
         "implementation": _stated(model, "model_impl", "model_class_overrides"),
         "longest_prompt": str(model.max_model_len) if by_length else "any",
         "media": _media(model.multimodal_config),
+        "adapters": _adapters(vllm_config.lora_config, model.dtype),
         "weights": f"called {weights}" if weights else fingerprint_weights(vllm_config),
         "dtype": str(model.dtype),
         "quantization": _stated(model, "quantization", "quantization_config"),
@@ -141,6 +142,20 @@ def _media(config: Any) -> str:
         return "none"
     settings = {name: getattr(config, name, None) for name in _MEDIA}
     return json.dumps(settings, sort_keys=True, default=str)
+
+
+def _adapters(config: Any, dtype: object) -> str:
+    """How much of LoRA adapters is applied; keys name each by its files."""
+    if config is None:
+        return "whole"
+    said = []
+    if config.target_modules is not None:
+        said.append(f"only {sorted(config.target_modules)}")
+    if config.lora_dtype not in ("auto", dtype):
+        said.append(f"as {config.lora_dtype}")
+    if config.enable_tower_connector_lora:
+        said.append("to images, too")
+    return ", ".join(said) or "whole"
 
 
 def _speculative(vllm_config: Any, weights: str | None) -> str:

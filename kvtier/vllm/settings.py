@@ -66,6 +66,16 @@ def check_ranks(executor: object, ranks: int, machines: int) -> None:
         )
 
 
+def check_caches(hisparse: object) -> None:
+    """Raise ConfigError where blocks of the engine's are not where its tensors say."""
+    if hisparse is not None:
+        raise ConfigError(
+            "attention_config.hisparse_config",
+            "with HiSparse the KV cache is in vLLM's own host memory, which kvtier does not know",
+            "leave it out, or serve without kvtier",
+        )
+
+
 def _launched_apart(executor: object) -> bool:
     if isinstance(executor, type):  # one's own
         return any(each.__name__ == "ExecutorWithExternalLauncher" for each in executor.__mro__)

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.vllm.settings import check_ranks, check_role, read_stack, unread, whole_number
+from kvtier.vllm.settings import (
+    check_caches,
+    check_ranks,
+    check_role,
+    read_stack,
+    unread,
+    whole_number,
+)
 
 
 def test_nothing_is_said_of_what_is_read() -> None:
@@ -62,6 +69,12 @@ def test_ranks_that_have_no_scheduler_or_no_memory_in_common_are_refused() -> No
             check_ranks(executor, 2, 1)
     with pytest.raises(ConfigError, match="on 2 machines"):
         check_ranks("mp", 16, 2)
+
+
+def test_caches_that_are_not_on_the_device_are_refused() -> None:
+    check_caches(None)
+    with pytest.raises(ConfigError, match="HiSparse"):
+        check_caches(object())
 
 
 def test_what_should_be_a_number_is_named() -> None:

@@ -91,6 +91,11 @@ def test_adapters(world: World, model: Callable[..., Path]) -> None:
         assert engine.generate_with(prompt=PROMPT, **named) == {**tuned, "cached": HIT}
         engine.settle()
 
+    with world.engine(model("llama"), lora_target_modules=["o_proj"], **options) as engine:
+        found = engine.generate_with(prompt=PROMPT, **named)
+        assert found == plain, "nothing of it is applied, nor what was kept when it was"
+        engine.settle()
+
     make_adapter(adapter, 2)
     with world.engine(model("llama"), **options) as engine:
         other = engine.generate_with(prompt=PROMPT, **named)
