@@ -5,40 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from kvtier.core.record import VERSION as RECORD_VERSION
 from kvtier.errors import ConfigError
+from kvtier.vllm.weights import fingerprint_folder, fingerprint_weights, folder_of, weights_of
 
-logger = logging.getLogger(__name__)
-
-_SAMPLE = 1024
-_HEADER_MAX = 100 << 20
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-_FROM_FILES = (
-    "auto",
-    "hf",
-    "safetensors",
-    "pt",
-    "npcache",
-    "mistral",
-    "gguf",
-    "bitsandbytes",
-    "fastsafetensors",
-    "instanttensor",
-    "runai_streamer",
-    "runai_streamer_sharded",
-    "sharded_state",
-)
-"""Ways to load weights that read the files of the model's own folder. Others take them from where
-their settings say, or from a server, and there may be a folder of that name all the same."""
-_MODEL = (*_WEIGHTS, "*processor_config.json")
-_ADAPTER = (*_WEIGHTS, "adapter_config.json")
 _ATTENTION_LIBRARIES = ("flashinfer-python", "flashinfer-cubin", "flash-attn", "amd-aiter")
 """vLLM's choice of a backend follows from which of these are there, and with it the order of bytes
 within a block that is larger than those of the backend."""
@@ -56,6 +32,24 @@ _MEDIA = (
     "video_pruning_method",
 )
 """How images and the like become embeddings: vLLM hashes what was given, not what became of it."""
+_ENVIRONMENT = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_BATCH_INVARIANT",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_HUMMING_",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MLA_DISABLE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_PP_LAYER_PARTITION",
+    "VLLM_ROCM_",
+    "VLLM_SSM_CONV_STATE_LAYOUT",
+)
+"""How the names of variables begin of which no configuration tells: they choose the order of bytes
+within a block, how exactly it is computed, or that what is computed is no answer at all. (That of
+`VLLM_KV_CACHE_LAYOUT` is in the configuration by now.)"""
 
 
 def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None) -> dict[str, str]:
@@ -70,7 +64,7 @@ def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None
     return {
         "model": whole_name(str(model.model)),
         "model_config": _digest(configured),
-        "implementation": _stated(model, "model_impl", "model_class_overrides"),
+        "implementation": _implementation(model, vllm_config.load_config),
         "longest_prompt": str(model.max_model_len) if by_length else "any",
         "media": _media(model.multimodal_config),
         "adapters": _adapters(vllm_config.lora_config, model.dtype),
@@ -86,7 +80,8 @@ def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None
             "use_replayssm",
             "replayssm_buffer_len",
             "use_kda_recoverssm",
-        ),
+        )
+        + f",{vllm_config.mamba_config.backend.name}",
         "kv_layout": str(getattr(cache, "kv_cache_layout", None)),
         "block_tokens": str(cache.block_size),
         "chunk_blocks": str(blocks_per_chunk),
@@ -104,6 +99,8 @@ def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None
         ),
         "speculative": _speculative(vllm_config, weights),
         "attention": _attention(vllm_config.attention_config),
+        "environment": environment_of(os.environ),
+        "additional": _additional(vllm_config.additional_config),
         "platform": _platform(),
         "engine": f"vllm {vllm.__version__}",
     }
@@ -137,6 +134,27 @@ def _stated(config: Any, *names: str) -> str:
     return ",".join(str(getattr(config, name, None)) for name in names)
 
 
+def _implementation(model: Any, load: Any) -> str:
+    """Whose code computes the model; that which lies beside the weights may change without them."""
+    said = _stated(model, "model_impl", "model_class_overrides", "code_revision")
+    folder = folder_of(model, load) if model.trust_remote_code else None
+    return said if folder is None else f"{said} {fingerprint_folder(folder, ('*.py',))}"
+
+
+def environment_of(variables: Mapping[str, str]) -> str:
+    """What these say of how blocks are computed and laid out."""
+    said = [f"{name}={variables[name]}" for name in sorted(variables)]
+    return " ".join(each for each in said if each.startswith(_ENVIRONMENT)) or "default"
+
+
+def _additional(config: Any) -> str:
+    """What models and platforms read that is in no other configuration; as a digest, because
+    anything may stand there."""
+    if isinstance(config, Mapping):
+        return _digest(json.dumps(config, sort_keys=True, default=str)) if config else "none"
+    return str(config.compute_hash())
+
+
 def _media(config: Any) -> str:
     if config is None:
         return "none"
@@ -163,12 +181,13 @@ def _speculative(vllm_config: Any, weights: str | None) -> str:
     config = vllm_config.speculative_config
     if config is None:
         return "none"
-    said = f"{config.method} {whole_name(str(config.model))}"
+    how = _stated(config, "quantization", "kv_cache_dtype", "attention_backend")
+    said = f"{config.method} {whole_name(str(config.model))} {how}"
     draft, target = config.draft_model_config, vllm_config.model_config
     if draft is None or draft.model == target.model or weights:
         return said
     load = getattr(config, "draft_load_config", None) or vllm_config.load_config
-    return f"{said} {_weights_of(draft, load)}"
+    return f"{said} {weights_of(draft, load)}"
 
 
 def _attention(config: Any) -> str:
@@ -213,140 +232,3 @@ def check_hash(algorithm: str, *, persistent: bool) -> str | None:
             "content: use sha256_cbor to find all that is kept"
         )
     return None
-
-
-# -- weights ---------------------------------------------------------------------------------
-
-
-def fingerprint_weights(vllm_config: Any) -> str:
-    """A cheap fingerprint of the weights: other bytes under the same path give another one."""
-    return _weights_of(vllm_config.model_config, vllm_config.load_config)
-
-
-def _weights_of(model: Any, load: Any) -> str:
-    if str(load.load_format) == "dummy":
-        return f"dummy {model.seed}"
-    in_files = str(load.load_format) in _FROM_FILES
-    folder = _folder(model, load) if in_files else None
-    if folder is not None and _files(folder, _WEIGHTS):
-        return fingerprint_folder(folder, _MODEL) + _chosen(load)
-    if in_files and Path(model.model).is_file():
-        return _fingerprint([(Path(model.model), Path(model.model).stat().st_size)])
-    logger.warning(
-        "the weights of %s are not in files that could be read here, so that what is kept is for "
-        'this run only: give them a name in kv_connector_extra_config, "weights": "...", and '
-        "another one when they change",
-        model.model,
-    )
-    return f"unseen {os.urandom(16).hex()}"
-
-
-def _chosen(load: Any) -> str:
-    """Which of a folder's files are read, where that is said: several models may share it."""
-    extra = getattr(load, "model_loader_extra_config", None)
-    pattern = extra.get("pattern") if isinstance(extra, Mapping) else None
-    return "" if pattern is None else f" {pattern}"
-
-
-def _folder(model: Any, load: Any) -> Path | None:
-    folder = Path(model.model)
-    if folder.is_dir():
-        return folder
-    try:
-        from huggingface_hub import snapshot_download
-
-        found = snapshot_download(
-            model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
-        )
-    except (ImportError, OSError, ValueError):  # not there, or no name of the hub's
-        return None
-    return Path(found)
-
-
-def fingerprint_folder(folder: Path, patterns: Sequence[str] = _WEIGHTS) -> str:
-    """Every file of weights by name, size, header, and a piece of each tensor in it."""
-    return _fingerprint(_files(folder, patterns))
-
-
-def _fingerprint(files: Sequence[tuple[Path, int]]) -> str:
-    digest = hashlib.sha256()
-    for path, size in files:
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for piece in _pieces(file, size, path.suffix == ".safetensors"):
-                digest.update(piece)
-    return digest.hexdigest()[:32]
-
-
-def _files(folder: Path, patterns: Sequence[str]) -> list[tuple[Path, int]]:
-    found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
-    return [(path, path.stat().st_size) for path in found]
-
-
-def adapter_files(folder: Path) -> list[tuple[Path, int]]:
-    """The files of a LoRA adapter that are to be seen here, with their sizes."""
-    return _files(folder, _ADAPTER)
-
-
-def fingerprint_adapter(folder: Path) -> bytes:
-    """What stands in the keys for an adapter's files."""
-    return fingerprint_folder(folder, _ADAPTER).encode()
-
-
-class Adapters:
-    """What stands in the keys for the bytes of LoRA adapters, which vLLM's hashes leave out.
-
-    Each is read once, because requests wait for the answer. When files have changed since, or
-    cannot be read, nobody knows which of them the engine has loaded: nothing is kept from then on.
-    An adapter whose files are not to be seen is known in this process only.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[Path, tuple[object, bytes | None]] = {}
-        self._unseen = os.urandom(16)
-
-    def salt(self, folder: Path) -> bytes | None:
-        """The salt for a request with this adapter; None if nothing is to be kept of it."""
-        if folder in self._known and self._known[folder][1] is None:
-            return None
-        try:
-            stamp = [(path, size, path.stat().st_mtime_ns) for path, size in adapter_files(folder)]
-            if folder not in self._known:
-                salt = fingerprint_adapter(folder) if stamp else self._unseen
-                self._known[folder] = (stamp, salt)
-            changed = stamp != self._known[folder][0]
-        except OSError:
-            changed = True
-        if changed:
-            logger.warning(
-                "the adapter in %s has changed, or cannot be read: nothing is kept for it until "
-                "the engine is started again",
-                folder,
-            )
-            self._known[folder] = (None, None)
-        return self._known[folder][1]
-
-
-def _pieces(file: BinaryIO, size: int, safetensors: bool) -> Iterator[bytes]:
-    places = _tensor_places(file, size) if safetensors else None
-    if places is None:
-        step = max(_SAMPLE, size // 1024)
-        places = list(range(0, size, step))
-    for place in [*places, max(0, size - _SAMPLE)]:
-        file.seek(place)
-        yield file.read(_SAMPLE)
-
-
-def _tensor_places(file: BinaryIO, size: int) -> list[int] | None:
-    """Where to read a piece of every tensor; None if the header is not as it should be."""
-    file.seek(0)
-    length = int.from_bytes(file.read(8), "little")
-    if not 0 < length <= min(size, _HEADER_MAX):
-        return None
-    try:
-        header = json.loads(file.read(length))
-        spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-        # The middle: first rows are often padding or special tokens.
-        return [0, *sorted(8 + length + (int(a) + int(b)) // 2 for a, b in spans)]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.vllm.identity import adapter_files, fingerprint_adapter
 from kvtier.vllm.keys import Prompt
+from kvtier.vllm.weights import adapter_files, fingerprint_adapter
 
 _TOKEN_MAX = 1 << 31
 _FORM = '{"prompt": "text"}, {"messages": [{"role": "user", "content": "text"}]} or {"tokens": [1]}'

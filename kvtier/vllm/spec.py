@@ -22,12 +22,12 @@ from kvtier.stack import Stack
 from kvtier.types import BlockKey
 from kvtier.vllm import compat, errands
 from kvtier.vllm.guard import guarded
-from kvtier.vllm.identity import Adapters
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.metrics import Meter, definitions
 from kvtier.vllm.pace import prompt_tokens
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
 from kvtier.vllm.settings import read_namespace, read_stack
+from kvtier.vllm.weights import Adapters
 from kvtier.vllm.worker import Ended, RankWorker, blocks_of
 
 logger = logging.getLogger(__name__)

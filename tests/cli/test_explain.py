@@ -15,9 +15,9 @@ from kvtier import Stack
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.testing.records import payload
 from kvtier.types import Namespace, block_key
-from kvtier.vllm.identity import fingerprint_adapter
 from kvtier.vllm.keys import Prompt, chunk_keys
 from kvtier.vllm.prompts import read_prompts
+from kvtier.vllm.weights import fingerprint_adapter
 
 FACTS = {
     "model": "./model",

@@ -12,15 +12,16 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.vllm.identity import (
-    Adapters,
+    _additional,
     _attention,
+    _implementation,
     _speculative,
     check_hash,
     configuration_of,
-    fingerprint_folder,
-    fingerprint_weights,
+    environment_of,
     whole_name,
 )
+from kvtier.vllm.weights import Adapters, fingerprint_folder, fingerprint_weights
 
 
 def write_tensors(folder: Path, values: bytes, name: str = "model.safetensors") -> Path:
@@ -200,6 +201,7 @@ def test_the_weights_of_a_model_that_guesses_ahead_count(tmp_path: Path) -> None
     assert _speculative(target, None) == "none"
     target.speculative_config = SimpleNamespace(
         method="eagle",
+        kv_cache_dtype="fp8",
         model=draft.model_config.model,
         draft_model_config=draft.model_config,
         draft_load_config=None,
@@ -209,9 +211,9 @@ def test_the_weights_of_a_model_that_guesses_ahead_count(tmp_path: Path) -> None
     assert str(tmp_path / "draft") in before
     write_tensors(tmp_path / "draft", b"\x01" * 64)
     assert _speculative(target, None) != before
-    assert _speculative(target, "named") == f"eagle {tmp_path}/draft"
+    assert _speculative(target, "named") == f"eagle {tmp_path}/draft None,fp8,None"
     target.speculative_config.draft_model_config = target.model_config  # by n-grams, say
-    assert _speculative(target, None) == f"eagle {tmp_path}/draft"
+    assert _speculative(target, None) == f"eagle {tmp_path}/draft None,fp8,None"
 
 
 @pytest.mark.parametrize("model", ["s3://bucket/model", "nobody/has-this", "configs"])
@@ -254,3 +256,36 @@ def test_libraries_that_vllm_may_choose_for_attention_count(
     assert _attention(config) == "index=bf16", "as it was stored before, where there are none"
     installed["flashinfer-python"] = "0.6.1"
     assert _attention(config) == "index=bf16 flashinfer-python=0.6.1"
+
+
+def test_variables_that_change_what_stands_in_blocks_count() -> None:
+    assert environment_of({}) == "default"
+    assert environment_of({"VLLM_API_KEY": "secret", "HOME": "/", "VLLM_PORT": "1"}) == "default"
+    set_ = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS", "VLLM_BATCH_INVARIANT": "1", "VLLM_PORT": "1"}
+    said = "VLLM_BATCH_INVARIANT=1 VLLM_SSM_CONV_STATE_LAYOUT=DS"
+    assert environment_of(set_) == said
+    assert environment_of(dict(reversed(set_.items()))) == said
+    assert environment_of({"VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "1"}) != "default"
+
+
+def test_settings_that_models_and_platforms_read_themselves_count() -> None:
+    assert _additional({}) == "none"
+    one, other = {"gdn_prefill_backend": "triton", "key": "secret"}, {"gdn_prefill_backend": "auto"}
+    assert _additional(one) == _additional(dict(reversed(one.items()))) != _additional(other)
+    assert "secret" not in _additional(one)
+    assert _additional(SimpleNamespace(compute_hash=lambda: "abc")) == "abc"
+
+
+def test_code_that_lies_beside_the_weights_counts(tmp_path: Path) -> None:
+    load = engine(write_tensors(tmp_path, bytes(64))).load_config
+    (tmp_path / "modeling_own.py").write_text("SCALE = 1.0\n")
+
+    def said(**settings: object) -> str:
+        model = SimpleNamespace(model=str(tmp_path), **({"trust_remote_code": True} | settings))
+        return _implementation(model, load)
+
+    before, untrusted = said(), said(trust_remote_code=False)
+    assert said(code_revision="abc") != before == said()
+    (tmp_path / "modeling_own.py").write_text("SCALE = 2.0\n")
+    assert said() != before
+    assert said(trust_remote_code=False) == untrusted, "nobody runs it"

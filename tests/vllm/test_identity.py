@@ -14,7 +14,8 @@ from engines.adapter import make_adapter
 from engines.engine import EngineError
 from engines.world import World, prompt
 
-from kvtier.vllm.identity import facts_of, fingerprint_weights
+from kvtier.vllm.identity import facts_of
+from kvtier.vllm.weights import fingerprint_weights
 
 PROMPT = prompt(7, 1100)
 HIT = 1024
@@ -122,6 +123,20 @@ def test_what_adapters_spoil_is_not_kept(world: World, model: Callable[..., Path
         assert [engine.generate(prompts=[each])[0]["cached"] for each in asked] == [HIT, 0, 0]
         assert engine.generate_with(prompt=before, **named)["cached"] == HIT
         assert engine.facts()["mistakes"] == 0
+
+
+def test_states_that_the_environment_turns_round(world: World, model: Callable[..., Path]) -> None:
+    """Each engine finds its own, and no configuration of vLLM's tells them apart."""
+    options = {"dtype": "bfloat16", "stack": world.stack()}
+    turned = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
+    for environment in ({}, turned):
+        with world.engine(model("qwen3_next"), environment=environment, **options) as engine:
+            (first,) = engine.generate(prompts=[PROMPT])
+            assert first["cached"] == 0
+            engine.settle()
+            engine.forget_engine_cache()
+            (again,) = engine.generate(prompts=[PROMPT])
+            assert (again["tokens"], again["cached"] > 0) == (first["tokens"], True)
 
 
 def test_random_hashes_are_refused(world: World, model: Callable[..., Path]) -> None:

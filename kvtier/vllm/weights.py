@@ -1,0 +1,172 @@
+"""Fingerprints of weights and adapters: other bytes under the same name are another model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE = 1024
+_HEADER_MAX = 100 << 20
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_FROM_FILES = (
+    "auto",
+    "hf",
+    "safetensors",
+    "pt",
+    "npcache",
+    "mistral",
+    "gguf",
+    "bitsandbytes",
+    "fastsafetensors",
+    "instanttensor",
+    "runai_streamer",
+    "runai_streamer_sharded",
+    "sharded_state",
+)
+"""Ways to load weights that read the files of the model's own folder. Others take them from where
+their settings say, or from a server, and there may be a folder of that name all the same."""
+_MODEL = (*_WEIGHTS, "*processor_config.json")
+_ADAPTER = (*_WEIGHTS, "adapter_config.json")
+
+
+def fingerprint_weights(vllm_config: Any) -> str:
+    """A cheap fingerprint of an engine's weights."""
+    return weights_of(vllm_config.model_config, vllm_config.load_config)
+
+
+def weights_of(model: Any, load: Any) -> str:
+    """The same, of one model and how it is loaded."""
+    if str(load.load_format) == "dummy":
+        return f"dummy {model.seed}"
+    in_files = str(load.load_format) in _FROM_FILES
+    folder = folder_of(model, load) if in_files else None
+    if folder is not None and _files(folder, _WEIGHTS):
+        return fingerprint_folder(folder, _MODEL) + _chosen(load)
+    if in_files and Path(model.model).is_file():
+        return _fingerprint([(Path(model.model), Path(model.model).stat().st_size)])
+    logger.warning(
+        "the weights of %s are not in files that could be read here, so that what is kept is for "
+        'this run only: give them a name in kv_connector_extra_config, "weights": "...", and '
+        "another one when they change",
+        model.model,
+    )
+    return f"unseen {os.urandom(16).hex()}"
+
+
+def _chosen(load: Any) -> str:
+    """Which of a folder's files are read, where that is said: several models may share it."""
+    extra = getattr(load, "model_loader_extra_config", None)
+    pattern = extra.get("pattern") if isinstance(extra, Mapping) else None
+    return "" if pattern is None else f" {pattern}"
+
+
+def folder_of(model: Any, load: Any) -> Path | None:
+    """Where the files of a model are on this machine, if they are."""
+    folder = Path(model.model)
+    if folder.is_dir():
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+
+        found = snapshot_download(
+            model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
+        )
+    except (ImportError, OSError, ValueError):  # not there, or no name of the hub's
+        return None
+    return Path(found)
+
+
+def fingerprint_folder(folder: Path, patterns: Sequence[str] = _WEIGHTS) -> str:
+    """Every file of weights by name, size, header, and a piece of each tensor in it."""
+    return _fingerprint(_files(folder, patterns))
+
+
+def _fingerprint(files: Sequence[tuple[Path, int]]) -> str:
+    digest = hashlib.sha256()
+    for path, size in files:
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for piece in _pieces(file, size, path.suffix == ".safetensors"):
+                digest.update(piece)
+    return digest.hexdigest()[:32]
+
+
+def _files(folder: Path, patterns: Sequence[str]) -> list[tuple[Path, int]]:
+    found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    return [(path, path.stat().st_size) for path in found]
+
+
+def adapter_files(folder: Path) -> list[tuple[Path, int]]:
+    """The files of a LoRA adapter that are to be seen here, with their sizes."""
+    return _files(folder, _ADAPTER)
+
+
+def fingerprint_adapter(folder: Path) -> bytes:
+    """What stands in the keys for an adapter's files."""
+    return fingerprint_folder(folder, _ADAPTER).encode()
+
+
+class Adapters:
+    """What stands in the keys for the bytes of LoRA adapters, which vLLM's hashes leave out.
+
+    Each is read once, because requests wait for the answer. When files have changed since, or
+    cannot be read, nobody knows which of them the engine has loaded: nothing is kept from then on.
+    An adapter whose files are not to be seen is known in this process only.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[object, bytes | None]] = {}
+        self._unseen = os.urandom(16)
+
+    def salt(self, folder: Path) -> bytes | None:
+        """The salt for a request with this adapter; None if nothing is to be kept of it."""
+        if folder in self._known and self._known[folder][1] is None:
+            return None
+        try:
+            stamp = [(path, size, path.stat().st_mtime_ns) for path, size in adapter_files(folder)]
+            if folder not in self._known:
+                salt = fingerprint_adapter(folder) if stamp else self._unseen
+                self._known[folder] = (stamp, salt)
+            changed = stamp != self._known[folder][0]
+        except OSError:
+            changed = True
+        if changed:
+            logger.warning(
+                "the adapter in %s has changed, or cannot be read: nothing is kept for it until "
+                "the engine is started again",
+                folder,
+            )
+            self._known[folder] = (None, None)
+        return self._known[folder][1]
+
+
+def _pieces(file: BinaryIO, size: int, safetensors: bool) -> Iterator[bytes]:
+    places = _tensor_places(file, size) if safetensors else None
+    if places is None:
+        step = max(_SAMPLE, size // 1024)
+        places = list(range(0, size, step))
+    for place in [*places, max(0, size - _SAMPLE)]:
+        file.seek(place)
+        yield file.read(_SAMPLE)
+
+
+def _tensor_places(file: BinaryIO, size: int) -> list[int] | None:
+    """Where to read a piece of every tensor; None if the header is not as it should be."""
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length <= min(size, _HEADER_MAX):
+        return None
+    try:
+        header = json.loads(file.read(length))
+        spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+        # The middle: first rows are often padding or special tokens.
+        return [0, *sorted(8 + length + (int(a) + int(b)) // 2 for a, b in spans)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
