@@ -1,5 +1,5 @@
 """Everything here that is private to vLLM or differs between its versions; nothing else may be,
-but for its worker (errands.py).
+but for its worker (errands.py) and what it does before it reads its settings (plugin.py).
 
 Supported are 0.31, 0.32 (the reference) and 0.33.
 """
@@ -217,6 +217,14 @@ def returns_experts(vllm_config: Any) -> bool:
     """Whether answers tell by which experts each token was computed. Nobody knows that of blocks
     that were loaded, and the engine would end."""
     return bool(vllm_config.aux_output_config.enabled)
+
+
+def awaits_embeddings(vllm_config: Any) -> bool:
+    """Whether clients may send embeddings, and leave them out: with another connector beside ours
+    that may be meant so; else plugin.py was not run."""
+    media, embeddings = vllm_config.model_config.multimodal_config, vllm_config.ec_transfer_config
+    elsewhere = embeddings is not None and embeddings.is_ec_consumer
+    return media is not None and media.allow_missing_mm_embeddings and not elsewhere
 
 
 def blurs_adapters(vllm_config: Any) -> bool:

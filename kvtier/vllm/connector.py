@@ -117,6 +117,11 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 "answers tell by which experts each token was computed, which nobody knows of what "
                 "was loaded: nothing that is kept is used here (--enable-return-routed-experts)"
             )
+        if compat.awaits_embeddings(vllm_config):
+            logger.warning(
+                "clients may send embeddings in place of images, and a request that leaves them "
+                "out ends the engine: see docs/VLLM.md, Embeddings from clients"
+            )
         payloads, blocks, parts = compat.chunk_sizes(vllm_config, kv_cache_config)
         facts = identity.facts_of(vllm_config, blocks, extra.get("weights"))
         namespace = Namespace(facts=facts, group_bytes=payloads, parts=parts)

@@ -415,7 +415,12 @@ def _adapter(named: tuple[str, int, str] | None) -> Any:
 
 
 def _seen(extra: dict[str, Any]) -> dict[str, Any]:
-    """What a prompt carries, with an image of noise where a number stands for one."""
+    """What a prompt carries, with an image of noise where a number stands for one; or with what a
+    model has made of an image elsewhere, so many tokens of such a width."""
+    if "embeddings" in extra:
+        import torch
+
+        return {"multi_modal_data": {"image": torch.zeros(1, *extra["embeddings"])}}
     if "image" not in extra:
         return extra
     from PIL import Image

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engines.engine import Engine
+import pytest
+from engines.engine import Engine, EngineError
 from engines.world import World, prompt
 
 TEXT = prompt(61, 1100)
@@ -47,3 +48,20 @@ def test_each_image_has_its_own_blocks(world: World, model: Callable[..., Path])
         with world.engine(folder, stack=world.stack(), **uncached) as engine:
             assert look(engine, image) == cold[image]
             engine.settle()
+
+
+def test_clients_may_send_no_more_than_without_a_stack(
+    world: World, model: Callable[..., Path]
+) -> None:
+    """vLLM takes embeddings in place of images from everybody if a connector may bring them, and
+    ends with a request that leaves them out."""
+    with world.engine(model("blip2"), stack=world.stack()) as engine:
+        with pytest.raises(EngineError, match="--enable-mm-embeds"):
+            engine.generate(prompts=[TEXT], more=[{"embeddings": [8, 256]}])
+        assert look(engine, 1)["cached"] == 0
+        assert "ends the engine" not in engine.log.read_text()
+    with world.engine(model("blip2"), stack=world.stack(), enable_mm_embeds=True) as engine:
+        assert engine.generate(prompts=[TEXT], more=[{"embeddings": [8, 256]}])[0]["tokens"]
+    others = {"VLLM_PLUGINS": "somebody's"}
+    with world.engine(model("blip2"), stack=world.stack(), environment=others) as engine:
+        assert "a request that leaves them out ends the engine" in engine.log.read_text()

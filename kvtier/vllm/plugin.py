@@ -1,0 +1,39 @@
+"""What vLLM runs in each of its processes before it reads its settings (`vllm.general_plugins`).
+
+vLLM believes of every connector that loads blocks that they may be of images that were seen
+elsewhere: all clients may send embeddings in place of images then, and leave them out. Nobody
+brings such blocks here, and one request like that ends the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+OURS = "KVTierConnector"
+
+
+def load() -> None:
+    """Let clients of an engine with our connector send what they may send to one without."""
+    from vllm.config import VllmConfig
+
+    resolve = getattr(VllmConfig, "_resolve_mm_embedding_inputs", None)
+    if resolve is None or hasattr(resolve, "__wrapped__"):
+        return
+
+    @functools.wraps(resolve)
+    def resolve_as_without_us(config: Any) -> None:
+        if not brings_no_embeddings(config):
+            resolve(config)
+
+    VllmConfig._resolve_mm_embedding_inputs = resolve_as_without_us
+
+
+def brings_no_embeddings(config: Any) -> bool:
+    """Whether ours is the only connector of this engine."""
+    blocks, embeddings = config.kv_transfer_config, config.ec_transfer_config
+    return (
+        blocks is not None
+        and blocks.kv_connector == OURS
+        and not (embeddings is not None and embeddings.is_ec_consumer)
+    )
