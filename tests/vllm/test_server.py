@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 from engines.world import World, flip
@@ -120,6 +122,45 @@ def check_sleep(server: Server, name: str, text: str) -> None:
     found = hits + len(TEXT) // 256 * 256
     tells(server, "vllm:external_prefix_cache_hits_total", found)
     assert server.metric("kvtier:mistakes_total") == 0
+
+
+REMOTE = {"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": "x"}
+STRANGE: list[dict[str, Any]] = [
+    *({"vllm_xargs": {"kv_transfer_params": each}} for each in ("text", [1, 2], 5)),
+    {"kv_transfer_params": REMOTE},
+    {"kv_transfer_params": REMOTE, "max_tokens": 100_000, "request_id": "refused"},
+    {"kv_transfer_params": {"do_remote_decode": True}},
+    {"kv_transfer_params": {"kv_load_tiers": [{"medium": ["x"]}, {"locality": {}}, 5]}},
+    {"kv_transfer_params": {"max_load_tokens": 1.5, "max_offload_tokens": "many"}},
+    {"kv_transfer_params": {"max_load_tokens": 1 << 63, "max_offload_tokens": -1}},
+    {"kv_transfer_params": {"max_load_tokens": 3, "max_offload_tokens": 7}},
+    {"cache_salt": "@"},
+    {"priority": -(1 << 62)},
+    {"prompt": [[1, 2, 3], [4]]},
+]
+
+
+def test_whatever_clients_send_does_no_harm(world: World, model: Callable[..., Path]) -> None:
+    """A connector has ears for more than a server without one; the same name comes many times."""
+    serving = Serving(world, model("llama"))
+    asked = {"model": serving.model, "prompt": TEXT, "max_tokens": 4, "temperature": 0}
+
+    def send(server: Server, more: dict[str, Any]) -> int:
+        try:
+            server.post("/v1/completions", asked | more)
+        except HTTPError as error:
+            return error.code
+        return 200
+
+    with serving.start() as server, ThreadPoolExecutor(8) as threads:
+        text = serving.ask(server)
+        for more in STRANGE:
+            codes = set(threads.map(send, [server] * 8, [more] * 8))
+            assert len(codes) == 1
+            assert codes <= {200, 400, 500}, more
+            server.forget_engine_cache()
+            assert serving.ask(server) == text, more
+        assert server.metric("kvtier:mistakes_total") == 0
 
 
 def test_two_data_parallel_ranks_share_a_folder(world: World, model: Callable[..., Path]) -> None:
