@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -205,8 +206,6 @@ def prefills_whole_only(vllm_config: Any) -> bool:
     plain MLA for CPUs does not look at the tokens before. vLLM turns its own prefix cache and
     chunked prefill off for both.
     """
-    from vllm.platforms import current_platform
-
     model = vllm_config.model_config
     chunked = vllm_config.scheduler_config.enable_chunked_prefill
     blind = bool(current_platform.is_cpu() and model.use_mla and not chunked)
@@ -217,6 +216,15 @@ def returns_experts(vllm_config: Any) -> bool:
     """Whether answers tell by which experts each token was computed. Nobody knows that of blocks
     that were loaded, and the engine would end."""
     return bool(vllm_config.aux_output_config.enabled)
+
+
+def overflows(vllm_config: Any) -> bool:
+    """Whether blocks are written beyond their ends: vLLM's operators for CPUs write as wide as they
+    compute, whatever was said of the KV cache."""
+    narrow = vllm_config.cache_config.cache_dtype in ("float16", "bfloat16")
+    return bool(
+        current_platform.is_cpu() and narrow and vllm_config.model_config.dtype.itemsize > 2
+    )
 
 
 def awaits_embeddings(vllm_config: Any) -> bool:
@@ -230,8 +238,6 @@ def awaits_embeddings(vllm_config: Any) -> bool:
 def blurs_adapters(vllm_config: Any) -> bool:
     """Whether requests without a LoRA adapter are computed with that of others in the same step:
     vLLM's operators for CPUs take the last of all adapters for none."""
-    from vllm.platforms import current_platform
-
     return bool(current_platform.is_cpu() and vllm_config.lora_config is not None)
 
 

@@ -59,7 +59,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
             transfer.kv_load_failure_policy = "recompute"  # a request does not end with its load
         ranks = vllm_config.parallel_config
         check_ranks(ranks.distributed_executor_backend, ranks.world_size, ranks.nnodes_within_dp)
-        check_caches(getattr(vllm_config.attention_config, "hisparse_config", None))
+        hisparse = getattr(vllm_config.attention_config, "hisparse_config", None)
+        check_caches(hisparse, compat.overflows(vllm_config))
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         extra.update(_OURS)
         for name, instead in _IGNORED.items():

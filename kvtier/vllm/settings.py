@@ -66,8 +66,15 @@ def check_ranks(executor: object, ranks: int, machines: int) -> None:
         )
 
 
-def check_caches(hisparse: object) -> None:
+def check_caches(hisparse: object, overflows: bool) -> None:
     """Raise ConfigError where blocks of the engine's are not where its tensors say."""
+    if overflows:
+        raise ConfigError(
+            "--kv-cache-dtype",
+            "on a CPU a model in 32 bits writes 32 bits all the same, so that each block lies "
+            "across others, and the last ones beyond the KV cache's end",
+            "leave it out, or take --dtype bfloat16",
+        )
     if hisparse is not None:
         raise ConfigError(
             "attention_config.hisparse_config",

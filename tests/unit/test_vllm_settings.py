@@ -72,9 +72,11 @@ def test_ranks_that_have_no_scheduler_or_no_memory_in_common_are_refused() -> No
 
 
 def test_caches_that_are_not_on_the_device_are_refused() -> None:
-    check_caches(None)
+    check_caches(None, overflows=False)
     with pytest.raises(ConfigError, match="HiSparse"):
-        check_caches(object())
+        check_caches(object(), overflows=False)
+    with pytest.raises(ConfigError, match="--kv-cache-dtype"):
+        check_caches(None, overflows=True)
 
 
 def test_what_should_be_a_number_is_named() -> None:

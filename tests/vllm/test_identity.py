@@ -144,6 +144,18 @@ def test_random_hashes_are_refused(world: World, model: Callable[..., Path]) -> 
         world.engine(model("llama"), stack=world.stack(), prefix_caching_hash_algo="xxhash")
 
 
+def test_a_cache_that_is_too_narrow_is_refused(world: World, model: Callable[..., Path]) -> None:
+    """vLLM takes it, and writes its blocks across each other; as wide as the model it is served."""
+    with pytest.raises(EngineError, match="--kv-cache-dtype"):
+        world.engine(model("llama"), stack=world.stack(), kv_cache_dtype="bfloat16")
+    options = {"dtype": "bfloat16", "kv_cache_dtype": "float16", "stack": world.stack()}
+    with world.engine(model("llama"), **options) as engine:
+        (first,) = engine.generate(prompts=[PROMPT])
+        engine.settle()
+        engine.forget_engine_cache()
+        assert engine.generate(prompts=[PROMPT]) == [{**first, "cached": HIT}]
+
+
 def test_an_unknown_version_is_refused(world: World, model: Callable[..., Path]) -> None:
     with pytest.raises(EngineError, match=r"works with vLLM 0.31 to 0.33, and 0.34.0 is installed"):
         world.engine(model("llama"), stack=world.stack(), pretend="0.34.0")
