@@ -21,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -199,64 +198,12 @@ def prompt_ends(connector: Any, request: Any) -> Mapping[bytes, int]:
     return positions(connector.connector_scheduler._req_status[request.request_id].req_context)
 
 
-def prefills_whole_only(vllm_config: Any) -> bool:
-    """Whether the engine cannot compute a prompt from its middle on.
-
-    Models that pool over all tokens of a prompt, or its first, need all of them in one step; vLLM's
-    plain MLA for CPUs does not look at the tokens before. vLLM turns its own prefix cache and
-    chunked prefill off for both.
-    """
-    model = vllm_config.model_config
-    chunked = vllm_config.scheduler_config.enable_chunked_prefill
-    blind = bool(current_platform.is_cpu() and model.use_mla and not chunked)
-    return blind or not model.is_chunked_prefill_supported
-
-
-def returns_experts(vllm_config: Any) -> bool:
-    """Whether answers tell by which experts each token was computed. Nobody knows that of blocks
-    that were loaded, and the engine would end."""
-    return bool(vllm_config.aux_output_config.enabled)
-
-
-def overflows(vllm_config: Any) -> bool:
-    """Whether blocks are written beyond their ends: vLLM's operators for CPUs write as wide as they
-    compute, whatever was said of the KV cache."""
-    narrow = vllm_config.cache_config.cache_dtype in ("float16", "bfloat16")
-    return bool(
-        current_platform.is_cpu() and narrow and vllm_config.model_config.dtype.itemsize > 2
-    )
-
-
-def awaits_embeddings(vllm_config: Any) -> bool:
-    """Whether clients may send embeddings, and leave them out: with another connector beside ours
-    that may be meant so; else plugin.py was not run."""
-    media, embeddings = vllm_config.model_config.multimodal_config, vllm_config.ec_transfer_config
-    elsewhere = embeddings is not None and embeddings.is_ec_consumer
-    return media is not None and media.allow_missing_mm_embeddings and not elsewhere
-
-
-def blurs_adapters(vllm_config: Any) -> bool:
-    """Whether requests without a LoRA adapter are computed with that of others in the same step:
-    vLLM's operators for CPUs take the last of all adapters for none."""
-    return bool(current_platform.is_cpu() and vllm_config.lora_config is not None)
-
-
 def blurred(connector: Any, scheduled: Any) -> list[str]:
     """All requests without an adapter, if this step computes such beside others with one."""
     statuses = connector.connector_scheduler._req_status
     bare = {name for name, status in statuses.items() if status.req.lora_request is None}
     now = statuses.keys() & scheduled.num_scheduled_tokens.keys()
     return sorted(bare) if now & bare and now - bare else []
-
-
-def numbers_media(vllm_config: Any) -> bool:
-    """Whether vLLM names images and the like by counting them, which says nothing of what they are.
-
-    It does so where neither of its own caches needs to know them again.
-    """
-    media = vllm_config.model_config.multimodal_config
-    caches = vllm_config.cache_config.enable_prefix_caching
-    return media is not None and not media.mm_processor_cache_gb and not caches
 
 
 def load_limit(connector: Any, request: Any, computed: int) -> int:
@@ -279,11 +226,24 @@ def without_hits(connector: Any, request: Any, computed: int) -> tuple[int | Non
     return answer
 
 
-def keep_whole_chunks_only(connector: Any) -> None:
+def mend_groups(connector: Any) -> None:
     """Leave out what vLLM keeps of a hybrid model's prompt behind its last whole chunk: it is never
-    found here, and a request whose `max_offload_tokens` end before it would end the engine."""
+    found here, and a request whose `max_offload_tokens` end before it would end the engine. And ask
+    of a window for the tokens before the next one alone: with that itself vLLM may want a chunk
+    more than it keeps."""
     scheduler = connector.connector_scheduler
-    scheduler.config = scheduler.config._replace(supports_partial_tail=False)
+    groups = tuple(_without_next(group) for group in scheduler.config.kv_group_configs)
+    scheduler.config = scheduler.config._replace(
+        supports_partial_tail=False, kv_group_configs=groups
+    )
+
+
+def _without_next(group: Any) -> Any:
+    spec = group.kv_cache_spec
+    if "SlidingWindow" not in type(spec).__name__:
+        return group
+    before = max(1, spec.sliding_window - 1 + spec.extra_retained_tokens)
+    return group._replace(sliding_window_size_in_chunks=-(-before // group.tokens_per_chunk))
 
 
 @contextlib.contextmanager

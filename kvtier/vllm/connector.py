@@ -17,7 +17,7 @@ import vllm
 from kvtier.config import StackConfig
 from kvtier.core.settings import Persistence
 from kvtier.types import Namespace
-from kvtier.vllm import above, compat, errands, identity, metrics
+from kvtier.vllm import above, compat, errands, identity, limits, metrics
 from kvtier.vllm.settings import (
     check_caches,
     check_ranks,
@@ -60,7 +60,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         ranks = vllm_config.parallel_config
         check_ranks(ranks.distributed_executor_backend, ranks.world_size, ranks.nnodes_within_dp)
         hisparse = getattr(vllm_config.attention_config, "hisparse_config", None)
-        check_caches(hisparse, compat.overflows(vllm_config))
+        check_caches(hisparse, limits.overflows(vllm_config))
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         extra.update(_OURS)
         for name, instead in _IGNORED.items():
@@ -68,11 +68,11 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 logger.warning("%s is ignored: %s", name, instead)
         stack = read_stack(extra)
         _set_chunk(extra, stack, vllm_config, kv_cache_config)
-        self._without_hits = compat.prefills_whole_only(vllm_config) or compat.returns_experts(
+        self._without_hits = limits.prefills_whole_only(vllm_config) or limits.returns_experts(
             vllm_config
         )
-        self._numbers_media = compat.numbers_media(vllm_config)
-        self._blurs_adapters = compat.blurs_adapters(vllm_config)
+        self._numbers_media = limits.numbers_media(vllm_config)
+        self._blurs_adapters = limits.blurs_adapters(vllm_config)
         self._blurred = False
         self._block_tokens = compat.block_tokens(vllm_config, kv_cache_config)
         self._pool: Any = None
@@ -87,7 +87,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 self.connector_worker.spec, vllm_config, kv_cache_config
             )
         if self.connector_scheduler is not None:
-            compat.keep_whole_chunks_only(self)
+            compat.mend_groups(self)
             self._manager.keep(compat.group_shapes(self), partial(compat.with_holes, self))
 
     @staticmethod
@@ -107,18 +107,18 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
         if warning := identity.check_hash(algorithm, persistent=persistent):
             logger.warning("%s", warning)
-        if compat.prefills_whole_only(vllm_config):
+        if limits.prefills_whole_only(vllm_config):
             logger.warning(
                 "prompts are computed as a whole only, because this model pools over all tokens, "
                 "or vLLM's MLA for this CPU (without AMX) cannot do else: nothing that is kept can "
                 "be used here"
             )
-        if compat.returns_experts(vllm_config):
+        if limits.returns_experts(vllm_config):
             logger.warning(
                 "answers tell by which experts each token was computed, which nobody knows of what "
                 "was loaded: nothing that is kept is used here (--enable-return-routed-experts)"
             )
-        if compat.awaits_embeddings(vllm_config):
+        if limits.awaits_embeddings(vllm_config):
             logger.warning(
                 "clients may send embeddings in place of images, and a request that leaves them "
                 "out ends the engine: see docs/VLLM.md, Embeddings from clients"

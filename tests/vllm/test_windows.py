@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace as Made
@@ -30,6 +32,26 @@ def test_a_chunk_is_no_longer_than_a_window(world: World, model: Callable[..., P
         assert engine.generate(prompts=[asked]) == [cold | {"cached": 1920}]
         warning = "blocks_per_chunk is ignored: of this model, 4 is the most"
         assert warning in engine.log.read_text(), "of 32 tokens, the least on a CPU"
+
+
+def test_a_window_that_is_longer_than_chunks_by_a_token(
+    world: World, model: Callable[..., Path]
+) -> None:
+    """As Cohere's are, whose layers see 4096 tokens before the one that looks."""
+    folder = world.folder / "model"
+    shutil.copytree(model("gemma3"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 257}))
+    asked = prompt(54, 2600)
+    options = {"max_num_batched_tokens": 500, "max_num_seqs": 4}
+    with world.engine(folder, **options) as plain:
+        (cold,) = plain.generate(prompts=[asked])
+    with world.engine(folder, stack=world.stack(), **options) as engine:
+        assert engine.generate(prompts=[asked]) == [cold]
+        engine.settle()
+        engine.forget_engine_cache()
+        assert engine.generate(prompts=[asked]) == [cold | {"cached": 2560}]
+        assert engine.facts()["mistakes"] == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""What an engine cannot do as it is configured, for reasons of vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.platforms import current_platform
+
+
+def prefills_whole_only(vllm_config: Any) -> bool:
+    """Whether the engine cannot compute a prompt from its middle on.
+
+    Models that pool over all tokens of a prompt, or its first, need all of them in one step; vLLM's
+    plain MLA for CPUs does not look at the tokens before. vLLM turns its own prefix cache and
+    chunked prefill off for both.
+    """
+    model = vllm_config.model_config
+    chunked = vllm_config.scheduler_config.enable_chunked_prefill
+    blind = bool(current_platform.is_cpu() and model.use_mla and not chunked)
+    return blind or not model.is_chunked_prefill_supported
+
+
+def returns_experts(vllm_config: Any) -> bool:
+    """Whether answers tell by which experts each token was computed. Nobody knows that of blocks
+    that were loaded, and the engine would end."""
+    return bool(vllm_config.aux_output_config.enabled)
+
+
+def overflows(vllm_config: Any) -> bool:
+    """Whether blocks are written beyond their ends: vLLM's operators for CPUs write as wide as they
+    compute, whatever was said of the KV cache."""
+    narrow = vllm_config.cache_config.cache_dtype in ("float16", "bfloat16")
+    return bool(
+        current_platform.is_cpu() and narrow and vllm_config.model_config.dtype.itemsize > 2
+    )
+
+
+def awaits_embeddings(vllm_config: Any) -> bool:
+    """Whether clients may send embeddings, and leave them out: with another connector beside ours
+    that may be meant so; else plugin.py was not run."""
+    media, embeddings = vllm_config.model_config.multimodal_config, vllm_config.ec_transfer_config
+    elsewhere = embeddings is not None and embeddings.is_ec_consumer
+    return media is not None and media.allow_missing_mm_embeddings and not elsewhere
+
+
+def blurs_adapters(vllm_config: Any) -> bool:
+    """Whether requests without a LoRA adapter are computed with that of others in the same step:
+    vLLM's operators for CPUs take the last of all adapters for none."""
+    return bool(current_platform.is_cpu() and vllm_config.lora_config is not None)
+
+
+def numbers_media(vllm_config: Any) -> bool:
+    """Whether vLLM names images and the like by counting them, which says nothing of what they are.
+
+    It does so where neither of its own caches needs to know them again.
+    """
+    media = vllm_config.model_config.multimodal_config
+    caches = vllm_config.cache_config.enable_prefix_caching
+    return media is not None and not media.mm_processor_cache_gb and not caches
