@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -244,6 +245,18 @@ def _without_next(group: Any) -> Any:
         return group
     before = max(1, spec.sliding_window - 1 + spec.extra_retained_tokens)
     return group._replace(sliding_window_size_in_chunks=-(-before // group.tokens_per_chunk))
+
+
+def loses_decoded(connector: Any) -> int | None:
+    """Where what is decoded is kept, and windows or states at the end of prompts alone, without
+    which it is not found: the tokens of which the distance of more of them must be a multiple."""
+    config = connector.connector_scheduler.config
+    groups = config.kv_group_configs
+    kinds = {type(group.kv_cache_spec).__name__ for group in groups}
+    sparse = any("SlidingWindow" in kind or "Mamba" in kind for kind in kinds)
+    if config.offload_prompt_only or config.retention_interval != 0 or not sparse:
+        return None
+    return math.lcm(*(group.tokens_per_chunk for group in groups))
 
 
 @contextlib.contextmanager

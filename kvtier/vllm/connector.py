@@ -88,6 +88,13 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
             )
         if self.connector_scheduler is not None:
             compat.mend_groups(self)
+            if (unit := compat.loses_decoded(self)) is not None:
+                logger.warning(
+                    "what is decoded is kept, but not found again: this model's windows or states "
+                    "are kept at the end of prompts alone. Let vLLM keep more of them, with "
+                    "--prefix-cache-retention-interval, a multiple of %d tokens",
+                    unit,
+                )
             self._manager.keep(compat.group_shapes(self), partial(compat.with_holes, self))
 
     @staticmethod

@@ -54,6 +54,28 @@ def test_a_window_that_is_longer_than_chunks_by_a_token(
         assert engine.facts()["mistakes"] == 0
 
 
+@pytest.mark.parametrize(("interval", "known"), [(0, 384), (256, 768)])
+def test_what_was_decoded_is_found_where_windows_are_kept(
+    world: World, model: Callable[..., Path], interval: int, known: int
+) -> None:
+    """If asked for: at the end of prompts alone, as vLLM comes, or every 256 tokens."""
+    asked = prompt(56, 500)
+    transfer = connector(world.stack())
+    transfer["kv_connector_extra_config"]["offload_prompt_only"] = False
+    with world.engine(model("gpt_oss")) as plain:
+        (said,) = plain.generate(prompts=[asked], tokens=300)
+        turn = asked + said["tokens"] + prompt(57, 100)
+        (expected,) = plain.generate(prompts=[turn])
+    options = {"prefix_cache_retention_interval": interval}
+    with world.engine(model("gpt_oss"), transfer=transfer, **options) as engine:
+        assert engine.generate(prompts=[asked], tokens=300) == [said]
+        engine.forget_engine_cache()
+        found = engine.generate(prompts=[turn])
+        assert found == [{"tokens": expected["tokens"], "cached": known}]
+        warning = "--prefix-cache-retention-interval, a multiple of 128 tokens"
+        assert (warning in engine.log.read_text()) is (interval == 0)
+
+
 @pytest.mark.parametrize(
     ("family", "dtype", "chunk"),
     [("llama", "float32", 256), ("gpt_oss", "float32", 128), ("qwen3_next", "bfloat16", None)],
