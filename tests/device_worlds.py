@@ -67,12 +67,12 @@ def worlds(draw: Any) -> World:
     for _ in range(draw(st.integers(1, 3))):
         used = draw(st.lists(st.integers(0, len(tensors) - 1), min_size=1, unique=True))
         padding = draw(st.booleans())
-        groups.append(
-            tuple(
-                PageRef(index, max(1, tensors[index].page_bytes - (padding and unit // 2)))
-                for index in sorted(used)
-            )
+        refs = tuple(
+            PageRef(index, max(1, tensors[index].page_bytes - (padding and unit // 2)))
+            for index in sorted(used)
         )
+        # As of a rank whose neighbours in a pipeline hold more layers.
+        groups.append(refs + refs[-1:] * draw(st.sampled_from([0, 0, 0, 2])))
     parts = draw(st.integers(1, 3))
     layout = DeviceLayout(
         tuple(tensors),

@@ -136,7 +136,7 @@ class Engine:
         assert len(taken) == len(keys)
         ids = np.arange(first, first + len(keys))
         for rank in self.ranks:
-            random = np.random.default_rng(abs(hash((keys[0], rank.worker._layout.part))))
+            random = np.random.default_rng(abs(hash((keys[0], rank.worker._part))))
             rank.pages[:, ids] = random.integers(0, 256, (LAYERS, len(keys), PAGE), np.uint8)
         for index, key in enumerate(keys):
             self.contents[key] = [rank.pages[:, ids[index]].tobytes() for rank in self.ranks]

@@ -122,6 +122,19 @@ class DeviceLayout(msgspec.Struct, frozen=True, dict=True):
         """The payload of a whole record by group: what the namespace has to state."""
         return tuple(size * self.parts for size in self.part_bytes)
 
+    def widened(self, group_bytes: Sequence[int]) -> Self:
+        """This layout with records as long as they are for a rank that holds more layers.
+
+        The last reference of a group stands in it as often as that takes: its pages are copied out,
+        and back, more than once. Where no number of them does, the layout stays another one.
+        """
+        groups = []
+        for refs, stated in zip(self.groups, group_bytes, strict=True):
+            page = stated // (self.parts * self.blocks_per_chunk)
+            missing = page - sum(ref.page_bytes for ref in refs)
+            groups.append(refs + refs[-1:] * max(0, missing // refs[-1].page_bytes))
+        return msgspec.structs.replace(self, groups=tuple(groups))
+
     def check(self, namespace: Namespace) -> None:
         """Raise ValueError unless the namespace states this geometry, group by group."""
         sizes = namespace.group_bytes

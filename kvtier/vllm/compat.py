@@ -1,5 +1,6 @@
 """Everything here that is private to vLLM or differs between its versions; nothing else may be,
-but for its worker (errands.py) and what it does before it reads its settings (plugin.py).
+but for its worker (errands.py), what it does before it reads its settings (plugin.py), what an
+engine cannot do (limits.py) and how layers are shared out (pipeline.py).
 
 Supported are 0.31, 0.32 (the reference) and 0.33.
 """
@@ -40,6 +41,7 @@ from vllm.v1.kv_offload.base import (
 
 from kvtier.core.offers import Shape
 from kvtier.types import BlockKey, group_of
+from kvtier.vllm.pipeline import most_layers
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -124,21 +126,22 @@ def _layer_specs(kv_cache_config: Any) -> Iterator[Any]:
 def chunk_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[tuple[int, ...], int, int]:
     """The payload of a chunk of every cache group, all ranks together; its blocks; its parts.
 
-    Groups that are not offloaded have no chunks: they are given the largest size, which no block
-    will ever have.
+    Groups that are not offloaded, or of which the first rank has no layer, have no chunks: they are
+    given the largest size, which no block will ever have.
     """
     config = build_offloading_config(vllm_config, kv_cache_config)
     blocks: int = config.cache.blocks_per_chunk
     parts = 1 if ranks_alike(config) else config.parallel.world_size
     scale = blocks * parts
+    groups = kv_cache_config.kv_cache_groups
+    layers = most_layers(vllm_config, groups)
     sizes = {
-        group.group_id: scale
-        * page_bytes(kv_cache_config, kv_cache_config.kv_cache_groups[group.group_id])
-        for group in config.groups
+        at: scale * page_bytes(kv_cache_config, groups[at]) * layers[at] // len(names)
+        for at in (group.group_id for group in config.groups)
+        if (names := groups[at].layer_names)
     }
     largest = max(sizes.values())
-    count = len(kv_cache_config.kv_cache_groups)
-    return tuple(sizes.get(group, largest) for group in range(count)), blocks, parts
+    return tuple(sizes.get(at, largest) for at in range(len(groups))), blocks, parts
 
 
 def ranks_alike(config: Any) -> bool:

@@ -47,7 +47,7 @@ class RankWorker:
     """Copies for one rank. Called from vLLM's worker thread only; the copier has its own.
 
     Where all ranks hold the same (`alike`), records have one part: the first writes
-    it, and all read it.
+    it, and all read it. Where each holds layers of its own (`staged`), some may hold more.
     """
 
     def __init__(
@@ -59,13 +59,16 @@ class RankWorker:
         rank: int,
         ranks: int,
         alike: bool = False,
+        staged: bool = False,
         gds: Gds = Gds.OFF,
         folders: Sequence[Path] = (),
         open_copier: OpenCopier | None = None,
     ) -> None:
         part, parts = (0, 1) if alike else (rank, ranks)
-        self._layout = DeviceLayout.of_caches(caches, blocks_per_chunk, part, parts, group_ids)
+        self._caches, self._part, self._parts = caches, part, parts
+        self._per_chunk = blocks_per_chunk
         self._writes = rank == 0 or not alike
+        self._staged = staged
         self._group_ids = list(group_ids)
         self._open_copier = open_copier or device_of(caches, gds, folders)
         self._copier: DeviceCopier | None = None
@@ -123,7 +126,6 @@ class RankWorker:
 
     def _whole(self, errand: Errand, blocks: Blocks) -> bool:
         """Whether every group gives all blocks of as many chunks as it has keys."""
-        per_chunk = self._layout.blocks_per_chunk
         keys = dict.fromkeys(self._group_ids, 0)
         for key in errand.keys:
             group = int.from_bytes(key[-GROUP_BYTES:], "big")
@@ -131,7 +133,7 @@ class RankWorker:
                 return False
             keys[group] += 1
         return all(
-            size == keys[group] * per_chunk and (not size or start % per_chunk == 0)
+            size == keys[group] * self._per_chunk and (not size or start % self._per_chunk == 0)
             for group, size, start in zip(self._group_ids, blocks.sizes, blocks.starts, strict=True)
         )
 
@@ -198,21 +200,29 @@ class RankWorker:
         if self._copier is not None and errand.region == self._region_name:
             return self._copier
         self._close_copier()
-        self._check(errand.geometry)
+        layout = self._as_stated(errand.geometry)
         region = Region.attach(Path(errand.region))
         self._region, self._region_name = region, errand.region
-        self._copier = self._open_copier(self._layout, region, errand.geometry.digest)
+        self._copier = self._open_copier(layout, region, errand.geometry.digest)
         return self._copier
 
-    def _check(self, geometry: Geometry) -> None:
-        sizes = geometry.group_bytes
-        stated = tuple(sizes[group] for group in self._group_ids)
-        if (stated, geometry.parts) != (self._layout.group_bytes, self._layout.parts):
-            raise ValueError(
-                f"the scheduler expects chunks of {stated} bytes in {geometry.parts} parts, the "
-                f"KV tensors give {self._layout.group_bytes} in {self._layout.parts}: this layout "
-                "is not supported, and nothing is kept"
+    def _as_stated(self, geometry: Geometry) -> DeviceLayout:
+        """How the KV tensors lie, which must be what the scheduler expects."""
+        stated = tuple(geometry.group_bytes[group] for group in self._group_ids)
+        try:
+            layout = DeviceLayout.of_caches(
+                self._caches, self._per_chunk, self._part, self._parts, self._group_ids
             )
+            given = f"the KV tensors give {layout.group_bytes} in {self._parts}"
+            layout = layout.widened(stated) if self._staged else layout
+            if (stated, geometry.parts) == (layout.group_bytes, self._parts):
+                return layout
+        except ValueError as error:
+            given = str(error)
+        raise ValueError(
+            f"the scheduler expects chunks of {stated} bytes in {geometry.parts} parts, and "
+            f"{given}: this layout is not supported, and nothing is kept"
+        )
 
     def _close_copier(self) -> None:
         if self._copier is not None:

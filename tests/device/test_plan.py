@@ -136,3 +136,23 @@ def test_a_namespace_must_state_this_geometry() -> None:
     layout.check(Namespace(facts={}, group_bytes=(32, 16), parts=2))
     with pytest.raises(ValueError, match="32, 16"):
         layout.check(Namespace(facts={}, group_bytes=(32,), parts=2))
+
+
+@given(st.data())
+def test_ranks_with_fewer_layers_take_as_much_room(data: st.DataObject) -> None:
+    """What each page is in the record stays where it was; the rest is the last one again."""
+    layout: DeviceLayout = data.draw(worlds()).layout
+    more = [data.draw(st.integers(0, 3)) for _ in layout.groups]
+    per_chunk, parts = layout.blocks_per_chunk, layout.parts
+    stated = [
+        size + parts * per_chunk * times * refs[-1].page_bytes
+        for size, refs, times in zip(layout.group_bytes, layout.groups, more, strict=True)
+    ]
+    wide = layout.widened(stated)
+    assert list(wide.group_bytes) == stated
+    assert wide.widened(stated) == wide
+    for group, refs in enumerate(layout.groups):
+        assert wide.groups[group][: len(refs)] == refs
+        assert set(wide.groups[group][len(refs) :]) <= {refs[-1]}
+        assert wide.ref_at[group][: len(refs)] == layout.ref_at[group]
+    assert layout.widened([0] * len(stated)) == layout, "there is no room for less"

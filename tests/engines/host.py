@@ -44,7 +44,8 @@ class Host:
         if pooling:
             arguments["runner"] = "pooling"
             arguments["pooler_config"] = PoolerConfig(seq_pooling_type=pooling)
-        self._llm = LLM(enforce_eager=True, seed=0, disable_log_stats=False, **arguments)
+        fixed = {"enforce_eager": True, "seed": 0, "disable_log_stats": False}
+        self._llm = LLM(**(fixed | arguments))
         return {"pid": os.getpid()}
 
     # -- requests

@@ -18,8 +18,9 @@ from kvtier.device.jobs import DeviceCopier
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Blocks
 from kvtier.testing.records import make_keys
-from kvtier.types import Namespace
+from kvtier.types import Namespace, Outcome
 from kvtier.vllm.manager import ChainManager
+from kvtier.vllm.protocol import Errand, Geometry
 from kvtier.vllm.worker import Ended, RankWorker
 
 RANKS, LAYERS, PAGE, BLOCKS, CHUNKS = 2, 3, 2048, 16, 4
@@ -28,12 +29,14 @@ RANKS, LAYERS, PAGE, BLOCKS, CHUNKS = 2, 3, 2048, 16, 4
 class Rank:
     """One rank's pages, and its worker."""
 
-    def __init__(self, rank: int, *, alike: bool) -> None:
-        self.pages = np.zeros((LAYERS, BLOCKS, PAGE), np.uint8)
+    def __init__(
+        self, rank: int, *, alike: bool = False, layers: int = LAYERS, staged: bool = False
+    ) -> None:
+        self.pages = np.zeros((layers, BLOCKS, PAGE), np.uint8)
         tensors = [
             SimpleNamespace(tensor=Tensor(each), page_size_bytes=PAGE) for each in self.pages
         ]
-        refs = [SimpleNamespace(tensor_idx=at, page_size_bytes=PAGE) for at in range(LAYERS)]
+        refs = [SimpleNamespace(tensor_idx=at, page_size_bytes=PAGE) for at in range(layers)]
         self.worker = RankWorker(
             SimpleNamespace(tensors=tensors, group_data_refs=[refs]),
             blocks_per_chunk=1,
@@ -41,6 +44,7 @@ class Rank:
             rank=rank,
             ranks=RANKS,
             alike=alike,
+            staged=staged,
             open_copier=self._open,
         )
 
@@ -56,8 +60,12 @@ class Rank:
         return one
 
 
-@pytest.mark.parametrize("alike", [False, True])
-def test_what_ranks_store_they_load(tmp_path: Path, alike: bool) -> None:
+@pytest.mark.parametrize(
+    ("alike", "layers"),
+    [(False, (LAYERS, LAYERS)), (True, (LAYERS, LAYERS)), (False, (1, LAYERS))],
+)
+def test_what_ranks_store_they_load(tmp_path: Path, alike: bool, layers: tuple[int, ...]) -> None:
+    """Each its part, or the first for all; in a pipeline, as many layers as each has."""
     parts = 1 if alike else RANKS
     namespace = Namespace(
         facts={"model": "none"}, group_bytes=(parts * LAYERS * PAGE,), parts=parts
@@ -69,11 +77,16 @@ def test_what_ranks_store_they_load(tmp_path: Path, alike: bool) -> None:
     with Stack.open(config, namespace) as stack:
         region = str(stack.host.region.path)  # type: ignore[attr-defined]
         manager = ChainManager(stack, region=region, ranks=RANKS)
-        ranks = [Rank(rank, alike=alike) for rank in range(RANKS)]
+        staged = min(layers) < LAYERS
+        ranks = [
+            Rank(rank, alike=alike, layers=layers[rank], staged=staged) for rank in range(RANKS)
+        ]
         written = []
         for rank in ranks:
-            random = np.random.default_rng(7 if alike else rank.worker._layout.part)
-            rank.pages[:, :CHUNKS] = random.integers(0, 256, (LAYERS, CHUNKS, PAGE), np.uint8)
+            random = np.random.default_rng(7 if alike else rank.worker._part)
+            rank.pages[:, :CHUNKS] = random.integers(
+                0, 256, (layers[rank.worker._part], CHUNKS, PAGE), np.uint8
+            )
             written.append(rank.pages[:, :CHUNKS].copy())
 
         taken, errand = manager.prepare_store(keys, "a")
@@ -95,6 +108,21 @@ def test_what_ranks_store_they_load(tmp_path: Path, alike: bool) -> None:
         assert not manager.has_pending_work
         for rank in ranks:
             rank.worker.close()
+
+
+@pytest.mark.parametrize(("layers", "staged"), [(0, True), (LAYERS - 1, False), (4, True)])
+def test_a_rank_that_does_not_fit_keeps_nothing(
+    layers: int, staged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine goes on: each store fails, and is told."""
+    rank = Rank(0, layers=layers, staged=staged)
+    geometry = Geometry(b"", (RANKS * LAYERS * PAGE,), RANKS)
+    errand = Errand(1, "/nowhere", geometry, list(make_keys(2)), [0, 1], 0.0)
+    rank.worker.store(1, errand, Blocks(np.arange(2), [2], [0]))
+    (ended,) = rank.worker.poll()
+    assert not ended.ok
+    assert set(ended.report.failures.values()) == {Outcome.IO_ERROR}
+    assert "this layout is not supported, and nothing is kept" in caplog.text
 
 
 def test_one_load_of_several_is_given_up() -> None:

@@ -31,10 +31,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def model() -> Callable[..., Path]:
     """Builds a small model in the virtual environment, where it is found the next time."""
 
-    def build(family: str, seed: int = 0) -> Path:
-        target = MODELS / f"{family}-{seed}"
+    def build(family: str, seed: int = 0, layers: int = 4) -> Path:
+        target = MODELS / (f"{family}-{seed}" if layers == 4 else f"{family}-{seed}-{layers}")
         command = [sys.executable, "-m", "kvtier.vllm.tiny_model", str(target)]
-        command += ["--family", family, "--seed", str(seed)]
+        command += ["--family", family, "--seed", str(seed), "--layers", str(layers)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return target
