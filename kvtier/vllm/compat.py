@@ -251,8 +251,8 @@ def _without_next(group: Any) -> Any:
 
 
 def loses_decoded(connector: Any) -> int | None:
-    """Where what is decoded is kept, and windows or states at the end of prompts alone, without
-    which it is not found: the tokens of which the distance of more of them must be a multiple."""
+    """Where what is decoded is kept, but not found again, because windows or states are kept at the
+    end of prompts alone: the tokens of which the distance of others must be a multiple."""
     config = connector.connector_scheduler.config
     groups = config.kv_group_configs
     kinds = {type(group.kv_cache_spec).__name__ for group in groups}

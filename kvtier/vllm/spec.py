@@ -87,7 +87,7 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
                 rank=config.parallel.rank,
                 ranks=config.parallel.world_size,
                 alike=compat.ranks_alike(config),
-                staged=config.parallel.pp_size > 1,
+                pipelined=config.parallel.pp_size > 1,
                 gds=stack.gds,
                 folders=stack_config.folders(stack),
             )

@@ -47,7 +47,7 @@ class RankWorker:
     """Copies for one rank. Called from vLLM's worker thread only; the copier has its own.
 
     Where all ranks hold the same (`alike`), records have one part: the first writes
-    it, and all read it. Where each holds layers of its own (`staged`), some may hold more.
+    it, and all read it. Where each holds layers of its own (`pipelined`), some may hold more.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RankWorker:
         rank: int,
         ranks: int,
         alike: bool = False,
-        staged: bool = False,
+        pipelined: bool = False,
         gds: Gds = Gds.OFF,
         folders: Sequence[Path] = (),
         open_copier: OpenCopier | None = None,
@@ -68,7 +68,7 @@ class RankWorker:
         self._caches, self._part, self._parts = caches, part, parts
         self._per_chunk = blocks_per_chunk
         self._writes = rank == 0 or not alike
-        self._staged = staged
+        self._pipelined = pipelined
         self._group_ids = list(group_ids)
         self._open_copier = open_copier or device_of(caches, gds, folders)
         self._copier: DeviceCopier | None = None
@@ -214,7 +214,7 @@ class RankWorker:
                 self._caches, self._per_chunk, self._part, self._parts, self._group_ids
             )
             given = f"the KV tensors give {layout.group_bytes} in {self._parts}"
-            layout = layout.widened(stated) if self._staged else layout
+            layout = layout.widened(stated) if self._pipelined else layout
             if (stated, geometry.parts) == (layout.group_bytes, self._parts):
                 return layout
         except ValueError as error:

@@ -30,7 +30,7 @@ class Rank:
     """One rank's pages, and its worker."""
 
     def __init__(
-        self, rank: int, *, alike: bool = False, layers: int = LAYERS, staged: bool = False
+        self, rank: int, *, alike: bool = False, layers: int = LAYERS, pipelined: bool = False
     ) -> None:
         self.pages = np.zeros((layers, BLOCKS, PAGE), np.uint8)
         tensors = [
@@ -44,7 +44,7 @@ class Rank:
             rank=rank,
             ranks=RANKS,
             alike=alike,
-            staged=staged,
+            pipelined=pipelined,
             open_copier=self._open,
         )
 
@@ -77,9 +77,10 @@ def test_what_ranks_store_they_load(tmp_path: Path, alike: bool, layers: tuple[i
     with Stack.open(config, namespace) as stack:
         region = str(stack.host.region.path)  # type: ignore[attr-defined]
         manager = ChainManager(stack, region=region, ranks=RANKS)
-        staged = min(layers) < LAYERS
+        pipelined = min(layers) < LAYERS
         ranks = [
-            Rank(rank, alike=alike, layers=layers[rank], staged=staged) for rank in range(RANKS)
+            Rank(rank, alike=alike, layers=layers[rank], pipelined=pipelined)
+            for rank in range(RANKS)
         ]
         written = []
         for rank in ranks:
@@ -110,12 +111,12 @@ def test_what_ranks_store_they_load(tmp_path: Path, alike: bool, layers: tuple[i
             rank.worker.close()
 
 
-@pytest.mark.parametrize(("layers", "staged"), [(0, True), (LAYERS - 1, False), (4, True)])
+@pytest.mark.parametrize(("layers", "pipelined"), [(0, True), (LAYERS - 1, False), (4, True)])
 def test_a_rank_that_does_not_fit_keeps_nothing(
-    layers: int, staged: bool, caplog: pytest.LogCaptureFixture
+    layers: int, pipelined: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engine goes on: each store fails, and is told."""
-    rank = Rank(0, layers=layers, staged=staged)
+    rank = Rank(0, layers=layers, pipelined=pipelined)
     geometry = Geometry(b"", (RANKS * LAYERS * PAGE,), RANKS)
     errand = Errand(1, "/nowhere", geometry, list(make_keys(2)), [0, 1], 0.0)
     rank.worker.store(1, errand, Blocks(np.arange(2), [2], [0]))
