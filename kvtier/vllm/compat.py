@@ -1,6 +1,7 @@
 """Everything here that is private to vLLM or differs between its versions; nothing else may be,
 but for its worker (errands.py), what it does before it reads its settings (plugin.py), what an
-engine cannot do (limits.py) and how layers are shared out (pipeline.py).
+engine cannot do (limits.py), how layers are shared out (pipeline.py) and what stands in for its
+tracker of events (described.py).
 
 Supported are 0.31, 0.32 (the reference) and 0.33.
 """
@@ -25,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
@@ -50,6 +52,7 @@ except ImportError:  # 0.31 has none
 
 __all__ = [
     "CacheHitSource",
+    "Locality",
     "LookupResult",
     "Medium",
     "OffloadingConnector",
@@ -365,6 +368,27 @@ def _heedful(kind: Any) -> Any:
 
     own = {"__slots__": (), "update_offload_keys": update_offload_keys}
     return type(kind.__name__, (kind,), own)
+
+
+# -- events ------------------------------------------------------------------------------------
+
+
+def describes_events(vllm_config: Any) -> bool:
+    """Whether events are published, and are to say what is in the blocks that they tell of."""
+    events, extra = vllm_config.kv_events_config, vllm_config.kv_transfer_config
+    asked = extra.kv_connector_extra_config.get("self_describing_kv_events", False)
+    return bool(events is not None and events.enable_kv_cache_events and asked)
+
+
+def event_kinds(connector: Any) -> dict[int, tuple[str | None, int | None]]:
+    """What cache groups are of, and their windows, as events name them."""
+    groups = connector.connector_scheduler.config.kv_group_configs
+    return {group.group_idx: tuple(group.kv_event_group_spec) for group in groups}
+
+
+def track_events(connector: Any, tracker: Any) -> None:
+    """Let events go by way of this, which is told what is stored and found, too."""
+    connector.connector_scheduler._events_tracker = tracker
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from kvtier.config import StackConfig
 from kvtier.core.settings import Persistence
 from kvtier.types import Namespace
 from kvtier.vllm import above, compat, errands, identity, limits, metrics
+from kvtier.vllm.described import DescribedEvents
 from kvtier.vllm.settings import (
     check_caches,
     check_ranks,
@@ -36,13 +37,9 @@ _OURS = {"spec_name": KVTierSpec.__name__, "spec_module_path": KVTierSpec.__modu
 _PAUSE_S = 0.001
 """An engine that spins while it waits for copies takes Python's lock from the threads that copy."""
 
-_IGNORED = {
-    "sync_load_budget_bytes": "requests wait for their loads",
-    "self_describing_kv_events": "events name blocks by their hashes",
-}
+_IGNORED = {"sync_load_budget_bytes": "requests wait for their loads"}
 """What vLLM's connector could do, and what is done instead. Loads of 0.33 that do not wait must not
-fail, and ours may. What is kept to describe events goes when its key is removed, and after a reset,
-and with adapters, ours are others: it would grow for ever."""
+fail, and ours may."""
 
 
 class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
@@ -96,6 +93,9 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                     unit,
                 )
             self._manager.keep(compat.group_shapes(self), partial(compat.with_holes, self))
+            if compat.describes_events(vllm_config):
+                kinds = compat.event_kinds(self)
+                compat.track_events(self, DescribedEvents(self._manager.known_as, kinds))
 
     @staticmethod
     def _introduce(

@@ -90,6 +90,10 @@ class ChainManager:
         if state is not None:
             state.kept = False
 
+    def known_as(self, key: bytes, request: str) -> BlockKey:
+        """The key by which the tiers know this one of a request's."""
+        return self._state(request).known_as([key], self._epoch)[0]
+
     def _state(self, request: str) -> RequestState:
         state = self._requests.get(request)
         if state is None:

@@ -20,6 +20,7 @@ _SETTINGS = (
     "weights",
     "offload_prompt_only",
     "canonical_layout",
+    "self_describing_kv_events",
 )
 """Ours, and those of vLLM's offloading connector that do not belong to a tier."""
 _OURS = ("spec_name", "spec_module_path", "kvtier_namespace")

@@ -265,6 +265,10 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         events = self._manager.chain.take_events()
         return events_of(events) if self._events else []
 
+    def known_as(self, key: bytes, request: str) -> BlockKey:
+        """The key by which the tiers, and their events, know this one of a request's."""
+        return self._manager.known_as(key, request)
+
     @guarded(lambda: None)
     def get_stats(self) -> Any:
         return self._meter.read()
@@ -329,14 +333,21 @@ def _hopeless(keys: Collection[bytes]) -> Errand:
     return Errand(0, "", Geometry(b"", (), 1), known, [NO_SLOT] * len(known), 0.0)
 
 
+_LOCALITY = {"nvme": compat.Locality.LOCAL, "object": compat.Locality.REMOTE}
+
+
 def events_of(events: Iterable[Any]) -> list[Any]:
     """The chain's events in vLLM's words."""
-    media = {"cpu": compat.Medium.CPU, "memory": compat.Medium.CPU}
-    return [
-        compat.OffloadingEvent(
-            keys=list(event.keys),
-            medium=media.get(event.medium, compat.Medium.STORAGE),
-            removed=event.kind.value == "removed",
+    told = []
+    for event in events:
+        memory = event.medium in ("cpu", "memory")
+        told.append(
+            compat.OffloadingEvent(
+                keys=list(event.keys),
+                medium=compat.Medium.CPU if memory else compat.Medium.STORAGE,
+                removed=event.kind.value == "removed",
+                locality=_LOCALITY.get(event.medium),
+                ownership=None if memory else event.medium,
+            )
         )
-        for event in events
-    ]
+    return told

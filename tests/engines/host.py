@@ -353,17 +353,25 @@ class Host:
 
     def record_events(self) -> None:
         """Keep what is published from now on."""
-        self._events: list[tuple[str, str]] = []
+        import msgspec
+
+        self._events: list[dict[str, Any]] = []
 
         def publish(batch: Any) -> None:
-            self._events += [(type(each).__name__, str(each.medium)) for each in batch.events]
+            for each in batch.events:
+                told = msgspec.to_builtins(msgspec.structs.asdict(each))
+                self._events.append({"kind": type(each).__name__, **told})
 
         self._core.scheduler.kv_event_publisher.publish = publish
 
-    def events(self) -> list[tuple[str, str]]:
-        """What was published, as kind and medium."""
+    def events(self) -> list[dict[str, Any]]:
+        """What was published."""
         self._step()
         return self._events
+
+    def described(self) -> int:
+        """Of how many blocks the content is kept, to be told."""
+        return len(self._connector_scheduler._events_tracker)
 
     def loaded_bytes(self, tokens: int) -> int:
         """The payload of so many tokens' blocks."""
@@ -402,7 +410,6 @@ class Host:
             "mistakes": guard.caught,
             "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
             "region": manager._region,
-            "described": len(self._connector_scheduler._events_tracker._pending_event_metadata),
             "namespace": dict(manager.stack.namespace.facts),
             "chunk_tokens": max(shape.tokens for shape in manager.shapes.values()),
             "free_blocks": self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),

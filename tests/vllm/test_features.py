@@ -136,7 +136,7 @@ def test_an_object_store_below(
         assert engine.generate(prompts=[PROMPT]) == [reference]
         engine.settle()
         engine.clear(tier=0)
-        events = {tuple(each) for each in engine.events()}
+        events = {(each["kind"], each.get("medium")) for each in engine.events()}
         engine.kill()
     assert {("BlockStored", "CPU"), ("BlockRemoved", "CPU"), ("BlockStored", "STORAGE")} <= events
     shutil.rmtree(world.blocks)
@@ -294,22 +294,6 @@ def test_a_session_to_which_input_is_added(
         (found,) = engine.generate(prompts=[asked])
     (expected,) = plain_llama.generate(prompts=[asked])
     assert found == expected | {"cached": HIT}
-
-
-def test_what_describes_events_does_not_pile_up(world: World, model: Callable[..., Path]) -> None:
-    """After a reset vLLM would keep it for ever, because keys are others then."""
-    transfer = connector(world.stack())
-    transfer["kv_connector_extra_config"]["self_describing_kv_events"] = True
-    options = {"enable_kv_cache_events": True, "publisher": "null"}
-    with world.engine(model("llama"), transfer=transfer, kv_events_config=options) as engine:
-        for _ in range(2):
-            engine.forget_everything()
-            engine.generate(prompts=[PROMPT])
-            engine.settle()
-            for tier in range(2):
-                engine.clear(tier=tier)
-            engine.settle()
-            assert engine.facts()["described"] == 0
 
 
 @pytest.mark.parametrize("pooling", ["MEAN", "LAST"])
