@@ -73,6 +73,10 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self._storing: set[int] = set()
         self.failed_requests: set[str] = set()
 
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        _set_scales(self.vllm_config)
+
     def _submit_stores(self) -> None:
         jobs, self._unsubmitted_store_jobs = self._unsubmitted_store_jobs, []
         for job_id, source, target in jobs:
@@ -129,6 +133,15 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self._connector_worker_meta = ErrandMetadata()
         meta.mistakes = guard.untold()
         return meta
+
+
+def _set_scales(vllm_config: Any) -> None:
+    """Let layers that keep scales in their KV cache set all of them now, and not when they first
+    compute something: what was loaded until then would be scaled wrong."""
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        attention: Any = getattr(layer, "impl", None)
+        if getattr(attention, "_is_per_token_head_quant", False):
+            attention._ensure_scale_caches(layer.kv_cache)
 
 
 def finish_stores() -> None:
