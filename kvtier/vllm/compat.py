@@ -107,7 +107,7 @@ def most_blocks(kv_cache_config: Any) -> int | None:
     only at the end of a block; and of a chunk that is longer than a window its first blocks may
     slide out before its last are computed."""
     limits = []
-    for spec in _layer_specs(kv_cache_config):
+    for spec in layer_specs(kv_cache_config):
         kind = type(spec).__name__
         if "Mamba" in kind:
             limits.append(1)
@@ -118,7 +118,7 @@ def most_blocks(kv_cache_config: Any) -> int | None:
     return min(limits, default=None)
 
 
-def _layer_specs(kv_cache_config: Any) -> Iterator[Any]:
+def layer_specs(kv_cache_config: Any) -> Iterator[Any]:
     """What every cache group is of. For layers that differ in size, workers are told of each, and
     the scheduler of one."""
     for group in kv_cache_config.kv_cache_groups:

@@ -63,11 +63,17 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         for name, instead in _IGNORED.items():
             if extra.pop(name, 0):
                 logger.warning("%s is ignored: %s", name, instead)
+        if limits.decodes_otherwise(vllm_config) and not extra.get("offload_prompt_only", True):
+            logger.warning(
+                "offload_prompt_only is true: what this model decodes sees less than in a prompt"
+            )
+            extra["offload_prompt_only"] = True
         stack = read_stack(extra)
         _set_chunk(extra, stack, vllm_config, kv_cache_config)
         self._without_hits = limits.prefills_whole_only(vllm_config) or limits.returns_experts(
             vllm_config
         )
+        self._looks_ahead = limits.looks_ahead(kv_cache_config)
         self._numbers_media = limits.numbers_media(vllm_config)
         self._blurs_adapters = limits.blurs_adapters(vllm_config)
         self._blurred = False
@@ -120,6 +126,11 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 "or vLLM's MLA for this CPU (without AMX) cannot do else: nothing that is kept can "
                 "be used here"
             )
+        if limits.looks_ahead(kv_cache_config):
+            logger.warning(
+                "tokens of this model's prompts see those that come later, so that no prompt can "
+                "begin with what was computed for another: nothing is kept"
+            )
         if limits.returns_experts(vllm_config):
             logger.warning(
                 "answers tell by which experts each token was computed, which nobody knows of what "
@@ -155,7 +166,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         self._manager.remember_adapter(request.request_id, request.lora_request)
-        if self._numbers_media and request.mm_features:
+        if self._looks_ahead or (self._numbers_media and request.mm_features):
             self._manager.keep_nothing(request.request_id)
         super().on_new_request(request)
         compat.heed_whole_chunks(self, request)

@@ -6,6 +6,8 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from kvtier.vllm import compat
+
 
 def prefills_whole_only(vllm_config: Any) -> bool:
     """Whether the engine cannot compute a prompt from its middle on.
@@ -18,6 +20,19 @@ def prefills_whole_only(vllm_config: Any) -> bool:
     chunked = vllm_config.scheduler_config.enable_chunked_prefill
     blind = bool(current_platform.is_cpu() and model.use_mla and not chunked)
     return blind or not model.is_chunked_prefill_supported
+
+
+def looks_ahead(kv_cache_config: Any) -> bool:
+    """Whether tokens of a prompt see those that come later: what is computed of its beginning is of
+    no use to a prompt that goes on otherwise. vLLM turns its own prefix cache off."""
+    specs = compat.layer_specs(kv_cache_config)
+    return any(getattr(spec, "non_causal", False) for spec in specs)
+
+
+def decodes_otherwise(vllm_config: Any) -> bool:
+    """Whether decoded tokens see less than they would in a prompt (R-SWA): they are not to be found
+    there. vLLM turns its own prefix cache off."""
+    return vllm_config.model_config.rswa_window is not None
 
 
 def returns_experts(vllm_config: Any) -> bool:

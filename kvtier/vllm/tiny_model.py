@@ -171,6 +171,15 @@ def _blip2(layers: int, hidden: int) -> Any:
     )
 
 
+def _hrm_text(layers: int, hidden: int) -> Any:
+    """All tokens of a prompt see each other, the later ones too."""
+    from transformers import HrmTextConfig
+
+    common = _common(layers, hidden)
+    del common["num_key_value_heads"]
+    return HrmTextConfig(**common | {"num_hidden_layers": 1}, H_cycles=1, L_cycles=layers)
+
+
 FAMILIES: dict[str, Callable[[int, int], Any]] = {
     "llama": _llama,
     "gemma3": _gemma3,
@@ -178,6 +187,7 @@ FAMILIES: dict[str, Callable[[int, int], Any]] = {
     "deepseek_v2": _deepseek_v2,
     "qwen3_next": _qwen3_next,
     "blip2": _blip2,
+    "hrm_text": _hrm_text,
 }
 
 

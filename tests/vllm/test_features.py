@@ -296,6 +296,20 @@ def test_a_session_to_which_input_is_added(
     assert found == expected | {"cached": HIT}
 
 
+def test_nothing_is_kept_where_tokens_see_later_ones(
+    world: World, model: Callable[..., Path]
+) -> None:
+    """What is computed of a prompt's beginning depends on how it goes on."""
+    with world.engine(model("hrm_text"), stack=world.stack()) as engine:
+        for asked in (PROMPT, PROMPT[:900], PROMPT):
+            assert engine.generate(prompts=[asked])[0]["cached"] == 0
+        engine.settle()
+        facts = engine.facts()
+        assert "nothing is kept" in engine.log.read_text()
+    assert [tier["blocks"] for tier in facts["chain"]["tiers"]] == [0, 0]
+    assert (facts["mistakes"], facts["pending"]) == (0, 0)
+
+
 @pytest.mark.parametrize("pooling", ["MEAN", "LAST"])
 def test_embeddings(world: World, model: Callable[..., Path], pooling: str) -> None:
     """Where all tokens are pooled, none may be left out."""
