@@ -210,9 +210,7 @@ def stops(
     """Where a hit that begins at `start` may end: at `limit` tokens at most, with all that it needs
     at hand, and with room for it. And whether with more room it could reach further."""
     step = max(span.shape.tokens for span in spans)
-    end = whole(spans)
-    recurrent = any(span.shape.recurrent for span in spans)
-    end = min(end, (limit - recurrent) // step * step)
+    end = last_stop(spans, limit)
     missing = [_sums(at < HOST and at != JOINING for at in column) for column in origins]
     taking = [
         _sums(map(room.takes, span.keys, column))
@@ -232,6 +230,13 @@ def stops(
                 return found, True
             found.append(stop)
     return found, False
+
+
+def last_stop(spans: Sequence[Span], limit: int) -> int:
+    """Where the longest hit ends that there could be."""
+    step = max(span.shape.tokens for span in spans)
+    recurrent = any(span.shape.recurrent for span in spans)
+    return min(whole(spans), (limit - recurrent) // step * step)
 
 
 def junction(

@@ -17,7 +17,7 @@ import vllm
 from kvtier.config import StackConfig
 from kvtier.core.settings import Persistence
 from kvtier.types import Namespace
-from kvtier.vllm import above, compat, errands, identity, limits, metrics
+from kvtier.vllm import above, compat, errands, handoff, identity, limits, metrics
 from kvtier.vllm.described import DescribedEvents
 from kvtier.vllm.settings import (
     check_caches,
@@ -51,7 +51,9 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_version(vllm.__version__)
         _share_log()
-        for transfer in above.transfer_configs(vllm_config):
+        transfers = above.transfer_configs(vllm_config)
+        self._hands_over = len(transfers) == 1  # else another connector does
+        for transfer in transfers:
             check_role(transfer.kv_role)
             transfer.kv_load_failure_policy = "recompute"  # a request does not end with its load
         ranks = vllm_config.parallel_config
@@ -170,6 +172,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
             self._manager.keep_nothing(request.request_id)
         super().on_new_request(request)
         compat.heed_whole_chunks(self, request)
+        if self._hands_over and handoff.is_expected(request.kv_transfer_params):
+            self._manager.expect(request.request_id)
         if self._blurred and request.lora_request is None:
             self._manager.keep_no_more(request.request_id)
 
@@ -204,7 +208,10 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         if request.status.name == "FINISHED_ERROR":  # amid its prompt, perhaps
             self._manager.keep_no_more(request.request_id)
-        return super().request_finished(request, block_ids)
+        held, answer = super().request_finished(request, block_ids)
+        if self._hands_over and answer is None:
+            answer = handoff.answer(request.kv_transfer_params)
+        return held, answer
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         return self.request_finished(request, block_ids)

@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from kvtier.core.costs import CostModel
 from kvtier.core.flight import Ticket
@@ -24,7 +24,7 @@ from kvtier.core.offers import (
     windowed,
     woven,
 )
-from kvtier.core.plan import HOST, JOINING
+from kvtier.core.plan import COMING, HOST, JOINING, NOWHERE
 from kvtier.core.runs import DEVICE
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Outcome
@@ -133,11 +133,33 @@ class ChainManager:
             return False
         if state.hits is None:
             state.arrange(self.shapes, ends, self._epoch)
+            if self._comes(state, request):
+                state.hits, state.waits = set(), True
+                return None
             state.hits = self._look_up(state)
             state.waits = state.decision.cramped and self._waits(state)
             if state.waits:
                 self._crowd.told_to_wait(request)
         return None if state.waits else key in state.hits
+
+    def expect(self, request: str) -> None:
+        """Another engine has computed its prompt: what is not here yet is on its way to a tier."""
+        self._state(request).expected = True
+
+    def _comes(self, state: RequestState, request: str) -> bool:
+        """Whether to wait for blocks that another engine has computed."""
+        if not state.expected:
+            return False
+        keys, stop = state.furthest(self.shapes)
+        if {NOWHERE, COMING}.isdisjoint(self.chain.locate(keys)):
+            state.expected = False
+            return False
+        if state.expected_since is None:
+            state.expected_since = self._clock()
+        state.expected = self._patience.for_blocks(state.expected_since, state.start, stop)
+        if not state.expected:
+            logger.info("request %s: not all that another engine computed came in time", request)
+        return state.expected
 
     def _waits(self, state: RequestState) -> bool:
         """Whether there will be room for a load soon: those under way let go of what they hold."""
@@ -145,12 +167,8 @@ class ChainManager:
             return False
         if state.waits_since is None:
             state.waits_since = self._clock()
-        end = min(state.limit, self._end(state))
+        end = min(state.limit, state.end(self.shapes))
         return self._patience.for_room(state.waits_since, state.start, end)
-
-    def _end(self, state: RequestState) -> int:
-        """Where the last of its chunks ends."""
-        return max(len(known) * self.shapes[group].tokens for group, _, known in state.columns)
 
     def uses(self, request: str, ends: Mapping[bytes, int]) -> None:
         """Its whole prompt counts as used, once: also what the engine itself still has, which it
@@ -164,7 +182,7 @@ class ChainManager:
 
     def _used(self, state: RequestState) -> list[BlockKey]:
         """What a prompt uses: of windows and states only what it finds, and what it will keep."""
-        if self._is_prefix(state):
+        if state.is_prefix(self.shapes):
             return state.columns[0].known
         spans = state.spans(self.shapes, self.stack.namespace.group_bytes)
         found = state.decision.stops[-1] if state.decision.stops else 0
@@ -174,13 +192,9 @@ class ChainManager:
             found = kept_within(lesser, places, state.start) if lesser else 0
         return woven(spans, {found, state.junction, whole(spans)} - {0})
 
-    def _is_prefix(self, state: RequestState) -> bool:
-        """Whether its blocks are of one kind, each of use where all before it are there."""
-        return len(state.columns) == 1 and self.shapes[state.columns[0].group].window is None
-
     def _look_up(self, state: RequestState) -> set[bytes]:
         columns, start, limit = state.columns, state.start, state.limit
-        if self._is_prefix(state):
+        if state.is_prefix(self.shapes):
             ((group, asked, known),) = columns
             tokens = self.shapes[group].tokens
             first, last = start // tokens, limit // tokens
@@ -220,24 +234,14 @@ class ChainManager:
         self._pending[errand.number] = Pending(request, wanted, self._ranks, ticket)
         lower = ticket.lower_tiers()
         if lower and state.columns:
-            self._patience.began(errand.number, ticket.due, *self._hangs_on(state, wanted, lower))
+            self._patience.began(
+                errand.number, ticket.due, *state.hangs_on(self.shapes, wanted, lower)
+            )
         state.sources = {
             asked: lower.get(key, HOST) for asked, key in zip(keys, wanted, strict=True)
         }
         state.refused = False
         return errand
-
-    def _hangs_on(
-        self, state: RequestState, wanted: list[BlockKey], lower: Container[BlockKey]
-    ) -> tuple[int, int]:
-        """From which to which token is to be computed if nothing comes from lower tiers."""
-        if not self._is_prefix(state):
-            ends = (state.ends[key][0] for key in wanted if key in state.ends)
-            return state.start, max(ends, default=state.start)
-        tokens = self.shapes[state.columns[0].group].tokens
-        first = state.start // tokens
-        there = next((at for at, key in enumerate(wanted) if key in lower), 0)
-        return (first + there) * tokens, (first + len(wanted)) * tokens
 
     def source_of(self, key: bytes, request: str) -> int:
         """The tier that a block of a request's load comes from."""

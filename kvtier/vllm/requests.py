@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from kvtier.core.offers import Decision, Shape, Span
+from kvtier.core.offers import Decision, Shape, Span, last_stop
 from kvtier.types import GROUP_BYTES, BlockKey
 from kvtier.vllm.keys import salted
 
@@ -52,6 +52,9 @@ class RequestState(msgspec.Struct):
     waits: bool = False
     """It is told to ask again: host memory has no room for its load, and will have."""
     waits_since: float | None = None
+    expected: bool = False
+    """Another engine has computed its prompt, and not all of it has come into a tier."""
+    expected_since: float | None = None
     sources: Mapping[bytes, int] = {}
     """The tiers that the blocks of its load come from."""
 
@@ -88,6 +91,33 @@ class RequestState(msgspec.Struct):
     def spans(self, shapes: Mapping[int, Shape], sizes: Sequence[int]) -> list[Span]:
         """Its keys and how they are kept, group by group."""
         return [Span(shapes[group], known, sizes[group]) for group, _, known in self.columns]
+
+    def is_prefix(self, shapes: Mapping[int, Shape]) -> bool:
+        """Whether its blocks are of one kind, each of use where all before it are there."""
+        return len(self.columns) == 1 and shapes[self.columns[0].group].window is None
+
+    def end(self, shapes: Mapping[int, Shape]) -> int:
+        """Where the last of its chunks ends."""
+        return max(len(known) * shapes[group].tokens for group, _, known in self.columns)
+
+    def furthest(self, shapes: Mapping[int, Shape]) -> tuple[list[BlockKey], int]:
+        """The keys of the longest hit that there could be, and the token at which it would end."""
+        spans = [Span(shapes[group], known, 0) for group, _, known in self.columns]
+        stop = last_stop(spans, self.limit)
+        keys = [span.keys[at] for span in spans for at in span.needed(self.start, stop)]
+        return keys, stop
+
+    def hangs_on(
+        self, shapes: Mapping[int, Shape], wanted: list[BlockKey], lower: Container[BlockKey]
+    ) -> tuple[int, int]:
+        """From which to which token is to be computed if nothing comes from lower tiers."""
+        if not self.is_prefix(shapes):
+            ends = (self.ends[key][0] for key in wanted if key in self.ends)
+            return self.start, max(ends, default=self.start)
+        tokens = shapes[self.columns[0].group].tokens
+        first = self.start // tokens
+        there = next((at for at, key in enumerate(wanted) if key in lower), 0)
+        return (first + there) * tokens, (first + len(wanted)) * tokens
 
     def as_it_grows(self, keys: list[BlockKey]) -> list[BlockKey]:
         """Blocks of several groups in the order of their tokens: tiers take them for one prefix."""

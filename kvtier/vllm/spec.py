@@ -119,6 +119,11 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self._manager.asks(request, start, limit, scarce)
 
     @guarded(lambda: None)
+    def expect(self, request: str) -> None:
+        """Another engine has computed its prompt."""
+        self._manager.expect(request)
+
+    @guarded(lambda: None)
     def put_off(self, request: str) -> None:
         """The engine asks about it again when something has been copied."""
         self._manager.put_off(request)

@@ -89,13 +89,13 @@ class Host:
         found = self._llm.embed([{"prompt_token_ids": each} for each in prompts], use_tqdm=False)
         return [each.outputs.embedding for each in found]
 
-    def begin(self, prompt: list[int], tokens: int) -> None:
+    def begin(self, prompt: list[int], tokens: int, limits: dict[str, Any] | None = None) -> None:
         """Send a request and step until what it loads is under way."""
         engine = self._llm.llm_engine
         self._serial += 1
-        engine.add_request(
-            f"begun-{self._serial}", {"prompt_token_ids": prompt}, self._greedy(tokens)
-        )
+        parameters = self._greedy(tokens)
+        parameters.extra_args = {"kv_transfer_params": limits}
+        engine.add_request(f"begun-{self._serial}", {"prompt_token_ids": prompt}, parameters)
         for _ in range(3):
             engine.step()
 
@@ -136,6 +136,12 @@ class Host:
         scheduler.finish_requests(named, RequestStatus.FINISHED_ERROR)
         engine.abort_request(["failed"])
         self._step()
+
+    def wait_for_others(self, patience: float) -> None:
+        """How long blocks are waited for that another engine has computed."""
+        import kvtier.vllm.patience
+
+        kvtier.vllm.patience.PATIENCE_S = patience
 
     def end(self) -> dict[str, Any]:
         """Step until one of the requests that were begun has ended."""
@@ -438,7 +444,10 @@ def _seen(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(output: Any) -> dict[str, Any]:
-    return {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens or 0}
+    shown = {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens or 0}
+    if output.kv_transfer_params:
+        shown["transfer"] = output.kv_transfer_params
+    return shown
 
 
 def main(kind: type[Host] = Host) -> None:

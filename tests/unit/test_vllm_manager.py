@@ -13,6 +13,7 @@ from asking import (
     TWO_GROUPS,
     WINDOW,
     Asking,
+    host_memory,
     manager,
     small_above_large,
     stored,
@@ -298,6 +299,42 @@ def test_a_load_waits_for_room_that_others_hold(
         made.report(errand.number, Report(1))
         assert not asks_again("d")
         assert asking.hit("d", prompts["d"], sizes["d"] + 1) == sizes["d"]
+
+
+@pytest.mark.parametrize("shapes", [(FULL,), (FULL, WINDOW), (WINDOW,), (FULL, STATE)])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_prompt_that_another_engine_has_computed_is_waited_for(
+    tmp_path: Path, shapes: tuple[Shape, ...], known: bool
+) -> None:
+    """Until all that a hit takes has come; and no longer than computing what is missing takes."""
+    now = [0.0]
+    costs = CostModel(clock=lambda: now[0])
+    if known:
+        costs.observe_prefill(1024, 1.0)
+    with Stack.open(host_memory(tmp_path), TWO_GROUPS, costs=costs) as stack:
+        made = ChainManager(stack, region="region", ranks=1, costs=costs, clock=lambda: now[0])
+        made.shapes = dict(enumerate(shapes))
+        asking = Asking(made)
+        ends = asking.keys(8)
+        tokens = 8 * CHUNK + 1
+        for name in ("comes", "late", "plain"):
+            made.on_new_request(name)
+        made.expect("comes")
+        made.expect("late")
+        *needed, last = asking.needed(ends)
+        assert asking.answers("comes", ends, tokens) == {None}
+        stored(stack, {key: ends[key] for key in needed})
+        assert asking.answers("comes", ends, tokens) == {None}, "one is missing"
+        assert None not in asking.answers("plain", ends, tokens)
+        now[0] = 100.0
+        assert asking.answers("late", ends, tokens) == {None}, "asked about for the first time"
+        now[0] += (2.0 if known else PATIENCE_S) - 0.01
+        assert asking.answers("late", ends, tokens) == {None}
+        now[0] += 0.02
+        assert None not in asking.answers("late", ends, tokens)
+        made.expect("comes")
+        stored(stack, {last: ends[last]})
+        assert asking.hit("comes", ends, tokens) == 8 * CHUNK
 
 
 def test_keys_that_end_within_a_chunk_are_not_found(stack: Stack) -> None:

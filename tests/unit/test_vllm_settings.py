@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.vllm import handoff
 from kvtier.vllm.settings import (
     check_caches,
     check_ranks,
@@ -84,3 +85,9 @@ def test_what_should_be_a_number_is_named() -> None:
     for wrong in ("many", None, [2]):
         with pytest.raises(ConfigError, match=r"blocks_per_chunk: is .*whole number"):
             whole_number({"blocks_per_chunk": wrong}, "blocks_per_chunk")
+
+
+@pytest.mark.parametrize("said", [None, "text", 5, [], {}, {"do_remote_prefill": 1}, {1: 2}])
+def test_whatever_a_client_sends_hands_nothing_over(said: object) -> None:
+    assert not handoff.is_expected(said)
+    assert handoff.answer(said) is None
