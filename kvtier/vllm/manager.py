@@ -24,11 +24,12 @@ from kvtier.core.offers import (
     windowed,
     woven,
 )
-from kvtier.core.plan import COMING, HOST, JOINING, NOWHERE
+from kvtier.core.plan import HOST, JOINING
 from kvtier.core.runs import DEVICE
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Outcome
 from kvtier.vllm.crowd import Crowd
+from kvtier.vllm.handoff import Arrivals
 from kvtier.vllm.pace import Pace
 from kvtier.vllm.patience import Patience
 from kvtier.vllm.pending import Pending
@@ -65,6 +66,7 @@ class ChainManager:
         self._copies = max(1, ranks // namespace.parts)
         self._load_seconds = max(tier.load_deadline.seconds for tier in stack.config.tiers)
         self._patience = Patience(costs, clock, self._load_seconds)
+        self._arrivals = Arrivals(self.chain, costs, clock)
         self._computing = False
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
@@ -133,7 +135,7 @@ class ChainManager:
             return False
         if state.hits is None:
             state.arrange(self.shapes, ends, self._epoch)
-            if self._comes(state, request):
+            if self._arrivals.awaits(request, state, self.shapes):
                 state.hits, state.waits = set(), True
                 return None
             state.hits = self._look_up(state)
@@ -145,21 +147,6 @@ class ChainManager:
     def expect(self, request: str) -> None:
         """Another engine has computed its prompt: what is not here yet is on its way to a tier."""
         self._state(request).expected = True
-
-    def _comes(self, state: RequestState, request: str) -> bool:
-        """Whether to wait for blocks that another engine has computed."""
-        if not state.expected:
-            return False
-        keys, stop = state.furthest(self.shapes)
-        if {NOWHERE, COMING}.isdisjoint(self.chain.locate(keys)):
-            state.expected = False
-            return False
-        if state.expected_since is None:
-            state.expected_since = self._clock()
-        state.expected = self._patience.for_blocks(state.expected_since, state.start, stop)
-        if not state.expected:
-            logger.info("request %s: not all that another engine computed came in time", request)
-        return state.expected
 
     def _waits(self, state: RequestState) -> bool:
         """Whether there will be room for a load soon: those under way let go of what they hold."""

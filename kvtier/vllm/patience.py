@@ -1,5 +1,4 @@
-"""How long requests wait: for the room that others' loads hold, for blocks that other engines have
-computed, and for their own loads."""
+"""How long requests wait: for the room that others' loads hold, and for their own loads."""
 
 from __future__ import annotations
 
@@ -9,8 +8,7 @@ from typing import NamedTuple
 from kvtier.core.costs import CostModel
 
 PATIENCE_S = 1.0
-"""How long a request waits for room where it is not known how long its prompt takes to compute; and
-for blocks of another engine at least."""
+"""How long a request waits for room where it is not known how long its prompt takes to compute."""
 GRACE_S = 0.1
 """Word of a load's end takes a moment to arrive."""
 _LATE = 2.0
@@ -57,13 +55,6 @@ class Patience:
             return waited < PATIENCE_S
         spared = min(self._costs.spared_seconds(start, stop), self._load_seconds)
         return waited < max(computing, spared) and self._costs.drain_seconds() < computing / 2
-
-    def for_blocks(self, since: float, start: int, stop: int) -> bool:
-        """Whether a request that waits since then for tokens `start:stop`, which another engine has
-        computed, had better wait on: no longer than computing them takes, or a second, within which
-        that engine stores them."""
-        computing = self._costs.recompute_seconds(start, stop) if self._costs else None
-        return self._clock() - since < max(computing or 0.0, PATIENCE_S)
 
     def began(self, number: int, due: float, start: int, stop: int) -> None:
         """A load began without which the engine has to compute tokens `start:stop`; it is expected

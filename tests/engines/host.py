@@ -139,9 +139,9 @@ class Host:
 
     def wait_for_others(self, patience: float) -> None:
         """How long blocks are waited for that another engine has computed."""
-        import kvtier.vllm.patience
+        import kvtier.vllm.handoff
 
-        kvtier.vllm.patience.PATIENCE_S = patience
+        kvtier.vllm.handoff.WAIT_S = patience
 
     def end(self) -> dict[str, Any]:
         """Step until one of the requests that were begun has ended."""

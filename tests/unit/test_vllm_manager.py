@@ -24,6 +24,7 @@ from kvtier.core.costs import CostModel
 from kvtier.core.offers import Shape
 from kvtier.testing.records import make_keys
 from kvtier.types import GROUP_BYTES, BlockKey, Outcome, group_of
+from kvtier.vllm.handoff import WAIT_S
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.patience import PATIENCE_S
 from kvtier.vllm.protocol import NO_SLOT, Report
@@ -317,10 +318,10 @@ def test_a_prompt_that_another_engine_has_computed_is_waited_for(
         asking = Asking(made)
         ends = asking.keys(8)
         tokens = 8 * CHUNK + 1
-        for name in ("comes", "late", "plain"):
+        for name in ("comes", "late", "later", "plain"):
             made.on_new_request(name)
-        made.expect("comes")
-        made.expect("late")
+            if name != "plain":
+                made.expect(name)
         *needed, last = asking.needed(ends)
         assert asking.answers("comes", ends, tokens) == {None}
         stored(stack, {key: ends[key] for key in needed})
@@ -328,13 +329,22 @@ def test_a_prompt_that_another_engine_has_computed_is_waited_for(
         assert None not in asking.answers("plain", ends, tokens)
         now[0] = 100.0
         assert asking.answers("late", ends, tokens) == {None}, "asked about for the first time"
-        now[0] += (2.0 if known else PATIENCE_S) - 0.01
+        now[0] += (2.0 if known else WAIT_S) - 0.01
         assert asking.answers("late", ends, tokens) == {None}
         now[0] += 0.02
         assert None not in asking.answers("late", ends, tokens)
+        assert asking.answers("later", ends, tokens) == {None}
+        now[0] += (2.0 if known else WAIT_S) / 2
+        assert None not in asking.answers("later", ends, tokens), "the last one did not come either"
         made.expect("comes")
         stored(stack, {last: ends[last]})
         assert asking.hit("comes", ends, tokens) == 8 * CHUNK
+        other = asking.keys(8, first=100)
+        made.on_new_request("again")
+        made.expect("again")
+        assert asking.answers("again", other, tokens) == {None}
+        now[0] += (2.0 if known else WAIT_S) - 0.01
+        assert asking.answers("again", other, tokens) == {None}, "since things come"
 
 
 def test_keys_that_end_within_a_chunk_are_not_found(stack: Stack) -> None:
