@@ -38,6 +38,7 @@ ONLY = os.environ.get("ONLY", ",".join(PARTS)).split(",")
 _PIECE = 4 << 20
 _THREADS = 8
 _SCHEDULER_ROUNDS = 3
+_MANY, _MANY_TOKENS = 192, 24
 
 
 class Bench(Served):
@@ -90,6 +91,11 @@ def scheduler(bench: Bench, kept: Engine) -> None:
     report.add("scheduler, 99 of 100 steps", float(np.percentile(clock, 99)), "us")
     report.add("scheduler, processor time, mean", float(processor.mean()), "us")
     report.add("scheduler, processor time, 99 of 100", float(np.percentile(processor, 99)), "us")
+    prompts = [bench.prompt(32) for _ in range(_MANY)]
+    steps = kept.connector_seconds(prompts=prompts, tokens=_MANY_TOKENS)[-_MANY_TOKENS // 2 :]
+    kept.settle()
+    spent_in = median(clock * 1e6 for clock, _ in steps)
+    report.add(f"connector, median of a step in which {_MANY} requests decode", spent_in, "us")
 
 
 def decoding(bench: Bench, plain: Engine, kept: Engine) -> None:

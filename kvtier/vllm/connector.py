@@ -19,6 +19,7 @@ from kvtier.core.settings import Persistence
 from kvtier.types import Namespace
 from kvtier.vllm import above, compat, errands, handoff, identity, limits, metrics
 from kvtier.vllm.described import DescribedEvents
+from kvtier.vllm.resting import Resting
 from kvtier.vllm.settings import (
     check_caches,
     check_ranks,
@@ -158,6 +159,10 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     # -- the scheduler's side ------------------------------------------------------------------
 
     @cached_property
+    def _resting(self) -> Resting:
+        return Resting(self.connector_scheduler)
+
+    @cached_property
     def _manager(self) -> Any:
         assert self.connector_scheduler is not None
         return self.connector_scheduler.manager
@@ -180,6 +185,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        self._resting.wake(request.request_id)
         if self._without_hits:
             return compat.without_hits(self, request, num_computed_tokens)
         limit = compat.load_limit(self, request, num_computed_tokens)
@@ -206,6 +212,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
+        self._resting.wake(request.request_id)
         if request.status.name == "FINISHED_ERROR":  # amid its prompt, perhaps
             self._manager.keep_no_more(request.request_id)
         held, answer = super().request_finished(request, block_ids)
@@ -220,7 +227,9 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         if self._blurs_adapters and not self._blurred:
             self._look_for_blur(scheduler_output)
         compat.forget_decoded(self, scheduler_output)
-        meta = super().build_connector_meta(compat.read_as_0_33(self, scheduler_output))
+        step = self._resting.leave_out(scheduler_output)
+        meta = super().build_connector_meta(compat.read_as_0_33(self, step))
+        self._resting.looked_at(step)
         self._manager.step_began(scheduler_output)
         self._waits = self._spins and not scheduler_output.total_num_scheduled_tokens
         errands.give_up(meta, self._manager.give_up())
@@ -247,6 +256,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 request = self._manager.report(number, report)
                 if request is not None:
                     compat.store_again(self, request)
+                    self._resting.wake(request)
         super().update_connector_output(connector_output)
 
     def get_kv_connector_stats(self) -> Any:
@@ -266,6 +276,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         return bool(super().has_pending_push_work())
 
     def reset_cache(self) -> Any:
+        self._resting.wake_all()
         with compat.resettable(self):
             done = super().reset_cache()
         errands.finish_stores()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +110,21 @@ class TimedHost(Host):
     def scheduler_seconds(self, prompts: list[list[int]], tokens: int) -> list[list[float]]:
         """Of every step, the seconds that vLLM's scheduler spends in kvtier: by the clock, and of
         the processor."""
-        spent = [0.0, 0.0]
         manager = self._core.scheduler.connector.connector_scheduler.manager
-        for name in dir(type(manager)):
-            if not name.startswith("_") and callable(getattr(manager, name)):
-                setattr(manager, name, _timed(getattr(manager, name), spent))
+        names = [name for name in dir(type(manager)) if not name.startswith("_")]
+        return self._seconds_in(manager, names, prompts, tokens)
+
+    def connector_seconds(self, prompts: list[list[int]], tokens: int) -> list[list[float]]:
+        """The same of the connector as a whole, most of which is vLLM's own."""
+        return self._seconds_in(self._core.scheduler.connector, _ASKED, prompts, tokens)
+
+    def _seconds_in(
+        self, whom: Any, names: Sequence[str], prompts: list[list[int]], tokens: int
+    ) -> list[list[float]]:
+        spent = [0.0, 0.0]
+        for name in names:
+            if callable(method := getattr(whom, name)):
+                setattr(whom, name, _timed(method, spent))
         engine = self._llm.llm_engine
         for prompt in prompts:
             self._serial += 1
@@ -126,9 +136,23 @@ class TimedHost(Host):
             spent[:] = [0.0, 0.0]
             engine.step()
             found.append(list(spent))
-        for name in [name for name in vars(manager) if hasattr(type(manager), name)]:
-            delattr(manager, name)
+        for name in names:
+            vars(whom).pop(name, None)
         return found
+
+
+_ASKED = (
+    "build_connector_meta",
+    "get_kv_connector_stats",
+    "get_num_new_matched_tokens",
+    "has_pending_push_work",
+    "on_new_request",
+    "request_finished_all_groups",
+    "take_events",
+    "update_connector_output",
+    "update_state_after_alloc",
+)
+"""What vLLM's scheduler asks of a connector while it serves; none of these asks another."""
 
 
 def _timed(method: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:

@@ -39,6 +39,7 @@ class Served:
     def known(self, number: int) -> None:
         """Let a prompt lie in both tiers, and not in the engine."""
         self.ask(number)
+        assert self.engine.settle()  # on busy processors a copy may outlast the answer
         self.engine.forget_engine_cache()
         assert self.ask(number) == HIT
         self.engine.forget_engine_cache()
