@@ -184,6 +184,15 @@ class Duplex:
         self.arena.finish(names)
         return taken
 
+    def load_beside_python(self, rounds: int = 4) -> float:
+        """Seconds that the loads take while this thread is busy in Python, as an engine's is."""
+        names, started = set(self.begin_loads(rounds)), time.perf_counter()
+        while not self.arena.finished(names):
+            sum(range(5000))
+        taken = time.perf_counter() - started
+        self.arena.finish(names)
+        return taken
+
     def beside(self, action: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
         """What an action says that is done while both run."""
         names = self.begin_stores(ROUNDS) + self.begin_loads(ROUNDS)
@@ -238,18 +247,19 @@ def disturbance(torch: Any, report: Report) -> None:
         return product(), small(), python_loop()
 
     def turn() -> tuple[float, ...]:
-        loads = seconds_of(duplex.load), duplex.load_beside_stores()
+        loads = seconds_of(duplex.load), duplex.load_beside_stores(), duplex.load_beside_python()
         return *loads, *disturbed(), *duplex.beside(disturbed)
 
     turns = [turn() for _ in range(TURNS + 1)][1:]
     medians = [statistics.median(column) for column in zip(*turns, strict=True)]
-    alone, both, calm, prompt, free, busy, late, shared = medians
+    alone, both, python, calm, prompt, free, busy, late, shared = medians
     link = Link(torch)
     bare = statistics.median([link.loses() for _ in range(TURNS + 1)][1:])
     report.add("large copies to the device lose beside others to the host", bare, "%")
     report.add("loads alone", duplex.bytes / alone / 1e9, "GB/s")
     report.add("loads while stores run", duplex.bytes / both / 1e9, "GB/s")
     report.at_most("loads lose while stores run", (both / alone - 1) * 100, "%", 10)
+    report.add("loads lose while a loop in Python runs", (python / alone - 1) * 100, "%")
     report.at_most("a matrix product loses while both run", (busy / calm - 1) * 100, "%", 3)
     report.add("a loop in Python loses while both run", (shared / free - 1) * 100, "%")
     report.add("4 KiB to the device take", prompt, "us")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -18,6 +19,11 @@ from kvtier.device.plan import Pieces, cut, whole
 from kvtier.types import Outcome, group_of
 
 logger = logging.getLogger(__name__)
+
+LOCK_KEPT_S = 2e-4
+"""For so long the engine's thread keeps Python's lock while one of a copier's waits for it. These
+need it several times for each batch, and briefly: with Python's own 5 ms a sixth of a link's speed
+is left beside an engine that is busy in Python (docs/GPU.md)."""
 
 
 class Busy:
@@ -169,6 +175,7 @@ class Desk:
         self._stores: list[Work] = []
         self._results: list[JobResult] = []
         self._closing = False
+        sys.setswitchinterval(min(sys.getswitchinterval(), LOCK_KEPT_S))
 
     def fit(self, rows: Sequence[int]) -> None:
         """Hand out batches of at most so many rows of each group from now on."""

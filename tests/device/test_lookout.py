@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvtier.device.cuda_copy import CudaCopier
 from kvtier.device.jobs import Job
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.plan import Blocks
+from kvtier.device.work import LOCK_KEPT_S
 
 PAGE, ROWS, LOOKS = 512, 8, 60
 HANGS_S = 60
@@ -100,3 +102,14 @@ def test_while_that_one_is_busy_another_looks_out(staging: int) -> None:
         assert setting.host.begun[slot].wait(HANGS_S)
     setting.device.thaw(*setting.device.lanes[True])
     setting.copier.close()
+
+
+def test_an_engine_that_is_busy_in_python_lets_a_copier_have_the_lock_soon() -> None:
+    usual = sys.getswitchinterval()
+    try:
+        for before, after in ((5e-3, LOCK_KEPT_S), (1e-5, 1e-5)):
+            sys.setswitchinterval(before)
+            Setting(4).copier.close()
+            assert sys.getswitchinterval() == pytest.approx(after)
+    finally:
+        sys.setswitchinterval(usual)
