@@ -193,7 +193,7 @@ def main() -> None:
         "copies beside an engine's thread that is busy in Python, on a pretended device"
     )
     usual = sys.getswitchinterval()
-    with mock.patch.object(Prover, "stated", return_value=0):
+    with mock.patch.object(Prover, "stated", lambda self, slot: 0):
         for kind in (LOAD, STORE):
             arena = Arena(kind)
             free = [arena.turn(wait)[0] for _ in range(TURNS)]
