@@ -11,6 +11,8 @@ import dataclasses
 import math
 from typing import Any
 
+from kvtier.vllm.guard import guarded
+
 
 class Resting:
     """Knows up to how many tokens each request can be left out of what vLLM is told of a step."""
@@ -22,6 +24,10 @@ class Resting:
     def leave_out(self, scheduled: Any) -> Any:
         """A step's output without those that will not have enough tokens after it; but with what
         it says of their blocks."""
+        return self._without(scheduled) or scheduled
+
+    @guarded(lambda: None)
+    def _without(self, scheduled: Any) -> Any:
         cached, counts = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens
         until = self._until
         resting = {
@@ -30,7 +36,7 @@ class Resting:
             if computed + counts[name] < until.get(name, 0)
         } - cached.resumed_req_ids
         if not resting:
-            return scheduled
+            return None
         told = [
             (name, blocks)
             for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
@@ -46,6 +52,7 @@ class Resting:
             ),
         )
 
+    @guarded(lambda: None)
     def looked_at(self, scheduled: Any) -> None:
         """All that there was to be stored of these requests is on its way."""
         statuses = self._scheduler._req_status
