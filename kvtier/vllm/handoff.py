@@ -54,7 +54,7 @@ class Arrivals:
 
     def awaits(self, request: str, state: RequestState, shapes: Mapping[int, Shape]) -> bool:
         """Whether a request that the engine asks about is to wait."""
-        if not state.expected:
+        if not state.expected or len(self._chain.tiers) == 1:  # nobody else has its only tier
             return False
         keys, stop = state.furthest(shapes)
         come = {NOWHERE, COMING}.isdisjoint(self._chain.locate(keys))

@@ -13,7 +13,6 @@ from asking import (
     TWO_GROUPS,
     WINDOW,
     Asking,
-    host_memory,
     manager,
     small_above_large,
     stored,
@@ -22,6 +21,7 @@ from asking import (
 from kvtier import Stack
 from kvtier.core.costs import CostModel
 from kvtier.core.offers import Shape
+from kvtier.core.settings import ByteSize
 from kvtier.testing.records import make_keys
 from kvtier.types import GROUP_BYTES, BlockKey, Outcome, group_of
 from kvtier.vllm.handoff import WAIT_S
@@ -312,7 +312,9 @@ def test_a_prompt_that_another_engine_has_computed_is_waited_for(
     costs = CostModel(clock=lambda: now[0])
     if known:
         costs.observe_prefill(1024, 1.0)
-    with Stack.open(host_memory(tmp_path), TWO_GROUPS, costs=costs) as stack:
+    tiers = small_above_large(tmp_path)
+    tiers["tiers"][0]["capacity"] = str(ByteSize(64 * SLOT))
+    with Stack.open(tiers, TWO_GROUPS, costs=costs) as stack:
         made = ChainManager(stack, region="region", ranks=1, costs=costs, clock=lambda: now[0])
         made.shapes = dict(enumerate(shapes))
         asking = Asking(made)
@@ -345,6 +347,13 @@ def test_a_prompt_that_another_engine_has_computed_is_waited_for(
         assert asking.answers("again", other, tokens) == {None}
         now[0] += (2.0 if known else WAIT_S) - 0.01
         assert asking.answers("again", other, tokens) == {None}, "since things come"
+
+
+def test_where_no_tier_is_shared_nothing_is_waited_for(stack: Stack) -> None:
+    asking = manager(stack, FULL)
+    asking.manager.on_new_request("a")
+    asking.manager.expect("a")
+    assert asking.answers("a", asking.keys(2), 2 * CHUNK) == {False}
 
 
 def test_keys_that_end_within_a_chunk_are_not_found(stack: Stack) -> None:
