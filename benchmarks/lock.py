@@ -8,6 +8,7 @@ Needs no GPU: the device is pretended, and its link and kernels take as long as 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import threading
@@ -118,48 +119,62 @@ class Device:
         return Event(0.0)
 
     def lane(self, *, urgent: bool) -> Buffer:
-        return Buffer(self._links[urgent], 0, 0)
+        return self.buffer(0, 0, urgent=urgent)
 
     def stages(self, layout: DeviceLayout, batch_bytes: int, *, urgent: bool) -> list[Buffer]:
         (size,) = layout.part_bytes
-        return [Buffer(self._links[urgent], size, batch_bytes // size) for _ in range(4)]
+        return [self.buffer(size, batch_bytes // size, urgent=urgent) for _ in range(4)]
+
+    def buffer(self, size: int, rows: int, *, urgent: bool) -> Buffer:
+        return Buffer(self._links[urgent], size, rows)
 
 
 class Arena:
     """A copier and its slots, all of them full, or all reserved."""
 
-    def __init__(self, kind: TransferKind) -> None:
+    def __init__(self, kind: TransferKind, device: Device) -> None:
         self._kind = kind
+        self._names = itertools.count()
         self._per_chunk = chunk_of(PAGE)
         count = RECORDS * self._per_chunk
         layers = range(LAYERS)
         tensors = tuple(DeviceTensor(layer << 40, count, PAGE, PAGE) for layer in layers)
         refs = tuple(PageRef(layer, PAGE) for layer in layers)
         layout = DeviceLayout(tensors, (refs,), self._per_chunk)
-        host = Host(RECORDS, record_bytes(*layout.part_bytes))
+        self._host = host = Host(RECORDS, record_bytes(*layout.part_bytes))
         self._keys = [block_key(slot.to_bytes(32, "big"), 0) for slot in range(RECORDS)]
-        state = table.VALID if kind is LOAD else table.RESERVED
         for slot, key in enumerate(self._keys):
-            host.entries[slot] = table.pack_entry(state, key, 1, 0)
+            host.entries[slot] = table.pack_entry(table.VALID, key, 1, 0)
             Header(key, NAMESPACE, *layout.group_bytes, 1).write(host.record(slot))
-        self._blocks = Blocks(np.random.default_rng(0).permutation(count), [count], [0])
-        self.copier = CudaCopier(layout, Device(), host, NAMESPACE)
+        if kind is STORE:
+            self.reserve(range(RECORDS))
+        self._blocks = np.random.default_rng(0).permutation(count)
+        self.copier = CudaCopier(layout, device, host, NAMESPACE)
         self.copier.prepared.wait()
+
+    def reserve(self, slots: range) -> None:
+        """Let these wait for stores."""
+        for slot in slots:
+            self._host.entries[slot] = table.pack_entry(table.RESERVED, self._keys[slot], 1, 0)
+
+    def job(self, kind: TransferKind, slots: range) -> Job:
+        """All of these slots, from and to blocks all over the device."""
+        ids = self._blocks[slots.start * self._per_chunk : slots.stop * self._per_chunk]
+        return Job(
+            id=next(self._names),
+            kind=kind,
+            keys=self._keys[slots.start : slots.stop],
+            slots=slots,
+            blocks=Blocks(ids, [len(ids)], [0]),
+            deadline=float("inf"),
+        )
 
     def turn(self, meanwhile: Callable[[], int]) -> tuple[float, float]:
         """Gigabytes a second that are copied, and what the engine's thread gets done a second."""
-        slots, done, got = range(RECORDS), 0, 0
+        done = got = 0
         began = time.perf_counter()
-        for number in range(JOBS):
-            job = Job(
-                id=number,
-                kind=self._kind,
-                keys=self._keys,
-                slots=slots,
-                blocks=self._blocks,
-                deadline=float("inf"),
-            )
-            self.copier.submit(job)
+        for _ in range(JOBS):
+            self.copier.submit(self.job(self._kind, range(RECORDS)))
         while done < JOBS:
             got += meanwhile()
             results = self.copier.poll()
@@ -199,7 +214,7 @@ def main() -> None:
     usual = sys.getswitchinterval()
     with mock.patch.object(Prover, "stated", as_the_device_says):
         for kind in (LOAD, STORE):
-            arena = Arena(kind)
+            arena = Arena(kind, Device())
             free = [arena.turn(wait)[0] for _ in range(TURNS)]
             alone = []
             turns: dict[float, list[tuple[float, float]]] = {kept: [] for kept in KEPT_S}
