@@ -23,6 +23,9 @@ _ALONE_MIN = 1 << 30
 eighth of the capacity, or so much."""
 _AHEAD_SHARE = 4
 """All writers together claim at most this part of the capacity (a fourth) ahead of need."""
+_READY_SHARE = 64
+"""And at least this part, however little they have stored lately: a prompt comes all at once, and
+what there is no room for is lost to the store."""
 
 
 def clock() -> float:
@@ -153,7 +156,9 @@ class Budget:
         now = self._standing
         if now.lease_until == 0.0 or now.blocked or not now.measured:
             return 0
-        needed = 0 if now.alone or not self._demand else now.claim - self._pending + now.others
+        needed = 0 if now.alone else now.claim - self._pending + now.others
+        if not self._demand:
+            needed = min(needed, now.writers * self._ready(now.writers))
         return self.used + self.hidden + needed - now.cap
 
     # -- the keeper's side -----------------------------------------------------------------------
@@ -179,13 +184,19 @@ class Budget:
                 if self._standing.alone:
                     self._withdraw()
                 most = max(self._block_bytes, self.capacity // (_AHEAD_SHARE * writers))
-                ahead = min(most, max(self._block_bytes, 4 * self._demand))
+                least = max(self._block_bytes, self._ready(writers))
+                ahead = min(most, max(least, 4 * self._demand))
                 claim = self._pending + self._held + ahead
                 if claim < self._promised:
                     self._serial += 1
                     self._credit = min(self._credit, ahead)
             self._promised = claim
             return claim
+
+    def _ready(self, writers: int) -> int:
+        """What each writer has room for at any time; nothing where that is not a block."""
+        blocks = self.capacity // (_READY_SHARE * writers * self._block_bytes)
+        return blocks * self._block_bytes
 
     def withdraw(self) -> None:
         """Nothing may be reserved until the next claim has been heard of."""

@@ -178,11 +178,11 @@ class Fleet:
                 self._owed[at] += self.rate * _STEP_S
                 count = int(self._owed[at])
                 self._owed[at] -= count
-                self._fill(tier, count)
+                self.fill(tier, count)
                 tier.tick()
                 keeper.work()
 
-    def _fill(self, tier: ObjectTier, count: int) -> None:
+    def fill(self, tier: ObjectTier, count: int) -> None:
         if not count:
             return
         numbers = range(self._number, self._number + count)

@@ -61,7 +61,22 @@ def test_an_answer_to_an_older_claim_is_not_heard(budget: Budget, change: str) -
 def test_nothing_is_dropped_for_a_bound_that_nobody_has_measured(budget: Budget) -> None:
     hear(budget, SHARED)
     budget.used = 1300
-    assert budget.surplus() == 300
+    assert budget.surplus() == 300 + 14, "and what both keep room for"
     for unsure in ({"measured": False}, {"blocked": True}, {"lease_until": 0.0}):
         hear(budget, msgspec.structs.replace(SHARED, **unsure))
         assert budget.surplus() == 0
+
+
+def test_who_has_stored_nothing_lately_has_room_for_a_prompt(budget: Budget) -> None:
+    """Each of four a sixty-fourth of the budget's fourth, and no more is kept free for it."""
+    assert budget.offer(alone=False, writers=4) == 3
+    standing = msgspec.structs.replace(SHARED, claim=3, others=9, dead=0, writers=4)
+    hear(budget, standing)
+    assert granted(budget) == 3
+    budget.used = 1000
+    assert budget.surplus() == 12
+    small = Budget(24, 1, clock=lambda: 0.0)
+    assert small.offer(alone=False, writers=4) == 1
+    hear(small, msgspec.structs.replace(standing, claim=1, others=3, cap=24))
+    small.used = 24
+    assert small.surplus() == 0, "where that is not a block, none is dropped for it"

@@ -82,6 +82,24 @@ def test_a_busy_server_writes_down_once_a_look(store: Weather) -> None:
     assert fleet.objects() < 100
 
 
+@pytest.mark.parametrize("blocks", [1_000_000, 16_384])
+def test_prompts_that_come_now_and_then_are_kept(store: Weather, blocks: int) -> None:
+    """A prompt comes all at once, after minutes in which nothing did; also where the bucket is full
+    to what all keep room for."""
+    fleet = Fleet(store, 4, capacity_blocks=blocks, blocks_a_second=20.0)
+    fleet.run(240.0)
+    assert (len(fleet.blocks()) > 0.75 * blocks) is (blocks < 20_000), "only one of them is full"
+    fleet.rate = 0.0
+    fleet.run(120.0)
+    fleet.stored = fleet.dropped = 0
+    for _ in range(8):
+        fleet.run(60.0)
+        for _, tier in fleet.servers:
+            fleet.fill(tier, 48)
+    assert (fleet.stored, fleet.dropped) == (8 * 4 * 48, 0)
+    assert len(fleet.blocks()) <= blocks
+
+
 def test_a_crash_makes_not_all_of_them_list_everything(store: Weather) -> None:
     fleet = begun(store)
     fleet.servers.pop()
