@@ -334,9 +334,12 @@ class Host:
         Disk.readv = later  # type: ignore[method-assign]
 
     def record_crowds(self) -> None:
-        """Note how many wait behind each request that the engine asks about, from now on."""
+        """Note how many wait behind each request that the engine asks about, from now on; and load
+        nothing more to see how long it takes: what is given up is asked about again."""
         self._crowds: list[int] = []
         costs = self._manager.costs
+        for link in costs._links.values():
+            link.next_probe = float("inf")
         observe = costs.observe_waiting
 
         def note(requests: int) -> None:
