@@ -82,6 +82,7 @@ def test_a_busy_server_writes_down_once_a_look(store: Weather) -> None:
     assert fleet.objects() < 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1_000_000, 16_384])
 def test_prompts_that_come_now_and_then_are_kept(store: Weather, blocks: int) -> None:
     """A prompt comes all at once, after minutes in which nothing did; also where the bucket is full
