@@ -131,8 +131,7 @@ class Halves(Arena):
         time.sleep(0.01)
         began = time.perf_counter()
         loads = self._begin(LOAD, range(self.half), ROUNDS)
-        waiting = len(stores)
-        waiting -= self._finish(loads)
+        waiting = len(stores) - self._finish(loads)
         seconds = time.perf_counter() - began
         size = self.half * lock.RECORD_BYTES / seconds / 1e9
         stored = (len(stores) - waiting) * size

@@ -124,7 +124,8 @@ class ChainManager:
 
     def lookup(self, key: bytes, request: str, ends: Mapping[bytes, int]) -> bool | None:
         """Whether a block is here, can be taken in, and is worth its load; None if the request had
-        better ask again in the next step, because others hold the room that its load takes.
+        better ask again in the next step, because others hold the room that its load takes, or
+        what another engine has computed is on its way.
 
         vLLM asks block by block and group by group, windows from their end, in each step anew; the
         first question of a step is answered for the whole request. `ends` are the request's keys

@@ -50,7 +50,8 @@ class RequestState(msgspec.Struct):
     """How many positions of keys `columns` was made of."""
     decision: Decision = msgspec.field(default_factory=Decision)
     waits: bool = False
-    """It is told to ask again: host memory has no room for its load, and will have."""
+    """It is told to ask again: host memory has no room for its load, and will have; or blocks that
+    it had better load are on their way."""
     waits_since: float | None = None
     expected: bool = False
     """Another engine has computed its prompt, and not all of it has come into a tier."""
