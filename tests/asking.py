@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvtier import Stack
+from kvtier.core.costs import CostModel
 from kvtier.core.offers import Shape
 from kvtier.core.record import record_bytes
 from kvtier.core.settings import ByteSize
@@ -113,8 +115,13 @@ def stored(stack: Stack, ends: Mapping[bytes, int], *, but: int = 0) -> None:
     assert len(stack.store({key: payload(key, TWO_GROUPS) for key in keys})) == len(keys)
 
 
-def manager(stack: Stack, *shapes: Shape) -> Asking:
-    made = ChainManager(stack, region="region", ranks=1)
+def manager(
+    stack: Stack,
+    *shapes: Shape,
+    costs: CostModel | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Asking:
+    made = ChainManager(stack, region="region", ranks=1, costs=costs, clock=clock)
     made.shapes = dict(enumerate(shapes))
     return Asking(made)
 

@@ -12,7 +12,6 @@ from asking import (
     STATE,
     TWO_GROUPS,
     WINDOW,
-    Asking,
     manager,
     small_above_large,
     stored,
@@ -25,7 +24,6 @@ from kvtier.core.settings import ByteSize
 from kvtier.testing.records import make_keys
 from kvtier.types import GROUP_BYTES, BlockKey, Outcome, group_of
 from kvtier.vllm.handoff import WAIT_S
-from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.patience import PATIENCE_S
 from kvtier.vllm.protocol import NO_SLOT, Report
 
@@ -219,15 +217,21 @@ def test_a_request_that_has_ended_is_not_known_again(stack: Stack) -> None:
     assert managed.idle
 
 
+def costs_of(now: list[float], *, known: bool = True) -> CostModel:
+    """What an engine costs by this clock, that computes a kilotoken a second, if that is known."""
+    costs = CostModel(clock=lambda: now[0])
+    if known:
+        costs.observe_prefill(1024, 1.0)
+    return costs
+
+
 def test_a_load_slower_than_computing_is_taken_while_others_wait(tmp_path: Path) -> None:
     """Those who came and were not asked about yet, after a whole step."""
     now = [0.0]
-    costs = CostModel(clock=lambda: now[0])
-    costs.observe_prefill(1024, 1.0)
+    costs = costs_of(now)
     with Stack.open(small_above_large(tmp_path), TWO_GROUPS, costs=costs) as stack:
-        made = ChainManager(stack, region="region", ranks=1, costs=costs, clock=lambda: now[0])
-        made.shapes = {0: FULL}
-        asking = Asking(made)
+        asking = manager(stack, FULL, costs=costs, clock=lambda: now[0])
+        made = asking.manager
         prompts = {name: asking.keys(4, first=100 * at) for at, name in enumerate("abcd")}
         for ends in prompts.values():
             stored(stack, ends)
@@ -255,16 +259,13 @@ def test_a_load_waits_for_room_that_others_hold(
 ) -> None:
     """While these load, quickly; and no longer than it takes to compute the prompt."""
     now = [0.0]
-    costs = CostModel(clock=lambda: now[0])
-    if known:
-        costs.observe_prefill(1024, 1.0)
+    costs = costs_of(now, known=known)
     tiers = small_above_large(tmp_path)
     for tier in tiers["tiers"]:
         tier["load_deadline"] = deadline
     with Stack.open(tiers, TWO_GROUPS, costs=costs) as stack:
-        made = ChainManager(stack, region="region", ranks=1, costs=costs, clock=lambda: now[0])
-        made.shapes = dict(enumerate(shapes))
-        asking = Asking(made)
+        asking = manager(stack, *shapes, costs=costs, clock=lambda: now[0])
+        made = asking.manager
         prompts = {name: asking.keys(8, first=100 * at) for at, name in enumerate("abcd")}
         for ends in prompts.values():
             stored(stack, {key: ends[key] for key in asking.needed(ends)})
@@ -309,15 +310,12 @@ def test_a_prompt_that_another_engine_has_computed_is_waited_for(
 ) -> None:
     """Until all that a hit takes has come; and no longer than computing what is missing takes."""
     now = [0.0]
-    costs = CostModel(clock=lambda: now[0])
-    if known:
-        costs.observe_prefill(1024, 1.0)
+    costs = costs_of(now, known=known)
     tiers = small_above_large(tmp_path)
     tiers["tiers"][0]["capacity"] = str(ByteSize(64 * SLOT))
     with Stack.open(tiers, TWO_GROUPS, costs=costs) as stack:
-        made = ChainManager(stack, region="region", ranks=1, costs=costs, clock=lambda: now[0])
-        made.shapes = dict(enumerate(shapes))
-        asking = Asking(made)
+        asking = manager(stack, *shapes, costs=costs, clock=lambda: now[0])
+        made = asking.manager
         ends = asking.keys(8)
         tokens = 8 * CHUNK + 1
         for name in ("comes", "late", "later", "plain"):
