@@ -67,8 +67,7 @@ class Host:
 
     def generate_with(self, prompt: list[int], tokens: int = 16, **more: Any) -> dict[str, Any]:
         """One continuation with an adapter, a priority, limits or a pattern to follow."""
-        parameters = self._greedy(tokens)
-        parameters.extra_args = {"kv_transfer_params": more.get("limits")}
+        parameters = self._greedy(tokens, more.get("limits"))
         named: dict[str, Any] = {}
         if "adapter" in more:
             named["lora_request"] = _adapter(more["adapter"])
@@ -93,9 +92,8 @@ class Host:
         """Send a request and step until what it loads is under way."""
         engine = self._llm.llm_engine
         self._serial += 1
-        parameters = self._greedy(tokens)
-        parameters.extra_args = {"kv_transfer_params": limits}
-        engine.add_request(f"begun-{self._serial}", {"prompt_token_ids": prompt}, parameters)
+        given, parameters = {"prompt_token_ids": prompt}, self._greedy(tokens, limits)
+        engine.add_request(f"begun-{self._serial}", given, parameters)
         for _ in range(3):
             engine.step()
 
@@ -156,10 +154,11 @@ class Host:
 
         return storm(self._llm.llm_engine, self._greedy, self._step, **arguments)
 
-    def _greedy(self, tokens: int) -> Any:
+    def _greedy(self, tokens: int, limits: dict[str, Any] | None = None) -> Any:
         from vllm import SamplingParams
 
-        return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        more = {"kv_transfer_params": limits}
+        return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, extra_args=more)
 
     # -- sleep, and other weights
 

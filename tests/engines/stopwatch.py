@@ -71,9 +71,7 @@ class TimedHost(Host):
         marks = [self._mark()]
         for prompt in prompts:
             self._serial += 1
-            parameters = self._greedy(tokens)
-            if not stored:
-                parameters.extra_args = {"kv_transfer_params": {"max_offload_tokens": 0}}
+            parameters = self._greedy(tokens, None if stored else {"max_offload_tokens": 0})
             engine.add_request(f"timed-{self._serial}", {"prompt_token_ids": prompt}, parameters)
         waiting = len(prompts)
         started: set[str] = set()
