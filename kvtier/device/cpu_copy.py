@@ -147,7 +147,7 @@ class CpuCopier(DeviceCopier):
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, mark: object = None) -> None:
         self._desk.submit(job)
 
     def poll(self) -> list[JobResult]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -249,6 +250,24 @@ def torch_copy(operation: Callable[[Any, Any, Any, bool], None]) -> BatchCopy:
     return copy
 
 
+def or_else(copy: BatchCopy, other: Callable[[], BatchCopy]) -> BatchCopy:
+    """The same copy; once it has failed, another one."""
+    current = copy
+
+    def tried(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
+        nonlocal current
+        try:
+            return current(targets, sources, sizes, quiet_source)
+        except RuntimeError as error:
+            if current is not copy:
+                raise
+            logger.warning("copies go another way: %s", error)
+            current = other()
+            return current(targets, sources, sizes, quiet_source)
+
+    return tried
+
+
 class _Attributes(ctypes.Structure):
     """cudaMemcpyAttributes."""
 
@@ -340,15 +359,20 @@ def cores_near(index: int, topology: Topology) -> set[int]:
     return cores
 
 
+_RUNTIME = re.compile(r"libcudart(-\w+)?\.so[.\d]*")
+
+
 @functools.cache
 def runtime() -> ctypes.CDLL:
     """The CUDA runtime in this process: torch has loaded one, and there must not be two.
 
-    Looked for once: an engine has thousands of mappings, and each thread of a copier asks.
+    Looked for once: an engine has thousands of mappings, and each thread of a copier asks. Others
+    load stand-ins of a similar name (TileLang's `libcudart_stub.so`).
     """
     with open("/proc/self/maps", encoding="utf-8") as maps:
         lines = [line.removesuffix(" (deleted)\n") for line in maps if "libcudart" in line]
-    paths = {line.rstrip("\n").split(maxsplit=5)[-1] for line in lines}
+    mapped = {line.rstrip("\n").split(maxsplit=5)[-1] for line in lines}
+    paths = [path for path in mapped if _RUNTIME.fullmatch(path.rpartition("/")[2])]
     if not paths:
         raise RuntimeError("torch has loaded no CUDA runtime: this is a build without CUDA")
     return ctypes.CDLL(sorted(paths)[0])

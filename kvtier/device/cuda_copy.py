@@ -162,8 +162,11 @@ class CudaCopier(DeviceCopier):
 
     # -- the engine's side -----------------------------------------------------------------
 
-    def submit(self, job: Job) -> None:
-        self._desk.submit(job, self._device.mark())
+    def submit(self, job: Job, mark: object = None) -> None:
+        self._desk.submit(job, self.mark() if mark is None else mark)
+
+    def mark(self) -> Event:
+        return self._device.mark()
 
     def poll(self) -> list[JobResult]:
         return self._desk.poll()

@@ -95,8 +95,13 @@ class DeviceCopier(ABC):
     """Whether jobs may name files now."""
 
     @abstractmethod
-    def submit(self, job: Job) -> None:
-        """Queue a job, ordered after what the engine has given its device to do so far."""
+    def submit(self, job: Job, mark: object = None) -> None:
+        """Queue a job, ordered after what the engine has given its device to do so far, or had
+        when `mark` was taken."""
+
+    def mark(self) -> object:
+        """How far the engine has come in what it gives its device to do."""
+        return None
 
     @abstractmethod
     def poll(self) -> list[JobResult]:
@@ -104,7 +109,8 @@ class DeviceCopier(ABC):
 
     @abstractmethod
     def give_up(self, id: int) -> None:
-        """Wait no longer for those records of a load that have not arrived: they are CANCELLED."""
+        """Wait no longer for those records of a load that have not arrived: they are CANCELLED;
+        and of a store copy no more than what is under way: the rest is DROPPED."""
 
     @abstractmethod
     def wait(self, ids: Collection[int]) -> None:

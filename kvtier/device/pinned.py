@@ -1,4 +1,4 @@
-"""Host memory that a device can reach directly: registered in pieces, or not at all."""
+"""Host memory that a device can reach directly: registered in pieces, as many as it gets."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class PinnedMemory:
     """A region's slots, to be pinned until this is closed.
 
     Pieces end where slots end, so that no copy crosses from one into the next. If one is refused,
-    those before are given back: copies then go through the driver's own buffers, which works and is
-    slower.
+    copies from and to the rest go through the driver's own buffers, which works and is slower.
+    Those before are kept: copies use them by now, and must not lose memory on their way.
     """
 
     def __init__(
@@ -55,15 +55,13 @@ class PinnedMemory:
             reason = self._registrar.register(self._base + at, size)
             if reason is not None:
                 logger.warning(
-                    "the CPU region stays pageable, so that copies are slower: pinning %d bytes at "
-                    "%d of %d was refused (%s). Raise the memlock limit (ulimit -l), or make the "
-                    "cpu tier's capacity smaller",
-                    size,
-                    at,
+                    "%d of the CPU region's %d bytes stay pageable, so that their copies are "
+                    "slower: pinning more was refused (%s). Raise the memlock limit (ulimit -l), "
+                    "or make the cpu tier's capacity smaller",
+                    self._size - at,
                     self._size,
                     reason,
                 )
-                self.close()
                 return False
             self._addresses.append(self._base + at)
             if stopping.wait(time.monotonic() - began):

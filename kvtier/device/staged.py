@@ -137,10 +137,9 @@ class StagedPath:
             stage.digest(batch.group, len(rows))
 
         with self._turns.load():
-            fetched = _queue(batch, stage, fetch)
-            summed = _queue(batch, stage, add_up) if fetched.whole else fetched
-            fine = _ended(batch, fetched)
-        if not (_ended(batch, summed) and fine):
+            fine = _ended(batch, _queue(batch, stage, fetch))
+        # Only now: a kernel that waits for the link may hold up what comes behind it (`_reach`).
+        if not (fine and _ended(batch, _queue(batch, stage, add_up))):
             return failed(outcomes)
         sums = dict(zip(rows, stage.sums(batch.group, len(rows)), strict=True))
 

@@ -223,8 +223,12 @@ class Desk:
 
     def give_up(self, id: int) -> None:
         """Cancel a load of which something has not arrived, or not begun to be read. A read that
-        has begun is waited for: its buffer is gone for as long as it takes."""
+        has begun is waited for: its buffer is gone for as long as it takes. Drop what has not
+        begun of a store."""
         with self._lock:
+            for work in [each for each in self._stores if each.job.id == id]:
+                work.give_up(Outcome.DROPPED)
+                self._settle(work)
             for work in [each for each in self._loads if each.job.id == id]:
                 slots = work.job.slots
                 if work.unread or any(self._prover.pending(slots[row]) for row in work.waiting):

@@ -95,13 +95,16 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
                 self._unsubmitted_store_jobs.append((job_id, entry.src_spec, entry.dst_spec))
         self._submit_stores()
         if flushed:
-            self.worker.wait(flushed)
+            self.worker.make_way(flushed)
+        if kv_connector_metadata.load_jobs:
+            self.worker.begin_step()
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         self._submit_stores()
         for job_id, entry in metadata.load_jobs.items():
             self._load_jobs[job_id] = entry.req_id
             self.worker.submit_load(job_id, entry.src_spec, entry.dst_spec)
+        self.worker.end_step()
         given_up = getattr(metadata, "given_up", None)
         if given_up is not None:
             self.worker.give_up(given_up)

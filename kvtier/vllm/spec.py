@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,7 @@ class VllmWorker(compat.OffloadingWorker):  # type: ignore[misc]
 
     def __init__(self, worker: RankWorker) -> None:
         self._worker = worker
+        self._mark: object = None
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         if not self._submit(self._worker.store, job_id, dst_spec.errand, src_spec):
@@ -297,7 +299,8 @@ class VllmWorker(compat.OffloadingWorker):  # type: ignore[misc]
     def submit_load(
         self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
     ) -> bool:
-        if not self._submit(self._worker.load, job_id, src_spec.errand, dst_spec):
+        load = partial(self._worker.load, mark=self._mark)
+        if not self._submit(load, job_id, src_spec.errand, dst_spec):
             self._worker.abandon(job_id, src_spec.errand)
         return True
 
@@ -305,6 +308,17 @@ class VllmWorker(compat.OffloadingWorker):  # type: ignore[misc]
     def _submit(self, move: Any, job_id: int, errand: Errand, device: Any) -> bool:
         move(job_id, errand, blocks_of(device))
         return True
+
+    @guarded(lambda: None)
+    def begin_step(self) -> None:
+        """The engine is about to compute; the loads that begin until `end_step` need not wait for
+        that."""
+        self._mark = None
+        self._mark = self._worker.mark()
+
+    def end_step(self) -> None:
+        """What begins from now on comes after all that the engine has given its device to do."""
+        self._mark = None
 
     @guarded(lambda: None)
     def give_up(self, number: int) -> None:
@@ -322,6 +336,11 @@ class VllmWorker(compat.OffloadingWorker):  # type: ignore[misc]
             compat.TransferResult(ended.job_id, ended.ok, ended.report.bytes_moved, ended.seconds)
             for ended in self.take_ended()
         ]
+
+    @guarded(lambda: None)
+    def make_way(self, job_ids: set[int]) -> None:
+        """Return when the engine may write to the device blocks of these jobs."""
+        self._worker.make_way(job_ids)
 
     @guarded(lambda: None)
     def wait(self, job_ids: set[int]) -> None:

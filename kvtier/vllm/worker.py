@@ -74,7 +74,8 @@ class RankWorker:
         self._copier: DeviceCopier | None = None
         self._region: Region | None = None
         self._region_name = ""
-        self._numbers: dict[int, tuple[int, int]] = {}
+        self._numbers: dict[int, tuple[int, TransferKind]] = {}
+        """The errand of each job under way, and what kind of job it is."""
         self._writes_first = writes_first()
         self._overtaken: set[int] = set()
         """Jobs whose blocks the engine may have written to before they were copied out."""
@@ -91,21 +92,34 @@ class RankWorker:
             return
         self._submit(job_id, errand, blocks, TransferKind.STORE)
 
-    def load(self, job_id: int, errand: Errand, blocks: Blocks) -> None:
-        """Copy blocks into the device as they arrive in the region."""
+    def load(self, job_id: int, errand: Errand, blocks: Blocks, mark: object = None) -> None:
+        """Copy blocks into the device as they arrive in the region, after what the engine had given
+        its device to do when the mark was taken, or has by now."""
         if any(s == NO_SLOT and i not in errand.files for i, s in enumerate(errand.slots)):
             self._fail(job_id, errand, Outcome.DROPPED)
             return
-        self._submit(job_id, errand, blocks, TransferKind.LOAD)
+        self._submit(job_id, errand, blocks, TransferKind.LOAD, mark)
 
-    def _submit(self, job_id: int, errand: Errand, blocks: Blocks, kind: TransferKind) -> None:
+    def mark(self) -> object:
+        """Called when the engine is about to compute: whether to begin loads before it has, and
+        after what. None where it may yet write to the blocks that it has found for them."""
+        return self._copier.mark() if self._writes_first and self._copier is not None else None
+
+    def _submit(
+        self,
+        job_id: int,
+        errand: Errand,
+        blocks: Blocks,
+        kind: TransferKind,
+        mark: object = None,
+    ) -> None:
         try:
             copier = self._open(errand)
             if kind is TransferKind.STORE and not self._writes:
                 report = Report(1, reads_files=self._reads_files)
                 self._ended.append(Ended(job_id, errand.number, True, report, 0.0))
                 return
-            self._numbers[job_id] = (errand.number, len(errand.keys))
+            self._numbers[job_id] = (errand.number, kind)
             copier.submit(
                 Job(
                     id=job_id,
@@ -115,7 +129,8 @@ class RankWorker:
                     blocks=blocks,
                     deadline=errand.deadline,
                     files=errand.files,
-                )
+                ),
+                mark,
             )
         except (KVTierError, OSError, ValueError) as error:
             if str(error) != self._said:  # else once a request, for ever
@@ -171,8 +186,7 @@ class RankWorker:
         outcomes = result.outcomes
         if result.id in self._overtaken:
             self._overtaken.remove(result.id)
-            if result.kind is TransferKind.STORE:
-                outcomes = [Outcome.DROPPED] * len(outcomes)
+            outcomes = [Outcome.DROPPED] * len(outcomes)
         failures = {index: outcome for index, outcome in enumerate(outcomes) if not outcome.ok}
         report = Report(
             1,
@@ -186,12 +200,25 @@ class RankWorker:
         ok = not failures
         return Ended(result.id, number, ok, report, result.seconds)
 
-    def wait(self, job_ids: Collection[int]) -> None:
-        """Return when these jobs no longer touch device blocks, which the engine is about to write
-        to. Where it may have done so already, what was not copied out by its last step is lost."""
+    def make_way(self, job_ids: Collection[int]) -> None:
+        """The engine is about to write to device blocks of these jobs: return when it may. Where it
+        may have done so already, what was not copied out by its last step is lost, and nobody need
+        wait for it."""
+        known = self._numbers
+        lost = {
+            each
+            for each in job_ids
+            if self._writes_first and each in known and known[each][1] is TransferKind.STORE
+        }
+        self._overtaken |= lost
         if self._copier is not None:
-            if self._writes_first:
-                self._overtaken |= self._numbers.keys() & job_ids
+            for each in lost:
+                self._copier.give_up(each)
+        self.wait(set(job_ids) - lost)
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        """Return when these jobs no longer touch device blocks."""
+        if self._copier is not None:
             self._copier.wait(job_ids)
 
     # -- the region ------------------------------------------------------------------------
@@ -275,9 +302,12 @@ def device_of(caches: Any, gds: Gds, folders: Sequence[Path]) -> OpenCopier:
         access.works()
 
     def batch_copy() -> BatchCopy:
+        import torch
+
         from kvtier.vllm.compat import batched_copy
 
-        return cuda.torch_copy(batched_copy())
+        theirs = cuda.torch_copy(batched_copy())  # knows no other way where there are no batches
+        return cuda.or_else(theirs, lambda: cuda.runtime_copy(torch))
 
     if device.type == "cuda":
         cuda.build_kernels(index, batch_copy)

@@ -68,15 +68,17 @@ def test_pinning_ends_early_if_it_is_to_stop() -> None:
     assert sorted(registrar.returned) == [address for address, _ in registrar.ranges]
 
 
-def test_a_refused_piece_gives_back_those_before_and_warns(
+def test_a_refused_piece_leaves_those_before_and_warns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     memory, registrar = np.zeros(10 * 4096, np.uint8), Listener(refuse_at=2)
     pinned = PinnedMemory(memory.data, 4096, registrar, piece_bytes=4 * 4096)
     assert not pinned.pin()
-    assert sorted(registrar.returned) == [address for address, _ in registrar.ranges]
-    assert "stays pageable" in caplog.text
+    assert registrar.returned == [], "copies use them by now"
+    assert "8192 of the CPU region's 40960 bytes stay pageable" in caplog.text
     assert "out of memory" in caplog.text
+    pinned.close()
+    assert sorted(registrar.returned) == [address for address, _ in registrar.ranges]
 
 
 class Runtime:
@@ -197,6 +199,27 @@ def test_an_operation_that_says_of_no_error_is_asked(monkeypatch: pytest.MonkeyP
     assert cuda.torch_copy(fails)(columns(10), columns(20), columns(5), False)
 
 
+def test_copies_that_fail_go_another_way_from_then_on() -> None:
+    calls: list[str] = []
+
+    def refused(*call: object) -> object:
+        calls.append("first")
+        raise RuntimeError("not supported")
+
+    def works(*call: object) -> object:
+        calls.append("second")
+        return "held"
+
+    copy = cuda.or_else(refused, lambda: works)
+    assert [copy(columns(1), columns(2), columns(3), True) for _ in range(2)] == ["held"] * 2
+    assert calls == ["first", "second", "second"]
+    copy = cuda.or_else(refused, lambda: lambda *call: refused())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="not supported"):
+            copy(columns(1), columns(2), columns(3), True)
+    assert len(calls) == 6
+
+
 class Unable(Runtime):
     """Has the call, and says that it cannot do it."""
 
@@ -297,9 +320,9 @@ def test_the_cores_beside_a_device(
     assert cuda.cores_near(2, Topology(tmp_path)) == cores
 
 
-def test_a_cuda_runtime_in_a_folder_with_a_blank_is_found(tmp_path: Path) -> None:
+def test_a_cuda_runtime_is_found_beside_what_stands_for_one(tmp_path: Path) -> None:
     """In a process of its own: what is loaded stays loaded."""
-    library = tmp_path / "my folder" / "libcudart.so.13"
+    library, other = tmp_path / "my folder" / "libcudart.so.13", tmp_path / "libcudart_stub.so"
     library.parent.mkdir()
     found = ctypes.util.find_library("z") or ctypes.util.find_library("m")
     program = (
@@ -307,9 +330,10 @@ def test_a_cuda_runtime_in_a_folder_with_a_blank_is_found(tmp_path: Path) -> Non
         "loaded = ctypes.CDLL(sys.argv[1]); "
         "maps = pathlib.Path('/proc/self/maps').read_text().splitlines(); "
         "path = next(line.split(maxsplit=5)[5] for line in maps if sys.argv[1] in line); "
-        "shutil.copy(path, sys.argv[2]); ctypes.CDLL(sys.argv[2]); print(cuda.runtime()._name)"
+        "copies = [shutil.copy(path, name) for name in sys.argv[2:]]; "
+        "loaded = [ctypes.CDLL(name) for name in copies]; print(cuda.runtime()._name)"
     )
-    command = [sys.executable, "-c", program, str(found), str(library)]
+    command = [sys.executable, "-c", program, str(found), str(library), str(other)]
     said = subprocess.run(command, check=True, capture_output=True, text=True)
     assert said.stdout.strip() == str(library)
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 from direct_engine import Tensor
 
 from kvtier import Stack
-from kvtier.core.record import record_bytes
-from kvtier.device.cpu_copy import CpuCopier
+from kvtier.core.record import Buffer, record_bytes
+from kvtier.device.cpu_copy import CpuCopier, PageCopier
 from kvtier.device.plan import Blocks
 from kvtier.testing.records import make_keys
 from kvtier.types import Namespace
@@ -81,7 +83,7 @@ def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting
 
 def test_what_had_not_left_by_the_last_step_is_not_kept(setting: Setting) -> None:
     number = setting.store()
-    setting.worker.wait({1})  # its blocks have other owners now, and are zero perhaps
+    setting.worker.make_way({1})  # its blocks have other owners now, and are zero perhaps
     ended = setting.end(number)
     assert not ended.ok
     assert setting.manager.failed_stores == CHUNKS
@@ -89,9 +91,50 @@ def test_what_had_not_left_by_the_last_step_is_not_kept(setting: Setting) -> Non
     assert not setting.worker._overtaken
 
 
+def test_nobody_waits_for_what_is_lost(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One record is being copied out, the others wait for their turn: the engine goes on."""
+    monkeypatch.setattr(CpuCopier, "_BATCH_BYTES", 1)
+    begun, end, copied = threading.Event(), threading.Event(), list[int]()
+    gather = PageCopier.gather
+
+    def held(pages: PageCopier, group: int, ids: Sequence[int], skip: int, part: Buffer) -> None:
+        copied.extend(ids)
+        begun.set()
+        end.wait()
+        gather(pages, group, ids, skip, part)
+
+    monkeypatch.setattr(PageCopier, "gather", held)
+    number = setting.store()
+    begun.wait()
+    setting.worker.make_way({1})
+    assert not setting.worker.poll(), "its slots are not free yet"
+    end.set()
+    assert not setting.end(number).ok
+    assert copied == [0]
+    assert setting.manager.failed_stores == CHUNKS
+
+
+def test_loads_need_not_wait_for_what_comes_after_all_writing(setting: Setting) -> None:
+    """The engine has written to their blocks before it calls; what it computes then has others."""
+    assert setting.worker.mark() is None, "no copier is open"
+    setting.end(setting.store())
+    copier = setting.worker._copier
+    with (
+        mock.patch.object(copier, "mark", return_value="before"),
+        mock.patch.object(copier, "submit") as submit,
+    ):
+        errand = setting.manager.prepare_load(setting.keys, "b")
+        setting.worker.load(2, errand, Blocks(np.arange(CHUNKS), [CHUNKS], [0]), "before")
+        assert setting.worker.mark() == "before"
+        setting.worker._writes_first = False
+        assert setting.worker.mark() is None, "it may yet write there"
+    assert submit.call_args.args[1] == "before"
+    del setting.worker._numbers[2]
+
+
 def test_what_had_left_is_kept(setting: Setting) -> None:
     ended = setting.end(setting.store())
-    setting.worker.wait({1})
+    setting.worker.make_way({1})
     assert ended.ok
     assert setting.manager.failed_stores == 0
 
@@ -99,14 +142,14 @@ def test_what_had_left_is_kept(setting: Setting) -> None:
 def test_loads_are_not_spoilt_by_that(setting: Setting) -> None:
     setting.end(setting.store())
     number = setting.load()
-    setting.worker.wait({2})
+    setting.worker.make_way({2})
     assert setting.end(number).ok
 
 
 def test_an_engine_that_asks_first_loses_nothing(tmp_path: Path) -> None:
     setting = Setting(tmp_path)
     number = setting.store()
-    setting.worker.wait({1})
+    setting.worker.make_way({1})
     assert setting.end(number).ok
     setting.worker.close()
     setting.stack.close()
