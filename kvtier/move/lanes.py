@@ -126,9 +126,9 @@ class Lane:
         }
 
     def add(self, job: Job) -> None:
-        """Queue a job and wake as many threads as it can use."""
+        """Queue a job and wake as many threads as it can use: if it is alone, one a block."""
         self._queue_of(job)[job.transfer.id] = job
-        self.wake(-(-job.size // job.batch_blocks))
+        self.wake(job.size)
 
     def remove(self, job: Job) -> None:
         """Forget a job of which nothing is to start any more."""

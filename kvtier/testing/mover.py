@@ -284,6 +284,15 @@ class MoverContract:
             called += slots
         assert sorted(called) == list(range(20))
 
+    def test_a_job_of_few_blocks_uses_all_threads_too(self, rig: MoverRig) -> None:
+        rig.fill(NEAR, range(2))
+        rig.media[NEAR].hold(range(2))
+        load = rig.load(range(2))
+        begun = [rig.media[NEAR].next_call()[1] for _ in range(2)]
+        assert sorted(begun) == [[0], [1]], "each block on a thread of its own, at once"
+        rig.media[NEAR].release()
+        assert rig.outcomes(load) == [Outcome.OK] * 2
+
     def test_stores_beyond_the_queue_are_dropped_and_loads_still_taken(self, rig: MoverRig) -> None:
         rig.media[NEAR].hold(range(64))
         ids = [rig.store(range(QUEUE_BLOCKS - 1))]

@@ -121,6 +121,26 @@ class TestHistory:
         history.write(cell, second, 9.0, 0, 0, 0)
         assert forecast.lost.count()[0, step(9.0)] == 1.0
 
+    def test_it_grows_seldom_and_remembers(self) -> None:
+        """As of a tier that has more slots from time to time."""
+        forecast = Forecast(1, 1)
+        history = History(forecast)
+        tags = [SAMPLED_IN * number for number in range(1, 3000)]
+        for _, cell, tag in history.sample(tags):
+            history.write(cell, tag, float(tag), 0, tag % 251, tag % 3)
+        before, sizes = history.cells, set()
+        for slots in range(before, 3 * before, before // 16):
+            history.resize(slots)
+            sizes.add(history.cells)
+        assert sizes == {before, 2 * before, 4 * before}
+        assert forecast.memory == history.cells
+        found = {tag: cell for _, cell, tag in history.sample(tags)}
+        kept = [
+            (history.tags[cell], history.times[cell], history.marks[cell], history.rests[cell])
+            for cell in found.values()
+        ]
+        assert kept == [(tag, float(tag), tag % 251, tag % 3) for tag in found]
+
     def test_only_a_sample_is_watched(self) -> None:
         dice = random.Random(3)
         watched = History(Forecast(1, 1)).sample([dice.getrandbits(32) for _ in range(4000)])

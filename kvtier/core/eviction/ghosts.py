@@ -13,7 +13,8 @@ _SPREAD = 0x9E3779B1
 class Ghosts:
     """At most `room` fingerprints, each in one of several lists from old to new.
 
-    An open-addressing table of twice the room finds them, so that one costs 25 to 33 bytes.
+    An open-addressing table of two to four times the room finds them, so that one costs 25 to 33
+    bytes.
     """
 
     def __init__(self, lists: int) -> None:
@@ -39,7 +40,10 @@ class Ghosts:
         self._order.resize(room)
         self._unused.extend(range(room - 1, self.room - 1, -1))
         self.room = room
-        self._mask = (1 << (2 * room - 1).bit_length()) - 1
+        mask = (1 << (2 * room - 1).bit_length()) - 1
+        if mask == self._mask:  # a tier that grows slab by slab calls for each
+            return
+        self._mask = mask
         self._table = array("i", bytes([255]) * (4 * (self._mask + 1)))
         for entry in range(room):
             if self._order.member_of[entry] != NOWHERE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,20 +45,25 @@ class History:
         return self.cells * 11
 
     def resize(self, slots: int) -> None:
-        """Have a cell for each slot; what was remembered stays where it still maps."""
+        """Have a cell for each slot; what was remembered stays where it still maps.
+
+        Twice as many as before at least: a tier that grows slab by slab calls for each, and must
+        not move everything each time.
+        """
         if slots <= self.cells:
             return
-        old = self.cells, self.tags, self.times, self.kinds, self.marks, self.rests
-        self._reset(slots)
-        cells, tags, times, kinds, marks, rests = old
-        for cell in range(cells):
-            if tags[cell] != _EMPTY:
-                place = (tags[cell] >> _SAMPLE_BITS) % slots
-                self.tags[place] = tags[cell]
-                self.times[place] = times[cell]
-                self.kinds[place] = kinds[cell]
-                self.marks[place] = marks[cell]
-                self.rests[place] = rests[cell]
+        before = self._columns()
+        self._reset(max(slots, 2 * self.cells))
+        tags = before[0]
+        cells = np.flatnonzero(tags != _EMPTY)
+        places = (tags[cells] >> _SAMPLE_BITS) % self.cells
+        for old, new in zip(before, self._columns(), strict=True):
+            new[places] = old[cells]
+
+    def _columns(self) -> list[NDArray[Any]]:
+        kinds = (np.uint32, np.float32, np.uint8, np.uint8, np.uint8)
+        columns = (self.tags, self.times, self.kinds, self.marks, self.rests)
+        return [np.frombuffer(each, kind) for each, kind in zip(columns, kinds, strict=True)]
 
     def sample(self, prints: Iterable[int]) -> list[tuple[int, int, int]]:
         """Which of these fingerprints are watched: (index, cell, tag)."""
