@@ -61,9 +61,11 @@ class History:
             new[places] = old[cells]
 
     def _columns(self) -> list[NDArray[Any]]:
-        kinds = (np.uint32, np.float32, np.uint8, np.uint8, np.uint8)
-        columns = (self.tags, self.times, self.kinds, self.marks, self.rests)
-        return [np.frombuffer(each, kind) for each, kind in zip(columns, kinds, strict=True)]
+        return [
+            np.frombuffer(self.tags, np.uint32),
+            np.frombuffer(self.times, np.float32),
+            *(np.frombuffer(each, np.uint8) for each in (self.kinds, self.marks, self.rests)),
+        ]
 
     def sample(self, prints: Iterable[int]) -> list[tuple[int, int, int]]:
         """Which of these fingerprints are watched: (index, cell, tag)."""
