@@ -228,6 +228,8 @@ class TierStats(msgspec.Struct):
     blocks: int = 0
     bytes_used: int = 0
     bytes_capacity: int = 0
+    free: int = 0
+    """Blocks that can be reserved before any is evicted."""
     hits: int = 0
     misses: int = 0
     stored: int = 0

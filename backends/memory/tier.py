@@ -170,6 +170,7 @@ class MemoryTier(Tier):
         used = self.store.slots - len(self._free)
         self._stats.blocks = len(self._resident)
         self._stats.bytes_used = used * self.store.slot_bytes
+        self._stats.free = len(self._free)
         self._stats.pinned = len(self._pins)
         self._stats.in_flight = len(self._reserved)
         return copy(self._stats)

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from kvtier.backends.nvme.entries import write_entries
-from kvtier.backends.nvme.files import let_go, owner_path, used_bytes
+from kvtier.backends.nvme.files import let_go, owner_path
 from kvtier.backends.nvme.folder import NOBODY, Limits, NvmeFolder, SlabFile
 from kvtier.backends.nvme.news import News, changes
+from kvtier.backends.nvme.shares import Shares
 from kvtier.backends.nvme.uses import Uses
 from kvtier.core.slab import layout
 from kvtier.errors import FormatError, MediumError, NewerFormat
@@ -33,11 +34,13 @@ _LOOK_S = 0.02
 """How long another process's commit may stay unknown here."""
 _LOOK_SHARE = 10
 """A look around takes at most one part in so many of a core, however many slabs there are."""
+_WORK_SHARE = 20
+"""So does what is rarer, which takes longer: it runs beside the engine's own thread."""
 _NEWS_MAX = 64
 """A tier that is not asked takes nothing in. What happens meanwhile is one difference later on."""
 _HOUSEKEEPING_S = 1.0
-_GIVEN_S = 3.0
-"""So long a slab that was given away is left to those who starve, before it is taken back."""
+_GIVEN_ROUNDS = 3
+"""So long what was given away is left to those who starve, before it is taken back."""
 _USES_S = 10.0
 _RECENT_NS = 100_000_000
 """File times are coarse: a table written this recently is read again even if it looks unchanged."""
@@ -70,12 +73,13 @@ class Keeper:
         self._todo: deque[tuple[int, int, bytes]] = deque()
         self._released: deque[tuple[int, bool]] = deque()
         self._slots_wanted = 0
-        self._hungry = False
+        self._shares = Shares(folder, limits)
         self._mutex = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
         self._look_took = 0.0
         self._next_housekeeping = 0.0
+        self._between = _HOUSEKEEPING_S
         self._next_uses = 0.0
         self._thread: threading.Thread | None = None
         self._said: set[str] = set()
@@ -98,10 +102,8 @@ class Keeper:
 
     def pause(self) -> float:
         """How long to sleep if nobody wants anything."""
-        longest = _HOUSEKEEPING_S / 4
-        if all(known.mine for known in self._known.values()):
-            return longest
-        return min(longest, max(_LOOK_S, _LOOK_SHARE * self._look_took))
+        alone = all(known.mine for known in self._known.values())
+        return max(_HOUSEKEEPING_S / 4 if alone else _LOOK_S, _LOOK_SHARE * self._look_took)
 
     def work(self, *, thorough: bool = False) -> None:
         """One round; `thorough` does the rarer parts too, whatever the time."""
@@ -119,12 +121,15 @@ class Keeper:
             return
         now = time.monotonic()
         if thorough or now >= self._next_housekeeping or self._slots_wanted:
-            self._next_housekeeping = now + _HOUSEKEEPING_S
+            began = time.thread_time()
             self._adopt_orphans()
             with self._going_on():
                 self._make_room()
             self._share()
             self._write_uses(now, thorough)
+            took = time.thread_time() - began
+            self._between = max(_HOUSEKEEPING_S, _WORK_SHARE * took)
+            self._next_housekeeping = now + self._between
 
     def _begin_again(self) -> None:
         """The folder has been removed under us, or what makes us an owner: make it anew. Slabs that
@@ -134,7 +139,7 @@ class Keeper:
         owner, fd = self.folder.claim()
         os.close(self._owner_fd)
         self.owner, self._owner_fd = owner, fd
-        self._hungry = False
+        self._shares.begin_again()
         self.news.extend(News(known.slab, gone=True) for known in self._known.values())
         self._known.clear()
 
@@ -261,51 +266,37 @@ class Keeper:
 
     def _make_room(self) -> None:
         """More slabs, if they are wanted and the budget and the floor allow it."""
-        mine = sum(known.mine for known in self._known.values())
+        mine = self._mine()
         wanted, self._slots_wanted = self._slots_wanted, 0
         if not mine and self.limits.grows:
             wanted = max(wanted, 1)
         elif not wanted:
-            self._set_hungry(False)
+            self._shares.tell(self._owner_fd, hungry=False)
         slots = max(1, self.limits.slab_bytes // self.limits.slot_bytes)
         cut = self.folder.cut_off(known.slab for known in self._known.values()) if wanted else 0
         limits = msgspec.structs.replace(self.limits, capacity=self.limits.capacity - cut)
         while wanted > 0 and not self._stopping:
             slab = self.folder.create_slab(self.owner, slots, limits)
             if slab is None:
-                self._full_until = time.monotonic() + _HOUSEKEEPING_S
-                self._set_hungry(mine * self._living() < len(self._known) or not mine)
+                self._full_until = time.monotonic() + self._between
+                lacks = self._shares.lacks(self.owner, mine, slots * self.limits.slot_bytes)
+                self._shares.tell(self._owner_fd, hungry=lacks)
                 return
-            mine += 1
+            mine.append(slab)
             wanted -= slab.header.slots
             self._known[slab.id] = Known(slab, True)
             self.news.append(News(slab, mine=True))
-            self._set_hungry(False)
+            self._shares.tell(self._owner_fd, hungry=False)
 
-    def _living(self) -> int:
-        return max(1, self.folder.hungry_neighbours(self.owner)[0])
-
-    def _set_hungry(self, hungry: bool) -> None:
-        if hungry != self._hungry:
-            os.pwrite(self._owner_fd, b"hungry" if hungry else b"\0\0\0\0\0\0", 0)
-            self._hungry = hungry
+    def _mine(self) -> list[SlabFile]:
+        return [known.slab for known in self._known.values() if known.mine]
 
     def _share(self) -> None:
-        """Give a slab away where neighbours starve, or up where the folder is over its limits."""
-        mine = sorted(
-            (known.slab for known in self._known.values() if known.mine),
-            key=lambda slab: self.folder.last_used(slab.id),
-        )
-        over = used_bytes(self.folder.root) > self.limits.capacity
-        low = self.folder.disk.free_bytes(self.folder.root) < self.limits.free_floor
-        if mine and (over or low):
-            self.news.append(News(mine[0], wanted="retire"))
-            return
-        living, starving = self.folder.hungry_neighbours(self.owner)
-        my_bytes = sum(slab.header.slots * slab.header.slot_bytes for slab in mine)
-        if starving and len(mine) > 1 and my_bytes > self.limits.capacity // living:
-            same = self.folder.namespace.id in starving
-            self.news.append(News(mine[0], wanted="yield" if same else "retire"))
+        """Let go of a slab that others are to have, and leave its room to them for a while."""
+        excess = self._shares.excess(self.owner, self._mine())
+        if excess is not None:
+            self.news.append(excess)
+            self._full_until = time.monotonic() + _GIVEN_ROUNDS * self._between
 
     # -- what the tier asks for --------------------------------------------------------------
 
@@ -375,7 +366,7 @@ class Keeper:
                 self.folder.remove_slab(slab_id)
             elif slab_id in self._known:
                 self.folder.write_owner(slab_id, NOBODY)
-                self._given[slab_id] = time.monotonic() + _GIVEN_S
+                self._given[slab_id] = time.monotonic() + _GIVEN_ROUNDS * self._between
         self._known.pop(slab_id, None)
 
     def close(self) -> None:

@@ -223,4 +223,5 @@ class ObjectTier(ObjectCatalogue):
         stats = super().stats()
         stats.bytes_used = self._budget.used
         stats.bytes_capacity = self._budget.capacity
+        stats.free = max(0, self._budget.cap - self._budget.used) // self.slot_bytes
         return copy(stats)

@@ -125,10 +125,8 @@ class Cascade:
     def _demote(self, link: Link, now: float) -> None:
         """Write down what eviction will take next, so that it takes nothing that is only there."""
         source = self._tiers[link.source]
-        stats = source.stats()
-        slots = self._slots[link.source]
-        ahead = max(1, min(AHEAD_BLOCKS_MAX, slots // 8))
-        short = ahead - (slots - stats.blocks - stats.in_flight)
+        ahead = max(1, min(AHEAD_BLOCKS_MAX, self._slots[link.source] // 8))
+        short = ahead - source.stats().free
         if short <= 0:
             link.pressed = False
             return

@@ -342,6 +342,12 @@ class CatalogueContract:
         rig.tier.complete_load(keys[:3])
         rig.tier.complete_store(reserved.keys, failures(reserved.keys, Outcome.DROPPED))
 
+    def test_what_is_free_takes_nobodys_place(self, rig: Rig) -> None:
+        rig.put(make_keys(BLOCKS - 2))
+        taken = rig.reserve(make_keys(min(rig.tier.stats().free, BLOCKS), start=50))
+        assert taken.evicted == []
+        rig.tier.complete_store(taken.keys, failures(taken.keys, Outcome.DROPPED))
+
     @pytest.mark.parametrize("size", [1, 4, 20, 32, 36])
     def test_keys_of_every_length(self, rig: Rig, size: int) -> None:
         hashes = [b"\x00" * size, b"\xff" * size, b"\x00" * (size - 1) + b"\x01", b"\x80" * size]

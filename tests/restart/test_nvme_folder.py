@@ -87,6 +87,26 @@ def test_a_starving_engine_is_given_slabs(tmp_path: Path) -> None:
     poor.close()
 
 
+@pytest.mark.parametrize("namespace", [NAMESPACE, OTHER], ids=["same", "other"])
+def test_who_comes_later_has_its_part_in_the_end(tmp_path: Path, namespace: Namespace) -> None:
+    """Of the same model or of another: both store all the time, and the folder has been full."""
+    rich = Engine(tmp_path / "kv", blocks=32)
+    rich.put(make_keys(32))
+    poor = Engine(tmp_path / "kv", blocks=32, namespace=namespace)
+    for number in range(1, 41):
+        poor.keeper._full_until = 0.0  # it tries again
+        poor.put(make_keys(1, start=1000 * number))  # one round of its keeper
+        rich.put(make_keys(1, start=1000 * number + 500))
+    parts = [len(set(_places(engine))) for engine in (rich, poor)]
+    assert sum(parts) <= 8
+    assert min(parts) >= 3
+    poor.keeper._full_until = 0.0
+    poor.put(make_keys(8, start=100))
+    assert not rich.keeper.folder.hungry_neighbours(rich.keeper.owner)[1], "it has enough"
+    rich.close()
+    poor.close()
+
+
 def _places(engine: Engine) -> list[int]:
     return [place.slab.id << 24 for place in engine.tier._places.values() if place.mine]
 

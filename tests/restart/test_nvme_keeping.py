@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import gc
+import itertools
 import os
 import resource
 import shutil
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from nvme_rig import Engine
@@ -275,8 +277,31 @@ def test_looking_around_takes_a_small_share_of_a_core(tmp_path: Path) -> None:
     assert keeper.pause() == 0.02
     keeper._look_took = 0.012  # of two thousand slabs
     assert keeper.pause() == pytest.approx(0.12)
+    keeper._look_took = 0.05
+    assert keeper.pause() == pytest.approx(0.5)
     neighbour.close()
     mine.close()
+
+
+def test_the_work_on_a_large_folder_takes_a_small_share_of_a_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is full, as folders are, and more room is wanted all the time."""
+    engine = Engine(tmp_path / "kv", blocks=8)
+    engine.put(make_keys(8))
+    seconds = itertools.count(0.0, 0.5)  # a round of ten thousand slabs
+    clock = SimpleNamespace(
+        monotonic=lambda: 1000.0, thread_time=lambda: next(seconds), time_ns=time.time_ns
+    )
+    monkeypatch.setattr("kvtier.backends.nvme.keeper.time", clock)
+    for start in (100, 200):  # what a round takes is known to the next
+        engine.keeper._full_until = 0.0
+        engine.tier.prepare_store(make_keys(4, start=start))
+        engine.keeper.work(thorough=True)
+    assert engine.keeper._next_housekeeping == 1010.0
+    assert engine.keeper._full_until == 1010.0
+    monkeypatch.undo()
+    engine.close()
 
 
 def test_becoming_an_owner_again_may_fail_and_be_tried_again(

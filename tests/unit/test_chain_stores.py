@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 from chains import KEYS, REST, SLOT, STORE_DEADLINE, ChainRig, rule
+from msgspec.structs import replace
 
+from kvtier.backends.memory import MemoryTier
 from kvtier.core.cascade import STEP_BLOCKS
 from kvtier.core.settings import Admission, WritePolicy
 from kvtier.core.transfer import TransferKind
 from kvtier.testing.records import make_keys
-from kvtier.types import BlockKey, EventKind, Outcome, Presence
+from kvtier.types import BlockKey, EventKind, Outcome, Presence, TierStats
 
 THROUGH, ON_EVICT, NEVER = WritePolicy.THROUGH, WritePolicy.ON_EVICT, WritePolicy.NEVER
 SECOND = Admission.SECOND_TOUCH
@@ -157,6 +159,22 @@ def test_demotion_comes_before_eviction() -> None:
     rig.chain.poll()
     (link,) = rig.chain.chain_stats().links
     assert (link.demoted, link.lost) == (2, 0)
+
+
+def test_a_tier_that_cannot_fill_its_capacity_demotes_before_eviction_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A folder has tables, too, and other models' blocks."""
+    stats = MemoryTier.stats
+
+    def of_twice_the_size(tier: MemoryTier) -> TierStats:
+        return replace(stats(tier), bytes_capacity=2 * stats(tier).bytes_capacity)
+
+    monkeypatch.setattr(MemoryTier, "stats", of_twice_the_size)
+    rig = ChainRig([16, 32], [rule(), rule(ON_EVICT)])
+    rig.store(KEYS[:16])
+    rig.settle()
+    assert len(rig.resident(1, KEYS[:16])) == 4
 
 
 def test_a_block_that_is_being_demoted_is_not_evicted() -> None:

@@ -330,6 +330,7 @@ class SlabTier(Tier):
         stats.hits, stats.misses = self._hits, self._misses
         stats.blocks = len(self._where)
         stats.bytes_used = (len(self._where) + len(self._reserved)) * self.slot_bytes
+        stats.free = len(self._free)
         stats.pinned = len(self._pins)
         stats.in_flight = len(self._reserved)
         stats.quarantined = len(self._quarantine)
