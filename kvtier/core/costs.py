@@ -232,7 +232,8 @@ class CostModel:
             for flight in link.in_flight.values():
                 if crowd >= most:
                     return most
-                left = max(flight.since + flight.expected - now, 0.0)
+                # What is late may be so for as long again: one that hangs ends nobody's wait.
+                left = abs(flight.since + flight.expected - now)
                 if left < seconds:
                     crowd += 1 - left / seconds
         return min(crowd, most)

@@ -197,6 +197,19 @@ def test_queued_bytes_count_as_waiting() -> None:
     assert recompute / load - 2 <= admitted <= recompute / load + 1
 
 
+def test_loads_that_hang_are_nobody_to_spare() -> None:
+    clock = Clock()
+    model = _known(clock, near=(0.0, 1e9), far=(0.0, 64 * BLOCK_BYTES / 2.4))
+    model._link("far").next_probe = float("inf")
+    for token in range(8):
+        model.started("near", token, 1 << 20)
+    hit = [_run("far", 64)]
+    assert model.admit(hit, BLOCK_TOKENS) == 64, "2.4 seconds against 0.8, for nine requests"
+    clock.now += 60
+    model.collected()
+    assert model.admit(hit, BLOCK_TOKENS) == 0, "nobody knows when the others will go on"
+
+
 def test_a_load_that_spares_others_may_take_longer_than_computing() -> None:
     recompute, load = 64 * BLOCK_TOKENS / TOKENS_A_SECOND, 64 * BLOCK_BYTES / 1e8
     model = _known(far=(0.0, 1e8))
@@ -320,8 +333,8 @@ def test_prefill_cost_grows_with_context() -> None:
         assert model.recompute_seconds(start, stop) == pytest.approx(true, rel=0.05)
 
 
-def _known(**links: tuple[float, float]) -> CostModel:
-    model = CostModel(clock=Clock())
+def _known(clock: Clock | None = None, **links: tuple[float, float]) -> CostModel:
+    model = CostModel(clock=clock or Clock())
     model.observe_prefill(2048, 2048 / TOKENS_A_SECOND)
     for _ in range(30):
         for name, (latency, bandwidth) in {DEVICE: (0.0, 1e10), **links}.items():
