@@ -126,6 +126,14 @@ def manager(
     return Asking(made)
 
 
+def costs_of(now: list[float], *, known: bool = True) -> CostModel:
+    """What an engine costs by this clock, that computes a kilotoken a second, if that is known."""
+    costs = CostModel(clock=lambda: now[0])
+    if known:
+        costs.observe_prefill(1024, 1.0)
+    return costs
+
+
 def host_memory(folder: Path) -> dict[str, Any]:
     (folder / "host").mkdir()
     cpu = {"kind": "cpu", "path": str(folder / "host"), "capacity": str(ByteSize(64 * SLOT))}

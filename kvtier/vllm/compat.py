@@ -311,13 +311,6 @@ def store_again(connector: Any, request: str) -> None:
         group.next_stored_chunk_idx = 0
 
 
-def note_taken(connector: Any, blocks: Any) -> None:
-    """A request has these blocks now, whoever loads what into them: what is still to be copied out
-    of them goes first. 0.31 and 0.32 look only at those that we load ourselves."""
-    taken = connector.connector_scheduler._current_batch_allocated_block_ids
-    taken.update(block.block_id for group in blocks.blocks for block in group if block.block_id)
-
-
 def read_as_0_33(connector: Any, scheduled: Any) -> Any:
     """A step's output without what 0.31 and 0.32 get wrong: all blocks of a session that goes on
     they take for more of them, and a load right after a reset's preemption ends the engine."""

@@ -19,6 +19,7 @@ from kvtier.core.settings import Persistence
 from kvtier.types import Namespace
 from kvtier.vllm import above, compat, errands, handoff, identity, limits, metrics
 from kvtier.vllm.described import DescribedEvents
+from kvtier.vllm.given import Given
 from kvtier.vllm.resting import Resting
 from kvtier.vllm.settings import (
     check_caches,
@@ -82,6 +83,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._blurred = False
         self._block_tokens = compat.block_tokens(vllm_config, kv_cache_config)
         self._pool: Any = None
+        self._given: Given | None = None
         self._paused = above.pausing()
         self._spins = above.spins()
         self._waits = False
@@ -170,6 +172,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         super().bind_gpu_block_pool(gpu_block_pool)
         self._pool = gpu_block_pool
+        self._given = Given(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         self._manager.remember_adapter(request.request_id, request.lora_request)
@@ -191,6 +194,9 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         limit = compat.load_limit(self, request, num_computed_tokens)
         scarce = self._may_lack_blocks(request)
         self._manager.asks(request.request_id, num_computed_tokens, limit, scarce)
+        if self._manager.still_waits(request.request_id):
+            self._manager.put_off(request.request_id)
+            return None, False
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
@@ -208,15 +214,15 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._manager.scheduled(request.request_id)
-        compat.note_taken(self, blocks)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         self._resting.wake(request.request_id)
         if request.status.name == "FINISHED_ERROR":  # amid its prompt, perhaps
             self._manager.keep_no_more(request.request_id)
+        found = self._hands_over and self._manager.hands_over(request.request_id)
         held, answer = super().request_finished(request, block_ids)
-        if self._hands_over and answer is None:
+        if found and answer is None:
             answer = handoff.answer(request.kv_transfer_params)
         return held, answer
 
@@ -227,6 +233,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         if self._blurs_adapters and not self._blurred:
             self._look_for_blur(scheduler_output)
         compat.forget_decoded(self, scheduler_output)
+        if self._given is not None:
+            self._given.tell(self.connector_scheduler, scheduler_output)
         step = self._resting.leave_out(scheduler_output)
         meta = super().build_connector_meta(compat.read_as_0_33(self, step))
         self._resting.looked_at(step)

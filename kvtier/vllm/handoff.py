@@ -22,6 +22,7 @@ WAIT_S = 1.0
 """An engine stores a prompt within a second: so long is waited for it at least."""
 _DOUBT_MAX = 8
 """What comes at all comes within an eighth of a second, mostly: enough to learn that it does."""
+_AWAY = (NOWHERE, COMING)
 _COMPUTE, _EXPECT = "do_remote_decode", "do_remote_prefill"
 
 
@@ -56,19 +57,33 @@ class Arrivals:
         """Whether a request that the engine asks about is to wait."""
         if not state.expected or len(self._chain.tiers) == 1:  # nobody else has its only tier
             return False
-        keys, stop = state.furthest(shapes)
-        come = {NOWHERE, COMING}.isdisjoint(self._chain.locate(keys))
-        if not come and self._is_worth(state, stop):
+        begins, stop = state.furthest(shapes)
+        places = self._chain.locate(list(begins))
+        lacking = [key for key, at in zip(begins, places, strict=True) if at in _AWAY]
+        if lacking and self._is_worth(state, begins[lacking[0]], stop):
+            state.lacking = lacking[-1]
             return True
         state.expected = False
-        self._doubt = 1 if come else min(2 * self._doubt, _DOUBT_MAX)
-        if not come:
+        self._doubt = min(2 * self._doubt, _DOUBT_MAX) if lacking else 1
+        if lacking:
             logger.info("request %s: what another engine has computed did not come", request)
         return False
 
-    def _is_worth(self, state: RequestState, stop: int) -> bool:
-        now = self._clock()
-        if state.expected_since is None:
-            state.expected_since = now
-        computing = self._costs.recompute_seconds(state.start, stop) if self._costs else None
-        return now - state.expected_since < max(computing or 0.0, WAIT_S) / self._doubt
+    def _is_worth(self, state: RequestState, start: int, stop: int) -> bool:
+        """Whether to wait on, if what lies between these tokens is not there."""
+        state.expected_until = state.expected_since + self._patience(start, stop)
+        return self._clock() < state.expected_until
+
+    def _patience(self, start: int, stop: int) -> float:
+        computing = self._costs.recompute_seconds(start, stop) if self._costs else None
+        return max(computing or 0.0, WAIT_S) / self._doubt
+
+    def still_waits(self, state: RequestState) -> bool:
+        """Whether nothing has changed for a request that waits: asked in each step, of many that
+        may have long prompts."""
+        lacking, state.lacking = state.lacking, None
+        if not state.expected or lacking is None or self._clock() >= state.expected_until:
+            return False
+        if self._chain.locate([lacking])[0] in _AWAY:
+            state.lacking = lacking
+        return state.lacking is not None

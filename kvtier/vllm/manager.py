@@ -120,7 +120,8 @@ class ChainManager:
     def scheduled(self, request: str) -> None:
         """It has its blocks: for a load, or to be computed."""
         self._crowd.scheduled(request)
-        self._state(request).waits_since = None
+        (state := self._state(request)).expected = False
+        state.waits_since = None
 
     def lookup(self, key: bytes, request: str, ends: Mapping[bytes, int]) -> bool | None:
         """Whether a block is here, can be taken in, and is worth its load; None if the request had
@@ -147,7 +148,17 @@ class ChainManager:
 
     def expect(self, request: str) -> None:
         """Another engine has computed its prompt: what is not here yet is on its way to a tier."""
-        self._state(request).expected = True
+        state = self._state(request)
+        state.expected, state.expected_since = self.hands_over(request), self._clock()
+
+    def hands_over(self, request: str) -> bool:
+        """Whether other engines find its blocks: after a reset this one has keys of its own."""
+        state = self._requests.get(request)
+        return state is not None and state.kept and not self._epoch
+
+    def still_waits(self, request: str) -> bool:
+        """Whether it is to wait on for what another engine has computed."""
+        return self._arrivals.still_waits(self._state(request))
 
     def _waits(self, state: RequestState) -> bool:
         """Whether there will be room for a load soon: those under way let go of what they hold."""

@@ -55,7 +55,10 @@ class RequestState(msgspec.Struct):
     waits_since: float | None = None
     expected: bool = False
     """Another engine has computed its prompt, and not all of it has come into a tier."""
-    expected_since: float | None = None
+    expected_since: float = 0.0
+    expected_until: float = 0.0
+    lacking: BlockKey | None = None
+    """The last block of those that it waits for: until that has come, no other is asked for."""
     sources: Mapping[bytes, int] = {}
     """The tiers that the blocks of its load come from."""
 
@@ -101,12 +104,20 @@ class RequestState(msgspec.Struct):
         """Where the last of its chunks ends."""
         return max(len(known) * shapes[group].tokens for group, _, known in self.columns)
 
-    def furthest(self, shapes: Mapping[int, Shape]) -> tuple[list[BlockKey], int]:
-        """The keys of the longest hit that there could be, and the token at which it would end."""
+    def furthest(self, shapes: Mapping[int, Shape]) -> tuple[dict[BlockKey, int], int]:
+        """The keys of the longest hit that there could be, with the token at which each block
+        begins, in the order of these; and the token at which the hit would end."""
         spans = [Span(shapes[group], known, 0) for group, _, known in self.columns]
-        stop = last_stop(spans, self.limit)
-        keys = [span.keys[at] for span in spans for at in span.needed(self.start, stop)]
-        return keys, stop
+        windows = [span.shape for span in spans if span.shape.window is not None]
+        # The engine keeps windows so that the prompt's last token can be computed with them.
+        limit = self.limit - (bool(windows) and not any(shape.recurrent for shape in windows))
+        stop = last_stop(spans, limit)
+        needed = sorted(
+            (at * span.shape.tokens, span.keys[at])
+            for span in spans
+            for at in span.needed(self.start, stop)
+        )
+        return {key: begin for begin, key in needed}, stop
 
     def hangs_on(
         self, shapes: Mapping[int, Shape], wanted: list[BlockKey], lower: Container[BlockKey]

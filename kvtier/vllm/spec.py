@@ -124,6 +124,16 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         """Another engine has computed its prompt."""
         self._manager.expect(request)
 
+    @guarded(lambda: False)
+    def hands_over(self, request: str) -> bool:
+        """Whether another engine finds what this one has computed for it."""
+        return self._manager.hands_over(request)
+
+    @guarded(lambda: False)
+    def still_waits(self, request: str) -> bool:
+        """Whether it waits for another engine, and nothing has come."""
+        return self._manager.still_waits(request)
+
     @guarded(lambda: None)
     def put_off(self, request: str) -> None:
         """The engine asks about it again when something has been copied."""

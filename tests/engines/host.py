@@ -88,13 +88,15 @@ class Host:
         found = self._llm.embed([{"prompt_token_ids": each} for each in prompts], use_tqdm=False)
         return [each.outputs.embedding for each in found]
 
-    def begin(self, prompt: list[int], tokens: int, limits: dict[str, Any] | None = None) -> None:
+    def begin(
+        self, prompt: list[int], tokens: int, limits: dict[str, Any] | None = None, steps: int = 3
+    ) -> None:
         """Send a request and step until what it loads is under way."""
         engine = self._llm.llm_engine
         self._serial += 1
         given, parameters = {"prompt_token_ids": prompt}, self._greedy(tokens, limits)
         engine.add_request(f"begun-{self._serial}", given, parameters)
-        for _ in range(3):
+        for _ in range(steps):
             engine.step()
 
     def converse(self, pieces: list[list[int]], tokens: int) -> list[int]:

@@ -12,18 +12,16 @@ from asking import (
     STATE,
     TWO_GROUPS,
     WINDOW,
+    costs_of,
     manager,
     small_above_large,
     stored,
 )
 
 from kvtier import Stack
-from kvtier.core.costs import CostModel
 from kvtier.core.offers import Shape
-from kvtier.core.settings import ByteSize
 from kvtier.testing.records import make_keys
 from kvtier.types import GROUP_BYTES, BlockKey, Outcome, group_of
-from kvtier.vllm.handoff import WAIT_S
 from kvtier.vllm.patience import PATIENCE_S
 from kvtier.vllm.protocol import NO_SLOT, Report
 
@@ -217,14 +215,6 @@ def test_a_request_that_has_ended_is_not_known_again(stack: Stack) -> None:
     assert managed.idle
 
 
-def costs_of(now: list[float], *, known: bool = True) -> CostModel:
-    """What an engine costs by this clock, that computes a kilotoken a second, if that is known."""
-    costs = CostModel(clock=lambda: now[0])
-    if known:
-        costs.observe_prefill(1024, 1.0)
-    return costs
-
-
 def test_a_load_slower_than_computing_is_taken_while_others_wait(tmp_path: Path) -> None:
     """Those who came and were not asked about yet, after a whole step."""
     now = [0.0]
@@ -301,57 +291,6 @@ def test_a_load_waits_for_room_that_others_hold(
         made.report(errand.number, Report(1))
         assert not asks_again("d")
         assert asking.hit("d", prompts["d"], sizes["d"] + 1) == sizes["d"]
-
-
-@pytest.mark.parametrize("shapes", [(FULL,), (FULL, WINDOW), (WINDOW,), (FULL, STATE)])
-@pytest.mark.parametrize("known", [True, False])
-def test_a_prompt_that_another_engine_has_computed_is_waited_for(
-    tmp_path: Path, shapes: tuple[Shape, ...], known: bool
-) -> None:
-    """Until all that a hit takes has come; and no longer than computing what is missing takes."""
-    now = [0.0]
-    costs = costs_of(now, known=known)
-    tiers = small_above_large(tmp_path)
-    tiers["tiers"][0]["capacity"] = str(ByteSize(64 * SLOT))
-    with Stack.open(tiers, TWO_GROUPS, costs=costs) as stack:
-        asking = manager(stack, *shapes, costs=costs, clock=lambda: now[0])
-        made = asking.manager
-        ends = asking.keys(8)
-        tokens = 8 * CHUNK + 1
-        for name in ("comes", "late", "later", "plain"):
-            made.on_new_request(name)
-            if name != "plain":
-                made.expect(name)
-        *needed, last = asking.needed(ends)
-        assert asking.answers("comes", ends, tokens) == {None}
-        stored(stack, {key: ends[key] for key in needed})
-        assert asking.answers("comes", ends, tokens) == {None}, "one is missing"
-        assert None not in asking.answers("plain", ends, tokens)
-        now[0] = 100.0
-        assert asking.answers("late", ends, tokens) == {None}, "asked about for the first time"
-        now[0] += (2.0 if known else WAIT_S) - 0.01
-        assert asking.answers("late", ends, tokens) == {None}
-        now[0] += 0.02
-        assert None not in asking.answers("late", ends, tokens)
-        assert asking.answers("later", ends, tokens) == {None}
-        now[0] += (2.0 if known else WAIT_S) / 2
-        assert None not in asking.answers("later", ends, tokens), "the last one did not come either"
-        made.expect("comes")
-        stored(stack, {last: ends[last]})
-        assert asking.hit("comes", ends, tokens) == 8 * CHUNK
-        other = asking.keys(8, first=100)
-        made.on_new_request("again")
-        made.expect("again")
-        assert asking.answers("again", other, tokens) == {None}
-        now[0] += (2.0 if known else WAIT_S) - 0.01
-        assert asking.answers("again", other, tokens) == {None}, "since things come"
-
-
-def test_where_no_tier_is_shared_nothing_is_waited_for(stack: Stack) -> None:
-    asking = manager(stack, FULL)
-    asking.manager.on_new_request("a")
-    asking.manager.expect("a")
-    assert asking.answers("a", asking.keys(2), 2 * CHUNK) == {False}
 
 
 def test_keys_that_end_within_a_chunk_are_not_found(stack: Stack) -> None:

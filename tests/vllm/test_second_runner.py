@@ -48,3 +48,28 @@ def test_answers_that_tell_their_experts(world: World, model: Callable[..., Path
             assert engine.facts()["chain"]["tiers"][1]["blocks"] > 0
     assert [each["cached"] for each in answers] == [0, 0]
     assert answers[0]["tokens"] == answers[1]["tokens"]
+
+
+@pytest.mark.parametrize(("family", "tokens"), [("llama", 1), ("gpt_oss", 30)])
+def test_what_others_find_while_it_is_copied_is_kept(
+    world: World, model: Callable[..., Path], family: str, tokens: int
+) -> None:
+    """Questions about one document, each of which finds it in the engine's own cache: its blocks are
+    given to all of them, and written to by none."""
+    runner: dict[str, Any] = {"host": HOST.with_name("second_runner.py"), "fresh": True}
+    document = prompt(4, 1088)
+    with world.engine(model(family), stack=world.stack(), max_model_len=1408, **runner) as engine:
+        for number in range(6):
+            question = document + prompt(50 + number, 20)
+            if tokens == 1:
+                engine.generate_with(prompt=question, tokens=1)
+            else:
+                engine.begin(prompt=question, tokens=tokens, steps=1)
+        for _ in range(6 if tokens > 1 else 0):
+            engine.end()
+        engine.settle()
+        facts = engine.facts()
+        assert (facts["failed_stores"], facts["mistakes"]) == (0, 0)
+        engine.forget_engine_cache()
+        answer = engine.generate_with(prompt=document + prompt(60, 20), tokens=1)
+        assert answer["cached"] == 1024

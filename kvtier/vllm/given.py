@@ -1,0 +1,49 @@
+"""Which blocks a step of the engine gives out to be written to.
+
+What is still to be copied out of such a block must have left it before, or is lost. vLLM's
+connector counts all blocks of each request that a step begins, those too that it has found in the
+engine's own cache and shares with others, to which nobody writes: stores would be waited for, or
+dropped, for nothing, wherever many prompts begin alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Given:
+    """Notes what the engine's pool of blocks gives out, until a step is told of it."""
+
+    def __init__(self, pool: Any) -> None:
+        self._blocks: set[int] = set()
+        take = pool.get_new_blocks
+
+        def get_new_blocks(*arguments: Any, **named: Any) -> Any:
+            blocks = take(*arguments, **named)
+            self._blocks.update(block.block_id for block in blocks)
+            return blocks
+
+        pool.get_new_blocks = get_new_blocks
+
+    def tell(self, scheduler: Any, scheduled: Any) -> None:
+        """Let vLLM's side know, as it is about to look at a step's output, what it then finds out
+        for itself: what the pool has given, and what running requests have got beside that (blocks
+        of their own that they use anew, and copies)."""
+        given, self._blocks = self._blocks, set()
+        cached = scheduled.scheduled_cached_reqs
+        for name, groups in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if groups and name not in cached.resumed_req_ids:
+                given.update(*groups)
+        given.update(copy.dst_block_id for copy in scheduled.kv_cache_block_copies or ())
+        given.discard(0)
+        scheduler._current_batch_allocated_block_ids = _Told(given)
+
+
+class _Told(set[int]):
+    """A set that vLLM adds nothing to."""
+
+    def add(self, element: int, /) -> None:
+        """It is there if it belongs there."""
+
+    def update(self, *others: Any) -> None:
+        """As above."""
