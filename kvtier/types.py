@@ -30,6 +30,9 @@ def group_of(key: BlockKey) -> int:
 
 
 PARTS_MAX = 256
+PAYLOAD_BYTES_MAX = 1 << 32
+"""Far more than a block of any model: whoever can write a description chooses its sizes, and with
+them what its readers make room for."""
 NAMESPACE_BYTES_MAX = 1 << 20
 """A description of a namespace that is longer is none of ours."""
 
@@ -50,6 +53,11 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.group_bytes or min(self.group_bytes) <= 0:
             raise ValueError("group_bytes must name at least one positive payload size")
+        if self.payload_bytes > PAYLOAD_BYTES_MAX:
+            raise ValueError(
+                f"a payload has at most {PAYLOAD_BYTES_MAX} bytes, not {self.payload_bytes}: let a "
+                "block hold fewer tokens"
+            )
         if not 1 <= self.parts <= PARTS_MAX:
             raise ValueError(f"parts must be between 1 and {PARTS_MAX}")
         if any(size % self.parts for size in self.group_bytes):

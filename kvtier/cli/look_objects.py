@@ -38,9 +38,8 @@ from kvtier.core.codec import decode
 from kvtier.core.record import CODEC_RAW, HEADER_BYTES, Header, record_bytes
 from kvtier.core.slab.layout import keys_of
 from kvtier.errors import ConfigError, FormatError, MediumError
-from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey, Namespace
+from kvtier.types import NAMESPACE_BYTES_MAX, PAYLOAD_BYTES_MAX, BlockKey, Namespace
 
-_RECORD_BYTES_MAX = 1 << 32
 _PASSES_MAX = 8
 """An engine may go on writing where all is deleted."""
 
@@ -206,7 +205,7 @@ class StoreProver:
 
     def prove(self, block: Block, namespace: Namespace | None) -> Verdict:
         """What an object is worth, and why it is bad if it is."""
-        if not HEADER_BYTES <= block.bytes <= _RECORD_BYTES_MAX:
+        if not HEADER_BYTES <= block.bytes <= HEADER_BYTES + PAYLOAD_BYTES_MAX:
             return Verdict(Proof.BAD, f"an object of {block.bytes} bytes is no record")
         stored = memoryview(bytearray(block.bytes))
         try:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import xxhash
 
 from kvtier.errors import FormatError
-from kvtier.types import KEY_BYTES_MAX, PARTS_MAX, BlockKey, Outcome
+from kvtier.types import GROUP_BYTES, KEY_BYTES_MAX, PARTS_MAX, BlockKey, Outcome
 
 MAGIC = b"KVTBLK\r\n"
 VERSION = 2
@@ -87,7 +87,8 @@ class Header:
             raise FormatError(f"record version {version}; this kvtier reads version {VERSION}")
         if _SUM.unpack_from(record, _FIXED_SUM_AT)[0] != xxhash.xxh3_64_intdigest(fixed):
             raise FormatError("the record header fails its checksum")
-        if not 0 < key_len <= KEY_BYTES_MAX or not 0 < parts <= PARTS_MAX or payload % parts:
+        sane = GROUP_BYTES < key_len <= KEY_BYTES_MAX and 0 < parts <= PARTS_MAX
+        if not sane or payload % parts:
             raise FormatError("the record header is inconsistent")
         return Header(BlockKey(key[:key_len]), namespace, payload, parts, codec, stored)
 

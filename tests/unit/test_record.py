@@ -25,7 +25,16 @@ from kvtier.core.record import (
     verify,
 )
 from kvtier.errors import FormatError
-from kvtier.types import KEY_BYTES_MAX, PARTS_MAX, BlockKey, Namespace, Outcome, block_key
+from kvtier.types import (
+    GROUP_BYTES,
+    KEY_BYTES_MAX,
+    PARTS_MAX,
+    PAYLOAD_BYTES_MAX,
+    BlockKey,
+    Namespace,
+    Outcome,
+    block_key,
+)
 
 NAMESPACE = bytes(16)
 
@@ -114,6 +123,7 @@ def written(key: BlockKey, parts: int, codec: int = CODEC_RAW) -> memoryview:
         (0, b"X", "not a kvtier block record"),
         (8, struct.pack("<H", VERSION + 1), f"record version {VERSION + 1}"),
         (11, b"\0", "inconsistent"),
+        (11, bytes([GROUP_BYTES]), "inconsistent"),
         (11, bytes([KEY_BYTES_MAX + 1]), "inconsistent"),
         (12, struct.pack("<I", 0), "inconsistent"),
         (12, struct.pack("<I", PARTS_MAX + 1), "inconsistent"),
@@ -161,3 +171,11 @@ def test_a_description_that_is_none_is_an_error_of_one_kind(cut: int, junk: byte
     whole = Namespace(facts={"model": "m"}, group_bytes=(4096,), parts=1).to_json()
     with contextlib.suppress(msgspec.ValidationError):
         Namespace.from_json(whole[:cut] + junk)
+
+
+def test_no_description_asks_for_more_than_any_block_has() -> None:
+    most = Namespace(facts={}, group_bytes=(1, PAYLOAD_BYTES_MAX))
+    assert Namespace.from_json(most.to_json()) == most
+    text = most.to_json().replace(b"%d" % PAYLOAD_BYTES_MAX, b"%d" % (1 << 62))
+    with pytest.raises(msgspec.ValidationError, match="let a block hold fewer tokens"):
+        Namespace.from_json(text)
