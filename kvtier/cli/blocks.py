@@ -12,7 +12,15 @@ import numpy as np
 
 from kvtier.cli.holdings import Place, Slab, read_file
 from kvtier.config import StackConfig
-from kvtier.core.record import CODEC_RAW, MAGIC, VERSION, Header, check_header, verify
+from kvtier.core.record import (
+    CODEC_RAW,
+    MAGIC,
+    VERSION,
+    Header,
+    check_header,
+    record_bytes,
+    verify,
+)
 from kvtier.core.slab.layout import (
     BAD,
     ENTRY_BYTES,
@@ -124,6 +132,14 @@ class Prover:
 
                 self._stores[block.tier] = StoreProver(self._config.tiers[block.tier])
         return self._stores[block.tier].prove(block, self._namespaces.get(block.namespace))
+
+    def bytes_of(self, block: Block) -> int:
+        """The memory that a block's proof takes, its record included. What an object says itself
+        does not count: it is unpacked only if it has the size that its namespace says."""
+        namespace = self._namespaces.get(block.namespace)
+        if block.slab is not None or namespace is None:
+            return 2 * block.bytes  # what is read in pieces is there twice when they are joined
+        return block.bytes + 2 * record_bytes(namespace.payload_of(block.key))
 
     def close(self) -> None:
         """Release connections."""

@@ -69,6 +69,7 @@ def export(
         for key, record in _proved(stack, places, choice.blocks(), result):
             payload = described.payload_of(key)
             pack.write(record, payload)
+            del record  # there may be room for one only
             result.copied += 1
             result.bytes += payload
             bar.advance(1, payload)
@@ -93,9 +94,11 @@ def _proved(
     """The proved records of these blocks, in their order."""
     prover = Prover(config, known_namespaces(places))
     try:
-        for block, (proof, _, record) in bounded_map(prover.prove, blocks, _THREADS):
+        proved = bounded_map(prover.prove, blocks, _THREADS, prover.bytes_of)
+        for block, (proof, _, record) in proved:
             if record is not None:
                 yield block.key, record
+                del record
             elif proof is Proof.GONE:
                 result.gone += 1
             elif proof is Proof.UNREAD:

@@ -108,7 +108,8 @@ def _prove(
     prover = Prover(config, known_namespaces(places))
     try:
         with console.progress("checking", expected, "blocks") as bar:
-            for block, (proof, why, _) in bounded_map(prover.prove, blocks, _THREADS):
+            proved = bounded_map(lambda b: prover.prove(b)[:2], blocks, _THREADS, prover.bytes_of)
+            for block, (proof, why) in proved:
                 found.counts[proof.value] += 1
                 found.bytes += block.bytes
                 if proof is Proof.BAD:

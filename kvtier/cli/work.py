@@ -13,21 +13,34 @@ Result = TypeVar("Result")
 _WINDOW = 4
 """Items under way for each thread."""
 
+BYTES_MAX = 512 << 20
+"""So much memory may all take that are under way, or one alone that takes more."""
+
 
 def bounded_map(
-    function: Callable[[Item], Result], items: Iterable[Item], threads: int
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    threads: int,
+    bytes_of: Callable[[Item], int],
 ) -> Iterator[tuple[Item, Result]]:
-    """Each item with its result, in order; ends at once if it is closed or interrupted."""
+    """Each item with its result, in order; ends at once if it is closed or interrupted. `bytes_of`
+    says what memory an item takes until its result has been handed out."""
     pool = ThreadPoolExecutor(threads)
     waiting: deque[tuple[Item, Future[Result]]] = deque()
+    taken = 0
     try:
         for item in items:
-            waiting.append((item, pool.submit(function, item)))
-            if len(waiting) >= threads * _WINDOW:
+            size = bytes_of(item)
+            while waiting and (len(waiting) >= threads * _WINDOW or taken + size > BYTES_MAX):
                 first, future = waiting.popleft()
+                taken -= bytes_of(first)
                 yield first, future.result()
+                del future  # which keeps the result
+            waiting.append((item, pool.submit(function, item)))
+            taken += size
         while waiting:
             first, future = waiting.popleft()
             yield first, future.result()
+            del future
     finally:
         pool.shutdown(cancel_futures=True)

@@ -1,0 +1,152 @@
+"""Stores and files that somebody else has written to, and meant no good."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import xxhash
+import zstandard
+from cli_world import command
+
+from kvtier.backends.object.names import block_name
+from kvtier.cli import work
+from kvtier.cli.work import bounded_map
+from kvtier.core.codec import Codec
+from kvtier.core.record import HEADER_BYTES, Header, part_sum, put_sum, record_bytes, seal
+from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.types import BlockKey, Namespace
+
+pytestmark = pytest.mark.slow
+
+
+def with_a_store(stack: Path, root: Path) -> Path:
+    stack.write_text(
+        f'{stack.read_text()}  - {{kind: object, url: "{root.as_uri()}", capacity: 1GiB}}\n'
+    )
+    return stack
+
+
+# -- more than there is memory for -------------------------------------------------------------
+
+ZEROS = 128 << 20
+BOMBS = 8
+
+# The command line, which says at the end how much memory it took at the most, in KiB.
+WEIGHED = """
+import resource
+from kvtier.cli import main
+try:
+    main.main()
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.fixture
+def bombs(stack_file: Path, tmp_path: Path) -> Path:
+    """A store of a few kilobytes whose blocks are a gigabyte when all are unpacked."""
+    root = tmp_path / "store"
+    namespace = Namespace(facts={"model": "bomb"}, group_bytes=(ZEROS,))
+    zeros = bytes(ZEROS)
+    packed, checksum = zstandard.ZstdCompressor().compress(zeros), part_sum(memoryview(zeros))
+    assert len(packed) < 16 << 10
+    (root / namespace.id).mkdir(parents=True)
+    (root / namespace.id / "namespace.json").write_bytes(namespace.to_json())
+    for key in make_keys(BOMBS):
+        head = memoryview(bytearray(HEADER_BYTES))
+        Header(key, namespace.digest, ZEROS, 1, Codec.ZSTD, len(packed)).write(head)
+        put_sum(head, 0, checksum)
+        path = root / block_name(namespace.id, key)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(head) + packed)
+    return with_a_store(stack_file, root)
+
+
+def test_few_blocks_are_unpacked_at_once(bombs: Path) -> None:
+    words = [sys.executable, "-c", WEIGHED, "verify", "-c", bombs, "--tier", "object", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    said, weight = done.stdout.rsplit("\n", 2)[:2]
+    assert json.loads(said)["counts"]["good"] == BOMBS, done.stderr
+    assert int(weight) << 10 < work.BYTES_MAX + ZEROS
+
+
+def test_what_is_under_way_is_bounded_by_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes more than all may is alone; the results come in order."""
+    monkeypatch.setattr(work, "BYTES_MAX", 10)
+    lock = threading.Lock()
+    begun: list[int] = []
+    handed_out: list[int] = []
+    most = 0
+
+    def begin(size: int) -> int:
+        nonlocal most
+        with lock:
+            begun.append(size)
+            most = max(most, sum(begun) - sum(handed_out))
+        return size
+
+    sizes = [4, 4, 4, 1, 1, 12, 3, 3, 3, 3, 25, 1]
+
+    def taken() -> Iterator[int]:
+        for _, size in bounded_map(begin, sizes, 4, lambda size: size):
+            with lock:
+                handed_out.append(size)
+            yield size
+
+    assert list(taken()) == sizes
+    assert most <= 25
+
+
+# -- files of `kvtier export` --------------------------------------------------------------------
+
+
+def pack(path: Path, text: bytes, records: Sequence[memoryview]) -> Path:
+    """As kvtier export writes it, but of anything."""
+    head = struct.pack("<8sHHI", b"KVTPACK\n", 1, 0, len(text)) + text
+    tail = struct.pack("<8sQ", b"KVTPEND\n", len(records))
+    parts = [head, xxhash.xxh3_64_digest(head)[::-1], *records]
+    path.write_bytes(b"".join([*parts, tail, xxhash.xxh3_64_digest(tail)[::-1]]))
+    return path
+
+
+def record(key: BlockKey, size: int) -> memoryview:
+    found = memoryview(bytearray(record_bytes(size)))
+    seal(found, Header(key, NAMESPACE.digest, size))
+    return found
+
+
+@pytest.mark.parametrize("into", ["nvme", "object"])
+def test_no_block_comes_in_whose_key_no_store_can_name(
+    stack_file: Path, tmp_path: Path, into: str
+) -> None:
+    stack = with_a_store(stack_file, tmp_path / "store")
+    (good,) = make_keys(1)
+    size = NAMESPACE.payload_bytes
+    short = BlockKey(good[-4:])
+    records = [record(key, size) for key in (good, short)]
+    file = pack(tmp_path / "short.kvpack", NAMESPACE.to_json(), records)
+    done = command("import", file, "-c", stack, "--into", into, "--json")
+    (report,) = json.loads(done.out)["namespaces"]
+    assert (done.code, report["copied"]) == (1, 1)
+    assert "is damaged or cut short behind its first records" in done.err
+    done = command("verify", "-c", stack, "--tier", into, "--json")
+    assert json.loads(done.out)["counts"]["good"] == 1
+
+
+@pytest.mark.parametrize("into", ["nvme", "object"])
+def test_a_block_larger_than_any_is_no_mistake_in_kvtier(
+    stack_file: Path, tmp_path: Path, into: str
+) -> None:
+    stack = with_a_store(stack_file, tmp_path / "store")
+    text = NAMESPACE.to_json().replace(b"%d" % NAMESPACE.payload_bytes, b"%d" % (1 << 62))
+    file = pack(tmp_path / "large.kvpack", text, [])
+    done = command("import", file, "-c", stack, "--into", into)
+    assert (done.code, done.out) == (1, "")
+    assert "a payload has at most" in done.err
