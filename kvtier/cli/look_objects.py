@@ -269,10 +269,26 @@ def delete_objects(settings: Any, names: Sequence[str]) -> int:
 
 def remove_namespace(settings: Any, namespace: str) -> bool:
     """Delete all objects of a namespace, and then the claims of writers that had ended before: what
-    they answer for is gone. False if some objects stay, and the claims with them."""
+    they answer for is gone. False if some objects stay, and the claims with them.
+
+    What has no name of this kvtier's is left alone: it may be a newer one's, and then the
+    description is its, too.
+    """
+
+    def goes(name: str) -> bool:
+        return parse_block(name) is not None or told_of(name) is not None
+
     with _opened(settings) as store:
         claimed = ended(store, namespace)
-        return _delete_below(store, f"{namespace}/") and not store.delete(claimed)
+        strangers, gone = _delete_below(
+            store, f"{namespace}/", goes, last=description_name(namespace)
+        )
+        if strangers:
+            console.warn(
+                f"{strangers} objects below {namespace} stay: they are not kvtier's, or a newer "
+                "kvtier's"
+            )
+        return gone and not store.delete(claimed)
 
 
 def remove_idle(settings: Any, namespace: str, idle_s: float) -> bool:
@@ -287,24 +303,31 @@ def remove_idle(settings: Any, namespace: str, idle_s: float) -> bool:
 def empty_store(settings: Any) -> None:
     """Delete every object below a url that is nobody else's."""
     with _opened(settings) as store:
-        _delete_below(store, "")
+        _delete_below(store, "", lambda name: True)
 
 
-def _delete_below(store: Store, prefix: str) -> bool:
-    """Delete all objects that begin so while they are listed, because there may be millions; False
-    if some stay. It is listed again until nothing is found: a store may go on by number, and what
-    is deleted behind it moves what comes."""
+def _delete_below(
+    store: Store, prefix: str, goes: Callable[[str], bool], last: str = ""
+) -> tuple[int, bool]:
+    """Delete all objects that begin so, and that are to go by their names, while they are listed,
+    because there may be millions; `last` goes when nothing else is left. How many others there are,
+    and whether all went that should. It is listed again until nothing is found: a store may go on
+    by number, and what is deleted behind it moves what comes."""
     with console.progress("removing", 0, "objects") as bar:
         for _ in range(_PASSES_MAX):
-            found = kept = 0
-            listed = store.list(prefix)
-            while names := [info.name for info in islice(listed, store.deletes_at_once)]:
+            found = kept = others = 0
+            listed = (info.name for info in store.list(prefix) if info.name != last)
+            while some := list(islice(listed, store.deletes_at_once)):
+                names = [name for name in some if goes(name)]
                 kept += len(store.delete(names))
                 found += len(names)
+                others += len(some) - len(names)
                 bar.advance(len(names))
             if kept or not found:
                 break
-    return not kept
+        if last and not (kept or others):
+            kept = len(store.delete([last]))
+    return others, not kept
 
 
 @contextmanager

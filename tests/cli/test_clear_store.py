@@ -131,3 +131,20 @@ def test_blocks_are_counted_and_not_kept(
     place = look(load(stack_file), 2, blocks=False)[0]
     assert place.objects == []
     assert [part.blocks for part in place.parts] == [BLOCKS]
+
+
+def test_what_is_not_kvtiers_stays_and_what_is_a_newer_ones_with_its_description(
+    settings: TierSettings, store: Counting, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = [f"{NAMESPACE.id}/manifest/{1:016x}-{0:010d}", f"{NAMESPACE.id}/uses/{1:016x}-{0:010d}"]
+    description = f"{NAMESPACE.id}/namespace.json"
+    others = [f"{NAMESPACE.id}/my-notes.txt", f"{NAMESPACE.id}/sketches/{1:016x}.v2"]
+    for name in (description, *ours, *others):
+        store.put(name, [memoryview(b"x")])
+    assert remove_namespace(settings, NAMESPACE.id)
+    assert [info.name for info in store.list()] == sorted([description, *others])
+    assert "2 objects below" in capsys.readouterr().err
+    store.delete(others)
+    assert remove_namespace(settings, NAMESPACE.id)
+    assert files(store.root) == 0
+    assert capsys.readouterr().err == ""
