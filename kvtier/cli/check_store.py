@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +11,7 @@ from kvtier.backends.object.errors import StoreError, Weather
 from kvtier.backends.object.store import GetOutcome, PutOutcome, Store
 from kvtier.cli.checks import Finding, Level
 from kvtier.cli.look_objects import local_folder
+from kvtier.cli.trials import new_probe
 from kvtier.core.settings import WritePolicy
 from kvtier.observe import human
 
@@ -37,7 +37,7 @@ def check_store(area: str, settings: Any) -> Iterator[Finding]:
     except StoreError as error:
         yield _refused(area, "open", error)
         return
-    name = f"kvtier-doctor/{secrets.token_hex(8)}"
+    name = new_probe()
     try:
         yield from _rights(area, settings, store, name)
     finally:

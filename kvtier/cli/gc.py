@@ -47,8 +47,8 @@ def gc(
     json: console.JsonOption = False,
 ) -> None:
     """Remove regions that nobody will come back to, files that dead processes were making, slabs
-    beyond the capacity, folders of measurements that were killed, and what told of namespaces of
-    a store that have no block left.
+    beyond the capacity, what measurements that were killed left on disks and in stores, and what
+    told of namespaces of a store that have no block left.
 
     What a running engine uses stays, and so does what is not kvtier's. Exit code 1 if something
     could not be removed or read.

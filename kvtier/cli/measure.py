@@ -24,6 +24,7 @@ from kvtier.cli.hold import holding
 from kvtier.cli.holdings import BENCH_MARK
 from kvtier.cli.look_objects import empty_store, local_folder
 from kvtier.cli.opening import opened, uninterrupted
+from kvtier.cli.trials import new_bench
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk
 from kvtier.core.flight import Ticket
@@ -311,7 +312,7 @@ def _lower(settings: TierSettings, room: int, folder: Path | None) -> TierSettin
         wanted |= {"path": str(folder)} if url is None else {"url": folder.as_uri()}
     elif url is not None:
         # A prefix of its own: a tier may delete what is beyond its capacity from all that it sees.
-        wanted["url"] = f"{url.rstrip('/')}/kvtier-bench-{secrets.token_hex(8)}"
+        wanted["url"] = f"{url.rstrip('/')}/{new_bench()}"
     return _replace(settings, wanted)
 
 

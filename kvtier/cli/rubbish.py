@@ -291,8 +291,10 @@ def _size_of(folder: Path) -> int:
 def _of_store(
     config: StackConfig, place: Place, idle_s: float | None, seen: set[Path]
 ) -> Iterator[Rubbish]:
-    """Idle namespaces, blocks too old or over the budget, and what told of blocks that went."""
+    """Idle namespaces, blocks too old or over the budget, what told of blocks that went, and what
+    was only written to try the store."""
     from kvtier.cli.look_objects import local_folder, remove_idle
+    from kvtier.cli.trials import left_behind, remove_left
 
     settings: Any = config.tiers[place.tier]
     going: set[str] = set()
@@ -312,6 +314,9 @@ def _of_store(
         yield from _of_benches(folder, seen)
     made = folder is None or folder.exists()  # opening the store would make it
     if made and not place.troubles:
+        for name, size in left_behind(settings).items():
+            what = "what a measurement or a doctor left that was killed"
+            yield Rubbish(what, _below(place, name), size, partial(remove_left, settings, name))
         yield from _surveyed(settings, place, going)
 
 

@@ -19,9 +19,11 @@ from object import object_servers  # type: ignore[attr-defined]
 
 from kvtier import Stack
 from kvtier.backends.object import open_for
+from kvtier.backends.object.names import block_name
 from kvtier.cli import commands
 from kvtier.cli.hold import holding
 from kvtier.cli.holdings import BENCH_MARK
+from kvtier.cli.trials import new_bench, new_probe
 from kvtier.config import load
 from kvtier.core.disk import Disk
 from kvtier.testing.records import GROUPED, NAMESPACE, make_keys, payload
@@ -178,6 +180,32 @@ def test_a_measurement_of_a_folder_that_was_killed_goes(in_a_folder: Path, tmp_p
     assert bench.exists()
     assert len(run("gc", "-c", in_a_folder)["found"]) == 1
     assert not bench.exists()
+
+
+def test_what_was_only_written_to_try_a_store_goes(stack: Path, tmp_path: Path) -> None:
+    """A bench or a doctor was killed. Nobody holds anything in a bucket: it goes by its age."""
+    over, measuring, probe = new_bench(), new_bench(), new_probe()
+    blocks = [block_name(NAMESPACE.id, key) for key in make_keys(3)]
+    settings: Any = load(stack).tiers[2]
+    before = objects(stack)
+    with contextlib.closing(open_for(settings)) as store:
+        for name in (*(f"{over}/{block}" for block in blocks), f"{measuring}/{blocks[0]}", probe):
+            store.put(name, [memoryview(b"12345")])
+        args = ("gc", "-c", stack, "--tier", "object")
+        assert run(*args)["found"] == []
+        for path in tmp_path.rglob("*"):
+            if path.is_file() and ("/kvtier-bench-" in str(path) or "/kvtier-doctor/" in str(path)):
+                os.utime(path, (time.time() - 3 * 3600,) * 2)
+        store.put(f"{measuring}/{blocks[1]}", [memoryview(b"12345")])
+    for dry, removed in (["--dry-run"], False), ([], True):
+        found = run(*args, *dry)["found"]
+        assert [row["where"].partition("/kvtier-")[2] for row in found] == [
+            over.removeprefix("kvtier-"),
+            probe.removeprefix("kvtier-"),
+        ]
+        assert [(row["bytes"], row["removed"]) for row in found] == [(15, removed), (5, removed)]
+    left = [f"{measuring}/{block}" for block in blocks[:2]]
+    assert sorted(objects(stack)) == sorted([*before, *left])
 
 
 def test_a_namespace_that_is_only_read_is_not_idle(in_a_folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""What `bench` and `doctor` write into an object store to try it, under names of their own, and
+what is left of it there if they are killed."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from contextlib import closing
+from typing import Any
+
+import msgspec
+
+from kvtier.backends.object import open_for
+from kvtier.backends.object.store import Store
+from kvtier.cli.look_objects import delete_objects, empty_store
+
+_BENCH = "kvtier-bench-"
+_DOCTOR = "kvtier-doctor/"
+_OLD_S = 2 * 3600.0
+"""Who measures renews a claim each minute, and the doctor needs seconds: after an hour there is
+nobody any more. Clocks may be wrong by another."""
+
+
+def new_bench() -> str:
+    """The name of a place to measure in."""
+    return f"{_BENCH}{secrets.token_hex(8)}"
+
+
+def new_probe() -> str:
+    """The name of an object to try rights with."""
+    return f"{_DOCTOR}{secrets.token_hex(8)}"
+
+
+def left_behind(settings: Any) -> dict[str, int]:
+    """Names of benches' places and of the doctor's objects that nobody uses any more, and how many
+    bytes each has. Raises StoreError."""
+    with closing(open_for(settings)) as store:
+        return _left_behind(store)
+
+
+def _left_behind(store: Store) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    latest: dict[str, float] = {}
+    for prefix in (_BENCH, _DOCTOR):
+        for info in store.list(prefix):
+            name = info.name.partition("/")[0] if prefix == _BENCH else info.name
+            sizes[name] = sizes.get(name, 0) + info.size
+            latest[name] = max(info.modified_s, latest.get(name, 0.0))
+    now = time.time()
+    return {name: size for name, size in sizes.items() if now - latest[name] > _OLD_S}
+
+
+def remove_left(settings: Any, name: str) -> bool:
+    """Remove one of these, unless it is in use after all. Raises StoreError or MediumError."""
+    if name not in left_behind(settings):
+        return False
+    if name.startswith(_DOCTOR):
+        return delete_objects(settings, [name]) == 1
+    empty_store(msgspec.structs.replace(settings, url=f"{settings.url.rstrip('/')}/{name}"))
+    return True
