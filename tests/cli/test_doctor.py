@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 from cli_world import command
 
 from kvtier.backends.cpu import huge, room
-from kvtier.cli import checks
+from kvtier.backends.object import deletes
+from kvtier.backends.object.errors import AccessDenied, StoreError
+from kvtier.backends.object.files import FileStore
+from kvtier.cli import check_store, checks
 from kvtier.cli.checks import Level, check_machine, check_order, check_tier
 from kvtier.config import load
 from kvtier.core.disk import Disk
@@ -217,3 +221,30 @@ def test_a_vllm_that_is(stack_file: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("kvtier.vllm.versions.version", lambda name: "0.32.1+cpu")
     (finding,) = [each for each in checks.check_machine(load(stack_file)) if each.area == "vllm"]
     assert (finding.level, finding.what) == (Level.OK, "vLLM 0.32.1+cpu (CPU build) is supported")
+
+
+@pytest.mark.slow
+def test_a_store_that_refuses_to_delete_several_at_once_is_found_out(
+    stack_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a bucket that is another request, with a right of its own perhaps."""
+
+    class Refusing(FileStore):
+        def delete(
+            self, names: Sequence[str], *, deadline: float | None = None
+        ) -> Mapping[str, StoreError]:
+            if len(names) > deletes._FEW:
+                raise AccessDenied("no POST here")
+            return super().delete(names, deadline=deadline)
+
+    store = Refusing(tmp_path / "store")
+    stack_file.write_text(
+        f'{stack_file.read_text()}  - {{kind: object, url: "file://{tmp_path}/store", '
+        "capacity: 1GiB}\n"
+    )
+    monkeypatch.setattr(check_store, "open_for", lambda settings: store)
+    store.put("x", [memoryview(b"a folder that is there")])
+    (bad,) = [what for what, level in levels(stack_file, 2).items() if level is Level.BAD]
+    assert bad == "delete of several: no POST here"
+    assert levels(stack_file, 2)["objects may be deleted"] is Level.OK
+    assert [info.name for info in store.list()] == ["x"]
