@@ -31,9 +31,9 @@ def read_only_lock(filled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def locked(root: Path) -> contextlib.AbstractContextManager[None]:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(root / "lock"))
 
-    monkeypatch.setattr(hold, "folder_locked", locked)
-    for module in ("rubbish", "repair"):
+    for module in ("rubbish", "repair"):  # first: what is imported later would keep it for ever
         monkeypatch.setattr(f"kvtier.cli.{module}.folder_locked", locked)
+    monkeypatch.setattr(hold, "folder_locked", locked)
     return filled
 
 
