@@ -21,10 +21,12 @@ import msgspec
 from kvtier.cli.choice import Choice
 from kvtier.cli.console import Progress, warn
 from kvtier.cli.hold import filling
-from kvtier.cli.holdings import Place, known_namespaces, look
+from kvtier.cli.holdings import look
+from kvtier.cli.look_objects import carry_uses
 from kvtier.cli.measure import patient
 from kvtier.cli.opening import uninterrupted
 from kvtier.cli.reader import Numbers, Reader
+from kvtier.cli.told import Ledger
 from kvtier.config import StackConfig
 from kvtier.core.backend import TierContext, backend
 from kvtier.core.record import record_bytes
@@ -75,6 +77,8 @@ class Copied(msgspec.Struct):
     """Prompts ask for them, and the source does not have them."""
     left: int = 0
     """Not asked for, because of the size that was given or that the tier has."""
+    untold: int = 0
+    """Are in a store that does not tell of them: it could not be written down."""
     full: bool = False
     """There was no room for more: engines that share the tier hold it, or it is too small."""
     skipped: str = ""
@@ -83,7 +87,7 @@ class Copied(msgspec.Struct):
     @property
     def whole(self) -> bool:
         """Whether everything that could be read is where it should be."""
-        left_behind = self.bad or self.unread or self.not_stored or self.skipped
+        left_behind = self.bad or self.unread or self.not_stored or self.untold or self.skipped
         return not (left_behind or self.all_gone)
 
     @property
@@ -133,9 +137,11 @@ class Sink:
         namespace: Namespace,
         pace: Pace,
         carry_uses: CarryUses,
+        ledger: Ledger | None = None,
     ) -> None:
         self._tier = tier
         self._carry_uses = carry_uses
+        self._ledger = ledger
         self._mover = mover
         self._reader = reader
         self._namespace = namespace
@@ -169,6 +175,9 @@ class Sink:
     ) -> None:
         number_of = dict(zip(keys, numbers, strict=True))
         left = self._lacking(keys)
+        if self._ledger is not None:
+            lacking = set(left)
+            self._ledger.expect([key for key in keys if key not in lacking])
         result.already_there += len(keys) - len(left)
         bar.advance(len(keys) - len(left))
         give_up = time.monotonic() + _ROOM_S
@@ -192,6 +201,8 @@ class Sink:
     ) -> set[BlockKey]:
         """Reserve room for what there is room for, set it on its way, and say what that is."""
         reserved = self._tier.prepare_store(keys, evict=self._evicting)
+        if self._ledger is not None:
+            self._ledger.drop(reserved.evicted)
         if not reserved.keys:
             return set()
         numbers = [number_of[key] for key in reserved.keys]
@@ -266,7 +277,10 @@ class Sink:
             keys = stored[start : start + _LOOK_BLOCKS]
             lost = self._lacking(keys)
             gone = set(lost)
-            self.stored += [key for key in keys if key not in gone]
+            kept = [key for key in keys if key not in gone]
+            self.stored += kept
+            if self._ledger is not None:
+                self._ledger.expect(kept)
             result.not_stored += len(lost)
             result.copied += len(keys) - len(lost)
             result.bytes += sum(map(self._namespace.payload_of, keys))
@@ -297,6 +311,11 @@ class Sink:
             self._commit(ended, unheard)
         self._tier.flush()
         self._tier.close()
+
+    def check(self, result: Copied) -> None:
+        """Ask a store, once all is closed, whether it tells of what was copied."""
+        if self._ledger is not None:
+            result.untold = self._ledger.untold()
 
 
 @contextmanager
@@ -353,12 +372,11 @@ def _open(config: StackConfig, tier: int, namespace: Namespace, reader: Reader, 
     except BaseException:
         opened.close()
         raise
-    carry = opened.carry_uses
+    carry, ledger = opened.carry_uses, None
     if settings.kind == "object":
-        from kvtier.cli.look_objects import carry_uses
-
         carry = partial(carry_uses, settings, namespace)
-    return Sink(opened, mover, reader, namespace, pace, carry)
+        ledger = Ledger(config.tiers[tier], namespace)
+    return Sink(opened, mover, reader, namespace, pace, carry, ledger)
 
 
 def _spare_another(config: StackConfig, tier: int, namespace: Namespace) -> None:
@@ -371,17 +389,3 @@ def _spare_another(config: StackConfig, tier: int, namespace: Namespace) -> None
                 f"{slab.namespace[:12]}, and would hold this one instead: remove them (kvtier "
                 f"clear {slab.namespace[:12]} --tier cpu), or fill another tier"
             )
-
-
-def describe(places: Sequence[Place], name: str) -> Namespace:
-    """A namespace's description; raises KVTierError where it is nowhere to be found."""
-    found = known_namespaces(places).get(name)
-    if found is None:
-        for place in places:
-            if place.troubles:
-                raise KVTierError(place.troubles[0])
-        raise KVTierError(
-            f"nothing in this stack says what the namespace {name} means: its namespace.json lies "
-            "beside the blocks on a disk or in a store, and there is none"
-        )
-    return found

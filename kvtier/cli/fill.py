@@ -11,7 +11,7 @@ import typer
 
 from kvtier.cli import console
 from kvtier.cli.choice import Choice, choose
-from kvtier.cli.copying import Copied, Pace, describe, open_sink, pieces_of
+from kvtier.cli.copying import Copied, Pace, open_sink, pieces_of
 from kvtier.cli.holdings import Place, known_namespaces, look
 from kvtier.cli.ls import find_namespace
 from kvtier.cli.outlook import capacity_of
@@ -64,6 +64,12 @@ def sizes_in(settings: TierSettings, namespace: Namespace) -> list[int]:
     return [HEADER_BYTES + size for size in namespace.group_bytes]
 
 
+def room_in(target: StackConfig, tier: int, size: int | None) -> int:
+    """How many bytes may be copied into a tier, at most so many."""
+    most = int(capacity_of(target.tiers[tier]) * _FILL_SHARE)
+    return most if size is None else min(most, size)
+
+
 def copy_all(
     source: StackConfig,
     places: Sequence[Place],
@@ -78,9 +84,7 @@ def copy_all(
 ) -> list[Copied]:
     """Fill a tier with what places hold, one namespace after the other: all of it, or what these
     prompts would ask for. Of several namespaces those are skipped of which that cannot be told."""
-    most = int(capacity_of(target.tiers[tier]) * _FILL_SHARE)
-    if size is not None:
-        most = min(most, size)
+    most = room_in(target, tier, size)
     pace = Pace(rate)
     done = []
     names = namespaces_of(places, namespace)
@@ -119,6 +123,7 @@ def copy_all(
         ):
             sink.fill(pieces_of(choice, sink.piece), result, bar)
             sink.carry_uses(choice.used())
+        sink.check(result)
     return done
 
 
@@ -129,7 +134,21 @@ def description(config: StackConfig, places: Sequence[Place], name: str) -> Name
         seen = {place.tier for place in places}
         others = [tier for tier in range(len(config.tiers)) if tier not in seen]
         places = [*places, *look_at(config, others, name)]
-    return describe(places, name)
+    return _describe(places, name)
+
+
+def _describe(places: Sequence[Place], name: str) -> Namespace:
+    """A namespace's description; raises KVTierError where it is nowhere to be found."""
+    found = known_namespaces(places).get(name)
+    if found is None:
+        for place in places:
+            if place.troubles:
+                raise KVTierError(place.troubles[0])
+        raise KVTierError(
+            f"nothing in this stack says what the namespace {name} means: its namespace.json lies "
+            "beside the blocks on a disk or in a store, and there is none"
+        )
+    return found
 
 
 def keys_of(prompts: Sequence[Prompt], namespace: Namespace) -> set[BlockKey]:
@@ -152,12 +171,17 @@ def report(
         console.print_json({"ok": ok, "namespaces": done, "troubles": troubles})
     elif not done and not troubles:
         where = ", ".join(place.where for place in places)
-        console.say(f"there is nothing to copy: no blocks in {where}")
+        console.say(f"there is nothing to copy: nothing in {where} tells of blocks")
     elif rest:
         _show(rest)
     for each in skipped:
         console.warn(f"namespace {each.namespace[:12]} is skipped: {each.skipped}")
     console.end_with_troubles(places)
+    if untold := sum(each.untold for each in done):
+        console.warn(
+            f"{untold} blocks are not written down in the store, because that failed: they may be "
+            "there, but only a listing would find them; run it again once the store is well"
+        )
     if any(each.full for each in done):
         console.warn(
             "the tier had no room for the rest: it is full, its disk is (free_floor counts), its "
@@ -167,7 +191,7 @@ def report(
     elif gone := [each for each in rest if each.all_gone]:
         asked = sum(each.asked for each in gone)
         console.warn(f"all {asked} blocks are gone that the source says it has: see kvtier verify")
-    elif not all(each.whole for each in rest):
+    elif not all(each.whole for each in rest) and not untold:
         console.warn("some blocks are missing: run it again, or see kvtier verify and kvtier du")
     if not ok:
         raise typer.Exit(console.EXIT_FAILURE)

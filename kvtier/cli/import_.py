@@ -45,6 +45,7 @@ def import_(
     ):
         sink.fill(_pieces(pack, sink.piece, result), result, bar)
         sink.carry_uses(pack.used)
+    sink.check(result)
     result.bad += pack.bad
     came_from = Place(tier=0, kind="file", where=str(file))
     if pack.trouble:

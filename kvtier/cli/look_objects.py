@@ -257,13 +257,13 @@ def carry_uses(
     settings: Any, namespace: Namespace, used: Mapping[BlockKey, tuple[int, float]]
 ) -> None:
     """Write down how often blocks were used, and when last, before they came to this store."""
-    with _opened(settings) as store:
+    with opened_store(settings) as store:
         Uses(store, namespace, 0.0).carry(used)
 
 
 def delete_objects(settings: Any, names: Sequence[str]) -> int:
     """Delete objects; how many. Raises MediumError if the store cannot be reached."""
-    with _opened(settings) as store:
+    with opened_store(settings) as store:
         return len(names) - len(store.delete(names))
 
 
@@ -278,7 +278,7 @@ def remove_namespace(settings: Any, namespace: str) -> bool:
     def goes(name: str) -> bool:
         return parse_block(name) is not None or told_of(name) is not None
 
-    with _opened(settings) as store:
+    with opened_store(settings) as store:
         claimed = ended(store, namespace)
         strangers, gone = _delete_below(
             store, f"{namespace}/", goes, last=description_name(namespace)
@@ -295,14 +295,14 @@ def remove_idle(settings: Any, namespace: str, idle_s: float) -> bool:
     """`remove_namespace`, unless somebody has begun to use it since it was found to be idle: who
     does writes that down beside the blocks, of which there may be millions."""
     told = (f"{PREFIX}{namespace}-", uses_prefix(namespace))  # others may write its manifests
-    with _opened(settings) as store:
+    with opened_store(settings) as store:
         last = max((info.modified_s for each in told for info in store.list(each)), default=0.0)
     return time.time() - last > idle_s and remove_namespace(settings, namespace)
 
 
 def empty_store(settings: Any) -> None:
     """Delete every object below a url that is nobody else's."""
-    with _opened(settings) as store:
+    with opened_store(settings) as store:
         _delete_below(store, "", lambda name: True)
 
 
@@ -331,7 +331,7 @@ def _delete_below(
 
 
 @contextmanager
-def _opened(settings: Any) -> Iterator[Store]:
+def opened_store(settings: Any) -> Iterator[Store]:
     """A store whose errors say what to do to people."""
     try:
         with closing(open_for(settings)) as store:

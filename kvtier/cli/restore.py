@@ -7,7 +7,16 @@ from typing import Annotated
 import typer
 
 from kvtier.cli import console
-from kvtier.cli.fill import IntoOption, copy_all, look_at, report, store_of, tier_to_fill
+from kvtier.cli.fill import (
+    IntoOption,
+    copy_all,
+    look_at,
+    report,
+    room_in,
+    store_of,
+    tier_to_fill,
+)
+from kvtier.cli.told import take_in_untold
 from kvtier.config import load
 
 app = console.new_app("Copy a snapshot back into a stack.")
@@ -34,13 +43,14 @@ def restore(
 ) -> None:
     """Copy blocks from an object store into a tier, the newest first.
 
-    It is prewarm from a store that is not in the stack. Exit code 1 if something could not be
-    copied.
+    It is prewarm from a store that is not in the stack, which is listed, too: who stored there may
+    have been cut off before it was written down. Exit code 1 if something could not be copied.
     """
     target = load(config)
     stack, from_tier = store_of(source, target, to_write=False)
     tier = tier_to_fill(target, into)
     places = look_at(stack, [from_tier], namespace, strict=True)
+    take_in_untold(stack, places, (namespace or "").lower(), room_in(target, tier, size))
     done = copy_all(
         stack, places, target, tier, namespace=namespace, size=size, rate=rate, hottest=hottest
     )

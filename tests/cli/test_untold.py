@@ -1,0 +1,208 @@
+"""Blocks in a store that could not be written down there: it is said, and they are found again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_world import STACK, command
+
+from kvtier import Stack
+from kvtier.backends.object.errors import AccessDenied
+from kvtier.backends.object.files import FileStore
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.manifest import ADDED, REMOVED, pack_entries
+from kvtier.backends.object.names import block_name
+from kvtier.backends.object.store import ObjectInfo
+from kvtier.cli import commands
+from kvtier.cli.told import Ledger
+from kvtier.config import load
+from kvtier.testing.records import NAMESPACE, make_keys, payload
+
+pytestmark = pytest.mark.slow
+
+BLOCKS = 8
+Run = Callable[..., tuple[int, Any, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in this process: its exit code, its answer and what it says beside it."""
+
+    def run(*args: object) -> tuple[int, Any, str]:
+        code = commands.run([*map(str, args), "--json"])
+        out, err = capsys.readouterr()
+        return code, json.loads(out) if out else None, err
+
+    return run
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Path:
+    """Another stack, with nothing in it."""
+    folder = tmp_path / "fresh"
+    (folder / "host").mkdir(parents=True)
+    path = folder / "stack.yaml"
+    path.write_text(STACK.format(host=folder / "host", blocks=folder / "blocks"))
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "snapshot")
+
+
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Whether stores take no manifests."""
+    put = FileStore.put
+
+    def refuse(store: FileStore, name: str, *args: Any, **more: Any) -> Any:
+        if "/manifest/" in name:
+            raise AccessDenied("the store takes no manifest")
+        return put(store, name, *args, **more)
+
+    def switch(on: bool) -> None:
+        monkeypatch.setattr(FileStore, "put", refuse if on else put)
+
+    return switch
+
+
+def told(store: FileStore) -> set[bytes]:
+    entries = Journal(store, NAMESPACE).everything()
+    rows = entries[entries["kind"] == ADDED]
+    return {row["key"].tobytes()[: row["key_bytes"]] for row in rows}
+
+
+def served(stack_file: Path) -> int:
+    wanted = {key: payload(key) for key in make_keys(BLOCKS)}
+    with Stack.open(stack_file, NAMESPACE) as stack:
+        found = stack.load(list(wanted))
+    assert all(wanted[key] == data for key, data in found.items())
+    return len(found)
+
+
+def test_a_copy_that_is_not_written_down_is_no_success(
+    filled: Path, fresh: Path, store: FileStore, run: Run, forgetful: Callable[[bool], None]
+) -> None:
+    url = store.root.as_uri()
+    forgetful(True)
+    code, answer, said = run("snapshot", "-c", filled, "--to", url)
+    (report,) = answer["namespaces"]
+    assert (code, answer["ok"], report["copied"], report["untold"]) == (1, False, BLOCKS, BLOCKS)
+    assert "run it again once the store is well" in said
+    code, answer, said = run("snapshot", "-c", filled, "--to", url)  # a listing has found them
+    assert (code, answer) == (1, None)
+    assert "the store takes no manifest" in said
+    forgetful(False)
+    code, answer, said = run("snapshot", "-c", filled, "--to", url)
+    assert (code, answer["namespaces"][0]["already_there"], said) == (0, BLOCKS, "")
+    assert told(store) == set(make_keys(BLOCKS))
+
+
+def test_so_with_what_comes_from_a_file(
+    filled: Path, fresh: Path, store: FileStore, run: Run, forgetful: Callable[[bool], None]
+) -> None:
+    file = fresh.with_name("blocks.kvpack")
+    assert command("export", file, "-c", filled).code == 0
+    fresh.write_text(
+        f"{fresh.read_text()}  - {{kind: object, url: {store.root.as_uri()}, capacity: 1GiB}}\n"
+    )
+    forgetful(True)
+    code, answer, _ = run("import", file, "-c", fresh, "--into", "object")
+    assert (code, answer["namespaces"][0]["untold"]) == (1, BLOCKS)
+    forgetful(False)
+    code, answer, _ = run("import", file, "-c", fresh, "--into", "object")
+    assert (code, answer["namespaces"][0]["already_there"]) == (0, BLOCKS)
+
+
+def test_what_the_store_tells_cannot_be_read(
+    filled: Path, store: FileStore, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> Any:
+        raise AccessDenied("no GET here")
+
+    monkeypatch.setattr("kvtier.cli.told.Journal", away)
+    code, answer, said = run("snapshot", "-c", filled, "--to", store.root.as_uri())
+    assert (code, answer["namespaces"][0]["untold"]) == (1, BLOCKS)
+    assert "cannot be read: no GET here" in said
+
+
+@pytest.mark.parametrize("known", [0, 3])
+def test_a_restore_finds_what_nothing_tells_of(
+    filled: Path,
+    fresh: Path,
+    store: FileStore,
+    run: Run,
+    forgetful: Callable[[bool], None],
+    known: int,
+) -> None:
+    """As after the `kill -9` of a snapshot."""
+    url = store.root.as_uri()
+    if known:
+        assert run("snapshot", "-c", filled, "--to", url, "--size", "40KiB")[0] == 0
+    assert len(told(store)) == known
+    forgetful(True)
+    assert run("snapshot", "-c", filled, "--to", url)[0] == 1
+    assert len(told(store)) == known
+    code, answer, said = run("restore", "-c", fresh, "--from", url, "-n", NAMESPACE.id[:6])
+    (report,) = answer["namespaces"]
+    assert (code, report["asked"], report["copied"]) == (0, BLOCKS, BLOCKS)
+    assert f"{BLOCKS - known} blocks of the namespace {NAMESPACE.id[:12]} are in" in said
+    assert served(fresh) == BLOCKS
+
+
+def test_what_was_removed_is_not_found_again(
+    filled: Path, fresh: Path, store: FileStore, run: Run
+) -> None:
+    """A tier has dropped it, and its deletion failed. What was stored again since counts."""
+    url = store.root.as_uri()
+    assert run("snapshot", "-c", filled, "--to", url)[0] == 0
+    head = [store.head(block_name(NAMESPACE.id, key)) for key in make_keys(2)]
+    stored = [info.modified_s for info in head if info]
+    times_us = [int(stored[0] * 1e6) + 60_000_000, int(stored[1] * 1e6) - 1]
+    for manifest in store.root.rglob("manifest/*"):
+        manifest.unlink()
+    keys = make_keys(2)
+    Journal(store, NAMESPACE).append(pack_entries(REMOVED, keys, [0, 0], [0, 0], times_us))
+    code, answer, said = run("restore", "-c", fresh, "--from", url)
+    assert (code, answer["namespaces"][0]["copied"]) == (0, BLOCKS - 1)
+    assert f"{BLOCKS - 1} blocks of the namespace" in said
+
+
+def test_nothing_is_listed_where_what_is_told_of_fills_the_room(
+    filled: Path, fresh: Path, store: FileStore, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = store.root.as_uri()
+    assert run("snapshot", "-c", filled, "--to", url)[0] == 0
+    listed: list[str] = []
+    find = FileStore.list
+
+    def watch(store: FileStore, prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
+        listed.append(prefix)
+        return find(store, prefix, **more)
+
+    monkeypatch.setattr(FileStore, "list", watch)
+    code, answer, _ = run("restore", "-c", fresh, "--from", url, "--size", "40KiB")
+    assert (code, answer["namespaces"][0]["copied"]) == (0, 3)
+    assert f"{NAMESPACE.id}/blocks/" not in listed
+    assert run("restore", "-c", fresh, "--from", url)[0] == 0
+    assert f"{NAMESPACE.id}/blocks/" in listed
+
+
+def test_what_made_room_need_not_be_told_of(store: FileStore, tmp_path: Path, filled: Path) -> None:
+    filled.write_text(
+        f"{filled.read_text()}  - {{kind: object, url: {store.root.as_uri()}, capacity: 1GiB}}\n"
+    )
+    keys = make_keys(3)
+    ledger = Ledger(load(filled).tiers[2], NAMESPACE)
+    ledger.expect(keys)
+    assert ledger.untold() == 3
+    ledger.drop(keys[:2])
+    assert ledger.untold() == 1
+    entries = pack_entries(ADDED, keys, [0, 0, 7], [1, 1, 1], [1, 1, 1])
+    Journal(store, NAMESPACE).append(entries)
+    assert ledger.untold() == 0
