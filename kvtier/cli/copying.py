@@ -303,13 +303,17 @@ class Sink:
                 f"{self._namespace.id[:12]} were copied, and stay: run it again to go on"
             )
 
+    def flush(self) -> None:
+        """Have written down what was stored, however long it takes: a listing may be under way."""
+        self._tier.flush()
+
     def close(self) -> None:
-        """Let what is being written land, drop the rest, and close everything."""
+        """Let what is being written land, drop the rest, and close everything, within seconds. What
+        was stored is written down as far as that goes."""
         self._mover.close()
         unheard = Copied("")
         for ended in self._mover.poll():
             self._commit(ended, unheard)
-        self._tier.flush()
         self._tier.close()
 
     def check(self, result: Copied) -> None:
@@ -330,6 +334,7 @@ def open_sink(
                 with uninterrupted():
                     sink = _open(config, tier, namespace, reader, pace)
                 yield sink
+                sink.flush()  # only who is not told to end waits for it
             finally:
                 if sink is not None:
                     with uninterrupted():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,11 @@ from kvtier.backends.object.manifest import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.names import block_name
 from kvtier.backends.object.store import ObjectInfo
 from kvtier.cli import commands
+from kvtier.cli.choice import choose
+from kvtier.cli.console import Progress
+from kvtier.cli.copying import Copied, Pace, open_sink, pieces_of
+from kvtier.cli.holdings import look
+from kvtier.cli.reader import ChoiceReader
 from kvtier.cli.told import Ledger
 from kvtier.config import load
 from kvtier.testing.records import NAMESPACE, make_keys, payload
@@ -206,3 +213,43 @@ def test_what_made_room_need_not_be_told_of(store: FileStore, tmp_path: Path, fi
     entries = pack_entries(ADDED, keys, [0, 0, 7], [1, 1, 1], [1, 1, 1])
     Journal(store, NAMESPACE).append(entries)
     assert ledger.untold() == 0
+
+
+def test_who_is_told_to_end_waits_for_no_listing(
+    filled: Path, fresh: Path, store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what was stored is written down all the same."""
+    listing, ended = threading.Event(), threading.Event()
+    find = FileStore.list
+
+    def endless(self: FileStore, prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
+        if prefix:
+            yield from find(self, prefix, **more)
+            return
+        for number in range(2000):
+            listing.set()
+            yield ObjectInfo(f"somebody/{number}", 1, 1.0)
+            time.sleep(0.01)  # as long as an answer takes
+        ended.set()
+
+    fresh.write_text(
+        f"{fresh.read_text()}  - {{kind: object, url: {store.root.as_uri()}, capacity: 1GiB}}\n"
+    )
+    source, target = load(filled), load(fresh)
+    choice = choose(look(source), NAMESPACE.id)
+    result = Copied(NAMESPACE.id)
+
+    def copy() -> None:
+        reader = ChoiceReader(source, choice, NAMESPACE)
+        with open_sink(target, 2, NAMESPACE, reader, Pace(None)) as sink:
+            sink.fill(pieces_of(choice, sink.piece), result, Progress("", 0, ""))
+            monkeypatch.setattr(FileStore, "list", endless)
+            threading.Thread(target=sink._tier.refresh, daemon=True).start()
+            assert listing.wait(60)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copy()
+    assert not ended.is_set()
+    assert result.copied == BLOCKS
+    assert told(store) == {bytes(key) for key in make_keys(BLOCKS)}
