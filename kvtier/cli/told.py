@@ -98,9 +98,9 @@ def _take_in(place: Place, part: Part, store: Store) -> None:
     if not len(found):
         return
     console.warn(
-        f"{len(found)} blocks of the namespace {part.namespace[:12]} are in {place.where}, though "
-        "nothing written down there tells of them, because who stored them was cut off; a listing "
-        "has found them, and they are copied, too"
+        f"{len(found)} blocks of the namespace {part.namespace[:12]} are in {place.where}, and "
+        "nothing written down there tells of them: who stored them was cut off, or is about to say "
+        "so; a listing has found them, and they are copied, too"
     )
     place.manifests[part.namespace] = np.concatenate([pieces[0], found])
     if part.namespace in place.uses:
