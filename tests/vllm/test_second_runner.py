@@ -54,8 +54,8 @@ def test_answers_that_tell_their_experts(world: World, model: Callable[..., Path
 def test_what_others_find_while_it_is_copied_is_kept(
     world: World, model: Callable[..., Path], family: str, tokens: int
 ) -> None:
-    """Questions about one document, each of which finds it in the engine's own cache: its blocks are
-    given to all of them, and written to by none."""
+    """Questions about one document, each of which finds it in the engine's own cache: all of them
+    have its blocks, and none writes to these."""
     runner: dict[str, Any] = {"host": HOST.with_name("second_runner.py"), "fresh": True}
     document = prompt(4, 1088)
     with world.engine(model(family), stack=world.stack(), max_model_len=1408, **runner) as engine:
