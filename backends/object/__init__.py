@@ -14,7 +14,7 @@ from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.open import StoreSettings, open_store, place_of
 from kvtier.backends.object.reader import Reader
-from kvtier.backends.object.s3 import PUT_BYTES_MAX, S3Settings, addressing_of
+from kvtier.backends.object.s3 import PUT_BYTES_MAX, S3Settings, check_reach
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.store import Store
 from kvtier.backends.object.tier import ObjectTier
@@ -225,7 +225,7 @@ def _check_bucket(settings: ObjectSettings, bucket: str) -> None:
             ".url", "an s3:// store needs an optional package", "pip install 'kvtier[s3]'"
         )
     try:
-        addressing_of(S3Settings(bucket=bucket, endpoint=settings.endpoint, region=settings.region))
+        check_reach(S3Settings(bucket=bucket, endpoint=settings.endpoint, region=settings.region))
     except Misconfigured as error:
         raise _refused(error.setting, error) from error
     if settings.ca_bundle and not Path(settings.ca_bundle).is_file():

@@ -54,7 +54,13 @@ _TOKEN_CODES = {
     "TokenRefreshRequired",
 }
 _CLOCK_CODES = {"RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"}
-_FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "ServiceQuotaExceeded"}
+_FULL_CODES = {
+    "QuotaExceeded",
+    "InsufficientStorage",
+    "XMinioStorageFull",
+    "XMinioAdminBucketQuotaExceeded",
+    "ServiceQuotaExceeded",
+}
 _WEATHER_CODES = {
     "InternalError",
     "ServiceUnavailable",

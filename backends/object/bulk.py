@@ -29,12 +29,11 @@ _NOBODY = {"aws_access_key_id": "-", "aws_secret_access_key": "-"}
 class BulkClient:
     """botocore's client for one bucket. Thread-safe; rebuilt when the credentials are renewed."""
 
-    def __init__(
-        self, signer: Signer, endpoint: str | None, style: str, bucket: str, send: Send
-    ) -> None:
+    def __init__(self, signer: Signer, endpoint: str | None, bucket: str, send: Send) -> None:
         self._signer = signer
         self._endpoint = endpoint
-        self._style = style
+        self.style = "path"
+        """How its requests name the bucket, which may depend on the endpoint."""
         self._bucket = bucket
         self._send = send
         self._call = threading.local()
@@ -102,7 +101,7 @@ class BulkClient:
             retries={"mode": "standard", "total_max_attempts": 1},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
-            s3={"addressing_style": self._style, **UNSIGNED},
+            s3={"addressing_style": self.style, **UNSIGNED},
         )
         try:
             # botocore's own, which boto3 wraps: a second wrapper around one session is an error

@@ -35,6 +35,10 @@ PREFIX = "claims/"
 LEASE_S = 60.0
 _RENEW_SHARE = 4
 _TRIES = 3
+UNLIMITED = 1 << 60
+"""A capacity that is none: of who fills a store by hand, beside others that have one."""
+AHEAD_OF_UNLIMITED = 64 << 20
+"""What he says that he may hold beyond what he has: about what comes until he says so again."""
 _DEAD_FACTOR = 1.25
 _DEAD_GRACE_S = 1.0
 """Stores tell times in whole seconds."""
@@ -124,8 +128,10 @@ class Claims:
         """Whether the store did not list our claim at once."""
         self._settled = 0
         """How much had been settled when it was published."""
-        self._cap = 0
+        self._cap = self._wished = 0
         self._foreign: dict[str, int] = {}
+        self._found: dict[str, int] = {}
+        """What the last listing has found of other namespaces."""
         self.measured = False
         """Whether it is known what other namespaces hold."""
         self._fresh = False
@@ -150,7 +156,7 @@ class Claims:
                 break  # else somebody came or went at this moment
         if not self._shown:
             return None, []
-        self._grant(wish.cap, seen)
+        self._grant(self._wished, seen)
         return self._standing(seen), self._buriable(seen)
 
     def keep(self) -> None:
@@ -188,10 +194,13 @@ class Claims:
         living = sum(one.alive for one in self._others(seen))
         size = self._budget.offer(alone=alone, writers=1 + living)
         kind = _ALONE if alone else _SHARING
-        return self._claim(size, self._cap_wish(seen), kind)
+        self._wished = self._cap_wish(seen)
+        return self._claim(size, self._wished, kind)
 
     def _claim(self, size: int, cap: int, kind: str) -> Claim:
         lease_ms = int(self._lease_s * 1000)
+        if self._budget.capacity >= UNLIMITED:  # it takes nobody's room by what it might take
+            cap = min(cap, self._budget.used + AHEAD_OF_UNLIMITED)
         return Claim(self._namespace, self.writer, 0, size, cap, lease_ms, kind, self.hungry)
 
     def _cap_wish(self, seen: Mapping[str, Writer]) -> int:
@@ -209,8 +218,12 @@ class Claims:
             for one in seen.values()
             if one.claim.namespace != self._namespace
         )
-        if self._fresh and free < self._cap:
-            self._cap = free  # whatever it is that lies there: what is too much must go
+        if self._fresh:
+            # What is too much must go. Who writes claims has found room beside ours, by a capacity
+            # of his own that may be another: what he may hold lies there only in part.
+            claimed = spaces | {self._namespace}
+            unclaimed = sum(n for space, n in self._found.items() if space not in claimed)
+            self._cap = min(self._cap, max(0, capacity - unclaimed))
         self._fresh = False
         if not poor:
             return max(free, self._cap)
@@ -250,7 +263,7 @@ class Claims:
 
     def take_measure(self, foreign: Mapping[str, int]) -> None:
         """What a listing has found of other namespaces."""
-        self._foreign = dict(foreign)
+        self._foreign, self._found = dict(foreign), dict(foreign)
         self.measured = self._fresh = True
 
     def bury(self, names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from itertools import chain, compress, islice
 
 from kvtier.backends.object import manifest
 from kvtier.backends.object.budget import Budget
-from kvtier.backends.object.errors import StoreError
+from kvtier.backends.object.errors import Misconfigured, StoreError
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.leaving import Object
 from kvtier.backends.object.manifest import ADDED, REMOVED, SKEW_US, Entries
@@ -161,9 +161,17 @@ class Outbox:
             while self._doomed:
                 self._delete_some()
                 self._meanwhile()
+        except Misconfigured as error:  # which nothing but a setting ends
+            self._complain(error)
+            return
         except StoreError as error:
             _log.debug("object tier: %s", error)
         self._complained &= bool(self._stubborn)
+
+    def _complain(self, error: StoreError) -> None:
+        if not self._complained:
+            _log.warning("objects cannot be deleted: %s", error)
+            self._complained = True
 
     def _delete_some(self) -> None:
         doomed = list(islice(self._doomed, self._store.deletes_at_once))
@@ -177,9 +185,8 @@ class Outbox:
         stuck = [not errors.keys().isdisjoint(some) for some in names]
         self._stubborn += compress(doomed, stuck)
         self._freed([slot for (slot, _), stays in zip(doomed, stuck, strict=True) if not stays])
-        if errors and not self._complained:
-            _log.warning("objects cannot be deleted: %s", next(iter(errors.values())))
-            self._complained = True
+        if errors:
+            self._complain(next(iter(errors.values())))
 
     def try_again(self) -> None:
         """Delete once more what the store would not delete. What is locked may be so for days: each

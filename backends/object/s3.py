@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
-import os
 import re
 import ssl
 import time
@@ -55,7 +54,7 @@ _PAGE_BYTES_MAX = 8 << 20
 _DELETED = re.compile(rb"<(?:\w+:)?(?:DeleteResult|Error)\b")
 _ROTATED = {"InvalidAccessKeyId", "SignatureDoesNotMatch"}
 """Said of credentials that were rotated, whether key and secret or the secret alone."""
-_ENDPOINT_NAMES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_AWS = (".amazonaws.com", ".amazonaws.com.cn")
 _DNS_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
@@ -88,10 +87,12 @@ class S3Store(Store):
         prefix = settings.prefix.strip("/")
         self._prefix = prefix + "/" if prefix else ""
         self._conditional = settings.conditional_put
-        style = addressing_of(settings)
+        check_reach(settings)
         self._signer = Signer(settings.region, settings.profile)
-        bulk = BulkClient(self._signer, settings.endpoint, style, settings.bucket, self._send_built)
-        self._address, base = _address(bulk.endpoint, settings.bucket, style)
+        bulk = BulkClient(self._signer, settings.endpoint, settings.bucket, self._send_built)
+        endpoint = bulk.endpoint
+        bulk.style = style = _addressing(settings, endpoint)
+        self._address, base = _address(endpoint, settings.bucket, style)
         self._bucket_target = base.rstrip("/") or "/"
         self._base = base + quote(self._prefix, safe="/-_.~")
         default_port = self._address.port == (443 if self._address.tls else 80)
@@ -293,7 +294,7 @@ class S3Store(Store):
     ) -> tuple[int, dict[str, str], bytes]:
         """Send a request that botocore has built and signed."""
         parts = urlsplit(url)
-        if parts.netloc != self._host:
+        if _address_of(parts) != self._address:
             raise WrongRegion(f"{self._where} sends us elsewhere: correct the region or endpoint")
         target = parts.path + ("?" + parts.query if parts.query else "")
         length = headers.pop("Content-Length", None)
@@ -342,30 +343,38 @@ def _error_body(answer: Response) -> bytes:
         return b""
 
 
-def addressing_of(settings: S3Settings) -> str:
-    """How the bucket is named in a request; raises Misconfigured on settings that cannot work."""
+def check_reach(settings: S3Settings) -> None:
+    """Raises Misconfigured on settings that cannot work."""
     if not _BUCKET.fullmatch(settings.bucket):
         raise NoSuchBucket(f"{settings.bucket[:80]!r} is not a bucket name: correct the url")
     if settings.endpoint is not None:
         _parts(settings.endpoint)
     if settings.region:
         check_region(settings.region)
+
+
+def _addressing(settings: S3Settings, endpoint: str) -> str:
+    """How the bucket is named in a request: in the host's name only where that is known to do."""
     if settings.addressing != "auto":
         return settings.addressing
-    named = settings.endpoint or any(os.environ.get(name) for name in _ENDPOINT_NAMES)
-    return "virtual" if not named and _DNS_BUCKET.fullmatch(settings.bucket) else "path"
+    own = settings.endpoint is None and (_parts(endpoint).hostname or "").endswith(_AWS)
+    return "virtual" if own and _DNS_BUCKET.fullmatch(settings.bucket) else "path"
 
 
 def _address(endpoint: str, bucket: str, style: str) -> tuple[Address, str]:
     """Where to connect, and what every request target begins with."""
     parts = _parts(endpoint)
-    tls = parts.scheme == "https"
-    port = parts.port or (443 if tls else 80)
+    address = _address_of(parts)
     base = parts.path.rstrip("/") + "/"
-    host = parts.hostname or ""
     if style == "virtual":
-        return Address(f"{bucket}.{host}", port, tls), base
-    return Address(host, port, tls), f"{base}{bucket}/"
+        return address._replace(host=f"{bucket}.{address.host}"), base
+    return address, f"{base}{bucket}/"
+
+
+def _address_of(parts: SplitResult) -> Address:
+    """Whatever way it is written: in capitals, or with the port that is meant without one."""
+    tls = parts.scheme == "https"
+    return Address(parts.hostname or "", parts.port or (443 if tls else 80), tls)
 
 
 def _parts(endpoint: str) -> SplitResult:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from object_subjects import FOLDER
 
+from kvtier.backends.object import claims as claims_module
 from kvtier.backends.object import writers
 from kvtier.backends.object.budget import Budget, Standing
 from kvtier.backends.object.claims import Claim, Claims, ended, parse_claim
@@ -345,6 +346,60 @@ def test_two_living_namespaces_share_one_budget(tmp_path: Path) -> None:
         number += 2
     new.close()
     old.close()
+
+
+class Spaces:
+    """Namespaces that share a store, each with one writer and a capacity of its own."""
+
+    def __init__(self, *capacities: int) -> None:
+        self.now = 0.0
+        self.store = NameStore(lambda: self.now)
+        self.claims = [
+            Claims(
+                self.store,
+                f"{number:032x}",
+                Budget(capacity, 1, self.clock),
+                lease_s=LEASE_S,
+                clock=self.clock,
+            )
+            for number, capacity in enumerate(capacities)
+        ]
+
+    def clock(self) -> float:
+        return self.now
+
+    def audit(self, number: int, **found: int) -> int:
+        """What a namespace may hold after it has found so much of others."""
+        claims = self.claims[number]
+        claims.take_measure({f"{int(space[1:]):032x}": size for space, size in found.items()})
+        standing, _ = claims.renew()
+        assert standing is not None
+        return standing.cap
+
+
+def test_a_larger_capacity_takes_nothing_from_who_is_there() -> None:
+    """As while servers are started again with another one."""
+    spaces = Spaces(24, 48)
+    assert spaces.audit(0) == 24
+    assert spaces.audit(1, n0=20) == 24
+    assert spaces.audit(0, n1=0) == 24, "what another may hold does not lie there"
+    assert spaces.audit(0, n1=24) == 24, "nor has he taken it from us"
+    assert spaces.audit(0, n1=24, n7=20) == 4, "of this one nobody knows"
+
+
+def test_who_has_no_capacity_claims_what_he_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims_module, "AHEAD_OF_UNLIMITED", 3)
+    spaces = Spaces(24, claims_module.UNLIMITED)
+    spaces.claims[1]._budget.used = 5
+    assert spaces.audit(1) == claims_module.UNLIMITED
+    assert spaces.audit(0) == 24 - 8
+    spaces.claims[1]._budget.used = 9
+    spaces.now += LEASE_S / 2
+    assert spaces.audit(1, n0=0) >= claims_module.UNLIMITED - 24
+    assert spaces.audit(0, n1=9) == 24 - 8, "he takes his room elsewhere"
+    spaces.claims[1].close(clean=True)
+    [left] = [claim for name in spaces.store.names if (claim := parse_claim(name, 0.0)).kind == "c"]
+    assert left.cap == 12
 
 
 @pytest.mark.parametrize("landed", [False, True])

@@ -113,6 +113,39 @@ def test_an_endpoint_of_the_environment_is_not_asked_for_names_below_it(
     store.close()
 
 
+@pytest.mark.parametrize("services", [False, True])
+def test_nor_is_one_of_the_profile(
+    server: HostileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, services: bool
+) -> None:
+    named = f"endpoint_url = {server.endpoint}\n"
+    text = f"[default]\nservices = here\n[services here]\ns3 =\n  {named}"
+    config = tmp_path / "config"
+    config.write_text(text if services else f"[default]\n{named}")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    store = open_store(StoreSettings(url="s3://bucket/a"))
+    store.get("name", [memoryview(bytearray(len(BODY)))])
+    assert server.heads[-1].startswith(b"GET /bucket/a/name HTTP/1.1")
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://LocalHost:{}", "http://S3.Example.test", "http://s3.example.test:80"]
+)
+def test_bulk_deletes_go_there_however_it_is_written(
+    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    def reply(peer: Peer, head: bytes) -> None:
+        peer.read_body(head)
+        peer.sendall(answer(200, b"<DeleteResult></DeleteResult>"))
+
+    loopback = socket.getaddrinfo("127.0.0.1", server.port, type=socket.SOCK_STREAM)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: loopback)
+    server.script = reply
+    store = opened(endpoint=endpoint.format(server.port))
+    assert store.delete([f"n{index}" for index in range(9)]) == {}
+    assert len(server.heads) == 1
+
+
 def test_an_ipv6_endpoint(opened: Opener) -> None:
     with HostileServer(serve_body, host="::1") as server:
         store = opened(endpoint=f"http://[::1]:{server.port}")
