@@ -66,6 +66,10 @@ bench-vllm: $(VLLM_STAMP)
 bench-crowd: $(VLLM_STAMP)
 	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.crowd
 
+# An hour of a chat service, with kvtier, without, and with an endless cache: TRACE=requests.jsonl
+bench-trace: $(VLLM_STAMP)
+	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.trace
+
 # The tests on a real engine alone; then those of the oldest and the newest version that is known.
 test-vllm: $(VLLM_STAMP) $(STAMP)
 	$(VLLM_BIN)/pytest $(ENGINES)

@@ -38,7 +38,7 @@ class Served:
         self._seed += 1
         return random.Random(self._seed).choices(range(256), k=tokens)
 
-    def start(self, stack: Mapping[str, Any] | None, tokens: int) -> Engine:
+    def start(self, stack: Mapping[str, Any] | None, tokens: int, **more: Any) -> Engine:
         """An engine for prompts of so many tokens."""
         return Engine(
             self.folder / "engine.log",
@@ -50,6 +50,7 @@ class Served:
             dtype=DTYPE,
             max_model_len=tokens + 64,
             max_num_batched_tokens=2048,
+            **more,
         )
 
 

@@ -42,6 +42,39 @@ class TimedHost(Host):
                 found[output.request_id] = (seconds, output.num_cached_tokens or 0)
         return [found[name] for name in names]
 
+    def replay(self, requests: list[tuple[float, list[int]]], tokens: int) -> dict[str, Any]:
+        """Prompts that come at their times, whatever the engine is at then. Of each the seconds
+        from then to its first and to its last token, and what it found; and what all took of the
+        processors."""
+        engine = self._llm.llm_engine
+        before, begin = self._processor_seconds(), time.perf_counter()
+        due: dict[str, float] = {}
+        first: dict[str, float] = {}
+        answers: dict[str, tuple[float, float, int]] = {}
+        coming = iter(requests)
+        following = next(coming, None)
+        while following is not None or engine.has_unfinished_requests():
+            now = time.perf_counter() - begin
+            while following is not None and following[0] <= now:
+                self._serial += 1
+                name = f"timed-{self._serial}"
+                due[name] = following[0]
+                given = {"prompt_token_ids": following[1]}
+                engine.add_request(name, given, self._greedy(tokens))
+                following = next(coming, None)
+            if not engine.has_unfinished_requests():
+                self._step()  # what is behind the requests goes on
+                time.sleep(0.001)
+                continue
+            for output in engine.step():
+                name, now = output.request_id, time.perf_counter() - begin
+                first.setdefault(name, now - due[name])
+                if output.finished:
+                    cached = output.num_cached_tokens or 0
+                    answers[name] = (first[name], now - due[name], cached)
+        spent = self._processor_seconds() - before
+        return {"answers": [answers[name] for name in due], "spent": spent}
+
     def weigh(self, how: str) -> None:
         """Let hits be taken as they are (crowd), each for itself (alone), or always."""
         from kvtier.core.costs import CostSettings
