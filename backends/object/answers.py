@@ -22,6 +22,7 @@ from kvtier.backends.object.errors import (
     StoreError,
     StoreFull,
     Unavailable,
+    UnknownRequest,
     WrongEndpoint,
     WrongRegion,
 )
@@ -56,10 +57,11 @@ _TOKEN_CODES = {
 _CLOCK_CODES = {"RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"}
 _FULL_CODES = {
     "QuotaExceeded",
+    "ObjectQuotaExceeded",
+    "ServiceQuotaExceeded",
     "InsufficientStorage",
     "XMinioStorageFull",
     "XMinioAdminBucketQuotaExceeded",
-    "ServiceQuotaExceeded",
 }
 _WEATHER_CODES = {
     "InternalError",
@@ -68,6 +70,17 @@ _WEATHER_CODES = {
     "IncompleteBody",
     "OperationAborted",
 }
+_UNKNOWN_CODES = {
+    "",
+    "BadRequest",
+    "InvalidArgument",
+    "InvalidRequest",
+    "NotImplemented",
+    "NotSupported",
+    "UnsupportedHeader",
+    "UnsupportedOperation",
+}
+"""Of a 400 from a store that does not know what it was asked for. Others are of what was sent."""
 _KEY_CODES = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity", "AccountProblem"}
 
 
@@ -124,9 +137,11 @@ def _by_status(status: int, code: str, said: str) -> StoreError:
         return LengthMismatch(f"{said}: the object is shorter than expected")
     if status == 408 or (status >= 500 and status != 501):
         return Unavailable(said)
+    unknown = status == 501 or (status == 400 and code in _UNKNOWN_CODES)
+    kind = UnknownRequest if unknown else WrongEndpoint
     if code:
-        return WrongEndpoint(f"{said}: the store does not accept this request; check the endpoint")
-    return WrongEndpoint(f"{said}, but not as an S3 store would: check the endpoint")
+        return kind(f"{said}: the store does not accept this request; check the endpoint")
+    return kind(f"{said}, but not as an S3 store would: check the endpoint")
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:

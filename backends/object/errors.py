@@ -98,6 +98,10 @@ class WrongEndpoint(Misconfigured):
     setting = "endpoint"
 
 
+class UnknownRequest(WrongEndpoint):
+    """The store does not know this kind of request, or a header of it."""
+
+
 class ClockSkew(Misconfigured):
     setting = "clock"
 

@@ -27,6 +27,7 @@ from kvtier.backends.object.errors import (
     ObjectTooLarge,
     StoreError,
     TLSRefused,
+    UnknownRequest,
     WrongEndpoint,
     WrongRegion,
 )
@@ -131,7 +132,7 @@ class S3Store(Store):
             raise ObjectTooLarge(f"{name} has {size} bytes; an S3 object takes {PUT_BYTES_MAX}")
         end = self._end(deadline)
         if if_absent and self._conditional:
-            with contextlib.suppress(WrongEndpoint):  # as stores answer that do not know it
+            with contextlib.suppress(UnknownRequest):
                 return self._put(name, buffers, size, {"if-none-match": "*"}, end)
             outcome = self._put(name, buffers, size, {}, end)
             self._conditional = False  # content-addressed names make overwriting harmless

@@ -11,6 +11,8 @@ import pytest
 from object_servers import SECRET_KEY, HostileServer, Peer, answer, error_body
 
 from kvtier.backends.object import errors
+from kvtier.backends.object.breaker import BreakerPolicy
+from kvtier.backends.object.open import StoreSettings, open_store
 from kvtier.backends.object.s3 import S3Settings, S3Store
 from kvtier.backends.object.store import GetOutcome, PutOutcome
 from kvtier.backends.object.wire import Timeouts
@@ -192,6 +194,8 @@ REFUSALS = [
     (500, "InternalError", {}, errors.Unavailable, "500"),
     (502, "", {}, errors.Unavailable, "502"),
     (507, "", {}, errors.StoreFull, "full"),
+    (400, "XMinioAdminBucketQuotaExceeded", {}, errors.StoreFull, "full"),
+    (403, "QuotaExceeded", {}, errors.StoreFull, "full"),
     (409, "OperationAborted", {}, errors.Unavailable, "409"),
     (409, "ConditionalRequestConflict", {}, errors.Conflict, "another writer"),
     (413, "EntityTooLarge", {}, errors.ObjectTooLarge, "size"),
@@ -370,17 +374,73 @@ def test_an_error_in_chunks_is_understood(server: HostileServer, store: S3Store)
             get(store)
 
 
-def test_a_store_that_does_not_know_conditional_put(server: HostileServer, store: S3Store) -> None:
+@pytest.mark.parametrize(
+    "said",
+    [
+        answer(501, error_body("NotImplemented")),
+        answer(501, b"<html>not implemented, says a proxy</html>"),
+        answer(400, error_body("InvalidArgument")),
+        answer(400, error_body("InvalidRequest")),
+        answer(400, error_body("BadRequest")),
+        answer(400),
+    ],
+)
+def test_a_store_that_does_not_know_conditional_put(
+    server: HostileServer, store: S3Store, said: bytes
+) -> None:
     def old(peer: Peer, head: bytes) -> None:
         peer.read_body(head)
         knows = b"if-none-match" not in head.lower()
-        peer.sendall(answer(200) if knows else answer(501, error_body("NotImplemented")))
+        peer.sendall(answer(200) if knows else said)
 
     server.script = old
     for _ in range(2):
         outcome = store.put("name", [memoryview(b"bytes")], if_absent=True)
         assert outcome is PutOutcome.STORED
     assert len(server.heads) == 3  # the second put does not ask again
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (400, "XMinioAdminBucketQuotaExceeded", errors.StoreFull),
+        (400, "KeyTooLongError", errors.WrongEndpoint),
+        (405, "MethodNotAllowed", errors.WrongEndpoint),
+    ],
+)
+def test_a_put_that_is_refused_for_another_reason_is_not_sent_twice(
+    server: HostileServer, store: S3Store, status: int, code: str, kind: type[errors.StoreError]
+) -> None:
+    def refuse(peer: Peer, head: bytes) -> None:
+        peer.read_body(head)
+        peer.sendall(answer(status, error_body(code)))
+
+    server.script = refuse
+    for _ in range(2):
+        with pytest.raises(kind, match=code):
+            store.put("name", [memoryview(b"bytes")], if_absent=True)
+    assert len(server.heads) == 2
+
+
+def test_a_full_bucket_is_read_from_all_the_same(server: HostileServer) -> None:
+    def refuse(peer: Peer, head: bytes) -> None:
+        if head.startswith(b"PUT"):
+            peer.read_body(head)
+            peer.sendall(answer(400, error_body("XMinioAdminBucketQuotaExceeded")))
+        else:
+            peer.sendall(answer(200, BODY))
+
+    server.script = refuse
+    store = open_store(
+        StoreSettings(
+            url="s3://bucket", endpoint=server.endpoint, breaker=BreakerPolicy(failures=2)
+        )
+    )
+    for _ in range(4):
+        with pytest.raises(errors.StoreFull):
+            store.put("name", [memoryview(b"bytes")], if_absent=True)
+    assert store.get("name", [memoryview(bytearray(len(BODY)))]) is GetOutcome.FOUND
+    store.close()
 
 
 def test_nothing_secret_is_logged_or_shown(
