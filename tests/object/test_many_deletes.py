@@ -11,7 +11,13 @@ from object_fleet import BLOCK_BYTES, NAMESPACE, CountingStore
 from kvtier.backends.object import breath as breath_module
 from kvtier.backends.object import outbox as outbox_module
 from kvtier.backends.object.audit import Unfinished
-from kvtier.backends.object.errors import AccessDenied, StoreError
+from kvtier.backends.object.errors import (
+    AccessDenied,
+    CircuitOpen,
+    StoreError,
+    Unavailable,
+    WrongRegion,
+)
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.limits import Limits
@@ -195,6 +201,52 @@ class LockedBlocks(CountingStore):
             self.asked_at.append(self.now)
             return {name: AccessDenied("it is locked") for name in names}
         return super().delete(names, deadline=deadline)
+
+
+class RefusedDeletes(CountingStore):
+    """Answers whatever deletes blocks with an error, if there is one."""
+
+    error: StoreError | None = None
+
+    def delete(
+        self, names: Sequence[str], *, deadline: float | None = None
+    ) -> Mapping[str, StoreError]:
+        if self.error is not None and names and parse_block(names[0]):
+            raise self.error
+        return super().delete(names, deadline=deadline)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (WrongRegion("the store is elsewhere"), 1),
+        (AccessDenied("not you"), 1),
+        (Unavailable("not now"), 0),
+        (CircuitOpen("left alone"), 0),
+    ],
+)
+def test_a_store_that_deletes_nothing_is_said_once_until_it_does(
+    error: StoreError, said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of weather the breaker tells. What else it may be leaves the store well, but filling up."""
+    store = RefusedDeletes()
+    store.error = error
+    limits = Limits(1 << 40, refresh_s=5.0, audit_s=600.0)
+    keeper = Keeper(store, NAMESPACE, limits, clock=store.clock, steady=store.clock)
+    keeper.open(lambda: iter(()))
+    [key] = make_keys(1)
+    for again in (1, 2):
+        keeper.outbox.delete(1, [(key, 0)])
+        for _ in range(3):
+            keeper.work()
+        warnings = [one for one in caplog.records if one.levelname == "WARNING"]
+        assert len(warnings) == again * said
+        assert all(str(error) in one.getMessage() for one in warnings)
+        store.error = None
+        keeper.work()
+        assert keeper.outbox.empty
+        store.error = error
+    keeper.close()
 
 
 def test_what_is_locked_is_asked_for_less_and_less_and_goes_in_the_end() -> None:

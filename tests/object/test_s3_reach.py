@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_servers import BODY, HostileServer, Opener, Peer, answer, get_body, serve_body
+from object_servers import (
+    BODY,
+    HostileServer,
+    Opener,
+    Peer,
+    ServerProcess,
+    answer,
+    get_body,
+    serve_body,
+)
 
 from kvtier.backends.object import errors
 from kvtier.backends.object.open import StoreSettings, open_store
@@ -144,6 +153,18 @@ def test_bulk_deletes_go_there_however_it_is_written(
     store = opened(endpoint=endpoint.format(server.port))
     assert store.delete([f"n{index}" for index in range(9)]) == {}
     assert len(server.heads) == 1
+
+
+def test_bulk_deletes_are_signed_for_the_host_that_they_name(
+    rclone_server: ServerProcess, opened: Opener
+) -> None:
+    """By a server that looks at signatures, at an endpoint with capital letters."""
+    store = opened(endpoint=f"http://LocalHost:{rclone_server.port}", prefix="capitals")
+    names = [f"n{index}" for index in range(9)]
+    for name in names:
+        store.put(name, [memoryview(b"x")])
+    assert store.delete(names) == {}
+    assert list(store.list()) == []
 
 
 def test_an_ipv6_endpoint(opened: Opener) -> None:
