@@ -27,6 +27,11 @@ _READY_SHARE = 64
 """And at least this part, however little they have stored lately: a prompt comes all at once, and
 what there is no room for is lost to the store."""
 
+UNLIMITED = 1 << 60
+"""A capacity that is none: of who fills a store by hand, beside others that have one."""
+_AHEAD_OF_UNLIMITED = 64 << 20
+"""What he says that he may hold beyond what he has: about what comes until he says so again."""
+
 
 def clock() -> float:
     """Seconds that also pass while the machine sleeps."""
@@ -88,6 +93,11 @@ class Budget:
     @property
     def cap(self) -> int:
         return self._standing.cap
+
+    def told(self, cap: int) -> int:
+        """What to tell other namespaces of this cap: who has none takes nobody's room by what he
+        might take."""
+        return cap if self.capacity < UNLIMITED else min(cap, self.used + _AHEAD_OF_UNLIMITED)
 
     @property
     def alone(self) -> bool:

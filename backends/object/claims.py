@@ -35,10 +35,6 @@ PREFIX = "claims/"
 LEASE_S = 60.0
 _RENEW_SHARE = 4
 _TRIES = 3
-UNLIMITED = 1 << 60
-"""A capacity that is none: of who fills a store by hand, beside others that have one."""
-AHEAD_OF_UNLIMITED = 64 << 20
-"""What he says that he may hold beyond what he has: about what comes until he says so again."""
 _DEAD_FACTOR = 1.25
 _DEAD_GRACE_S = 1.0
 """Stores tell times in whole seconds."""
@@ -131,7 +127,7 @@ class Claims:
         self._cap = self._wished = 0
         self._foreign: dict[str, int] = {}
         self._found: dict[str, int] = {}
-        """What the last listing has found of other namespaces."""
+        """The same by the last listing alone."""
         self.measured = False
         """Whether it is known what other namespaces hold."""
         self._fresh = False
@@ -198,9 +194,7 @@ class Claims:
         return self._claim(size, self._wished, kind)
 
     def _claim(self, size: int, cap: int, kind: str) -> Claim:
-        lease_ms = int(self._lease_s * 1000)
-        if self._budget.capacity >= UNLIMITED:  # it takes nobody's room by what it might take
-            cap = min(cap, self._budget.used + AHEAD_OF_UNLIMITED)
+        lease_ms, cap = int(self._lease_s * 1000), self._budget.told(cap)
         return Claim(self._namespace, self.writer, 0, size, cap, lease_ms, kind, self.hungry)
 
     def _cap_wish(self, seen: Mapping[str, Writer]) -> int:
@@ -219,10 +213,8 @@ class Claims:
             if one.claim.namespace != self._namespace
         )
         if self._fresh:
-            # What is too much must go. Who writes claims has found room beside ours, by a capacity
-            # of his own that may be another: what he may hold lies there only in part.
-            claimed = spaces | {self._namespace}
-            unclaimed = sum(n for space, n in self._found.items() if space not in claimed)
+            # What is too much must go; but who writes claims has found room beside ours.
+            unclaimed = sum(size for space, size in self._found.items() if space not in spaces)
             self._cap = min(self._cap, max(0, capacity - unclaimed))
         self._fresh = False
         if not poor:

@@ -14,10 +14,11 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
-from urllib.parse import SplitResult, quote, urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from kvtier.backends.object.addresses import address, address_of, parts_of
 from kvtier.backends.object.answers import MISSING_CODES, error_code, explain_answer
 from kvtier.backends.object.bulk import BulkClient
 from kvtier.backends.object.deletes import Deletes
@@ -47,7 +48,7 @@ from kvtier.backends.object.store import (
     wrong_length,
 )
 from kvtier.backends.object.transport import Pool, Response
-from kvtier.backends.object.wire import Address, Timeouts
+from kvtier.backends.object.wire import Timeouts
 
 PUT_BYTES_MAX = 5 << 30
 _ERROR_BODY_BYTES_MAX = 64 << 10
@@ -93,7 +94,7 @@ class S3Store(Store):
         bulk = BulkClient(self._signer, settings.endpoint, settings.bucket, self._send_built)
         endpoint = bulk.endpoint
         bulk.style = style = _addressing(settings, endpoint)
-        self._address, base = _address(endpoint, settings.bucket, style)
+        self._address, base = address(endpoint, settings.bucket, style)
         self._bucket_target = base.rstrip("/") or "/"
         self._base = base + quote(self._prefix, safe="/-_.~")
         default_port = self._address.port == (443 if self._address.tls else 80)
@@ -295,7 +296,7 @@ class S3Store(Store):
     ) -> tuple[int, dict[str, str], bytes]:
         """Send a request that botocore has built and signed."""
         parts = urlsplit(url)
-        if _address_of(parts) != self._address:
+        if address_of(parts) != self._address:
             raise WrongRegion(f"{self._where} sends us elsewhere: correct the region or endpoint")
         target = parts.path + ("?" + parts.query if parts.query else "")
         length = headers.pop("Content-Length", None)
@@ -349,7 +350,7 @@ def check_reach(settings: S3Settings) -> None:
     if not _BUCKET.fullmatch(settings.bucket):
         raise NoSuchBucket(f"{settings.bucket[:80]!r} is not a bucket name: correct the url")
     if settings.endpoint is not None:
-        _parts(settings.endpoint)
+        parts_of(settings.endpoint)
     if settings.region:
         check_region(settings.region)
 
@@ -358,38 +359,8 @@ def _addressing(settings: S3Settings, endpoint: str) -> str:
     """How the bucket is named in a request: in the host's name only where that is known to do."""
     if settings.addressing != "auto":
         return settings.addressing
-    own = settings.endpoint is None and (_parts(endpoint).hostname or "").endswith(_AWS)
+    own = settings.endpoint is None and (parts_of(endpoint).hostname or "").endswith(_AWS)
     return "virtual" if own and _DNS_BUCKET.fullmatch(settings.bucket) else "path"
-
-
-def _address(endpoint: str, bucket: str, style: str) -> tuple[Address, str]:
-    """Where to connect, and what every request target begins with."""
-    parts = _parts(endpoint)
-    address = _address_of(parts)
-    base = parts.path.rstrip("/") + "/"
-    if style == "virtual":
-        return address._replace(host=f"{bucket}.{address.host}"), base
-    return address, f"{base}{bucket}/"
-
-
-def _address_of(parts: SplitResult) -> Address:
-    """Whatever way it is written: in capitals, or with the port that is meant without one."""
-    tls = parts.scheme == "https"
-    return Address(parts.hostname or "", parts.port or (443 if tls else 80), tls)
-
-
-def _parts(endpoint: str) -> SplitResult:
-    """Raises WrongEndpoint on anything that a request cannot be sent to."""
-    try:
-        parts = urlsplit(endpoint)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable or not endpoint.isascii() or parts.username or parts.query or parts.fragment:
-        raise WrongEndpoint(
-            "this is no endpoint: write https://host:port, without a user or password in it"
-        )
-    return parts
 
 
 def _tls(ca_bundle: str | None) -> ssl.SSLContext:

@@ -248,7 +248,7 @@ def store_of(
     """The object tier that a url, another stack file, or the stack itself names."""
     if text is not None and "://" in text:
         from kvtier.backends.object import BACKEND, ObjectSettings
-        from kvtier.backends.object.claims import UNLIMITED
+        from kvtier.backends.object.budget import UNLIMITED
         from kvtier.cli.look_objects import local_folder
 
         settings = ObjectSettings(url=text, capacity=Capacity(ByteSize(UNLIMITED)))

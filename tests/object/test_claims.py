@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from object_subjects import FOLDER
 
-from kvtier.backends.object import claims as claims_module
+from kvtier.backends.object import budget as budget_module
 from kvtier.backends.object import writers
 from kvtier.backends.object.budget import Budget, Standing
 from kvtier.backends.object.claims import Claim, Claims, ended, parse_claim
@@ -388,14 +388,14 @@ def test_a_larger_capacity_takes_nothing_from_who_is_there() -> None:
 
 
 def test_who_has_no_capacity_claims_what_he_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims_module, "AHEAD_OF_UNLIMITED", 3)
-    spaces = Spaces(24, claims_module.UNLIMITED)
+    monkeypatch.setattr(budget_module, "_AHEAD_OF_UNLIMITED", 3)
+    spaces = Spaces(24, budget_module.UNLIMITED)
     spaces.claims[1]._budget.used = 5
-    assert spaces.audit(1) == claims_module.UNLIMITED
+    assert spaces.audit(1) == budget_module.UNLIMITED
     assert spaces.audit(0) == 24 - 8
     spaces.claims[1]._budget.used = 9
     spaces.now += LEASE_S / 2
-    assert spaces.audit(1, n0=0) >= claims_module.UNLIMITED - 24
+    assert spaces.audit(1, n0=0) >= budget_module.UNLIMITED - 24
     assert spaces.audit(0, n1=9) == 24 - 8, "he takes his room elsewhere"
     spaces.claims[1].close(clean=True)
     [left] = [claim for name in spaces.store.names if (claim := parse_claim(name, 0.0)).kind == "c"]

@@ -59,7 +59,7 @@ GUARDS = {
 def product_files() -> list[Path]:
     roots = [ROOT / "kvtier", ROOT / "backends"]
     files = (path for root in roots for path in root.rglob("*.py"))
-    return sorted(path for path in files if "kvtier/backends" not in str(path))
+    return sorted(path for path in files if "kvtier/backends" not in str(path.relative_to(ROOT)))
 
 
 def module_of(path: Path) -> str:
