@@ -120,8 +120,8 @@ class ChainManager:
     def scheduled(self, request: str) -> None:
         """It has its blocks: for a load, or to be computed."""
         self._crowd.scheduled(request)
-        (state := self._state(request)).expected = False
-        state.waits_since = None
+        state = self._state(request)
+        state.waits_since, state.expected = None, False
 
     def lookup(self, key: bytes, request: str, ends: Mapping[bytes, int]) -> bool | None:
         """Whether a block is here, can be taken in, and is worth its load; None if the request had
