@@ -22,7 +22,7 @@ _ALONE_MIN = 1 << 30
 """What a writer that is alone may have on its way before it has written down what is there: an
 eighth of the capacity, or so much."""
 _AHEAD_SHARE = 4
-"""All writers together claim at most this part of the capacity (a fourth) ahead of need."""
+"""All writers together claim at most this part of what they may hold (a fourth) ahead of need."""
 _READY_SHARE = 64
 """And at least this part, however little they have stored lately: a prompt comes all at once, and
 what there is no room for is lost to the store."""
@@ -74,6 +74,8 @@ class Budget:
         self.hidden = 0
         """Bytes that are there but not offered, until an audit finds them again."""
         self._block_bytes = block_bytes
+        self._shared = capacity
+        """What all writers of the namespace may hold, by the last offer."""
         self._clock = clock
         self._lock = threading.Lock()
         self._standing = Standing()
@@ -184,16 +186,18 @@ class Budget:
             self._pending -= size
             self.settled += size
 
-    def offer(self, *, alone: bool, writers: int) -> int:
-        """The bytes to claim: what is on the way, and what will be wanted soon. No more than that
-        is used from now on."""
+    def offer(self, *, alone: bool, writers: int, cap: int) -> int:
+        """The bytes to claim: what is on the way, and what will be wanted soon. That is a part of
+        `cap`, the least that one of the writers says that all may hold: more would leave him no
+        room. No more than that is used from now on."""
         with self._lock:
+            self._shared = cap = self.told(cap)
             if alone:
                 claim = max(self.capacity // _ALONE_SHARE, _ALONE_MIN)
             else:
                 if self._standing.alone:
                     self._withdraw()
-                most = max(self._block_bytes, self.capacity // (_AHEAD_SHARE * writers))
+                most = max(self._block_bytes, cap // (_AHEAD_SHARE * writers))
                 least = max(self._block_bytes, self._ready(writers))
                 ahead = min(most, max(least, 4 * self._demand))
                 claim = self._pending + self._held + ahead
@@ -205,7 +209,7 @@ class Budget:
 
     def _ready(self, writers: int) -> int:
         """What each writer has room for at any time; nothing where that is not a block."""
-        blocks = self.capacity // (_READY_SHARE * writers * self._block_bytes)
+        blocks = self._shared // (_READY_SHARE * writers * self._block_bytes)
         return blocks * self._block_bytes
 
     def withdraw(self) -> None:

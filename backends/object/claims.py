@@ -187,11 +187,11 @@ class Claims:
         return self._clock() - self._begun_at > self._lease_s / _RENEW_SHARE
 
     def _wish(self, seen: Mapping[str, Writer], *, alone: bool) -> Claim:
-        living = sum(one.alive for one in self._others(seen))
-        size = self._budget.offer(alone=alone, writers=1 + living)
-        kind = _ALONE if alone else _SHARING
+        caps = [one.claim.cap for one in self._others(seen) if one.alive]
         self._wished = self._cap_wish(seen)
-        return self._claim(size, self._wished, kind)
+        least = min([self._wished, *filter(None, caps)])  # a cap of 0 is not known yet
+        size = self._budget.offer(alone=alone, writers=1 + len(caps), cap=least)
+        return self._claim(size, self._wished, _ALONE if alone else _SHARING)
 
     def _claim(self, size: int, cap: int, kind: str) -> Claim:
         lease_ms, cap = int(self._lease_s * 1000), self._budget.told(cap)

@@ -154,15 +154,23 @@ class Fleet:
         self.servers: list[tuple[Keeper, ObjectTier]] = []
         self._owed: list[float] = []
         for number in range(servers):
-            self._open(skews[number % len(skews)])
+            self.join(skew_s=skews[number % len(skews)])
             self.run(5.0 / servers)
 
-    def _open(self, skew_s: float) -> None:
+    def join(
+        self,
+        namespace: Namespace = NAMESPACE,
+        *,
+        capacity: int | None = None,
+        skew_s: float = 0.0,
+    ) -> None:
+        """One more server, of another model or with another capacity (in bytes) if you like."""
+
         def clock() -> float:
             return self.store.now + skew_s
 
-        limits = Limits(self._capacity, refresh_s=5.0, audit_s=600.0)
-        keeper = Keeper(self.store, NAMESPACE, limits, clock=clock, steady=self.store.clock)
+        limits = Limits(capacity or self._capacity, refresh_s=5.0, audit_s=600.0)
+        keeper = Keeper(self.store, namespace, limits, clock=clock, steady=self.store.clock)
         tier = ObjectTier(keeper, create_policy(), clock)
         keeper.open(tier.known)
         tier.start()
@@ -193,7 +201,7 @@ class Fleet:
         for names in getattr(spec, "instead_of", []):
             self.store.delete(names)
         for key, generation in zip(reserved.keys, getattr(spec, "generations", []), strict=True):
-            self.store.put(block_name(NAMESPACE.id, key, generation), [])
+            self.store.put(block_name(tier._namespace.id, key, generation), [])
         tier.complete_store(reserved.keys)
         self.stored += len(reserved.keys)
         self.dropped += count - len(reserved.keys)

@@ -30,10 +30,10 @@ def granted(budget: Budget) -> int:
 
 
 def test_who_is_alone_no_more_waits_until_a_claim_is_heard(budget: Budget) -> None:
-    budget.offer(alone=True, writers=1)
+    budget.offer(alone=True, writers=1, cap=1000)
     hear(budget, ALONE)
     assert granted(budget) == 500
-    budget.offer(alone=False, writers=2)
+    budget.offer(alone=False, writers=2, cap=1000)
     assert granted(budget) == 0
     hear(budget, SHARED)
     assert granted(budget) == 100
@@ -43,7 +43,7 @@ def test_who_is_alone_no_more_waits_until_a_claim_is_heard(budget: Budget) -> No
 def test_an_answer_to_an_older_claim_is_not_heard(budget: Budget, change: str) -> None:
     budget.used = 100
     budget.refused(100)
-    budget.offer(alone=False, writers=2)
+    budget.offer(alone=False, writers=2, cap=1000)
     hear(budget, SHARED)
     older = msgspec.structs.replace(SHARED, claim=400, serial=budget.serial)
     if change == "withdraw":
@@ -51,7 +51,7 @@ def test_an_answer_to_an_older_claim_is_not_heard(budget: Budget, change: str) -
     elif change == "lower":
         assert budget.lower(0) == 100 + 100 + 200 + 300, "as far as it is filled or claimed"
     else:
-        budget.offer(alone=False, writers=1000)
+        budget.offer(alone=False, writers=1000, cap=1000)
     before = granted(budget)
     assert before <= 100
     budget.hear(older)
@@ -69,14 +69,14 @@ def test_nothing_is_dropped_for_a_bound_that_nobody_has_measured(budget: Budget)
 
 def test_who_has_stored_nothing_lately_has_room_for_a_prompt(budget: Budget) -> None:
     """Each of four a sixty-fourth of the budget's fourth, and no more is kept free for it."""
-    assert budget.offer(alone=False, writers=4) == 3
+    assert budget.offer(alone=False, writers=4, cap=1000) == 3
     standing = msgspec.structs.replace(SHARED, claim=3, others=9, dead=0, writers=4)
     hear(budget, standing)
     assert granted(budget) == 3
     budget.used = 1000
     assert budget.surplus() == 12
     small = Budget(24, 1, clock=lambda: 0.0)
-    assert small.offer(alone=False, writers=4) == 1
+    assert small.offer(alone=False, writers=4, cap=24) == 1
     hear(small, msgspec.structs.replace(standing, claim=1, others=3, cap=24))
     small.used = 24
     assert small.surplus() == 0, "where that is not a block, none is dropped for it"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from object_fleet import CountingStore, Fleet
+from object_fleet import BLOCK_BYTES, NAMESPACE, CountingStore, Fleet
 
+from kvtier.backends.object.budget import UNLIMITED
 from kvtier.backends.object.errors import Unavailable
+from kvtier.types import Namespace
 
 HOUR = 3600.0
 SERVERS = 8
@@ -99,6 +101,38 @@ def test_prompts_that_come_now_and_then_are_kept(store: Weather, blocks: int) ->
             fleet.fill(tier, 48)
     assert (fleet.stored, fleet.dropped) == (8 * 4 * 48, 0)
     assert len(fleet.blocks()) <= blocks
+
+
+@pytest.mark.parametrize("capacity", [10 * 1024 * BLOCK_BYTES, UNLIMITED])
+def test_a_server_with_a_larger_capacity_leaves_others_of_its_model_theirs(
+    store: Weather, capacity: int
+) -> None:
+    """As while one after the other is started again, or a snapshot is taken into the same url."""
+    fleet = Fleet(store, 1, capacity_blocks=1024, blocks_a_second=60.0)
+    fleet.run(60.0)
+    (_, tier), least = fleet.servers[0], 1024
+    assert tier.stats().blocks > 1000
+    fleet.join(capacity=capacity)
+    for _ in range(24):
+        fleet.run(5.0)
+        least = min(least, tier.stats().blocks)
+    assert least > 1024 // 2
+    before = fleet.stored
+    fleet.fill(tier, 1)
+    assert fleet.stored > before, "and it stores"
+
+
+def test_many_models_keep_what_there_is_room_for(store: Weather) -> None:
+    """Each may hold a sixth, of which its servers claim a part ahead of need: one of the whole
+    would be all that it has."""
+    fleet = Fleet(store, 0, capacity_blocks=1200, blocks_a_second=4.0)
+    for number in range(12):
+        model = Namespace(facts={"model": str(number // 2)}, group_bytes=NAMESPACE.group_bytes)
+        fleet.join(model)
+    fleet.run(120.0)
+    for keeper, tier in fleet.servers:
+        assert tier.stats().blocks * BLOCK_BYTES > keeper.budget.cap / 2 > 0
+    assert len(fleet.blocks()) <= 1200
 
 
 def test_a_crash_makes_not_all_of_them_list_everything(store: Weather) -> None:
