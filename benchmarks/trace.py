@@ -97,7 +97,8 @@ class Bench(Served):
         cpu = {"kind": "cpu", "path": str(self.region), "capacity": str(self.tokens * token // 3)}
         nvme = {"kind": "nvme", "path": str(self.blocks), "capacity": "16GiB"}
         stack = {"version": 1, "name": "bench", "chunk_tokens": BLOCK, "tiers": [cpu, nvme]}
-        more = {"kv_cache_memory_bytes": own * token, "block_size": BLOCK}
+        # Not as bytes: the environment's VLLM_CPU_KVCACHE_SPACE would go before those.
+        more = {"num_gpu_blocks_override": own // BLOCK + 1, "block_size": BLOCK}
         return self.start(stack if name == OURS else None, TOKENS_MAX, **more)
 
     def replay(self, engines: dict[str, Engine]) -> None:
