@@ -1,6 +1,6 @@
 """A chat service's requests, served by an engine whose own cache is small, with kvtier and without.
 
-    make bench-trace      # TRACE=requests.jsonl REQUESTS=600 PART=0.6 LAYERS=4 HIDDEN=512
+    make bench-trace      # TRACE=requests.jsonl REQUESTS=600 PART=0.6 LAYERS=4 HIDDEN=512 OWN=24576
     make bench-trace JSON=figures.json DTYPE=float32      # as in benchmarks/vllm.py
 
 Requests come when the trace says, whether the engine keeps up or not, and so fast that an engine
@@ -40,7 +40,7 @@ BLOCK = 64
 """Tokens for each block of the trace: prompts are as many times shorter as the model is smaller."""
 TOKENS_MAX = 4096
 DECODED = 16
-OWN_TOKENS = 24 << 10
+OWN_TOKENS = int(os.environ.get("OWN", 24 << 10))
 """What the engine's own cache holds: a few dozen prompts, as that of a GPU does of real ones."""
 _COMMON = 0.05
 _WARM = 8
