@@ -17,7 +17,7 @@ import vllm
 from kvtier.config import StackConfig
 from kvtier.core.settings import Persistence
 from kvtier.types import Namespace
-from kvtier.vllm import above, compat, errands, handoff, identity, limits, metrics
+from kvtier.vllm import above, compat, errands, handoff, identity, limits, metrics, orphan
 from kvtier.vllm.described import DescribedEvents
 from kvtier.vllm.given import Given
 from kvtier.vllm.resting import Resting
@@ -88,6 +88,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._spins = above.spins()
         self._waits = False
         if role.name == "SCHEDULER":
+            orphan.end_with_parent()
             self._introduce(vllm_config, kv_cache_config, stack, extra)
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_worker is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import select
 import shlex
 import time
 from collections.abc import Callable, Iterator
@@ -53,6 +55,12 @@ def tells(server: Server, name: str, value: float, **labels: str) -> None:
     while (found := server.metric(name, **labels)) != value:
         assert time.monotonic() < end, f"{name} {labels}: {found}, not {value}"
         time.sleep(0.1)
+
+
+def started_by(server: int) -> list[int]:
+    """Handles of all processes of a server but its own."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [os.pidfd_open(pid) for pid in pids if pid != server and os.getpgid(pid) == server]
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +203,18 @@ def test_a_stop_leaves_no_mark(world: World, model: Callable[..., Path]) -> None
         assert list(world.folder.rglob("owners/*"))
         server.process.terminate()
         assert server.process.wait(2 * HANGS_S) == 0
+        assert not list(world.folder.rglob("owners/*"))
+
+
+def test_an_engine_ends_with_its_server(world: World, model: Callable[..., Path]) -> None:
+    """And what it held is free for the next one."""
+    with Serving(world, model("llama")).start() as server:
+        others = started_by(server.process.pid)
+        assert len(others) >= 2, "an engine and its mover"
+        server.process.kill()
+        for other in others:
+            assert select.select([other], [], [], HANGS_S)[0], "it lives on"
+            os.close(other)
         assert not list(world.folder.rglob("owners/*"))
 
 
