@@ -40,6 +40,8 @@ PAGES = [16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20]
 IDENTITY_PAGES = 1_000_000
 IDENTITY_RECORDS = 512
 SIDE = 8192
+PRODUCTS = 300
+"""Half a second's: longer than loads take beside them."""
 TURNS, ROUNDS = 5, 16
 """How often disturbance is measured, and jobs of each kind that disturb meanwhile."""
 SECONDS = 270.0
@@ -193,6 +195,17 @@ class Duplex:
         self.arena.finish(names)
         return taken
 
+    def load_beside_products(self, queue: Callable[[], Any], rounds: int = 4) -> float:
+        """Seconds that the loads take while the device does what `queue` gives it, whose kernels
+        those of loads find their places between, as between a model's."""
+        names, started = self.begin_loads(rounds), time.perf_counter()
+        end = queue()  # only now: loads wait for what the device had been given before
+        self.arena.finish(names)
+        taken = time.perf_counter() - started
+        self.outlasted &= not end.query()
+        end.synchronize()
+        return taken
+
     def beside(self, action: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
         """What an action says that is done while both run."""
         names = self.begin_stores(ROUNDS) + self.begin_loads(ROUNDS)
@@ -203,16 +216,27 @@ class Duplex:
         return result
 
 
-def product_of(torch: Any) -> Callable[[], float]:
-    """A matrix product that keeps the whole device busy; it says how long it took."""
+def products_of(torch: Any) -> Callable[[int], tuple[Any, Any]]:
+    """Matrix products that keep the whole device busy; they are queued between two events."""
     matrix = torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16)
 
-    def product() -> float:
+    def queue(count: int) -> tuple[Any, Any]:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(100):
+        for _ in range(count):
             torch.mm(matrix, matrix)
         stop.record()
+        return start, stop
+
+    return queue
+
+
+def product_of(torch: Any) -> Callable[[], float]:
+    """A matrix product; it says how long a hundred took."""
+    queue = products_of(torch)
+
+    def product() -> float:
+        start, stop = queue(100)
         stop.synchronize()
         return float(start.elapsed_time(stop))
 
@@ -240,20 +264,22 @@ def python_loop() -> float:
 
 
 def disturbance(torch: Any, report: Report) -> None:
-    """What loads lose while stores run; and, while both run, a matrix product, a small copy, and a
-    loop in Python."""
+    """What loads lose while stores run, or a loop in Python, or matrix products; and, while both
+    run, a matrix product, a small copy, and a loop in Python."""
     duplex, product, small = Duplex(torch, TURN_BYTES), product_of(torch), small_copy_of(torch)
+    products = products_of(torch)
 
     def disturbed() -> tuple[float, ...]:
         return product(), small(), python_loop()
 
     def turn() -> tuple[float, ...]:
         loads = seconds_of(duplex.load), duplex.load_beside_stores(), duplex.load_beside_python()
-        return *loads, *disturbed(), *duplex.beside(disturbed)
+        beside = duplex.load_beside_products(lambda: products(PRODUCTS)[1])
+        return *loads, beside, *disturbed(), *duplex.beside(disturbed)
 
     turns = [turn() for _ in range(TURNS + 1)][1:]
     medians = [statistics.median(column) for column in zip(*turns, strict=True)]
-    alone, both, python, calm, prompt, free, busy, late, shared = medians
+    alone, both, python, computing, calm, prompt, free, busy, late, shared = medians
     link = Link(torch)
     bare = statistics.median([link.loses() for _ in range(TURNS + 1)][1:])
     report.add("large copies to the device lose beside others to the host", bare, "%")
@@ -261,6 +287,7 @@ def disturbance(torch: Any, report: Report) -> None:
     report.add("loads while stores run", duplex.bytes / both / 1e9, "GB/s")
     report.at_most("loads lose while stores run", (both / alone - 1) * 100, "%", 10)
     report.add("loads lose while a loop in Python runs", (python / alone - 1) * 100, "%")
+    report.add("loads while matrix products run", duplex.bytes / computing / 1e9, "GB/s")
     report.at_most("a matrix product loses while both run", (busy / calm - 1) * 100, "%", 3)
     report.add("a loop in Python loses while both run", (shared / free - 1) * 100, "%")
     report.add("4 KiB to the device take", prompt, "us")

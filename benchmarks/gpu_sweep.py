@@ -1,8 +1,9 @@
 """What the numbers that the copies were built with do on this GPU: `make bench-gpu-sweep`.
 
 Each variant changes one or two of them, and all are measured briefly, in some three minutes: loads
-and stores alone, loads beside stores, and what a matrix product loses meanwhile. The usual numbers
-come first and last: what lies between those two says nothing. JSON=path is written all the while.
+and stores alone, loads beside stores and beside matrix products, and what one of these loses
+meanwhile. The usual numbers come first and last: what lies between those two says nothing.
+JSON=path is written all the while.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from benchmarks.gpu import Duplex, device_or_exit, product_of, small_copy_of
+from benchmarks.gpu import Duplex, device_or_exit, product_of, products_of, small_copy_of
 from benchmarks.gpu_arena import LOAD, STORE, Arena, in_turns, seconds_of
 from benchmarks.gpu_parts import PART_SECONDS, run_part
 from benchmarks.report import Report
@@ -25,7 +26,7 @@ from kvtier.device.cuda_copy import CudaCopier
 
 SIZE = 2 << 30
 PAGES = [16 << 10, 64 << 10, 2 << 20]
-TURNS = 3
+TURNS, PRODUCTS = 3, 150
 SECONDS = 220.0
 """No variant begins that would not have ended by then, if it takes as long as the longest."""
 
@@ -53,6 +54,7 @@ VARIANTS = [
     Variant("as they are"),
     Variant("a sixteenth of the multiprocessors", share=16),
     Variant("a quarter of the multiprocessors", share=4),
+    Variant("all of the multiprocessors", share=1),
     Variant("stores give no way to loads", stores=1.0),
     Variant("stores have a quarter of the time", stores=0.25),
     Variant("2 loads at once", loads=2),
@@ -105,22 +107,26 @@ def alone(torch: Any, report: Report, variant: Variant) -> None:
 
 
 def together(torch: Any, report: Report, variant: Variant) -> None:
-    """Loads beside stores, and a matrix product beside both."""
+    """Loads beside stores, and beside matrix products, and one of these beside both."""
     duplex = Duplex(torch, SIZE, variant.buffers)
-    product, small = product_of(torch), small_copy_of(torch)
+    product, small, products = product_of(torch), small_copy_of(torch), products_of(torch)
     try:
         must_be_staged(duplex.arena)
 
         def turn() -> tuple[float, ...]:
             seconds = seconds_of(duplex.load), duplex.load_beside_stores()
-            return *seconds, product(), *duplex.beside(lambda: (product(), small()))
+            computing = duplex.load_beside_products(lambda: products(PRODUCTS)[1])
+            return *seconds, computing, product(), *duplex.beside(lambda: (product(), small()))
 
         turns = [turn() for _ in range(TURNS + 1)][1:]
     finally:
         duplex.arena.close()
     columns = zip(*turns, strict=True)
-    calm_load, busy_load, calm, busy, late = (statistics.median(column) for column in columns)
-    report.add(f"{variant.title}: loads while stores run", duplex.bytes / busy_load / 1e9, "GB/s")
+    medians = [statistics.median(column) for column in columns]
+    calm_load, busy_load, computing, calm, busy, late = medians
+    for name, taken in (("stores", busy_load), ("matrix products", computing)):
+        title = f"{variant.title}: loads while {name} run"
+        report.add(title, duplex.bytes / taken / 1e9, "GB/s")
     for name, ratio in (("loads lose", busy_load / calm_load), ("a product loses", busy / calm)):
         report.add(f"{variant.title}: {name} meanwhile", (ratio - 1) * 100, "%")
     report.add(f"{variant.title}: 4 KiB to the device take meanwhile", late, "us")

@@ -53,6 +53,9 @@ class Event:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, end: Event) -> float:
         return max(1e-6, (end._at - self._at) * 1000)
 

@@ -83,6 +83,6 @@ def test_the_sweep(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     python("-c", _SWEEP, JSON=str(file))
     figures = [figure["name"] for figure in json.loads(file.read_text())]
-    assert len(figures) == 12
+    assert len(figures) == 14
     assert "as they are: store, pages of 64 KiB" in figures
     assert "8 buffers of 16 MiB: a product loses meanwhile" in figures
