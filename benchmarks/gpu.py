@@ -30,6 +30,7 @@ from benchmarks.gpu_arena import (
     seconds_of,
 )
 from benchmarks.gpu_disk import one_hop
+from benchmarks.gpu_kernels import steps_of_a_batch
 from benchmarks.gpu_parts import PART_SECONDS, answer_of, run_part
 from benchmarks.report import Report
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
@@ -40,8 +41,7 @@ PAGES = [16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20]
 IDENTITY_PAGES = 1_000_000
 IDENTITY_RECORDS = 512
 SIDE = 8192
-PRODUCTS = 300
-"""Half a second's: longer than loads take beside them."""
+PRODUCTS = 300  # half a second's: longer than loads take beside them
 TURNS, ROUNDS = 5, 16
 """How often disturbance is measured, and jobs of each kind that disturb meanwhile."""
 SECONDS = 270.0
@@ -374,6 +374,7 @@ def main() -> None:
     parts = {
         "bytes": identity,
         "page sizes": page_sizes,
+        "steps": steps_of_a_batch,
         "disturbance": disturbance,
         "disk": disk,
         "page by page": unstaged,

@@ -1,9 +1,9 @@
 """What the numbers that the copies were built with do on this GPU: `make bench-gpu-sweep`.
 
-Each variant changes one or two of them, and all are measured briefly, in some three minutes: loads
-and stores alone, loads beside stores and beside matrix products, and what one of these loses
-meanwhile. The usual numbers come first and last: what lies between those two says nothing.
-JSON=path is written all the while.
+Each variant changes one or two of them, and all are measured briefly, in some three minutes: the
+steps of a batch, loads and stores alone, loads beside stores and beside matrix products, and what
+one of these loses meanwhile. The usual numbers come first and last: what lies between those two
+says nothing. JSON=path is written all the while.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu import Duplex, device_or_exit, product_of, products_of, small_copy_of
 from benchmarks.gpu_arena import LOAD, STORE, Arena, in_turns, seconds_of
+from benchmarks.gpu_kernels import steps_of_a_batch
 from benchmarks.gpu_parts import PART_SECONDS, run_part
 from benchmarks.report import Report
 from kvtier.device import kernels, staged, staging
@@ -145,6 +146,7 @@ def measure(torch: Any, variant: Variant, report: Report) -> None:
     if variant.queues:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(variant.queues)
     with built_with(variant):
+        steps_of_a_batch(torch, report, f"{variant.title}: ")
         alone(torch, report, variant)
         together(torch, report, variant)
 

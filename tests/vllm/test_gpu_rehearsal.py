@@ -20,11 +20,11 @@ _SMALL = """
 import pretend_cuda
 import torch
 from host_reads import HostDriver
-from benchmarks import gpu, gpu_arena, gpu_disk
+from benchmarks import gpu, gpu_arena, gpu_disk, gpu_kernels
 gpu_arena.RECORD_BYTES = 1 << 20
 gpu.TURN_BYTES, gpu.PAGES = 2 << 20, [16 << 10, 64 << 10]
 gpu.IDENTITY_PAGES, gpu.IDENTITY_RECORDS, gpu.SIDE = 500, 8, 32
-gpu.TURNS, gpu.ROUNDS = 1, 4
+gpu.TURNS, gpu.ROUNDS, gpu_kernels.ROUNDS, gpu_kernels.BYTES_MAX = 1, 4, 1, 1 << 20
 gpu.SECONDS = gpu.PART_SECONDS = 600.0  # processors may be busy here
 gpu_disk.DISK_BYTES = 8 << 20
 gpu_disk.probe = lambda folder: None
@@ -35,9 +35,10 @@ gpu.main()
 _SWEEP = """
 TITLES = ["as they are", "8 buffers of 16 MiB"]
 import pretend_cuda
-from benchmarks import gpu, gpu_arena, gpu_sweep
+from benchmarks import gpu, gpu_arena, gpu_kernels, gpu_sweep
 gpu_arena.RECORD_BYTES, gpu.SIDE, gpu.ROUNDS = 1 << 20, 32, 4
 gpu_sweep.SIZE, gpu_sweep.PAGES, gpu_sweep.TURNS = 2 << 20, [64 << 10], 1
+gpu_kernels.ROUNDS, gpu_kernels.BYTES_MAX = 1, 1 << 20
 gpu_sweep.SECONDS = gpu_sweep.PART_SECONDS = 600.0  # processors may be busy here
 gpu_sweep.VARIANTS = [each for each in gpu_sweep.VARIANTS if each.title in TITLES]
 before = gpu_sweep.staging._EACH_WAY
@@ -83,6 +84,7 @@ def test_the_sweep(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     python("-c", _SWEEP, JSON=str(file))
     figures = [figure["name"] for figure in json.loads(file.read_text())]
-    assert len(figures) == 14
+    assert len(figures) == 24
     assert "as they are: store, pages of 64 KiB" in figures
+    assert "as they are: gathering 1 MiB of pages of 16 KiB takes" in figures
     assert "8 buffers of 16 MiB: a product loses meanwhile" in figures
