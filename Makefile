@@ -121,7 +121,7 @@ bench-gpu: gpu-needs
 	timeout --signal=INT --kill-after=10 150 $(GPU_TESTS) || status=1; \
 	$(PYTHON) -m benchmarks.gpu || status=1; exit $$status
 
-# Other numbers for the copies' buffers and kernels, in three minutes.
+# Other numbers for the copies' buffers and kernels, in some four minutes.
 bench-gpu-sweep: gpu-needs
 	PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu_sweep
 
