@@ -56,7 +56,7 @@ class Finding(msgspec.Struct):
     remedy: str = ""
 
 
-def check_machine(config: StackConfig) -> Iterator[Finding]:
+def check_machine() -> Iterator[Finding]:
     """What concerns all tiers."""
     try:
         vllm = installed()

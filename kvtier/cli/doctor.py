@@ -68,7 +68,7 @@ def doctor(
 
 
 def _findings(config: StackConfig) -> Iterator[Finding]:
-    yield from check_machine(config)
+    yield from check_machine()
     yield from check_order(config)
     for tier in range(len(config.tiers)):
         yield from check_tier(config, tier)

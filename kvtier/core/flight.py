@@ -127,7 +127,6 @@ class Move:
         "keys",
         "purpose",
         "spoiled",
-        "target_spec",
         "transfer",
         "waiters",
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -68,8 +67,6 @@ __all__ = [
     "RequestOffloadingContext",
     "TransferResult",
 ]
-
-logger = logging.getLogger(__name__)
 
 
 def batched_copy() -> Callable[[Any, Any, Any, bool], None]:

@@ -193,33 +193,29 @@ def test_gpudirect_storage_as_the_stack_asks_for_it(
     assert list(found.values()) == ([level] if level else [])
 
 
-def test_nodes_are_told_where_there_are_several(
-    stack_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_are_told_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Topology, "gpus", lambda self: [0, 1])
     monkeypatch.setattr(checks, "Topology", lambda: machine)
     machine = Topology()
     machine.nodes = [0, 1]
-    (found,) = [each for each in check_machine(load(stack_file)) if each.area == "numa"]
+    (found,) = [each for each in check_machine() if each.area == "numa"]
     assert found.what == "2 NUMA nodes; GPUs are at 0, 1"
     machine.nodes = [0]
-    assert not [each for each in check_machine(load(stack_file)) if each.area == "numa"]
+    assert not [each for each in check_machine() if each.area == "numa"]
 
 
 @pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0"])
-def test_a_vllm_that_is_not_supported(
-    stack_file: Path, version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vllm_that_is_not_supported(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.vllm.versions.version", lambda name: version)
-    (finding,) = [each for each in checks.check_machine(load(stack_file)) if each.area == "vllm"]
+    (finding,) = [each for each in checks.check_machine() if each.area == "vllm"]
     assert finding.level is Level.BAD
     assert version in finding.what
     assert finding.remedy
 
 
-def test_a_vllm_that_is(stack_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.vllm.versions.version", lambda name: "0.32.1+cpu")
-    (finding,) = [each for each in checks.check_machine(load(stack_file)) if each.area == "vllm"]
+    (finding,) = [each for each in checks.check_machine() if each.area == "vllm"]
     assert (finding.level, finding.what) == (Level.OK, "vLLM 0.32.1+cpu (CPU build) is supported")
 
 
