@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -28,16 +28,9 @@ _NOTE_USE_S = 3600.0
 class CpuTier(SlabTier):
     """Slots in shared memory; a commit is one byte written to the table."""
 
-    def __init__(
-        self,
-        owned: OwnedRegion,
-        policy: EvictionPolicy,
-        *,
-        discard: bool,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, owned: OwnedRegion, policy: EvictionPolicy, *, discard: bool) -> None:
         header = owned.region.header
-        super().__init__("cpu", header.slot_bytes, policy, clock)
+        super().__init__("cpu", header.slot_bytes, policy, time.time)
         self.region = owned.region
         self._owned_region = owned
         self._discard = discard

@@ -111,7 +111,6 @@ class NvmeHandler(Handler):
         power_safe: bool,
         only_read: bool = False,
         disk: Disk | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self.concurrency = threads
         self.batch_blocks = max(1, min(64, (2 << 20) // record_bytes(namespace.payload_bytes)))
@@ -122,7 +121,6 @@ class NvmeHandler(Handler):
         self._power_safe = power_safe
         self._only_read = only_read
         self._disk = disk or Disk()
-        self._clock = clock
         self._lock = threading.Lock()
         self._slabs: OrderedDict[int, OpenSlab] = OrderedDict()
         self._owners: dict[int, int] = {}
@@ -243,7 +241,7 @@ class NvmeHandler(Handler):
     def _write_entries(
         self, slab: OpenSlab, slot: int, keys: Sequence[BlockKey], state: int
     ) -> None:
-        now = int(self._clock())
+        now = int(time.time())
         entries = b"".join([layout.pack_entry(state, key, 0, now) for key in keys])
         self._write_all(slab.table_fd, [memoryview(entries)], layout.entry_at(slot))
 

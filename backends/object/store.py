@@ -158,17 +158,15 @@ def portions(store: Store, names: Sequence[str]) -> Iterator[Sequence[str]]:
         yield some
 
 
-def read_object(
-    store: Store, name: str, bytes_max: int, *, deadline: float | None = None
-) -> bytearray | None:
+def read_object(store: Store, name: str, bytes_max: int) -> bytearray | None:
     """The whole of a small object whose size is not known, None if it is not there."""
-    info = store.head(name, deadline=deadline)
+    info = store.head(name)
     if info is None:
         return None
     if info.size > bytes_max:
         raise ObjectTooLarge(f"{name} has {info.size} bytes, more than the {bytes_max} allowed")
     data = bytearray(info.size)
-    outcome = store.get(name, [memoryview(data)], deadline=deadline)
+    outcome = store.get(name, [memoryview(data)])
     return data if outcome is GetOutcome.FOUND else None
 
 

@@ -44,14 +44,12 @@ _PASSES_MAX = 8
 """An engine may go on writing where all is deleted."""
 
 
-def look_at_store(
-    tier: int, config: StackConfig, uses_of: str | None = None, blocks: bool = True
-) -> Place:
+def look_at_store(tier: int, config: StackConfig, *, uses_of: str | None, blocks: bool) -> Place:
     """All blocks below a url, by a listing; a store that is down is a trouble, not an error."""
     return _look(tier, config, partial(_list, uses_of=uses_of, blocks=blocks))
 
 
-def look_at_manifests(tier: int, config: StackConfig, uses_of: str | None = None) -> Place:
+def look_at_manifests(tier: int, config: StackConfig, *, uses_of: str | None) -> Place:
     """What is written down of the blocks below a url: read in a moment where a listing takes
     minutes, and without what a writer that died could not write down any more."""
     return _look(tier, config, partial(_read_manifests, uses_of=uses_of))

@@ -309,11 +309,11 @@ def _from(
         ]
 
 
-def thin(values: list[int], count: int = OFFERS_MAX) -> list[int]:
-    """At most so many of them, evenly spread, the last among them."""
-    if len(values) <= count:
+def thin(values: list[int]) -> list[int]:
+    """At most `OFFERS_MAX` of them, evenly spread, the last among them."""
+    if len(values) <= OFFERS_MAX:
         return values
-    return [values[(at + 1) * len(values) // count - 1] for at in range(count)]
+    return [values[(at + 1) * len(values) // OFFERS_MAX - 1] for at in range(OFFERS_MAX)]
 
 
 def offers(
