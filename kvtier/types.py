@@ -249,3 +249,12 @@ class TierStats(msgspec.Struct):
     pinned: int = 0
     in_flight: int = 0
     quarantined: int = 0
+
+    def count_failure(self, outcome: Outcome) -> None:
+        """A block could not be loaded."""
+        if outcome is Outcome.CORRUPT:
+            self.corrupt += 1
+        elif outcome is Outcome.GONE:
+            self.gone += 1
+        else:
+            self.io_errors += 1

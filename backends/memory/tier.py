@@ -64,19 +64,11 @@ class MemoryTier(Tier):
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
         for key, outcome in (failed or {}).items():
-            self._count(outcome)
+            self._stats.count_failure(outcome)
             if key in self._resident:
                 self._drop([key])
         for key in keys:
             self._unpin(key)
-
-    def _count(self, outcome: Outcome) -> None:
-        if outcome is Outcome.CORRUPT:
-            self._stats.corrupt += 1
-        elif outcome is Outcome.GONE:
-            self._stats.gone += 1
-        else:
-            self._stats.io_errors += 1
 
     def _unpin(self, key: BlockKey) -> None:
         self._pins[key] -= 1

@@ -133,12 +133,7 @@ class ObjectTier(ObjectCatalogue):
             self._generation.pop(key, None)
 
     def _fail(self, key: BlockKey, outcome: Outcome) -> None:
-        if outcome is Outcome.CORRUPT:
-            self._stats.corrupt += 1
-        elif outcome is Outcome.GONE:
-            self._stats.gone += 1
-        else:
-            self._stats.io_errors += 1
+        self._stats.count_failure(outcome)
         if key not in self._where:
             return
         if outcome in (Outcome.CORRUPT, Outcome.IO_ERROR):

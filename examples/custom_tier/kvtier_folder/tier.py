@@ -165,8 +165,7 @@ class FolderTier(Tier):
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
         for outcome in (failed or {}).values():
-            counter = _COUNTERS.get(outcome, "io_errors")
-            setattr(self._stats, counter, getattr(self._stats, counter) + 1)
+            self._stats.count_failure(outcome)
         self._pins.subtract(keys)
         self._pins = +self._pins  # forgets the keys that nobody pins any more
         self._drop([key for key in failed or {} if key in self._resident])
@@ -246,9 +245,6 @@ class FolderTier(Tier):
 
     def close(self) -> None:
         self._lock.close()  # and with it goes the lock on the folder
-
-
-_COUNTERS = {Outcome.CORRUPT: "corrupt", Outcome.GONE: "gone"}
 
 
 def _open_private(path: Path) -> BinaryIO:

@@ -134,12 +134,7 @@ class SlabTier(Tier):
         slot = self._where.get(key)
         if outcome is Outcome.CORRUPT and slot is not None and not self._owned(slot):
             outcome = Outcome.GONE  # its owner may have reused the slot under our eyes
-        if outcome is Outcome.CORRUPT:
-            self._stats.corrupt += 1
-        elif outcome is Outcome.GONE:
-            self._stats.gone += 1
-        else:
-            self._stats.io_errors += 1
+        self._stats.count_failure(outcome)
         if slot is not None:
             if outcome is Outcome.CORRUPT:
                 self._tainted.add(slot)
