@@ -122,7 +122,7 @@ class MemoryTier(Tier):
             self._resident[key] = slot
             committed.append(key)
         self._stats.stored += len(committed)
-        self._announce(EventKind.STORED, committed[::-1])
+        self._events.add(EventKind.STORED, committed[::-1])
 
     def touch(self, keys: Sequence[BlockKey], start: int = 0) -> None:
         for key in reversed(keys):
@@ -146,14 +146,11 @@ class MemoryTier(Tier):
                 self._doomed[key] = slot
             else:
                 self._release(slot)
-        self._announce(EventKind.REMOVED, keys)
+        self._events.add(EventKind.REMOVED, keys)
 
     def _release(self, slot: int) -> None:
         self.store.release(slot)
         self._free.append(slot)
-
-    def _announce(self, kind: EventKind, keys: Sequence[BlockKey]) -> None:
-        self._events.add(kind, keys)
 
     def take_events(self) -> list[TierEvent]:
         return self._events.take(self.medium)

@@ -172,8 +172,8 @@ class NvmeTier(SlabTier):
         if news.table is not None:
             before = self._forget_place(place) if known else set()
             found = self._own_blocks(place, layout.read_entries(news.table, slab.header.slots))
-            self._announce(EventKind.REMOVED, before.difference(self._where))
-            self._announce(EventKind.STORED, found.difference(before))
+            self._events.add(EventKind.REMOVED, before.difference(self._where))
+            self._events.add(EventKind.STORED, found.difference(before))
         elif news.changes is not None:
             if not place.mine:
                 self._see_changes(place, *news.changes)
@@ -253,7 +253,7 @@ class NvmeTier(SlabTier):
                 where[key] = slot
                 key_of[slot] = key
                 fresh.append(key)
-        self._announce(EventKind.STORED, fresh)
+        self._events.add(EventKind.STORED, fresh)
 
     def _forget_place(self, place: Place) -> set[BlockKey]:
         """Take a slab's blocks out of the catalogue without writing anything down."""
@@ -277,7 +277,7 @@ class NvmeTier(SlabTier):
         self._holes.append(self._place_of[place.base])
         slots = place.slots
         self._unwanted.update(key for key, slot in self._reserved.items() if slot in slots)
-        self._announce(EventKind.REMOVED, self._forget_place(place))
+        self._events.add(EventKind.REMOVED, self._forget_place(place))
         self._drop_free(place)
         del self._places[place.slab.id]
 

@@ -99,7 +99,7 @@ class ObjectCatalogue(SlabTier):
             found = zip(rows.keys, rows.generations, strict=True)
             self._generation.update({key: generation for key, generation in found if generation})
         self._adopt(slots, rows.keys, rows.times)
-        self._announce(EventKind.STORED, rows.keys)
+        self._events.add(EventKind.STORED, rows.keys)
 
     def _all_new(self, rows: Rows) -> bool:
         """Whether these rows can be taken as they are: so it is when a tier is opened."""
@@ -186,7 +186,7 @@ class ObjectCatalogue(SlabTier):
                 now_free.append(slot)
         self._policy.remove(slots)
         self._release(now_free)
-        self._announce(EventKind.REMOVED, keys)
+        self._events.add(EventKind.REMOVED, keys)
 
     def _shrink(self) -> None:
         """Drop the coldest blocks while there is more than the budget, some at each call."""

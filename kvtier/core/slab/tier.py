@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 from abc import abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 
 from kvtier.core.events import Events
@@ -177,7 +177,7 @@ class SlabTier(Tier):
             del where[key]
         self._release(slots)
         self._stats.evicted += len(victims)
-        self._announce(EventKind.REMOVED, victims)
+        self._events.add(EventKind.REMOVED, victims)
         return victims
 
     def complete_store(
@@ -205,7 +205,7 @@ class SlabTier(Tier):
             self._use(slots, landed)
             self._on_committed(slots, landed)
             self._stats.stored += len(landed)
-            self._announce(EventKind.STORED, landed)
+            self._events.add(EventKind.STORED, landed)
 
     # -- what leaves -----------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class SlabTier(Tier):
         self._policy.remove(owned)
         self._on_dropped(owned)
         self._release(free_now)
-        self._announce(EventKind.REMOVED, keys)
+        self._events.add(EventKind.REMOVED, keys)
 
     def _release(self, slots: Sequence[int]) -> None:
         """These slots hold nothing any more; tainted ones go into quarantine."""
@@ -313,9 +313,6 @@ class SlabTier(Tier):
         key = self._key_of[slot]
         assert key is not None, "a slot in the policy holds a key"
         return key
-
-    def _announce(self, kind: EventKind, keys: Collection[BlockKey]) -> None:
-        self._events.add(kind, keys)
 
     def take_events(self) -> list[TierEvent]:
         return self._events.take(self.medium)
