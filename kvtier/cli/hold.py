@@ -53,12 +53,9 @@ def folder_held(folder: Path) -> bool:
     except (PermissionError, NotADirectoryError):
         return True
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not lock_within(fd, fcntl.LOCK_EX, 0.0)
     finally:
         os.close(fd)
-    return False
 
 
 @contextlib.contextmanager
@@ -70,9 +67,7 @@ def filling(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
             folder.mkdir(mode=0o700, exist_ok=True)
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             held.callback(os.close, fd)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not lock_within(fd, fcntl.LOCK_EX, 0.0):
                 waits()
                 _wait_for(fd, folder)
         yield
@@ -82,10 +77,7 @@ def _wait_for(fd: int, folder: Path) -> None:
     """Lock a folder as soon as the command has ended that fills it, however long that takes; raises
     MediumInUse if that command is stopped, because it would be for ever."""
     since: float | None = None
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+    while not lock_within(fd, fcntl.LOCK_EX, 0.0):
         stopped = _stopped_holder(fd)
         since = None if stopped is None else since or time.monotonic()
         if since is not None and time.monotonic() - since >= _STOPPED_S:
@@ -137,10 +129,8 @@ def region_held(path: Path) -> Iterator[None]:
             create = os.O_CREAT if file == owner else 0
             fd = os.open(file, os.O_RDWR | create | os.O_CLOEXEC, 0o600)
             held.callback(os.close, fd)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise MediumInUse(f"{path} is in use: stop its engine first") from None
+            if not lock_within(fd, fcntl.LOCK_EX, 0.0):
+                raise MediumInUse(f"{path} is in use: stop its engine first")
         yield
 
 

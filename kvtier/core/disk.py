@@ -99,16 +99,14 @@ def is_locked(path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not lock_within(fd, fcntl.LOCK_EX, 0.0)
     finally:
         os.close(fd)
-    return False
 
 
 def lock_within(fd: int, how: int, seconds: float) -> bool:
-    """Lock a file (`how` is one of flock's ways), if that can be had within so many seconds."""
+    """Lock a file (`how` is one of flock's ways), if that can be had within so many seconds: it is
+    tried once at least."""
     end = time.monotonic() + seconds
     while True:
         with contextlib.suppress(BlockingIOError):
