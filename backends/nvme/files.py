@@ -7,16 +7,16 @@ import errno
 import fcntl
 import os
 import re
-import time
 from pathlib import Path
 
-from kvtier.core.disk import Disk, is_locked
+from kvtier.core.disk import Disk, is_locked, lock_within
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT, SlabHeader
 from kvtier.errors import FormatError, NewerFormat
 
 DATA_SUFFIX = ".slab"
 TABLE_SUFFIX = ".table"
-_HOLD_TRIES = 100
+_HOLD_S = 0.1
+"""Who asks whether an owner is `held` holds it himself for a moment."""
 _PIECE_BYTES = 1 << 16
 _NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 _HOME = re.compile(r"[0-9a-f]{32}")
@@ -73,17 +73,14 @@ def hold_owner(owners: Path, owner: int) -> int:
     path = owner_path(owners, owner)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        for _ in range(_HOLD_TRIES):
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                if not os.fstat(fd).st_nlink:
-                    raise FileNotFoundError(errno.ENOENT, "its mark was taken away", str(path))
-                return fd
-            time.sleep(0.001)  # who asks whether it is `held` holds it himself for a moment
-        raise BlockingIOError(errno.EWOULDBLOCK, "another process keeps it locked")
+        if not lock_within(fd, fcntl.LOCK_SH, _HOLD_S):
+            raise BlockingIOError(errno.EWOULDBLOCK, "another process keeps it locked")
+        if not os.fstat(fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "its mark was taken away", str(path))
     except OSError:
         os.close(fd)
         raise
+    return fd
 
 
 def let_go(owners: Path, owner: int, fd: int) -> None:
