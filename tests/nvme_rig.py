@@ -51,7 +51,7 @@ class Engine:
             grows=grows,
         )
         disk = disk or Disk()
-        self.keeper = Keeper(NvmeFolder(root, namespace, disk), limits, keep=not discard)
+        self.keeper = Keeper(NvmeFolder(root, namespace, disk), limits)
         self.tier = NvmeTier(self.keeper, create_policy("lru"))
         self.handler = NvmeHandler(
             root, namespace, threads=2, direct=True, power_safe=False, disk=disk

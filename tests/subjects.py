@@ -101,7 +101,7 @@ class SlabsSubject(NvmeSubject):
         size = settings.capacity.resolve(0)
         folder = NvmeFolder(Path(settings.path), context.namespace, disk)
         limits = Limits(capacity=size, free_floor=0, slot_bytes=slot, slab_bytes=SLAB_BLOCKS * slot)
-        keeper = Keeper(folder, limits, keep=True)
+        keeper = Keeper(folder, limits)
         tier = NvmeTier(keeper, create_policy(settings.eviction))
         keeper.start()
         _grow(tier)

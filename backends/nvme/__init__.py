@@ -105,18 +105,17 @@ class NvmeBackend(Backend[NvmeSettings]):
         root = Path(settings.path)
         only_read = only_reads(root, settings.write)
         folder = (FolderToRead if only_read else NvmeFolder)(root, context.namespace, disk)
-        keep = settings.persistence is Persistence.KEEP
         capacity = settings.capacity.resolve(disk.total_bytes(folder.root))
         limits = Limits(
             capacity=capacity,
             free_floor=settings.free_floor.bytes,
             slot_bytes=record_bytes(context.namespace.payload_bytes),
             slab_bytes=_slab_bytes(capacity),
-            discard=not keep,
+            discard=settings.persistence is Persistence.DISCARD,
             keep_s=settings.keep_for.seconds,
             grows=settings.write is not WritePolicy.NEVER,
         )
-        keeper = (Reader if only_read else Keeper)(folder, limits, keep=keep)
+        keeper = (Reader if only_read else Keeper)(folder, limits)
         tier = NvmeTier(keeper, create_policy(settings.eviction))
         tier.in_files = not only_read  # workers open files to write, too
         keeper.start()

@@ -382,6 +382,7 @@ class Limits(msgspec.Struct, frozen=True):
     slot_bytes: int
     slab_bytes: int
     discard: bool = False
+    """Whether what is stored is for this process alone."""
     keep_s: float = 0.0
     """How long an idle namespace keeps its share after its last use."""
     grows: bool = True

@@ -59,10 +59,9 @@ class Keeper:
     """The file work of one tier. `news` is a queue from the keeper to the tier; the methods below
     the line are the other direction."""
 
-    def __init__(self, folder: NvmeFolder, limits: Limits, *, keep: bool) -> None:
+    def __init__(self, folder: NvmeFolder, limits: Limits) -> None:
         self.folder = folder
         self.limits = limits
-        self.keep = keep
         self.owner, self._owner_fd = folder.claim()
         self.news: deque[News] = deque()
         self.uses = Uses()
@@ -380,11 +379,11 @@ class Keeper:
     def _end(self) -> None:
         with self._mutex, contextlib.suppress(OSError, MediumError):
             self._write_down()
-            if self.keep:
-                self._write_uses(0.0, at_once=True)
-            else:
+            if self.limits.discard:
                 with self.folder.locked():
                     for slab_id in [i for i, known in self._known.items() if known.mine]:
                         self.folder.remove_slab(slab_id)
+            else:
+                self._write_uses(0.0, at_once=True)
         let_go(self.folder.owners, self.owner, self._owner_fd)
         self.folder.close()

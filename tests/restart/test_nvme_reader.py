@@ -34,7 +34,7 @@ class Guest(Engine):
         self.namespace, self.root = namespace, root
         slot = record_bytes(namespace.payload_bytes)
         limits = Limits(1 << 30, 0, slot_bytes=slot, slab_bytes=1 << 20, grows=False)
-        self.keeper = Reader(FolderToRead(root, namespace, Disk()), limits, keep=True)
+        self.keeper = Reader(FolderToRead(root, namespace, Disk()), limits)
         self.tier = NvmeTier(self.keeper, create_policy("lru"))
         self.handler = NvmeHandler(
             root, namespace, threads=2, direct=True, power_safe=False, only_read=True

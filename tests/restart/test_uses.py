@@ -143,7 +143,7 @@ class TestNvme:
         now = time.time()
         policy = create_policy("adaptive")
         assert isinstance(policy, Adaptive)
-        keeper = Keeper(NvmeFolder(first.root, NAMESPACE, Disk()), first.keeper.limits, keep=True)
+        keeper = Keeper(NvmeFolder(first.root, NAMESPACE, Disk()), first.keeper.limits)
         tier = NvmeTier(keeper, policy, lambda: now)
         assert tier.stats().blocks == 4
         for _ in range(2):
