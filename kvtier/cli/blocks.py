@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,6 +33,9 @@ from kvtier.core.slab.layout import (
 )
 from kvtier.errors import FormatError
 from kvtier.types import BlockKey, Namespace
+
+if TYPE_CHECKING:
+    from kvtier.cli.look_objects import StoreProver
 
 
 class Proof(enum.Enum):
@@ -119,7 +122,7 @@ class Prover:
     def __init__(self, config: StackConfig, namespaces: Mapping[str, Namespace]) -> None:
         self._config = config
         self._namespaces = namespaces
-        self._stores: dict[int, ObjectProver] = {}
+        self._stores: dict[int, StoreProver] = {}
         self._opening = threading.Lock()
 
     def prove(self, block: Block) -> Verdict:
@@ -145,14 +148,6 @@ class Prover:
         """Release connections."""
         for store in self._stores.values():
             store.close()
-
-
-class ObjectProver(Protocol):
-    """The part of a prover that reads from a store."""
-
-    def prove(self, block: Block, namespace: Namespace | None) -> Verdict: ...
-
-    def close(self) -> None: ...
 
 
 def _prove_slot(block: Block, slab: Slab) -> Verdict:
