@@ -25,7 +25,7 @@ from kvtier.device.jobs import DeviceCopier, Job, JobResult
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Blocks
 from kvtier.errors import KVTierError
-from kvtier.types import GROUP_BYTES, Outcome
+from kvtier.types import Outcome, group_of
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class RankWorker:
         """Whether every group gives all blocks of as many chunks as it has keys."""
         keys = dict.fromkeys(self._group_ids, 0)
         for key in errand.keys:
-            group = int.from_bytes(key[-GROUP_BYTES:], "big")
+            group = group_of(key)
             if group not in keys:
                 return False
             keys[group] += 1
