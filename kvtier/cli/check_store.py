@@ -77,7 +77,6 @@ def _rights(area: str, settings: Any, store: Store, name: str) -> Iterator[Findi
 
 
 def _conditional(area: str, store: Store, name: str) -> Finding:
-    remedy = "set conditional_put: false, which says the same without the attempt"
     try:
         outcome = store.put(name, [memoryview(_BODY)], if_absent=True)
     except StoreError as error:
@@ -88,7 +87,7 @@ def _conditional(area: str, store: Store, name: str) -> Finding:
         area,
         Level.NOTE,
         "the store ignores If-None-Match: a block may be written twice, with equal bytes",
-        remedy,
+        "set conditional_put: false, which says the same without the attempt",
     )
 
 

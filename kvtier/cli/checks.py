@@ -300,9 +300,9 @@ def _check_room(area: str, settings: Any) -> Finding:
     disk, folder = Disk(), _standing(Path(settings.path))
     size = settings.capacity.resolve(disk.total_bytes(folder))
     used = used_bytes(Path(settings.path)) if Path(settings.path).is_dir() else 0
-    room = used + disk.free_bytes(folder) - settings.free_floor.bytes
-    what = f"{human.size(size)} allowed, room for {human.size(max(0, room))}"
-    if room < min(size // _SLABS_MIN, _ONE_SLAB):
+    left = used + disk.free_bytes(folder) - settings.free_floor.bytes
+    what = f"{human.size(size)} allowed, room for {human.size(max(0, left))}"
+    if left < min(size // _SLABS_MIN, _ONE_SLAB):
         return Finding(
             area, Level.BAD, f"{what}: nothing can be stored", "free some, or lower free_floor"
         )
@@ -314,7 +314,7 @@ def _check_room(area: str, settings: Any) -> Finding:
             "kvtier gc removes what no engine uses; an engine that runs gives up the rest once it "
             "is started again with this capacity",
         )
-    if room < size:
+    if left < size:
         return Finding(
             area,
             Level.WARN,

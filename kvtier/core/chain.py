@@ -153,23 +153,23 @@ class TierChain(Tier):
         # Their slots are not free yet: nothing could be loaded into host memory under these keys.
         lost = ledger.stranded | ledger.doomed
         origins = plan_host(keys, answers, ledger.joinable, lost)
-        asked = [at for at, origin in enumerate(origins) if origin == NOWHERE]
+        sought = [at for at, origin in enumerate(origins) if origin == NOWHERE]
         if lost:
-            asked = [at for at in asked if keys[at] not in lost]
+            sought = [at for at in sought if keys[at] not in lost]
         now = self._clock()
         for tier in range(HOST + 1, len(self.tiers)):
-            if not asked:
+            if not sought:
                 break
             if self._load_health.down(tier, now):
                 continue
             resting = self._load_health.resting(tier)
-            skipped = [at for at in asked if keys[at] in resting] if resting else []
+            skipped = [at for at in sought if keys[at] in resting] if resting else []
             if skipped:
-                asked = [at for at in asked if keys[at] not in resting]
-            whole = len(asked) == len(keys)
-            answers = self.tiers[tier].lookup(keys if whole else [keys[at] for at in asked])
-            origins, asked = plan_lower(origins, asked, tier, answers)
-            asked = sorted(asked + skipped) if skipped else asked
+                sought = [at for at in sought if keys[at] not in resting]
+            whole = len(sought) == len(keys)
+            answers = self.tiers[tier].lookup(keys if whole else [keys[at] for at in sought])
+            origins, sought = plan_lower(origins, sought, tier, answers)
+            sought = sorted(sought + skipped) if skipped else sought
         return origins
 
     # load

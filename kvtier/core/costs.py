@@ -270,7 +270,7 @@ class CostModel:
             if link == DEVICE:
                 own, each = device, device_each
             own_block, device_block = each * size / blocks, device_each * size / blocks
-            others = max((time for name, (time, _) in streams.items() if name != link), default=0.0)
+            others = max((took for name, (took, _) in streams.items() if name != link), default=0.0)
             in_time = (self._limits.get(link, math.inf) - own) / max(own_block, 1e-12)
             fitting = int(max(0, min(blocks, in_time)))
             beside = kinks(own, own_block, others, device, device_block, fitting)

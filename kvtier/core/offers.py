@@ -244,12 +244,12 @@ def junction(
 ) -> int:
     """Up to which token a prompt is known, though no hit can end there: all groups without a window
     have it, one with a window or a state does not. Prompts part there; 0 if they do not."""
-    whole = [span.shape.window is None for span in spans]
-    if all(whole) or not any(whole):
+    unbounded = [span.shape.window is None for span in spans]
+    if all(unbounded) or not any(unbounded):
         return 0
     step = max(span.shape.tokens for span in spans)
     end = limit - 1
-    for span, column, each in zip(spans, origins, whole, strict=True):
+    for span, column, each in zip(spans, origins, unbounded, strict=True):
         if each:
             first = start // span.shape.tokens
             known = sum(1 for _ in takewhile(lambda at: at != NOWHERE, column[first:]))
@@ -324,12 +324,12 @@ def offers(
     found: Sequence[int],
 ) -> list[Offer]:
     """What a hit takes that ends at each of these stops, link by link; `names` has each tier's."""
-    columns = [_by_link(column, names) for column in places]
+    by_link = [_by_link(column, names) for column in places]
     made = []
     for stop in found:
         blocks: dict[str, int] = {}
         sizes: dict[str, int] = {}
-        for span, column in zip(spans, columns, strict=True):
+        for span, column in zip(spans, by_link, strict=True):
             chunks = span.needed(start, stop)
             for link, sums in column.items():
                 count = sums[chunks.stop] - sums[chunks.start]

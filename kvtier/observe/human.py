@@ -7,12 +7,12 @@ _COUNTS = ("", "k", "M", "G", "T")
 _TIMES = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
-def size(count: float) -> str:
+def size(number: float) -> str:
     """A number of bytes, like "1.5 GiB"."""
     step = 0  # what would be shown as 1024 of a unit is 1 of the next
-    while abs(count) >= 1023.5 and step < len(_SIZES) - 1:
-        count, step = count / 1024, step + 1
-    return f"{_digits(count)} {_SIZES[step]}"
+    while abs(number) >= 1023.5 and step < len(_SIZES) - 1:
+        number, step = number / 1024, step + 1
+    return f"{_digits(number)} {_SIZES[step]}"
 
 
 def rate(bytes_per_second: float) -> str:

@@ -272,20 +272,20 @@ class ChainManager:
     def report(self, number: int, report: Report) -> str | None:
         """What ranks say of an errand; names the request if its load has now failed."""
         pending = self._pending.get(number)
-        whole = pending.merge(report) if pending is not None else None
-        if pending is None or whole is None:
+        merged = pending.merge(report) if pending is not None else None
+        if pending is None or merged is None:
             return None
         del self._pending[number]
         given_up = self._patience.ended(number)
-        self.chain.read_directly(whole.reads_files)
-        failed = pending.failed(whole)
+        self.chain.read_directly(merged.reads_files)
+        failed = pending.failed(merged)
         if pending.ticket is None:
             if pending.distrusted:
                 failed = dict.fromkeys(pending.keys, Outcome.DROPPED)
             self.failed_stores += len(failed)
             self.chain.complete_store(pending.grown, failed)
             return None
-        if self._end_load(pending.ticket, whole, failed):
+        if self._end_load(pending.ticket, merged, failed):
             return None
         late = given_up and set(failed.values()) == {Outcome.CANCELLED}
         self._recompute(pending, failed, late)
