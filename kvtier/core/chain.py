@@ -179,7 +179,7 @@ class TierChain(Tier):
 
         The ticket's spec holds for all of its keys at once; the mover marks each block as it
         lands. `poll` hands the ticket out when all has landed, or will not. What could not be
-        taken in is in `missing`. Its owner ends it: `end_load`, or `cancel` of the request.
+        taken in is in `missing`. Its owner ends it: `end_load`.
         """
         keys = list(keys)
         promised = self._promises.kept
@@ -241,13 +241,6 @@ class TierChain(Tier):
         self._promises.count_again()
         if failed:
             self._promises.end()
-
-    def cancel(self, request: str) -> None:
-        """The request is gone and nobody reads for it: let go of all that it held."""
-        idle: list[int] = []
-        for ticket in self._ledger.tickets(request):
-            idle += self._ledger.release(ticket)
-        self._drop(idle)
 
     def _drop(self, ids: list[int]) -> None:
         self._mover.cancel(self._ledger.strand(ids))

@@ -65,10 +65,6 @@ class Ledger:
         move = self._moves.get(id)
         return move is not None and move.purpose is Purpose.PROMOTION
 
-    def tickets(self, request: str) -> list[Ticket]:
-        """The open tickets of a request."""
-        return [ticket for ticket in self._tickets if ticket.request == request]
-
     def overdue(self, now: float) -> int:
         """Transfers whose result should have been there: their slots wait for it."""
         return sum(move.transfer.deadline <= now for move in self._moves.values())

@@ -149,17 +149,11 @@ class ChainMachine(RuleBasedStateMachine):
             self.unreported.append(ticket)
 
     @precondition(lambda self: self.tickets)
-    @step(which=number, fails=st.one_of(st.just({}), bad_keys), cancel=st.booleans())
-    def end(self, which: int, fails: dict[BlockKey, Outcome], cancel: bool) -> None:
-        ended = self.tickets[which % len(self.tickets)]
-        gone = [ended]
-        if cancel:
-            gone = [ticket for ticket in self.tickets if ticket.request == ended.request]
-            self.chain.cancel(ended.request)
-        else:
-            self.chain.end_load(ended, {k: o for k, o in fails.items() if k in ended.keys})
-        self.tickets = [ticket for ticket in self.tickets if ticket not in gone]
-        self.unreported = [ticket for ticket in self.unreported if ticket not in gone]
+    @step(which=number, fails=st.one_of(st.just({}), bad_keys))
+    def end(self, which: int, fails: dict[BlockKey, Outcome]) -> None:
+        ended = self.tickets.pop(which % len(self.tickets))
+        self.chain.end_load(ended, {k: o for k, o in fails.items() if k in ended.keys})
+        self.unreported = [ticket for ticket in self.unreported if ticket is not ended]
 
     @step(everything=st.sampled_from([False, False, True]), keys=some_keys)
     def lose(self, everything: bool, keys: list[BlockKey]) -> None:

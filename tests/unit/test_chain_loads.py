@@ -258,23 +258,6 @@ def test_no_slot_is_reused_under_its_reader(rig: ChainRig, outcome: Outcome) -> 
     assert rig.resident(0, keys) == (keys if outcome.ok else keys[1:])
 
 
-def test_cancelling_leaves_alone_what_others_wait_for(rig: ChainRig) -> None:
-    keys = rig.put(1, KEYS[:3])
-    rig.chain.begin_load(keys[:2], "a", FAR)
-    rig.chain.begin_load(keys[2:], "a", FAR)
-    kept = rig.chain.begin_load(keys[1:2], "b", FAR)
-    rig.chain.cancel("a")
-    assert rig.mover.cancelled == {rig.mover.queue[1].id}
-    assert rig.chain.lookup([keys[2]]) == [MISS]
-    rig.mover.run(rig.mover.queue[1], {keys[2]: Outcome.CANCELLED})
-    rig.mover.run_all()
-    assert rig.chain.poll() == [kept]
-    assert rig.chain.lookup(keys) == [HIT] * 3, "what was cancelled is as good as it was"
-    rig.chain.cancel("b")
-    rig.chain.cancel("nobody")
-    rig.assert_quiet()
-
-
 def test_a_reader_may_be_done_before_the_mover_says_so(rig: ChainRig) -> None:
     keys = rig.put(1, KEYS[:2])
     ticket = rig.chain.begin_load(keys, "a", FAR)

@@ -228,9 +228,9 @@ class Juggler:
 
     def cancel(self) -> None:
         request = self.random.choice("ab")
-        for ticket in self.ledger.tickets(request):
+        for ticket in [ticket for ticket in self.tickets if ticket.request == request]:
             self.ledger.strand(self.ledger.release(ticket))
-        self.tickets = [ticket for ticket in self.tickets if ticket.request != request]
+            self.tickets.remove(ticket)
 
     def store(self) -> None:
         self.stores.append(self.ledger.reserve(self.some(), self.random.random() < 0.7).keys)
