@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from kvtier.backends.memory import MemoryHandler, MemorySettings, MemoryStore, MemoryTier
 from kvtier.core.chain import TierChain
 from kvtier.core.costs import CostModel
+from kvtier.core.ledger import Ledger
 from kvtier.core.record import record_bytes
 from kvtier.core.settings import (
     Admission,
@@ -108,6 +109,11 @@ def rule(
         load_deadline=Duration(LOAD_DEADLINE),
         store_deadline=Duration(STORE_DEADLINE),
     )
+
+
+def is_quiet(ledger: Ledger) -> bool:
+    """Whether nothing at all is in flight."""
+    return not (ledger._moves or ledger._tickets or ledger._stores or ledger._held._readers)
 
 
 class ChainRig:

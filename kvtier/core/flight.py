@@ -153,9 +153,6 @@ class Held:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._readers
 
-    def __bool__(self) -> bool:
-        return bool(self._readers)
-
     def keep(self, ticket: Ticket, keys: Sequence[BlockKey]) -> None:
         """One reader more of each."""
         ticket.held += keys

@@ -51,11 +51,6 @@ class Ledger:
     # what is in flight
 
     @property
-    def quiet(self) -> bool:
-        """Whether nothing at all is in flight."""
-        return not (self._moves or self._tickets or self._stores or self._held)
-
-    @property
     def moving(self) -> bool:
         """Whether the mover owes a result."""
         return bool(self._moves)

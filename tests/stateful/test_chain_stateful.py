@@ -6,7 +6,7 @@ The mover is a script: it ends any transfer at any time, well or badly, or not b
 from __future__ import annotations
 
 import pytest
-from chains import REST, ChainRig, rule
+from chains import REST, ChainRig, is_quiet, rule
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -248,7 +248,7 @@ class ChainMachine(RuleBasedStateMachine):
         self.rig.settle(30)
         assert not self.chain.has_pending_work
         self.rig.assert_quiet()
-        assert self.chain._ledger.quiet
+        assert is_quiet(self.chain._ledger)
         self.events_tell_what_is_there()
 
 
