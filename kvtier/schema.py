@@ -19,16 +19,8 @@ import msgspec
 
 from kvtier.config import MoverMode, StackConfig
 from kvtier.core.backend import backend
-from kvtier.core.settings import (
-    Admission,
-    Durability,
-    Persistence,
-    TierSettings,
-    Value,
-    WritePolicy,
-    schema_hook,
-    show_hook,
-)
+from kvtier.core.settings import Admission, Durability, Persistence, TierSettings, WritePolicy
+from kvtier.core.values import Value, schema_hook, show_hook
 
 _WORDS: dict[str, type[enum.Enum]] = {
     "write": WritePolicy,

@@ -7,17 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvtier.core.values import (
-    ByteSize,
-    Capacity,
-    Duration,
-    Secret,
-    Value,
-    dec_hook,
-    enc_hook,
-    schema_hook,
-    show_hook,
-)
+from kvtier.core.values import ByteSize, Capacity, Duration, Secret
 
 __all__ = [
     "Admission",
@@ -30,12 +20,7 @@ __all__ = [
     "Persistence",
     "Secret",
     "TierSettings",
-    "Value",
     "WritePolicy",
-    "dec_hook",
-    "enc_hook",
-    "schema_hook",
-    "show_hook",
 ]
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]

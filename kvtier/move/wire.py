@@ -13,8 +13,9 @@ from typing import Self, TypeVar
 import msgspec
 
 from kvtier.core.backend import TierContext, backend
-from kvtier.core.settings import TierSettings, dec_hook, enc_hook
+from kvtier.core.settings import TierSettings
 from kvtier.core.transfer import Transfer, TransferKind, TransferResult
+from kvtier.core.values import dec_hook, enc_hook
 from kvtier.errors import MoverError
 from kvtier.types import BlockKey, LoadStoreSpec
 
