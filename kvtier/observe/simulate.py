@@ -252,11 +252,6 @@ def put_together(trace: Trace, plans: Sequence[TierPlan], parts: Sequence[Part])
     return Simulation(len(trace.requests), trace.references, trace.seconds, tiers)
 
 
-def simulate(requests: Sequence[Request], plans: Sequence[TierPlan]) -> Simulation:
-    """Run a trace through a stack of these tiers, the first of which is host memory."""
-    return simulate_all([(Trace(requests), plans)])[0]
-
-
 def simulate_all(
     runs: Sequence[tuple[Trace, Sequence[TierPlan]]],
     tell: Callable[[int], None] = lambda tiers: None,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from simulated import simulate
 
 from kvtier.core.eviction import create_policy
 from kvtier.core.eviction.replay import replay
@@ -17,7 +18,7 @@ from kvtier.core.settings import Admission, WritePolicy
 from kvtier.errors import ConfigError
 from kvtier.observe import human
 from kvtier.observe.kv_shape import read_shape, shape_of
-from kvtier.observe.simulate import TierPlan, simulate
+from kvtier.observe.simulate import TierPlan
 from kvtier.observe.svg import bars, lines
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from simulated import simulate
 
 from kvtier.core.eviction import UNKNOWN, create_policy
 from kvtier.core.eviction.trace import Request
@@ -20,7 +21,7 @@ from kvtier.core.settings import Admission, WritePolicy
 from kvtier.errors import KVTierError
 from kvtier.observe import simulate as simulate_module
 from kvtier.observe.sample import sample
-from kvtier.observe.simulate import TierPlan, Trace, simulate, simulate_all
+from kvtier.observe.simulate import TierPlan, Trace, simulate_all
 from kvtier.observe.workers import spread
 from kvtier.types import BlockKey
 
