@@ -230,19 +230,11 @@ class FileStore(Store):
         that happens, the folder is read again.
         """
         for again in range(_SCANS_MAX, 0, -1):
-            found = []
+            found: list[_Found] = []
             with _mapped(folder):
                 try:
-                    with os.scandir(os.path.join(self._root, folder)) as entries:
-                        for entry in entries:
-                            if not is_name(entry.name):
-                                continue
-                            if entry.is_dir(follow_symlinks=False):
-                                found.append(_Found(f"{folder}{entry.name}/", None))
-                                continue
-                            status = entry.stat(follow_symlinks=False)
-                            if stat.S_ISREG(status.st_mode):
-                                found.append(_Found(folder + entry.name, status))
+                    for one in self._entries(folder):
+                        found.append(one)
                 except NotADirectoryError:
                     return []
                 except FileNotFoundError:
@@ -250,6 +242,18 @@ class FileStore(Store):
                         continue
             break
         return sorted(found, key=lambda one: one.name)
+
+    def _entries(self, folder: str) -> Iterator[_Found]:
+        with os.scandir(os.path.join(self._root, folder)) as entries:
+            for entry in entries:
+                if not is_name(entry.name):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    yield _Found(f"{folder}{entry.name}/", None)
+                    continue
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    yield _Found(folder + entry.name, status)
 
     def delete(
         self, names: Sequence[str], *, deadline: float | None = None
