@@ -17,12 +17,21 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from kvtier.config import MoverMode, StackConfig
+from kvtier.config import Loads, MoverMode, StackConfig
 from kvtier.core.backend import backend
-from kvtier.core.settings import Admission, Durability, Persistence, TierSettings, WritePolicy
+from kvtier.core.settings import (
+    Admission,
+    Durability,
+    Gds,
+    Persistence,
+    TierSettings,
+    WritePolicy,
+)
 from kvtier.core.values import Value, schema_hook, show_hook
 
 _WORDS: dict[str, type[enum.Enum]] = {
+    "loads": Loads,
+    "gds": Gds,
     "write": WritePolicy,
     "admission": Admission,
     "persistence": Persistence,
