@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.backends.nvme.files import DATA_SUFFIX
-from kvtier.cli.blocks import Block
+from kvtier.cli.blocks import Block, entry_of
 from kvtier.cli.console import said_of
 from kvtier.cli.hold import (
     folder_locked,
@@ -20,7 +20,7 @@ from kvtier.cli.hold import (
 from kvtier.cli.holdings import Place, Slab
 from kvtier.cli.look_slabs import is_broken
 from kvtier.config import StackConfig
-from kvtier.core.slab.layout import BAD, ENTRY_BYTES, VALID, entry_at
+from kvtier.core.slab.layout import BAD, VALID, entry_at
 from kvtier.errors import KVTierError, MediumInUse
 
 
@@ -28,24 +28,21 @@ def quarantine(slab: Slab, blocks: Sequence[Block]) -> int:
     """Mark these slots so that no engine takes them over; raises MediumInUse if one has them."""
     if slab.table == slab.data:
         with region_held(slab.table):
-            return _mark(slab.table, blocks)
+            return _mark(slab, blocks)
     home = slab.table.parent
     with folder_locked(home.parent):
         if has_owner_now(slab.table):
             raise MediumInUse(f"{slab.table} is in use: stop its engine first")
-        return _mark(slab.table, blocks)
+        return _mark(slab, blocks)
 
 
-def _mark(table: Path, blocks: Sequence[Block]) -> int:
+def _mark(slab: Slab, blocks: Sequence[Block]) -> int:
     marked = 0
-    fd = os.open(table, os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(slab.table, os.O_RDWR | os.O_CLOEXEC)
     try:
         for block in blocks:
-            at = entry_at(block.slot)
-            entry = os.pread(fd, ENTRY_BYTES, at)
-            same_key = entry[24 : 24 + len(block.key)] == block.key
-            if entry[:1] == bytes([VALID]) and same_key:
-                marked += os.pwrite(fd, bytes([BAD]), at)
+            if entry_of(slab, block.slot) == (VALID, block.key):
+                marked += os.pwrite(fd, bytes([BAD]), entry_at(block.slot))
     finally:
         os.close(fd)
     return marked
