@@ -15,7 +15,6 @@ from kvtier.core.record import record_bytes
 from kvtier.core.settings import TierSettings
 from kvtier.observe.kv_shape import KVShape
 
-DEVICE = "device"
 _TOKENS_MAX = 1 << 22
 
 
