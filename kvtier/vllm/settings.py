@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,7 +35,7 @@ def read_stack(extra: Mapping[str, Any]) -> stack_config.StackConfig:
             "is missing" if source is None else f"is {source!r}",
             "give the path of a stack's YAML file, or its content as JSON",
         )
-    return stack_config.load(Path(source) if isinstance(source, str) else source)
+    return stack_config.load(source)
 
 
 def check_role(role: str | None) -> None:

@@ -54,11 +54,10 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
         index = config.parallel.data_parallel_index
         # Of a dense model each rank is told that there is no other; its index it keeps.
         shared = config.parallel.data_parallel_size > 1 or index > 0
-        source = self.extra_config["stack"]
         ranks = config.parallel.world_size
         costs = CostModel() if stack.loads is stack_config.Loads.WORTHWHILE else None
         opened = Stack.open(
-            Path(source) if isinstance(source, str) else source,
+            self.extra_config["stack"],
             namespace,
             serving=True,
             costs=costs,
