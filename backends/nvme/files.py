@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 from pathlib import Path
 
 from kvtier.core.disk import Disk, is_locked, lock_within
@@ -97,6 +98,14 @@ def take_away(disk: Disk, path: Path) -> bool:
         disk.unlink(path)
         return True
     return False
+
+
+def remove_bare_home(path: Path) -> None:
+    """Remove what a namespace has beside its slabs, which have gone, and its folder."""
+    shutil.rmtree(path / "owners", ignore_errors=True)
+    (path / "namespace.json").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # what else lies there is not ours
+        path.rmdir()
 
 
 def used_bytes(root: Path) -> int:

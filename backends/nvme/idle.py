@@ -6,8 +6,6 @@ the folder: models that are served in turn do not cost each other all they have.
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from kvtier.backends.nvme.files import (
     is_empty,
     is_newer,
     length,
+    remove_bare_home,
     slab_files,
     take_away,
     used_at,
@@ -63,7 +62,7 @@ def reclaim(root: Path, mine: Path, capacity: int, wanted: int, keep_s: float, d
                 left -= size
                 removed = True
         if not slab_files(home.path, TABLE_SUFFIX):
-            _remove_home(home.path)
+            remove_bare_home(home.path)
     return removed
 
 
@@ -81,13 +80,6 @@ def fair_share(capacity: int, idle: Sequence[int], living: int) -> int:
 
 def _bytes(table: Path) -> int:
     return length(table) + length(table.with_suffix(DATA_SUFFIX))
-
-
-def _remove_home(path: Path) -> None:
-    shutil.rmtree(path / "owners", ignore_errors=True)
-    (path / "namespace.json").unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # what else lies there is not ours
-        path.rmdir()
 
 
 def _others(root: Path, mine: Path) -> tuple[list[IdleHome], int]:

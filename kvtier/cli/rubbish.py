@@ -19,6 +19,7 @@ from kvtier.backends.nvme.files import (
     TABLE_SUFFIX,
     halves,
     is_newer,
+    remove_bare_home,
     slab_files,
     unfinished,
     used_at,
@@ -231,12 +232,8 @@ def remove_home(root: Path, home: Path) -> bool:
         for path in (*tables, *data, *made):  # tables first: without one a slab is nothing
             if path.stem not in kept:
                 path.unlink(missing_ok=True)
-        if kept:
-            return True
-        (home / "namespace.json").unlink(missing_ok=True)
-        shutil.rmtree(home / "owners", ignore_errors=True)
-        with contextlib.suppress(OSError):  # what else lies there is not ours
-            home.rmdir()
+        if not kept:
+            remove_bare_home(home)
     return True
 
 
