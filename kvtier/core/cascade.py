@@ -100,6 +100,8 @@ class Cascade:
         self.committed(transfer.target, move.committed)
         refused = [key for key, outcome in move.failed.items() if outcome in _TARGET_FAILS]
         self._pass_on(link, refused)
+        if refused and not move.committed:  # not again before something else wants room above
+            link.pressed = False
 
     def stats(self) -> list[LinkStats]:
         """Counters and gauges of every link."""
@@ -135,7 +137,10 @@ class Cascade:
         keys, all_of_them = plan_demotion(victims, below, min(link.room, STEP_BLOCKS))
         link.pressed = not all_of_them
         if keys:
+            under_way = link.stats.in_flight
             self._carry(Purpose.DEMOTION, link, link.source, keys, now)
+            if link.stats.in_flight == under_way:  # nor would they be taken in the next step
+                link.pressed = False
 
     def _carry(
         self, purpose: Purpose, link: Link, source: int, keys: Sequence[BlockKey], now: float

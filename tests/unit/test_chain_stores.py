@@ -320,6 +320,47 @@ def test_a_tier_that_is_left_alone_leaves_the_engine_alone() -> None:
     assert not rig.chain.has_pending_work, "no steps for what cannot be done"
 
 
+MANY = 16 * STEP_BLOCKS
+"""So many slots that more of them are written down ahead of need than one step begins."""
+
+
+def test_a_tier_without_room_leaves_an_idle_engine_alone() -> None:
+    """Of what eviction takes next more is to be written down than a step begins."""
+    rig = ChainRig([MANY, 4], [rule(), rule(ON_EVICT, queue_blocks=MANY)])
+    rig.tiers[1].prepare_load(rig.put(1, KEYS[:4]))
+    keys = rig.store(make_keys(MANY, start=2 * MANY))
+    assert rig.chain.has_pending_work
+    rig.settle(4)
+    assert rig.resident(1, keys) == []
+    assert not rig.chain.has_pending_work, "no steps for what cannot be done"
+
+
+@pytest.mark.parametrize("outcome", [Outcome.NO_SPACE, Outcome.DROPPED])
+def test_a_tier_that_takes_nothing_is_not_tried_again_and_again(outcome: Outcome) -> None:
+    """A full disk is no failure of the tier's, and it is not left alone for a while."""
+    rig = ChainRig([MANY, MANY], [rule(), rule(ON_EVICT, queue_blocks=MANY)])
+    rig.store(make_keys(MANY))
+    tries = 0
+    while rig.chain.has_pending_work and tries < 2 * MANY // STEP_BLOCKS:
+        rig.chain.poll()
+        tries += len(rig.mover.queue)
+        rig.mover.fail_all(outcome)
+    assert not rig.chain.has_pending_work
+    assert tries <= 2
+    rig.store(make_keys(1, start=2 * MANY))
+    assert rig.chain.has_pending_work, "once more, when there is something new"
+
+
+def test_a_mover_that_is_not_there_leaves_an_idle_engine_alone() -> None:
+    rig = ChainRig([MANY, MANY], [rule(), rule(ON_EVICT, queue_blocks=MANY)])
+    rig.mover.accepting = False
+    rig.store(make_keys(MANY))
+    rig.settle(4)
+    assert not rig.chain.has_pending_work
+    (link,) = rig.chain.chain_stats().links
+    assert link.drops == {"refused": STEP_BLOCKS}
+
+
 def test_a_record_that_is_bad_at_its_source_is_offered_no_more() -> None:
     rig = ChainRig([8, 16])
     keys = rig.store(KEYS[:2])
