@@ -19,11 +19,13 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from kvtier.backends.object.errors import TimedOut, TLSRefused, Unavailable, WrongEndpoint
+from kvtier.backends.object.resolver import Resolver
 from kvtier.backends.object.store import Buffer
 
 _WAIT_MIN_S = 0.001
 _IOV_MAX = 512
 _TIMEVAL = struct.Struct("@ll")
+_resolver = Resolver()
 
 
 class Timeouts(msgspec.Struct, frozen=True):
@@ -134,7 +136,7 @@ def connect(
 ) -> Wire:
     """A new connection, trying every address that the name stands for."""
     first = proxy.address if proxy else address
-    found = socket.getaddrinfo(first.host, first.port, type=socket.SOCK_STREAM)
+    found = _resolver.find(first.host, first.port, _left(deadline, timeouts.total_s, first))
     for index, (family, kind, protocol, _, where) in enumerate(found):
         last = index == len(found) - 1
         try:

@@ -267,6 +267,28 @@ def test_a_name_that_does_not_resolve(opened: Opener, monkeypatch: pytest.Monkey
     assert time.monotonic() - started < 5
 
 
+def test_name_servers_that_do_not_answer(
+    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call ends by its deadline all the same, and those that follow ask nobody once more."""
+    known, answers, asked = socket.getaddrinfo, threading.Event(), threading.Semaphore(0)
+
+    def silent(*name: Any, **more: Any) -> list[Any]:
+        asked.release()
+        answers.wait(20.0)
+        return known(*name, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", silent)
+    store = opened(endpoint=server.endpoint)
+    for _ in range(2):
+        with pytest.raises(errors.TimedOut, match="name server"):
+            store.get("name", [memoryview(bytearray(len(BODY)))], deadline=time.monotonic() + 0.05)
+    assert asked.acquire(blocking=False)
+    assert not asked.acquire(blocking=False)
+    answers.set()
+    assert get_body(store) == BODY, "they answer again"
+
+
 @pytest.mark.parametrize("host", ["a..b", "a" * 64])
 def test_a_name_that_is_none(opened: Opener, host: str) -> None:
     with pytest.raises(errors.WrongEndpoint, match="no host name"):
