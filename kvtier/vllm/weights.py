@@ -6,7 +6,9 @@ import hashlib
 import json
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 _SAMPLE = 1024
 _HEADER_MAX = 100 << 20
+_PATIENCE_S = 0.5
+"""So long an engine waits for the files of an adapter: once, whenever they cannot be read."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _FROM_FILES = (
     "auto",
@@ -118,15 +122,44 @@ class Adapters:
 
     Each is read once, because requests wait for the answer. When files have changed since, or
     cannot be read, nobody knows which of them the engine has loaded: nothing is kept from then on.
-    An adapter whose files are not to be seen is known in this process only.
+    An adapter whose files are not to be seen is known in this process only. Files are looked at in
+    another thread: they may lie on a server that hangs, and the engine must not wait for that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = _PATIENCE_S) -> None:
         self._known: dict[Path, tuple[object, bytes | None]] = {}
         self._unseen = os.urandom(16)
+        self._patience_s = patience_s
+        self._look: Future[bytes | None] | None = None
+        """The last look at files, which may go on."""
 
     def salt(self, folder: Path) -> bytes | None:
         """The salt for a request with this adapter; None if nothing is to be kept of it."""
+        if self._look is not None and not self._look.done():
+            return None
+        look: Future[bytes | None] = Future()
+        threading.Thread(
+            target=self._answer, args=(folder, look), name="kvtier-adapter", daemon=True
+        ).start()
+        self._look = look
+        try:
+            return look.result(self._patience_s)
+        except TimeoutError:
+            logger.warning(
+                "the files of the adapter in %s take long to be looked at: nothing is kept of "
+                "requests with adapters that come meanwhile",
+                folder,
+            )
+            return None
+
+    def _answer(self, folder: Path, look: Future[bytes | None]) -> None:
+        salt = None
+        try:
+            salt = self._salt(folder)
+        finally:
+            look.set_result(salt)
+
+    def _salt(self, folder: Path) -> bytes | None:
         if folder in self._known and self._known[folder][1] is None:
             return None
         try:

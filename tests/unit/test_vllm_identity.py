@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.vllm import weights
 from kvtier.vllm.identity import (
     _additional,
     _attention,
@@ -117,6 +119,28 @@ def test_an_adapter_that_is_not_to_be_seen_is_for_one_process(tmp_path: Path) ->
     assert salts.salt(tmp_path) == salts.salt(tmp_path) != Adapters().salt(tmp_path)
     adapter(tmp_path, 1)
     assert salts.salt(tmp_path) is None
+
+
+def test_files_that_hang_hold_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is kept meanwhile, and none of those that come is a reason to wait again."""
+    folder, reads, looks = adapter(tmp_path / "a", 1), threading.Event(), list[Path]()
+    plain = weights.adapter_files
+
+    def hangs(of: Path) -> list[tuple[Path, int]]:
+        looks.append(of)
+        assert reads.wait(20.0)
+        return plain(of)
+
+    monkeypatch.setattr(weights, "adapter_files", hangs)
+    salts = Adapters(patience_s=0.01)
+    assert [salts.salt(folder) for _ in range(3)] == [None] * 3
+    reads.set()
+    for thread in threading.enumerate():
+        if thread.name == "kvtier-adapter":
+            thread.join()
+    assert looks == [folder]
+    salts._patience_s = 20.0
+    assert salts.salt(folder) == Adapters().salt(folder)
 
 
 def engine(model: Path | str) -> SimpleNamespace:
