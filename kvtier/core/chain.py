@@ -82,7 +82,7 @@ class TierChain(Tier):
         self._direct = DirectReads(tiers, self._ledger, self._load_health, self._tally, costs)
         queues = [rule.queue_blocks for rule in settings]
         host, slots = tiers[HOST], self._slots[HOST]
-        self._promises = Promises(host, slots, queues, self._ledger, self._direct)
+        self.promises = Promises(host, slots, queues, self._ledger, self._direct)
         # Apart from loads: what can no longer be written to may well be read.
         self._store_health = Health(len(tiers), rest_seconds)
         self._cascade = Cascade(
@@ -98,11 +98,11 @@ class TierChain(Tier):
     # lookup
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
-        promised = self._promises.kept
+        promised = self.promises.kept
         if promised and all(key in promised for key in keys):
             return [Presence.HIT] * len(keys)
         names = self._names
-        return [names[origin] for origin in self._promises.make(keys, self.locate(keys))]
+        return [names[origin] for origin in self.promises.make(keys, self.locate(keys))]
 
     def worth(
         self,
@@ -119,7 +119,7 @@ class TierChain(Tier):
         decision = decision or Decision()
         origins = self.locate(keys, at_hand=decision.at_hand)
         count = self._appraiser.lead(keys, origins, tokens_per_block, start, decision)
-        kept = self._promises.make(keys[:count], origins[:count]) if count else []
+        kept = self.promises.make(keys[:count], origins[:count]) if count else []
         decision.cramped = NOWHERE in kept
         return kept.index(NOWHERE) if NOWHERE in kept else count
 
@@ -130,7 +130,7 @@ class TierChain(Tier):
         which it is worth loading from `start` on, and where each chunk after that is."""
         found = self.locate(asked(spans, start), at_hand=decision.at_hand)
         origins = columns(spans, start, found)
-        promises = self._promises
+        promises = self.promises
         for _ in range(2):
             room = promises.left()
             stop = self._appraiser.furthest(spans, origins, start, limit, room, decision)
@@ -182,7 +182,7 @@ class TierChain(Tier):
         taken in is in `missing`. Its owner ends it: `end_load`.
         """
         keys = list(keys)
-        promised = self._promises.kept
+        promised = self.promises.kept
         origins = [promised.pop(key, NOWHERE) for key in keys]
         if NOWHERE in origins:
             origins = self.locate(keys)
@@ -195,7 +195,7 @@ class TierChain(Tier):
         self._ledger.seal(ticket, keys)
         self._tally.opened(ticket)
         self._uses.append([*ticket.keys, *ticket.files] if ticket.files else ticket.keys)
-        self._promises.count_again()
+        self.promises.count_again()
         return ticket
 
     def _pin(self, ticket: Ticket, keys: list[BlockKey], origins: list[int]) -> bool:
@@ -217,8 +217,8 @@ class TierChain(Tier):
                 self._ledger.join(ticket, mine)
             elif origin > HOST:
                 if origin in self._direct.tiers:
-                    self._promises.count_again()
-                    left = self._promises.left()
+                    self.promises.count_again()
+                    left = self.promises.left()
                     room = min(left.slots, left.queues[origin])
                     mine = self._direct.start(ticket, origin, mine, room)
                 if mine:
@@ -238,13 +238,13 @@ class TierChain(Tier):
         `read` is what its reader has fetched from files: bytes, and seconds."""
         self._direct.ended(ticket, failed or {}, *read, self._clock())
         self._ledger.release(ticket, None, failed)
-        self._promises.count_again()
+        self.promises.count_again()
         if failed:
-            self._promises.end()
+            self.promises.end()
 
     def _drop(self, ids: list[int]) -> None:
         self._mover.cancel(self._ledger.strand(ids))
-        self._promises.count_again()
+        self.promises.count_again()
 
     def prepare_load(self, keys: Sequence[BlockKey]) -> LoadStoreSpec:
         """As `begin_load`, for callers without requests (and who do not read files); blocks of
@@ -261,20 +261,20 @@ class TierChain(Tier):
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
         self._anonymous.end(keys, failed)
-        self._promises.count_again()
+        self.promises.count_again()
         if failed:
-            self._promises.end()
+            self.promises.end()
 
     # store
 
     def prepare_store(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:
-        self._promises.count_again()
+        self.promises.count_again()
         return self._ledger.reserve(keys, evict)
 
     def complete_store(
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
-        self._promises.count_again()
+        self.promises.count_again()
         self._cascade.committed(HOST, self._ledger.commit(keys, failed))
 
     # between the steps of an engine
@@ -308,7 +308,7 @@ class TierChain(Tier):
         self._load_health.tick(now)
         for tier in self.tiers:
             tier.tick()
-        self._promises.end()
+        self.promises.end()
 
     @property
     def has_pending_work(self) -> bool:
@@ -346,7 +346,7 @@ class TierChain(Tier):
         for tier in self.tiers:
             tier.forget(keys)
         self._ledger.doom(keys)
-        self._promises.end()
+        self.promises.end()
 
     def clear(self) -> None:
         self._cascade.forget()
@@ -354,7 +354,7 @@ class TierChain(Tier):
             tier.clear()
         self._drop(self._ledger.void_all())
         self._ledger.doom(self._ledger.pinned(HOST))
-        self._promises.end()
+        self.promises.end()
 
     def take_events(self) -> list[TierEvent]:
         return [event for tier in self.tiers for event in tier.take_events()]

@@ -34,6 +34,8 @@ class Promises:
         self._free: int | None = None
         self._queued: Counter[int] = Counter()
         """Blocks promised from each lower tier; some of them may be under way already."""
+        self._withheld = [0] * len(queues)
+        """The same, and slots, of requests that wait, and were not asked about once more."""
         self.kept = ledger.promised
 
     @property
@@ -46,7 +48,15 @@ class Promises:
         if self._free is None:
             host = self._host.stats()
             self._free = self._slots - host.pinned - host.in_flight - host.quarantined
-        return self._free - len(self.kept)
+        return self._free - len(self.kept) - self._withheld[HOST]
+
+    def spare(self) -> list[int]:
+        """Host slots, and blocks of each lower tier, that can still be promised."""
+        return [self.room(), *map(self._queue, range(HOST + 1, len(self._queues)))]
+
+    def withhold(self, taken: Sequence[int]) -> None:
+        """Promise so much of `spare` to nobody in this step, without saying for which keys."""
+        self._withheld = [a + b for a, b in zip(self._withheld, taken, strict=True)]
 
     def left(self) -> Room:
         """What can still be promised to a request, wherever its blocks are."""
@@ -57,7 +67,8 @@ class Promises:
         return Room(self.room(), self.kept, self.slotless, queues)
 
     def _queue(self, tier: int) -> int:
-        return self._queues[tier] - self._ledger.loading[tier] - self._queued[tier]
+        loading, withheld = self._ledger.loading[tier], self._withheld[tier]
+        return self._queues[tier] - loading - self._queued[tier] - withheld
 
     def make(self, keys: Sequence[BlockKey], origins: list[int]) -> list[int]:
         """Take back what there is no room for, and hold the room of the rest."""
@@ -85,4 +96,5 @@ class Promises:
         """What was promised no longer is."""
         self.kept.clear()
         self._queued.clear()
+        self._withheld = [0] * len(self._queues)
         self._free = None

@@ -195,7 +195,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         limit = compat.load_limit(self, request, num_computed_tokens)
         scarce = self._may_lack_blocks(request)
         self._manager.asks(request.request_id, num_computed_tokens, limit, scarce)
-        if self._manager.still_waits(request.request_id):
+        ends = compat.prompt_ends(self, request)
+        if self._manager.still_waits(request.request_id, ends):
             self._manager.put_off(request.request_id)
             return None, False
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(

@@ -15,15 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from kvtier.core.costs import CostModel
 from kvtier.core.flight import Ticket
-from kvtier.core.offers import (
-    Decision,
-    Shape,
-    junction,
-    kept_within,
-    whole,
-    windowed,
-    woven,
-)
+from kvtier.core.offers import Decision, Shape, junction, kept_within, whole, windowed, woven
 from kvtier.core.plan import HOST, JOINING
 from kvtier.core.runs import DEVICE
 from kvtier.stack import Stack
@@ -35,6 +27,7 @@ from kvtier.vllm.patience import Patience
 from kvtier.vllm.pending import Pending
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
 from kvtier.vllm.requests import RequestState
+from kvtier.vllm.room import Room
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +59,7 @@ class ChainManager:
         self._copies = max(1, ranks // namespace.parts)
         self._load_seconds = max(tier.load_deadline.seconds for tier in stack.config.tiers)
         self._patience = Patience(costs, clock, self._load_seconds)
+        self._room = Room(self.chain.promises, self._patience, self._crowd, clock)
         self._arrivals = Arrivals(self.chain, costs, clock)
         self._computing = False
         self._numbers = itertools.count(1)
@@ -135,16 +129,18 @@ class ChainManager:
         state = self._state(request)
         if state.refused:
             return False
-        if state.hits is None:
-            state.arrange(self.shapes, ends, self._epoch)
-            if self._arrivals.awaits(request, state, self.shapes):
-                state.hits, state.waits = set(), True
-                return None
-            state.hits = self._look_up(state)
-            state.waits = state.decision.cramped and self._waits(state)
-            if state.waits:
-                self._crowd.told_to_wait(request)
-        return None if state.waits else key in state.hits
+        hits = state.hits if state.hits is not None else self._answer(request, state, ends)
+        return None if state.waits else key in hits
+
+    def _answer(self, request: str, state: RequestState, ends: Mapping[bytes, int]) -> set[bytes]:
+        """Decide on all of a request: its hits, and whether it waits."""
+        state.arrange(self.shapes, ends, self._epoch)
+        spare, state.shortage = self._room.spare(), None
+        state.waits = self._arrivals.awaits(request, state, self.shapes)
+        state.hits = set() if state.waits else self._look_up(state)
+        if not state.waits and state.decision.cramped and self._loading:
+            state.waits = self._room.awaits(request, state, state.end(self.shapes), spare)
+        return state.hits
 
     def expect(self, request: str) -> None:
         """Another engine has computed its prompt: what is not here yet is on its way to a tier."""
@@ -156,18 +152,21 @@ class ChainManager:
         state = self._requests.get(request)
         return state is not None and state.kept and not self._epoch
 
-    def still_waits(self, request: str) -> bool:
-        """Whether it is to wait on for what another engine has computed."""
-        return self._arrivals.still_waits(self._state(request))
-
-    def _waits(self, state: RequestState) -> bool:
-        """Whether there will be room for a load soon: those under way let go of what they hold."""
-        if not any(pending.ticket for pending in self._pending.values()):
+    def still_waits(self, request: str, ends: Mapping[bytes, int]) -> bool:
+        """Whether one that was told to ask again has to, before all of its keys are looked up."""
+        state = self._state(request)
+        if not state.waits or state.refused:
             return False
-        if state.waits_since is None:
-            state.waits_since = self._clock()
-        end = min(state.limit, state.end(self.shapes))
-        return self._patience.for_room(state.waits_since, state.start, end)
+        if self._arrivals.still_waits(state):
+            return True
+        if not (self._loading and self._room.still_awaits(request, state)):
+            self._answer(request, state, ends)
+        return state.waits
+
+    @property
+    def _loading(self) -> bool:
+        """Whether loads are under way, which will let go of what they hold."""
+        return any(pending.ticket for pending in self._pending.values())
 
     def uses(self, request: str, ends: Mapping[bytes, int]) -> None:
         """Its whole prompt counts as used, once: also what the engine itself still has, which it
@@ -392,7 +391,7 @@ class ChainManager:
         self._epoch = os.urandom(16)
         self.chain.clear()
         for state in self._requests.values():
-            state.positions, state.hits, state.kept = -1, None, False
+            state.positions, state.hits, state.kept, state.waits = -1, None, False, False
         logger.info("cache reset: all tiers were emptied, and later blocks are for this run only")
 
     def close(self) -> None:

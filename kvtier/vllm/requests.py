@@ -23,6 +23,17 @@ class Column(NamedTuple):
     """As the tiers know them."""
 
 
+class Shortage(NamedTuple):
+    """The room that there was for a load when its request was told to wait for more."""
+
+    start: int
+    limit: int
+    end: int
+    spare: Sequence[int]
+    taken: Sequence[int]
+    """What of it was promised to the request all the same: nobody who asks later is to have it."""
+
+
 class RequestState(msgspec.Struct):
     """What is known of one of the engine's requests."""
 
@@ -53,6 +64,8 @@ class RequestState(msgspec.Struct):
     """It is told to ask again: host memory has no room for its load, and will have; or blocks that
     it had better load are on their way."""
     waits_since: float | None = None
+    shortage: Shortage | None = None
+    """Of room, where it waits for that."""
     expected: bool = False
     """Another engine has computed its prompt, and not all of it has come into a tier."""
     expected_since: float = 0.0

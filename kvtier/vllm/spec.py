@@ -126,9 +126,9 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         return self._manager.hands_over(request)
 
     @guarded(lambda: False)
-    def still_waits(self, request: str) -> bool:
-        """Whether it waits for another engine, and nothing has come."""
-        return self._manager.still_waits(request)
+    def still_waits(self, request: str, ends: Mapping[bytes, int]) -> bool:
+        """Whether it was told to ask again, and has to wait on."""
+        return self._manager.still_waits(request, ends)
 
     @guarded(lambda: None)
     def put_off(self, request: str) -> None:

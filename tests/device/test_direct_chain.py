@@ -80,9 +80,9 @@ def test_a_load_longer_than_host_memory(tmp_path: Path) -> None:
 
 def test_a_second_use_that_the_mover_would_refuse_goes_direct_again(engine: Engine) -> None:
     engine.load(KEYS)
-    engine.chain._promises._queues = [4096, 11]
+    engine.chain.promises._queues = [4096, 11]
     assert sorted(engine.load(KEYS).files) == list(range(12))
-    engine.chain._promises._queues = [4096, 12]
+    engine.chain.promises._queues = [4096, 12]
     assert not engine.load(KEYS).files
 
 

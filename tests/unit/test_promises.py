@@ -165,6 +165,19 @@ def test_what_is_no_longer_promised_leaves_its_room() -> None:
     assert world.all.make(KEYS[6:10], [1] * 4) == [1] * 4
 
 
+def test_what_is_withheld_is_promised_to_nobody_in_this_step() -> None:
+    world = promises(6, [0, 4])
+    assert world.all.spare() == [6, 4]
+    world.all.withhold([1, 2])
+    world.all.withhold([1, 0])
+    assert world.all.spare() == [4, 2]
+    assert world.all.left().slots == 4
+    assert world.all.make(KEYS[:5], [1] * 3 + [HOST] * 2) == [1, 1, NOWHERE, HOST, HOST]
+    assert world.all.spare() == [0, 0]
+    world.all.end()
+    assert world.all.spare() == [6, 4]
+
+
 @pytest.mark.parametrize("asked", [3, 4])
 def test_two_requests_share_what_the_mover_takes(asked: int) -> None:
     world = promises(16, [0, 6])

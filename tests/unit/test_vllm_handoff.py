@@ -43,7 +43,9 @@ class Answering:
     def waits(self, request: str, ends: dict[bytes, int], tokens: int = TOKENS) -> bool:
         """As the connector asks: in short first, whether nothing has changed."""
         self.made.asks(request, 0, tokens)
-        return self.made.still_waits(request) or None in self.asking.answers(request, ends, tokens)
+        return self.made.still_waits(request, ends) or None in self.asking.answers(
+            request, ends, tokens
+        )
 
     def comes(self, request: str) -> None:
         """A request, by way of an engine that has computed its prompt."""
@@ -133,14 +135,14 @@ def test_nothing_is_looked_up_while_nothing_comes(disk: Stack) -> None:
     engine = Answering(disk, (FULL,))
     ends = engine.asking.keys(8)
     engine.comes("a")
-    assert not engine.made.still_waits("a"), "it has not been told to"
+    assert not engine.made.still_waits("a", ends), "it has not been told to"
     assert engine.waits("a", ends)
     *needed, last = ends
-    assert engine.made.still_waits("a")
+    assert engine.made.still_waits("a", ends)
     stored(disk, {key: ends[key] for key in needed})
-    assert engine.made.still_waits("a"), "the last one has not come"
+    assert engine.made.still_waits("a", ends), "the last one has not come"
     stored(disk, {last: ends[last]})
-    assert not engine.made.still_waits("a")
+    assert not engine.made.still_waits("a", ends)
     assert not engine.waits("a", ends)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from asking import (
@@ -19,6 +20,7 @@ from asking import (
 )
 
 from kvtier import Stack
+from kvtier.core.chain import TierChain
 from kvtier.core.offers import Shape
 from kvtier.testing.records import make_keys
 from kvtier.types import GROUP_BYTES, BlockKey, Outcome, group_of
@@ -291,6 +293,73 @@ def test_a_load_waits_for_room_that_others_hold(
         made.report(errand.number, Report(1))
         assert not asks_again("d")
         assert asking.hit("d", prompts["d"], sizes["d"] + 1) == sizes["d"]
+
+
+def test_those_who_wait_for_room_are_not_looked_up_in_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds may wait, with hundreds of blocks each. Nor does anybody behind them get what room
+    there is for them."""
+    looks = []
+    plain = TierChain.worth
+
+    def worth(chain: TierChain, *question: Any) -> int:
+        looks.append(question)
+        return plain(chain, *question)
+
+    monkeypatch.setattr(TierChain, "worth", worth)
+    with Stack.open(small_above_large(tmp_path), TWO_GROUPS) as stack:
+        asking = manager(stack, FULL)
+        made = asking.manager
+        prompts = {name: asking.keys(8, first=100 * at) for at, name in enumerate("abc")}
+        for ends in prompts.values():
+            stored(stack, ends)
+            assert stack.settle()
+        stack.chain.tiers[0].clear()
+        assert asking.hit("a", prompts["a"], 8 * CHUNK + 1) == 8 * CHUNK
+        errand = made.prepare_load(list(prompts["a"]), "a")
+        assert stack.settle(), "of 13 slots five are left"
+        wanted = {"b": 8, "c": 4}
+
+        def still_wait() -> list[str]:
+            made.on_schedule_end()
+            for name, chunks in wanted.items():
+                made.asks(name, 0, chunks * CHUNK + 1)
+            return [name for name in wanted if made.still_waits(name, prompts[name])]
+
+        assert still_wait() == [], "they have not been told to"
+        for name, chunks in wanted.items():
+            assert None in asking.answers(name, prompts[name], chunks * CHUNK + 1)
+        asked = len(looks)
+        assert still_wait() == still_wait() == ["b", "c"]
+        assert len(looks) == asked
+        made.report(errand.number, Report(1))
+        assert still_wait() == [], "there is room for both"
+        assert len(looks) == asked + 2
+        made.on_schedule_end()
+        assert asking.hit("b", prompts["b"], 8 * CHUNK + 1) == 8 * CHUNK
+        assert asking.hit("c", prompts["c"], 4 * CHUNK + 1) == 4 * CHUNK
+
+
+def test_one_that_waits_for_room_is_looked_up_when_it_asks_for_less(tmp_path: Path) -> None:
+    with Stack.open(small_above_large(tmp_path), TWO_GROUPS) as stack:
+        asking = manager(stack, FULL)
+        made = asking.manager
+        first, second = (asking.keys(8, first=at) for at in (0, 100))
+        for ends in (first, second):
+            stored(stack, ends)
+            assert stack.settle()
+        stack.chain.tiers[0].clear()
+        assert asking.hit("a", first, 8 * CHUNK + 1) == 8 * CHUNK
+        made.prepare_load(list(first), "a")
+        assert stack.settle()
+        made.on_schedule_end()
+        assert None in asking.answers("b", second, 8 * CHUNK + 1)
+        made.on_schedule_end()
+        made.asks("b", 4 * CHUNK, 8 * CHUNK + 1)
+        assert not made.still_waits("b", second), "the engine has computed half of it for another"
+        made.reset()
+        assert not made.still_waits("b", second)
 
 
 def test_keys_that_end_within_a_chunk_are_not_found(stack: Stack) -> None:
