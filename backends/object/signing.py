@@ -13,6 +13,7 @@ import logging
 import re
 import threading
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -28,6 +29,9 @@ _CONNECT_S = 2.0
 _READ_S = 5.0
 _ATTEMPTS = 2
 """For the services that hand out credentials: botocore would wait for minutes."""
+_ASKING_S = 8.0
+"""And for all else, like a program of the user's, which may never end. Who has waited longer for
+one call is held to hang."""
 UNSIGNED = {"payload_signing_enabled": False}
 """Bodies are not hashed a second time: every record carries its own checksum."""
 
@@ -67,6 +71,7 @@ class Signer:
         self._failed_at = 0.0
         self._failure = ""
         self._credentials: Any = None
+        self._asking: Future[Any] | None = None
         self.changes = 0
         """Grows whenever a client made with this session's credentials is outdated."""
         self.session = self._new_session()
@@ -107,7 +112,7 @@ class Signer:
             if self._failed_at > asked_at:  # the one before us has asked in vain
                 raise NoCredentials(self._failure)
             try:
-                return _sound(self._find().get_frozen_credentials())
+                return _sound(self._ask())
             except NoCredentials as error:
                 failure = error
             except Exception as error:  # noqa: BLE001
@@ -115,6 +120,33 @@ class Signer:
             self._failed_at = time.monotonic()
             self._failure = str(failure)
             raise failure from None
+
+    def _ask(self) -> Any:
+        """Under the lock. Who has waited long enough leaves the answer to those who come."""
+        if self._asking is None or self._asking.done():
+            asking: Future[Any] = Future()
+            threading.Thread(
+                target=self._answer, args=(asking,), name="kvtier-credentials", daemon=True
+            ).start()
+            self._asking = asking
+        try:
+            return self._asking.result(_ASKING_S)
+        except TimeoutError:
+            if self._asking.done():
+                raise  # it is the answer
+            raise NoCredentials(
+                "credentials are not handed out in time: check the program, the server or the "
+                "metadata service that this machine has them from"
+            ) from None
+
+    def _answer(self, asking: Future[Any]) -> None:
+        try:
+            asking.set_result(self._find().get_frozen_credentials())
+        except Exception as error:  # noqa: BLE001 - it is raised where somebody waits
+            asking.set_exception(error)
+        finally:
+            if not asking.done():
+                asking.set_exception(NoCredentials("who hands out credentials has given up"))
 
     def renew(self) -> bool:
         """Ask the chain again, at most every few seconds; whether it will be asked."""

@@ -7,9 +7,11 @@ import datetime
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from object_servers import (
@@ -63,6 +65,32 @@ def test_a_profile_of_the_users_files(
     assert get_body(opened(endpoint=server.endpoint, profile="kv")) == BODY
     assert b"Credential=OFTHEPROFILE/" in server.heads[0]
     assert b"/eu-north-1/s3/" in server.heads[0]
+
+
+def test_who_hands_out_credentials_may_hang(
+    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program of the user's, say: calls end all the same, and it is not started once more."""
+    given, asked, plain = threading.Event(), list[signing.Signer](), signing.Signer._find
+
+    def hangs(signer: signing.Signer) -> Any:
+        asked.append(signer)
+        given.wait(20.0)
+        return plain(signer)
+
+    monkeypatch.setattr(signing.Signer, "_find", hangs)
+    monkeypatch.setattr(signing, "_ASKING_S", 0.05)
+    store = opened(endpoint=server.endpoint)
+    for _ in range(2):
+        with pytest.raises(errors.NoCredentials, match="in time"):
+            get_body(store)
+    given.set()
+    for thread in threading.enumerate():
+        if thread.name == "kvtier-credentials":
+            thread.join()
+    assert len(asked) == 1
+    monkeypatch.setattr(signing, "_ASKING_S", 20.0)
+    assert get_body(store) == BODY
 
 
 def test_web_identity_gives_a_role(
