@@ -140,12 +140,17 @@ class CpuCopier(DeviceCopier):
         self._prover = Prover(layout, host, namespace)
         self._desk = desk = Desk(layout, self._prover, self._BATCH_BYTES, clock)
         takes = [desk.load] * load_threads + [desk.store_after_loads]
-        self._threads = [
-            threading.Thread(target=self._run, args=(take,), name="kvtier-copy", daemon=True)
-            for take in takes
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for take in takes:
+                thread = threading.Thread(
+                    target=self._run, args=(take,), name="kvtier-copy", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:  # the system gives no more threads
+            self.close()
+            raise
 
     def submit(self, job: Job, mark: object = None) -> None:
         self._desk.submit(job)

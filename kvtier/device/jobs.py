@@ -83,6 +83,25 @@ class JobResult(msgspec.Struct, kw_only=True):
         return all(outcome.ok for outcome in self.outcomes)
 
 
+class Busy:
+    """How long something has gone on; what overlaps counts once."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.seconds = 0.0
+        self._since = 0.0
+
+    def begin(self, rows: int, now: float) -> None:
+        if not self.running:
+            self._since = now
+        self.running += rows
+
+    def end(self, rows: int, now: float) -> None:
+        self.running -= rows
+        if not self.running:
+            self.seconds += now - self._since
+
+
 class DeviceCopier(ABC):
     """Moves records between device and host memory, in its own threads; loads before stores.
 

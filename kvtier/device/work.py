@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvtier.core.transfer import TransferKind
 from kvtier.device.accelerator import ERRORS
-from kvtier.device.jobs import Job, JobResult, Prover
+from kvtier.device.jobs import Busy, Job, JobResult, Prover
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Pieces, cut, whole
 from kvtier.types import Outcome, group_of
@@ -24,25 +24,6 @@ LOCK_KEPT_S = 2e-4
 """For so long the engine's thread keeps Python's lock while one of a copier's waits for it. These
 need it several times for each batch, and briefly: with Python's own 5 ms a sixth of a link's speed
 is left beside an engine that is busy in Python (docs/GPU.md)."""
-
-
-class Busy:
-    """How long something has gone on; what overlaps counts once."""
-
-    def __init__(self) -> None:
-        self.running = 0
-        self.seconds = 0.0
-        self._since = 0.0
-
-    def begin(self, rows: int, now: float) -> None:
-        if not self.running:
-            self._since = now
-        self.running += rows
-
-    def end(self, rows: int, now: float) -> None:
-        self.running -= rows
-        if not self.running:
-            self.seconds += now - self._since
 
 
 class Work:
@@ -174,6 +155,8 @@ class Desk:
         self._loads: list[Work] = []
         self._stores: list[Work] = []
         self._results: list[JobResult] = []
+        self._awaited: Collection[int] = ()
+        """The jobs that the engine's thread waits for."""
         self._closing = False
         sys.setswitchinterval(min(sys.getswitchinterval(), LOCK_KEPT_S))
 
@@ -238,12 +221,15 @@ class Desk:
     def wait(self, ids: Collection[int]) -> None:
         """Sleep until these jobs no longer touch the device."""
         with self._lock:
+            self._awaited = ids
+            self._wake()
             while any(
                 work.job.id in ids
                 and (work.holding or (not work.failed and (work.waiting or work.unread)))
                 for work in [*self._loads, *self._stores]
             ):
                 self._done.wait()
+            self._awaited = ()
 
     def close(self) -> None:
         """Cancel what has not begun, and send the threads home."""
@@ -308,8 +294,8 @@ class Desk:
         return None
 
     def store(self) -> Batch | None:
-        """Rows of the oldest store."""
-        for work in self._stores:
+        """Rows of the oldest store; of one that the engine waits for, if there is one."""
+        for work in sorted(self._stores, key=lambda work: work.job.id not in self._awaited):
             if work.waiting:
                 rows = self._alike(work, work.waiting)
                 for row in rows:
@@ -318,8 +304,11 @@ class Desk:
         return None
 
     def store_after_loads(self) -> Batch | None:
-        """Rows of the oldest store, if no load could use the time."""
-        return None if any(self._arrived(work) for work in self._loads) else self.store()
+        """Rows of a store, if no load could use the time, or the engine waits for a store."""
+        awaited = any(work.waiting and work.job.id in self._awaited for work in self._stores)
+        if not awaited and any(self._arrived(work) for work in self._loads):
+            return None
+        return self.store()
 
     def _expire(self, work: Work) -> None:
         if (work.waiting or work.unread) and self._clock() >= work.job.deadline:

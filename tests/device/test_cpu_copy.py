@@ -12,9 +12,11 @@ from device_worlds import NAMESPACE, MemoryHost, World, keys_of
 from kvtier.core.slab import layout as table
 from kvtier.core.transfer import TransferKind
 from kvtier.device.cpu_copy import CpuCopier, host_arrays
-from kvtier.device.jobs import Job
+from kvtier.device.jobs import Job, Prover
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.plan import Blocks
+from kvtier.device.work import Desk
+from kvtier.types import Outcome
 
 PAGE = 4096
 
@@ -76,6 +78,27 @@ def test_stores_let_loads_go_first(monkeypatch: Any) -> None:
     assert host.order == [2, 0, 1, 3, 4]
     assert all(result.ok for result in copier.poll())
     copier.close()
+
+
+def test_a_store_that_the_engine_waits_for_goes_before_loads_and_other_stores() -> None:
+    world = a_world()
+    host = MemoryHost(world.layout, 8)
+    keys = keys_of(5)
+    for slot, key in enumerate(keys):
+        host.put(slot, key, table.VALID if slot < 2 else table.RESERVED)
+    desk = Desk(world.layout, Prover(world.layout, host, NAMESPACE), 1)
+    desk.submit(job_of(TransferKind.LOAD, 1, [0, 1], keys[:2], 0))
+    desk.submit(job_of(TransferKind.STORE, 2, [2, 3], keys[2:4], 8))
+    desk.submit(job_of(TransferKind.STORE, 3, [4], keys[4:], 16))
+    assert desk.next(desk.store_after_loads, wait=False) is None
+    engine = threading.Thread(target=desk.wait, args=([3],))
+    engine.start()
+    batch = desk.next(desk.store_after_loads)
+    assert batch is not None
+    assert batch.work.job.id == 3
+    desk.finish(batch, [Outcome.OK])
+    engine.join()
+    assert desk.next(desk.store_after_loads, wait=False) is None
 
 
 class Tensor:
