@@ -100,6 +100,15 @@ def take_away(disk: Disk, path: Path) -> bool:
     return False
 
 
+def remove_slab(disk: Disk, table: Path) -> None:
+    """Delete a slab; whoever has it open finds it empty, so that its room is free at once."""
+    data = table.with_suffix(DATA_SUFFIX)
+    disk.unlink(table)
+    with contextlib.suppress(OSError):
+        os.truncate(data, 0)
+    disk.unlink(data)
+
+
 def remove_bare_home(path: Path) -> None:
     """Remove what a namespace has beside its slabs, which have gone, and its folder."""
     shutil.rmtree(path / "owners", ignore_errors=True)

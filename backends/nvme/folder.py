@@ -28,6 +28,7 @@ from kvtier.backends.nvme.files import (
     homes,
     length,
     owner_path,
+    remove_slab,
     take_away,
     unfinished,
     used_at,
@@ -348,11 +349,8 @@ class NvmeFolder:
                 return slab_id
 
     def remove_slab(self, slab_id: int) -> None:
-        """Delete a slab; whoever has it open finds it empty, so that its room is free at once."""
-        self.disk.unlink(self.table_path(slab_id))
-        with contextlib.suppress(OSError):
-            os.truncate(self.data_path(slab_id), 0)
-        self.disk.unlink(self.data_path(slab_id))
+        """Delete both of its files."""
+        remove_slab(self.disk, self.table_path(slab_id))
 
     def _sweep(self) -> None:
         """Under the lock: remove what the dead left half made, and their files."""

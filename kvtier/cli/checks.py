@@ -30,9 +30,6 @@ from kvtier.vllm.versions import installed
 _BLOCK = 4096
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "glusterfs"}
 _MEMORY_SHARE_MAX = 0.8
-_ONE_SLAB = 64 << 20
-_SLABS_MIN = 4
-"""A folder has room for so many, however small it is."""
 
 
 class Level(enum.Enum):
@@ -302,7 +299,7 @@ def _check_room(area: str, settings: Any) -> Finding:
     used = used_bytes(Path(settings.path)) if Path(settings.path).is_dir() else 0
     left = used + disk.free_bytes(folder) - settings.free_floor.bytes
     what = f"{human.size(size)} allowed, room for {human.size(max(0, left))}"
-    if left < min(size // _SLABS_MIN, _ONE_SLAB):
+    if left <= 0:
         return Finding(
             area, Level.BAD, f"{what}: nothing can be stored", "free some, or lower free_floor"
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from kvtier.backends.nvme.files import DATA_SUFFIX
+from kvtier.backends.nvme.files import remove_slab
 from kvtier.cli.blocks import Block, entry_of
 from kvtier.cli.console import said_of
 from kvtier.cli.hold import (
@@ -20,6 +20,7 @@ from kvtier.cli.hold import (
 from kvtier.cli.holdings import Place, Slab
 from kvtier.cli.look_slabs import is_broken
 from kvtier.config import StackConfig
+from kvtier.core.disk import Disk
 from kvtier.core.slab.layout import BAD, VALID, entry_at
 from kvtier.errors import KVTierError, MediumInUse
 
@@ -82,5 +83,4 @@ def _remove_slab(table: Path) -> None:
             raise MediumInUse(f"{table} is broken, and {home} is in use: stop its engines first")
         if not is_broken("nvme", table):  # any more
             return
-        table.unlink(missing_ok=True)
-        table.with_suffix(DATA_SUFFIX).unlink(missing_ok=True)
+        remove_slab(Disk(), table)

@@ -20,6 +20,7 @@ from kvtier.backends.nvme.files import (
     halves,
     is_newer,
     remove_bare_home,
+    remove_slab,
     slab_files,
     unfinished,
     used_at,
@@ -27,7 +28,7 @@ from kvtier.backends.nvme.files import (
 from kvtier.cli.hold import folder_held, folder_locked, has_live_owner, has_owner_now
 from kvtier.cli.holdings import BENCH_MARK, NAMESPACE_ID, Place, Slab
 from kvtier.config import StackConfig
-from kvtier.core.disk import is_locked
+from kvtier.core.disk import Disk, is_locked
 
 _MAKING = ".making"
 _BENCH_S = 600.0
@@ -256,8 +257,7 @@ def _remove_slab(root: Path, slab: Slab) -> bool:
     with folder_locked(root):
         if has_owner_now(slab.table):
             return False
-        slab.table.unlink(missing_ok=True)
-        slab.data.unlink(missing_ok=True)
+        remove_slab(Disk(), slab.table)
         return True
 
 
