@@ -101,7 +101,7 @@ class Keeper:
 
     def pause(self) -> float:
         """How long to sleep if nobody wants anything."""
-        alone = all(known.mine for known in self._known.values())
+        alone = all(known.mine for known in list(self._known.values()))  # others may work meanwhile
         return max(_HOUSEKEEPING_S / 4 if alone else _LOOK_S, _LOOK_SHARE * self._look_took)
 
     def work(self, *, thorough: bool = False) -> None:

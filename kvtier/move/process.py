@@ -227,10 +227,11 @@ class ProcessMover(Mover):
         link = Link()
         try:
             ready = link.start(self._hello, self._start_seconds, self._wake)
-        except MoverError:
+            self._arrivals.register(link.socket, select.EPOLLIN)
+        except (MoverError, OSError) as error:
             link.end()
             link.close()
-            raise
+            raise MoverError(str(error)) from error
         with self._lock:
             if self._started.is_set():
                 self._books.restarted()
@@ -238,7 +239,6 @@ class ProcessMover(Mover):
                 self._books = Books(ready.host, self._queue_blocks)
                 self._call_seconds = ready.call_seconds
             self._link = link
-            self._arrivals.register(link.socket, select.EPOLLIN)
         return link
 
     def _watch(self, link: Link) -> None:
