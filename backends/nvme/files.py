@@ -35,33 +35,46 @@ def homes(root: Path) -> list[Path]:
 
 def slab_files(home: Path, suffix: str) -> list[Path]:
     """The data or the table files of a namespace's slabs."""
-    return [path for path in home.glob(f"*{suffix}") if _WHOLE.fullmatch(path.name)]
+    return [home / f"{digits}{suffix}" for digits in sorted(_slabs(home)[suffix])]
 
 
 def whole(home: Path) -> set[str]:
     """The slabs of which both files are there, by the digits that name them."""
-    named: dict[str, set[str]] = {DATA_SUFFIX: set(), TABLE_SUFFIX: set()}
+    found = _slabs(home)
+    return found[DATA_SUFFIX] & found[TABLE_SUFFIX]
+
+
+def _slabs(home: Path) -> dict[str, set[str]]:
+    """The digits that name slabs, of data and of table files."""
+    found: dict[str, set[str]] = {DATA_SUFFIX: set(), TABLE_SUFFIX: set()}
+    for name in _names(home):
+        if _WHOLE.fullmatch(name):
+            digits, dot, suffix = name.partition(".")
+            found[dot + suffix].add(digits)
+    return found
+
+
+def _names(home: Path) -> list[str]:
+    """No paths: there may be many thousands, again and again."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-        for name in os.listdir(home):  # noqa: PTH208 - of many thousands, again and again
-            if _WHOLE.fullmatch(name):
-                digits, dot, suffix = name.partition(".")
-                named[dot + suffix].add(digits)
-    return named[DATA_SUFFIX] & named[TABLE_SUFFIX]
+        return os.listdir(home)  # noqa: PTH208
+    return []
 
 
 def halves(home: Path) -> list[Path]:
     """Files of slabs whose other file is missing, which serve nobody; who removes one has the
     folder's lock. By name: one that cannot be looked at is there, too."""
-    both = whole(home)
-    tables = [path for path in slab_files(home, TABLE_SUFFIX) if path.stem not in both]
-    data = [path for path in slab_files(home, DATA_SUFFIX) if path.stem not in both]
-    return data + [table for table in tables if not is_newer(table)]
+    found = _slabs(home)
+    data, tables = found[DATA_SUFFIX], found[TABLE_SUFFIX]
+    alone = [home / f"{digits}{TABLE_SUFFIX}" for digits in tables - data]
+    left = [home / f"{digits}{DATA_SUFFIX}" for digits in data - tables]
+    return left + [table for table in alone if not is_newer(table)]
 
 
 def unfinished(home: Path) -> list[tuple[Path, Path]]:
     """Files that are being made, or were when their makers died, each with its maker's mark."""
-    found = [(path, _UNFINISHED.fullmatch(path.name)) for path in home.iterdir()]
-    return [(path, home / "owners" / match["maker"]) for path, match in found if match]
+    found = [(name, _UNFINISHED.fullmatch(name)) for name in _names(home)]
+    return [(home / name, home / "owners" / match["maker"]) for name, match in found if match]
 
 
 def owner_path(owners: Path, owner: int) -> Path:
@@ -120,11 +133,15 @@ def remove_bare_home(path: Path) -> None:
 def used_bytes(root: Path) -> int:
     """Bytes of all files below the folder: what counts against the capacity. One that cannot be
     looked at counts nothing, here as below: it must not keep slabs from being made."""
-    total = 0
-    for folder, _, names in os.walk(root):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(folder, name)).st_size  # noqa: PTH118
+    total, folders = 0, [str(root)]
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    else:
+                        total += entry.stat(follow_symlinks=False).st_size
     return total
 
 
