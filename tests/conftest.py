@@ -1,5 +1,7 @@
-"""For all tests: property tests take the same examples every time, and as long as they need."""
+"""For all tests: property tests take the same examples every time, and as long as they need; and
+Ctrl-C is heard, by what is tested, too, though a shell's background ignores it."""
 
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +14,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],  # so may the machine be
 )
 settings.load_profile("kvtier")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FIGURE = "figure"
 
