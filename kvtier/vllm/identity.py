@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +19,8 @@ from kvtier.vllm.weights import fingerprint_folder, fingerprint_weights, folder_
 _ATTENTION_LIBRARIES = ("flashinfer-python", "flashinfer-cubin", "flash-attn", "amd-aiter")
 """vLLM's choice of a backend follows from which of these are there, and with it the order of bytes
 within a block that is larger than those of the backend."""
+_INSTRUCTIONS = ("avx512", "avx512_bf16", "amx_tile")
+"""Those of x86 by which vLLM chooses what it loads and how it lays out blocks on a CPU."""
 _STABLE_HASHES = ("sha256", "sha256_cbor")
 _BY_LENGTH = ("longrope", "llama4")
 """What stands in the configuration of models that vLLM computes in another way if they are served
@@ -207,12 +210,16 @@ def _versions(distributions: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _platform() -> str:
-    """On the CPU the order of bytes within a block follows the instruction set."""
+    """On the CPU the order of bytes within a block follows the instruction set: torch names the
+    widest it uses, and vLLM asks for more."""
     import torch
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+        asked = {name: getattr(torch.cpu, f"_is_{name}_supported", bool) for name in _INSTRUCTIONS}
+        more = [name for name, supported in asked.items() if supported()]
+        widest = torch.backends.cpu.get_cpu_capability()
+        return " ".join(["cpu", platform.machine(), widest, *more])
     return str(current_platform.get_device_name())
 
 

@@ -14,7 +14,7 @@ from engines.adapter import make_adapter
 from engines.engine import EngineError
 from engines.world import World, prompt
 
-from kvtier.vllm.identity import facts_of
+from kvtier.vllm.identity import _platform, facts_of
 from kvtier.vllm.weights import fingerprint_weights
 
 PROMPT = prompt(7, 1100)
@@ -175,6 +175,22 @@ LONG_ROPE = {
     "long_factor": [2.0] * 32,
     "original_max_position_embeddings": 1024,
 }
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
+def test_processors_that_lay_blocks_out_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two with AVX-512 one has AMX, and vLLM packs the keys in its blocks otherwise there."""
+    import torch
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    found = set()
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+    for has_amx in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        found.add((_get_attn_isa(torch.bfloat16, 128, 64), _platform()))
+    (one, its_platform), (other, others_platform) = found
+    assert one != other
+    assert its_platform != others_platform
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
