@@ -35,20 +35,36 @@ _MEDIA = (
     "video_pruning_method",
 )
 """How images and the like become embeddings: vLLM hashes what was given, not what became of it."""
+_KERNELS = {"moe_backend": "auto", "linear_backend": "auto", "linear_backend_per_quant": None}
+"""Which kernels multiply: of quantized models some round what is multiplied to four or eight bits,
+and some do not."""
+_EXACT = {
+    "use_trtllm_attention": None,
+    "disable_flashinfer_q_quantization": False,
+    "use_prefill_query_quantization": False,
+    "indexer_sparse_logits": False,
+    "use_non_causal": False,
+}
+"""How exactly attention is computed, and whether it looks ahead."""
+_ROUNDED = {"enable_stochastic_rounding": False}
+"""Whether states are rounded at random."""
 _ENVIRONMENT = (
     "VLLM_B12X_MOE_FP4_FORCE_A16",
     "VLLM_BATCH_INVARIANT",
     "VLLM_CPU_INT4_W4A8",
     "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_DISABLED_KERNELS",
     "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
     "VLLM_FLOAT32_MATMUL_PRECISION",
     "VLLM_HUMMING_",
     "VLLM_MARLIN_INPUT_DTYPE",
     "VLLM_MLA_DISABLE",
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_MOE_USE_DEEP_GEMM",
     "VLLM_PP_LAYER_PARTITION",
     "VLLM_ROCM_",
     "VLLM_SSM_CONV_STATE_LAYOUT",
+    "VLLM_USE_DEEP_GEMM",
 )
 """How the names of variables begin of which no configuration tells: they choose the order of bytes
 within a block, how exactly it is computed, or that what is computed is no answer at all. (That of
@@ -73,7 +89,8 @@ def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None
         "adapters": _adapters(vllm_config.lora_config, model.dtype),
         "weights": f"called {weights}" if weights else fingerprint_weights(vllm_config),
         "dtype": str(model.dtype),
-        "quantization": _stated(model, "quantization", "quantization_config"),
+        "quantization": _stated(model, "quantization", "quantization_config")
+        + _chosen(vllm_config.kernel_config, _KERNELS),
         "kv_dtype": _stated(cache, "cache_dtype", "kv_cache_dtype_skip_layers"),
         "state": _stated(
             cache,
@@ -84,7 +101,8 @@ def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None
             "replayssm_buffer_len",
             "use_kda_recoverssm",
         )
-        + f",{vllm_config.mamba_config.backend.name}",
+        + f",{vllm_config.mamba_config.backend.name}"
+        + _chosen(vllm_config.mamba_config, _ROUNDED),
         "kv_layout": str(getattr(cache, "kv_cache_layout", None)),
         "block_tokens": str(cache.block_size),
         "chunk_blocks": str(blocks_per_chunk),
@@ -135,6 +153,12 @@ def _digest(text: str | bytes) -> str:
 def _stated(config: Any, *names: str) -> str:
     """These settings, as far as this version of vLLM has them."""
     return ",".join(str(getattr(config, name, None)) for name in names)
+
+
+def _chosen(config: Any, unless: Mapping[str, object]) -> str:
+    """Those of these settings that are others than these."""
+    said = {name: getattr(config, name, usual) for name, usual in unless.items()}
+    return "".join(f" {name}={is_}" for name, is_ in said.items() if is_ != unless[name])
 
 
 def _implementation(model: Any, load: Any) -> str:
@@ -199,7 +223,7 @@ def _attention(config: Any) -> str:
     chosen = {"all": config.backend, **config.backend_per_kind}
     names = [f"{kind}={backend.name}" for kind, backend in sorted(chosen.items()) if backend]
     found = [f"{name}={version}" for name, version in _versions(_ATTENTION_LIBRARIES)]
-    return " ".join([*names, f"index={config.indexer_kv_dtype}", *found])
+    return " ".join([*names, f"index={config.indexer_kv_dtype}", *found]) + _chosen(config, _EXACT)
 
 
 def _versions(distributions: Sequence[str]) -> Iterator[tuple[str, str]]:

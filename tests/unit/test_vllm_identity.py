@@ -276,7 +276,12 @@ def test_libraries_that_vllm_may_choose_for_attention_count(
             raise metadata.PackageNotFoundError(name) from None
 
     monkeypatch.setattr(metadata, "version", version)
-    config = SimpleNamespace(backend=None, backend_per_kind={}, indexer_kv_dtype="bf16")
+    config = SimpleNamespace(
+        backend=None,
+        backend_per_kind={},
+        indexer_kv_dtype="bf16",
+        use_prefill_query_quantization=False,
+    )
     assert _attention(config) == "index=bf16", "as it was stored before, where there are none"
     installed["flashinfer-python"] = "0.6.1"
     assert _attention(config) == "index=bf16 flashinfer-python=0.6.1"
@@ -289,7 +294,11 @@ def test_variables_that_change_what_stands_in_blocks_count() -> None:
     said = "VLLM_BATCH_INVARIANT=1 VLLM_SSM_CONV_STATE_LAYOUT=DS"
     assert environment_of(set_) == said
     assert environment_of(dict(reversed(set_.items()))) == said
-    assert environment_of({"VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "1"}) != "default"
+    for name in ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_DISABLED_KERNELS"):
+        assert environment_of({name: "1"}) != "default"
+    assert environment_of({"VLLM_USE_DEEP_GEMM_E8M0": "0"}) != "default", (
+        "scales are rounded, or not"
+    )
 
 
 def test_settings_that_models_and_platforms_read_themselves_count() -> None:

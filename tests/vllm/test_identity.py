@@ -199,6 +199,10 @@ def test_processors_that_lay_blocks_out_in_another_way(monkeypatch: pytest.Monke
     [
         ("llama", {}, {"hf_overrides": {"rms_norm_eps": 1e-3}}, False),
         ("llama", {}, {"kv_cache_dtype_skip_layers": ["0"]}, False),
+        ("llama", {}, {"attention_config": {"use_prefill_query_quantization": True}}, False),
+        ("llama", {}, {"kernel_config": {"moe_backend": "marlin"}}, False),
+        ("llama", {}, {"kernel_config": {"enable_jit_warmup": False}}, True),
+        ("llama", {}, {"attention_config": {"use_trtllm_attention": False}}, False),
         ("llama", {}, {"max_model_len": 512}, True),
         ("llama", {"rope_parameters": LONG_ROPE}, {"max_model_len": 512}, False),
         ("blip2", {}, {"mm_processor_kwargs": {"do_normalize": False}}, False),
