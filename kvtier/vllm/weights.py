@@ -36,7 +36,7 @@ _FROM_FILES = (
 )
 """Ways to load weights that read the files of the model's own folder. Others take them from where
 their settings say, or from a server, and there may be a folder of that name all the same."""
-_MODEL = (*_WEIGHTS, "*processor_config.json")
+_MODEL = (*_WEIGHTS, "*.index.json", "*processor_config.json")
 _ADAPTER = (*_WEIGHTS, "adapter_config.json")
 
 
@@ -68,7 +68,8 @@ def _chosen(load: Any) -> str:
     """Which of a folder's files are read, where that is said: several models may share it."""
     extra = getattr(load, "model_loader_extra_config", None)
     pattern = extra.get("pattern") if isinstance(extra, Mapping) else None
-    return "" if pattern is None else f" {pattern}"
+    said = [load.load_format if str(load.load_format) != "auto" else None, pattern]
+    return "".join(f" {each}" for each in said if each is not None)
 
 
 def folder_of(model: Any, load: Any) -> Path | None:
@@ -76,6 +77,8 @@ def folder_of(model: Any, load: Any) -> Path | None:
     folder = Path(model.model)
     if folder.is_dir():
         return folder
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() == "true":
+        return None  # what the other hub calls so may be there, too
     try:
         from huggingface_hub import snapshot_download
 

@@ -181,6 +181,19 @@ def test_the_files_of_a_folder_that_are_read_count(tmp_path: Path) -> None:
     assert len(found) == 3
 
 
+def test_so_does_which_kind_of_files_is_read(tmp_path: Path) -> None:
+    """A folder may hold other weights for each."""
+    described = engine(write_tensors(tmp_path / "model", bytes(64)))
+    (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"other weights")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    found = []
+    for way, named in (("auto", "a"), ("pt", "a"), ("auto", "b")):
+        described.load_config.load_format = way
+        index.write_text(json.dumps({"weight_map": {"one": f"model-{named}.safetensors"}}))
+        found.append(fingerprint_weights(described))
+    assert len(set(found)) == 3
+
+
 def test_how_images_are_prepared_is_part_of_a_model(tmp_path: Path) -> None:
     write_tensors(tmp_path, bytes(64))
     before = fingerprint_weights(engine(tmp_path))

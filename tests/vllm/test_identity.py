@@ -226,8 +226,10 @@ def test_settings_that_change_what_is_computed(
     assert (facts() == facts(**changed)) is same
 
 
-def test_weights_in_a_folder_of_the_users_choice(tmp_path: Path) -> None:
-    """The hub's files, where --download-dir says."""
+def test_weights_in_a_folder_of_the_users_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's files, where --download-dir says; but not if it is another hub's model."""
     kept = tmp_path / "models--somebody--model"
     snapshot = kept / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
@@ -242,3 +244,5 @@ def test_weights_in_a_folder_of_the_users_choice(tmp_path: Path) -> None:
         (snapshot / "model.safetensors").write_bytes(content)
         found.append([fingerprint_weights(config), fingerprint_weights(config)])
     assert found[0][0] == found[0][1] != found[1][0] == found[1][1]
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    assert fingerprint_weights(config) != fingerprint_weights(config)
