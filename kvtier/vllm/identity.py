@@ -163,9 +163,22 @@ def _chosen(config: Any, unless: Mapping[str, object]) -> str:
 
 def _implementation(model: Any, load: Any) -> str:
     """Whose code computes the model; that which lies beside the weights may change without them."""
-    said = _stated(model, "model_impl", "model_class_overrides", "code_revision")
+    said = _stated(model, "model_impl", "model_class_overrides", "code_revision") + _plugins()
     folder = folder_of(model, load) if model.trust_remote_code else None
     return said if folder is None else f"{said} {fingerprint_folder(folder, ('*.py',))}"
+
+
+def _plugins() -> str:
+    """Others' plugins of vLLM's: they may put models of their own in the place of vLLM's."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    found = {
+        f" {plugin.name}={plugin.dist.version}"
+        for plugin in metadata.entry_points(group="vllm.general_plugins")
+        if plugin.dist is not None
+        and not plugin.value.startswith(("vllm.", "kvtier."))
+        and (allowed is None or plugin.name in allowed.split(","))
+    }
+    return "".join(sorted(found))
 
 
 def environment_of(variables: Mapping[str, str]) -> str:
@@ -211,8 +224,11 @@ def _speculative(vllm_config: Any, weights: str | None) -> str:
     how = _stated(config, "quantization", "kv_cache_dtype", "attention_backend")
     said = f"{config.method} {whole_name(str(config.model))} {how}"
     draft, target = config.draft_model_config, vllm_config.model_config
-    if draft is None or draft.model == target.model or weights:
+    if draft is None or (draft.model, draft.revision) == (target.model, target.revision):
         return said
+    said += f" {_digest(configuration_of(draft.hf_config))}"
+    if weights:
+        return f"{said} {draft.revision}"
     load = getattr(config, "draft_load_config", None) or vllm_config.load_config
     return f"{said} {weights_of(draft, load)}"
 

@@ -231,7 +231,11 @@ def test_nor_does_its_configuration_differ(tmp_path: Path, monkeypatch: pytest.M
     assert '"org/model"' in configuration_of(config("org/model"))
 
 
-def test_the_weights_of_a_model_that_guesses_ahead_count(tmp_path: Path) -> None:
+def configured(**settings: object) -> SimpleNamespace:
+    return SimpleNamespace(to_json_string=lambda use_diff: json.dumps(settings))
+
+
+def test_a_model_that_guesses_ahead_counts(tmp_path: Path) -> None:
     target = engine(write_tensors(tmp_path / "target", bytes(64)))
     draft = engine(write_tensors(tmp_path / "draft", bytes(64)))
     target.speculative_config = None
@@ -243,12 +247,15 @@ def test_the_weights_of_a_model_that_guesses_ahead_count(tmp_path: Path) -> None
         draft_model_config=draft.model_config,
         draft_load_config=None,
     )
-    before = _speculative(target, None)
-    assert before == _speculative(target, None)
+    draft.model_config.hf_config = configured(rope_theta=1e4)
+    before, called = _speculative(target, None), _speculative(target, "named")
+    assert (before, called) == (_speculative(target, None), _speculative(target, "named"))
     assert str(tmp_path / "draft") in before
     write_tensors(tmp_path / "draft", b"\x01" * 64)
     assert _speculative(target, None) != before
-    assert _speculative(target, "named") == f"eagle {tmp_path}/draft None,fp8,None"
+    assert _speculative(target, "named") == called
+    draft.model_config.hf_config = configured(rope_theta=1e6)
+    assert _speculative(target, "named") != called, "the same weights compute something else"
     target.speculative_config.draft_model_config = target.model_config  # by n-grams, say
     assert _speculative(target, None) == f"eagle {tmp_path}/draft None,fp8,None"
 
@@ -335,3 +342,29 @@ def test_code_that_lies_beside_the_weights_counts(tmp_path: Path) -> None:
     (tmp_path / "modeling_own.py").write_text("SCALE = 2.0\n")
     assert said() != before
     assert said(trust_remote_code=False) == untrusted, "nobody runs it"
+
+
+def test_plugins_that_may_bring_models_of_their_own_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said() -> str:
+        model = SimpleNamespace(model=str(tmp_path), trust_remote_code=False)
+        return _implementation(model, None)
+
+    def plugin(version: str, module: str = "theirs") -> metadata.EntryPoint:
+        point = metadata.EntryPoint("models", f"{module}.plugin:load", "vllm.general_plugins")
+        vars(point).update(dist=SimpleNamespace(version=version))
+        return point
+
+    found: list[metadata.EntryPoint] = []
+    monkeypatch.setattr(metadata, "entry_points", lambda group: found)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    before = said()
+    found[:] = [plugin("1.0", "kvtier.vllm"), plugin("1.0", "vllm.plugins")]
+    assert said() == before
+    found[:] = [plugin("1.0")]
+    with_it = said()
+    found[:] = [plugin("1.1")]
+    assert len({before, with_it, said()}) == 3
+    monkeypatch.setenv("VLLM_PLUGINS", "kvtier")
+    assert said() == before, "it is not loaded"
