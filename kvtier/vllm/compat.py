@@ -1,8 +1,8 @@
 """Everything here that is private to vLLM or differs between its versions; nothing else may be,
 but for its worker (errands.py), what it does before it reads its settings (plugin.py), what an
 engine cannot do (limits.py), how layers are shared out (pipeline.py), what it need not look through
-(resting.py), which blocks it gives out (given.py), who constructs a connector (above.py) and what
-stands in for its tracker of events (described.py).
+(resting.py), which blocks it gives out (given.py), who constructs a connector (above.py), what
+stands in for its tracker of events (described.py) and what it tells no connector (overheard.py).
 
 Supported are 0.31, 0.32 (the reference) and 0.33.
 """

@@ -17,7 +17,17 @@ import vllm
 from kvtier.config import StackConfig
 from kvtier.core.settings import Persistence
 from kvtier.types import Namespace
-from kvtier.vllm import above, compat, errands, handoff, identity, limits, metrics, orphan
+from kvtier.vllm import (
+    above,
+    compat,
+    errands,
+    handoff,
+    identity,
+    limits,
+    metrics,
+    orphan,
+    overheard,
+)
 from kvtier.vllm.described import DescribedEvents
 from kvtier.vllm.given import Given
 from kvtier.vllm.resting import Resting
@@ -87,8 +97,10 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._paused = above.pausing()
         self._spins = above.spins()
         self._waits = False
+        self._computed = True
         if role.name == "SCHEDULER":
             orphan.end_with_parent()
+            overheard.listen()
             self._introduce(vllm_config, kv_cache_config, stack, extra)
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_worker is not None:
@@ -241,6 +253,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         meta = super().build_connector_meta(compat.read_as_0_33(self, step))
         self._resting.looked_at(step)
         self._manager.step_began(scheduler_output)
+        self._computed |= bool(scheduler_output.total_num_scheduled_tokens)
         self._waits = self._spins and not scheduler_output.total_num_scheduled_tokens
         errands.give_up(meta, self._manager.give_up())
         return meta
@@ -291,6 +304,17 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
             done = super().reset_cache()
         errands.finish_stores()
         return done
+
+    def weights_changed(self) -> None:
+        """The workers were called to take other weights, or a part of them."""
+        if self._computed:
+            with compat.manager_locked(self):
+                self._manager.reset_cache()
+        self._computed = False
+
+    def reads_adapter(self, adapter: Any) -> None:
+        """The workers are about to read an adapter."""
+        self._manager.reads_adapter(adapter)
 
     # -- the frontend --------------------------------------------------------------------------
 

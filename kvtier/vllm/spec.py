@@ -183,6 +183,8 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         holes = self._with_holes(keys, req_context)
         whole = [key for key in keys if key not in holes]
         taken, errand = self._manager.prepare_store(whole, req_context.req_id)
+        if taken:
+            self._adapters.stores(req_context.req_id, errand.number)
         return compat.PrepareStoreOutput(
             keys_to_store=taken, store_spec=errands.ErrandSpec(errand), evicted_keys=[]
         )
@@ -213,6 +215,8 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     def report(self, number: int, report: Report) -> str | None:
         """What ranks say of an errand; names the request if its load has now failed."""
         self._meter.reported(report)
+        if not self._adapters.vouches(number):
+            self._manager.distrust_stores()
         return self._manager.report(number, report)
 
     @guarded(lambda: None)
@@ -240,7 +244,12 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         """vLLM's hashes know an adapter by name and path only: its bytes belong in the keys."""
         if adapter is not None:
             self.keep_nothing(request)
-            self._salts[request] = self._adapters.salt(Path(adapter.lora_path))
+            self._salts[request] = self._adapters.began(request, Path(adapter.lora_path))
+
+    @guarded(lambda: None)
+    def reads_adapter(self, adapter: Any) -> None:
+        """The engine reads its files now, whenever they are used."""
+        self._adapters.salt(Path(adapter.lora_path))
 
     def keep_nothing(self, request: str) -> None:
         """The keys of a request that is about to be added do not tell enough."""
@@ -253,6 +262,7 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:
+        self._adapters.ended(req_context.req_id)
         self._manager.on_request_finished(req_context.req_id)
 
     @guarded(lambda: None)

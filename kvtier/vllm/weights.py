@@ -124,9 +124,10 @@ class Adapters:
     """What stands in the keys for the bytes of LoRA adapters, which vLLM's hashes leave out.
 
     Each is read once, because requests wait for the answer. When files have changed since, or
-    cannot be read, nobody knows which of them the engine has loaded: nothing is kept from then on.
-    An adapter whose files are not to be seen is known in this process only. Files are looked at in
-    another thread: they may lie on a server that hangs, and the engine must not wait for that.
+    cannot be read, nobody knows which of them the engine has loaded: nothing is kept from then on,
+    nor of what was being stored. An adapter whose files are not to be seen is known in this process
+    only. Files are looked at in another thread: they may lie on a server that hangs, and the engine
+    must not wait for that.
     """
 
     def __init__(self, patience_s: float = _PATIENCE_S) -> None:
@@ -135,9 +136,31 @@ class Adapters:
         self._patience_s = patience_s
         self._look: Future[bytes | None] | None = None
         """The last look at files, which may go on."""
+        self._users: dict[str, Path] = {}
+        self._storing: dict[int, Path] = {}
+
+    def began(self, request: str, folder: Path) -> bytes | None:
+        """The salt for a request with this adapter, which the engine may read later only."""
+        self._users[request] = folder
+        return self.salt(folder)
+
+    def ended(self, request: str) -> None:
+        """It stores nothing any more."""
+        self._users.pop(request, None)
+
+    def stores(self, request: str, errand: int) -> None:
+        """Blocks of a request are about to be stored."""
+        if request in self._users:
+            self._storing[errand] = self._users[request]
+
+    def vouches(self, errand: int) -> bool:
+        """Whether what was stored was computed by the adapter in its keys: if that has changed
+        between the request's coming and now, the engine may have read it in between."""
+        folder = self._storing.pop(errand, None)
+        return folder is None or self.salt(folder) is not None
 
     def salt(self, folder: Path) -> bytes | None:
-        """The salt for a request with this adapter; None if nothing is to be kept of it."""
+        """What stands in the keys for this adapter; None if nothing is to be kept of it."""
         if self._look is not None and not self._look.done():
             return None
         look: Future[bytes | None] = Future()

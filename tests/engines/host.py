@@ -89,13 +89,19 @@ class Host:
         return [each.outputs.embedding for each in found]
 
     def begin(
-        self, prompt: list[int], tokens: int, limits: dict[str, Any] | None = None, steps: int = 3
+        self,
+        prompt: list[int],
+        tokens: int,
+        limits: dict[str, Any] | None = None,
+        steps: int = 3,
+        adapter: tuple[str, int, str] | None = None,
     ) -> None:
         """Send a request and step until what it loads is under way."""
         engine = self._llm.llm_engine
         self._serial += 1
         given, parameters = {"prompt_token_ids": prompt}, self._greedy(tokens, limits)
-        engine.add_request(f"begun-{self._serial}", given, parameters)
+        name, tuned = f"begun-{self._serial}", _adapter(adapter)
+        engine.add_request(name, given, parameters, lora_request=tuned)
         for _ in range(steps):
             engine.step()
 
@@ -196,6 +202,10 @@ class Host:
         """What a GPU's memory is after a sleep; the CPU platform keeps its own."""
         for cache in self._core.model_executor.driver_worker.model_runner.kv_caches:
             cache.fill_(1000.0)
+
+    def take_adapter(self, adapter: tuple[str, int, str]) -> bool:
+        """Read an adapter, as a server does before there are requests for it."""
+        return bool(self._llm.llm_engine.add_lora(_adapter(adapter)))
 
     def take_weights(self, folder: str) -> None:
         """Read other weights into the running engine."""

@@ -23,6 +23,7 @@ from kvtier.vllm.identity import (
     environment_of,
     whole_name,
 )
+from kvtier.vllm.overheard import changes_weights
 from kvtier.vllm.weights import Adapters, fingerprint_folder, fingerprint_weights
 
 
@@ -101,6 +102,19 @@ def test_nobody_knows_an_adapter_that_changes_under_the_engine(tmp_path: Path) -
     os.utime(folder / "adapter_model.safetensors", ns=(0, 0))
     assert salts.salt(folder) is None
     assert salts.salt(folder) is None
+
+
+def test_what_was_being_stored_when_an_adapter_changed_is_not_vouched_for(tmp_path: Path) -> None:
+    folder, salts = adapter(tmp_path / "a", 1), Adapters()
+    assert salts.began("request", folder)
+    for errand in (1, 2):
+        salts.stores("request", errand)
+    salts.ended("request")
+    salts.stores("request", 3)
+    assert salts.vouches(1)
+    adapter(folder, 2)
+    os.utime(folder / "adapter_model.safetensors", ns=(0, 0))
+    assert [salts.vouches(errand) for errand in (1, 2, 3)] == [True, False, True]
 
 
 def test_nobody_knows_an_adapter_that_cannot_be_read(tmp_path: Path) -> None:
@@ -368,3 +382,26 @@ def test_plugins_that_may_bring_models_of_their_own_count(
     assert len({before, with_it, said()}) == 3
     monkeypatch.setenv("VLLM_PLUGINS", "kvtier")
     assert said() == before, "it is not loaded"
+
+
+def test_calls_by_which_weights_change() -> None:
+    def load_weights(worker: object) -> None:
+        """Of a worker's model."""
+
+    changing = [
+        "update_weights",
+        "reload_weights",
+        "finish_weight_update",
+        "start_draft_weight_update",
+    ]
+    for call in (*changing, "_load_weight_shard", load_weights):
+        assert changes_weights(call), call
+    harmless = ["compute_weight_checksums", "init_weight_transfer_engine", "get_weight_version"]
+    for call in (
+        *harmless,
+        "save_sharded_state",
+        "determine_available_memory",
+        lambda worker: None,
+        7,
+    ):
+        assert not changes_weights(call), call

@@ -105,6 +105,33 @@ def test_adapters(world: World, model: Callable[..., Path]) -> None:
         assert engine.generate(prompts=[PROMPT]) == [{**plain, "cached": HIT}]
 
 
+def test_adapters_that_change_before_they_are_used(
+    world: World, model: Callable[..., Path]
+) -> None:
+    """The engine reads one long before the first request, as servers do with `--lora-modules`, and
+    another when it computes the first request, for which it may have waited."""
+    early, late = (["early", 1, str(world.folder / "a")], ["late", 2, str(world.folder / "b")])
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "stack": world.stack()}
+    for each in (early, late):
+        make_adapter(Path(each[2]), 1)
+    with world.engine(model("llama"), **options) as engine:
+        assert engine.take_adapter(adapter=early)
+        make_adapter(Path(early[2]), 2)
+        first = engine.generate_with(prompt=PROMPT, adapter=early)
+        engine.begin(prompt=PROMPT, tokens=16, steps=0, adapter=late)
+        make_adapter(Path(late[2]), 2)
+        second = engine.end()
+        assert first["tokens"] != second["tokens"], "one was read before, and one after the change"
+        engine.settle()
+        assert engine.facts()["mistakes"] == 0
+
+    make_adapter(Path(late[2]), 1)
+    with world.engine(model("llama"), **options) as engine:
+        for named, right in ((early, second), (late, first)):
+            found = engine.generate_with(prompt=PROMPT, adapter=named)
+            assert found == {"tokens": right["tokens"], "cached": 0}
+
+
 def test_what_adapters_spoil_is_not_kept(world: World, model: Callable[..., Path]) -> None:
     """On a CPU vLLM computes requests without an adapter with that of others beside them."""
     adapter = world.folder / "adapter"

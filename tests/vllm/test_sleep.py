@@ -218,3 +218,14 @@ def test_other_weights(sleeper: Sleeper) -> None:
     sleeper.engine = sleeper.start()
     assert sleeper.ask(0) == 0
     sleeper.known(0)
+
+
+def test_other_weights_without_a_word(sleeper: Sleeper) -> None:
+    """Nobody resets what is kept, but only what vLLM itself keeps: old blocks are not served."""
+    for weights in (sleeper.other, sleeper.own):
+        sleeper.known(1)
+        sleeper.engine.take_weights(folder=str(weights))
+        sleeper.weights = weights
+        assert sleeper.engine.forget_engine_cache()
+        assert sleeper.ask(1) == 0
+        sleeper.known(1)

@@ -1,0 +1,55 @@
+"""What vLLM's engine core is told, and tells no connector.
+
+Weights that are read into a running engine make all that is kept another model's; and what is to be
+known of an adapter's files is how they are when the engine reads them, which may be long before the
+first request with it comes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+_READS = ("compute", "get", "check", "init", "shutdown", "list", "save", "report", "verify", "log")
+"""How names of calls begin that speak of weights, and do not change them."""
+
+
+def listen() -> None:
+    """Let engine cores in this process tell our connectors."""
+    from vllm.v1.engine.core import EngineCore
+
+    if hasattr(EngineCore.collective_rpc, "__wrapped__"):
+        return
+    call, add = EngineCore.collective_rpc, EngineCore.add_lora
+
+    @functools.wraps(call)
+    def collective_rpc(core: Any, method: Any, *arguments: Any, **named: Any) -> Any:
+        try:
+            return call(core, method, *arguments, **named)
+        finally:  # it may have failed halfway
+            if changes_weights(method):
+                for connector in _connectors(core):
+                    connector.weights_changed()
+
+    @functools.wraps(add)
+    def add_lora(core: Any, lora_request: Any) -> Any:
+        for connector in _connectors(core):
+            connector.reads_adapter(lora_request)
+        return add(core, lora_request)
+
+    EngineCore.collective_rpc, EngineCore.add_lora = collective_rpc, add_lora
+
+
+def changes_weights(method: Any) -> bool:
+    """Whether workers are called to take other weights, as far as the name of the call tells: one
+    of vLLM's, or what others have added to its workers."""
+    name = method if isinstance(method, str) else getattr(method, "__name__", "")
+    return "weight" in name and not name.lstrip("_").startswith(_READS)
+
+
+def _connectors(core: Any) -> Iterator[Any]:
+    connector = getattr(getattr(core, "scheduler", None), "connector", None)
+    for each in getattr(connector, "_connectors", [connector]):
+        if hasattr(each, "weights_changed"):
+            yield each
