@@ -30,6 +30,7 @@ from kvtier.vllm import (
 )
 from kvtier.vllm.described import DescribedEvents
 from kvtier.vllm.given import Given
+from kvtier.vllm.guard import guarded
 from kvtier.vllm.resting import Resting
 from kvtier.vllm.settings import (
     check_caches,
@@ -312,9 +313,15 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 self._manager.reset_cache()
         self._computed = False
 
+    @guarded(lambda: None)
     def reads_adapter(self, adapter: Any) -> None:
         """The workers are about to read an adapter."""
-        self._manager.reads_adapter(adapter)
+        self._manager.adapters.read(adapter)
+
+    @guarded(lambda: None)
+    def lets_go_of_adapter(self, number: int) -> None:
+        """The workers are about to let go of one."""
+        self._manager.adapters.removed(number)
 
     # -- the frontend --------------------------------------------------------------------------
 

@@ -46,6 +46,8 @@ _EXACT = {
     "use_non_causal": False,
 }
 """How exactly attention is computed, and whether it looks ahead."""
+_EXPERTS = {"enable_mixed_moe_lora_format": False, "enable_moe_shared_loras": False}
+"""How adapters of experts are read."""
 _ROUNDED = {"enable_stochastic_rounding": False}
 """Whether states are rounded at random."""
 _ENVIRONMENT = (
@@ -213,6 +215,7 @@ def _adapters(config: Any, dtype: object) -> str:
         said.append(f"as {config.lora_dtype}")
     if config.enable_tower_connector_lora:
         said.append("to images, too")
+    said += _chosen(config, _EXPERTS).split()
     return ", ".join(said) or "whole"
 
 

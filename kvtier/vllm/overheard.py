@@ -21,7 +21,7 @@ def listen() -> None:
 
     if hasattr(EngineCore.collective_rpc, "__wrapped__"):
         return
-    call, add = EngineCore.collective_rpc, EngineCore.add_lora
+    call, add, remove = EngineCore.collective_rpc, EngineCore.add_lora, EngineCore.remove_lora
 
     @functools.wraps(call)
     def collective_rpc(core: Any, method: Any, *arguments: Any, **named: Any) -> Any:
@@ -38,7 +38,14 @@ def listen() -> None:
             connector.reads_adapter(lora_request)
         return add(core, lora_request)
 
-    EngineCore.collective_rpc, EngineCore.add_lora = collective_rpc, add_lora
+    @functools.wraps(remove)
+    def remove_lora(core: Any, lora_id: int) -> Any:
+        for connector in _connectors(core):
+            connector.lets_go_of_adapter(lora_id)
+        return remove(core, lora_id)
+
+    EngineCore.collective_rpc = collective_rpc
+    EngineCore.add_lora, EngineCore.remove_lora = add_lora, remove_lora
 
 
 def changes_weights(method: Any) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from kvtier import config as stack_config
@@ -98,7 +97,7 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self._manager = manager
         self._meter = Meter(manager)
         self._events = events
-        self._adapters = Adapters()
+        self.adapters = Adapters()
         self._salts: dict[str, bytes | None] = {}
         self._with_holes: Holes = lambda _keys, _context: set()
 
@@ -184,7 +183,7 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         whole = [key for key in keys if key not in holes]
         taken, errand = self._manager.prepare_store(whole, req_context.req_id)
         if taken:
-            self._adapters.stores(req_context.req_id, errand.number)
+            self.adapters.stores(req_context.req_id, errand.number)
         return compat.PrepareStoreOutput(
             keys_to_store=taken, store_spec=errands.ErrandSpec(errand), evicted_keys=[]
         )
@@ -215,7 +214,7 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     def report(self, number: int, report: Report) -> str | None:
         """What ranks say of an errand; names the request if its load has now failed."""
         self._meter.reported(report)
-        if not self._adapters.vouches(number):
+        if not self.adapters.vouches(number):
             self._manager.distrust_stores()
         return self._manager.report(number, report)
 
@@ -244,12 +243,7 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         """vLLM's hashes know an adapter by name and path only: its bytes belong in the keys."""
         if adapter is not None:
             self.keep_nothing(request)
-            self._salts[request] = self._adapters.began(request, Path(adapter.lora_path))
-
-    @guarded(lambda: None)
-    def reads_adapter(self, adapter: Any) -> None:
-        """The engine reads its files now, whenever they are used."""
-        self._adapters.salt(Path(adapter.lora_path))
+            self._salts[request] = self.adapters.began(request, adapter)
 
     def keep_nothing(self, request: str) -> None:
         """The keys of a request that is about to be added do not tell enough."""
@@ -262,7 +256,7 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:
-        self._adapters.ended(req_context.req_id)
+        self.adapters.ended(req_context.req_id)
         self._manager.on_request_finished(req_context.req_id)
 
     @guarded(lambda: None)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -126,8 +127,11 @@ class Adapters:
     Each is read once, because requests wait for the answer. When files have changed since, or
     cannot be read, nobody knows which of them the engine has loaded: nothing is kept from then on,
     nor of what was being stored. An adapter whose files are not to be seen is known in this process
-    only. Files are looked at in another thread: they may lie on a server that hangs, and the engine
-    must not wait for that.
+    only, until the engine reads it again. Files are looked at in another thread: they may lie on a
+    server that hangs, and the engine must not wait for that.
+
+    Workers know adapters by numbers. One that is given to another adapter makes requests go on
+    with that, if it is read in place of the first; else those that come get the first.
     """
 
     def __init__(self, patience_s: float = _PATIENCE_S) -> None:
@@ -138,11 +142,46 @@ class Adapters:
         """The last look at files, which may go on."""
         self._users: dict[str, Path] = {}
         self._storing: dict[int, Path] = {}
+        self._numbers: dict[int, Path] = {}
+        self._reads: Counter[int] = Counter()
 
-    def began(self, request: str, folder: Path) -> bytes | None:
+    def read(self, adapter: Any) -> None:
+        """The engine reads it now, whenever it is used."""
+        self._reads[adapter.lora_int_id] += 1
+        self._number(adapter)
+        self.salt(Path(adapter.lora_path))
+
+    def removed(self, number: int) -> None:
+        """The engine has let go of it: its number is free, unless requests have it yet."""
+        if self._numbers.get(number) not in self._users.values():
+            self._numbers.pop(number, None)
+
+    def began(self, request: str, adapter: Any) -> bytes | None:
         """The salt for a request with this adapter, which the engine may read later only."""
-        self._users[request] = folder
-        return self.salt(folder)
+        folder = self._users[request] = Path(adapter.lora_path)
+        self._number(adapter)
+        salt = self.salt(folder)
+        if salt != self._unseen:
+            return salt
+        number = adapter.lora_int_id
+        which = f" {number} {self._reads[number]}".encode()
+        return None if adapter.load_inplace else salt + which
+
+    def _number(self, adapter: Any) -> None:
+        number, folder = adapter.lora_int_id, Path(adapter.lora_path)
+        before = self._numbers.get(number, folder)
+        self._numbers[number] = folder
+        if before != folder:
+            for doubtful in [before] if adapter.load_inplace else [before, folder]:
+                self._give_up(doubtful, f"shares its number, {number}, with that in {folder}")
+
+    def _give_up(self, folder: Path, why: str) -> None:
+        logger.warning(
+            "the adapter in %s %s: nothing is kept for it until the engine is started again",
+            folder,
+            why,
+        )
+        self._known[folder] = (None, None)
 
     def ended(self, request: str) -> None:
         """It stores nothing any more."""
@@ -192,17 +231,12 @@ class Adapters:
             stamp = [(path, size, path.stat().st_mtime_ns) for path, size in adapter_files(folder)]
             if folder not in self._known:
                 salt = fingerprint_adapter(folder) if stamp else self._unseen
-                self._known[folder] = (stamp, salt)
+                self._known.setdefault(folder, (stamp, salt))  # unless given up meanwhile
             changed = stamp != self._known[folder][0]
         except OSError:
             changed = True
         if changed:
-            logger.warning(
-                "the adapter in %s has changed, or cannot be read: nothing is kept for it until "
-                "the engine is started again",
-                folder,
-            )
-            self._known[folder] = (None, None)
+            self._give_up(folder, "has changed, or cannot be read")
         return self._known[folder][1]
 
 

@@ -203,9 +203,11 @@ class Host:
         for cache in self._core.model_executor.driver_worker.model_runner.kv_caches:
             cache.fill_(1000.0)
 
-    def take_adapter(self, adapter: tuple[str, int, str]) -> bool:
+    def take_adapter(self, adapter: tuple[str, int, str], in_place: bool = False) -> bool:
         """Read an adapter, as a server does before there are requests for it."""
-        return bool(self._llm.llm_engine.add_lora(_adapter(adapter)))
+        taken = _adapter(adapter)
+        taken.load_inplace = in_place
+        return bool(self._llm.llm_engine.add_lora(taken))
 
     def take_weights(self, folder: str) -> None:
         """Read other weights into the running engine."""

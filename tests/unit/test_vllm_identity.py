@@ -80,6 +80,10 @@ def adapter(folder: Path, value: int) -> Path:
     return folder
 
 
+def named(folder: Path, number: int = 1, in_place: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(lora_path=str(folder), lora_int_id=number, load_inplace=in_place)
+
+
 def test_an_adapter_is_known_by_its_bytes(tmp_path: Path) -> None:
     one, other = adapter(tmp_path / "a", 1), adapter(tmp_path / "b", 2)
     salts = Adapters()
@@ -106,7 +110,7 @@ def test_nobody_knows_an_adapter_that_changes_under_the_engine(tmp_path: Path) -
 
 def test_what_was_being_stored_when_an_adapter_changed_is_not_vouched_for(tmp_path: Path) -> None:
     folder, salts = adapter(tmp_path / "a", 1), Adapters()
-    assert salts.began("request", folder)
+    assert salts.began("request", named(folder))
     for errand in (1, 2):
         salts.stores("request", errand)
     salts.ended("request")
@@ -115,6 +119,40 @@ def test_what_was_being_stored_when_an_adapter_changed_is_not_vouched_for(tmp_pa
     adapter(folder, 2)
     os.utime(folder / "adapter_model.safetensors", ns=(0, 0))
     assert [salts.vouches(errand) for errand in (1, 2, 3)] == [True, False, True]
+
+
+def test_nobody_knows_which_of_two_adapters_of_one_number_is_meant(tmp_path: Path) -> None:
+    one, other, third = (adapter(tmp_path / each, ord(each)) for each in "abc")
+    salts = Adapters()
+    assert salts.began("request", named(one))
+    salts.stores("request", 1)
+    salts.read(named(other, in_place=True))
+    assert not salts.vouches(1), "it goes on with the other"
+    assert salts.began("later", named(other))
+    assert salts.began("confused", named(third)) is None, "it gets the other"
+    assert salts.began("fourth", named(third, number=2)) is None
+    for request in ("request", "later", "confused", "fourth"):
+        salts.ended(request)
+
+    salts = Adapters()
+    assert salts.began("first", named(one))
+    salts.removed(1)
+    assert salts.began("too early", named(other)) is None
+    salts = Adapters()
+    assert salts.began("first", named(one))
+    salts.ended("first")
+    salts.removed(1)
+    assert salts.began("second", named(other))
+
+
+def test_an_adapter_that_is_not_to_be_seen_is_another_when_it_is_read_again(tmp_path: Path) -> None:
+    salts = Adapters()
+    found = [salts.began("a", named(tmp_path)), salts.began("b", named(tmp_path, number=2))]
+    salts.read(named(tmp_path, number=2))
+    found += [salts.began("c", named(tmp_path, number=2)), Adapters().began("d", named(tmp_path))]
+    assert len(set(found) - {None}) == 4
+    assert salts.began("e", named(tmp_path, number=2)) == found[2]
+    assert salts.began("f", named(tmp_path, number=2, in_place=True)) is None, "in each step anew"
 
 
 def test_nobody_knows_an_adapter_that_cannot_be_read(tmp_path: Path) -> None:

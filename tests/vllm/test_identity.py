@@ -132,6 +132,30 @@ def test_adapters_that_change_before_they_are_used(
             assert found == {"tokens": right["tokens"], "cached": 0}
 
 
+def test_adapters_that_take_the_place_of_others(world: World, model: Callable[..., Path]) -> None:
+    """A request goes on with the other one when its prompt is half computed."""
+    first, second = (["tuned", 1, str(world.folder / each)] for each in "ab")
+    for seed, (_, _, folder) in enumerate((first, second)):
+        make_adapter(Path(folder), seed)
+    options = {"enable_lora": True, "max_lora_rank": 8, "stack": world.stack()}
+    options |= {"max_num_batched_tokens": 512, "async_scheduling": False}
+    with world.engine(model("llama"), **options) as engine:
+        assert engine.take_adapter(adapter=first)
+        engine.begin(prompt=PROMPT, tokens=16, steps=1, adapter=first)
+        assert engine.take_adapter(adapter=second, in_place=True)
+        mixed = engine.end()
+        right = engine.generate_with(prompt=PROMPT, adapter=second)
+        engine.settle()
+        assert engine.facts()["mistakes"] == 0
+
+    with world.engine(model("llama"), **options) as engine:
+        found = engine.generate_with(prompt=PROMPT, adapter=first)
+        assert found["cached"] == 0
+        assert found["tokens"] != mixed["tokens"]
+        third = [*second[:1], 2, *second[2:]]
+        assert engine.generate_with(prompt=PROMPT, adapter=third) == {**right, "cached": HIT}
+
+
 def test_what_adapters_spoil_is_not_kept(world: World, model: Callable[..., Path]) -> None:
     """On a CPU vLLM computes requests without an adapter with that of others beside them."""
     adapter = world.folder / "adapter"
@@ -230,6 +254,8 @@ def test_processors_that_lay_blocks_out_in_another_way(monkeypatch: pytest.Monke
         ("llama", {}, {"kernel_config": {"moe_backend": "marlin"}}, False),
         ("llama", {}, {"kernel_config": {"enable_jit_warmup": False}}, True),
         ("llama", {}, {"attention_config": {"use_trtllm_attention": False}}, False),
+        ("llama", {}, {"enable_lora": True}, True),
+        ("llama", {}, {"enable_lora": True, "enable_moe_shared_loras": True}, False),
         ("llama", {}, {"max_model_len": 512}, True),
         ("llama", {"rope_parameters": LONG_ROPE}, {"max_model_len": 512}, False),
         ("blip2", {}, {"mm_processor_kwargs": {"do_normalize": False}}, False),
