@@ -313,6 +313,12 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 self._manager.reset_cache()
         self._computed = False
 
+    def step_failed(self) -> None:
+        """The engine goes on, and all its requests have been aborted."""
+        with compat.manager_locked(self):
+            self._manager.distrust_stores()
+            self._manager.reset_cache()
+
     @guarded(lambda: None)
     def reads_adapter(self, adapter: Any) -> None:
         """The workers are about to read an adapter."""

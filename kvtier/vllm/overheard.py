@@ -2,7 +2,8 @@
 
 Weights that are read into a running engine make all that is kept another model's; and what is to be
 known of an adapter's files is how they are when the engine reads them, which may be long before the
-first request with it comes.
+first request with it comes. And an engine that tolerates faults goes on after a step that failed:
+it takes for computed what that step was to compute, in its own cache, too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ _READS = ("compute", "get", "check", "init", "shutdown", "list", "save", "report
 def listen() -> None:
     """Let engine cores in this process tell our connectors."""
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.fault_tolerance.engine_core_sentinel import EngineCoreSentinel
 
     if hasattr(EngineCore.collective_rpc, "__wrapped__"):
         return
@@ -44,6 +46,16 @@ def listen() -> None:
             connector.lets_go_of_adapter(lora_id)
         return remove(core, lora_id)
 
+    on_fault = EngineCoreSentinel.on_fault
+
+    @functools.wraps(on_fault)
+    def go_on(sentinel: Any, exc: Exception) -> None:
+        on_fault(sentinel, exc)
+        for connector in _connectors(sentinel.engine):
+            connector.step_failed()
+            sentinel.engine.scheduler.reset_prefix_cache()
+
+    EngineCoreSentinel.on_fault = go_on
     EngineCore.collective_rpc = collective_rpc
     EngineCore.add_lora, EngineCore.remove_lora = add_lora, remove_lora
 

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import json
 import os
+import queue
 import random
 import sys
 import threading
@@ -142,6 +143,28 @@ class Host:
         scheduler.finish_requests(named, RequestStatus.FINISHED_ERROR)
         engine.abort_request(["failed"])
         self._step()
+
+    def fail_a_step(self) -> None:
+        """The next step fails on its worker, and the engine goes on, as with
+        `--enable-fault-tolerance` (which needs ranks on GPUs)."""
+        from vllm.v1.fault_tolerance.engine_core_sentinel import EngineCoreSentinel
+
+        core, runner = self._core, self._core.model_executor.driver_worker.model_runner
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise RuntimeError("another rank is gone")
+
+        runner._model_forward = fail
+        try:
+            core.step_fn()
+        except RuntimeError as error:
+            core.engine_index, core.output_queue = 0, queue.Queue()
+            core._send_abort_outputs = lambda _: None
+            EngineCoreSentinel(core, core.vllm_config.parallel_config).on_fault(error)
+        finally:
+            del runner._model_forward
+        runner.execute_model_state = None  # as workers forget it when they are told to go on
+        self.abort()
 
     def wait_for_others(self, patience: float) -> None:
         """How long blocks are waited for that another engine has computed."""
