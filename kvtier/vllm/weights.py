@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 logger = logging.getLogger(__name__)
@@ -37,13 +38,19 @@ _FROM_FILES = (
 )
 """Ways to load weights that read the files of the model's own folder. Others take them from where
 their settings say, or from a server, and there may be a folder of that name all the same."""
+_OTHERS = ("audio_model_id", "text_model_id")
+"""Where the configuration of a model names others of which it takes a part (Ultravox)."""
 _MODEL = (*_WEIGHTS, "*.index.json", "*processor_config.json")
 _ADAPTER = (*_WEIGHTS, "adapter_config.json")
 
 
 def fingerprint_weights(vllm_config: Any) -> str:
-    """A cheap fingerprint of an engine's weights."""
-    return weights_of(vllm_config.model_config, vllm_config.load_config)
+    """A cheap fingerprint of an engine's weights, also of those that come from other models."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    configured = getattr(model, "hf_config", None)
+    named = [getattr(configured, each, None) for each in _OTHERS]
+    others = [SimpleNamespace(model=each, revision=None, seed=model.seed) for each in named if each]
+    return " ".join(weights_of(each, load) for each in (model, *others))
 
 
 def weights_of(model: Any, load: Any) -> str:

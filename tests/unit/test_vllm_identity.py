@@ -222,6 +222,16 @@ def test_weights_that_are_read_from_elsewhere(tmp_path: Path, way: str) -> None:
     assert len(found - {before}) == 2
 
 
+def test_weights_of_which_a_part_is_another_models(tmp_path: Path) -> None:
+    described = engine(write_tensors(tmp_path / "model", bytes(64)))
+    before = fingerprint_weights(described)
+    text = write_tensors(tmp_path / "text", bytes(64))
+    described.model_config.hf_config = SimpleNamespace(text_model_id=str(text), audio_model_id=None)
+    with_it = fingerprint_weights(described)
+    write_tensors(tmp_path / "text", b"\x01" * 64)
+    assert len({before, with_it, fingerprint_weights(described)}) == 3
+
+
 def test_the_files_of_a_folder_that_are_read_count(tmp_path: Path) -> None:
     """Two models in one folder, of which a pattern names one."""
     described = engine(write_tensors(tmp_path / "model", bytes(64)))
