@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from kvtier.backends.object.errors import TimedOut
+from kvtier.backends.object.errors import TimedOut, Unavailable
 
 Found = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]]
 """As `socket.getaddrinfo` answers."""
@@ -28,20 +28,29 @@ class Resolver:
         self._asked: dict[tuple[str, int], Future[Found]] = {}
 
     def find(self, host: str, port: int, seconds: float) -> Found:
-        """All addresses; raises TimedOut, and what `socket.getaddrinfo` raises."""
+        """All addresses; raises StoreError, and what `socket.getaddrinfo` raises."""
         name = host, port
         with self._lock:
             answer = self._asked.get(name)
             if answer is None:
-                answer = Future()
-                threading.Thread(
-                    target=self._ask, args=(name, answer), name="kvtier-resolver", daemon=True
-                ).start()
-                self._asked[name] = answer
+                answer = self._begin(name)
         try:
             return answer.result(seconds)
         except TimeoutError as error:
             raise TimedOut(f"no name server says what {host} stands for") from error
+
+    def _begin(self, name: tuple[str, int]) -> Future[Found]:
+        """Under the lock."""
+        answer: Future[Found] = Future()
+        asking = threading.Thread(
+            target=self._ask, args=(name, answer), name="kvtier-resolver", daemon=True
+        )
+        try:
+            asking.start()
+        except RuntimeError as error:  # the system gives no more threads
+            raise Unavailable(f"nobody can ask what {name[0]} stands for: {error}") from error
+        self._asked[name] = answer
+        return answer
 
     def _ask(self, name: tuple[str, int], answer: Future[Found]) -> None:
         try:
