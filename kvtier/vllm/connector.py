@@ -99,6 +99,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._spins = above.spins()
         self._waits = False
         self._computed = True
+        self._fills = vllm_config.cache_config.enable_prefix_caching
+        self._filled = self._stale = False
         if role.name == "SCHEDULER":
             orphan.end_with_parent()
             overheard.listen()
@@ -196,7 +198,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         compat.heed_whole_chunks(self, request)
         if self._hands_over and handoff.is_expected(request.kv_transfer_params):
             self._manager.expect(request.request_id)
-        if self._blurred and request.lora_request is None:
+        if self._stale or (self._blurred and request.lora_request is None):
             self._manager.keep_no_more(request.request_id)
 
     def get_num_new_matched_tokens(
@@ -254,7 +256,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         meta = super().build_connector_meta(compat.read_as_0_33(self, step))
         self._resting.looked_at(step)
         self._manager.step_began(scheduler_output)
-        self._computed |= bool(scheduler_output.total_num_scheduled_tokens)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._computed, self._filled = True, self._fills
         self._waits = self._spins and not scheduler_output.total_num_scheduled_tokens
         errands.give_up(meta, self._manager.give_up())
         return meta
@@ -311,13 +314,23 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         if self._computed:
             with compat.manager_locked(self):
                 self._manager.reset_cache()
-        self._computed = False
+        if self._filled and not self._stale:
+            logger.warning(
+                "other weights were read, and vLLM's own prefix cache may have blocks of those "
+                "before: nothing is stored until it is reset"
+            )
+        self._computed, self._stale = False, self._filled
 
     def step_failed(self) -> None:
         """The engine goes on, and all its requests have been aborted."""
+        self._stale = self._filled
         with compat.manager_locked(self):
             self._manager.distrust_stores()
             self._manager.reset_cache()
+
+    def engine_forgot(self) -> None:
+        """vLLM's own prefix cache was emptied."""
+        self._filled = self._stale = False
 
     @guarded(lambda: None)
     def reads_adapter(self, adapter: Any) -> None:

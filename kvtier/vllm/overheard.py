@@ -46,17 +46,24 @@ def listen() -> None:
             connector.lets_go_of_adapter(lora_id)
         return remove(core, lora_id)
 
-    on_fault = EngineCoreSentinel.on_fault
+    reset, on_fault = EngineCore.reset_prefix_cache, EngineCoreSentinel.on_fault
+
+    @functools.wraps(reset)
+    def reset_prefix_cache(core: Any, *arguments: Any, **named: Any) -> Any:
+        done = reset(core, *arguments, **named)
+        for connector in _connectors(core) if done else ():
+            connector.engine_forgot()
+        return done
 
     @functools.wraps(on_fault)
     def go_on(sentinel: Any, exc: Exception) -> None:
         on_fault(sentinel, exc)
         for connector in _connectors(sentinel.engine):
             connector.step_failed()
-            sentinel.engine.scheduler.reset_prefix_cache()
+            sentinel.engine.reset_prefix_cache()
 
     EngineCoreSentinel.on_fault = go_on
-    EngineCore.collective_rpc = collective_rpc
+    EngineCore.collective_rpc, EngineCore.reset_prefix_cache = collective_rpc, reset_prefix_cache
     EngineCore.add_lora, EngineCore.remove_lora = add_lora, remove_lora
 
 

@@ -229,3 +229,18 @@ def test_other_weights_without_a_word(sleeper: Sleeper) -> None:
         assert sleeper.engine.forget_engine_cache()
         assert sleeper.ask(1) == 0
         sleeper.known(1)
+
+
+def test_what_the_engine_kept_of_other_weights_is_not_stored(sleeper: Sleeper) -> None:
+    """Its own cache still serves it to who asks before that is reset, too."""
+    sleeper.known(2)
+    sleeper.engine.take_weights(folder=str(sleeper.other))
+    (found,) = sleeper.engine.generate(prompts=[PROMPTS[2]], tokens=TOKENS)
+    assert found["cached"] == HIT, "computed with the weights before"
+    assert sleeper.engine.forget_engine_cache()
+    sleeper.weights = sleeper.other
+    assert sleeper.ask(2) == 0
+    sleeper.known(2)
+    sleeper.engine.take_weights(folder=str(sleeper.own))
+    sleeper.weights = sleeper.own
+    assert sleeper.engine.forget_engine_cache()
