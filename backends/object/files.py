@@ -233,8 +233,7 @@ class FileStore(Store):
             found: list[_Found] = []
             with _mapped(folder):
                 try:
-                    for one in self._entries(folder):
-                        found.append(one)
+                    found.extend(self._entries(folder))
                 except NotADirectoryError:
                     return []
                 except FileNotFoundError:

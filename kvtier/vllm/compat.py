@@ -199,7 +199,7 @@ def positions(context: Any) -> Mapping[bytes, int]:
 
 
 def prompt_ends(connector: Any, request: Any) -> Mapping[bytes, int]:
-    """The same, of a request whose hits were looked up."""
+    """The same; it grows as the request's hits are looked up."""
     return positions(connector.connector_scheduler._req_status[request.request_id].req_context)
 
 

@@ -220,7 +220,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         if found[0] is None:
             self._manager.put_off(request.request_id)
         else:
-            self._manager.uses(request.request_id, compat.prompt_ends(self, request))
+            self._manager.uses(request.request_id, ends)
         compat.part_at(request, self._manager.junction(request.request_id))
         return found
 
