@@ -27,6 +27,7 @@ from kvtier.vllm import (
     metrics,
     orphan,
     overheard,
+    recount,
 )
 from kvtier.vllm.described import DescribedEvents
 from kvtier.vllm.given import Given
@@ -102,6 +103,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._fills = vllm_config.cache_config.enable_prefix_caching
         self._filled = self._stale = False
         if role.name == "SCHEDULER":
+            self._steps = recount.Steps()
             orphan.end_with_parent()
             overheard.listen()
             self._introduce(vllm_config, kv_cache_config, stack, extra)
@@ -259,7 +261,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         if scheduler_output.total_num_scheduled_tokens:
             self._computed, self._filled = True, self._fills
         self._waits = self._spins and not scheduler_output.total_num_scheduled_tokens
-        errands.give_up(meta, self._manager.give_up())
+        self._steps.begin(meta, self._manager.give_up())
         return meta
 
     def _look_for_blur(self, scheduler_output: Any) -> None:
@@ -290,6 +292,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         # Asked at the end of every step, in their order; `update_connector_output` is called where
         # workers have something to say, and where there are several of them.
         if self.connector_scheduler is not None:
+            self._steps.ended()
             self._manager.step_ended()
             if self._waits and self._manager.copying():
                 time.sleep(_PAUSE_S)
@@ -322,10 +325,12 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._computed, self._stale = False, self._filled
 
     def step_failed(self) -> None:
-        """The engine goes on, and all its requests have been aborted."""
+        """The engine goes on, and all its requests have been aborted; of the other steps that were
+        under way nothing is heard, either."""
         self._stale = self._filled
+        self._steps.lost()
         with compat.manager_locked(self):
-            self._manager.distrust_stores()
+            self._manager.steps_lost()
             self._manager.reset_cache()
 
     def engine_forgot(self) -> None:

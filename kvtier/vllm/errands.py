@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from kvtier.vllm import guard
 from kvtier.vllm.protocol import Errand, Report
+from kvtier.vllm.recount import Job, Orders, Said, Unheard
 
 
 class ErrandSpec(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -53,11 +54,6 @@ class ErrandMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
         )
 
 
-def give_up(metadata: Any, number: int | None) -> None:
-    """Tell the workers, with what a step is to do, which errand's load to wait for no longer."""
-    metadata.given_up = number
-
-
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
     """What the worker's side of a connector answers after a step."""
     return KVConnectorTransferResults(sent, received, failed)
@@ -71,7 +67,11 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self._connector_worker_meta = ErrandMetadata()
         self._unsubmitted_store_jobs: list[tuple[int, Any, Any]] = []
         self._storing: set[int] = set()
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._unheard = Unheard()
         self.failed_requests: set[str] = set()
+        """Of those that `get_finished` has told of last."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
@@ -105,14 +105,33 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
             self._load_jobs[job_id] = entry.req_id
             self.worker.submit_load(job_id, entry.src_spec, entry.dst_spec)
         self.worker.end_step()
-        given_up = getattr(metadata, "given_up", None)
-        if given_up is not None:
-            self.worker.give_up(given_up)
+        orders: Orders | None = getattr(metadata, "orders", None)
+        if orders is not None:
+            self._unheard.begin(orders)
+            if orders.given_up is not None:
+                self.worker.give_up(orders.given_up)
+            if orders.again is not None:
+                self._say_again(orders.again)
+
+    def _say_again(self, given: dict[int, Job]) -> None:
+        """Account for these jobs: steps of theirs were lost on the way here, or on the way back."""
+        known = {*self._storing, *self._load_jobs}
+        known.update(number for number, *_ in self._unsubmitted_store_jobs)
+        for said in self._unheard.take():
+            known.update(said.metadata.completed_jobs)
+            self._connector_worker_meta = self._connector_worker_meta.aggregate(said.metadata)
+            self._received |= said.received
+            self._failed |= said.failed
+        for number, job in given.items():
+            if number not in known:
+                if job.request is not None:
+                    self._load_jobs[number] = job.request
+                self.worker.abandon(number, job.errand)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         meta = self._connector_worker_meta
-        received: set[str] = set()
-        self.failed_requests = set()
+        received, self._received = self._received, set()
+        failed, self._failed = self._failed, set()
         for ended in self.worker.take_ended():
             request = self._load_jobs.pop(ended.job_id, None)
             self._storing.discard(ended.job_id)
@@ -126,7 +145,10 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
             if request is not None:
                 received.add(request)
                 if not ended.ok:
-                    self.failed_requests.add(request)
+                    failed.add(request)
+        if meta.completed_jobs:
+            self._unheard.keep(Said(meta, received, failed))
+        self.failed_requests = failed
         return set(), received
 
     def build_connector_worker_meta(self) -> Any:

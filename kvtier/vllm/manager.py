@@ -52,7 +52,7 @@ class ChainManager:
         """The cache groups that are kept; until they are known, nothing is found."""
         self._clock = clock
         self.costs = costs
-        self._pace = Pace(costs, clock) if costs is not None else None
+        self.pace = Pace(costs, clock)
         self._crowd = Crowd()
         namespace = stack.namespace
         self._geometry = Geometry(namespace.digest, namespace.group_bytes, namespace.parts)
@@ -347,18 +347,12 @@ class ChainManager:
         """The engine computes so many prompt tokens now, after so many others."""
         self._crowd.stepped()
         self._computing = bool(tokens)
-        if self._pace is not None:
-            self._pace.began(tokens, context)
+        self.pace.began(tokens, context)
 
     def give_up(self) -> int | None:
         """An errand of a load that is not worth waiting for any longer, if the engine has nothing
         else to compute."""
         return None if self._computing or self._crowd.anybody else self._patience.give_up()
-
-    def step_ended(self) -> None:
-        """The oldest step that began has ended."""
-        if self._pace is not None:
-            self._pace.ended()
 
     def on_request_finished(self, request: str) -> None:
         """The request asks for nothing any more; its errands may still be under way."""

@@ -44,7 +44,9 @@ class _Step(NamedTuple):
 class Pace:
     """Tells the cost model of every step that computed prompts. On the scheduler's thread."""
 
-    def __init__(self, costs: CostModel, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, costs: CostModel | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._costs = costs
         self._clock = clock
         self._steps: deque[_Step] = deque()
@@ -56,10 +58,16 @@ class Pace:
             self._steps.clear()
         self._steps.append(_Step(self._clock(), tokens, context))
 
+    def lost(self) -> None:
+        """No step that began ends any more."""
+        self._steps.clear()
+
     def ended(self) -> None:
         """The oldest step is complete. With steps scheduled ahead, it began when the last ended."""
         if not self._steps:
             return
         step, now = self._steps.popleft(), self._clock()
-        self._costs.observe_prefill(step.tokens, now - max(step.began, self._ended), step.context)
+        if self._costs is not None:
+            seconds = now - max(step.began, self._ended)
+            self._costs.observe_prefill(step.tokens, seconds, step.context)
         self._ended = now

@@ -208,7 +208,13 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     @guarded(lambda: None)
     def step_ended(self) -> None:
         """The oldest step that began has ended."""
-        self._manager.step_ended()
+        self._manager.pace.ended()
+
+    @guarded(lambda: None)
+    def steps_lost(self) -> None:
+        """None of those that began ends, and what they were to compute is in no block."""
+        self._manager.distrust_stores()
+        self._manager.pace.lost()
 
     @guarded(lambda: None)
     def report(self, number: int, report: Report) -> str | None:
@@ -334,6 +340,11 @@ class VllmWorker(compat.OffloadingWorker):  # type: ignore[misc]
     def give_up(self, number: int) -> None:
         """Wait no longer for what has not arrived of an errand's load."""
         self._worker.give_up(number)
+
+    @guarded(lambda: None)
+    def abandon(self, job_id: int, errand: Errand) -> None:
+        """A job that never came here ends as one that could not be submitted."""
+        self._worker.abandon(job_id, errand)
 
     @guarded(list)
     def take_ended(self) -> list[Ended]:

@@ -144,25 +144,36 @@ class Host:
         engine.abort_request(["failed"])
         self._step()
 
-    def fail_a_step(self) -> None:
-        """The next step fails on its worker, and the engine goes on, as with
-        `--enable-fault-tolerance` (which needs ranks on GPUs)."""
+    def fail_a_step(self, when: str) -> None:
+        """The next step fails on its worker `before` it has begun, `amid` what is computed, or
+        `after` all that was to be copied. The engine goes on, as with `--enable-fault-tolerance`
+        (which needs ranks on GPUs)."""
         from vllm.v1.fault_tolerance.engine_core_sentinel import EngineCoreSentinel
 
         core, runner = self._core, self._core.model_executor.driver_worker.model_runner
+        worker, compute = self._connector_worker, runner.execute_model
 
-        def fail(*_: Any, **__: Any) -> None:
+        def fail(*given: Any, **named: Any) -> None:
+            if when == "after":
+                copied = worker.worker.take_ended
+                worker.worker.take_ended = lambda: (
+                    worker.worker.wait({*worker._storing, *worker._load_jobs}) or copied()
+                )
+                compute(*given, **named)
+                del worker.worker.take_ended
             raise RuntimeError("another rank is gone")
 
-        runner._model_forward = fail
+        method = "_model_forward" if when == "amid" else "execute_model"
+        setattr(runner, method, fail)
         try:
-            core.step_fn()
+            while True:
+                core.step_fn()
         except RuntimeError as error:
             core.engine_index, core.output_queue = 0, queue.Queue()
             core._send_abort_outputs = lambda _: None
             EngineCoreSentinel(core, core.vllm_config.parallel_config).on_fault(error)
         finally:
-            del runner._model_forward
+            delattr(runner, method)
         runner.execute_model_state = None  # as workers forget it when they are told to go on
         self.abort()
 
@@ -197,7 +208,7 @@ class Host:
         """Sleep; answers with how many blocks were still copied after that had returned."""
         self._llm.sleep(level=level)
         before = self._copied
-        copies = self._rank._worker
+        copies = self._connector_worker.worker._worker
         copies.wait(set(copies._numbers))
         return self._copied - before
 
@@ -253,11 +264,11 @@ class Host:
     # -- the engine and its caches
 
     @property
-    def _rank(self) -> Any:
+    def _connector_worker(self) -> Any:
         """The worker's side of the connector."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return get_kv_transfer_group().connector_worker.worker
+        return get_kv_transfer_group().connector_worker
 
     @property
     def _core(self) -> Any:

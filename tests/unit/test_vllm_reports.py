@@ -260,11 +260,11 @@ def test_the_engines_steps_tell_how_fast_it_computes(stack: Stack) -> None:
     managed = ChainManager(stack, region="region", ranks=1, costs=costs, clock=lambda: now[0])
     managed.step_began(1024, 0)
     now[0] += 2.0
-    managed.step_ended()
+    managed.pace.ended()
     assert costs.recompute_seconds(0, 1024) == pytest.approx(2.0, rel=0.2)
     without = ChainManager(stack, region="region", ranks=1)
     without.step_began(1024, 0)
-    without.step_ended()
+    without.pace.ended()
 
 
 def test_whoever_ends_a_step_learns_what_has_landed(

@@ -359,24 +359,6 @@ def test_a_request_that_fails_amid_its_prompt(
     assert found["cached"] < 500
 
 
-def test_a_step_that_fails_in_an_engine_that_goes_on(
-    world: World, model: Callable[..., Path], reference: dict[str, Any]
-) -> None:
-    """vLLM takes what it was to compute for computed: it is served by no cache, here or there."""
-    options = {"max_num_batched_tokens": 500, "max_num_seqs": 4, "async_scheduling": False}
-    with world.engine(model("llama"), stack=world.stack(), **options) as engine:
-        engine.begin(prompt=PROMPT, tokens=16, steps=1)
-        engine.fail_a_step()
-        assert engine.generate(prompts=[PROMPT]) == [reference | {"cached": 0}]
-        engine.forget_engine_cache()
-        assert engine.generate(prompts=[PROMPT]) == [reference | {"cached": HIT}]
-        engine.settle()
-        facts = engine.facts()
-        assert (facts["mistakes"], facts["pending"], facts["requests"]) == (0, 0, 0)
-    with world.engine(model("llama"), stack=world.stack()) as engine:
-        assert engine.generate(prompts=[PROMPT]) == [reference | {"cached": 0}]
-
-
 def test_a_prompt_whose_tokens_are_scored(world: World, model: Callable[..., Path]) -> None:
     """What is loaded has no scores: all of it is computed, and kept for others."""
     scored: dict[str, Any] = {"host": HOST.with_name("scored.py")}
