@@ -11,17 +11,19 @@ import socket
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from kvtier.backends.object.errors import TimedOut, Unavailable
+from kvtier.core.aside import aside
 
 Found = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]]
 """As `socket.getaddrinfo` answers."""
 
 
 class Resolver:
-    """Asks in threads of its own, once for each name at a time, however many wait for the answer:
-    who has waited long enough leaves the thread behind, and the answer to those who come."""
+    """Asks once for each name at a time, however many wait for the answer: who has waited long
+    enough leaves it to those who come."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,31 +34,18 @@ class Resolver:
         name = host, port
         with self._lock:
             answer = self._asked.get(name)
-            if answer is None:
-                answer = self._begin(name)
+            if answer is None or answer.done():
+                answer = self._asked[name] = self._ask(host, port)
         try:
             return answer.result(seconds)
         except TimeoutError as error:
+            if answer.done():
+                raise  # it is the answer
             raise TimedOut(f"no name server says what {host} stands for") from error
 
-    def _begin(self, name: tuple[str, int]) -> Future[Found]:
-        """Under the lock."""
-        answer: Future[Found] = Future()
-        asking = threading.Thread(
-            target=self._ask, args=(name, answer), name="kvtier-resolver", daemon=True
-        )
+    def _ask(self, host: str, port: int) -> Future[Found]:
+        ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
         try:
-            asking.start()
-        except RuntimeError as error:  # the system gives no more threads
-            raise Unavailable(f"nobody can ask what {name[0]} stands for: {error}") from error
-        self._asked[name] = answer
-        return answer
-
-    def _ask(self, name: tuple[str, int], answer: Future[Found]) -> None:
-        try:
-            answer.set_result(socket.getaddrinfo(*name, type=socket.SOCK_STREAM))
-        except (OSError, UnicodeError) as error:
-            answer.set_exception(error)
-        finally:
-            with self._lock:
-                del self._asked[name]
+            return aside(ask, "kvtier-resolver")
+        except RuntimeError as error:
+            raise Unavailable(f"nobody can ask what {host} stands for: {error}") from error

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from kvtier.backends.object.errors import NoCredentials, WrongRegion
+from kvtier.core.aside import aside
 from kvtier.errors import ExtraMissing
 
 _REGION = re.compile(r"[A-Za-z0-9-]{1,63}")
@@ -124,11 +125,9 @@ class Signer:
     def _ask(self) -> Any:
         """Under the lock. Who has waited long enough leaves the answer to those who come."""
         if self._asking is None or self._asking.done():
-            asking: Future[Any] = Future()
-            threading.Thread(
-                target=self._answer, args=(asking,), name="kvtier-credentials", daemon=True
-            ).start()
-            self._asking = asking
+            self._asking = aside(
+                lambda: self._find().get_frozen_credentials(), "kvtier-credentials"
+            )
         try:
             return self._asking.result(_ASKING_S)
         except TimeoutError:
@@ -138,15 +137,6 @@ class Signer:
                 "credentials are not handed out in time: check the program, the server or the "
                 "metadata service that this machine has them from"
             ) from None
-
-    def _answer(self, asking: Future[Any]) -> None:
-        try:
-            asking.set_result(self._find().get_frozen_credentials())
-        except Exception as error:  # noqa: BLE001 - it is raised where somebody waits
-            asking.set_exception(error)
-        finally:
-            if not asking.done():
-                asking.set_exception(NoCredentials("who hands out credentials has given up"))
 
     def renew(self) -> bool:
         """Ask the chain again, at most every few seconds; whether it will be asked."""

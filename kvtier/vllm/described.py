@@ -25,6 +25,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from kvtier.types import GROUP_BYTES, BlockKey, group_of
+from kvtier.vllm import compat
 from kvtier.vllm.guard import guarded
 
 KnownAs = Callable[[bytes, str], BlockKey]
@@ -214,3 +215,23 @@ def _extra_keys(request: Any, start: int, end: int, block: int) -> Iterator[Any]
     for at in range(start, end, block):
         keys, medium = generate_block_hash_extra_keys(request, at, at + block, medium)
         yield keys
+
+
+_LOCALITY = {"nvme": compat.Locality.LOCAL, "object": compat.Locality.REMOTE}
+
+
+def events_of(events: Iterable[Any]) -> list[Any]:
+    """The chain's events in vLLM's words."""
+    told = []
+    for event in events:
+        memory = event.medium in ("cpu", "memory")
+        told.append(
+            compat.OffloadingEvent(
+                keys=list(event.keys),
+                medium=compat.Medium.CPU if memory else compat.Medium.STORAGE,
+                removed=event.kind.value == "removed",
+                locality=_LOCALITY.get(event.medium),
+                ownership=None if memory else event.medium,
+            )
+        )
+    return told

@@ -20,6 +20,7 @@ from kvtier.errors import ConfigError
 from kvtier.stack import Stack
 from kvtier.types import BlockKey
 from kvtier.vllm import compat, errands
+from kvtier.vllm.described import events_of
 from kvtier.vllm.guard import guarded
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.metrics import Meter, definitions
@@ -220,9 +221,13 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     def report(self, number: int, report: Report) -> str | None:
         """What ranks say of an errand; names the request if its load has now failed."""
         self._meter.reported(report)
-        if not self.adapters.vouches(number):
+        if not self._vouched(number):
             self._manager.distrust_stores()
         return self._manager.report(number, report)
+
+    @guarded(lambda: False)
+    def _vouched(self, number: int) -> bool:
+        return self.adapters.vouches(number)
 
     @guarded(lambda: None)
     def mistook(self, mistakes: int) -> None:
@@ -376,23 +381,3 @@ def _hopeless(keys: Collection[bytes]) -> Errand:
     """A load that fails on the worker: `prepare_load` cannot refuse."""
     known = [BlockKey(key) for key in keys]
     return Errand(0, "", Geometry(b"", (), 1), known, [NO_SLOT] * len(known), 0.0)
-
-
-_LOCALITY = {"nvme": compat.Locality.LOCAL, "object": compat.Locality.REMOTE}
-
-
-def events_of(events: Iterable[Any]) -> list[Any]:
-    """The chain's events in vLLM's words."""
-    told = []
-    for event in events:
-        memory = event.medium in ("cpu", "memory")
-        told.append(
-            compat.OffloadingEvent(
-                keys=list(event.keys),
-                medium=compat.Medium.CPU if memory else compat.Medium.STORAGE,
-                removed=event.kind.value == "removed",
-                locality=_LOCALITY.get(event.medium),
-                ownership=None if memory else event.medium,
-            )
-        )
-    return told

@@ -6,13 +6,15 @@ import hashlib
 import json
 import logging
 import os
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
+
+from kvtier.core.aside import aside
 
 logger = logging.getLogger(__name__)
 
@@ -209,13 +211,9 @@ class Adapters:
         """What stands in the keys for this adapter; None if nothing is to be kept of it."""
         if self._look is not None and not self._look.done():
             return None
-        look: Future[bytes | None] = Future()
-        threading.Thread(
-            target=self._answer, args=(folder, look), name="kvtier-adapter", daemon=True
-        ).start()
-        self._look = look
+        self._look = aside(partial(self._salt, folder), "kvtier-adapter")
         try:
-            return look.result(self._patience_s)
+            return self._look.result(self._patience_s)
         except TimeoutError:
             logger.warning(
                 "the files of the adapter in %s take long to be looked at: nothing is kept of "
@@ -223,13 +221,6 @@ class Adapters:
                 folder,
             )
             return None
-
-    def _answer(self, folder: Path, look: Future[bytes | None]) -> None:
-        salt = None
-        try:
-            salt = self._salt(folder)
-        finally:
-            look.set_result(salt)
 
     def _salt(self, folder: Path) -> bytes | None:
         if folder in self._known and self._known[folder][1] is None:

@@ -166,7 +166,7 @@ def chunk_of(number: int, window: int | None = None) -> tuple[Any, Any, int, byt
 
 def told_of(keys: list[bytes], *, removed: bool = False, tier: str = "nvme") -> Any:
     from kvtier.types import BlockKey, EventKind, TierEvent
-    from kvtier.vllm.spec import events_of
+    from kvtier.vllm.described import events_of
 
     kind = EventKind.REMOVED if removed else EventKind.STORED
     (event,) = events_of([TierEvent(kind, tier, tuple(BlockKey(key) for key in keys))])
