@@ -163,8 +163,8 @@ class Host:
                 del worker.worker.take_ended
             raise RuntimeError("another rank is gone")
 
-        method = "_model_forward" if when == "amid" else "execute_model"
-        setattr(runner, method, fail)
+        whose, method = (runner.model, "forward") if when == "amid" else (runner, "execute_model")
+        setattr(whose, method, fail)
         try:
             while True:
                 core.step_fn()
@@ -173,7 +173,7 @@ class Host:
             core._send_abort_outputs = lambda _: None
             EngineCoreSentinel(core, core.vllm_config.parallel_config).on_fault(error)
         finally:
-            delattr(runner, method)
+            delattr(whose, method)
         runner.execute_model_state = None  # as workers forget it when they are told to go on
         self.abort()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines.engine import Engine
+from engines.engine import HOST, Engine
 from engines.world import World, prompt
 
 PROMPT, OTHER = prompt(21, 1100), prompt(22, 1100)
@@ -29,16 +29,22 @@ def check_at_rest(engine: Engine, free: int) -> None:
     assert engine.facts()["free_blocks"] == free
 
 
+SECOND = {"host": HOST.with_name("second_runner.py"), "fresh": True}
+
+
+@pytest.mark.parametrize("runner", [{}, SECOND], ids=["first", "second"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["one-by-one", "ahead"])
 def test_a_step_that_fails(
     world: World,
     model: Callable[..., Path],
     references: list[dict[str, Any]],
     ahead: bool,
+    runner: dict[str, Any],
 ) -> None:
     """vLLM takes what it was to compute for computed: it is served by no cache, here or there.
     And what was stored in it, or loaded, has ended, or never began."""
     options = {"max_num_batched_tokens": 500, "max_num_seqs": 4, "async_scheduling": ahead}
+    options |= runner | {"max_model_len": 1408}
     with world.engine(model("llama"), stack=world.stack(), **options) as engine:
         free = engine.facts()["free_blocks"]
         for when in WHENS:
