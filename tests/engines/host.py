@@ -399,6 +399,10 @@ class Host:
         """What was noted."""
         return self._crowds
 
+    def forget_speeds(self) -> None:
+        """Take tiers to be as fast as they are held to be before anything was loaded."""
+        self._manager.costs._links.clear()
+
     def costs(self) -> dict[str, Any]:
         """What the cost model knows of each link, and of a prompt of 1000 tokens."""
         import msgspec

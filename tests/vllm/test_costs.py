@@ -135,10 +135,9 @@ def test_a_load_that_hangs_is_not_waited_for(
             cached: int = found["cached"]
             return cached
 
-        engine.clear(tier=0)
-        assert ask(0) == HIT, "the disk is known to be quick"
         for number, late in ((1, 1), (2, 2)):
             engine.clear(tier=0)
+            engine.forget_speeds()  # on a busy machine one load that hangs is reason enough
             engine.hold_reads()
             assert ask(number) == 0
             assert engine.facts()["late_loads"] == late
