@@ -14,8 +14,8 @@ import fcntl
 import logging
 import os
 import secrets
-import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
@@ -37,7 +37,8 @@ from kvtier.backends.nvme.files import (
 )
 from kvtier.backends.nvme.idle import reclaim
 from kvtier.backends.nvme.kin import differs_in
-from kvtier.core.disk import Disk, lock_within
+from kvtier.backends.nvme.lock import FolderBusy, folder_locked
+from kvtier.core.disk import Disk
 from kvtier.core.record import Buffer
 from kvtier.core.slab.layout import (
     ENTRY_BYTES,
@@ -54,13 +55,8 @@ from kvtier.types import Namespace
 logger = logging.getLogger(__name__)
 
 _MAKING = ".making"
-_LOCK_WAIT_S = 10.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOBODY = 0
-
-
-class FolderBusy(MediumError):
-    """Another process holds the folder's lock for too long."""
 
 
 class SlabFile(msgspec.Struct, frozen=True):
@@ -83,22 +79,14 @@ class NvmeFolder:
         self.namespace = namespace
         self.home = root / namespace.id
         self.owners = self.home / "owners"
-        self._lock_fd = -1
         self.establish()
 
     def establish(self) -> None:
         """Make what is missing of the folder; raises MediumError if it cannot be used."""
         with self._explained():
             self.root.mkdir(mode=0o700, exist_ok=True)
-            self._open_lock()
             with self.locked():
                 self._make_home()
-
-    def _open_lock(self) -> None:
-        lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-        self._lock_fd = lock
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -143,24 +131,9 @@ class NvmeFolder:
                 facts,
             )
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Hold the folder's lock; raises FolderBusy rather than wait without end."""
-        end = time.monotonic() + _LOCK_WAIT_S
-        while True:
-            if not lock_within(self._lock_fd, fcntl.LOCK_EX, end - time.monotonic()):
-                raise FolderBusy(
-                    f"{self.root} is locked by a process that hangs: `fuser -v {self.root}/lock` "
-                    "names those that have it open; end the one that hangs"
-                )
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(self._lock_fd), (self.root / "lock").stat()):
-                    break
-            self._open_lock()  # somebody has removed the file: others take another by now
-        try:
-            yield
-        finally:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+        return folder_locked(self.root)
 
     # -- owners ----------------------------------------------------------------------------
 
@@ -367,9 +340,6 @@ class NvmeFolder:
     def _reclaim(self, limits: Limits) -> bool:
         wanted, keep_s = limits.slab_bytes, limits.keep_s
         return reclaim(self.root, self.home, limits.capacity, wanted, keep_s, self.disk)
-
-    def close(self) -> None:
-        os.close(self._lock_fd)
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -386,4 +386,3 @@ class Keeper:
             else:
                 self._write_uses(0.0, at_once=True)
         let_go(self.folder.owners, self.owner, self._owner_fd)
-        self.folder.close()

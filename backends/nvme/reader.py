@@ -51,9 +51,6 @@ class FolderToRead(NvmeFolder):
         """Nobody can tell here. Whom nobody succeeds must not be waited for: they all are."""
         return True
 
-    def close(self) -> None:
-        """There is nothing to let go of."""
-
 
 class Reader(Keeper):
     """A keeper that only looks."""
@@ -68,4 +65,4 @@ class Reader(Keeper):
         """Nothing is written down."""
 
     def _end(self) -> None:
-        self.folder.close()
+        """Nothing is to be let go of."""

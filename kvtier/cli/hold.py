@@ -12,27 +12,11 @@ from pathlib import Path
 
 from kvtier.core.disk import is_locked, lock_within
 from kvtier.core.slab.layout import OWNER, OWNER_AT
-from kvtier.errors import MediumError, MediumInUse
+from kvtier.errors import MediumInUse
 
-_LOCK_WAIT_S = 10.0
 _LOOK_S = 0.2
 _STOPPED_S = 10.0
 """A command that was stopped so long ago (by Ctrl-Z, say) is not about to go on."""
-
-
-@contextlib.contextmanager
-def folder_locked(root: Path) -> Iterator[None]:
-    """Hold the lock under which an NVMe folder's slabs change hands."""
-    fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        if not lock_within(fd, fcntl.LOCK_EX, _LOCK_WAIT_S):
-            raise MediumError(
-                f"{root} is locked by another process: try again, or find what hangs "
-                f"(`fuser -v {root}/lock` names those that have it open)"
-            )
-        yield
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

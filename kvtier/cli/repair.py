@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.backends.nvme.files import remove_slab
+from kvtier.backends.nvme.lock import folder_locked
 from kvtier.cli.blocks import Block, entry_of
 from kvtier.cli.console import said_of
 from kvtier.cli.hold import (
-    folder_locked,
     has_live_owner,
     has_owner_now,
     region_held,

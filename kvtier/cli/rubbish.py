@@ -25,7 +25,8 @@ from kvtier.backends.nvme.files import (
     unfinished,
     used_at,
 )
-from kvtier.cli.hold import folder_held, folder_locked, has_live_owner, has_owner_now
+from kvtier.backends.nvme.lock import folder_locked
+from kvtier.cli.hold import folder_held, has_live_owner, has_owner_now
 from kvtier.cli.holdings import BENCH_MARK, NAMESPACE_ID, Place, Slab
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk, is_locked

@@ -16,7 +16,7 @@ from cli_world import command
 
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.uses import Uses
-from kvtier.cli import commands, hold
+from kvtier.cli import commands
 from kvtier.cli.pack import PackWriter
 from kvtier.testing.records import NAMESPACE
 from kvtier.types import BlockKey
@@ -33,7 +33,6 @@ def read_only_lock(filled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     for module in ("rubbish", "repair"):  # first: what is imported later would keep it for ever
         monkeypatch.setattr(f"kvtier.cli.{module}.folder_locked", locked)
-    monkeypatch.setattr(hold, "folder_locked", locked)
     return filled
 
 

@@ -23,7 +23,8 @@ from kvtier.backends.nvme import handler as handler_module
 from kvtier.backends.nvme import keeper as keeper_module
 from kvtier.backends.nvme import tier as tier_module
 from kvtier.backends.nvme.files import hold_owner, owner_path
-from kvtier.backends.nvme.folder import NOBODY, FolderBusy, Limits, NvmeFolder
+from kvtier.backends.nvme.folder import NOBODY, Limits, NvmeFolder
+from kvtier.backends.nvme.lock import FolderBusy
 from kvtier.backends.nvme.news import News
 from kvtier.core.disk import Disk
 from kvtier.core.record import Buffer, record_bytes
@@ -78,7 +79,6 @@ def test_a_slab_that_cannot_be_made_leaves_nothing(tmp_path: Path, lack: str) ->
     assert open_files() == before
     assert set(folder.home.iterdir()) == there
     os.close(fd)
-    folder.close()
 
 
 def test_an_owner_that_is_asked_after_can_still_be_acted_for(
@@ -177,7 +177,6 @@ def test_a_namespace_that_was_reclaimed_while_it_opened_is_made_again(tmp_path: 
     assert folder.alive(owner)
     assert (folder.home / "namespace.json").is_file()
     os.close(fd)
-    folder.close()
 
 
 def test_who_is_no_owner_any_more_becomes_one_again(tmp_path: Path) -> None:

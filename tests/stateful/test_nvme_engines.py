@@ -98,7 +98,6 @@ class Walker:
         """As kill -9 leaves it: nothing is written down, the locks are gone."""
         self.engine.handler.close()
         os.close(self.engine.keeper._owner_fd)
-        self.engine.keeper.folder.close()
 
     def end(self) -> None:
         """Everything under way comes to an end, and nothing is held any more."""

@@ -1,0 +1,47 @@
+"""The one lock of an NVMe folder, for what concerns several processes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtier.core.disk import lock_within
+from kvtier.errors import MediumError
+
+_WAIT_S = 10.0
+
+
+class FolderBusy(MediumError):
+    """Another process holds the folder's lock for too long."""
+
+
+@contextlib.contextmanager
+def folder_locked(root: Path) -> Iterator[None]:
+    """Hold the lock under which a folder's slabs change hands; raises FolderBusy rather than wait
+    without end."""
+    path, end = root / "lock", time.monotonic() + _WAIT_S
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if not lock_within(fd, fcntl.LOCK_EX, end - time.monotonic()):
+                raise FolderBusy(
+                    f"{root} is locked by a process that hangs: `fuser -v {path}` names those that "
+                    "have it open; end the one that hangs"
+                )
+            if _has_name(fd, path):  # else somebody has removed it: others take another by now
+                yield
+                return
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that is just being started has it open, too
+            os.close(fd)
+
+
+def _has_name(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
