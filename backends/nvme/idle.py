@@ -6,6 +6,7 @@ the folder: models that are served in turn do not cost each other all they have.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +22,8 @@ from kvtier.backends.nvme.files import (
     is_newer,
     length,
     remove_bare_home,
+    remove_slab,
     slab_files,
-    take_away,
     used_at,
     used_bytes,
 )
@@ -57,8 +58,8 @@ def reclaim(root: Path, mine: Path, capacity: int, wanted: int, keep_s: float, d
             if enough or (home.path in recent and left <= share):
                 break
             size = _bytes(table)
-            if take_away(disk, table):
-                take_away(disk, table.with_suffix(DATA_SUFFIX))
+            with contextlib.suppress(OSError):  # a folder of that name, say, must stop nothing else
+                remove_slab(disk, table)
                 left -= size
                 removed = True
         if not slab_files(home.path, TABLE_SUFFIX):
