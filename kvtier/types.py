@@ -238,23 +238,10 @@ class TierStats(msgspec.Struct):
     bytes_capacity: int = 0
     free: int = 0
     """Blocks that can be reserved before any is evicted."""
-    hits: int = 0
-    misses: int = 0
     stored: int = 0
     evicted: int = 0
     dropped: int = 0
     corrupt: int = 0
-    gone: int = 0
-    io_errors: int = 0
     pinned: int = 0
     in_flight: int = 0
     quarantined: int = 0
-
-    def count_failure(self, outcome: Outcome) -> None:
-        """A block could not be loaded."""
-        if outcome is Outcome.CORRUPT:
-            self.corrupt += 1
-        elif outcome is Outcome.GONE:
-            self.gone += 1
-        else:
-            self.io_errors += 1

@@ -43,10 +43,7 @@ class MemoryTier(Tier):
         self._stats = TierStats(self.medium, bytes_capacity=store.slots * store.slot_bytes)
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
-        found = [self._presence(key) for key in keys]
-        self._stats.hits += found.count(Presence.HIT)
-        self._stats.misses += found.count(Presence.MISS)
-        return found
+        return [self._presence(key) for key in keys]
 
     def _presence(self, key: BlockKey) -> Presence:
         if key in self._resident:
@@ -64,7 +61,7 @@ class MemoryTier(Tier):
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
         for key, outcome in (failed or {}).items():
-            self._stats.count_failure(outcome)
+            self._stats.corrupt += outcome is Outcome.CORRUPT
             if key in self._resident:
                 self._drop([key])
         for key in keys:

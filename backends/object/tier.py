@@ -133,7 +133,7 @@ class ObjectTier(ObjectCatalogue):
             self._generation.pop(key, None)
 
     def _fail(self, key: BlockKey, outcome: Outcome) -> None:
-        self._stats.count_failure(outcome)
+        self._stats.corrupt += outcome is Outcome.CORRUPT
         if key not in self._where:
             return
         if outcome in (Outcome.CORRUPT, Outcome.IO_ERROR):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.core.flight import Purpose, Settled
+from kvtier.core.flight import Settled
 from kvtier.core.health import Health
 from kvtier.core.ledger import Ledger
 from kvtier.core.links import Link, LinkStats
@@ -93,8 +93,6 @@ class Cascade:
         link.stats.in_flight -= len(transfer.keys)
         link.stats.written += len(move.committed)
         link.stats.bytes_written += result.bytes_moved
-        if move.move.purpose is Purpose.DEMOTION:
-            link.stats.demoted += len(move.committed)
         link.failed(move.failed.values())
         self._health.observe(transfer.target, result.outcomes, now)
         self.committed(transfer.target, move.committed)
@@ -116,7 +114,7 @@ class Cascade:
         # From host memory the mover writes without a copy; the tier above is the second choice.
         for source in dict.fromkeys((HOST, link.source)):
             if keys:
-                keys, left = self._carry(Purpose.CASCADE, link, source, keys, now)
+                keys, left = self._carry(link, source, keys, now)
                 below = self._tiers[link.target].lookup(left)
                 missing = (k for k, at in zip(left, below, strict=True) if at is Presence.MISS)
                 self._pass_on(link, list(missing))
@@ -138,17 +136,17 @@ class Cascade:
         link.pressed = not all_of_them
         if keys:
             under_way = link.stats.in_flight
-            self._carry(Purpose.DEMOTION, link, link.source, keys, now)
+            self._carry(link, link.source, keys, now)
             if link.stats.in_flight == under_way:  # nor would they be taken in the next step
                 link.pressed = False
 
     def _carry(
-        self, purpose: Purpose, link: Link, source: int, keys: Sequence[BlockKey], now: float
+        self, link: Link, source: int, keys: Sequence[BlockKey], now: float
     ) -> tuple[list[BlockKey], list[BlockKey]]:
         """Start to move what the source has and the target has not. Answers with what the source
         lacks, and with what the target has or has no room for."""
         deadline = now + self._settings[link.target].store_deadline.seconds
-        transfer, absent = self._ledger.carry(purpose, source, link.target, keys, deadline)
+        transfer, absent = self._ledger.carry(source, link.target, keys, deadline)
         if transfer is not None:
             if self._mover.submit(transfer):
                 link.stats.in_flight += len(transfer.keys)
@@ -174,4 +172,4 @@ class Cascade:
                 link.pressed |= link.source == tier
                 if link.source == tier and link.write is WritePolicy.ON_EVICT:
                     below = self._tiers[link.target].lookup(link.admitted(keys))
-                    link.stats.lost += below.count(Presence.MISS)
+                    link.drop("gone", below.count(Presence.MISS))

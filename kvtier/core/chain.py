@@ -193,7 +193,6 @@ class TierChain(Tier):
         if origins.count(HOST) < len(keys):
             self._take_in(ticket, keys, origins)
         self._ledger.seal(ticket, keys)
-        self._tally.opened(ticket)
         self._uses.append([*ticket.keys, *ticket.files] if ticket.files else ticket.keys)
         self.promises.count_again()
         return ticket
@@ -294,7 +293,6 @@ class TierChain(Tier):
         if self._costs is not None:
             self._costs.collected()
         late, ids = self._ledger.expire(now)
-        self._tally.expired += len(late)
         self._ended += late
         if ids:
             self._mover.cancel(ids)
@@ -376,7 +374,6 @@ class TierChain(Tier):
             [tier.stats() for tier in self.tiers],
             self._cascade.stats(),
             self._mover.stats(),
-            overdue=self._ledger.overdue(now),
             down=[
                 self._load_health.down(tier, now) or self._store_health.down(tier, now)
                 for tier in range(len(self.tiers))

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from kvtier.core.tier import Tier
-from kvtier.core.transfer import Transfer
+from kvtier.core.transfer import Transfer, TransferKind
 from kvtier.errors import NotResident
 from kvtier.types import BlockKey, FilePlace, LoadStoreSpec, Outcome, Presence
-
-
-class Purpose(enum.Enum):
-    """Why blocks move between two tiers."""
-
-    PROMOTION = "promotion"
-    CASCADE = "cascade"
-    DEMOTION = "demotion"
 
 
 class Ticket:
@@ -125,19 +116,17 @@ class Move:
         "due",
         "joinable",
         "keys",
-        "purpose",
         "spoiled",
         "transfer",
         "waiters",
     )
 
-    def __init__(self, purpose: Purpose, transfer: Transfer) -> None:
-        self.purpose = purpose
+    def __init__(self, transfer: Transfer) -> None:
         self.transfer = transfer
         self.due = 0.0
         """When it is expected to end; 0 if nobody knows."""
         self.keys = transfer.keys
-        self.joinable = purpose is Purpose.PROMOTION
+        self.joinable = transfer.kind is TransferKind.LOAD
         self.waiters: list[Ticket] = []
         self.spoiled: dict[BlockKey, Outcome] = {}
         """Will be aborted whatever the mover says: dropped or found bad meanwhile."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 
-from kvtier.core.flight import Held, Move, Purpose, Settled, Ticket, pin_what_is_there, split
+from kvtier.core.flight import Held, Move, Settled, Ticket, pin_what_is_there, split
 from kvtier.core.plan import HOST, gather
 from kvtier.core.tier import Tier
 from kvtier.core.transfer import Transfer, TransferKind, TransferResult
@@ -58,11 +58,7 @@ class Ledger:
     def promoting(self, id: int) -> bool:
         """Whether a transfer is one that requests wait for."""
         move = self._moves.get(id)
-        return move is not None and move.purpose is Purpose.PROMOTION
-
-    def overdue(self, now: float) -> int:
-        """Transfers whose result should have been there: their slots wait for it."""
-        return sum(move.transfer.deadline <= now for move in self._moves.values())
+        return move is not None and move.transfer.kind is TransferKind.LOAD
 
     # loads: open, fill, seal, release
 
@@ -102,7 +98,7 @@ class Ledger:
         self, ticket: Ticket, source: int, keys: Sequence[BlockKey], deadline: float
     ) -> Transfer | None:
         """Reserve host slots for blocks of a lower tier and pin them there; None if none fits."""
-        move, _ = self._begin(Purpose.PROMOTION, source, HOST, keys, deadline)
+        move, _ = self._begin(source, HOST, keys, deadline)
         if move is None:
             return None
         self.joinable.update(dict.fromkeys(move.keys, move))
@@ -204,17 +200,17 @@ class Ledger:
     # transfers between tiers: carry, refuse, settle
 
     def carry(
-        self, purpose: Purpose, source: int, target: int, keys: Sequence[BlockKey], deadline: float
+        self, source: int, target: int, keys: Sequence[BlockKey], deadline: float
     ) -> tuple[Transfer | None, list[BlockKey]]:
         """Pin blocks at the source and reserve in the target what is new there.
 
         Answers with the transfer, None if there is nothing to move, and what the source lacks.
         """
-        move, absent = self._begin(purpose, source, target, keys, deadline)
+        move, absent = self._begin(source, target, keys, deadline)
         return move.transfer if move else None, absent
 
     def _begin(
-        self, purpose: Purpose, source: int, target: int, keys: Sequence[BlockKey], deadline: float
+        self, source: int, target: int, keys: Sequence[BlockKey], deadline: float
     ) -> tuple[Move | None, list[BlockKey]]:
         # Pinned first: making room in the target may evict, and must not do so for nothing.
         pinned, spec = pin_what_is_there(self._tiers[source], keys)
@@ -229,10 +225,9 @@ class Ledger:
             if not taken.keys:
                 return None, absent
             spec = gather([(pinned, spec)], taken.keys)
-        kind = TransferKind.LOAD if purpose is Purpose.PROMOTION else TransferKind.STORE
         transfer = Transfer(
             id=next(self._ids),
-            kind=kind,
+            kind=TransferKind.LOAD if target == HOST else TransferKind.STORE,
             source=source,
             target=target,
             keys=taken.keys,
@@ -240,8 +235,8 @@ class Ledger:
             target_spec=taken.spec,
             deadline=deadline,
         )
-        move = self._moves[transfer.id] = Move(purpose, transfer)
-        self.loading[source] += len(move.keys) if purpose is Purpose.PROMOTION else 0
+        move = self._moves[transfer.id] = Move(transfer)
+        self.loading[source] += len(move.keys) if target == HOST else 0
         return move, absent
 
     def _take(self, tier: int, keys: Sequence[BlockKey], evict: bool = True) -> Reservation:
@@ -278,7 +273,7 @@ class Ledger:
         self._tiers[move.transfer.source].complete_load(keys, blamed or None)
         if blamed and move.transfer.source == HOST:
             self.doom(blamed)
-        if move.purpose is Purpose.PROMOTION:
+        if move.transfer.kind is TransferKind.LOAD:
             self.loading[move.transfer.source] -= len(keys)
             for key in keys:
                 self.joinable.pop(key, None)

@@ -23,10 +23,6 @@ class LinkStats(msgspec.Struct):
     admitted: int = 0
     written: int = 0
     bytes_written: int = 0
-    demoted: int = 0
-    """The part of `written` that eviction was about to take."""
-    lost: int = 0
-    """Evicted above before they could be demoted."""
     waiting: int = 0
     in_flight: int = 0
     drops: dict[str, int] = {}

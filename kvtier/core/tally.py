@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvtier.core.flight import Purpose, Settled, Ticket
+from kvtier.core.flight import Settled
 from kvtier.core.links import LinkStats
 from kvtier.core.plan import JOINING
 from kvtier.core.transfer import MoverStats, TransferResult
@@ -33,11 +33,8 @@ def direct(link: str) -> str:
 class Sample(msgspec.Struct, frozen=True):
     """One transfer that ended, for a histogram."""
 
-    purpose: Purpose
     source: str
     target: str
-    blocks: int
-    bytes: int
     seconds: float
 
 
@@ -54,12 +51,6 @@ class ChainStats(msgspec.Struct):
     """Blocks that requests asked for and a tier did not hold, nor any above it; once a request."""
     failures: list[dict[str, int]]
     """Blocks that could not be loaded from each tier, by outcome."""
-    untaken: int
-    """Blocks of loads that were gone, or had no room, between lookup and load."""
-    expired: int
-    """Loads that passed their deadline."""
-    overdue: int
-    """Transfers whose deadline has passed and whose result is not there yet; a gauge."""
     down: list[bool]
     """Whether each tier is left alone for a while, because it failed again and again."""
 
@@ -79,8 +70,6 @@ class Tally:
         self.hit_bytes = [0] * len(media)
         self.misses = [0] * len(media)
         self.failures: list[dict[str, int]] = [{} for _ in media]
-        self.untaken = 0
-        self.expired = 0
 
     def sizes(self, keys: Sequence[BlockKey]) -> list[int]:
         """The payload of each key."""
@@ -103,10 +92,6 @@ class Tally:
         self.hit_bytes[tier] += size
         return size
 
-    def opened(self, ticket: Ticket) -> None:
-        """A load has begun, maybe with less than it asked for."""
-        self.untaken += len(ticket.missing)
-
     def failed(self, tier: int, outcomes: Iterable[Outcome]) -> None:
         """Blocks could not be loaded from a tier."""
         failures = self.failures[tier]
@@ -116,16 +101,8 @@ class Tally:
     def ended(self, settled: Settled, result: TransferResult) -> None:
         """A transfer has ended, be it good or bad."""
         transfer = settled.move.transfer
-        self._samples.append(
-            Sample(
-                settled.move.purpose,
-                self.media[transfer.source],
-                self.media[transfer.target],
-                len(transfer.keys),
-                result.bytes_moved,
-                result.seconds,
-            )
-        )
+        source, target = self.media[transfer.source], self.media[transfer.target]
+        self._samples.append(Sample(source, target, result.seconds))
 
     def take_samples(self) -> list[Sample]:
         """Transfers that ended since the last call; the most recent if they were many."""
@@ -138,8 +115,6 @@ class Tally:
         tiers: list[TierStats],
         links: list[LinkStats],
         mover: MoverStats,
-        *,
-        overdue: int,
         down: list[bool],
     ) -> ChainStats:
         """The counters as they stand, beside what others count."""
@@ -151,8 +126,5 @@ class Tally:
             hit_bytes=list(self.hit_bytes),
             misses=list(self.misses),
             failures=[dict(failures) for failures in self.failures],
-            untaken=self.untaken,
-            expired=self.expired,
-            overdue=overdue,
             down=down,
         )

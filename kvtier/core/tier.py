@@ -52,7 +52,7 @@ class Tier(ABC):
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
         """Unpin what `prepare_load` pinned. Keys that failed are no longer offered; the corrupt
-        ones are quarantined, and all of them counted by outcome."""
+        ones are quarantined, and counted."""
 
     @abstractmethod
     def prepare_store(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:

@@ -55,13 +55,6 @@ class MoverStats(msgspec.Struct):
 
     in_flight_blocks: int = 0
     """The only gauge: blocks of accepted transfers that have not ended."""
-    loads: int = 0
-    stores: int = 0
-    bytes_loaded: int = 0
-    bytes_stored: int = 0
-    dropped_stores: int = 0
-    refused_loads: int = 0
-    failed_blocks: int = 0
     timeouts: int = 0
     restarts: int = 0
 
@@ -69,7 +62,7 @@ class MoverStats(msgspec.Struct):
 class Mover(ABC):
     """Carries transfers out with bounded queues, priorities and deadlines.
 
-    - `submit` never blocks. It answers False, and counts, when a tier would have more than its
+    - `submit` never blocks. It answers False when a tier would have more than its
       `queue_blocks` in flight; loads are counted against loads alone, so that stores never crowd
       them out. A mover that is closed or down refuses everything.
     - Every accepted transfer gets exactly one result, and when the result is there nothing touches

@@ -46,19 +46,11 @@ class Books:
         if self._bounds is not None and any(
             self._waiting(transfer.kind, lane) + blocks > self._bounds[lane] for lane in lanes
         ):
-            self.refuse(transfer)
             return False
         for lane in lanes:
             self._in_flight[transfer.kind][lane] += blocks
         self._stats.in_flight_blocks += blocks
         return True
-
-    def refuse(self, transfer: Transfer) -> None:
-        """Count a transfer that is not taken in."""
-        if transfer.kind is TransferKind.STORE:
-            self._stats.dropped_stores += 1
-        else:
-            self._stats.refused_loads += 1
 
     def release(self, transfer: Transfer) -> None:
         """Take back an admission: the transfer has ended, or could not be handed on."""
@@ -70,15 +62,7 @@ class Books:
     def ended(self, transfer: Transfer, result: TransferResult) -> None:
         """Close the account of an admitted transfer."""
         self.release(transfer)
-        stats = self._stats
-        if transfer.kind is TransferKind.LOAD:
-            stats.loads += 1
-            stats.bytes_loaded += result.bytes_moved
-        else:
-            stats.stores += 1
-            stats.bytes_stored += result.bytes_moved
-        stats.failed_blocks += len(result.outcomes) - result.outcomes.count(Outcome.OK)
-        stats.timeouts += Outcome.TIMEOUT in result.outcomes
+        self._stats.timeouts += Outcome.TIMEOUT in result.outcomes
 
     def restarted(self) -> None:
         """Count a start that followed a death."""

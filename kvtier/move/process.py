@@ -109,7 +109,6 @@ class ProcessMover(Mover):
         with self._lock:
             link = self._link
             if link is None or self._closed:
-                self._books.refuse(transfer)
                 return False
             if transfer.id in self._flights:
                 raise ValueError(f"transfer {transfer.id} is in flight already")
@@ -117,7 +116,6 @@ class ProcessMover(Mover):
                 return False
             if not link.send(frame(Submit.of(transfer))):
                 self._books.release(transfer)
-                self._books.refuse(transfer)
                 return False
             longest = self._call_seconds[transfer.kind]
             late = max(longest[lane] for lane in self._books.lanes(transfer)) + self._grace_seconds

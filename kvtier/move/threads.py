@@ -68,7 +68,6 @@ class ThreadMover(Mover):
         now = time.monotonic()
         with self._lock:
             if self._closed:
-                self._books.refuse(transfer)
                 return False
             if transfer.id in self._jobs:
                 raise ValueError(f"transfer {transfer.id} is in flight already")

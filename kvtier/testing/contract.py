@@ -248,8 +248,7 @@ class CatalogueContract:
         }
         rig.tier.complete_load(keys, bad)
         assert rig.tier.lookup(keys) == [Presence.MISS] * 3 + [Presence.HIT] * 2
-        stats = rig.tier.stats()
-        assert (stats.corrupt, stats.gone, stats.io_errors) == (1, 1, 1)
+        assert rig.tier.stats().corrupt == 1
         rig.settle()
         assert rig.put(keys) == keys[:3]
         assert rig.get(keys) == keys
@@ -330,12 +329,11 @@ class CatalogueContract:
 
     def test_stats_count(self, rig: Rig) -> None:
         keys = rig.put(make_keys(4))
-        rig.tier.lookup([*keys, *make_keys(2, start=60)])
         rig.tier.prepare_load(keys[:3])
         reserved = rig.reserve(make_keys(1, start=90))
         stats = rig.tier.stats()
         assert stats.medium == rig.tier.medium
-        assert (stats.blocks, stats.stored, stats.hits, stats.misses) == (4, 4, 4, 2)
+        assert (stats.blocks, stats.stored) == (4, 4)
         assert (stats.pinned, stats.in_flight) == (3, 1)
         assert stats.bytes_used > 0
         rig.check_room()

@@ -301,9 +301,7 @@ class MoverContract:
         ids.append(rig.load(range(QUEUE_BLOCKS)))
         assert not rig.mover.submit(rig.transfer(TransferKind.LOAD, NEAR, HOST, [0]))
         ids.append(rig.store([0], FAR))
-        stats = rig.mover.stats()
-        assert (stats.dropped_stores, stats.refused_loads) == (1, 1)
-        assert stats.in_flight_blocks == 2 * QUEUE_BLOCKS
+        assert rig.mover.stats().in_flight_blocks == 2 * QUEUE_BLOCKS
         rig.media[NEAR].release()
         rig.results(*ids)
         assert rig.mover.stats().in_flight_blocks == 0
@@ -357,15 +355,6 @@ class MoverContract:
         expected = [Outcome.OK if slot in started else Outcome.CANCELLED for slot in slots]
         assert rig.outcomes(first) == expected
         assert rig.told(slots) == expected
-
-    def test_counters(self, rig: MoverRig) -> None:
-        rig.fill(NEAR, range(4))
-        rig.media[NEAR].record(0)[HEADER_BYTES] ^= 1
-        rig.results(rig.load(range(4)), rig.store(range(6, 8)))
-        stats = rig.mover.stats()
-        assert (stats.loads, stats.stores) == (1, 1)
-        assert (stats.bytes_loaded, stats.bytes_stored) == (3 * RECORD, 2 * RECORD)
-        assert (stats.failed_blocks, stats.restarts) == (1, 0)
 
     def test_close_cancels_what_waits_and_refuses_what_comes(self, rig: MoverRig) -> None:
         rig.media[NEAR].hold([0, 1])

@@ -214,7 +214,7 @@ def test_a_key_that_turns_out_to_be_gone_is_forgotten(pair: Pair) -> None:
     pair.store.inner.delete([block_name(NAMESPACE.id, keys[1])])
     assert pair.get(keys) == [Outcome.OK, Outcome.GONE, Outcome.OK]
     assert pair.tier.lookup(keys) == [Presence.HIT, Presence.MISS, Presence.HIT]
-    assert pair.tier.stats().gone == 1
+    assert pair.tier.stats().corrupt == 0
     assert pair.put(keys) == [Outcome.OK]
     assert pair.get(keys) == [Outcome.OK] * 3
 

@@ -83,7 +83,7 @@ class TestProcessMover(MoverContract):
         assert await_restart(rig.mover, killed) != killed
         assert rig.outcomes(rig.load(range(8))) == [Outcome.OK] * 8
         stats = rig.mover.stats()
-        assert (stats.restarts, stats.in_flight_blocks, stats.failed_blocks) == (1, 0, 8)
+        assert (stats.restarts, stats.in_flight_blocks) == (1, 0)
 
     def test_a_result_sent_before_the_death_counts(self, rig: MoverRig) -> None:
         rig.fill(NEAR, range(4))
@@ -140,8 +140,6 @@ class TestProcessMover(MoverContract):
         until(lambda: process_mover(rig).pid is None)
         assert not rig.mover.submit(rig.transfer(TransferKind.LOAD, NEAR, HOST, [0]))
         assert not rig.mover.submit(rig.transfer(TransferKind.STORE, HOST, NEAR, [0]))
-        stats = rig.mover.stats()
-        assert (stats.refused_loads, stats.dropped_stores) == (1, 1)
 
     def test_submitting_to_a_stopped_process_never_blocks_and_is_bounded(
         self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch

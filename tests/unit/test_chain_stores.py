@@ -158,7 +158,7 @@ def test_demotion_comes_before_eviction() -> None:
     assert rig.chain.prepare_store(KEYS[20:22]).evicted == rig.tiers[1].victims(2)
     rig.chain.poll()
     (link,) = rig.chain.chain_stats().links
-    assert (link.demoted, link.lost) == (2, 0)
+    assert (link.written, link.drops) == (2, {})
 
 
 def test_a_tier_that_cannot_fill_its_capacity_demotes_before_eviction_too(
@@ -197,7 +197,7 @@ def test_what_eviction_takes_before_it_was_demoted_is_counted() -> None:
     assert len(taken.evicted) == 4
     rig.chain.poll()
     (link,) = rig.chain.chain_stats().links
-    assert link.lost == 4
+    assert link.drops == {"gone": 4}
 
 
 def test_second_touch_admits_what_was_loaded_after_it_was_stored() -> None:
@@ -246,7 +246,7 @@ def test_second_touch_demotes_only_what_was_used_twice() -> None:
     assert set(rig.resident(1, KEYS[:8])) <= set(keys[:3])
     assert rig.resident(1, keys[:3])
     (link,) = rig.chain.chain_stats().links
-    assert link.lost == 0, "what is not admitted is not lost"
+    assert link.drops == {}, "what is not admitted is not lost"
 
 
 def test_a_queue_that_is_full_drops_and_counts() -> None:

@@ -9,7 +9,7 @@ from chains import KEYS, ChainRig, is_quiet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.core.flight import Purpose, Ticket, split
+from kvtier.core.flight import Ticket, split
 from kvtier.core.ledger import Ledger
 from kvtier.core.transfer import Transfer, TransferResult
 from kvtier.testing.records import make_keys
@@ -39,7 +39,7 @@ def ledger(rig: ChainRig) -> Ledger:
 
 def test_a_move_pins_its_source_and_reserves_its_target(rig: ChainRig, ledger: Ledger) -> None:
     keys = rig.put(0, KEYS[:3])
-    transfer, absent = ledger.carry(Purpose.CASCADE, 0, 1, [*keys, KEYS[9]], FAR)
+    transfer, absent = ledger.carry(0, 1, [*keys, KEYS[9]], FAR)
     assert transfer is not None
     assert (transfer.keys, absent) == (keys, [KEYS[9]])
     assert rig.tiers[0].stats().pinned == 3
@@ -58,13 +58,13 @@ def test_a_move_pins_its_source_and_reserves_its_target(rig: ChainRig, ledger: L
 def test_a_move_takes_only_what_is_new_to_its_target(rig: ChainRig, ledger: Ledger) -> None:
     keys = rig.put(0, KEYS[:4])
     rig.put(1, [keys[0], keys[2]])
-    transfer, absent = ledger.carry(Purpose.CASCADE, 0, 1, keys, FAR)
+    transfer, absent = ledger.carry(0, 1, keys, FAR)
     assert transfer is not None
     assert (transfer.keys, absent) == ([keys[1], keys[3]], [])
     assert rig.tiers[0].stats().pinned == 2
     store = rig.tiers[0].store
     assert [store.owners[slot] for slot in transfer.source_spec.slots] == transfer.keys  # type: ignore[attr-defined]
-    assert ledger.carry(Purpose.CASCADE, 0, 1, keys, FAR) == (None, [])
+    assert ledger.carry(0, 1, keys, FAR) == (None, [])
     ledger.refuse(transfer)
     assert rig.resident(1, keys) == [keys[0], keys[2]]
     assert is_quiet(ledger)
@@ -73,7 +73,7 @@ def test_a_move_takes_only_what_is_new_to_its_target(rig: ChainRig, ledger: Ledg
 
 def test_a_result_is_settled_once_and_unknown_ones_are_not(rig: ChainRig, ledger: Ledger) -> None:
     rig.put(0, KEYS[:1])
-    transfer, _ = ledger.carry(Purpose.CASCADE, 0, 1, KEYS[:1], FAR)
+    transfer, _ = ledger.carry(0, 1, KEYS[:1], FAR)
     assert transfer is not None
     assert ledger.settle(result(transfer)) is not None
     assert ledger.settle(result(transfer)) is None
@@ -106,7 +106,7 @@ def test_no_slot_is_released_on_a_clock(rig: ChainRig, ledger: Ledger) -> None:
     assert ledger.expire(10.0) == ([ticket], [transfer.id])
     assert ledger.expire(1000.0) == ([], []), "told once"
     ledger.release(ticket)
-    assert ledger.overdue(1000.0) == 1
+    assert ledger.moving
     assert not is_quiet(ledger)
     assert rig.tiers[0].prepare_store(KEYS[10:14]).keys == [], "the mover may still write there"
     ledger.settle(result(transfer))
@@ -209,7 +209,7 @@ class Juggler:
 
     def carry(self) -> None:
         source, target = self.random.choice([(0, 1), (0, 2), (1, 2)])
-        transfer, _ = self.ledger.carry(Purpose.CASCADE, source, target, self.some(), self.now + 3)
+        transfer, _ = self.ledger.carry(source, target, self.some(), self.now + 3)
         if transfer is not None:
             self.transfers.append(transfer)
 

@@ -135,8 +135,7 @@ class TestBooks:
         assert books.admit(make_transfer(10))
         assert not books.admit(make_transfer(1))
         assert not books.admit(make_transfer(1, source=0, target=1))
-        stats = books.stats()
-        assert (stats.in_flight_blocks, stats.refused_loads, stats.dropped_stores) == (16, 1, 1)
+        assert books.stats().in_flight_blocks == 16
 
     def test_no_bounds_no_refusals(self) -> None:
         assert Books([True, False], None).admit(make_transfer(10_000))

@@ -144,10 +144,7 @@ class FolderTier(Tier):
     # The contract, in the order of `kvtier.core.tier.Tier`.
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
-        found = [self._presence(key) for key in keys]
-        self._stats.hits += found.count(Presence.HIT)
-        self._stats.misses += found.count(Presence.MISS)
-        return found
+        return [self._presence(key) for key in keys]
 
     def _presence(self, key: BlockKey) -> Presence:
         if key in self._resident:
@@ -165,7 +162,7 @@ class FolderTier(Tier):
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
         for outcome in (failed or {}).values():
-            self._stats.count_failure(outcome)
+            self._stats.corrupt += outcome is Outcome.CORRUPT
         self._pins.subtract(keys)
         self._pins = +self._pins  # forgets the keys that nobody pins any more
         self._drop([key for key in failed or {} if key in self._resident])

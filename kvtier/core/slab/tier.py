@@ -80,7 +80,6 @@ class SlabTier(Tier):
         self._quarantine: deque[int] = deque()
         self._events = Events()
         self._stats = TierStats(medium)
-        self._hits = self._misses = 0
 
     # -- lookups ---------------------------------------------------------------------------
 
@@ -93,8 +92,6 @@ class SlabTier(Tier):
             for index, key in enumerate(keys):
                 if key in reserved:
                     found[index] = _PENDING
-        self._hits += found.count(_HIT)
-        self._misses += found.count(_MISS)
         return found
 
     def prepare_load(self, keys: Sequence[BlockKey]) -> LoadStoreSpec:
@@ -132,11 +129,12 @@ class SlabTier(Tier):
 
     def _fail(self, key: BlockKey, outcome: Outcome) -> None:
         slot = self._where.get(key)
-        if outcome is Outcome.CORRUPT and slot is not None and not self._owned(slot):
-            outcome = Outcome.GONE  # its owner may have reused the slot under our eyes
-        self._stats.count_failure(outcome)
+        corrupt = outcome is Outcome.CORRUPT
+        if slot is not None and not self._owned(slot):
+            corrupt = False  # its owner may have reused the slot under our eyes
+        self._stats.corrupt += corrupt
         if slot is not None:
-            if outcome is Outcome.CORRUPT:
+            if corrupt:
                 self._tainted.add(slot)
             self._drop([key])
 
@@ -319,7 +317,6 @@ class SlabTier(Tier):
 
     def stats(self) -> TierStats:
         stats = self._stats
-        stats.hits, stats.misses = self._hits, self._misses
         stats.blocks = len(self._where)
         stats.bytes_used = (len(self._where) + len(self._reserved)) * self.slot_bytes
         stats.free = len(self._free)
