@@ -16,8 +16,8 @@ class News(msgspec.Struct):
     slab: SlabFile
     mine: bool = False
     gone: bool = False
-    wanted: str = ""
-    """ "yield" or "retire": a slab of ours should go to a neighbour, or go altogether."""
+    remove: bool | None = None
+    """Whether a slab of ours, which is too much, should be deleted or go to a neighbour."""
     table: bytes | None = None
     """Everything that the slab holds, where it becomes ours with its blocks."""
     changes: tuple[list[int], list[BlockKey]] | None = None

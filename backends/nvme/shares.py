@@ -43,16 +43,16 @@ class Shares:
             return None
         folder, limits = self._folder, self._limits
         used = used_bytes(folder.root)
-        wanted = ""
-        if used > limits.capacity or folder.disk.free_bytes(folder.root) < limits.free_floor:
-            wanted = "retire"
-        elif len(mine) > 1:
+        over = used > limits.capacity or folder.disk.free_bytes(folder.root) < limits.free_floor
+        remove = True
+        if not over:
+            if len(mine) == 1:
+                return None
             living, starving = folder.hungry_neighbours(owner)
-            if starving and _bytes_of(mine) > self._fair(used, living):
-                wanted = "yield" if folder.namespace.id in starving else "retire"
-        if not wanted:
-            return None
-        return News(min(mine, key=lambda slab: folder.last_used(slab.id)), wanted=wanted)
+            if not starving or _bytes_of(mine) <= self._fair(used, living):
+                return None
+            remove = folder.namespace.id not in starving
+        return News(min(mine, key=lambda slab: folder.last_used(slab.id)), remove=remove)
 
     def _fair(self, used: int, living: int) -> int:
         """Of what the folder may hold, or does hold where its disk is full before that."""

@@ -158,9 +158,9 @@ class NvmeTier(SlabTier):
         if news.gone:
             if place is not None:
                 self._lose(place)
-        elif news.wanted:
+        elif news.remove is not None:
             if place is not None and place.mine:
-                self._let_go(place, remove=news.wanted == "retire")
+                self._let_go(place, remove=news.remove)
         else:
             self._see(news, place)
         return slab.header.slots if news.changes is None else len(news.changes[0])
