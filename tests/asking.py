@@ -115,6 +115,14 @@ def stored(stack: Stack, ends: Mapping[bytes, int], *, but: int = 0) -> None:
     assert len(stack.store({key: payload(key, TWO_GROUPS) for key in keys})) == len(keys)
 
 
+def on_disk(stack: Stack, *prompts: Mapping[bytes, int]) -> None:
+    """Let these lie below host memory alone, which need not have room for more than one."""
+    for ends in prompts:
+        stored(stack, ends)
+        assert stack.settle()
+        stack.chain.tiers[0].forget([BlockKey(key) for key in ends])
+
+
 def manager(
     stack: Stack,
     *shapes: Shape,

@@ -10,7 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from asking import CHUNK, FULL, STATE, TWO_GROUPS, WINDOW, Asking, small_above_large, stored
+from asking import (
+    CHUNK,
+    FULL,
+    STATE,
+    TWO_GROUPS,
+    WINDOW,
+    Asking,
+    on_disk,
+    small_above_large,
+    stored,
+)
 
 from kvtier import Stack
 from kvtier.core.costs import CostModel
@@ -78,9 +88,7 @@ class Desk(Asking):
 
     def on_disk(self, chunks: int, first: int = 0) -> dict[bytes, int]:
         ends = self.keys(chunks, first)
-        stored(self.stack, ends)
-        assert self.stack.settle()
-        self.stack.chain.tiers[0].forget([BlockKey(key) for key in ends])
+        on_disk(self.stack, ends)
         return ends
 
     def load(self, request: str, ends: dict[bytes, int]) -> Errand:

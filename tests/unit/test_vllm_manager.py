@@ -15,6 +15,7 @@ from asking import (
     WINDOW,
     costs_of,
     manager,
+    on_disk,
     small_above_large,
     stored,
 )
@@ -225,10 +226,7 @@ def test_a_load_slower_than_computing_is_taken_while_others_wait(tmp_path: Path)
         asking = manager(stack, FULL, costs=costs, clock=lambda: now[0])
         made = asking.manager
         prompts = {name: asking.keys(4, first=100 * at) for at, name in enumerate("abcd")}
-        for ends in prompts.values():
-            stored(stack, ends)
-            assert stack.settle()
-        stack.chain.tiers[0].clear()
+        on_disk(stack, *prompts.values())
         for _ in range(20):
             costs.observe_load("nvme", 4 * SLOT, 1.5)
         costs._link("nvme").next_probe = float("inf")
@@ -259,10 +257,8 @@ def test_a_load_waits_for_room_that_others_hold(
         asking = manager(stack, *shapes, costs=costs, clock=lambda: now[0])
         made = asking.manager
         prompts = {name: asking.keys(8, first=100 * at) for at, name in enumerate("abcd")}
-        for ends in prompts.values():
-            stored(stack, {key: ends[key] for key in asking.needed(ends)})
-            assert stack.settle()
-        stack.chain.tiers[0].clear()
+        needed = [{key: ends[key] for key in asking.needed(ends)} for ends in prompts.values()]
+        on_disk(stack, *needed)
         sizes = {name: max(ends.values()) for name, ends in prompts.items()}
 
         def asks_again(name: str) -> bool:
@@ -312,10 +308,7 @@ def test_those_who_wait_for_room_are_not_looked_up_in_each_step(
         asking = manager(stack, FULL)
         made = asking.manager
         prompts = {name: asking.keys(8, first=100 * at) for at, name in enumerate("abc")}
-        for ends in prompts.values():
-            stored(stack, ends)
-            assert stack.settle()
-        stack.chain.tiers[0].clear()
+        on_disk(stack, *prompts.values())
         assert asking.hit("a", prompts["a"], 8 * CHUNK + 1) == 8 * CHUNK
         errand = made.prepare_load(list(prompts["a"]), "a")
         assert stack.settle(), "of 13 slots five are left"
@@ -346,10 +339,7 @@ def test_one_that_waits_for_room_is_looked_up_when_it_asks_for_less(tmp_path: Pa
         asking = manager(stack, FULL)
         made = asking.manager
         first, second = (asking.keys(8, first=at) for at in (0, 100))
-        for ends in (first, second):
-            stored(stack, ends)
-            assert stack.settle()
-        stack.chain.tiers[0].clear()
+        on_disk(stack, first, second)
         assert asking.hit("a", first, 8 * CHUNK + 1) == 8 * CHUNK
         made.prepare_load(list(first), "a")
         assert stack.settle()
