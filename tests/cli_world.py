@@ -9,7 +9,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
+
 from kvtier import Stack
+from kvtier.cli import commands
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 
 KVTIER = Path(sys.executable).with_name("kvtier")
@@ -51,6 +54,15 @@ def fill(path: Path, blocks: int = 8) -> None:
         assert stack.settle()
         for tier in stack.chain.tiers:
             tier.refresh()
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> str:
+    """Run what cannot work; what it says of that."""
+    assert commands.run(args) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    return err
 
 
 class Done:

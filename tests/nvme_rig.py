@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +21,12 @@ from kvtier.types import BlockKey, Namespace, Presence
 
 SLAB_BLOCKS = 4
 SMALL_FILES = 2048
+
+
+def open_files() -> int:
+    """How many files this process has open."""
+    gc.collect()  # what tests before this one have left has files, too
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
 class Engine:
@@ -56,6 +64,10 @@ class Engine:
         self.handler = NvmeHandler(
             root, namespace, threads=2, direct=True, power_safe=False, disk=disk
         )
+
+    @property
+    def own_slabs(self) -> set[int]:
+        return {place.slab.id for place in self.tier._places.values() if place.mine}
 
     def put(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Store right records; the keys that were committed."""

@@ -1,25 +1,19 @@
-"""`kvtier config`, and how every command speaks and ends."""
+"""`kvtier config`."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
+from cli_world import refused
 
-from kvtier import __version__
-from kvtier.cli import commands, console
+from kvtier.cli import commands
 from kvtier.config import load
 
 ROOT = Path(__file__).parents[2]
-KVTIER = Path(sys.executable).with_name("kvtier")
 
 
 @pytest.fixture
@@ -27,14 +21,6 @@ def stack(tmp_path: Path, other_tiers: None) -> Path:
     path = tmp_path / "stack.yaml"
     path.write_text("version: 1\ntiers: [{kind: bench, capacity: 5MiB}]\n")
     return path
-
-
-def refused(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> str:
-    assert commands.run(args) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "Traceback" not in err
-    return err
 
 
 def test_a_tier_of_another_package_is_not_said_to_be_empty(
@@ -236,192 +222,3 @@ class TestInit:
     ) -> None:
         target = tmp_path / "gone" / "stack.yaml"
         assert "is not a folder; make it" in refused(capsys, "config", "init", str(target), code=1)
-
-
-class TestTheFrame:
-    @pytest.mark.parametrize("name", commands.COMMANDS)
-    def test_every_command_has_help_with_an_example(
-        self, name: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert commands.run([name, "--help"]) == 0
-        assert "Usage: kvtier " in capsys.readouterr().out
-        command = commands.load(name)
-        for each in getattr(command, "commands", {"": command}).values():
-            assert each.help, f"{name} {each.name} says nothing about itself"
-            assert "Example" in (each.epilog or ""), f"{name} {each.name} has no example"
-
-    def test_help_lists_all_commands(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert commands.run(["--help"]) == 0
-        out = capsys.readouterr().out
-        assert all(f"\n  {name} " in out for name in commands.COMMANDS)
-        assert "Exit codes" in out
-
-    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert commands.run(["--version"]) == 0
-        assert capsys.readouterr().out == f"kvtier {__version__}\n"
-
-    @pytest.mark.parametrize("args", [["nope"], ["config", "nope"], ["--nope"], ["config"]])
-    def test_wrong_calls(self, args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-        assert "Usage" in refused(capsys, *args)
-
-    def test_help_imports_no_command(self) -> None:
-        code = (
-            "import sys; from kvtier.cli.commands import run; run(['--help']); "
-            "print(*[m for m in sys.modules if m.startswith('kvtier.')], file=sys.stderr)"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        )
-        assert "kvtier.cli.commands" in done.stderr
-        assert "kvtier.cli.config" not in done.stderr
-
-    def test_forty_columns(self, stack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        environment = os.environ | {"COLUMNS": "40"}
-        done = subprocess.run(
-            [KVTIER, "config", "init", "--help"], capture_output=True, text=True, env=environment
-        )
-        assert done.returncode == 0
-        assert max(map(len, done.stdout.splitlines())) <= 52
-
-    @pytest.mark.parametrize("command", [["config", "schema", "--built-in"], ["--help"]])
-    def test_output_into_a_closed_pipe(self, command: list[str]) -> None:
-        reader, writer = os.pipe()
-        os.close(reader)
-        done = subprocess.run([KVTIER, *command], stdout=writer, stderr=subprocess.PIPE, text=True)
-        os.close(writer)
-        assert (done.returncode, done.stderr) == (141, "")
-
-    def test_output_to_a_full_disk(self) -> None:
-        with open("/dev/full", "wb") as full:
-            done = subprocess.run(
-                [KVTIER, "config", "schema", "--built-in"],
-                stdout=full,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        assert done.returncode == 1
-        assert "No space left" in done.stderr
-        assert "Traceback" not in done.stderr
-
-    @pytest.mark.parametrize(
-        ("body", "code", "says"),
-        [
-            ("raise KeyboardInterrupt", 130, ""),
-            ("raise KVTierError('no; do this')", 1, "kvtier: no; do this\n"),
-            ("raise PermissionError(13, 'Permission denied', '/x')", 1, "/x: Permission denied"),
-            ("raise typer.Exit(1)", 1, ""),
-            ("1 / 0", 1, "a mistake in kvtier: ZeroDivisionError"),
-        ],
-    )
-    def test_how_a_command_ends(self, body: str, code: int, says: str) -> None:
-        done = run_command(body)
-        assert done.returncode == code
-        assert says in done.stderr
-        assert "Traceback" not in done.stderr
-
-    def test_a_mistake_can_be_looked_into(self) -> None:
-        assert "Traceback" in run_command("1 / 0", KVTIER_TRACEBACK="1").stderr
-
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-    def test_interrupted_by_a_signal(self, number: signal.Signals) -> None:
-        # Not signal.pause(): a signal that comes just before it is told only after it, so never.
-        body = "print('ready', flush=True)\n    while True: time.sleep(0.01)"
-        process = start_command(body)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(number)
-        _, err = process.communicate(timeout=300)
-        assert (process.returncode, err) == (128 + number, "")
-
-    @pytest.mark.parametrize("module", ["kvtier.errors", "typer", "kvtier.cli.config"])
-    def test_interrupted_while_python_imports(self, module: str) -> None:
-        code = INTERRUPTED_IMPORT.format(module=module, script=str(KVTIER))
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
-# The installed command, with a Ctrl-C at the moment when a module is asked for.
-INTERRUPTED_IMPORT = """
-import os, runpy, signal, sys
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == "{module}":
-            os.kill(os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, Finder())
-sys.argv[:] = ["{script}", "config", "schema", "--built-in"]
-signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
-runpy.run_path("{script}", run_name="__main__")
-"""
-
-COMMAND = """
-import signal, sys, time, types, typer
-from kvtier.cli import commands, console, main
-from kvtier.errors import KVTierError
-module = types.ModuleType("kvtier.cli.try")
-module.app = console.new_app("Try.")
-@module.app.command()
-def run() -> None:
-    {body}
-sys.modules[module.__name__] = module
-commands.COMMANDS["try"] = "Try."
-sys.argv[1:] = ["try"]
-signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-main.main()
-"""
-
-
-def start_command(body: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", COMMAND.format(body=body)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | environment,
-    )
-
-
-def run_command(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    process = start_command(body, **environment)
-    out, err = process.communicate(timeout=300)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-class TestConsole:
-    def test_a_table_fits_a_narrow_terminal(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setenv("COLUMNS", "40")
-        console.print_table(["name", "bytes"], [["a[b]" * 12, 1], ["b", 22]], numbers=["bytes"])
-        lines = capsys.readouterr().out.splitlines()
-        assert max(map(len, lines)) <= 40
-        assert lines[-1].endswith(" 22")
-        assert "a[b]a[b]" in lines[2]
-
-    @pytest.mark.parametrize("columns", range(30, 41))
-    def test_no_cell_of_several_is_broken(
-        self, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """It is a table where that fits, and names and values else."""
-        monkeypatch.setenv("COLUMNS", str(columns))
-        console.print_table(list("abcd"), [["1" * 7, "2" * 7, "3" * 7, "4" * 7]])
-        lines = capsys.readouterr().out.splitlines()
-        assert max(map(len, lines)) <= columns
-        assert len(lines) == (3 if columns >= 4 * 7 + 3 * 2 else 4)
-        assert all(number * 7 in " ".join(lines) for number in "1234")
-
-    def test_names_and_values(self, capsys: pytest.CaptureFixture[str]) -> None:
-        console.print_values({"a": 1, "long": "x"})
-        assert capsys.readouterr().out == "a     1\nlong  x\n"
-
-    def test_a_config_option_reads_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        seen: list[Path] = []
-        app = console.new_app("Try.")
-
-        @app.command()
-        def run(config: console.ConfigOption) -> None:
-            seen.append(config)
-
-        monkeypatch.setenv("KVTIER_CONFIG", "x.yaml")
-        typer.main.get_command(app).main([], standalone_mode=False)
-        assert seen == [Path("x.yaml")]

@@ -1,0 +1,140 @@
+"""Who acts for a part of a folder: its mark, and what becomes of it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from nvme_rig import Engine, open_files
+
+from kvtier.backends.nvme.files import hold_owner, owner_path
+from kvtier.backends.nvme.lock import FolderBusy
+from kvtier.testing.records import make_keys, sealed
+from kvtier.types import Outcome
+
+
+def test_an_owner_that_is_asked_after_can_still_be_acted_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = owner_path(tmp_path, 7)
+    path.touch()
+    asking = os.open(path, os.O_RDWR)
+    fcntl.flock(asking, fcntl.LOCK_EX)
+    before = open_files()
+    with pytest.raises(BlockingIOError):
+        hold_owner(tmp_path, 7)
+    assert open_files() == before
+    monkeypatch.setattr(time, "sleep", lambda seconds: os.close(asking))
+    os.close(hold_owner(tmp_path, 7))
+
+
+def test_stores_for_an_owner_that_is_gone_are_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(tmp_path / "kv")
+    owner_path(engine.keeper.folder.owners, engine.keeper.owner).unlink()
+    keys = make_keys(3)
+    reservation = engine.tier.prepare_store(keys)
+    for _ in range(3):
+        outcomes = engine.handler.store(reservation.spec, keys, [sealed(key) for key in keys])
+        assert outcomes == [Outcome.DROPPED] * 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    engine.close()
+
+
+@pytest.mark.parametrize("first", ["handler", "tier"])
+def test_the_last_who_acts_for_an_owner_takes_its_mark_away(tmp_path: Path, first: str) -> None:
+    engine = Engine(tmp_path / "kv")
+    keys = make_keys(4)
+    engine.put(keys)
+    folder = engine.keeper.folder
+    mark = owner_path(folder.owners, engine.keeper.owner)
+    ends = [engine.handler.close, engine.tier.close]
+    for end in ends if first == "handler" else reversed(ends):
+        assert mark.exists()
+        assert folder.alive(engine.keeper.owner)
+        end()
+    assert not list(folder.owners.iterdir())
+    heir = Engine(tmp_path / "kv")
+    assert heir.read(keys) == keys
+    heir.close()
+
+
+def test_a_mark_that_was_taken_away_cannot_be_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = owner_path(tmp_path, 7)
+    path.touch()
+    open_file = os.open
+
+    def just_before(path: Path, flags: int, *mode: int) -> int:
+        fd = open_file(path, flags, *mode)
+        path.unlink()
+        return fd
+
+    monkeypatch.setattr(os, "open", just_before)
+    before = open_files()
+    with pytest.raises(FileNotFoundError):
+        hold_owner(tmp_path, 7)
+    assert open_files() == before
+
+
+def test_an_owner_that_cannot_be_asked_after_may_be_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, neighbour = Engine(tmp_path / "kv"), Engine(tmp_path / "kv")
+    keys = make_keys(4)
+    neighbour.put(keys)
+    theirs = neighbour.own_slabs
+    open_file = os.open
+
+    def too_many(path: Path, flags: int, *mode: int) -> int:
+        if Path(path).parent.name == "owners":
+            raise OSError(errno.EMFILE, "too many open files")
+        return open_file(path, flags, *mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", too_many)
+        mine.tier.refresh()
+    assert not mine.own_slabs & theirs
+    assert mine.read(keys) == keys
+    mine.close()
+    neighbour.close()
+
+
+def test_who_is_no_owner_any_more_becomes_one_again(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv")
+    keys = make_keys(4)
+    engine.put(keys)
+    owner_path(engine.keeper.folder.owners, engine.keeper.owner).unlink()
+    assert engine.read(keys) == keys
+    neighbour = Engine(tmp_path / "kv")
+    assert engine.own_slabs
+    assert not engine.own_slabs & neighbour.own_slabs
+    engine.close()
+    neighbour.close()
+
+
+def test_becoming_an_owner_again_may_fail_and_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tmp_path / "kv")
+    shutil.rmtree(engine.root)
+
+    def busy() -> tuple[int, int]:
+        raise FolderBusy("busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.keeper.folder, "claim", busy)
+        engine.tier.refresh()
+        engine.tier.refresh()
+    os.fstat(engine.keeper._owner_fd)
+    keys = make_keys(4)
+    assert engine.put(keys) == keys
+    assert engine.read(keys) == keys
+    engine.close()
