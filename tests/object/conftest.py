@@ -15,7 +15,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from object_servers import Opener, ServerProcess
+from hostile import store_at
+from object_servers import HostileServer, Opener, ServerProcess, answer
 
 from kvtier.backends.object.s3 import S3Settings, S3Store
 
@@ -37,6 +38,21 @@ def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
+
+
+@pytest.fixture
+def server() -> Iterator[HostileServer]:
+    """A server that does what a test's script says."""
+    with HostileServer(lambda peer, head: peer.sendall(answer(500))) as server:
+        yield server
+
+
+@pytest.fixture
+def store(server: HostileServer) -> Iterator[S3Store]:
+    """A patient client of it."""
+    store = store_at(server)
+    yield store
+    store.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,26 @@
+"""How tests of a hostile server ask it, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from object_servers import HostileServer, Peer
+
+from kvtier.backends.object.s3 import S3Settings, S3Store
+from kvtier.backends.object.store import GetOutcome
+from kvtier.backends.object.wire import Timeouts
+
+BODY = bytes(range(256)) * 256
+PATIENT = Timeouts(connect_s=10.0, idle_s=10.0, total_s=20.0)
+
+
+def store_at(server: HostileServer, timeouts: Timeouts = PATIENT) -> S3Store:
+    return S3Store(S3Settings(bucket="bucket", endpoint=server.endpoint, timeouts=timeouts))
+
+
+def get(store: S3Store) -> GetOutcome:
+    return store.get("name", [memoryview(bytearray(len(BODY)))])
+
+
+def said(data: bytes) -> Callable[[Peer, bytes], None]:
+    return lambda peer, head: peer.sendall(data)
