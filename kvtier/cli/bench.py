@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvtier.cli import console, plots
+from kvtier.cli import console, options, plots
 from kvtier.cli.measure import Measured, Size, measure
 from kvtier.config import load
 from kvtier.core.record import record_bytes
@@ -23,11 +23,11 @@ app = console.new_app("Measure the tiers of a stack.")
     "kvtier bench -c stack.yaml --chunk 4MiB --blocks 64 --svg bench.svg"
 )
 def bench(
-    config: console.ConfigOption,
+    config: options.ConfigOption,
     chunk: Annotated[
         int,
         typer.Option(
-            parser=console.parse_size,
+            parser=options.parse_size,
             metavar="SIZE",
             help="One block's payload.",
             show_default="1MiB",
@@ -38,7 +38,7 @@ def bench(
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a plot of the rates, as SVG.")
     ] = None,
-    json: console.JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Store, load and check synthetic blocks in every tier.
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvtier.cli import console
+from kvtier.cli import console, options
 from kvtier.cli.hold import remove_region
 from kvtier.cli.holdings import Part, Place, look
 from kvtier.cli.ls import find_namespace
@@ -39,14 +39,14 @@ class Cleared(msgspec.Struct):
     epilog="Examples: kvtier clear -c stack.yaml; kvtier clear 3f2a -c stack.yaml --tier nvme --yes"
 )
 def clear(
-    config: console.ConfigOption,
+    config: options.ConfigOption,
     namespace: Annotated[
         str | None,
         typer.Argument(metavar="NAMESPACE", help="Only this one; its first digits will do."),
     ] = None,
-    tier: console.TierOption = None,
+    tier: options.TierOption = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    json: console.JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Remove all blocks of a stack, of one of its tiers or of one namespace; asks first.
 
@@ -54,7 +54,7 @@ def clear(
     that share it; engines that meet the gap count a miss. Exit code 1 if anything stays.
     """
     stack = load(config)
-    places = look(stack, console.tier_of(tier, stack), blocks=False)
+    places = look(stack, options.tier_of(tier, stack), blocks=False)
     chosen = "" if namespace is None else find_namespace(places, namespace)
     parts = [
         (place, part)

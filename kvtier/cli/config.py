@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvtier.cli import console
+from kvtier.cli import console, options
 from kvtier.cli.starter import starter
 from kvtier.config import Name, StackConfig, effective, load
 from kvtier.core.backend import kinds
@@ -51,7 +51,7 @@ def check(
         bool,
         typer.Option("--elsewhere", help="It is another machine's: this one need not have room."),
     ] = False,
-    json: console.JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Say everything that is wrong with a stack, with its place in the file; exit code 2 if so.
 
@@ -113,7 +113,7 @@ def show(
     context: typer.Context,
     file: _File = None,
     config: _Config = None,
-    json: console.JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Print what a stack comes to, defaults included; values of the environment by their names."""
     values = effective(_named(context, file, config))
@@ -226,7 +226,7 @@ def _check_init(folder: str, name: str | None, bucket: str | None) -> None:
 
 def _size(text: str, option: str) -> ByteSize:
     try:
-        return ByteSize(console.parse_size(text))
+        return ByteSize(options.parse_size(text))
     except typer.BadParameter as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
 

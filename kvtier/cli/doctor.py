@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvtier.cli import console
+from kvtier.cli import console, options
 from kvtier.cli.checks import Finding, Level, check_machine, check_order, check_tier
 from kvtier.cli.measure import Measured, Size, measure
 from kvtier.config import StackConfig, load
@@ -30,11 +30,11 @@ _NOT_MEASURED = Finding(
     epilog="Examples: kvtier doctor --config stack.yaml; kvtier doctor -c stack.yaml --no-measure"
 )
 def doctor(
-    config: console.ConfigOption,
+    config: options.ConfigOption,
     do_measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Also store and load some blocks.")
     ] = True,
-    json: console.JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Look at memory, disks, stores and versions, and measure every tier.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvtier.cli import console
+from kvtier.cli import console, options
 from kvtier.cli.holdings import Place, look, picture
 from kvtier.config import load
 from kvtier.observe import human
@@ -16,9 +16,9 @@ _SLABS_SHOWN = 16
 
 @app.command(epilog="Example: kvtier du --config stack.yaml")
 def du(
-    config: console.ConfigOption,
-    tier: console.TierOption = None,
-    json: console.JsonOption = False,
+    config: options.ConfigOption,
+    tier: options.TierOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Show capacity, room taken, and what the slabs hold: "·" is free, "█" full, "x" quarantined.
 
@@ -26,7 +26,7 @@ def du(
     running engine does not notice. Exit code 1 if something could not be read.
     """
     stack = load(config, to_write=False)
-    places = look(stack, console.tier_of(tier, stack), uses_of="")
+    places = look(stack, options.tier_of(tier, stack), uses_of="")
     if json:
         console.print_json([_plain(place) for place in places])
     else:

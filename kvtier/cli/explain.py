@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvtier.cli import console
+from kvtier.cli import console, options
 from kvtier.cli.blocks import blocks_of
 from kvtier.cli.holdings import Place, known_namespaces, look
 from kvtier.cli.ls import find_namespace, say_two_names
@@ -61,7 +61,7 @@ def explain(
             metavar="PROMPT_FILE", help="A text; or .jsonl with prompt, messages or tokens."
         ),
     ],
-    config: console.ConfigOption,
+    config: options.ConfigOption,
     model: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Whose tokenizer to use; else the namespace's model."),
@@ -75,7 +75,7 @@ def explain(
             help="The one asked about; else one that is in use.",
         ),
     ] = None,
-    json: console.JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Say for every chunk of a prompt its key and the tiers that have it, in every namespace, and
     in which facts the others differ.

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli import console
+from kvtier.cli import console, options
 from kvtier.cli.blocks import Block, Proof, Prover
 from kvtier.cli.choice import choose
 from kvtier.cli.copying import Copied
@@ -30,13 +30,13 @@ _THREADS = 8
 @app.command(epilog="Example: kvtier export blocks.kvpack -c stack.yaml --namespace 3f2a")
 def export(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What to write.")],
-    config: console.ConfigOption,
-    namespace: console.NamespaceOption = None,
-    tier: console.TierOption = None,
-    size: console.SizeOption = None,
-    hottest: console.HottestOption = False,
+    config: options.ConfigOption,
+    namespace: options.NamespaceOption = None,
+    tier: options.TierOption = None,
+    size: options.SizeOption = None,
+    hottest: options.HottestOption = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
-    json: console.JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Write every block of a namespace to one file, each proved, the newest first.
 
@@ -44,7 +44,7 @@ def export(
     """
     stack = load(config, to_write=False)
     _check_target(file, force)
-    chosen = console.tier_of(tier, stack)
+    chosen = options.tier_of(tier, stack)
     tiers = range(len(stack.tiers)) if chosen is None else [chosen]
     places = look_at(stack, tiers, namespace)
     names = namespaces_of(places, namespace)

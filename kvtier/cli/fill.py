@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvtier.cli import console
+from kvtier.cli import console, options
 from kvtier.cli.choice import Choice, choose
 from kvtier.cli.copying import Copied, Pace, open_sink, pieces_of
 from kvtier.cli.holdings import Place, known_namespaces, look
@@ -227,7 +227,7 @@ def _show(done: Sequence[Copied]) -> None:
 
 def tier_to_fill(config: StackConfig, into: str | None) -> int:
     """The tier that an option names, or the first one below host memory that keeps blocks."""
-    tier = console.tier_of(into, config, "--into")
+    tier = options.tier_of(into, config, "--into")
     if tier is None:
         kinds = [settings.kind for settings in config.tiers]
         if "nvme" not in kinds:

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvtier.cli import console
+from kvtier.cli import console, options
 from kvtier.cli.holdings import look
 from kvtier.cli.rubbish import Rubbish, find
 from kvtier.config import load
@@ -31,20 +31,20 @@ class Row(msgspec.Struct):
     epilog="Examples: kvtier gc -c stack.yaml --dry-run; kvtier gc -c stack.yaml --idle 30d"
 )
 def gc(
-    config: console.ConfigOption,
+    config: options.ConfigOption,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be removed.")
     ] = False,
     idle: Annotated[
         float | None,
         typer.Option(
-            parser=console.parse_duration,
+            parser=options.parse_duration,
             metavar="AGE",
             help="Also namespaces and CPU memory of this stack that no engine used for so long.",
         ),
     ] = None,
-    tier: console.TierOption = None,
-    json: console.JsonOption = False,
+    tier: options.TierOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Remove regions that nobody will come back to, files that dead processes were making, slabs
     beyond the capacity, what measurements that were killed left on disks and in stores, and what
@@ -54,7 +54,7 @@ def gc(
     could not be removed or read.
     """
     stack = load(config)
-    places = look(stack, console.tier_of(tier, stack), blocks=False)
+    places = look(stack, options.tier_of(tier, stack), blocks=False)
     rows, refused = _collect(find(stack, places, idle), dry_run)
     if json:
         troubles = [trouble for place in places for trouble in place.troubles]

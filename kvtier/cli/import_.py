@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli import console
+from kvtier.cli import console, options
 from kvtier.cli.copying import Copied, Pace, Piece, open_sink
 from kvtier.cli.fill import IntoOption, report, tier_to_fill
 from kvtier.cli.holdings import Place
@@ -23,10 +23,10 @@ app = console.new_app("Take blocks in from a file.")
 @app.command(name="import", epilog="Example: kvtier import blocks.kvpack -c stack.yaml")
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What kvtier export wrote.")],
-    config: console.ConfigOption,
+    config: options.ConfigOption,
     into: IntoOption = None,
-    rate: console.RateOption = None,
-    json: console.JsonOption = False,
+    rate: options.RateOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Store the blocks of a file in a tier; every one is proved first.
 

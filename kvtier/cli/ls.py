@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvtier.cli import console
+from kvtier.cli import console, options
 from kvtier.cli.blocks import blocks_of
 from kvtier.cli.holdings import Part, Place, known_namespaces, look
 from kvtier.config import load
@@ -30,17 +30,17 @@ _DIGITS = 16
     epilog="Examples: kvtier ls --config stack.yaml; kvtier ls -c stack.yaml 3f2a --limit 20"
 )
 def ls(
-    config: console.ConfigOption,
+    config: options.ConfigOption,
     namespace: Annotated[
         str | None,
         typer.Argument(metavar="NAMESPACE", help="List its blocks; the first digits will do."),
     ] = None,
-    tier: console.TierOption = None,
+    tier: options.TierOption = None,
     limit: Annotated[
         int | None,
         typer.Option(min=1, max=_LIMIT_MAX, help=f"At most so many blocks; else {_LIMIT}."),
     ] = None,
-    json: console.JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Say what lies where, without opening anything: a running engine does not notice.
 
@@ -49,10 +49,10 @@ def ls(
 
     Exit code 1 if something could not be read.
     """
-    console.only_with("NAMESPACE", namespace, limit=limit)
+    options.only_with("NAMESPACE", namespace, limit=limit)
     stack = load(config, to_write=False)
     uses_of = "" if namespace is None else namespace.lower()
-    places = look(stack, console.tier_of(tier, stack), uses_of=uses_of)
+    places = look(stack, options.tier_of(tier, stack), uses_of=uses_of)
     if namespace is None:
         _list_namespaces(places, json)
     else:

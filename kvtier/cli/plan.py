@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli import console, plots
+from kvtier.cli import console, options, plots
 from kvtier.cli.measure import Size, measure
 from kvtier.cli.outlook import Expectation, Link, Outlook, chunk_of, expect, links_of
 from kvtier.cli.sweep import Row, plot, run_sweep, show_sweep
@@ -34,7 +34,7 @@ def plan(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A model's folder, or its config.json.")
     ],
-    config: console.ConfigOption,
+    config: options.ConfigOption,
     prefill: Annotated[
         float | None,
         typer.Option(min=1, max=1e12, help="Tokens a second that the engine computes."),
@@ -76,7 +76,7 @@ def plan(
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plot the simulation, as SVG.")
     ] = None,
-    json: console.JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Say how many tokens each tier holds, from which length on loading beats recomputing, and the
     time to the first token; with a trace, hits by tier over a sweep of sizes.
@@ -85,7 +85,7 @@ def plan(
     """
     factors = _factors(_SIZES if scale is None else scale)
     simulation = {"scale": scale, "block_tokens": block_tokens, "exact": exact, "svg": svg}
-    console.only_with("--trace", trace, **simulation)
+    options.only_with("--trace", trace, **simulation)
     plots.check(svg)
     stack = load(config)
     shape = read_shape(model, kv_dtype, ranks)
@@ -120,11 +120,11 @@ def _links(
     for text in given:
         name, _, value = text.partition("=")
         rate, _, latency = value.partition(",")
-        tier = -1 if name == DEVICE else console.tier_of(name, config, "--bandwidth")
+        tier = -1 if name == DEVICE else options.tier_of(name, config, "--bandwidth")
         assert tier is not None
         try:
-            seconds = console.parse_duration(latency) if latency else 0.0
-            link = Link(float(console.parse_rate(rate)), seconds, "given")
+            seconds = options.parse_duration(latency) if latency else 0.0
+            link = Link(float(options.parse_rate(rate)), seconds, "given")
         except typer.BadParameter as error:
             raise typer.BadParameter(f"{text}: {error}", param_hint="--bandwidth") from None
         if links.setdefault(tier, link) is not link:

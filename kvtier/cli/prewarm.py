@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli import console
+from kvtier.cli import console, options
 from kvtier.cli.fill import IntoOption, copy_all, look_at, report, tier_to_fill
 from kvtier.cli.holdings import known_namespaces
 from kvtier.cli.ls import say_two_names
@@ -24,7 +24,7 @@ app = console.new_app("Fill a tier before it is asked.")
     "kvtier prewarm -c stack.yaml --from other.yaml --size 20GiB --rate 500MB/s"
 )
 def prewarm(
-    config: console.ConfigOption,
+    config: options.ConfigOption,
     source: Annotated[
         Path | None,
         typer.Option("--from", metavar="FILE", help="Another stack; else the tiers further down."),
@@ -39,11 +39,11 @@ def prewarm(
     model: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Whose tokenizer the prompts need.")
     ] = None,
-    namespace: console.NamespaceOption = None,
-    size: console.SizeOption = None,
-    hottest: console.HottestOption = False,
-    rate: console.RateOption = None,
-    json: console.JsonOption = False,
+    namespace: options.NamespaceOption = None,
+    size: options.SizeOption = None,
+    hottest: options.HottestOption = False,
+    rate: options.RateOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Copy blocks into a tier, from the tiers below it or from another stack, the newest first.
 
@@ -52,7 +52,7 @@ def prewarm(
     when it is loaded. Of prompts it is said how many blocks the source does not have, and in which
     namespaces that cannot be computed. Exit code 1 if something could not be copied.
     """
-    console.only_with("--prompts", prompts, model=model)
+    options.only_with("--prompts", prompts, model=model)
     if source is not None and re.match(r"\w+:/", str(source)):
         problem = "names a stack file; what copies from a url is kvtier restore --from URL"
         raise typer.BadParameter(problem, param_hint="--from")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli import console
+from kvtier.cli import console, options
 from kvtier.cli.fill import (
     IntoOption,
     copy_all,
@@ -27,7 +27,7 @@ app = console.new_app("Copy a snapshot back into a stack.")
     "kvtier restore -c stack.yaml --size 50GiB --rate 1GB/s"
 )
 def restore(
-    config: console.ConfigOption,
+    config: options.ConfigOption,
     source: Annotated[
         str | None,
         typer.Option(
@@ -35,11 +35,11 @@ def restore(
         ),
     ] = None,
     into: IntoOption = None,
-    namespace: console.NamespaceOption = None,
-    size: console.SizeOption = None,
-    hottest: console.HottestOption = False,
-    rate: console.RateOption = None,
-    json: console.JsonOption = False,
+    namespace: options.NamespaceOption = None,
+    size: options.SizeOption = None,
+    hottest: options.HottestOption = False,
+    rate: options.RateOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Copy blocks from an object store into a tier, the newest first.
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli import console, terminal
+from kvtier.cli import console, options, terminal
 from kvtier.config import load
 from kvtier.errors import ConfigError, ConfigErrors
 from kvtier.vllm.versions import SERVER, installed
@@ -41,7 +41,7 @@ def serve(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A folder, or a name on the Hugging Face hub.")
     ],
-    config: console.ConfigOption,
+    config: options.ConfigOption,
 ) -> None:
     """Check the stack and vLLM's version, then become vLLM's server (at a terminal: run it).
 

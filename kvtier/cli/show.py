@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from kvtier.cli import console
+from kvtier.cli import console, options
 from kvtier.cli.blocks import Block, Prover, blocks_of
 from kvtier.cli.holdings import Place, known_namespaces, look
 from kvtier.cli.ls import age, count, find_namespace
@@ -31,8 +31,8 @@ def show(
             metavar="KEY|NAMESPACE", help="The first digits of a namespace, or of a block's key."
         ),
     ],
-    config: console.ConfigOption,
-    json: console.JsonOption = False,
+    config: options.ConfigOption,
+    json: options.JsonOption = False,
 ) -> None:
     """Show the facts that a namespace stands for and in which the others of its model differ, or
     every copy of a block, read and checked.

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli import console
+from kvtier.cli import console, options
 from kvtier.cli.fill import copy_all, look_at, report, store_of
 from kvtier.config import load
 
@@ -18,18 +18,18 @@ app = console.new_app("Copy what a stack holds to an object store.")
     "kvtier snapshot -c stack.yaml --size 50GiB"
 )
 def snapshot(
-    config: console.ConfigOption,
+    config: options.ConfigOption,
     to: Annotated[
         str | None,
         typer.Option(
             "--to", metavar="URL|FILE", help="A store, or a stack with one; else this stack's own."
         ),
     ] = None,
-    namespace: console.NamespaceOption = None,
-    size: console.SizeOption = None,
-    hottest: console.HottestOption = False,
-    rate: console.RateOption = None,
-    json: console.JsonOption = False,
+    namespace: options.NamespaceOption = None,
+    size: options.SizeOption = None,
+    hottest: options.HottestOption = False,
+    rate: options.RateOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Copy blocks of host memory and disks to an object store, the newest first.
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvtier.cli import console
+from kvtier.cli import console, options
 from kvtier.cli.blocks import Block, Proof, Prover, blocks_of
 from kvtier.cli.holdings import Place, known_namespaces, look
 from kvtier.cli.ls import find_namespace
@@ -48,9 +48,9 @@ def _parse_sample(text: str) -> str:
     "kvtier verify -c stack.yaml --tier nvme --repair"
 )
 def verify(
-    config: console.ConfigOption,
-    namespace: console.NamespaceOption = None,
-    tier: console.TierOption = None,
+    config: options.ConfigOption,
+    namespace: options.NamespaceOption = None,
+    tier: options.TierOption = None,
     sample: Annotated[
         str | None,
         typer.Option(
@@ -58,7 +58,7 @@ def verify(
         ),
     ] = None,
     repair: Annotated[bool, typer.Option("--repair", help="Take out of use what is bad.")] = False,
-    json: console.JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Read blocks and check header, key, namespace and checksums of each.
 
@@ -67,7 +67,7 @@ def verify(
     newer kvtier wrote is left alone. Exit code 1 if anything is bad, or could not be read.
     """
     stack = load(config, to_write=repair)
-    places = look(stack, console.tier_of(tier, stack))
+    places = look(stack, options.tier_of(tier, stack))
     chosen = "" if namespace is None else find_namespace(places, namespace)
     parts = [part for place in places for part in place.parts if part.namespace.startswith(chosen)]
     total = sum(part.blocks for part in parts)

@@ -13,7 +13,7 @@ import typer
 from cli_world import KVTIER, refused
 
 from kvtier import __version__
-from kvtier.cli import commands, console
+from kvtier.cli import commands, console, options
 
 
 class TestTheFrame:
@@ -133,7 +133,7 @@ runpy.run_path("{script}", run_name="__main__")
 
 COMMAND = """
 import signal, sys, time, types, typer
-from kvtier.cli import commands, console, main
+from kvtier.cli import commands, console, options, main
 from kvtier.errors import KVTierError
 module = types.ModuleType("kvtier.cli.try")
 module.app = console.new_app("Try.")
@@ -197,7 +197,7 @@ class TestConsole:
         app = console.new_app("Try.")
 
         @app.command()
-        def run(config: console.ConfigOption) -> None:
+        def run(config: options.ConfigOption) -> None:
             seen.append(config)
 
         monkeypatch.setenv("KVTIER_CONFIG", "x.yaml")

@@ -1,0 +1,99 @@
+"""Options that several commands have, and what their texts mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kvtier.config import StackConfig
+
+
+def parse_size(text: str | int) -> int:
+    """The value of an option that is a size, like 64MiB."""
+    from kvtier.core.values import ByteSize
+
+    try:
+        size = ByteSize.parse(text).bytes
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if size < 1:
+        raise typer.BadParameter("a size of nothing; write at least 1")
+    return size
+
+
+def parse_rate(text: str | int) -> int:
+    """The value of an option that is a rate, like 200MB/s, in bytes a second."""
+    try:
+        return parse_size(text.removesuffix("/s") if isinstance(text, str) else text)
+    except typer.BadParameter:
+        raise typer.BadParameter(f"{text!r} is no rate; write one like 200MB/s") from None
+
+
+def parse_duration(text: str | float) -> float:
+    """The value of an option that is a length of time, like 30d, in seconds."""
+    from kvtier.core.values import Duration
+
+    try:
+        return Duration.parse(text).seconds
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+ConfigOption = Annotated[
+    Path,
+    typer.Option(
+        "--config", "-c", envvar="KVTIER_CONFIG", metavar="FILE", help="The stack: a YAML file."
+    ),
+]
+TierOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tier", "-t", metavar="TIER", help="Only this one: its number, 0 first, or its kind."
+    ),
+]
+NamespaceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace", "-n", metavar="NAMESPACE", help="Only this one; its first digits will do."
+    ),
+]
+RateOption = Annotated[
+    int | None,
+    typer.Option(
+        "--rate", parser=parse_rate, metavar="RATE", help="At most so fast, like 200MB/s."
+    ),
+]
+SizeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--size", parser=parse_size, metavar="SIZE", help="The first blocks, at most so many bytes."
+    ),
+]
+HottestOption = Annotated[
+    bool, typer.Option("--hottest", help="The most used blocks first, not the newest.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def only_with(needed: str, given: object, **options: object) -> None:
+    """Refuse options that would say nothing where the one that they belong to is not given."""
+    for name, value in options.items():
+        if given is None and value not in (None, False):
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(f"says nothing without {needed}: add it", param_hint=option)
+
+
+def tier_of(text: str | None, config: StackConfig, option: str = "--tier") -> int | None:
+    """The tier that an option names, by number or kind."""
+    if text is None:
+        return None
+    kinds = [settings.kind for settings in config.tiers]
+    if text.isdecimal() and int(text) < len(kinds):
+        return int(text)
+    if kinds.count(text) == 1:
+        return kinds.index(text)
+    numbered = ", ".join(f"{index} {kind}" for index, kind in enumerate(kinds))
+    raise typer.BadParameter(f"{text!r} is not one tier of {numbered}", param_hint=option)
