@@ -67,7 +67,7 @@ class Engine:
 
     @property
     def own_slabs(self) -> set[int]:
-        return {place.slab.id for place in self.tier._places.values() if place.mine}
+        return {place.slab.id for place in self.tier._places.by_slab.values() if place.mine}
 
     def put(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Store right records; the keys that were committed."""

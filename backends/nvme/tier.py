@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvtier.backends.nvme.folder import SlabFile
 from kvtier.backends.nvme.keeper import Keeper
 from kvtier.backends.nvme.news import News
+from kvtier.backends.nvme.places import Place, Places
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
 from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.slab import layout
@@ -50,23 +51,6 @@ def _alone(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P]
     return functools.update_wrapper(call, method)
 
 
-class Place:
-    """A slab's range of this process's slot numbers."""
-
-    __slots__ = ("base", "mine", "room", "slab")
-
-    def __init__(self, slab: SlabFile, base: int, room: int) -> None:
-        self.slab = slab
-        self.base = base
-        self.room = room
-        """How many numbers there are: the range may have been a larger slab's."""
-        self.mine = False
-
-    @property
-    def slots(self) -> range:
-        return range(self.base, self.base + self.slab.header.slots)
-
-
 class NvmeTier(SlabTier):
     """Slots of all slabs of a namespace, numbered through; only those of own slabs are written."""
 
@@ -86,13 +70,7 @@ class NvmeTier(SlabTier):
         """Whether the keeper takes news in: who asks meanwhile waits, and who has just asked keeps
         it from beginning, so that what a lookup has found is there a moment later."""
         self._keeper = keeper
-        self._places: dict[int, Place] = {}
-        self._place_of = array("I")
-        self._by_index: list[Place] = []
-        self._holes: list[int] = []
-        """Places whose slabs are no longer there: their ranges may be given to others."""
-        self._own_places = 0
-        self._origins: list[int] = []
+        self._places = Places()
         self._unwritten: set[int] = set()
         """Slots whose entries the keeper has still to write: not to be used before."""
         ahead = max(keeper.limits.slab_bytes, min(keeper.limits.capacity // 4, _AHEAD_BYTES))
@@ -150,7 +128,7 @@ class NvmeTier(SlabTier):
     def _take_in(self, news: News) -> int:
         """Learn something; answers with how many entries were looked at."""
         slab = news.slab
-        place = self._places.get(slab.id)
+        place = self._places.by_slab.get(slab.id)
         if news.written is not None:
             if place is not None:
                 self._written([place.base + slot for slot in news.written])
@@ -182,30 +160,16 @@ class NvmeTier(SlabTier):
             self._free.extend(place.slots)
 
     def _own(self, place: Place, *, mine: bool) -> None:
-        self._own_places += mine - place.mine
-        place.mine = mine
-        self._foreign = self._own_places < len(self._by_index)
+        self._places.own(place, mine)
+        self._foreign = not self._places.all_mine
 
     def _number(self, slab: SlabFile) -> Place:
-        """Give a slab a range of slot numbers: one that a lost slab has left, or a new one."""
-        for index in self._holes:
-            hole = self._by_index[index]
-            if hole.room >= slab.header.slots and not self._busy(hole):
-                place = Place(slab, hole.base, hole.room)
-                self._by_index[index] = place
-                self._holes.remove(index)
-                break
-        else:
-            place = Place(slab, len(self._key_of), slab.header.slots)
-            index = len(self._by_index)
-            self._by_index.append(place)
-            self._origins.append(0)
-            self._key_of.extend([None] * slab.header.slots)
-            self._place_of.extend(array("I", [index]) * slab.header.slots)
+        place = self._places.add(slab, self._busy)
+        new = self._places.slots - len(self._key_of)
+        if new:
+            self._key_of.extend([None] * new)
             self._policy.resize(len(self._key_of))
-        self._origins[index] = (slab.id << SLOT_BITS) - place.base
-        self._places[slab.id] = place
-        self._own(place, mine=False)
+        self._foreign = True
         return place
 
     def _busy(self, place: Place) -> bool:
@@ -273,13 +237,12 @@ class NvmeTier(SlabTier):
 
     def _lose(self, place: Place) -> None:
         """A slab has been removed by somebody, or its files have been."""
-        self._own(place, mine=False)
-        self._holes.append(self._place_of[place.base])
+        self._places.lose(place)
+        self._foreign = True
         slots = place.slots
         self._unwanted.update(key for key, slot in self._reserved.items() if slot in slots)
         self._events.add(EventKind.REMOVED, self._forget_place(place))
         self._drop_free(place)
-        del self._places[place.slab.id]
 
     def _let_go(self, place: Place, *, remove: bool) -> None:
         """Give a slab up, unless something is on its way into it or out of it."""
@@ -304,9 +267,7 @@ class NvmeTier(SlabTier):
     # -- hooks -----------------------------------------------------------------------------
 
     def _locate(self, slots: list[int]) -> NvmeSpec:
-        origins, place_of = self._origins, self._place_of
-        places = [origins[place_of[slot]] + slot for slot in slots]
-        return NvmeSpec(places, self._keeper.owner)
+        return NvmeSpec(self._places.where(slots), self._keeper.owner)
 
     def files(self, spec: LoadStoreSpec) -> list[FilePlace]:
         assert isinstance(spec, NvmeSpec)
@@ -317,7 +278,7 @@ class NvmeTier(SlabTier):
         ]
 
     def _owned(self, slot: int) -> bool:
-        return self._by_index[self._place_of[slot]].mine
+        return self._places.of(slot).mine
 
     def _on_reserved(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         self._want_room()
@@ -336,15 +297,13 @@ class NvmeTier(SlabTier):
         self._record(slot, layout.BAD, key)
 
     def _note_uses(self, slots: Sequence[int]) -> None:
-        origins, place_of = self._origins, self._place_of
-        self._keeper.uses.note([origins[place_of[slot]] + slot for slot in slots])
+        self._keeper.uses.note(self._places.where(slots))
 
     def _on_carried(self, used: Mapping[int, tuple[int, int]]) -> None:
-        origins, place_of = self._origins, self._place_of
-        self._keeper.uses.carry({origins[place_of[slot]] + slot: used[slot] for slot in used})
+        self._keeper.uses.carry(dict(zip(self._places.where(used), used.values(), strict=True)))
 
     def _record(self, slot: int, state: int, key: BlockKey) -> None:
-        place = self._by_index[self._place_of[slot]]
+        place = self._places.of(slot)
         if place.mine:
             self._unwritten.add(slot)
             self._keeper.record(place.slab.id, slot - place.base, state, key)
@@ -367,7 +326,7 @@ class NvmeTier(SlabTier):
     def clear(self) -> None:
         """Own slabs are given up whole, so that not even what was evicted can be found again."""
         self._take_all_in()
-        for place in [place for place in self._places.values() if place.mine]:
+        for place in [place for place in self._places.by_slab.values() if place.mine]:
             self._lose(place)
             self._keeper.release(place.slab.id, remove=True)
         super().clear()

@@ -108,7 +108,7 @@ def test_who_comes_later_has_its_part_in_the_end(tmp_path: Path, namespace: Name
 
 
 def _places(engine: Engine) -> list[int]:
-    return [place.slab.id << 24 for place in engine.tier._places.values() if place.mine]
+    return [place.slab.id << 24 for place in engine.tier._places.by_slab.values() if place.mine]
 
 
 def test_capacity_holds_while_three_processes_write(tmp_path: Path) -> None:

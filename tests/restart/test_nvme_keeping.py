@@ -111,7 +111,9 @@ def test_a_tier_that_is_being_asked_is_left_alone(
 ) -> None:
     monkeypatch.setattr(tier_module, "_IDLE_S", 600.0)
     engine = Engine(tmp_path / "kv", blocks=4)
-    engine.keeper.news.append(News(next(iter(engine.tier._places.values())).slab, gone=True))
+    engine.keeper.news.append(
+        News(next(iter(engine.tier._places.by_slab.values())).slab, gone=True)
+    )
     for _ in range(2):
         engine.keeper.when_idle()
     assert engine.keeper.news, "it was asked a moment ago"
@@ -143,7 +145,7 @@ def test_who_asks_while_the_keeper_takes_news_in_waits(
         return take_in(news)
 
     monkeypatch.setattr(tier, "_take_in", slowly)
-    engine.keeper.news.append(News(next(iter(tier._places.values())).slab, gone=True))
+    engine.keeper.news.append(News(next(iter(tier._places.by_slab.values())).slab, gone=True))
     engine.keeper.when_idle()
     tier._idle_since -= 10
     engine.keeper.when_idle()

@@ -123,7 +123,9 @@ class Walker:
         named = [where.values(), tier._reserved.values(), tier._doomed.values()]
         keyed = [slot for slot, key in enumerate(tier._key_of) if key is not None]
         assert sorted(keyed) == sorted(chain(*named)), "a slot whose news nobody would hear"
-        own = {slot for place in tier._places.values() if place.mine for slot in place.slots}
+        own = {
+            slot for place in tier._places.by_slab.values() if place.mine for slot in place.slots
+        }
         free = list(tier._free)
         places = [free, tier._reserved.values(), where.values(), tier._doomed.values()]
         times = Counter(slot for slots in [*places, tier._quarantine] for slot in slots)
