@@ -13,7 +13,7 @@ from collections import defaultdict
 
 import msgspec
 
-from kvtier.backends.object.claims import abandoned
+from kvtier.backends.object.claim import abandoned
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.names import NAMESPACE_CHARS, description_name, told_of
 from kvtier.backends.object.store import ObjectInfo, Store

@@ -21,78 +21,18 @@ died stays counted until somebody has listed everything there is, after its deat
 from __future__ import annotations
 
 import math
-import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from kvtier.backends.object import writers
 from kvtier.backends.object.budget import Budget, Standing, clock
+from kvtier.backends.object.claim import ALONE, CLOSED, SHARING, Claim, Writer, by_writer, writer_of
 from kvtier.backends.object.store import Store
 
-PREFIX = "claims/"
 LEASE_S = 60.0
 _RENEW_SHARE = 4
 _TRIES = 3
-_DEAD_FACTOR = 1.25
-_DEAD_GRACE_S = 1.0
-"""Stores tell times in whole seconds."""
-_CLAIM = re.compile(
-    r"claims/([0-9a-f]{32})-([0-9a-f]{32})-([0-9]{10})-([0-9]{1,19})-([0-9]{1,19})-([0-9]{1,9})"
-    r"-([asc])([hn])"
-)
-_ALONE, _SHARING, _CLOSED = "a", "s", "c"
-
-
-class Claim(msgspec.Struct, frozen=True):
-    """One claim; of several of one writer the highest figures count."""
-
-    namespace: str
-    writer: str
-    number: int
-    bytes: int
-    cap: int
-    lease_ms: int
-    kind: str
-    hungry: bool
-    modified_s: float = 0.0
-
-    @property
-    def name(self) -> str:
-        need = "h" if self.hungry else "n"
-        return (
-            f"{PREFIX}{self.namespace}-{self.writer}-{self.number:010d}-{self.bytes}-{self.cap}"
-            f"-{self.lease_ms}-{self.kind}{need}"
-        )
-
-    def says(self, other: Claim) -> bool:
-        """Whether it says the same, but for number and time."""
-        return (self.bytes, self.cap, self.kind, self.hungry) == (
-            other.bytes,
-            other.cap,
-            other.kind,
-            other.hungry,
-        )
-
-
-def parse_claim(name: str, modified_s: float) -> Claim | None:
-    """A claim from its name, None for anything else."""
-    found = _CLAIM.fullmatch(name)
-    if found is None:
-        return None
-    namespace, writer, number, size, cap, lease_ms, kind, need = found.groups()
-    figures = int(number), int(size), int(cap), int(lease_ms)
-    return Claim(namespace, writer, *figures, kind, need == "h", modified_s)
-
-
-class Writer(msgspec.Struct):
-    """A writer as its claims show it."""
-
-    claim: Claim
-    """The highest figures of all."""
-    names: list[str]
-    alive: bool
 
 
 class Claims:
@@ -191,7 +131,7 @@ class Claims:
         self._wished = self._cap_wish(seen)
         least = min([self._wished, *filter(None, caps)])  # a cap of 0 is not known yet
         size = self._budget.offer(alone=alone, writers=1 + len(caps), cap=least)
-        return self._claim(size, self._wished, _ALONE if alone else _SHARING)
+        return self._claim(size, self._wished, ALONE if alone else SHARING)
 
     def _claim(self, size: int, cap: int, kind: str) -> Claim:
         lease_ms, cap = int(self._lease_s * 1000), self._budget.told(cap)
@@ -238,11 +178,11 @@ class Claims:
         others = self._others(seen)
         living = [one.claim for one in others if one.alive]
         return Standing(
-            alone=self._mine.kind == _ALONE and not living,
+            alone=self._mine.kind == ALONE and not living,
             claim=self._mine.bytes,
             others=sum(claim.bytes for claim in living),
             dead=sum(one.claim.bytes for one in others if not one.alive),
-            blocked=any(claim.kind == _ALONE for claim in living),
+            blocked=any(claim.kind == ALONE for claim in living),
             writers=1 + len(living),
             cap=self._cap,
             measured=self.measured or self._cap > 0,
@@ -277,7 +217,7 @@ class Claims:
         writers.ended(self.writer)
         if self._mine is not None:
             last = self._mine
-            self._put(self._claim(0 if clean else last.bytes, self._cap, _CLOSED))
+            self._put(self._claim(0 if clean else last.bytes, self._cap, CLOSED))
             self._store.delete([last.name])
 
     # -- the store -------------------------------------------------------------------------------
@@ -299,7 +239,7 @@ class Claims:
         return seen
 
     def _read(self) -> Mapping[str, Writer]:
-        found = _by_writer(self._store)
+        found = by_writer(self._store)
         mine = found.pop(self.writer, [])
         # by what was published: whether a put that failed has come to something nobody knows
         number = self._mine.number if self._mine is not None else -1
@@ -311,7 +251,7 @@ class Claims:
             self._store.delete(old)
         self._store_s = current[0].modified_s if current else 0.0
         now = self.store_now() if current else 0.0
-        seen = {writer: _seen(claims, now) for writer, claims in found.items()}
+        seen = {writer: writer_of(claims, now) for writer, claims in found.items()}
         if mine:
             seen[self.writer] = Writer(mine[0], [], alive=True)
         return seen
@@ -347,54 +287,3 @@ class Claims:
                 caps[namespace] = max(caps.get(namespace, 0), one.claim.cap)
         self._foreign.update(caps)
         return sum(self._foreign.values())
-
-
-def ended(store: Store, namespace: str) -> list[str]:
-    """The claims of a namespace's writers that ended, as far as that can be told without a claim of
-    one's own: of those that only stopped renewing, how old theirs are is not known. These claims
-    may go when all that there is of the namespace has been deleted after this."""
-    found = [_seen(claims, 0.0) for claims in _by_writer(store).values()]
-    return [
-        name
-        for one in found
-        if one.claim.namespace == namespace and not one.alive
-        for name in one.names
-    ]
-
-
-def abandoned(store: Store, namespace: str, now_s: float, grace_s: float) -> list[str] | None:
-    """The claims of a namespace in which nobody has written for so long; None if somebody may yet.
-    `now_s` is not later than it is by the store's clock."""
-    found: dict[str, list[Claim]] = defaultdict(list)
-    for info in store.list(f"{PREFIX}{namespace}-"):
-        claim = parse_claim(info.name, info.modified_s)
-        if claim is None or now_s - info.modified_s < grace_s:
-            return None
-        found[claim.writer].append(claim)
-    seen = [_seen(claims, now_s) for claims in found.values()]
-    return None if any(one.alive for one in seen) else [name for one in seen for name in one.names]
-
-
-def _by_writer(store: Store) -> dict[str, list[Claim]]:
-    found: dict[str, list[Claim]] = defaultdict(list)
-    for info in store.list(PREFIX):
-        claim = parse_claim(info.name, info.modified_s)
-        if claim is not None:
-            found[claim.writer].append(claim)
-    return found
-
-
-def _seen(claims: Sequence[Claim], now: float) -> Writer:
-    """One writer by all its claims: the highest figures count, and the youngest claim."""
-    latest = max(claims, key=lambda claim: claim.number)
-    claim = msgspec.structs.replace(
-        latest,
-        bytes=max(claim.bytes for claim in claims),
-        cap=max(claim.cap for claim in claims),
-        kind=_ALONE if any(c.kind == _ALONE for c in claims) else latest.kind,
-        modified_s=max(claim.modified_s for claim in claims),
-    )
-    age = now - claim.modified_s
-    late = age > _DEAD_FACTOR * claim.lease_ms / 1000 + _DEAD_GRACE_S
-    alive = latest.kind != _CLOSED and not late and writers.may_live(claim.writer)
-    return Writer(claim, [claim.name for claim in claims], alive)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.backends.object import open_for
-from kvtier.backends.object.claims import PREFIX, ended
+from kvtier.backends.object.claim import PREFIX, ended
 from kvtier.backends.object.errors import LengthMismatch, StoreError, Weather
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED

@@ -11,7 +11,7 @@ from object_audits import CAPACITY, RECORD, blocks_in, filled, opened
 
 from kvtier.backends.object import keeper as keeper_module
 from kvtier.backends.object import writers
-from kvtier.backends.object.claims import Claim
+from kvtier.backends.object.claim import Claim
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, REMOVED, pack_entries

@@ -13,7 +13,7 @@ from object_servers import ServerProcess
 from object_subjects import FOLDER, BucketSubject
 
 from kvtier.backends.object import bare, open_for, writers
-from kvtier.backends.object.claims import Claim
+from kvtier.backends.object.claim import Claim
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal

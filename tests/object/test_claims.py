@@ -18,7 +18,8 @@ from object_subjects import FOLDER
 from kvtier.backends.object import budget as budget_module
 from kvtier.backends.object import writers
 from kvtier.backends.object.budget import Budget, Standing
-from kvtier.backends.object.claims import Claim, Claims, ended, parse_claim
+from kvtier.backends.object.claim import Claim, ended, parse_claim
+from kvtier.backends.object.claims import Claims
 from kvtier.backends.object.errors import StoreError, TimedOut, Unavailable
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.names import parse_block
