@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
-from kvtier.backends.object import open_for
+from kvtier.backends.object import ObjectSettings, open_for
 from kvtier.backends.object.errors import StoreError, Weather
 from kvtier.backends.object.store import GetOutcome, PutOutcome, Store
 from kvtier.cli.checks import Finding, Level
@@ -27,7 +26,7 @@ _WHERE = {
 """What is no setting of the tier."""
 
 
-def check_store(area: str, settings: Any) -> Iterator[Finding]:
+def check_store(area: str, settings: ObjectSettings) -> Iterator[Finding]:
     """List, put, conditional put, get and delete, with one small object that is removed again; of
     a store that is only read, list and get."""
     folder = local_folder(settings.url)
@@ -46,7 +45,7 @@ def check_store(area: str, settings: Any) -> Iterator[Finding]:
         store.close()
 
 
-def _rights(area: str, settings: Any, store: Store, name: str) -> Iterator[Finding]:
+def _rights(area: str, settings: ObjectSettings, store: Store, name: str) -> Iterator[Finding]:
     start = time.perf_counter()
     listed = _try(area, "list", lambda: next(iter(store.list("kvtier-doctor/")), None))
     if listed is not None:

@@ -11,11 +11,13 @@ import resource
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from kvtier.backends.cpu import huge, room
+from kvtier.backends.cpu import CpuSettings, huge, room
+from kvtier.backends.nvme import NvmeSettings
+from kvtier.backends.nvme.files import used_bytes
+from kvtier.backends.nvme.reader import only_reads
 from kvtier.cli.look_slabs import look_at_regions
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk
@@ -105,15 +107,13 @@ def check_order(config: StackConfig) -> Iterator[Finding]:
 
 def check_tier(config: StackConfig, tier: int) -> Iterator[Finding]:
     """What concerns one tier."""
-    settings: Any = config.tiers[tier]
+    settings = config.tiers[tier]
     area = f"{tier} {settings.kind}"
-    if settings.kind == "cpu":
+    if isinstance(settings, CpuSettings):
         yield from _check_memory(
             area, settings, has_region=bool(look_at_regions(tier, config).slabs)
         )
-    elif settings.kind == "nvme":
-        from kvtier.backends.nvme.reader import only_reads
-
+    elif isinstance(settings, NvmeSettings):
         yield from _check_disk(area, settings)
         if only_reads(Path(settings.path), settings.write):
             yield Finding(area, Level.OK, f"{settings.path} is only read, and may be")
@@ -123,15 +123,17 @@ def check_tier(config: StackConfig, tier: int) -> Iterator[Finding]:
             yield _check_room(area, settings)
             yield from _check_gds(area, config.gds, settings)
     elif settings.kind == "object":
+        from kvtier.backends.object import ObjectSettings
         from kvtier.cli.check_store import check_store
 
+        assert isinstance(settings, ObjectSettings)
         yield from check_store(area, settings)
 
 
 # -- host memory -----------------------------------------------------------------------------
 
 
-def _check_memory(area: str, settings: Any, *, has_region: bool) -> Iterator[Finding]:
+def _check_memory(area: str, settings: CpuSettings, *, has_region: bool) -> Iterator[Finding]:
     folder = Path(settings.path)
     (kind, _), in_memory = mounted(folder), room.in_memory(folder)
     if in_memory:
@@ -201,7 +203,7 @@ def _check_huge_pages(area: str, folder: Path) -> Finding:
 # -- disks -----------------------------------------------------------------------------------
 
 
-def _check_disk(area: str, settings: Any) -> Iterator[Finding]:
+def _check_disk(area: str, settings: NvmeSettings) -> Iterator[Finding]:
     root = Path(settings.path)
     folder = _standing(root)
     if not root.is_absolute():
@@ -238,7 +240,7 @@ def _standing(root: Path) -> Path:
     return root if root.is_dir() else root.parent
 
 
-def _check_gds(area: str, mode: Gds, settings: Any) -> Iterator[Finding]:
+def _check_gds(area: str, mode: Gds, settings: NvmeSettings) -> Iterator[Finding]:
     """Try what workers would: to read a file straight into GPU memory."""
     if mode is Gds.OFF:
         return
@@ -291,9 +293,7 @@ def _check_direct(area: str, root: Path) -> Finding:
     return Finding(area, Level.OK, "O_DIRECT works")
 
 
-def _check_room(area: str, settings: Any) -> Finding:
-    from kvtier.backends.nvme.files import used_bytes
-
+def _check_room(area: str, settings: NvmeSettings) -> Finding:
     disk, folder = Disk(), _standing(Path(settings.path))
     size = settings.capacity.resolve(disk.total_bytes(folder))
     used = used_bytes(Path(settings.path)) if Path(settings.path).is_dir() else 0

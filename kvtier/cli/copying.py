@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from kvtier.backends.nvme import NvmeSettings
 from kvtier.cli.choice import Choice
 from kvtier.cli.console import Progress, warn
 from kvtier.cli.hold import filling
@@ -30,6 +30,7 @@ from kvtier.cli.told import Ledger
 from kvtier.config import StackConfig
 from kvtier.core.backend import TierContext, backend
 from kvtier.core.record import record_bytes
+from kvtier.core.settings import TierSettings
 from kvtier.core.slab.layout import committed
 from kvtier.core.tier import Tier
 from kvtier.core.transfer import Mover, Transfer, TransferKind, TransferResult
@@ -348,9 +349,9 @@ def open_sink(
             reader.close()
 
 
-def _alone(settings: Any) -> AbstractContextManager[None]:
+def _alone(settings: TierSettings) -> AbstractContextManager[None]:
     """In a store two who write one block write one object; host memory has one owner."""
-    if settings.kind != "nvme":
+    if not isinstance(settings, NvmeSettings):
         return nullcontext()
     folder = Path(settings.path)
     return filling(

@@ -8,9 +8,8 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from kvtier.backends.object import open_for
+from kvtier.backends.object import ObjectSettings, open_for
 from kvtier.backends.object.claim import PREFIX, ended
 from kvtier.backends.object.errors import LengthMismatch, StoreError, Weather
 from kvtier.backends.object.journal import Journal
@@ -36,6 +35,7 @@ from kvtier.cli.holdings import (
 from kvtier.config import StackConfig
 from kvtier.core.codec import decode
 from kvtier.core.record import CODEC_RAW, HEADER_BYTES, Header, record_bytes
+from kvtier.core.settings import TierSettings
 from kvtier.core.slab.layout import keys_of
 from kvtier.errors import ConfigError, FormatError, MediumError
 from kvtier.types import NAMESPACE_BYTES_MAX, PAYLOAD_BYTES_MAX, BlockKey, Namespace
@@ -56,7 +56,8 @@ def look_at_manifests(tier: int, config: StackConfig, *, uses_of: str | None) ->
 
 
 def _look(tier: int, config: StackConfig, how: Callable[[Place, Store], None]) -> Place:
-    settings: Any = config.tiers[tier]
+    settings = config.tiers[tier]
+    assert isinstance(settings, ObjectSettings)
     place = Place(tier=tier, kind="object", where=settings.url)
     if settings.capacity.size is not None:
         place.capacity = settings.capacity.size.bytes
@@ -195,7 +196,8 @@ def list_blocks(place: Place, namespace: str = "") -> Iterator[Block]:
 class StoreProver:
     """Reads objects whole and checks them."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: TierSettings) -> None:
+        assert isinstance(settings, ObjectSettings)
         try:
             self._store = open_for(settings)
         except StoreError as error:
@@ -252,20 +254,20 @@ def _raw(stored: memoryview, block: Block, namespace: Namespace | None) -> memor
 
 
 def carry_uses(
-    settings: Any, namespace: Namespace, used: Mapping[BlockKey, tuple[int, float]]
+    settings: TierSettings, namespace: Namespace, used: Mapping[BlockKey, tuple[int, float]]
 ) -> None:
     """Write down how often blocks were used, and when last, before they came to this store."""
     with opened_store(settings) as store:
         Uses(store, namespace, 0.0).carry(used)
 
 
-def delete_objects(settings: Any, names: Sequence[str]) -> int:
+def delete_objects(settings: TierSettings, names: Sequence[str]) -> int:
     """Delete objects; how many. Raises MediumError if the store cannot be reached."""
     with opened_store(settings) as store:
         return len(names) - len(store.delete(names))
 
 
-def remove_namespace(settings: Any, namespace: str) -> bool:
+def remove_namespace(settings: TierSettings, namespace: str) -> bool:
     """Delete all objects of a namespace, and then the claims of writers that had ended before: what
     they answer for is gone. False if some objects stay, and the claims with them.
 
@@ -289,7 +291,7 @@ def remove_namespace(settings: Any, namespace: str) -> bool:
         return gone and not store.delete(claimed)
 
 
-def remove_idle(settings: Any, namespace: str, idle_s: float) -> bool:
+def remove_idle(settings: TierSettings, namespace: str, idle_s: float) -> bool:
     """`remove_namespace`, unless somebody has begun to use it since it was found to be idle: who
     does writes that down beside the blocks, of which there may be millions."""
     told = (f"{PREFIX}{namespace}-", uses_prefix(namespace))  # others may write its manifests
@@ -298,7 +300,7 @@ def remove_idle(settings: Any, namespace: str, idle_s: float) -> bool:
     return time.time() - last > idle_s and remove_namespace(settings, namespace)
 
 
-def empty_store(settings: Any) -> None:
+def empty_store(settings: TierSettings) -> None:
     """Delete every object below a url that is nobody else's."""
     with opened_store(settings) as store:
         _delete_below(store, "", lambda name: True)
@@ -329,8 +331,9 @@ def _delete_below(
 
 
 @contextmanager
-def opened_store(settings: Any) -> Iterator[Store]:
+def opened_store(settings: TierSettings) -> Iterator[Store]:
     """A store whose errors say what to do to people."""
+    assert isinstance(settings, ObjectSettings)
     try:
         with closing(open_for(settings)) as store:
             yield store
@@ -341,9 +344,8 @@ def opened_store(settings: Any) -> Iterator[Store]:
 def unusable_here(config: StackConfig) -> Iterator[ConfigError]:
     """Why a store cannot be opened by this user though its settings are right, like a profile that
     another user may have: an engine would not start. Makes no request."""
-    for index in range(len(config.tiers)):
-        settings: Any = config.tiers[index]
-        if settings.kind != "object" or local_folder(settings.url) is not None:
+    for index, settings in enumerate(config.tiers):
+        if not isinstance(settings, ObjectSettings) or local_folder(settings.url) is not None:
             continue
         try:
             open_for(settings).close()

@@ -7,9 +7,10 @@ import errno
 import os
 import re
 from pathlib import Path
-from typing import Any
 
+from kvtier.backends.cpu import CpuSettings
 from kvtier.backends.cpu.region import SUFFIX, read_header
+from kvtier.backends.nvme import NvmeSettings
 from kvtier.backends.nvme.files import DATA_SUFFIX, TABLE_SUFFIX, used_bytes
 from kvtier.cli.holdings import (
     BENCH_MARK,
@@ -34,7 +35,8 @@ _SLAB_ID = re.compile(r"[0-9a-f]{8}")
 
 def look_at_regions(tier: int, config: StackConfig) -> Place:
     """The regions of a CPU tier: of the engine that the stack names, and of its namesakes."""
-    settings: Any = config.tiers[tier]
+    settings = config.tiers[tier]
+    assert isinstance(settings, CpuSettings)
     folder = Path(settings.path)
     disk = Disk()
     place = Place(tier=tier, kind="cpu", where=str(folder), free=disk.free_bytes(folder))
@@ -81,7 +83,8 @@ def _region_header(path: Path) -> SlabHeader:
 
 def look_at_folder(tier: int, config: StackConfig) -> Place:
     """An NVMe folder with all namespaces in it."""
-    settings: Any = config.tiers[tier]
+    settings = config.tiers[tier]
+    assert isinstance(settings, NvmeSettings)
     root = Path(settings.path)
     disk = Disk()
     standing = root if root.is_dir() else root.parent

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvtier.backends.cpu import CpuSettings
 from kvtier.backends.cpu.region import SUFFIX, in_use, leftovers, remove
 from kvtier.backends.nvme.files import (
     DATA_SUFFIX,
@@ -30,6 +31,11 @@ from kvtier.cli.hold import folder_held, has_live_owner, has_owner_now
 from kvtier.cli.holdings import BENCH_MARK, NAMESPACE_ID, Place, Slab
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk, is_locked
+from kvtier.core.settings import TierSettings
+
+if TYPE_CHECKING:
+    from kvtier.backends.object import ObjectSettings
+    from kvtier.backends.object.store import Store
 
 _MAKING = ".making"
 _BENCH_S = 600.0
@@ -49,18 +55,19 @@ def find(config: StackConfig, places: list[Place], idle_s: float | None) -> Iter
     """All rubbish of these places, of what is idle for `idle_s` seconds too."""
     seen: set[Path] = set()
     for place in places:
-        if place.kind == "cpu":
-            yield from _of_regions(config.tiers[place.tier], place, idle_s)
+        settings = config.tiers[place.tier]
+        if isinstance(settings, CpuSettings):
+            yield from _of_regions(settings, place, idle_s)
         elif place.kind == "nvme" and Path(place.where).is_dir():
             yield from _of_folder(place, idle_s, seen)
         elif place.kind == "object":
-            yield from _of_store(config, place, idle_s, seen)
+            yield from _of_store(settings, place, idle_s, seen)
 
 
 # -- CPU regions -----------------------------------------------------------------------------
 
 
-def _of_regions(settings: Any, place: Place, idle_s: float | None) -> Iterator[Rubbish]:
+def _of_regions(settings: CpuSettings, place: Place, idle_s: float | None) -> Iterator[Rubbish]:
     folder, keep_s = Path(settings.path), settings.keep_for.seconds
     left = leftovers(folder, keep_s, time.time())
     for path in left:
@@ -287,14 +294,15 @@ def _size_of(folder: Path) -> int:
 
 
 def _of_store(
-    config: StackConfig, place: Place, idle_s: float | None, seen: set[Path]
+    settings: TierSettings, place: Place, idle_s: float | None, seen: set[Path]
 ) -> Iterator[Rubbish]:
     """Idle namespaces, blocks too old or over the budget, what told of blocks that went, and what
     was only written to try the store."""
+    from kvtier.backends.object import ObjectSettings
     from kvtier.cli.look_objects import local_folder, remove_idle
     from kvtier.cli.trials import left_behind, remove_left
 
-    settings: Any = config.tiers[place.tier]
+    assert isinstance(settings, ObjectSettings)
     going: set[str] = set()
     for part in place.parts:
         last = max(part.newest or 0.0, place.served.get(part.namespace, 0.0))
@@ -322,12 +330,12 @@ def _below(place: Place, namespace: str) -> str:
     return f"{place.where.rstrip('/')}/{namespace}"
 
 
-def _surveyed(settings: Any, place: Place, going: set[str]) -> Iterator[Rubbish]:
+def _surveyed(settings: ObjectSettings, place: Place, going: set[str]) -> Iterator[Rubbish]:
     from kvtier.backends.object import capacity_of, gc, open_for
 
     age_s = None if settings.age_max is None else settings.age_max.seconds
 
-    def survey(store: Any) -> gc.Survey:
+    def survey(store: Store) -> gc.Survey:
         return gc.survey(store, capacity_of(settings), age_s, time.time(), going)
 
     def collect() -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +25,7 @@ from kvtier.cli.holdings import Part, Place
 from kvtier.cli.look_objects import opened_store
 from kvtier.config import StackConfig
 from kvtier.core.record import record_bytes
+from kvtier.core.settings import TierSettings
 from kvtier.errors import MediumError
 from kvtier.types import BlockKey, Namespace
 
@@ -35,7 +35,7 @@ _AT_ONCE = 4096
 class Ledger:
     """The blocks that a store should tell of once a copy has ended: eight bytes of each."""
 
-    def __init__(self, settings: Any, namespace: Namespace) -> None:
+    def __init__(self, settings: TierSettings, namespace: Namespace) -> None:
         self._settings = settings
         self._namespace = namespace
         self._expected = [_marks([])]

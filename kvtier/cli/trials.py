@@ -6,11 +6,10 @@ from __future__ import annotations
 import secrets
 import time
 from contextlib import closing
-from typing import Any
 
 import msgspec
 
-from kvtier.backends.object import open_for
+from kvtier.backends.object import ObjectSettings, open_for
 from kvtier.backends.object.store import Store
 from kvtier.cli.look_objects import delete_objects, empty_store
 
@@ -31,7 +30,7 @@ def new_probe() -> str:
     return f"{_DOCTOR}{secrets.token_hex(8)}"
 
 
-def left_behind(settings: Any) -> dict[str, int]:
+def left_behind(settings: ObjectSettings) -> dict[str, int]:
     """Names of benches' places and of the doctor's objects that nobody uses any more, and how many
     bytes each has. Raises StoreError."""
     with closing(open_for(settings)) as store:
@@ -50,7 +49,7 @@ def _left_behind(store: Store) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if now - latest[name] > _OLD_S}
 
 
-def remove_left(settings: Any, name: str) -> bool:
+def remove_left(settings: ObjectSettings, name: str) -> bool:
     """Remove one of these, unless it is in use after all. Raises StoreError or MediumError."""
     if name not in left_behind(settings):
         return False
