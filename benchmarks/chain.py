@@ -21,6 +21,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from kvtier.core.backend import TierContext, backend
 from kvtier.core.chain import TierChain
 from kvtier.core.costs import CostModel
@@ -83,10 +85,7 @@ def open_tiers(kinds: Sequence[str], folder: Path) -> list[tuple[Tier, TierSetti
     found = []
     for level, kind in enumerate(kinds):
         blocks = (OTHERS if level == 0 else 4 * OTHERS) * BLOCKS
-        fields: dict[str, object] = {
-            "capacity": Capacity(size=ByteSize(blocks * slot_bytes())),
-            "write": WritePolicy.NEVER,
-        }
+        fields: dict[str, object] = {"capacity": Capacity(size=ByteSize(blocks * slot_bytes()))}
         if kind == "nvme":
             fields["path"] = str(folder / f"tier{level}")
         else:
@@ -96,7 +95,8 @@ def open_tiers(kinds: Sequence[str], folder: Path) -> list[tuple[Tier, TierSetti
         opener = backend(kind)
         settings = opener.settings(**fields)
         context = TierContext(NAMESPACE, f"benchmark-{os.getpid()}")
-        found.append((opener.open_tier(settings, context), settings))
+        tier = opener.open_tier(settings, context)  # which makes no slabs where it only reads
+        found.append((tier, msgspec.structs.replace(settings, write=WritePolicy.NEVER)))
     return found
 
 
