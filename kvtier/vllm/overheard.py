@@ -12,6 +12,8 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from kvtier.vllm.guard import guarded
+
 _READS = ("compute", "get", "check", "init", "shutdown", "list", "save", "report", "verify", "log")
 """How names of calls begin that speak of weights, and do not change them."""
 
@@ -58,9 +60,12 @@ def listen() -> None:
     @functools.wraps(on_fault)
     def go_on(sentinel: Any, exc: Exception) -> None:
         on_fault(sentinel, exc)
-        for connector in _connectors(sentinel.engine):
+        told = list(_connectors(sentinel.engine))
+        for connector in told:
             connector.step_failed()
-            sentinel.engine.reset_prefix_cache()
+        if told and _forget_steps(sentinel.engine.scheduler):
+            for connector in told:
+                connector.engine_forgot()
 
     EngineCoreSentinel.on_fault = go_on
     EngineCore.collective_rpc, EngineCore.reset_prefix_cache = collective_rpc, reset_prefix_cache
@@ -72,6 +77,21 @@ def changes_weights(method: Any) -> bool:
     of vLLM's, or what others have added to its workers."""
     name = method if isinstance(method, str) else getattr(method, "__name__", "")
     return "weight" in name and not name.lstrip("_").startswith(_READS)
+
+
+@guarded(lambda: False)
+def _forget_steps(scheduler: Any) -> bool:
+    """Empty the prefix cache of a scheduler whose steps under way were dropped, also of blocks that
+    loads hold yet: vLLM's own reset is refused then. And let it not await these steps, until whose
+    end it holds back blocks that they may write to: it would have fewer for good, and refuse all
+    resets. Nobody gets such a block before the workers have been told to go on, and wait for their
+    devices.
+    """
+    manager = scheduler.kv_cache_manager
+    manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
+    scheduler.processed_step_seq = scheduler.sched_step_seq
+    scheduler._drain_deferred_frees()
+    return True
 
 
 def _connectors(core: Any) -> Iterator[Any]:

@@ -175,7 +175,9 @@ class Host:
         finally:
             delattr(whose, method)
         runner.execute_model_state = None  # as workers forget it when they are told to go on
-        self.abort()
+        begun = range(1, self._serial + 1)
+        self._llm.llm_engine.abort_request([f"begun-{each}" for each in begun])
+        self._step()
 
     def wait_for_others(self, patience: float) -> None:
         """How long blocks are waited for that another engine has computed."""
