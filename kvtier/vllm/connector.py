@@ -103,7 +103,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._fills = vllm_config.cache_config.enable_prefix_caching
         self._filled = self._stale = False
         if role.name == "SCHEDULER":
-            self._steps = recount.Steps()
+            self._steps = recount.Steps(ranks.world_size)
             orphan.end_with_parent()
             overheard.listen()
             self._introduce(vllm_config, kv_cache_config, stack, extra)
@@ -278,10 +278,11 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         self._manager.mistook(getattr(meta, "mistakes", 0))
+        reports = errands.hear(connector_output, self._steps)
         with compat.manager_locked(self):
             if connector_output.invalid_block_ids:  # of another connector, beside this one
                 self._manager.distrust_stores()
-            for number, report in getattr(meta, "reports", {}).items():
+            for number, report in reports.items():
                 request = self._manager.report(number, report)
                 if request is not None:
                     compat.store_again(self, request)

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from kvtier.vllm import guard
 from kvtier.vllm.protocol import Errand, Report
-from kvtier.vllm.recount import Job, Orders, Said, Unheard
+from kvtier.vllm.recount import Job, Orders, Place, Said, Steps, Unheard
 
 
 class ErrandSpec(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -34,24 +34,39 @@ class ErrandSpec(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not there when
 
 @dataclass
 class ErrandMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
-    """What vLLM's workers tell its scheduler, and what became of our errands."""
+    """What vLLM's workers tell its scheduler, and what became of our errands: each thing that one
+    has said by itself, because some may come twice."""
 
-    reports: dict[int, Report] = field(default_factory=dict)
+    said: dict[Place, Said] = field(default_factory=dict)
     mistakes: int = 0
     """Exceptions caught at the border, on all ranks."""
 
     def aggregate(self, other: Any) -> Any:
-        base = super().aggregate(other)
-        reports = dict(self.reports)
-        for number, report in getattr(other, "reports", {}).items():
-            mine = reports.get(number)
-            reports[number] = report if mine is None else mine.merge(report)
         return ErrandMetadata(
-            completed_jobs=base.completed_jobs,
-            transfer_stats=base.transfer_stats,
-            reports=reports,
+            said={**self.said, **getattr(other, "said", {})},
             mistakes=self.mistakes + getattr(other, "mistakes", 0),
         )
+
+
+def hear(output: Any, steps: Steps) -> dict[int, Report]:
+    """Tell vLLM what of this output of its workers was not heard before, and no more, because it
+    counts: and which loads have ended by that. Answers what became of errands."""
+    said = getattr(output.kv_connector_worker_meta, "said", {})
+    if not said:
+        return {}
+    told = OffloadingWorkerMetadata()
+    reports: dict[int, Report] = {}
+    new = steps.hear(said)
+    for each in new:
+        told = told.aggregate(each.jobs)
+        for number, report in each.reports.items():
+            before = reports.get(number)
+            reports[number] = report if before is None else before.merge(report)
+    ours = {request for each in said.values() for request in each.received}
+    output.kv_connector_worker_meta = told
+    others = (output.finished_recving or set()) - ours
+    output.finished_recving = others | steps.received(new)
+    return reports
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
@@ -64,11 +79,9 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._connector_worker_meta = ErrandMetadata()
+        self._rank: int = self.spec.config.parallel.rank
         self._unsubmitted_store_jobs: list[tuple[int, Any, Any]] = []
         self._storing: set[int] = set()
-        self._received: set[str] = set()
-        self._failed: set[str] = set()
         self._unheard = Unheard()
         self.failed_requests: set[str] = set()
         """Of those that `get_finished` has told of last."""
@@ -117,11 +130,8 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         """Account for these jobs: steps of theirs were lost on the way here, or on the way back."""
         known = {*self._storing, *self._load_jobs}
         known.update(number for number, *_ in self._unsubmitted_store_jobs)
-        for said in self._unheard.take():
-            known.update(said.metadata.completed_jobs)
-            self._connector_worker_meta = self._connector_worker_meta.aggregate(said.metadata)
-            self._received |= said.received
-            self._failed |= said.failed
+        for said in self._unheard.again():
+            known.update(said.jobs.completed_jobs)
         for number, job in given.items():
             if number not in known:
                 if job.request is not None:
@@ -129,35 +139,34 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
                 self.worker.abandon(number, job.errand)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        meta = self._connector_worker_meta
-        received, self._received = self._received, set()
-        failed, self._failed = self._failed, set()
+        said = Said(OffloadingWorkerMetadata(), {}, set(), set())
         for ended in self.worker.take_ended():
             request = self._load_jobs.pop(ended.job_id, None)
             self._storing.discard(ended.job_id)
-            meta.mark_completed(ended.job_id)
-            meta.reports[ended.number] = ended.report
+            said.jobs.mark_completed(ended.job_id)
+            said.reports[ended.number] = ended.report
             if ended.ok:
-                stats = meta.transfer_stats
+                stats = said.jobs.transfer_stats
                 (stats.store if request is None else stats.load).record(
                     ended.report.bytes_moved, ended.seconds
                 )
             if request is not None:
-                received.add(request)
+                said.received.add(request)
                 if not ended.ok:
-                    failed.add(request)
-        if meta.completed_jobs:
-            self._unheard.keep(Said(meta, received, failed))
-        self.failed_requests = failed
-        return set(), received
+                    said.failed.add(request)
+        if said.reports:
+            self._unheard.keep(said)
+        self.failed_requests = {each for said in self._unheard.now for each in said.failed}
+        return set(), {each for said in self._unheard.now for each in said.received}
 
     def build_connector_worker_meta(self) -> Any:
-        meta = self._connector_worker_meta
-        if not meta.completed_jobs:
+        said = self._unheard.take()
+        if not said:
             return None
-        self._connector_worker_meta = ErrandMetadata()
-        meta.mistakes = guard.untold()
-        return meta
+        return ErrandMetadata(
+            said={(self._rank, number): each for number, each in said.items()},
+            mistakes=guard.untold(),
+        )
 
 
 def _set_scales(vllm_config: Any) -> None:

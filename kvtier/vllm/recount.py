@@ -3,15 +3,18 @@
 An engine that tolerates faults drops all steps that are under way when one of them fails: what had
 been copied by then would be awaited for ever, and hold its slots and vLLM's blocks. So steps have
 numbers, workers keep what they say until the scheduler has heard it, and say it again when it asks.
+vLLM 0.33 delivers late what it can save of such steps: so all that is said has a number, too, and
+is heard once.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.vllm.protocol import Errand
+from kvtier.vllm.protocol import Errand, Report
 
 _AHEAD_MAX = 64
 """More steps are never under way; if it looks so, some have ended without a word."""
@@ -38,13 +41,35 @@ class Job:
     request: str | None = None
 
 
-class Steps:
-    """The steps under way, as the scheduler knows them."""
+@dataclass
+class Said:
+    """What a worker has said at once."""
 
-    def __init__(self) -> None:
+    jobs: Any
+    """In vLLM's words: which have ended, and how long they took."""
+    reports: dict[int, Report]
+    """What became of errands, by number."""
+    received: set[str]
+    failed: set[str]
+    """The requests whose loads have ended, and those of them whose loads have failed."""
+
+
+Place = tuple[int, int]
+"""Who has said something, by rank, and the how-manieth thing it is."""
+
+
+class Steps:
+    """The steps under way, as the scheduler knows them, and what so many ranks say in them."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
         self._begun = self._heard = 0
         self._ahead: deque[tuple[int, dict[int, Job]]] = deque()
         self._lost: dict[int, Job] | None = None
+        self._known: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=_AHEAD_MAX))
+        """What was heard last of each rank."""
+        self._arrived: Counter[str] = Counter()
+        """On how many ranks the loads of these requests have ended."""
 
     def begin(self, metadata: Any, given_up: int | None) -> None:
         """A step with these of vLLM's jobs begins; its workers get their orders with them."""
@@ -77,22 +102,33 @@ class Steps:
         self._ahead.clear()
         self._lost = {**(self._lost or {}), **lost}
 
+    def hear(self, said: Mapping[Place, Said]) -> list[Said]:
+        """What of this was not heard before."""
+        new = []
+        for (rank, number), each in said.items():
+            if number not in self._known[rank]:
+                self._known[rank].append(number)
+                new.append(each)
+        return new
 
-@dataclass
-class Said:
-    """What a worker has said in a step."""
-
-    metadata: Any
-    received: set[str]
-    failed: set[str]
+    def received(self, new: Iterable[Said]) -> set[str]:
+        """The requests whose loads have ended, with this, on all ranks."""
+        done = set()
+        for request in (request for each in new for request in each.received):
+            self._arrived[request] += 1
+            if self._arrived[request] == self._ranks:
+                del self._arrived[request]
+                done.add(request)
+        return done
 
 
 class Unheard:
     """What a worker has said, until the scheduler has heard it."""
 
     def __init__(self) -> None:
-        self._step = 0
-        self._said: deque[tuple[int, Said]] = deque()
+        self._step = self._numbered = 0
+        self._said: deque[tuple[int, int, Said]] = deque()
+        self._now: dict[int, Said] = {}
 
     def begin(self, orders: Orders) -> None:
         """A step begins."""
@@ -102,10 +138,22 @@ class Unheard:
 
     def keep(self, said: Said) -> None:
         """This is said in the step."""
-        self._said.append((self._step, said))
+        self._numbered += 1
+        self._said.append((self._step, self._numbered, said))
+        self._now[self._numbered] = said
 
-    def take(self) -> list[Said]:
-        """All of it, to be said again."""
-        again = [said for _, said in self._said]
-        self._said.clear()
-        return again
+    def again(self) -> list[Said]:
+        """Say all of it in this step."""
+        self._now.update((number, said) for _, number, said in self._said)
+        self._said = deque((self._step, number, said) for _, number, said in self._said)
+        return list(self._now.values())
+
+    @property
+    def now(self) -> Iterable[Said]:
+        """What is said in this step."""
+        return self._now.values()
+
+    def take(self) -> dict[int, Said]:
+        """The same, by number; it is on its way then."""
+        now, self._now = self._now, {}
+        return now

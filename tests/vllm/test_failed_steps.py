@@ -13,7 +13,7 @@ from engines.world import World, prompt
 
 PROMPT, OTHER = prompt(21, 1100), prompt(22, 1100)
 HIT = 1024
-WHENS = ("before", "amid", "after")
+WHENS = ("before", "amid", "after", "ahead")
 
 
 @pytest.fixture(scope="module")
