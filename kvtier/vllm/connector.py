@@ -280,7 +280,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._manager.mistook(getattr(meta, "mistakes", 0))
         reports = errands.hear(connector_output, self._steps)
         with compat.manager_locked(self):
-            if connector_output.invalid_block_ids:  # of another connector, beside this one
+            foreign = connector_output.invalid_block_ids  # of another connector, beside this one
+            if foreign or not self._manager.vouches(reports):
                 self._manager.distrust_stores()
             for number, report in reports.items():
                 request = self._manager.report(number, report)

@@ -221,13 +221,12 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     def report(self, number: int, report: Report) -> str | None:
         """What ranks say of an errand; names the request if its load has now failed."""
         self._meter.reported(report)
-        if not self._vouched(number):
-            self._manager.distrust_stores()
         return self._manager.report(number, report)
 
     @guarded(lambda: False)
-    def _vouched(self, number: int) -> bool:
-        return self.adapters.vouches(number)
+    def vouches(self, errands: Iterable[int]) -> bool:
+        """Whether no adapter's files have changed before these errands ended."""
+        return self.adapters.vouches(errands)
 
     @guarded(lambda: None)
     def mistook(self, mistakes: int) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -201,11 +201,12 @@ class Adapters:
         if request in self._users:
             self._storing[errand] = self._users[request]
 
-    def vouches(self, errand: int) -> bool:
-        """Whether what was stored was computed by the adapter in its keys: if that has changed
-        between the request's coming and now, the engine may have read it in between."""
-        folder = self._storing.pop(errand, None)
-        return folder is None or self.salt(folder) is not None
+    def vouches(self, errands: Iterable[int]) -> bool:
+        """Whether what was stored was computed by the adapters in its keys: if one has changed
+        between a request's coming and now, the engine may have read it in between."""
+        folders = {self._storing.pop(errand) for errand in errands if errand in self._storing}
+        salts = [self.salt(folder) for folder in folders]
+        return None not in salts
 
     def salt(self, folder: Path) -> bytes | None:
         """What stands in the keys for this adapter; None if nothing is to be kept of it."""

@@ -115,10 +115,26 @@ def test_what_was_being_stored_when_an_adapter_changed_is_not_vouched_for(tmp_pa
         salts.stores("request", errand)
     salts.ended("request")
     salts.stores("request", 3)
-    assert salts.vouches(1)
+    assert salts.vouches([1])
     adapter(folder, 2)
     os.utime(folder / "adapter_model.safetensors", ns=(0, 0))
-    assert [salts.vouches(errand) for errand in (1, 2, 3)] == [True, False, True]
+    assert [salts.vouches([errand]) for errand in (1, 2, 3)] == [True, False, True]
+
+
+def test_an_adapter_is_looked_at_once_for_all_that_was_stored_in_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (adapter(tmp_path / each, ord(each)) for each in "ab")
+    looks, plain = list[Path](), weights.adapter_files
+    salts = Adapters()
+    for errand in range(32):
+        salts.began(f"request-{errand}", named(one) if errand % 2 else named(other, number=2))
+        salts.stores(f"request-{errand}", errand)
+    monkeypatch.setattr(weights, "adapter_files", lambda of: looks.append(of) or plain(of))
+    assert salts.vouches(range(64))
+    assert sorted(looks) == [one, other]
+    assert salts.vouches(range(64))
+    assert len(looks) == 2, "none has an errand any more"
 
 
 def test_nobody_knows_which_of_two_adapters_of_one_number_is_meant(tmp_path: Path) -> None:
@@ -127,7 +143,7 @@ def test_nobody_knows_which_of_two_adapters_of_one_number_is_meant(tmp_path: Pat
     assert salts.began("request", named(one))
     salts.stores("request", 1)
     salts.read(named(other, in_place=True))
-    assert not salts.vouches(1), "it goes on with the other"
+    assert not salts.vouches([1]), "it goes on with the other"
     assert salts.began("later", named(other))
     assert salts.began("confused", named(third)) is None, "it gets the other"
     assert salts.began("fourth", named(third, number=2)) is None
