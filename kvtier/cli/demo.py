@@ -35,6 +35,7 @@ _CHUNK_TOKENS = 128
 _MEMORY = "/dev/shm"
 _LOG = "server.log"
 _CPU = ByteSize.parse("1GiB")
+_INSIST_S = 0.2
 
 
 class Row(msgspec.Struct):
@@ -59,12 +60,11 @@ def demo(
     """
     installed()
     _check_room()
-    _end_in_order()
     _say(
         f"a small model with random weights, a prompt of {tokens} tokens, and a server that is "
         "started three times"
     )
-    with _folder() as folder, _folder(_MEMORY) as region:
+    with _ending_in_order(), _folder() as folder, _folder(_MEMORY) as region:
         model = tiny_model.build(folder / "model", layers=layers, hidden=hidden, seed=1)
         try:
             rows = _run(folder, region, model, tokens)
@@ -102,18 +102,39 @@ def _folder(parent: str | None = None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end_in_order() -> None:
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
     """However it is told to end, by Ctrl-C, `kill` or a closed terminal: the server ends first, and
-    the folders go. That takes a moment, in which nothing more is heard."""
+    the folders go. That takes a moment, in which nothing more is heard.
+
+    Python drops an exception that comes where none can go on, as in a finalizer: it is raised anew
+    until it is seen to be on its way.
+    """
     heard = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+    told: list[SystemExit] = []
 
     def leave(number: int, frame: FrameType | None) -> None:
         for each in heard:
             signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
+        told.append(SystemExit(128 + number))
+        signal.signal(signal.SIGALRM, insist)
+        signal.setitimer(signal.ITIMER_REAL, _INSIST_S, _INSIST_S)
+        raise told[0]
+
+    def insist(number: int, frame: FrameType | None) -> None:
+        handled = sys.exc_info()[1]
+        while handled not in (None, told[0]):
+            handled = handled.__context__
+        if handled is None:
+            raise told[0]
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
     for each in heard:
         signal.signal(each, leave)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _run(folder: Path, region: Path, model: Path, tokens: int) -> list[Row]:
