@@ -11,7 +11,6 @@ import ctypes
 import gc
 import json
 import os
-import queue
 import random
 import sys
 import threading
@@ -145,46 +144,10 @@ class Host:
         self._step()
 
     def fail_a_step(self, when: str) -> None:
-        """The next step fails on its worker `before` it has begun, `amid` what is computed, `after`
-        all that was to be copied; or the one after it fails, when the next has told of all that was
-        `ahead`. The engine goes on, as with `--enable-fault-tolerance` (which needs ranks on GPUs).
-        """
-        from vllm.v1.fault_tolerance.engine_core_sentinel import EngineCoreSentinel
+        """The next step fails, and the engine goes on: see `failing.fail_a_step`."""
+        from failing import fail_a_step
 
-        core, runner = self._core, self._core.model_executor.driver_worker.model_runner
-        copies, compute = self._connector_worker.worker, runner.execute_model
-        whose, method = (runner.model, "forward") if when == "amid" else (runner, "execute_model")
-        ended, left = copies.take_ended, int(when == "ahead")
-
-        def all_ended() -> Any:
-            copies.wait(set(copies._worker._numbers))
-            return ended()
-
-        def fail(*given: Any, **named: Any) -> Any:
-            nonlocal left
-            if left:
-                left -= 1
-                return compute(*given, **named)
-            if when == "after":
-                compute(*given, **named)
-            raise RuntimeError("another rank is gone")
-
-        setattr(whose, method, fail)
-        if when in ("after", "ahead"):
-            copies.take_ended = all_ended
-        core.engine_index, core.output_queue = 0, queue.Queue()
-        core._send_abort_outputs = lambda _: None
-        sentinel = EngineCoreSentinel(core, core.vllm_config.parallel_config)
-        try:
-            while True:
-                core.step_fn()
-        except RuntimeError as error:
-            sentinel.on_fault(error)
-        delattr(whose, method)
-        vars(copies).pop("take_ended", None)
-        runner.execute_model_state = None  # as workers forget it when they are told to go on
-        if hasattr(sentinel, "_drain_batch_queue"):  # from 0.33 on
-            sentinel._drain_batch_queue()
+        fail_a_step(self._core, self._connector_worker.worker, when)
         begun = range(1, self._serial + 1)
         self._llm.llm_engine.abort_request([f"begun-{each}" for each in begun])
         self._step()
