@@ -46,9 +46,10 @@ def model() -> Callable[..., Path]:
 def plain_llama(
     model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    """The engine without kvtier that says what others must answer."""
+    """The engine without kvtier that says what others must answer; it computes all of it anew,
+    whatever other files have asked it."""
     world = World(tmp_path_factory.mktemp("plain"))
-    yield world.engine(model("llama"))
+    yield world.engine(model("llama"), enable_prefix_caching=False)
     world.close()
 
 
