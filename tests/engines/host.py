@@ -13,23 +13,24 @@ import json
 import os
 import random
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slowed import Slowed
+
 SETTLE_S = 300.0
 
 
-class Host:
+class Host(Slowed):
     """The commands; each method whose name does not begin with `_` is one."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._llm: Any = None
-        self._serial = self._copied = self._which = 0
-        self._gather: Any = None
+        self._serial = self._which = 0
         self._ended: list[dict[str, Any]] = []
 
     def start(
@@ -222,20 +223,6 @@ class Host:
         """Read other weights into the running engine."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
 
-    def slow_stores(self, pause: float) -> None:
-        """Let each block's way out of the device take so long."""
-        from kvtier.device.cpu_copy import PageCopier
-
-        if not self._gather:
-            self._gather = PageCopier.gather
-
-        def slow(*arguments: Any) -> None:
-            time.sleep(pause)
-            self._gather(*arguments)
-            self._copied += 1
-
-        PageCopier.gather = slow  # type: ignore[method-assign]
-
     # -- the engine and its caches
 
     @property
@@ -314,46 +301,6 @@ class Host:
         self._manager.chain.tiers[tier].clear()
         self._vllm_manager._meter._unread = True  # else there is nothing to do, and no step
         self._step()
-
-    def slow_reads(self, pause: float) -> None:
-        """Let every read of a disk in this process take so long, from now on."""
-        self._before_reads(lambda: time.sleep(pause))
-
-    def give_up_loads(self, seed: int, chance: float, pause: float) -> None:
-        """From now on every read takes up to `pause`, and loads are given up at random."""
-        dice, patience = random.Random(seed), self._manager._patience
-        self._before_reads(lambda: time.sleep(dice.random() * pause))
-
-        def some() -> int | None:
-            left = sorted(patience._loads.keys() - patience._given_up)
-            if not left or dice.random() >= chance:
-                return None
-            number: int = dice.choice(left)
-            patience._given_up.add(number)
-            return number
-
-        self._manager.give_up = some
-
-    def hold_reads(self) -> None:
-        """Let no read of a disk in this process go on, until told to."""
-        self._going_on = threading.Event()
-        self._before_reads(self._going_on.wait)
-
-    def let_reads_go(self) -> None:
-        """Let all go on that were held."""
-        self._going_on.set()
-
-    def _before_reads(self, do: Callable[[], object]) -> None:
-        from kvtier.core.disk import Disk
-
-        self._read = getattr(self, "_read", Disk.readv)
-        read = self._read
-
-        def later(*arguments: Any) -> int:
-            do()
-            return read(*arguments)
-
-        Disk.readv = later  # type: ignore[method-assign]
 
     def record_crowds(self) -> None:
         """Note how many wait behind each request that the engine asks about, from now on; and load

@@ -1,0 +1,74 @@
+"""Copies that take long, on their way out of the device and in from a disk."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class Slowed:
+    """The part of `Host` that slows them, holds them, and gives them up."""
+
+    _manager: Any
+
+    def __init__(self) -> None:
+        self._copied = 0
+        self._gather: Any = None
+        self._read: Any = None
+        self._going_on = threading.Event()
+
+    def slow_stores(self, pause: float) -> None:
+        """Let each block's way out of the device take so long."""
+        from kvtier.device.cpu_copy import PageCopier
+
+        if not self._gather:
+            self._gather = PageCopier.gather
+
+        def slow(*arguments: Any) -> None:
+            time.sleep(pause)
+            self._gather(*arguments)
+            self._copied += 1
+
+        PageCopier.gather = slow  # type: ignore[method-assign]
+
+    def slow_reads(self, pause: float) -> None:
+        """Let every read of a disk in this process take so long, from now on."""
+        self._before_reads(lambda: time.sleep(pause))
+
+    def give_up_loads(self, seed: int, chance: float, pause: float) -> None:
+        """From now on every read takes up to `pause`, and loads are given up at random."""
+        dice, patience = random.Random(seed), self._manager._patience
+        self._before_reads(lambda: time.sleep(dice.random() * pause))
+
+        def some() -> int | None:
+            left = sorted(patience._loads.keys() - patience._given_up)
+            if not left or dice.random() >= chance:
+                return None
+            number: int = dice.choice(left)
+            patience._given_up.add(number)
+            return number
+
+        self._manager.give_up = some
+
+    def hold_reads(self) -> None:
+        """Let no read of a disk in this process go on, until told to."""
+        self._going_on.clear()
+        self._before_reads(self._going_on.wait)
+
+    def let_reads_go(self) -> None:
+        """Let all go on that were held."""
+        self._going_on.set()
+
+    def _before_reads(self, do: Callable[[], object]) -> None:
+        from kvtier.core.disk import Disk
+
+        read = self._read = self._read or Disk.readv
+
+        def later(*arguments: Any) -> int:
+            do()
+            return read(*arguments)
+
+        Disk.readv = later  # type: ignore[method-assign]
