@@ -32,7 +32,7 @@ def reason_against(path: str, device: int = 0) -> str | None:
         import torch
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed: pip install 'kvtier[gds]'"
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, RuntimeError) as error:  # the last without its libcufile.so
         return f"kvikio cannot be loaded ({error})"
     if not kvikio.cufile_driver.get("is_gds_available"):
         return "the nvidia-fs kernel module or the cuFile library does not offer it"

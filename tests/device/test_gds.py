@@ -162,13 +162,15 @@ def test_nothing_of_cufile_is_touched_without_a_device(
     assert reason in found
 
 
+@pytest.mark.parametrize("error", ["ImportError", "OSError", "RuntimeError"])
 def test_a_library_that_cannot_be_loaded_is_a_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: str
 ) -> None:
+    """The last is what kvikio 26.10 raises where there is no libcufile.so."""
     with_driver(monkeypatch, Driver(0, 1))
     monkeypatch.delitem(sys.modules, "kvikio", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "kvikio.py").write_text("raise ImportError('libkvikio.so: no such file')")
+    (tmp_path / "kvikio.py").write_text(f"raise {error}('libkvikio.so: no such file')")
     assert "cannot be loaded (libkvikio.so" in str(gds_probe.reason_against("/nowhere"))
 
 
