@@ -253,16 +253,20 @@ def torch_copy(operation: Callable[[Any, Any, Any, bool], None]) -> BatchCopy:
 def or_else(copy: BatchCopy, other: Callable[[], BatchCopy]) -> BatchCopy:
     """The same copy; once it has failed, another one."""
     current = copy
+    changing = threading.Lock()
 
     def tried(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
         nonlocal current
+        way = current
         try:
-            return current(targets, sources, sizes, quiet_source)
+            return way(targets, sources, sizes, quiet_source)
         except RuntimeError as error:
-            if current is not copy:
+            if way is not copy:
                 raise
-            logger.warning("copies go another way: %s", error)
-            current = other()
+            with changing:  # it fails in several threads at once
+                if current is copy:
+                    logger.warning("copies go another way: %s", error)
+                    current = other()
             return current(targets, sources, sizes, quiet_source)
 
     return tried

@@ -220,6 +220,29 @@ def test_copies_that_fail_go_another_way_from_then_on() -> None:
     assert len(calls) == 6
 
 
+def test_copies_that_fail_in_several_threads_at_once_all_go_the_other_way() -> None:
+    trying = threading.Barrier(4)
+    found: list[object] = []
+
+    def refused(*call: object) -> object:
+        trying.wait(60)
+        raise RuntimeError("not supported")
+
+    ways: list[str] = []
+    copy = cuda.or_else(refused, lambda: ways.append("another") or (lambda *call: "held"))
+
+    def run() -> None:
+        found.append(copy(columns(1), columns(2), columns(3), True))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == ["held"] * 4
+    assert len(ways) == 1
+
+
 class Unable(Runtime):
     """Has the call, and says that it cannot do it."""
 
