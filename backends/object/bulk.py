@@ -27,7 +27,8 @@ _NOBODY = {"aws_access_key_id": "-", "aws_secret_access_key": "-"}
 
 
 class BulkClient:
-    """botocore's client for one bucket. Thread-safe; rebuilt when the credentials are renewed."""
+    """botocore's client for one bucket. Thread-safe; rebuilt when there are other credentials: it
+    is given those that are valid now, because it would wait for others without end."""
 
     def __init__(self, signer: Signer, endpoint: str | None, bucket: str, send: Send) -> None:
         self._signer = signer
@@ -42,7 +43,7 @@ class BulkClient:
         self._awsrequest = vendor("botocore.awsrequest")
         self._lock = threading.Lock()
         self._made: Any = None
-        self._made_after = 0
+        self._made_with: Any = None
 
     @property
     def endpoint(self) -> str:
@@ -69,8 +70,7 @@ class BulkClient:
         return failed
 
     def _ask(self, operation: str, deadline: float, **arguments: Any) -> Any:
-        self._signer.credentials()  # says better than the client if there are none
-        client = self._client()
+        client = self._client(self._signer.credentials())
         self._call.deadline = deadline
         try:
             return getattr(client, operation)(Bucket=self._bucket, **arguments)
@@ -85,18 +85,22 @@ class BulkClient:
             ) from None
         except StoreError:
             raise
-        except Exception as error:  # noqa: BLE001 - the client signs, and asks for credentials
+        except Exception as error:  # noqa: BLE001 - the client signs, by what it was given
             raise unobtainable(error) from None
 
-    def _client(self) -> Any:
+    def _client(self, credentials: Any) -> Any:
         with self._lock:  # a session must not make two clients at once
-            changes = self._signer.changes
-            if self._made is None or self._made_after != changes:
-                self._made, self._made_after = self._new_client(), changes
+            if self._made is None or self._made_with != credentials:
+                self._made = self._new_client(
+                    aws_access_key_id=credentials.access_key,
+                    aws_secret_access_key=credentials.secret_key,
+                    aws_session_token=credentials.token,
+                )
+                self._made_with = credentials
             return self._made
 
-    def _new_client(self, **credentials: str) -> Any:
-        """A client with these credentials; without any, botocore looks for some now."""
+    def _new_client(self, **credentials: str | None) -> Any:
+        """A client with these credentials, so that botocore looks for none."""
         config = vendor("botocore.config").Config(
             retries={"mode": "standard", "total_max_attempts": 1},
             request_checksum_calculation="when_required",

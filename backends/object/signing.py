@@ -26,6 +26,8 @@ _REGION = re.compile(r"[A-Za-z0-9-]{1,63}")
 _RENEW_PAUSE_S = 10.0
 _MANDATORY_S = 600.0
 """Credentials with less time left than this must be refreshed before they are used."""
+_AHEAD_S = 910.0
+"""With less than this, botocore asks for others whenever it is asked for these; a moment sooner."""
 _CONNECT_S = 2.0
 _READ_S = 5.0
 _ATTEMPTS = 2
@@ -73,8 +75,8 @@ class Signer:
         self._failure = ""
         self._credentials: Any = None
         self._asking: Future[Any] | None = None
-        self.changes = 0
-        """Grows whenever a client made with this session's credentials is outdated."""
+        self._given: tuple[Any, Any] = None, None
+        """Credentials, and what they were when somebody has asked for them last."""
         self.session = self._new_session()
         try:
             missing = profile is not None and profile not in self.session.available_profiles
@@ -105,10 +107,10 @@ class Signer:
         """
         asked_at = time.monotonic()
         known = self._credentials
-        if known is not None and not _must_be_refreshed(known):
-            # where they expire soon botocore asks for others already, which may go wrong
+        if known is not None and not _ends_within(known, _MANDATORY_S):
             with contextlib.suppress(Exception):
-                return _sound(known.get_frozen_credentials())
+                if (at_hand := self._at_hand(known)) is not None:
+                    return _sound(at_hand)
         with self._lock:
             if self._failed_at > asked_at:  # the one before us has asked in vain
                 raise NoCredentials(self._failure)
@@ -122,21 +124,44 @@ class Signer:
             self._failure = str(failure)
             raise failure from None
 
+    def _at_hand(self, known: Any) -> Any:
+        """These, which are still good. Where they end soon others are asked for, and not waited
+        for: that may hang, or go wrong."""
+        if not _ends_within(known, _AHEAD_S):
+            return known.get_frozen_credentials()
+        if self._lock.acquire(blocking=False):  # else somebody asks just now
+            try:
+                with contextlib.suppress(RuntimeError):  # there is no thread to ask in
+                    self._begin_to_ask()
+            finally:
+                self._lock.release()
+        given, frozen = self._given
+        return frozen if given is known else None
+
     def _ask(self) -> Any:
         """Under the lock. Who has waited long enough leaves the answer to those who come."""
-        if self._asking is None or self._asking.done():
-            self._asking = aside(
-                lambda: self._find().get_frozen_credentials(), "kvtier-credentials"
-            )
+        asking = self._begin_to_ask()
         try:
-            return self._asking.result(_ASKING_S)
+            return asking.result(_ASKING_S)
         except TimeoutError:
-            if self._asking.done():
+            if asking.done():
                 raise  # it is the answer
             raise NoCredentials(
                 "credentials are not handed out in time: check the program, the server or the "
                 "metadata service that this machine has them from"
             ) from None
+
+    def _begin_to_ask(self) -> Future[Any]:
+        """Under the lock: not once more while somebody is being asked."""
+        if self._asking is None or self._asking.done():
+            self._asking = aside(self._obtain, "kvtier-credentials")
+        return self._asking
+
+    def _obtain(self) -> Any:
+        found = self._find()
+        frozen = found.get_frozen_credentials()
+        self._given = found, frozen
+        return frozen
 
     def renew(self) -> bool:
         """Ask the chain again, at most every few seconds; whether it will be asked."""
@@ -146,7 +171,6 @@ class Signer:
             self._renewed_at = time.monotonic()
             self.session = self._new_session()
             self._credentials = None
-            self.changes += 1
             return True
 
     def _new_session(self) -> Any:
@@ -163,7 +187,6 @@ class Signer:
     def _find(self) -> Any:
         if self._credentials is None:
             self._credentials = self.session.get_credentials()
-            self.changes += 1
         if self._credentials is None:
             raise NoCredentials(
                 "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
@@ -198,10 +221,10 @@ def check_region(region: str) -> str:
     return region
 
 
-def _must_be_refreshed(credentials: Any) -> bool:
-    """Whether these expire, and soon: some never do."""
+def _ends_within(credentials: Any, seconds: float) -> bool:
+    """Whether these expire so soon: some never do."""
     needed = getattr(credentials, "refresh_needed", None)
-    return needed is not None and bool(needed(_MANDATORY_S))
+    return needed is not None and bool(needed(seconds))
 
 
 def request_head(method: str, target: str, headers: dict[str, str], body_bytes: int) -> bytes:

@@ -8,8 +8,9 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,34 @@ def test_a_helper_that_says_nonsense_ahead_of_need(
         deleted.delete([f"n{index}" for index in range(9)])
     said.write_text(json.dumps(first))
     assert get_body(asked) == get_body(deleted) == BODY
+
+
+def _somebody_asks() -> bool:
+    return any(thread.name == "kvtier-credentials" for thread in threading.enumerate())
+
+
+def test_a_helper_that_hangs_ahead_of_need(
+    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What it said before is still good, and used until it says something else."""
+    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=AHEAD_S)
+    first = json.dumps(EXPIRED | {"Expiration": end.isoformat()})
+    said = tmp_path / "said"
+    said.write_text(first)
+    helped(monkeypatch, tmp_path, f"cat {said}")
+    stores = [opened(endpoint=server.endpoint, profile="helped") for _ in range(2)]
+    assert [get_body(store) for store in stores] == [BODY, BODY]
+    said.unlink()
+    os.mkfifo(said)
+    with ThreadPoolExecutor(2) as threads:
+        deleting = threads.submit(stores[0].delete, [f"n{index}" for index in range(9)])
+        reading = threads.submit(get_body, stores[1])
+        _, waiting = wait([deleting, reading], timeout=10.0)
+        while not (deleting.done() and reading.done()) or _somebody_asks():
+            os.close(os.open(said, os.O_RDWR))  # whoever waits for a word reads that there is none
+            time.sleep(0.02)
+    assert not waiting
+    assert reading.result() == BODY
 
 
 @pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN"])
