@@ -89,6 +89,8 @@ class Signer:
         self.region = check_region(region or configured or "us-east-1")
         # at DEBUG botocore logs whole requests and answers, which contain session tokens
         logging.getLogger("botocore").setLevel(logging.INFO)
+        for part in ("credentials", "tokens"):
+            logging.getLogger(f"botocore.{part}").addFilter(_without_trace)
 
     def __repr__(self) -> str:
         return f"Signer(region={self.region!r})"
@@ -193,6 +195,12 @@ class Signer:
                 "name a profile, or give this machine a role"
             )
         return self._credentials
+
+
+def _without_trace(record: logging.LogRecord) -> bool:
+    """Of what went wrong botocore logs everything that a credential helper printed."""
+    record.exc_info = record.exc_text = None
+    return True
 
 
 def unobtainable(error: Exception) -> NoCredentials:

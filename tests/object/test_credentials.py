@@ -262,6 +262,25 @@ def test_a_helper_that_says_nonsense_ahead_of_need(
     assert get_body(asked) == get_body(deleted) == BODY
 
 
+def test_what_a_helper_says_that_fails_ahead_of_need_is_in_no_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=AHEAD_S)
+    helper, said = tmp_path / "helper", tmp_path / "said"
+    helper.write_text(f"#!/bin/sh\ncat {said} || {{ echo hidden >&2; exit 1; }}\n")
+    helper.chmod(0o700)
+    said.write_text(json.dumps(EXPIRED | {"Expiration": end.isoformat()}))
+    helped(monkeypatch, tmp_path, str(helper))
+    signer = signing.Signer(None, "helped")
+    signer.credentials()
+    said.unlink()
+    assert signer.credentials().access_key == "A"
+    while _somebody_asks():
+        time.sleep(0.02)
+    assert "Refreshing temporary credentials failed" in caplog.text
+    assert "hidden" not in caplog.text
+
+
 def _somebody_asks() -> bool:
     return any(thread.name == "kvtier-credentials" for thread in threading.enumerate())
 
