@@ -237,6 +237,8 @@ class ProcessMover(Mover):
                 self._books = Books(ready.host, self._queue_blocks)
                 self._call_seconds = ready.call_seconds
             self._link = link
+            if self._closed_at < float("inf"):  # meanwhile, which nobody has told this process
+                link.hang_up()
         return link
 
     def _watch(self, link: Link) -> None:

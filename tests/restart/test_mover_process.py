@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ from kvtier.core.transfer import Mover, TransferKind
 from kvtier.errors import MoverError
 from kvtier.move import link, process
 from kvtier.move.process import ProcessMover
-from kvtier.move.wire import Hello, TierOpening, frame
+from kvtier.move.wire import Hello, Ready, TierOpening, frame
 from kvtier.testing.media import MediumSettings, install
 from kvtier.testing.mover import HOST, NEAR, SOON, MoverContract, MoverRig
 from kvtier.testing.records import NAMESPACE, make_keys, payload
@@ -312,6 +313,27 @@ def test_a_mover_is_started_again_in_a_process_with_thousands_of_files(
         killed = pid_of(mover)
         os.kill(killed, signal.SIGKILL)
         assert await_restart(mover, killed) != killed
+
+
+def test_a_mover_that_is_closed_as_its_process_has_started_again_ends_at_once(
+    media: MoverRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mover = ProcessMover(media.tiers, media.context)
+    closing, start = threading.Thread(target=mover.close), link.Link.start
+
+    def closed_meanwhile(*args: Any) -> Ready:
+        ready = start(*args)
+        closing.start()
+        while not mover._closed:
+            time.sleep(0.001)
+        return ready
+
+    monkeypatch.setattr(link.Link, "start", closed_meanwhile)
+    os.kill(pid_of(mover), signal.SIGKILL)
+    while not mover._closed:
+        time.sleep(0.001)
+    closing.join()
+    assert "does not end and is killed" not in caplog.text
 
 
 @pytest.fixture
