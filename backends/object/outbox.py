@@ -104,9 +104,8 @@ class Outbox:
         """Write down soon that these blocks must not be found again: as they are now, or as they
         were at a time (of the epoch)."""
         at_us = self.now_us() if known_s is None else int(known_s * 1e6) + 2
-        entries = manifest.objects_of(keys, generations)
-        entries["kind"] = REMOVED
-        entries["time_us"] = at_us
+        sizes, times_us = [0] * len(keys), [at_us] * len(keys)
+        entries = manifest.pack_entries(REMOVED, keys, generations, sizes, times_us)
         for start in range(0, len(entries), _ENTRIES_MAX):
             self._entries.append((entries[start : start + _ENTRIES_MAX], 0))
 

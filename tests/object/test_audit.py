@@ -31,7 +31,7 @@ from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
 from kvtier.core.record import HEADER_BYTES
 from kvtier.testing.records import NAMESPACE, make_keys
-from kvtier.types import BlockKey, EventKind, Presence
+from kvtier.types import BlockKey, EventKind, Outcome, Presence
 
 
 class ListedStore(FileStore):
@@ -158,6 +158,27 @@ def test_an_entry_by_a_clock_that_is_ahead_is_removed(
         keeper.close()
     damaged = {record.args for record in caplog.records}
     assert len(damaged) <= 1, "only what was strange to begin with, never what corrects it"
+
+
+def test_a_block_by_a_clock_that_is_far_ahead_is_found_gone_and_all_else_written_down(
+    store: ListedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    [strange, own] = make_keys(2)
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    Journal(store, NAMESPACE).append(pack_entries(ADDED, [strange], [0], [RECORD], [1 << 53]))
+    keeper._next_look = 0.0
+    keeper.work()
+    tier.tick()
+    tier.prepare_load([strange])
+    tier.complete_load([strange], {strange: Outcome.GONE})
+    keeper.outbox.added([own], [0], [RECORD])
+    keeper.flush()
+    left = Journal(store, NAMESPACE).everything()
+    assert left["kind"].tolist() == [ADDED, REMOVED]
+    assert not caplog.records
+    keeper.close()
 
 
 @pytest.mark.parametrize("size", [0, RECORD])
