@@ -70,7 +70,7 @@ class BulkClient:
         return failed
 
     def _ask(self, operation: str, deadline: float, **arguments: Any) -> Any:
-        client = self._client(self._signer.credentials())
+        client = self._client(self._signer.credentials(deadline))
         self._call.deadline = deadline
         try:
             return getattr(client, operation)(Bucket=self._bucket, **arguments)

@@ -143,7 +143,7 @@ class S3Store(Store):
     def _put(
         self, name: str, buffers: Sequence[Buffer], size: int, extra: dict[str, str], end: float
     ) -> PutOutcome:
-        head = self._request("PUT", name, extra, size)
+        head = self._request("PUT", name, extra, size, end)
         with self._pool.exchange("PUT", head, buffers, end) as answer:
             if answer.status in (200, 201, 204):
                 body = answer.read(_ERROR_BODY_BYTES_MAX)
@@ -189,7 +189,7 @@ class S3Store(Store):
         end: float,
     ) -> int | None:
         """Read a body that fits into the buffers; its length, None if there is no such object."""
-        head = self._request("GET", name, extra, 0)
+        head = self._request("GET", name, extra, 0, end)
         with self._pool.exchange("GET", head, (), end) as answer:
             if answer.status not in (200, 206):
                 self._missing_or_raise(answer)
@@ -214,8 +214,9 @@ class S3Store(Store):
         raise self._explained(answer, body)
 
     def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
-        head = self._request("HEAD", name, {}, 0)
-        with self._pool.exchange("HEAD", head, (), self._end(deadline)) as answer:
+        end = self._end(deadline)
+        head = self._request("HEAD", name, {}, 0, end)
+        with self._pool.exchange("HEAD", head, (), end) as answer:
             if answer.status == 404:
                 return None
             if answer.status != 200 or answer.length is None:
@@ -244,7 +245,7 @@ class S3Store(Store):
 
     def _page(self, query: str, end: float) -> Page:
         target = f"{self._bucket_target}?{query}"
-        headers = self._signer.sign("GET", self._origin + target, {"host": self._host})
+        headers = self._signer.sign("GET", self._origin + target, {"host": self._host}, end)
         head = self._head_of("GET", target, headers, 0)
         with self._pool.exchange("GET", head, (), end) as answer:
             if answer.status != 200:
@@ -264,7 +265,7 @@ class S3Store(Store):
         return self._deletes.at_once
 
     def _delete_one(self, key: str, end: float) -> StoreError | None:
-        head = self._request("DELETE", key.removeprefix(self._prefix), {}, 0)
+        head = self._request("DELETE", key.removeprefix(self._prefix), {}, 0, end)
         with self._pool.exchange("DELETE", head, (), end) as answer:
             if answer.status in (200, 202, 204, 404):
                 body = answer.read(_ERROR_BODY_BYTES_MAX)
@@ -280,9 +281,12 @@ class S3Store(Store):
     def close(self) -> None:
         self._pool.close()
 
-    def _request(self, method: str, name: str, extra: dict[str, str], body_bytes: int) -> bytes:
+    def _request(
+        self, method: str, name: str, extra: dict[str, str], body_bytes: int, end: float
+    ) -> bytes:
         target = self._base + check_name(name)
-        headers = self._signer.sign(method, self._origin + target, {"host": self._host, **extra})
+        all_headers = {"host": self._host, **extra}
+        headers = self._signer.sign(method, self._origin + target, all_headers, end)
         return self._head_of(method, target, headers, body_bytes)
 
     def _head_of(self, method: str, target: str, headers: dict[str, str], body_bytes: int) -> bytes:

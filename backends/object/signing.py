@@ -33,8 +33,12 @@ _READ_S = 5.0
 _ATTEMPTS = 2
 """For the services that hand out credentials: botocore would wait for minutes."""
 _ASKING_S = 8.0
-"""And for all else, like a program of the user's, which may never end. Who has waited longer for
-one call is held to hang."""
+"""And for all else, like a program of the user's, which may never end. Calls that must end sooner
+wait less: who has waited longer for one is held to hang."""
+_LATE = (
+    "credentials are not handed out in time: check the program, the server or the metadata service "
+    "that this machine has them from"
+)
 UNSIGNED = {"payload_signing_enabled": False}
 """Bodies are not hashed a second time: every record carries its own checksum."""
 
@@ -95,14 +99,17 @@ class Signer:
     def __repr__(self) -> str:
         return f"Signer(region={self.region!r})"
 
-    def sign(self, method: str, url: str, headers: dict[str, str]) -> dict[str, str]:
+    def sign(
+        self, method: str, url: str, headers: dict[str, str], deadline: float
+    ) -> dict[str, str]:
         """`headers` with the signature added; the body stays unsigned."""
         request = _Unsigned(method, url, headers, dict(self._context))
-        self._auth.S3SigV4Auth(self.credentials(), "s3", self.region).add_auth(request)
+        self._auth.S3SigV4Auth(self.credentials(deadline), "s3", self.region).add_auth(request)
         return request.headers
 
-    def credentials(self) -> Any:
-        """Those that are valid now; raises NoCredentials.
+    def credentials(self, deadline: float) -> Any:
+        """Those that are valid now; raises NoCredentials, by the deadline if they are not to be had
+        until then.
 
         Anything may go wrong behind this: programs and files of the user's, and the code that
         reads what they say.
@@ -113,18 +120,24 @@ class Signer:
             with contextlib.suppress(Exception):
                 if (at_hand := self._at_hand(known)) is not None:
                     return _sound(at_hand)
-        with self._lock:
+        left = min(deadline - asked_at, threading.TIMEOUT_MAX)
+        if not self._lock.acquire(timeout=max(0.0, left)):
+            raise NoCredentials(_LATE)
+        try:
             if self._failed_at > asked_at:  # the one before us has asked in vain
                 raise NoCredentials(self._failure)
             try:
-                return _sound(self._ask())
+                return _sound(self._ask(deadline))
             except NoCredentials as error:
                 failure = error
             except Exception as error:  # noqa: BLE001
                 failure = unobtainable(error)
-            self._failed_at = time.monotonic()
-            self._failure = str(failure)
+            if time.monotonic() < deadline:  # others may have more time than we had
+                self._failed_at = time.monotonic()
+                self._failure = str(failure)
             raise failure from None
+        finally:
+            self._lock.release()
 
     def _at_hand(self, known: Any) -> Any:
         """These, which are still good. Where they end soon others are asked for, and not waited
@@ -140,18 +153,15 @@ class Signer:
         given, frozen = self._given
         return frozen if given is known else None
 
-    def _ask(self) -> Any:
+    def _ask(self, deadline: float) -> Any:
         """Under the lock. Who has waited long enough leaves the answer to those who come."""
         asking = self._begin_to_ask()
         try:
-            return asking.result(_ASKING_S)
+            return asking.result(max(0.0, min(_ASKING_S, deadline - time.monotonic())))
         except TimeoutError:
             if asking.done():
                 raise  # it is the answer
-            raise NoCredentials(
-                "credentials are not handed out in time: check the program, the server or the "
-                "metadata service that this machine has them from"
-            ) from None
+            raise NoCredentials(_LATE) from None
 
     def _begin_to_ask(self) -> Future[Any]:
         """Under the lock: not once more while somebody is being asked."""
@@ -166,14 +176,19 @@ class Signer:
         return frozen
 
     def renew(self) -> bool:
-        """Ask the chain again, at most every few seconds; whether it will be asked."""
-        with self._lock:
+        """Ask the chain again, at most every few seconds, and not while it is being asked; whether
+        it will be asked."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
             if time.monotonic() - self._renewed_at < _RENEW_PAUSE_S:
                 return False
             self._renewed_at = time.monotonic()
             self.session = self._new_session()
             self._credentials = None
             return True
+        finally:
+            self._lock.release()
 
     def _new_session(self) -> Any:
         session = vendor("botocore.session").Session(profile=self._profile)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,35 @@ def test_who_hands_out_credentials_may_hang(
     assert len(asked) == 1
     monkeypatch.setattr(signing, "_ASKING_S", 20.0)
     assert get_body(store) == BODY
+
+
+def test_no_call_waits_for_credentials_beyond_its_deadline(
+    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, plain = threading.Event(), signing.Signer._find
+
+    def hangs(signer: signing.Signer) -> Any:
+        given.wait(20.0)
+        return plain(signer)
+
+    monkeypatch.setattr(signing.Signer, "_find", hangs)
+    store = opened(endpoint=server.endpoint)
+    began = time.monotonic()
+    soon = began + 0.2
+    calls: list[Callable[[], object]] = [
+        lambda: store.get("a", [memoryview(bytearray(1))], deadline=soon),
+        lambda: store.put("a", [memoryview(b"x")], deadline=soon),
+        lambda: store.head("a", deadline=soon),
+        lambda: list(store.list(deadline=soon)),
+        lambda: store.delete(["a"], deadline=soon),
+        lambda: store.delete([f"n{index}" for index in range(9)], deadline=soon),
+    ]
+    with ThreadPoolExecutor(len(calls)) as threads:
+        errs = [each.exception() for each in [threads.submit(call) for call in calls]]
+    took = time.monotonic() - began
+    given.set()
+    assert {type(error) for error in errs} == {errors.NoCredentials}
+    assert took < signing._ASKING_S / 2
 
 
 def test_web_identity_gives_a_role(
@@ -272,9 +302,9 @@ def test_what_a_helper_says_that_fails_ahead_of_need_is_in_no_log(
     said.write_text(json.dumps(EXPIRED | {"Expiration": end.isoformat()}))
     helped(monkeypatch, tmp_path, str(helper))
     signer = signing.Signer(None, "helped")
-    signer.credentials()
+    signer.credentials(math.inf)
     said.unlink()
-    assert signer.credentials().access_key == "A"
+    assert signer.credentials(math.inf).access_key == "A"
     while _somebody_asks():
         time.sleep(0.02)
     assert "Refreshing temporary credentials failed" in caplog.text
