@@ -227,22 +227,25 @@ class FileStore(Store):
         """What a folder holds, in order; folders end with a slash and have no status.
 
         What vanishes while it is read may have been replaced by what is not seen yet: as long as
-        that happens, the folder is read again.
+        that happens, the folder is read again. In one where it happens always, all else is told.
         """
+        found: list[_Found | None] = []
         for again in range(_SCANS_MAX, 0, -1):
-            found: list[_Found] = []
+            found = []
             with _mapped(folder):
                 try:
                     found.extend(self._entries(folder))
                 except NotADirectoryError:
                     return []
-                except FileNotFoundError:
+                except FileNotFoundError:  # the folder itself
                     if again > 1 and os.path.isdir(os.path.join(self._root, folder)):
                         continue
-            break
-        return sorted(found, key=lambda one: one.name)
+            if None not in found:
+                break
+        return sorted(filter(None, found), key=lambda one: one.name)
 
-    def _entries(self, folder: str) -> Iterator[_Found]:
+    def _entries(self, folder: str) -> Iterator[_Found | None]:
+        """What a folder holds; None for what vanishes."""
         with os.scandir(os.path.join(self._root, folder)) as entries:
             for entry in entries:
                 if not is_name(entry.name):
@@ -250,7 +253,11 @@ class FileStore(Store):
                 if entry.is_dir(follow_symlinks=False):
                     yield _Found(f"{folder}{entry.name}/", None)
                     continue
-                status = entry.stat(follow_symlinks=False)
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    yield None
+                    continue
                 if stat.S_ISREG(status.st_mode):
                     yield _Found(folder + entry.name, status)
 

@@ -6,7 +6,9 @@ import os
 import resource
 import stat
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,6 +116,29 @@ def test_a_folder_that_goes_away_is_said_so(store: FileStore) -> None:
     store.root.rmdir()
     with pytest.raises(errors.NoSuchBucket, match="create the folder"):
         list(store.list())
+
+
+def test_what_vanishes_in_every_look_hides_nothing_else(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the folder of claims, where hundreds of servers renew theirs, and each file that is
+    looked at takes a network's time."""
+    for number in range(20):
+        put(store, f"a/goes{number}")
+        put(store, f"a/stays{number}")
+    listed = FileStore._entries
+
+    def beside_a_busy_server(own: FileStore, folder: str) -> Iterator[Any]:
+        for at, found in enumerate(listed(own, folder)):
+            if folder == "a/" and at == 0:
+                left = (store.root / "a").glob("goes*")
+                next(path for path in left if path.name != found.name[2:]).unlink()
+            yield found
+
+    monkeypatch.setattr(FileStore, "_entries", beside_a_busy_server)
+    names = [info.name for info in store.list() if "stays" in info.name]
+    assert len(names) == 20
+    assert 0 < len(list((store.root / "a").glob("goes*"))) < 20
 
 
 def test_a_root_whose_parent_is_missing_is_refused(tmp_path: Path) -> None:
