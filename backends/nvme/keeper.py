@@ -42,6 +42,8 @@ _HOUSEKEEPING_S = 1.0
 _GIVEN_ROUNDS = 3
 """So long what was given away is left to those who starve, before it is taken back."""
 _USES_S = 10.0
+_CLOSE_S = 10.0
+"""Who closes waits no longer for a disk that hangs: what is not written down by then is lost."""
 _RECENT_NS = 100_000_000
 """File times are coarse: a table written this recently is read again even if it looks unchanged."""
 
@@ -98,6 +100,7 @@ class Keeper:
                 self.work()
                 with self._going_on(Exception):
                     self.when_idle()
+        self._end()
 
     def pause(self) -> float:
         """How long to sleep if nobody wants anything."""
@@ -372,9 +375,12 @@ class Keeper:
         """Stop; slabs that need not outlive the process are deleted."""
         self._stopping = True
         self._wake.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._end()
+        if self._thread is None:
+            self._end()
+            return
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            self._say_once(f"NVMe folder {self.folder.root} does not answer: closing without it")
 
     def _end(self) -> None:
         with self._mutex, contextlib.suppress(OSError, MediumError):

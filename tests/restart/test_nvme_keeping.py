@@ -252,3 +252,36 @@ def test_what_nobody_thought_of_ends_no_keeper_and_is_said_once(
     assert len(said) == 1
     engine.close()
     other.close()
+
+
+def test_a_disk_that_hangs_keeps_nobody_from_closing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hangs, answers = threading.Event(), threading.Event()
+
+    class Hanging(Disk):
+        def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
+            if threading.current_thread().name == "kvtier-nvme-keeper":
+                hangs.set()
+                answers.wait(60.0)
+            return super().open(path, create=create, direct=direct)
+
+    monkeypatch.setattr(keeper_module, "_CLOSE_S", 0.1)
+    engine = Engine(tmp_path / "kv", disk=Hanging())
+    keys = engine.put(make_keys(1))
+    engine.tier.forget(keys)
+    engine.keeper.start()
+    assert hangs.wait(10.0)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    closing.join(5.0)
+    closed = not closing.is_alive()
+    answers.set()
+    closing.join()
+    assert closed
+    assert "does not answer" in caplog.text
+    assert engine.keeper._thread is not None
+    engine.keeper._thread.join()
+    after = Engine(tmp_path / "kv")
+    assert after.hits(keys) == [], "it was written down when the disk went on"
+    after.close()
