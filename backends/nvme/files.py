@@ -118,7 +118,11 @@ def remove_slab(disk: Disk, table: Path) -> None:
     data = table.with_suffix(DATA_SUFFIX)
     disk.unlink(table)
     with contextlib.suppress(OSError):
-        os.truncate(data, 0)
+        fd = disk.open(data)
+        try:
+            os.ftruncate(fd, 0)
+        finally:
+            disk.close(fd)
     disk.unlink(data)
 
 

@@ -202,7 +202,7 @@ class NvmeFolder:
             table = self._read(fd, header.table_bytes)
         finally:
             self.disk.close(fd)
-        data_bytes = self.data_path(slab_id).stat().st_size
+        data_bytes = self.data_path(slab_id).lstat().st_size
         if data_bytes < header.slots * header.slot_bytes:
             raise FormatError(f"{self.data_path(slab_id)} is cut short")
         return SlabFile(header, OWNER.unpack_from(table, OWNER_AT)[0]), bytes(table)

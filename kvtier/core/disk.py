@@ -23,11 +23,12 @@ _LOOK_S = 0.002
 
 
 class Disk:
-    """Plain system calls. Raises OSError as the system does; retries nothing."""
+    """Plain system calls. Raises OSError as the system does; retries nothing. What is opened is no
+    link: one may lead anywhere."""
 
     def open(self, path: AnyPath, *, create: bool = False, direct: bool = False) -> int:
         """Open for reading and writing, closed on exec, 0600 when created."""
-        flags = os.O_RDWR | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         if create:
             flags |= os.O_CREAT | os.O_EXCL
         if direct:
@@ -36,7 +37,7 @@ class Disk:
 
     def open_to_read(self, path: AnyPath) -> int:
         """Open for reading alone, closed on exec; does not wait for what is no ordinary file."""
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
     def close(self, fd: int) -> None:
         """Close a descriptor."""

@@ -57,6 +57,26 @@ def test_broken_slabs_are_removed_and_newer_ones_left_alone(tmp_path: Path) -> N
     after.close()
 
 
+@pytest.mark.parametrize("kind", ["slab", "table"])
+def test_links_out_of_the_folder_are_not_followed(tmp_path: Path, kind: str) -> None:
+    """Somebody else may have made this folder, or what it was unpacked from."""
+    engine = Engine(tmp_path / "kv", blocks=8)
+    engine.put(make_keys(8))
+    engine.close()
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for path in (tmp_path / "kv").rglob(f"*.{kind}"):
+        path.rename(outside / path.name)
+        path.symlink_to(outside / path.name)
+    before = {path: path.read_bytes() for path in outside.iterdir()}
+    after = Engine(tmp_path / "kv", blocks=8)
+    after.put(make_keys(8, start=100))
+    after.tier.clear()
+    after.tier.refresh()
+    after.close()
+    assert {path: path.read_bytes() for path in outside.iterdir()} == before
+
+
 @pytest.mark.parametrize("moved", ["from another namespace", "to another number"])
 def test_slabs_that_lie_where_they_do_not_belong_are_not_offered(
     tmp_path: Path, moved: str
