@@ -58,7 +58,7 @@ class Stage:
         self.copier: CudaCopier = open_copier(
             self.layout, self.host, data, NAMESPACE, index=torch.cuda.current_device()
         )
-        assert not wait or self.copier.prepared.wait(60)
+        assert not wait or self.copier.prepared.wait(180)
         self.keys: list[BlockKey] = []
 
     def run(self, kind: TransferKind, blocks: Blocks, first: int = 0) -> JobResult:
