@@ -16,6 +16,8 @@ from kvtier.move.wire import Answer, Failed, Hello, Inbox, Ready, answers, frame
 log = logging.getLogger(__name__)
 
 OUTGOING_BYTES_MAX = 16 << 20
+END_SECONDS = 5.0
+"""A killed process is dead within this, but for one that waits for a disk that hangs."""
 _RECEIVE_BYTES = 1 << 16
 
 
@@ -153,10 +155,14 @@ class Link:
         except OSError:
             self.gone = True
 
-    def end(self) -> int:
-        """Kill the process if it lives, and see it dead: nothing of it writes anywhere any more."""
+    def end(self) -> int | None:
+        """Kill the process if it lives, and see it dead: nothing of it writes anywhere any more.
+        None if it is not dead yet: the kernel lets it wait for its disk first."""
         self._process.kill()
-        return self._process.wait()
+        try:
+            return self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return None
 
     def close(self) -> None:
         """Let go of the socket; the process has been ended."""

@@ -272,7 +272,11 @@ class ProcessMover(Mover):
         with self._lock:
             self._link = None
             self._arrivals.unregister(link.socket)
-        status = link.end()
+        while (status := link.end()) is None:
+            if self._closed:  # nobody takes results any more, and no disk is worth waiting for
+                log.error("the mover's process %d cannot be ended: its disk hangs", link.pid)
+                link.close()
+                return
         if not self._closed:
             log.error("the mover's process %d ended with status %d", link.pid, status)
         with self._lock:
