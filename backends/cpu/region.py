@@ -309,7 +309,12 @@ def _held(path: Path) -> bool:
 
 def regions(folder: Path) -> Iterator[Path]:
     """All of this user's regions in a folder."""
-    for path in sorted(folder.glob(f"kvtier-*{SUFFIX}")):
+    yield from _own_files(folder, f"kvtier-*{SUFFIX}")
+
+
+def _own_files(folder: Path, pattern: str) -> Iterator[Path]:
+    """Whoever shares the folder may put there what has such a name, too: that is not ours."""
+    for path in sorted(folder.glob(pattern)):
         with contextlib.suppress(OSError):
             found = path.lstat()
             if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
@@ -338,7 +343,8 @@ def leftovers(folder: Path, keep_s: float, now: float) -> list[Path]:
 
 def unfinished(folder: Path) -> list[Path]:
     """Regions whose makers died before they were there."""
-    making = [path.with_suffix(SUFFIX) for path in folder.glob(f"kvtier-{os.getuid()}-*{_MAKING}")]
+    left = _own_files(folder, f"kvtier-{os.getuid()}-*{_MAKING}")
+    making = [path.with_suffix(SUFFIX) for path in left]
     return [path for path in making if not path.exists() and not in_use(path)]
 
 

@@ -266,6 +266,16 @@ def test_a_region_that_was_never_finished_is_removed_by_the_next_engine(tmp_path
             assert making.exists(), "its maker lives"
 
 
+def test_what_others_put_beside_regions_keeps_no_engine_from_starting(tmp_path: Path) -> None:
+    """All users share /dev/shm, and nobody can remove there what is another's."""
+    theirs = tmp_path / f"kvtier-{os.getuid()}-theirs-1.making"
+    theirs.mkdir()
+    with opened(tmp_path) as tier:
+        assert sorted(tmp_path.iterdir()) == sorted(
+            [theirs, tier.region.path, tier.region.path.with_suffix(".owner")]
+        )
+
+
 def test_a_region_that_is_used_lately_is_no_leftover(tmp_path: Path) -> None:
     with opened(tmp_path) as tier:
         path = tier.region.path
