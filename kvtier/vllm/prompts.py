@@ -72,7 +72,7 @@ def read_prompts(file: Path, model: str | None) -> Prompts:
         place = f"{file}:{number}"
         try:
             line = decoder.decode(text)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(place, f"no prompt: {error}", f"like {_FORM}") from error
         if line.prompt is None and line.messages is None and line.tokens is None:
             raise ConfigError(place, "no prompt, no messages and no tokens", f"like {_FORM}")

@@ -121,11 +121,13 @@ class TestPrompts:
             ('{"tokens": [-1]}', "out of range"),
             ('{"prompt": 7}', "no prompt"),
             ('{"timestamp": 0, "hash_ids": [1]}', "no prompt, no messages"),
+            ('{"prompt": "caf\xe9"}', "no prompt"),
+            (f'{{"tokens": [1], "tools": {"[" * 9999}', "no prompt"),
         ],
     )
     def test_bad_lines_are_named(self, tmp_path: Path, text: str, says: str) -> None:
         path = tmp_path / "p.jsonl"
-        path.write_text(f'{{"tokens": []}}\n{text}\n')
+        path.write_text(f'{{"tokens": []}}\n{text}\n', "latin-1")
         with pytest.raises(ConfigError, match=f"p.jsonl:2.*{says}"):
             read_prompts(path, None)
 

@@ -228,6 +228,7 @@ class TestTrace:
             ('{"timestamp": 1, "hash_ids": [1]}\nnonsense\n', "trace.jsonl:2: no request"),
             ('{"timestamp": 1, "hash_ids": [-1]}\n', "out of range"),
             ('{"timestamp": 1, "hash_ids": [99999999999999999999]}\n', "trace.jsonl:1"),
+            (f'{{"timestamp": 1, "other": {"[" * 9999}', "trace.jsonl:1: no request"),
         ],
     )
     def test_what_is_no_trace_is_explained(self, tmp_path: Path, text: str, problem: str) -> None:

@@ -41,7 +41,7 @@ def read_trace(path: Path) -> list[Request]:
             continue
         try:
             line = decoder.decode(text)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ConfigError(
                 f"{path}:{number}", f"no request of a trace: {error}", f"like {_LINE_FORM}"
             ) from error
