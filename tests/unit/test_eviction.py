@@ -242,6 +242,25 @@ class TestAdaptive:
         policy.use([2], keys(2, 1), 1e9 + 5)
         assert policy.evict(3) == [0, 1, 2]
 
+    def test_time_goes_on_when_the_clock_was_put_back(self) -> None:
+        """Until the clock is where it was, too: else nobody would know what was used last."""
+        policy = create_policy("adaptive", 64)
+        for slot in range(64):
+            policy.use([slot], [b"%d" % slot], 10000.0 + slot)
+        order = [slot * 37 % 64 for slot in range(64)]
+        for at, slot in enumerate(order):
+            policy.use([slot], [b"%d" % slot], 5000.0 + at)
+        assert set(policy.evict(16)) == set(order[:16])
+
+    def test_what_is_restored_later_turns_no_clock_back(self) -> None:
+        """As of a slab that is taken over from the dead: its blocks are older than what is here."""
+        policy = create_policy("adaptive", 8)
+        policy.use([0], [b"0"], 10000.0)
+        policy.load([1, 2], [2000.0, 3000.0])
+        policy.use([3], [b"3"], 10001.0)
+        policy.load([4], [9000.0])
+        assert policy.evict(5) == [1, 2, 4, 0, 3]
+
     def test_more_runs_than_are_ranked_at_once_all_get_their_turn(self) -> None:
         count = 20_000
         policy = create_policy("adaptive", count)

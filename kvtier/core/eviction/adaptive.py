@@ -153,7 +153,9 @@ class Adaptive(EvictionPolicy):
         if self._epoch is None:
             self._epoch = now
         passed = now - self._epoch
-        if passed > self._now:
+        if passed < self._now:  # the clock was put back: time goes on from where it was
+            self._epoch += passed - self._now
+        else:
             self._now = passed
 
     def _recall(self, slots: Sequence[int], watched: _Watched) -> tuple[int, Seen | None, int]:
@@ -382,7 +384,9 @@ class Adaptive(EvictionPolicy):
             times = self._now + (steps - steps[-1]) * _RESTORED_STEP_S
         else:
             times = np.asarray(last_used, dtype=np.float64)
-            self._tell_time(float(times[-1]))
+            newest = float(times[-1])
+            if self._epoch is None or newest > self._epoch + self._now:
+                self._tell_time(newest)
             times = times - (self._epoch or 0.0)
         newest_first = np.asarray(slots, dtype=np.int32)[::-1]
         self._runs.open_many(newest_first, times[::-1], RESTORED, _RESTORED_RUN)

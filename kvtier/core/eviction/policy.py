@@ -61,7 +61,7 @@ class EvictionPolicy(ABC):
         `use(stored, ..., after=hits[-1])` when its new blocks have landed. Both may leave out what
         they do not know: the policy then decides with less. A lookup that is only repeated for the
         same request is no further use: do not tell it again. `now` is in seconds on any clock that
-        does not run backwards (a step back counts as no time passed).
+        does not run backwards (a step back counts as no time passed, and time goes on after it).
         """
 
     @abstractmethod
