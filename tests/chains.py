@@ -28,6 +28,8 @@ LOAD_DEADLINE, STORE_DEADLINE, REST = 10.0, 60.0, 30.0
 class ScriptedMover(Mover):
     """Moves real bytes between memory tiers, but only when and how the test says."""
 
+    down = False
+
     def __init__(self, handlers: Sequence[MemoryHandler]) -> None:
         self._handlers = handlers
         self.queue: list[Transfer] = []
@@ -37,6 +39,7 @@ class ScriptedMover(Mover):
 
     def submit(self, transfer: Transfer) -> bool:
         assert len(transfer.keys) == len(transfer.source_spec) == len(transfer.target_spec) > 0
+        assert not self.down, "somebody has made room in vain"
         if self.accepting:
             self.queue.append(transfer)
         return self.accepting

@@ -67,7 +67,7 @@ class Cascade:
     @property
     def waiting(self) -> bool:
         """Whether a step would start something."""
-        return any(
+        return not self._mover.down and any(
             link.backlog or (link.pressed and link.write is WritePolicy.ON_EVICT)
             for link in self._links
         )
@@ -75,6 +75,8 @@ class Cascade:
     def step(self, now: float) -> None:
         """Start what there is room for."""
         self._count_lost()
+        if self._mover.down:  # what waits can wait for it, and nothing below makes room in vain
+            return
         for link in self._links:
             if self._health.down(link.target, now):
                 keys = link.take(link.backlog)

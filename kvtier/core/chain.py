@@ -160,7 +160,7 @@ class TierChain(Tier):
         for tier in range(HOST + 1, len(self.tiers)):
             if not sought:
                 break
-            if self._load_health.down(tier, now):
+            if self._load_health.down(tier, now) or not self._reaches(tier):
                 continue
             resting = self._load_health.resting(tier)
             skipped = [at for at in sought if keys[at] in resting] if resting else []
@@ -171,6 +171,10 @@ class TierChain(Tier):
             origins, sought = plan_lower(origins, sought, tier, answers)
             sought = sorted(sought + skipped) if skipped else sought
         return origins
+
+    def _reaches(self, tier: int) -> bool:
+        """Whether blocks of a lower tier can be had: by readers of its files, or by the mover."""
+        return tier in self._direct.tiers or not self._mover.down
 
     # load
 
@@ -218,7 +222,7 @@ class TierChain(Tier):
                 if origin in self._direct.tiers:
                     self.promises.count_again()
                     left = self.promises.left()
-                    room = min(left.slots, left.queues[origin])
+                    room = 0 if self._mover.down else min(left.slots, left.queues[origin])
                     mine = self._direct.start(ticket, origin, mine, room)
                 if mine:
                     self._promotion.start(ticket, origin, mine, self._clock())

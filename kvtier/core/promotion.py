@@ -42,6 +42,8 @@ class Promotion:
 
     def start(self, ticket: Ticket, source: int, keys: Sequence[BlockKey], now: float) -> None:
         """Move blocks into host memory for a ticket, as many as there is room for."""
+        if self._mover.down:  # since it was promised; nothing need make room
+            return
         deadline = min(now + self._deadlines[source], ticket.deadline)
         transfer = self._ledger.promote(ticket, source, keys, deadline)
         if transfer is None:

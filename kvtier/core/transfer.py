@@ -74,6 +74,11 @@ class Mover(ABC):
     - A mover owns its handlers and closes them; results can still be polled after `close`.
     """
 
+    @property
+    def down(self) -> bool:
+        """Whether it would refuse everything now: nothing is to be promised, or evicted, for it."""
+        return False
+
     @abstractmethod
     def submit(self, transfer: Transfer) -> bool:
         """Queue a transfer; False if it was refused, in which case there will be no result."""

@@ -105,6 +105,10 @@ class ProcessMover(Mover):
         with self._lock:
             return self._link.pid if self._link is not None else None
 
+    @property
+    def down(self) -> bool:
+        return self._link is None
+
     def submit(self, transfer: Transfer) -> bool:
         with self._lock:
             link = self._link

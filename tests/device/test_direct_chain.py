@@ -16,6 +16,7 @@ from direct_engine import RANKS, Engine
 from kvtier.core.costs import CostModel
 from kvtier.core.settings import Gds
 from kvtier.errors import MediumError
+from kvtier.move.threads import ThreadMover
 from kvtier.types import BlockKey, Outcome, Presence
 from kvtier.vllm.worker import device_of
 
@@ -84,6 +85,17 @@ def test_a_second_use_that_the_mover_would_refuse_goes_direct_again(engine: Engi
     assert sorted(engine.load(KEYS).files) == list(range(12))
     engine.chain.promises._queues = [4096, 12]
     assert not engine.load(KEYS).files
+
+
+def test_what_is_read_directly_needs_no_mover(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.load(KEYS[:4]).files
+    monkeypatch.setattr(ThreadMover, "down", True)
+    assert places(engine, KEYS) == [1] * 12
+    errand = engine.load(KEYS)
+    assert sorted(errand.files) == list(range(12)), "also what is used again"
+    engine.compare(KEYS)
 
 
 def test_all_three_ways_in_one_load(engine: Engine) -> None:

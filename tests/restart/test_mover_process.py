@@ -382,6 +382,7 @@ def test_who_closes_does_not_wait_for_a_process_that_waits_for_its_disk(
     media.media[NEAR].next_call()
     os.kill(pid_of(mover), signal.SIGKILL)
     assert undying.killed.wait(SOON)
+    assert mover.down
     assert undying.ends(mover.close)
     assert "cannot be ended" in caplog.text
     assert mover.poll() == [], "it may write to its targets yet"

@@ -282,6 +282,28 @@ def test_what_a_reader_found_bad_is_not_committed(rig: ChainRig) -> None:
     rig.assert_quiet()
 
 
+@pytest.mark.parametrize("promised", [False, True])
+def test_nothing_makes_room_for_a_mover_that_is_down(promised: bool) -> None:
+    """It may take seconds to start again: that must not cost what is in host memory."""
+    rig = ChainRig([3, 8])
+    rig.put(0, KEYS[:3])
+    rig.put(1, KEYS[3:6])
+    if promised:
+        assert rig.chain.lookup(KEYS[3:6]) == [HIT] * 3
+    rig.mover.down = True
+    if not promised:
+        assert rig.chain.lookup(KEYS[:6]) == [HIT] * 3 + [MISS] * 3
+        assert rig.chain.worth(KEYS[3:6], 16) == 0
+    ticket = rig.chain.begin_load(KEYS[3:6], "a", FAR)
+    assert (ticket.keys, ticket.missing) == ([], KEYS[3:6])
+    rig.chain.end_load(ticket)
+    rig.chain.poll()
+    assert rig.resident(0, KEYS[:3]) == KEYS[:3]
+    rig.mover.down = False
+    assert rig.chain.lookup(KEYS[3:6]) == [HIT] * 3, "nothing of it was at fault"
+    rig.assert_quiet()
+
+
 def test_a_mover_that_takes_nothing_is_a_miss(rig: ChainRig) -> None:
     rig.put(0, KEYS[:1])
     rig.put(1, KEYS[1:3])

@@ -269,6 +269,21 @@ def test_a_mover_that_refuses_drops_and_counts() -> None:
     rig.assert_quiet()
 
 
+def test_nothing_below_makes_room_for_a_mover_that_is_down() -> None:
+    rig = ChainRig([8, 4])
+    rig.put(1, KEYS[4:8])
+    rig.store(KEYS[:3])
+    rig.mover.down = True
+    rig.chain.poll()
+    (link,) = rig.chain.chain_stats().links
+    assert (link.waiting, link.drops) == (3, {})
+    assert rig.resident(1, KEYS[4:8]) == KEYS[4:8]
+    assert not rig.chain.has_pending_work, "no step would start anything"
+    rig.mover.down = False
+    rig.settle()
+    assert rig.resident(1, KEYS[:3]) == KEYS[:3]
+
+
 def test_one_step_starts_a_bounded_number_of_blocks() -> None:
     count = 4 * STEP_BLOCKS
     rig = ChainRig([count, count], [rule(), rule(queue_blocks=count)])
