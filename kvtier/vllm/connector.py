@@ -281,7 +281,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         reports = errands.hear(connector_output, self._steps)
         with compat.manager_locked(self):
             foreign = connector_output.invalid_block_ids  # of another connector, beside this one
-            if foreign or not self._manager.vouches(reports):
+            vouched = self._manager.vouches(reports)  # asked in any case: it keeps account of them
+            if foreign or not vouched:
                 self._manager.distrust_stores()
             for number, report in reports.items():
                 request = self._manager.report(number, report)
