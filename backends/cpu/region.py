@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".region"
 _MAKING = ".making"
+_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+"""All users share /dev/shm, and may lay a link there that leads anywhere."""
 _DYING_S = 5.0
 """How long a new owner waits for processes of a killed engine to disappear."""
 _ASKING_S = 0.2
@@ -60,7 +62,7 @@ class Region:
     def attach(cls, path: Path) -> Region:
         """Map a region that an owner has made; raises MediumError or FormatError."""
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, _OPEN)
         except OSError as error:
             raise MediumError(
                 f"cannot open the CPU region {path} ({error.strerror}): its engine makes it first"
@@ -179,7 +181,7 @@ class OwnedRegion:
     def _unusable(self, wanted: SlabHeader) -> str | None:
         """Why the region that is there cannot be taken over; None if it can."""
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(self.path, _OPEN)
         except OSError as error:
             return f"it cannot be opened ({error.strerror})"
         try:
@@ -277,7 +279,7 @@ def _lock_owner(path: Path) -> int:
     while True:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(owner, _OPEN | os.O_CREAT, 0o600)
         except OSError as error:
             raise MediumError(
                 f"cannot make a CPU region in {path.parent} ({error.strerror}): "

@@ -276,6 +276,30 @@ def test_what_others_put_beside_regions_keeps_no_engine_from_starting(tmp_path: 
         )
 
 
+def test_a_link_in_the_place_of_an_owner_is_not_followed(tmp_path: Path) -> None:
+    """Whoever lays it could have us make a file wherever we may."""
+    with opened(tmp_path) as tier:
+        owner = tier.region.path.with_suffix(".owner")
+    owner.unlink()
+    owner.symlink_to(tmp_path / "anywhere")
+    with pytest.raises(MediumError, match="symbolic links"):
+        BACKEND.open_tier(settings(tmp_path), CONTEXT)
+    assert not (tmp_path / "anywhere").exists()
+
+
+def test_a_link_in_the_place_of_a_region_is_not_followed(tmp_path: Path) -> None:
+    with opened(tmp_path) as tier:
+        path = tier.region.path
+        put(tier, make_keys(1))
+    other = path.rename(tmp_path / "anothers")
+    path.symlink_to(other)
+    with pytest.raises(MediumError):
+        Region.attach(path)
+    with opened(tmp_path) as tier:
+        assert not path.is_symlink()
+        assert served(tier, make_keys(1)) == []
+
+
 def test_a_region_that_is_used_lately_is_no_leftover(tmp_path: Path) -> None:
     with opened(tmp_path) as tier:
         path = tier.region.path
