@@ -26,7 +26,7 @@ from kvtier.core.transfer import Mover
 from kvtier.errors import MediumInUse
 from kvtier.move.process import ProcessMover
 from kvtier.move.threads import ThreadMover
-from kvtier.types import BlockKey, Namespace, Outcome, Presence
+from kvtier.types import BlockKey, Namespace, Outcome, Presence, Reservation
 
 logger = logging.getLogger(__name__)
 
@@ -105,15 +105,28 @@ class Stack:
                     f"{self.namespace.payload_of(key)}"
                 )
         reservation = self.chain.prepare_store(list(blocks))
+        written: set[BlockKey] = set()
+        try:
+            self._write(reservation, blocks, written)
+        finally:  # what cannot be written, as memory that is not of bytes, must not keep its slot
+            lost = dict.fromkeys(set(reservation.keys) - written, Outcome.CANCELLED)
+            self.chain.complete_store(reservation.keys, lost)
+        self.chain.poll()
+        return reservation.keys
+
+    def _write(
+        self,
+        reservation: Reservation,
+        blocks: Mapping[BlockKey, bytes | Buffer],
+        written: set[BlockKey],
+    ) -> None:
+        digest, parts = self.namespace.digest, self.namespace.parts
         records = self.host.views(reservation.spec)
         for key, record in zip(reservation.keys, records, strict=True):
             payload = blocks[key]
             record[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
-            digest, parts = self.namespace.digest, self.namespace.parts
             seal(record, Header(key, digest, len(payload), parts))
-        self.chain.complete_store(reservation.keys)
-        self.chain.poll()
-        return reservation.keys
+            written.add(key)
 
     def load(self, keys: Sequence[BlockKey], seconds: float = 30.0) -> dict[BlockKey, bytes]:
         """Fetch the payloads of those keys that are in any tier; every one is proved.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,17 @@ def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
 def test_a_payload_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
     with Stack.open(config(tmp_path), NAMESPACE) as stack, pytest.raises(ValueError, match="8192"):
         stack.store({make_keys(1)[0]: b"short"})
+
+
+def test_a_payload_that_cannot_be_copied_keeps_no_slot(tmp_path: Path) -> None:
+    one, other, third = make_keys(3)
+    numbers = memoryview(array("H", [7] * NAMESPACE.payload_of(other)))
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        with pytest.raises(ValueError, match="different structures"):
+            stack.store({one: payload(one), other: numbers, third: payload(third)})
+        assert stack.chain.tiers[0].stats().in_flight == 0
+        assert stack.store(blocks(3)) == [other, third]
+        assert stack.load([one, other, third]) == blocks(3)
 
 
 def test_a_tier_too_small_for_one_block_is_found_before_anything_is_opened(tmp_path: Path) -> None:
