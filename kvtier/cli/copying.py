@@ -151,6 +151,7 @@ class Sink:
         self._ids = count()
         self.stored: list[BlockKey] = []
         """What was not there before, and is there once all is filled."""
+        self._here: list[BlockKey] = []  # before, and asked for
         self._evicting = False
         self._full = False
         room = _PIECE_BYTES
@@ -176,11 +177,13 @@ class Sink:
     ) -> None:
         number_of = dict(zip(keys, numbers, strict=True))
         left = self._lacking(keys)
+        lacking = set(left)
+        here = [key for key in keys if key not in lacking]
         if self._ledger is not None:
-            lacking = set(left)
-            self._ledger.expect([key for key in keys if key not in lacking])
-        result.already_there += len(keys) - len(left)
-        bar.advance(len(keys) - len(left))
+            self._ledger.expect(here)
+        (self._pin if self._evicting else self._here.extend)(here)
+        result.already_there += len(here)
+        bar.advance(len(here))
         give_up = time.monotonic() + _ROOM_S
         while left and not self._full:
             taken = self._start(left, number_of, result, bar)
@@ -229,9 +232,9 @@ class Sink:
         self._settle(result, bar)
         self._tier.refresh()
         if not self._evicting:
-            # From here on others' blocks go, but none of those that were copied: the newest first.
+            # From here on others go, but none that was copied, or was there: the newest first.
             self._evicting = True
-            self._pin(self.stored)
+            self._pin(self.stored + self._here)
             return False
         return True
 

@@ -244,6 +244,20 @@ class TestPrewarm:
         (report,) = run("prewarm", "-c", fresh, "--from", filled)["namespaces"]
         assert 0 < report["asked"] == report["copied"] < BLOCKS
 
+    def test_what_is_there_does_not_make_room_for_the_rest(self, filled: Path, fresh: Path) -> None:
+        """Some are there, in a full tier, and of all in it the longest unused."""
+        fresh.write_text(fresh.read_text().replace("16MiB", "256KiB"))
+        with Stack.open(fresh, NAMESPACE) as engine:
+            engine.store({key: payload(key) for key in make_keys(2)})
+            assert engine.settle()
+            others = make_keys(engine.chain.tiers[1].stats().free, start=1000)
+            engine.store({key: payload(key) for key in others})
+            assert engine.settle()
+        run("clear", "-c", fresh, "--tier", "cpu", "--yes")
+        (report,) = run("prewarm", "-c", fresh, "--from", filled)["namespaces"]
+        assert (report["already_there"], report["copied"]) == (2, BLOCKS - 2)
+        assert served(fresh) == BLOCKS
+
     def test_nothing_further_down(self, filled: Path) -> None:
         assert "--from" in command("prewarm", "-c", filled).err
 
