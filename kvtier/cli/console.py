@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,8 +180,16 @@ def confirm(question: str, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise typer.BadParameter("nobody can be asked here: say --yes", param_hint="--yes")
-    if not typer.confirm(question, err=True):
-        say("nothing was changed")
+    try:
+        agreed = typer.confirm(question, err=True)
+    except typer.Abort as abort:
+        with suppress(OSError):  # the terminal may have gone
+            typer.echo(err=True)  # the line of the question has no end yet
+        if isinstance(abort.__context__, KeyboardInterrupt):  # which has an exit code of its own
+            raise abort.__context__ from None
+        agreed = False
+    if not agreed:
+        warn("nothing was changed")
         raise typer.Exit(EXIT_FAILURE)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -282,6 +283,25 @@ class TestClear:
         assert served(filled) == 8
         assert talk(filled, "y\n") == 0
         assert served(filled) == 0
+
+    def test_an_end_is_a_no(self, filled: Path) -> None:
+        assert talk(filled, "\x04") == 1
+        assert served(filled) == 8
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    def test_interrupted_while_it_asks(self, number: int, filled: Path) -> None:
+        main, child = os.openpty()
+        words = [KVTIER, "clear", "-c", filled]
+        process = subprocess.Popen(words, stdin=child, stdout=subprocess.PIPE, stderr=child)
+        shown = b""
+        while b"?" not in shown:
+            shown += os.read(main, 1024)
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=300)
+        os.close(child)
+        os.close(main)
+        assert (process.returncode, out.strip()) == (128 + number, b"")
+        assert served(filled) == 8
 
     def test_one_tier(self, filled: Path, tmp_path: Path) -> None:
         assert [row["kind"] for row in run("clear", "-c", filled, "--tier", "1", "--yes")] == [
