@@ -110,7 +110,7 @@ class NvmeBackend(Backend[NvmeSettings]):
             capacity=capacity,
             free_floor=settings.free_floor.bytes,
             slot_bytes=record_bytes(context.namespace.payload_bytes),
-            slab_bytes=_slab_bytes(capacity),
+            slab_bytes=slab_bytes(capacity),
             discard=settings.persistence is Persistence.DISCARD,
             keep_s=settings.keep_for.seconds,
             grows=settings.write is not WritePolicy.NEVER,
@@ -158,7 +158,7 @@ def _check_readable(folder: Path) -> None:
         raise NotWritable(".path", f"no right to read {folder}", "change its owner or its rights")
 
 
-def _slab_bytes(capacity: int) -> int:
+def slab_bytes(capacity: int) -> int:
     """How large slabs are made: a sixteenth of the folder, but neither tiny nor huge."""
     usual = min(_SLAB_USUAL, capacity // _SLABS_MIN)
     most = max(_SLAB_MAX, capacity // _SLABS_MAX)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
+from kvtier.backends.nvme import NvmeSettings, slab_bytes
 from kvtier.cli import console, options
 from kvtier.cli.choice import Choice, choose
 from kvtier.cli.copying import Copied, Pace, open_sink, pieces_of
+from kvtier.cli.hold import sparing
 from kvtier.cli.holdings import Place, known_namespaces, look
 from kvtier.cli.ls import find_namespace
 from kvtier.cli.outlook import capacity_of
@@ -64,6 +67,16 @@ def sizes_in(settings: TierSettings, namespace: Namespace) -> list[int]:
     return [HEADER_BYTES + size for size in namespace.group_bytes]
 
 
+def taken_by(choice: Choice, settings: TierSettings, sizes: Sequence[int]) -> int:
+    """How many bytes of a tier these blocks take from others: of a disk whole slabs, as far as they
+    are of one namespace."""
+    if not isinstance(settings, NvmeSettings):
+        return int(choice.room(sizes).sum())
+    (slot_bytes,) = sizes
+    slots = max(1, slab_bytes(capacity_of(settings)) // slot_bytes)
+    return -(-len(choice) // slots) * slots * slot_bytes
+
+
 def room_in(target: StackConfig, tier: int, size: int | None) -> int:
     """How many bytes may be copied into a tier, at most so many."""
     most = int(capacity_of(target.tiers[tier]) * _FILL_SHARE)
@@ -84,46 +97,52 @@ def copy_all(
 ) -> list[Copied]:
     """Fill a tier with what places hold, one namespace after the other: all of it, or what these
     prompts would ask for. Of several namespaces those are skipped of which that cannot be told."""
-    most = room_in(target, tier, size)
+    most, room = room_in(target, tier, size), room_in(target, tier, None)
     pace = Pace(rate)
-    done = []
+    done: list[Copied] = []
     names = namespaces_of(places, namespace)
     if len(names) > 1 and target.tiers[tier].kind == "cpu":
         raise KVTierError(
             f"{len(names)} namespaces here, and host memory holds one: name it with --namespace"
         )
-    for name in names:
-        result = Copied(name)
-        done.append(result)
-        try:
-            described = description(source, places, name)
-            keys = None if prompts is None else keys_of(prompts, described)
-        except KVTierError as error:
-            if namespace is not None:
-                raise
-            result.skipped = str(error)
-            continue
-        choice = choose(places, name, hottest=hottest)
-        if keys is not None:
-            choice = choice.only(keys)
-            result.missing = len(keys) - len(choice)
-        sizes = sizes_in(target.tiers[tier], described)
-        some_before = any(each.asked for each in done)
-        found = len(choice)
-        choice = choice.cut(most, sizes) if some_before else first_of(choice, most, sizes)
-        most -= int(choice.room(sizes).sum())
-        result.asked = len(choice)
-        result.left = found - len(choice)
-        if not choice:
-            continue
-        reader = ChoiceReader(source, choice, described)
-        with (
-            open_sink(target, tier, described, reader, pace) as sink,
-            console.progress("copying", len(choice), "blocks") as bar,
-        ):
-            sink.fill(pieces_of(choice, sink.piece), result, bar)
-            sink.carry_uses(choice.used())
-        sink.check(result)
+    with ExitStack() as spared:
+        for name in names:
+            result = Copied(name)
+            done.append(result)
+            try:
+                described = description(source, places, name)
+                keys = None if prompts is None else keys_of(prompts, described)
+            except KVTierError as error:
+                if namespace is not None:
+                    raise
+                result.skipped = str(error)
+                continue
+            choice = choose(places, name, hottest=hottest)
+            if keys is not None:
+                choice = choice.only(keys)
+                result.missing = len(keys) - len(choice)
+            sizes = sizes_in(target.tiers[tier], described)
+            some_before = any(each.asked for each in done)
+            found = len(choice)
+            now = min(most, room)
+            choice = choice.cut(now, sizes) if some_before else first_of(choice, now, sizes)
+            most -= int(choice.room(sizes).sum())
+            room -= taken_by(choice, target.tiers[tier], sizes)
+            result.asked = len(choice)
+            result.left = found - len(choice)
+            if not choice:
+                continue
+            reader = ChoiceReader(source, choice, described)
+            with (
+                open_sink(target, tier, described, reader, pace) as sink,
+                console.progress("copying", len(choice), "blocks") as bar,
+            ):
+                sink.fill(pieces_of(choice, sink.piece), result, bar)
+                sink.carry_uses(choice.used())
+            sink.check(result)
+            settings = target.tiers[tier]
+            if isinstance(settings, NvmeSettings) and name != names[-1]:
+                spared.enter_context(sparing(Path(settings.path), described))
     return done
 
 

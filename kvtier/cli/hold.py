@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvtier.core.disk import is_locked, lock_within
+from kvtier.backends.nvme.files import is_empty, is_newer, let_go
+from kvtier.backends.nvme.folder import NvmeFolder
+from kvtier.core.disk import Disk, is_locked, lock_within
 from kvtier.core.slab.layout import OWNER, OWNER_AT
 from kvtier.errors import MediumInUse
+from kvtier.types import Namespace
 
 _LOOK_S = 0.2
 _STOPPED_S = 10.0
@@ -55,6 +58,23 @@ def filling(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
                 waits()
                 _wait_for(fd, folder)
         yield
+
+
+@contextlib.contextmanager
+def sparing(root: Path, namespace: Namespace) -> Iterator[None]:
+    """Keep what was copied into an NVMe folder from making room for the namespace that is copied
+    next: one that somebody acts for gives none. What was made ahead for it, and is empty, goes."""
+    folder = NvmeFolder(root, namespace, Disk())
+    owner, fd = folder.claim()
+    try:
+        with folder.locked():
+            for slab_id in folder.slab_ids():
+                table = folder.table_path(slab_id)
+                if is_empty(table) and not is_newer(table) and not has_owner_now(table):
+                    folder.remove_slab(slab_id)
+        yield
+    finally:
+        let_go(folder.owners, owner, fd)
 
 
 def _wait_for(fd: int, folder: Path) -> None:

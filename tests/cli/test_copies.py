@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,25 @@ class TestPrewarm:
         done = run("prewarm", "-c", fresh, "--from", stack_file, "--size", "12KiB")
         assert [each["namespace"] for each in done["namespaces"]] == [m.id for m in models[::-1]]
         assert [each["copied"] for each in done["namespaces"]] == [1, 0]
+
+    def test_no_model_makes_room_for_the_next(self, stack_file: Path, fresh: Path) -> None:
+        """The first takes three of four slabs, where half of the folder would be its share."""
+        stack_file.write_text(stack_file.read_text().replace("16MiB", "64MiB"))
+        other = Namespace(facts={"model": "other"}, group_bytes=NAMESPACE.group_bytes)
+        models = [(other, 200), (NAMESPACE, 1000)]
+        for model, count in models:
+            with Stack.open(stack_file, model) as stack:
+                for start in range(0, count, 200):
+                    keys = make_keys(200, start=start)
+                    stack.store({key: payload(key, model) for key in keys})
+                    assert stack.settle()
+            time.sleep(1.1)  # blocks bear the second in which they were stored
+        done = run("prewarm", "-c", fresh, "--from", stack_file)
+        assert [each["copied"] for each in done["namespaces"]] == [1000, 200]
+        rows = run("du", "-c", fresh, "--tier", "nvme")[0]["namespaces"]
+        assert {row["namespace"]: row["blocks"] for row in rows} == {
+            model.id: count for model, count in models
+        }
 
     def test_host_memory_takes_one_of_several_models(self, filled: Path, fresh: Path) -> None:
         """The second would be its end of the first."""

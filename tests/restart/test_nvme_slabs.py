@@ -196,7 +196,7 @@ def test_what_comes_back_after_it_was_lost_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tebibytes", [1, 16, 64, 240, 4096])
 def test_the_slabs_of_the_largest_folder_can_be_numbered(tebibytes: int) -> None:
     capacity = tebibytes << 40
-    assert capacity // nvme._slab_bytes(capacity) <= 1 << 14
+    assert capacity // nvme.slab_bytes(capacity) <= 1 << 14
 
 
 def test_numbers_of_lost_slabs_are_used_again_whatever_their_size(tmp_path: Path) -> None:
