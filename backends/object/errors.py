@@ -110,6 +110,10 @@ class TLSRefused(Misconfigured):
     setting = "ca_bundle"
 
 
+class SpeaksNoTLS(TLSRefused):
+    setting = "endpoint"
+
+
 class ProxyRefused(Misconfigured):
     setting = "HTTPS_PROXY"
 

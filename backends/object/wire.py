@@ -18,7 +18,13 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from kvtier.backends.object.errors import TimedOut, TLSRefused, Unavailable, WrongEndpoint
+from kvtier.backends.object.errors import (
+    SpeaksNoTLS,
+    TimedOut,
+    TLSRefused,
+    Unavailable,
+    WrongEndpoint,
+)
 from kvtier.backends.object.resolver import Resolver
 from kvtier.backends.object.store import Buffer
 
@@ -174,7 +180,7 @@ def _handshake(sock: socket.socket, tls: ssl.SSLContext, address: Address) -> ss
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
         raise  # the server went away: weather, not configuration
     except ssl.SSLError as error:
-        raise TLSRefused(
+        raise SpeaksNoTLS(
             f"{address} refuses TLS ({error.reason}): is the endpoint http:// rather than https://?"
         ) from error
 

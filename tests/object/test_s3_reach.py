@@ -76,8 +76,9 @@ def test_https_to_a_plain_server_says_so(opened: Opener, server: HostileServer) 
     thread = threading.Thread(target=talk)
     thread.start()
     store = opened(endpoint=f"https://127.0.0.1:{plain.getsockname()[1]}")
-    with pytest.raises(errors.TLSRefused, match="http://"):
+    with pytest.raises(errors.TLSRefused, match="http://") as caught:
         get_body(store)
+    assert caught.value.setting == "endpoint"
     thread.join()
     plain.close()
 
