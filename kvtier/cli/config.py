@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -187,7 +188,9 @@ def init(
     blocks.mkdir(mode=0o700, parents=True, exist_ok=True)
     with console.naming(file):
         _write(file, text)
-    console.say(f"{file} is written; look through it, then: kvtier config check {file}")
+    named = f"./{file}" if str(file).startswith("-") else str(file)  # no option
+    typed = shlex.quote(named)
+    console.say(f"{file} is written; look through it, then: kvtier config check {typed}")
 
 
 def _write(file: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,20 @@ class TestInit:
         assert commands.run(["config", "init", "--folder", str(tmp_path / "new")]) == 0
         assert str(tmp_path / "new") in capsys.readouterr().out
         assert not (tmp_path / "new").exists()
+
+    @pytest.mark.parametrize("name", ["stack.yaml", "my stack.yaml", "-c.yaml"])
+    def test_what_it_says_to_run_can_be_typed(
+        self,
+        name: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        args = ["config", "init", "--folder", "kv", "--memory", "4MiB", "--disk", "4MiB"]
+        assert commands.run([*args, "--", name]) == 0
+        said = capsys.readouterr().out.partition("then: kvtier ")[2]
+        assert commands.run(shlex.split(said)) == 0
 
     def test_where_nobody_may_write(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
