@@ -183,10 +183,10 @@ class Stack:
         """Wait until the cascade has nothing left to do; says whether it got there in time."""
         end = time.monotonic() + seconds
         self.chain.poll()
-        while self.chain.has_pending_work and time.monotonic() < end:
+        while not self.chain.settled and time.monotonic() < end:
             self.mover.wait(_WAIT_S)
             self.chain.poll()
-        return not self.chain.has_pending_work
+        return self.chain.settled
 
     def close(self) -> None:
         """Close everything; committed blocks stay in tiers that keep them."""

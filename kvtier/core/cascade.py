@@ -66,8 +66,8 @@ class Cascade:
 
     @property
     def waiting(self) -> bool:
-        """Whether a step would start something."""
-        return not self._mover.down and any(
+        """Whether something is to be written yet."""
+        return any(
             link.backlog or (link.pressed and link.write is WritePolicy.ON_EVICT)
             for link in self._links
         )

@@ -315,7 +315,13 @@ class TierChain(Tier):
     @property
     def has_pending_work(self) -> bool:
         """Whether `poll` must be called although the engine is idle."""
-        return bool(self._ledger.moving or self._stored or self._ended or self._cascade.waiting)
+        waiting = self._cascade.waiting and not self._mover.down  # else no step would start it
+        return bool(self._ledger.moving or self._stored or self._ended or waiting)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is under way, and nothing waits to be written down."""
+        return not (self.has_pending_work or self._cascade.waiting)
 
     def _settle(self, now: float, budget: float = STEP_BLOCKS) -> None:
         for result in self._mover.poll():

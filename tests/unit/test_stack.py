@@ -93,6 +93,20 @@ def test_the_movers_death_costs_time_only(tmp_path: Path) -> None:
         assert stack.load(list(wanted)) == wanted
 
 
+def test_what_waits_for_a_mover_that_is_down_is_not_settled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = blocks(4)
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(type(stack.mover), "down", True)
+            stack.store(wanted)
+            assert not stack.settle(0.0)
+            assert not stack.chain.has_pending_work, "an engine need not step for it"
+        assert stack.settle()
+        assert stack.chain.tiers[1].stats().blocks == 4
+
+
 def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
     with Stack.open(config(tmp_path), NAMESPACE) as stack:
         stack.store(blocks(4))
