@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier import Stack
 from kvtier.cli import commands
 from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.types import Namespace
 
 KVTIER = Path(sys.executable).with_name("kvtier")
 
@@ -54,6 +57,15 @@ def fill(path: Path, blocks: int = 8) -> None:
         assert stack.settle()
         for tier in stack.chain.tiers:
             tier.refresh()
+
+
+def served(path: Path, namespace: Namespace = NAMESPACE, count: int = 8) -> int:
+    """How many of the blocks that were stored a new engine serves, none of them wrong."""
+    wanted = {key: payload(key, namespace) for key in make_keys(count)}
+    with Stack.open(path, namespace) as stack:
+        found = stack.load(list(wanted))
+    assert all(wanted[key] == data for key, data in found.items())
+    return len(found)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> str:
@@ -98,6 +110,13 @@ def command(
     assert "Traceback" not in done.stderr, done.stderr
     assert "a mistake in kvtier" not in done.stderr, done.stderr
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+def run(*args: object, code: int = 0) -> Any:
+    """What a command answers, for programs."""
+    done = command(*args, "--json")
+    assert done.code == code, done.err
+    return json.loads(done.out)
 
 
 def no_rights() -> None:

@@ -23,6 +23,16 @@ def stack_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def fresh(tmp_path: Path) -> Path:
+    """Another stack, with nothing in it."""
+    folder = tmp_path / "fresh"
+    (folder / "host").mkdir(parents=True)
+    path = folder / "stack.yaml"
+    path.write_text(STACK.format(host=folder / "host", blocks=folder / "blocks"))
+    return path
+
+
+@pytest.fixture
 def hold() -> Iterator[Hold]:
     """Open a stack in another process, with blocks in it, until the test ends it or is over."""
     held: list[subprocess.Popen[str]] = []

@@ -1,21 +1,19 @@
-"""`kvtier prewarm`, `snapshot`, `restore`, `export` and `import`: blocks from place to place."""
+"""`kvtier prewarm`, `snapshot` and `restore`: blocks from place to place."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import STACK, Hold, command
+from cli_world import Hold, command, run, served
 
 from kvtier import Stack
 from kvtier.backends.nvme.tier import NvmeTier
@@ -31,21 +29,6 @@ from kvtier.types import BlockKey, Namespace, Outcome
 pytestmark = pytest.mark.slow
 
 BLOCKS = 8
-
-
-def run(*args: object, code: int = 0) -> Any:
-    done = command(*args, "--json")
-    assert done.code == code, done.err
-    return json.loads(done.out)
-
-
-def served(stack_file: Path, namespace: Namespace = NAMESPACE, count: int = BLOCKS) -> int:
-    """How many of the blocks a stack serves, none of them wrong."""
-    wanted = {key: payload(key, namespace) for key in make_keys(count)}
-    with Stack.open(stack_file, namespace) as stack:
-        found = stack.load(list(wanted))
-    assert all(wanted[key] == data for key, data in found.items())
-    return len(found)
 
 
 # Takes all the room of a stack's disk, says so, and holds it until told to go.
@@ -83,17 +66,6 @@ def fill_up(engine: Stack) -> None:
         assert engine.settle()
         engine.chain.tiers[1].refresh()
     assert engine.chain.tiers[1].stats().evicted
-
-
-@pytest.fixture
-def fresh(tmp_path: Path) -> Path:
-    """Another stack, with nothing in it."""
-    folder = tmp_path / "fresh"
-    folder.mkdir()
-    (folder / "host").mkdir()
-    path = folder / "stack.yaml"
-    path.write_text(STACK.format(host=folder / "host", blocks=folder / "blocks"))
-    return path
 
 
 class TestPrewarm:
@@ -209,7 +181,9 @@ class TestPrewarm:
     def test_no_model_makes_room_for_the_next(self, stack_file: Path, fresh: Path) -> None:
         """The first takes three of four slabs, where half of the folder would be its share."""
         stack_file.write_text(stack_file.read_text().replace("16MiB", "64MiB"))
-        other = Namespace(facts={"model": "other"}, group_bytes=NAMESPACE.group_bytes)
+        facts = [{"model": f"other {number}"} for number in range(100)]
+        others = [Namespace(facts=each, group_bytes=NAMESPACE.group_bytes) for each in facts]
+        other = next(each for each in others if each.id > NAMESPACE.id)  # second in one second, too
         models = [(other, 200), (NAMESPACE, 1000)]
         for model, count in models:
             with Stack.open(stack_file, model) as stack:
@@ -217,7 +191,6 @@ class TestPrewarm:
                     keys = make_keys(200, start=start)
                     stack.store({key: payload(key, model) for key in keys})
                     assert stack.settle()
-            time.sleep(1.1)  # blocks bear the second in which they were stored
         done = run("prewarm", "-c", fresh, "--from", stack_file)
         assert [each["copied"] for each in done["namespaces"]] == [1000, 200]
         rows = run("du", "-c", fresh, "--tier", "nvme")[0]["namespaces"]
@@ -418,72 +391,3 @@ class TestSnapshots:
         done = command("restore", "-c", fresh)
         assert done.code == 1
         assert "see that the store is running" in done.err
-
-
-class TestFiles:
-    def test_out_and_in(self, filled: Path, fresh: Path, tmp_path: Path) -> None:
-        file = tmp_path / "blocks.kvpack"
-        (report,) = run("export", file, "-c", filled)["namespaces"]
-        assert report["copied"] == BLOCKS
-        assert file.stat().st_mode & 0o777 == 0o600
-        (report,) = run("import", file, "-c", fresh)["namespaces"]
-        assert report["copied"] == BLOCKS
-        assert served(fresh) == BLOCKS
-        (report,) = run("import", file, "-c", fresh)["namespaces"]
-        assert (report["copied"], report["already_there"]) == (0, BLOCKS)
-
-    def test_a_file_that_is_there_stays(self, filled: Path, tmp_path: Path) -> None:
-        file = tmp_path / "blocks.kvpack"
-        file.write_text("mine")
-        assert "--force" in command("export", file, "-c", filled).err
-        assert file.read_text() == "mine"
-        assert command("export", file, "-c", filled, "--force").code == 0
-
-    def test_an_empty_stack(self, stack_file: Path, tmp_path: Path) -> None:
-        done = command("export", tmp_path / "x", "-c", stack_file)
-        assert done.code == 1
-        assert "nothing here" in done.err
-        assert not (tmp_path / "x").exists()
-
-    @pytest.mark.parametrize("cut", [0, 5, 100, 6000, -1, -9000])
-    def test_a_file_cut_short(self, filled: Path, fresh: Path, tmp_path: Path, cut: int) -> None:
-        file = tmp_path / "blocks.kvpack"
-        run("export", file, "-c", filled)
-        os.truncate(file, cut if cut >= 0 else file.stat().st_size + cut)
-        done = command("import", file, "-c", fresh)
-        assert done.code == (0 if cut == -1 else 1)
-        assert served(fresh) == (BLOCKS if cut == -1 else BLOCKS - 1 if cut == -9000 else 0)
-
-    @pytest.mark.parametrize("seed", range(12))
-    def test_flipped_bits_are_never_taken_in(
-        self, filled: Path, fresh: Path, tmp_path: Path, seed: int
-    ) -> None:
-        file = tmp_path / "blocks.kvpack"
-        run("export", file, "-c", filled)
-        body = bytearray(file.read_bytes())
-        body[random.Random(seed).randrange(len(body))] ^= 1 << seed % 8
-        file.write_bytes(body)
-        command("import", file, "-c", fresh)
-        assert served(fresh) <= BLOCKS
-
-    def test_a_newer_version(self, filled: Path, fresh: Path, tmp_path: Path) -> None:
-        file = tmp_path / "blocks.kvpack"
-        run("export", file, "-c", filled)
-        with file.open("r+b") as data:
-            data.seek(8)
-            data.write(b"\2")
-        assert "update kvtier" in command("import", file, "-c", fresh).err
-
-    def test_another_kind_of_file(self, fresh: Path) -> None:
-        done = command("import", fresh, "-c", fresh)
-        assert done.code == 1
-        assert "not a file of kvtier export" in done.err
-
-    def test_a_pipe_is_not_waited_for(self, fresh: Path, tmp_path: Path) -> None:
-        os.mkfifo(tmp_path / "pipe")
-        done = command("import", tmp_path / "pipe", "-c", fresh)
-        assert done.code == 1
-        assert "no ordinary file" in done.err
-
-    def test_a_missing_file(self, fresh: Path, tmp_path: Path) -> None:
-        assert "name one that exists" in command("import", tmp_path / "x", "-c", fresh).err

@@ -9,11 +9,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import object_servers
 import pytest
-from cli_world import KVTIER, STACK, Hold, command
+from cli_world import KVTIER, STACK, Hold, command, run
 
 from kvtier.cli.holdings import look
 from kvtier.config import load
@@ -43,12 +42,6 @@ def spend_or_wait(pace, size):
 Pace.spend = spend_or_wait
 main.main()
 """
-
-
-def run(*args: object) -> Any:
-    done = command(*args, "--json")
-    assert done.code == 0, done.err
-    return json.loads(done.out)
 
 
 @pytest.fixture

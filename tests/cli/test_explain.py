@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import xxhash
-from cli_world import STACK, command
+from cli_world import STACK, command, run
 
 from kvtier import Stack
 from kvtier.errors import ConfigError, KVTierError
@@ -45,12 +44,6 @@ def prompt_file(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"tokens": TOKENS}) + "\n\n")
     return path
-
-
-def run(*args: object, code: int = 0) -> Any:
-    done = command(*args, "--json")
-    assert done.code == code, done.err
-    return json.loads(done.out)
 
 
 class TestKeys:

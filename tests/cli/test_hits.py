@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import xxhash
-from cli_world import STACK, command
+from cli_world import STACK, command, run
 
 from kvtier import Stack
 from kvtier.cli import commands, look_objects
@@ -37,12 +35,6 @@ def used_at(stack: Path) -> set[float]:
     """When blocks were used last, by each tier of this machine: they write it down one by one."""
     parts = run("ls", "-c", stack)["namespaces"]
     return {part["used"] for part in parts if part["kind"] in ("cpu", "nvme")}
-
-
-def run(*args: object) -> Any:
-    done = command(*args, "--json")
-    assert done.code == 0, done.err
-    return json.loads(done.out)
 
 
 def test_by_namespace(used: Path) -> None:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_world import Hold
+from cli_world import Hold, served
 
 from kvtier import Stack
 from kvtier.cli import rubbish
@@ -17,12 +17,6 @@ from kvtier.cli.repair import quarantine, remove_broken
 from kvtier.config import load
 from kvtier.errors import MediumInUse
 from kvtier.testing.records import NAMESPACE, make_keys, payload
-
-
-def served(stack_file: Path) -> int:
-    """How many of the blocks that were stored a new engine serves."""
-    with Stack.open(stack_file, NAMESPACE) as stack:
-        return len(stack.load(make_keys(8)))
 
 
 class TestAnEngineCameMeanwhile:

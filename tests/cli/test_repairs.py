@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -10,10 +9,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from cli_world import KVTIER, Hold, command
+from cli_world import KVTIER, Hold, command, run, served
 
 from kvtier import Stack
 from kvtier.cli import look_slabs, rubbish
@@ -27,12 +25,6 @@ from kvtier.types import Namespace
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
 OTHER = Namespace(facts={"model": "another"}, group_bytes=(4096,))
-
-
-def run(*args: object, code: int = 0) -> Any:
-    done = command(*args, "--json")
-    assert done.code == code, done.err
-    return json.loads(done.out)
 
 
 def flip(file: Path, at: int) -> None:
@@ -56,15 +48,6 @@ def one(folder: Path, pattern: str) -> Path:
 def has_blocks(table: Path) -> bool:
     """Not the table of a spare slab, which an engine that runs may be about to make."""
     return table.exists() and any(table.read_bytes()[layout.TABLE_AT :])
-
-
-def served(stack_file: Path, count: int = 8) -> int:
-    """How many of the blocks that were stored a new engine serves, none of them wrong."""
-    wanted = {key: payload(key) for key in make_keys(count)}
-    with Stack.open(stack_file, NAMESPACE) as stack:
-        found = stack.load(list(wanted))
-    assert all(wanted[key] == data for key, data in found.items())
-    return len(found)
 
 
 class TestVerify:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import STACK, command
+from cli_world import command, served
 
-from kvtier import Stack
 from kvtier.backends.object.errors import AccessDenied
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
@@ -27,7 +26,7 @@ from kvtier.cli.holdings import look
 from kvtier.cli.reader import ChoiceReader
 from kvtier.cli.told import Ledger
 from kvtier.config import load
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.testing.records import NAMESPACE, make_keys
 
 pytestmark = pytest.mark.slow
 
@@ -45,16 +44,6 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         return code, json.loads(out) if out else None, err
 
     return run
-
-
-@pytest.fixture
-def fresh(tmp_path: Path) -> Path:
-    """Another stack, with nothing in it."""
-    folder = tmp_path / "fresh"
-    (folder / "host").mkdir(parents=True)
-    path = folder / "stack.yaml"
-    path.write_text(STACK.format(host=folder / "host", blocks=folder / "blocks"))
-    return path
 
 
 @pytest.fixture
@@ -82,14 +71,6 @@ def told(store: FileStore) -> set[bytes]:
     entries = Journal(store, NAMESPACE).everything()
     rows = entries[entries["kind"] == ADDED]
     return {row["key"].tobytes()[: row["key_bytes"]] for row in rows}
-
-
-def served(stack_file: Path) -> int:
-    wanted = {key: payload(key) for key in make_keys(BLOCKS)}
-    with Stack.open(stack_file, NAMESPACE) as stack:
-        found = stack.load(list(wanted))
-    assert all(wanted[key] == data for key, data in found.items())
-    return len(found)
 
 
 def test_a_copy_that_is_not_written_down_is_no_success(

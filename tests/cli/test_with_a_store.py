@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import threading
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import command
+from cli_world import command, run
 from object import object_servers  # type: ignore[attr-defined]
 
 from kvtier import Stack
@@ -70,12 +69,6 @@ def stack(request: pytest.FixtureRequest) -> Path:
         opened.store({key: payload(key) for key in make_keys(BLOCKS)})
         assert opened.settle()
     return path
-
-
-def run(*args: object, code: int = 0) -> Any:
-    done = command(*args, "--json")
-    assert done.code == code, done.err
-    return json.loads(done.out)
 
 
 def objects(stack: Path) -> list[str]:
