@@ -83,13 +83,15 @@ class Signer:
         """Credentials, and what they were when somebody has asked for them last."""
         self.session = self._new_session()
         try:
-            missing = profile is not None and profile not in self.session.available_profiles
+            named = self.session.get_config_variable("profile")  # ours, or the environment's
+            missing = named is not None and named not in self.session.available_profiles
             # which raises if the profile is missing, and does not name it
             configured = None if missing else self.session.get_config_variable("region")
         except Exception as error:  # noqa: BLE001 - see `credentials`
             raise unobtainable(error) from None
         if missing:
-            raise NoCredentials(f"there is no AWS profile {profile!r}: correct it or its file")
+            where = "" if profile else ", which the environment names"
+            raise NoCredentials(f"there is no AWS profile {named!r}{where}: correct it or its file")
         self.region = check_region(region or configured or "us-east-1")
         # at DEBUG botocore logs whole requests and answers, which contain session tokens
         logging.getLogger("botocore").setLevel(logging.INFO)

@@ -90,6 +90,11 @@ class TestCheck:
         assert warning["place"] == "$.tiers[1]"
         err = refused(capsys, "serve", "a/model", "--config", str(stack))
         assert "there is no AWS profile 'other'" in err
+        stack.write_text(stack.read_text().replace(", profile: other", ""))
+        monkeypatch.setenv("AWS_PROFILE", "another")
+        assert commands.run(["config", "check", str(stack)]) == 0
+        err = capsys.readouterr().err
+        assert "there is no AWS profile 'another', which the environment names" in err
 
     def test_the_file_of_another_machine(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
