@@ -75,7 +75,8 @@ class ObjectCatalogue(SlabTier):
             self._shrink()
 
     def _take_in(self, news: News) -> None:
-        self._budget.hidden -= news.unhidden
+        # no more than there is: of two audits without a call of ours both tell of the same bytes
+        self._budget.hidden = max(0, self._budget.hidden - news.unhidden)
         if news.added is not None:
             self._take_added(news.added)
         if news.removed is not None:

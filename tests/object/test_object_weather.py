@@ -366,3 +366,19 @@ def test_a_killed_server_costs_misses_and_comes_back(own_rclone: ServerProcess) 
     tier.complete_load(keys)
     handler.close()
     tier.close()
+
+
+def test_what_weather_hid_is_found_again_once(pair: Pair) -> None:
+    """However often everything is listed before somebody asks the tier again."""
+    keys = make_keys(1 + 2 * BLOCKS)
+    pair.put(keys[:1])
+    pair.tier.flush()
+    pair.tier.prepare_load(keys[:1])
+    pair.tier.complete_load(keys[:1], {keys[0]: Outcome.TIMEOUT})
+    assert pair.tier.lookup(keys[:1]) == [Presence.MISS]
+    for _ in range(BLOCKS):
+        pair.tier.refresh()
+    assert pair.tier.lookup(keys[:1]) == [Presence.HIT]
+    for key in keys[1:]:
+        assert pair.put([key]) == [Outcome.OK]
+    assert sum(parse_block(info.name) is not None for info in pair.store.list()) == BLOCKS
