@@ -218,6 +218,7 @@ class FileStore(Store):
         for name, status in self._scan(folder):
             if status is None:
                 relevant = name.startswith(prefix) or prefix.startswith(name)
+                relevant = relevant and _holds_names(name)
                 if relevant and (name > after or after.startswith(name)):
                     yield from self._walk(name, prefix, after, deadline)
             elif name.startswith(prefix) and name > after and is_name(name):
@@ -284,7 +285,9 @@ class FileStore(Store):
 
     def sweep(self, older_than_s: float) -> Iterator[int]:
         """Temporary files are what a crash leaves behind; those of this machine go at once."""
-        for folder, _, files in os.walk(self.root):
+        for folder, folders, files in os.walk(self._root):
+            below = folder[len(self._root) :].lstrip("/")
+            folders[:] = [name for name in folders if _holds_names(f"{below}/{name}/".lstrip("/"))]
             removed = 0
             for name in files:
                 path = os.path.join(folder, name)
@@ -322,6 +325,11 @@ class _Found(NamedTuple):
 
 def _info(name: str, found: os.stat_result) -> ObjectInfo:
     return ObjectInfo(name, found.st_size, found.st_mtime)
+
+
+def _holds_names(folder: str) -> bool:
+    """Whether a name may lie there: others' folders may be deeper than can be walked through."""
+    return is_name(f"{folder}x")
 
 
 def _advance(rest: Sequence[Buffer], count: int) -> list[Buffer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,27 @@ def test_what_others_keep_there_is_neither_listed_nor_touched(store: FileStore) 
     store.delete(["ours"])
     list(store.sweep(older_than_s=-1))
     assert foreign.read_text() == "keep"
+
+
+def test_folders_deeper_than_any_name_are_passed_by(store: FileStore) -> None:
+    deepest = "/".join("abcdefghijklmnop")  # sixteen, as many as there may be
+    put(store, deepest)
+    (store.root / deepest).with_name(".tmp-1-dead").write_bytes(b"half")
+    put(store, "z")
+    strange = store.root / "b"
+    strange.mkdir()
+    folder = os.open(strange, os.O_RDONLY)
+    for _ in range(sys.getrecursionlimit()):
+        os.mkdir("b", dir_fd=folder)
+        inner = os.open("b", os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = inner
+    os.close(folder)
+    try:
+        assert [info.name for info in store.list()] == [deepest, "z"]
+        assert sum(store.sweep(older_than_s=-1)) == 1
+    finally:
+        subprocess.run(["rm", "-r", strange], check=True)  # pytest could not
 
 
 def test_a_crash_leaves_what_sweep_removes(store: FileStore) -> None:
