@@ -229,19 +229,26 @@ class S3Store(Store):
         start = self._prefix + check_prefix(prefix)
         behind = self._prefix + after if after else ""
         token = ""
-        tokens: set[str] = set()
+        seen: set[str] = set()  # also what pages begin with: a token may be new for an old page
         while True:
             page = self._page(list_query(start, behind, token), self._end(deadline))
+            first = True
             for found in page:
+                if first:
+                    self._seen_once(f"first {found.key}", seen)
+                    first = False
                 name = name_below(self._prefix, found.key)
                 if name is not None and name > after and is_name(name):
                     yield ObjectInfo(name, found.size, found.modified_s)
             if not page.token:
                 return
             token = page.token
-            if token in tokens:
-                raise WrongEndpoint(f"{self._where} lists the same page again: check the endpoint")
-            tokens.add(token)
+            self._seen_once(f"token {token}", seen)
+
+    def _seen_once(self, what: str, seen: set[str]) -> None:
+        if what in seen:
+            raise WrongEndpoint(f"{self._where} lists the same page again: check the endpoint")
+        seen.add(what)
 
     def _page(self, query: str, end: float) -> Page:
         target = f"{self._bucket_target}?{query}"

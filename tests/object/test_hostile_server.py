@@ -159,6 +159,23 @@ def test_a_listing_that_goes_in_circles(server: HostileServer, store: S3Store) -
     assert len(server.heads) == 3
 
 
+def test_a_listing_that_begins_again_with_new_tokens(server: HostileServer, store: S3Store) -> None:
+    """As from a store that hands out tokens, and does not look at those that it gets."""
+
+    def page(peer: Peer, head: bytes) -> None:
+        said = b"<Contents><Key>a</Key><Size>1</Size>"
+        said += b"<LastModified>2026-01-01T00:00:00Z</LastModified></Contents>"
+        if len(server.heads) < 9:
+            said += b"<IsTruncated>true</IsTruncated>"
+            said += b"<NextContinuationToken>%d</NextContinuationToken>" % len(server.heads)
+        peer.sendall(answer(200, b"<ListBucketResult>" + said + b"</ListBucketResult>"))
+
+    server.script = page
+    with pytest.raises(errors.WrongEndpoint, match="same page"):
+        list(store.list())
+    assert len(server.heads) == 2
+
+
 @pytest.mark.parametrize(
     "chunks", [b"zz\r\n", b"fffffffff\r\n", b"5\r\nhelloXX", b"-1\r\n", b"7fffffff\r\n"]
 )
