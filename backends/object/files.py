@@ -50,6 +50,8 @@ _TMP = ".tmp-"
 _TMP_OF = re.compile(r"\.tmp-([0-9a-f]{32})-")
 _IOV_MAX = 512
 _SCANS_MAX = 8
+_DELETES_AT_ONCE = 32
+"""Few enough to end soon where each takes a network's time: in between claims are renewed."""
 _TRIES = 8
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
@@ -276,6 +278,10 @@ class FileStore(Store):
             except StoreError as error:
                 failed[name] = error
         return failed
+
+    @property
+    def deletes_at_once(self) -> int:
+        return _DELETES_AT_ONCE
 
     def _prune(self, folder: str) -> None:
         with contextlib.suppress(OSError):  # not empty, or already gone: both are fine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from object_fleet import BLOCK_BYTES, NAMESPACE, CountingStore
@@ -18,6 +19,7 @@ from kvtier.backends.object.errors import (
     Unavailable,
     WrongRegion,
 )
+from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.limits import Limits
@@ -25,6 +27,7 @@ from kvtier.backends.object.manifest import ADDED, Entries, pack_entries
 from kvtier.backends.object.names import block_name, parse_block
 from kvtier.backends.object.store import Buffer, PutOutcome
 from kvtier.backends.object.tier import ObjectTier
+from kvtier.core.disk import AnyPath, Disk
 from kvtier.core.eviction import create_policy
 from kvtier.testing.records import make_keys
 from kvtier.types import BlockKey
@@ -113,6 +116,40 @@ def test_claims_are_renewed(store: SlowDeletes, how: str) -> None:
     while keeper.news:
         tier.tick()
     assert tier.stats().blocks == keeper.budget.dying == 0
+    keeper.close()
+
+
+def test_claims_are_renewed_beside_a_folder_behind_a_slow_network(tmp_path: Path) -> None:
+    now_s = 1e9
+    claimed_at: list[float] = []
+
+    class FarDisk(Disk):
+        def unlink(self, path: AnyPath) -> None:
+            nonlocal now_s
+            now_s += 0.05
+            super().unlink(path)
+
+        def rename(self, source: AnyPath, target: AnyPath) -> None:
+            if "/claims/" in str(target):
+                claimed_at.append(now_s)
+            super().rename(source, target)
+
+    store = FileStore(tmp_path / "store", disk=FarDisk())
+    keys = make_keys(BLOCKS)
+    for key in keys:
+        store.put(block_name(NAMESPACE.id, key), [memoryview(b"x")])
+    times = [int(now_s * 1e6)] * BLOCKS
+    Journal(store, NAMESPACE).append(pack_entries(ADDED, keys, [0] * BLOCKS, [1] * BLOCKS, times))
+    limits = Limits(1 << 40, refresh_s=5.0, audit_s=600.0)
+    keeper = Keeper(store, NAMESPACE, limits, clock=lambda: now_s, steady=lambda: now_s)
+    tier = ObjectTier(keeper, create_policy(), lambda: now_s)
+    keeper.open(tier.known)
+    tier.start()
+    tier.clear()
+    keeper.work()
+    assert not any(parse_block(info.name) for info in store.list())
+    longest = max(later - at for at, later in pairwise([*claimed_at, now_s]))
+    assert longest <= limits.lease_s / 2
     keeper.close()
 
 
