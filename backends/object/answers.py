@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from kvtier.backends.object.errors import (
     AccessDenied,
+    Archived,
     ClockSkew,
     Conflict,
     ExpiredToken,
@@ -115,6 +116,8 @@ def _by_code(status: int, code: str, headers: Mapping[str, str], said: str) -> S
         return AccessDenied(f"{said}: the access key or its secret is wrong")
     if code == "EntityTooLarge":
         return ObjectTooLarge(f"{said}: the store does not take objects of this size")
+    if code == "InvalidObjectState":
+        return Archived(f"{said}: the object is archived; exempt this prefix from that rule")
     if code == "InvalidRange":
         return LengthMismatch(f"{said}: the object is shorter than expected")
     if code in _WEATHER_CODES:

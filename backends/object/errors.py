@@ -31,6 +31,10 @@ class LengthMismatch(StoreError):
     """The object is longer or shorter than the reader was told: treat it as corrupt."""
 
 
+class Archived(LengthMismatch):
+    """The object is where it can only be listed and deleted: of no more use than a damaged one."""
+
+
 class StoreFull(StoreError):
     """The store or the folder has no room left."""
 

@@ -6,9 +6,14 @@ import pytest
 from hostile import BODY, get, said
 from object_servers import HostileServer, Peer, answer, error_body
 
-from kvtier.backends.object import errors
+from kvtier.backends.object import ObjectHandler, ObjectSpec, errors
+from kvtier.backends.object.breaker import BreakerPolicy, BreakerStore
+from kvtier.backends.object.names import block_name
 from kvtier.backends.object.s3 import S3Store
 from kvtier.backends.object.store import GetOutcome
+from kvtier.core.codec import Codec
+from kvtier.testing.records import NAMESPACE, blank, make_keys, sealed
+from kvtier.types import Outcome
 
 pytestmark = pytest.mark.s3
 
@@ -43,6 +48,7 @@ REFUSALS = [
     (403, "QuotaExceeded", {}, errors.StoreFull, "full"),
     (409, "OperationAborted", {}, errors.Unavailable, "409"),
     (409, "ConditionalRequestConflict", {}, errors.Conflict, "another writer"),
+    (403, "InvalidObjectState", {}, errors.Archived, "archived"),
     (413, "EntityTooLarge", {}, errors.ObjectTooLarge, "size"),
 ]
 
@@ -173,3 +179,25 @@ def test_an_encoding_that_leaves_the_object_as_it_is(
     head = b"HTTP/1.1 200 OK\r\ncontent-encoding: %s\r\ncontent-length: %d\r\n\r\n"
     server.script = said(head % (encoding, len(BODY)) + BODY)
     assert get(store) is GetOutcome.FOUND
+
+
+def test_archived_blocks_are_given_up_and_keep_no_other_from_being_read(
+    server: HostileServer, store: S3Store
+) -> None:
+    """A rule of the bucket's owner has moved some to where they must be asked back for hours."""
+    keys = make_keys(12)
+    archived = {block_name(NAMESPACE.id, key).encode() for key in keys[:-1]}
+    record = bytes(sealed(keys[-1]))
+
+    def tell(peer: Peer, head: bytes) -> None:
+        there = not any(name in head for name in archived)
+        peer.sendall(
+            answer(200, record) if there else answer(403, error_body("InvalidObjectState"))
+        )
+
+    server.script = tell
+    handler = ObjectHandler(
+        BreakerStore(store, BreakerPolicy()), NAMESPACE, Codec.RAW, threads=1, load_s=10, store_s=10
+    )
+    found = handler.load(ObjectSpec([0] * len(keys)), keys, [blank() for _ in keys])
+    assert found == [Outcome.CORRUPT] * 11 + [Outcome.OK]
