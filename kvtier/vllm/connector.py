@@ -25,6 +25,7 @@ from kvtier.vllm import (
     identity,
     limits,
     metrics,
+    namesakes,
     orphan,
     overheard,
     recount,
@@ -193,6 +194,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._given = Given(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
+        namesakes.make_room(self, request.request_id)
         self._manager.remember_adapter(request.request_id, request.lora_request)
         if self._looks_ahead or (self._numbers_media and request.mm_features):
             self._manager.keep_nothing(request.request_id)
@@ -254,7 +256,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         compat.forget_decoded(self, scheduler_output)
         if self._given is not None:
             self._given.tell(self.connector_scheduler, scheduler_output)
-        step = self._resting.leave_out(scheduler_output)
+        step = namesakes.without_namesakes(self, self._resting.leave_out(scheduler_output))
         meta = super().build_connector_meta(compat.read_as_0_33(self, step))
         self._resting.looked_at(step)
         self._manager.step_began(scheduler_output)

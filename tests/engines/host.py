@@ -106,8 +106,9 @@ class Host(Slowed):
         for _ in range(steps):
             engine.step()
 
-    def converse(self, pieces: list[list[int]], tokens: int) -> list[int]:
-        """A session, to whose input more is added after each answer; all its tokens in the end."""
+    def converse(self, pieces: list[list[int]], tokens: int, steps: int = 0) -> list[int]:
+        """A session, to whose input more is added after each answer; all its tokens in the end.
+        Its name is always the same; when it has ended, the engine goes on for so many steps."""
         engine = self._llm.llm_engine
         tasks = engine.get_supported_tasks()
         said: list[int] = []
@@ -123,6 +124,8 @@ class Host(Slowed):
                     answer += output.new_token_ids
             said += piece + answer[:-1]  # the last one has not been computed, and is dropped
         engine.engine_core.abort_requests(["session"])
+        for _ in range(steps):
+            self._step()
         return said
 
     def abort(self) -> None:

@@ -298,6 +298,25 @@ def test_a_session_to_which_input_is_added(
     assert found == expected | {"cached": HIT}
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_name_that_is_given_again(
+    world: World, model: Callable[..., Path], plain_llama: Engine, steps: int
+) -> None:
+    """To another, before the engine knows that the first has ended, and while that is stored."""
+    asked = [prompt(34 + each, 1100) for each in range(3)]
+    with world.engine(model("llama"), stack=world.stack()) as engine:
+        engine.slow_stores(pause=0.05)
+        for each in asked:
+            engine.converse(pieces=[each], tokens=2, steps=steps)
+        engine.slow_stores(pause=0)
+        engine.forget_engine_cache()
+        found = engine.generate(prompts=asked)
+        engine.settle()
+        facts = engine.facts()
+    assert found == [each | {"cached": HIT} for each in plain_llama.generate(prompts=asked)]
+    assert (facts["pending"], facts["requests"], facts["mistakes"]) == (0, 0, 0)
+
+
 def test_nothing_is_kept_where_tokens_see_later_ones(
     world: World, model: Callable[..., Path]
 ) -> None:
