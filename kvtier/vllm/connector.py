@@ -196,7 +196,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         namesakes.make_room(self, request.request_id)
         self._manager.remember_adapter(request.request_id, request.lora_request)
-        if self._looks_ahead or (self._numbers_media and request.mm_features):
+        has_media = request.mm_features or request.resumable  # a session may get some later
+        if self._looks_ahead or (self._numbers_media and has_media):
             self._manager.keep_nothing(request.request_id)
         super().on_new_request(request)
         compat.heed_whole_chunks(self, request)

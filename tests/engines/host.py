@@ -106,14 +106,21 @@ class Host(Slowed):
         for _ in range(steps):
             engine.step()
 
-    def converse(self, pieces: list[list[int]], tokens: int, steps: int = 0) -> list[int]:
+    def converse(
+        self,
+        pieces: list[list[int]],
+        tokens: int,
+        steps: int = 0,
+        more: list[dict[str, Any]] | None = None,
+    ) -> list[int]:
         """A session, to whose input more is added after each answer; all its tokens in the end.
         Its name is always the same; when it has ended, the engine goes on for so many steps."""
         engine = self._llm.llm_engine
         tasks = engine.get_supported_tasks()
         said: list[int] = []
-        for piece in pieces:
-            given, parameters = {"prompt_token_ids": piece}, self._greedy(tokens)
+        for piece, extra in zip(pieces, more or [{}] * len(pieces), strict=True):
+            given = {"prompt_token_ids": piece, **_seen(extra)}
+            parameters = self._greedy(tokens)
             request = engine.input_processor.process_inputs(
                 "session", given, parameters, supported_tasks=tasks, resumable=True
             )

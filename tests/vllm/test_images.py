@@ -50,6 +50,17 @@ def test_each_image_has_its_own_blocks(world: World, model: Callable[..., Path])
             engine.settle()
 
 
+def test_nothing_is_kept_of_sessions_whose_images_are_counted(
+    world: World, model: Callable[..., Path]
+) -> None:
+    """They may get some after they have begun; one that is preempted would find another's."""
+    uncached = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
+    with world.engine(model("blip2"), stack=world.stack(), **uncached) as engine:
+        engine.converse(pieces=[prompt(1, 20), TEXT], tokens=2, more=[{}, {"image": 1}])
+        engine.settle()
+        assert [tier["stored"] for tier in engine.facts()["chain"]["tiers"]] == [0, 0]
+
+
 def test_clients_may_send_no_more_than_without_a_stack(
     world: World, model: Callable[..., Path]
 ) -> None:
