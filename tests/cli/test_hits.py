@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from cli_world import STACK, command, run
+from cli_world import command, run
 
 from kvtier import Stack
 from kvtier.cli import commands, look_objects
@@ -119,10 +119,9 @@ def hits_in(stack: Path, tier: str) -> list[int]:
     "into", ["nvme", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("cpu", "object"))]
 )
 def test_a_copy_takes_the_counts_along_once(
-    used: Path, tmp_path: Path, how: str, into: str
+    used: Path, fresh: Path, tmp_path: Path, how: str, into: str
 ) -> None:
-    other = other_stack(tmp_path)
-    with_store(other, tmp_path / "new store")
+    with_store(fresh, tmp_path / "new store")
     if how == "stack":
         copy = ["prewarm", "--from", used]
     elif how == "file":
@@ -132,21 +131,21 @@ def test_a_copy_takes_the_counts_along_once(
         run("snapshot", "-c", used, "--to", f"file://{tmp_path}/store")
         copy = ["restore", "--from", f"file://{tmp_path}/store"]
     if how == "store to store":
-        run(*copy, "-c", other, "--into", "object")
+        run(*copy, "-c", fresh, "--into", "object")
         copy = ["prewarm" if into != "object" else "restore"]
     before = used_at(used)
     for copied in (0 if how == "store to store" and into == "object" else 8, 0):
-        (told,) = run(*copy, "-c", other, "--into", into)["namespaces"]
+        (told,) = run(*copy, "-c", fresh, "--into", into)["namespaces"]
         assert told["copied"] == copied
-        assert hits_in(other, into) == HITS
-    (part,) = run("ls", "-c", other, "--tier", into)["namespaces"]
+        assert hits_in(fresh, into) == HITS
+    (part,) = run("ls", "-c", fresh, "--tier", into)["namespaces"]
     assert part["hits"] == 4
     assert part["used"] in before
-    with Stack.open(other, NAMESPACE) as stack:
+    with Stack.open(fresh, NAMESPACE) as stack:
         assert len(stack.load(KEYS[1:3])) == 2
         stack.settle()
     if into != "object":
-        assert hits_in(other, into) == [3, 2, 1, 0, 0, 0, 0, 0], "counted on from there"
+        assert hits_in(fresh, into) == [3, 2, 1, 0, 0, 0, 0, 0], "counted on from there"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +158,9 @@ def test_a_copy_takes_the_counts_along_once(
         ),
     ],
 )
-def test_counts_in_a_file_are_statistics_only(used: Path, tmp_path: Path, damage: str) -> None:
+def test_counts_in_a_file_are_statistics_only(
+    used: Path, fresh: Path, tmp_path: Path, damage: str
+) -> None:
     """A file of an older kvtier has none; damaged ones say nothing, and the blocks come in."""
     pack = tmp_path / "blocks.kvpack"
     run("export", pack, "-c", used, "--tier", "nvme")
@@ -177,13 +178,12 @@ def test_counts_in_a_file_are_statistics_only(used: Path, tmp_path: Path, damage
     else:
         text[at:] = os.urandom(9 << 20)
     pack.write_bytes(text)
-    other = other_stack(tmp_path)
-    assert run("import", pack, "-c", other)["namespaces"][0]["copied"] == 8
-    assert hits_in(other, "nvme") == [0] * 8
+    assert run("import", pack, "-c", fresh)["namespaces"][0]["copied"] == 8
+    assert hits_in(fresh, "nvme") == [0] * 8
 
 
 @pytest.mark.slow
-def test_counts_that_cannot_be_are_cut_down(used: Path, tmp_path: Path) -> None:
+def test_counts_that_cannot_be_are_cut_down(used: Path, fresh: Path, tmp_path: Path) -> None:
     """A use in days to come would keep a block for ever."""
     pack = tmp_path / "blocks.kvpack"
     run("export", pack, "-c", used, "--tier", "nvme")
@@ -192,20 +192,10 @@ def test_counts_that_cannot_be_are_cut_down(used: Path, tmp_path: Path) -> None:
     text[at + 4 : at + 12] = b"\xff" * 8
     text[-8:] = xxhash.xxh3_64_intdigest(bytes(text[at - 16 : -8])).to_bytes(8, "little")
     pack.write_bytes(text)
-    other = other_stack(tmp_path)
-    run("import", pack, "-c", other)
-    (part,) = run("ls", "-c", other, "--tier", "nvme")["namespaces"]
+    run("import", pack, "-c", fresh)
+    (part,) = run("ls", "-c", fresh, "--tier", "nvme")["namespaces"]
     assert part["hits"] > 0xFFFFFFFF - 4
     assert part["used"] <= time.time()
-
-
-def other_stack(tmp_path: Path) -> Path:
-    """An empty stack of another machine."""
-    home = tmp_path / "other"
-    (home / "host").mkdir(parents=True)
-    stack = home / "stack.yaml"
-    stack.write_text(STACK.format(host=home / "host", blocks=home / "blocks"))
-    return stack
 
 
 @pytest.mark.parametrize("words", [["verify"], ["gc", "--dry-run"]])
@@ -224,20 +214,19 @@ def test_counts_are_read_only_where_they_are_shown(
 
 
 @pytest.mark.parametrize("how", ["snapshot", "prewarm"])
-def test_the_hottest_first(used: Path, tmp_path: Path, how: str) -> None:
-    other = other_stack(tmp_path)
+def test_the_hottest_first(used: Path, fresh: Path, tmp_path: Path, how: str) -> None:
     if how == "prewarm":
-        words = ["prewarm", "-c", other, "--from", used]
+        words = ["prewarm", "-c", fresh, "--from", used]
     else:
-        other.write_text(
-            f"{other.read_text()}  - {{kind: object, capacity: 64MiB, "
+        fresh.write_text(
+            f"{fresh.read_text()}  - {{kind: object, capacity: 64MiB, "
             f"url: 'file://{tmp_path}/store'}}\n"
         )
-        words = ["snapshot", "-c", used, "--to", other]
+        words = ["snapshot", "-c", used, "--to", fresh]
     (copied,) = run(*words, "--hottest", "--size", "24KiB")["namespaces"]
     assert copied["copied"] == 2
     tier = "object" if how == "snapshot" else "nvme"
-    rows = run("ls", NAMESPACE.id, "-c", other, "--tier", tier)["blocks"]
+    rows = run("ls", NAMESPACE.id, "-c", fresh, "--tier", tier)["blocks"]
     assert {BlockKey(bytes.fromhex(row["key"])) for row in rows} == set(KEYS[:2])
 
 

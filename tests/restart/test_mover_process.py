@@ -15,12 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from mover_processes import alive, await_restart, pid_of, until
 
 from kvtier import Stack
 from kvtier.backends.cpu.tier import CpuSpec, CpuTier
@@ -30,27 +30,13 @@ from kvtier.core.transfer import Mover, TransferKind
 from kvtier.errors import MoverError
 from kvtier.move import link, process
 from kvtier.move.process import ProcessMover
-from kvtier.move.wire import Hello, Ready, TierOpening, frame
-from kvtier.testing.media import MediumSettings, install
+from kvtier.move.wire import Hello, TierOpening, frame
+from kvtier.testing.media import MediumSettings
 from kvtier.testing.mover import HOST, NEAR, SOON, MoverContract, MoverRig
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Outcome
 
-
-@pytest.fixture(autouse=True)
-def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test's backends are found in the mover's process like those that anybody installs."""
-    folder = tmp_path_factory.mktemp("site")
-    install(folder)
-    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-
-
-@pytest.fixture
-def media(tmp_path: Path) -> Iterator[MoverRig]:
-    """A rig whose mover the test opens."""
-    rig = MoverRig(tmp_path)
-    yield rig
-    rig.close_media()
+pytestmark = pytest.mark.usefixtures("installed")
 
 
 class TestProcessMover(MoverContract):
@@ -315,92 +301,6 @@ def test_a_mover_is_started_again_in_a_process_with_thousands_of_files(
         assert await_restart(mover, killed) != killed
 
 
-def test_a_mover_that_is_closed_as_its_process_has_started_again_ends_at_once(
-    media: MoverRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    mover = ProcessMover(media.tiers, media.context)
-    closing, start = threading.Thread(target=mover.close), link.Link.start
-
-    def closed_meanwhile(*args: Any) -> Ready:
-        ready = start(*args)
-        closing.start()
-        while not mover._closed:
-            time.sleep(0.001)
-        return ready
-
-    monkeypatch.setattr(link.Link, "start", closed_meanwhile)
-    os.kill(pid_of(mover), signal.SIGKILL)
-    while not mover._closed:
-        time.sleep(0.001)
-    closing.join()
-    assert "does not end and is killed" not in caplog.text
-
-
-class Undying:
-    """A mover's process that waits for its disk: the kernel does not end it, whoever kills it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        killed = self.killed = threading.Event()
-        disk = self.disk = threading.Event()
-        started: list[subprocess.Popen[bytes]] = []
-        self._started = started
-
-        class Kept(subprocess.Popen[bytes]):
-            def __init__(self, *args: Any, **named: Any) -> None:
-                super().__init__(*args, **named)
-                started.append(self)
-
-            def wait(self, timeout: float | None = None) -> int:
-                killed.set()
-                if timeout is not None and not disk.is_set():
-                    raise subprocess.TimeoutExpired("mover", timeout)
-                disk.wait()
-                return super().wait(timeout)
-
-        monkeypatch.setattr(subprocess, "Popen", Kept)
-
-    def ends(self, call: Callable[[], object]) -> bool:
-        """Whether the call does not wait for the disk."""
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join(SOON / 4)
-        ended = not thread.is_alive()
-        self.disk.set()
-        thread.join()
-        for each in self._started:
-            each.wait()
-        return ended
-
-
-def test_who_closes_does_not_wait_for_a_process_that_waits_for_its_disk(
-    media: MoverRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    undying = Undying(monkeypatch)
-    mover = ProcessMover(media.tiers, media.context)
-    media.media[NEAR].hold(range(2))
-    assert mover.submit(media.transfer(TransferKind.LOAD, NEAR, HOST, range(2)))
-    media.media[NEAR].next_call()
-    os.kill(pid_of(mover), signal.SIGKILL)
-    assert undying.killed.wait(SOON)
-    assert mover.down
-    assert undying.ends(mover.close)
-    assert "cannot be ended" in caplog.text
-    assert mover.poll() == [], "it may write to its targets yet"
-
-
-def test_who_starts_does_not_wait_for_a_process_that_waits_for_its_disk(
-    media: MoverRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    undying = Undying(monkeypatch)
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-
-    def start() -> None:
-        with pytest.raises(MoverError, match="ended at its start"):
-            ProcessMover(media.tiers, media.context)
-
-    assert undying.ends(start)
-
-
 @pytest.fixture
 def many_files() -> Iterator[None]:
     """So many are open that all further descriptors are large."""
@@ -426,34 +326,6 @@ def open_files() -> int:
 def process_mover(rig: MoverRig) -> ProcessMover:
     assert isinstance(rig.mover, ProcessMover)
     return rig.mover
-
-
-def pid_of(mover: Mover) -> int:
-    assert isinstance(mover, ProcessMover)
-    assert mover.pid is not None
-    return mover.pid
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Look again and again, for what another process does by itself and tells nobody."""
-    limit = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < limit
-        os.sched_yield()
-
-
-def await_restart(mover: Mover, old: int) -> int:
-    assert isinstance(mover, ProcessMover)
-    until(lambda: mover.pid not in (None, old))
-    return pid_of(mover)
 
 
 def test_who_watches_slots_is_told_of_the_death(tmp_path: Path) -> None:
