@@ -28,7 +28,7 @@ LOAD_DEADLINE, STORE_DEADLINE, REST = 10.0, 60.0, 30.0
 class ScriptedMover(Mover):
     """Moves real bytes between memory tiers, but only when and how the test says."""
 
-    down = False
+    down = lost = False
 
     def __init__(self, handlers: Sequence[MemoryHandler]) -> None:
         self._handlers = handlers

@@ -315,7 +315,7 @@ class TierChain(Tier):
     @property
     def has_pending_work(self) -> bool:
         """Whether `poll` must be called although the engine is idle."""
-        waiting = self._cascade.waiting and not self._mover.down  # else no step would start it
+        waiting = self._cascade.waiting and not self._mover.lost  # else no step would start it
         return bool(self._ledger.moving or self._stored or self._ended or waiting)
 
     @property

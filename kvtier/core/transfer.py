@@ -79,6 +79,11 @@ class Mover(ABC):
         """Whether it would refuse everything now: nothing is to be promised, or evicted, for it."""
         return False
 
+    @property
+    def lost(self) -> bool:
+        """Whether it is down, and not to be back in a moment: nothing is worth waiting for it."""
+        return False
+
     @abstractmethod
     def submit(self, transfer: Transfer) -> bool:
         """Queue a transfer; False if it was refused, in which case there will be no result."""

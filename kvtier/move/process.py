@@ -75,6 +75,7 @@ class ProcessMover(Mover):
         self._books: Books
         self._call_seconds: dict[TransferKind, list[float]]
         self._link: Link | None = None
+        self._lost = False
         self._flights: dict[int, Flight] = {}
         self._results: list[TransferResult] = []
         self._closed = False
@@ -108,6 +109,10 @@ class ProcessMover(Mover):
     @property
     def down(self) -> bool:
         return self._link is None
+
+    @property
+    def lost(self) -> bool:
+        return self._lost
 
     def submit(self, transfer: Transfer) -> bool:
         with self._lock:
@@ -206,6 +211,7 @@ class ProcessMover(Mover):
             try:
                 link = self._start()
             except MoverError as error:
+                self._lost = True
                 if not self._started.is_set():
                     self._failure = error
                     self._started.set()
@@ -240,7 +246,7 @@ class ProcessMover(Mover):
             else:
                 self._books = Books(ready.host, self._queue_blocks)
                 self._call_seconds = ready.call_seconds
-            self._link = link
+            self._link, self._lost = link, False
             if self._closed_at < float("inf"):  # meanwhile, which nobody has told this process
                 link.hang_up()
         return link
@@ -277,6 +283,7 @@ class ProcessMover(Mover):
             self._link = None
             self._arrivals.unregister(link.socket)
         while (status := link.end()) is None:
+            self._lost = True
             if self._closed:  # nobody takes results any more, and no disk is worth waiting for
                 log.error("the mover's process %d cannot be ended: its disk hangs", link.pid)
                 link.close()

@@ -1,4 +1,4 @@
-"""How a mover is closed whose process comes up just then, or cannot be ended."""
+"""How a mover is closed as its process comes up, or cannot be ended; and when it is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from mover_processes import pid_of
+from mover_processes import await_restart, pid_of, until
 
 from kvtier.core.transfer import TransferKind
 from kvtier.errors import MoverError
@@ -43,6 +43,22 @@ def test_a_mover_that_is_closed_as_its_process_has_started_again_ends_at_once(
         time.sleep(0.001)
     closing.join()
     assert "does not end and is killed" not in caplog.text
+
+
+def test_a_mover_is_lost_from_when_it_cannot_be_started_until_it_can(
+    media: MoverRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mover = ProcessMover(media.tiers, media.context)
+    old = pid_of(mover)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(sys, "executable", "/bin/false")
+        os.kill(old, signal.SIGKILL)
+        until(lambda: mover.lost)
+        assert mover.down
+    await_restart(mover, old)
+    assert not mover.down
+    assert not mover.lost
+    mover.close()
 
 
 class Undying:
@@ -92,6 +108,7 @@ def test_who_closes_does_not_wait_for_a_process_that_waits_for_its_disk(
     os.kill(pid_of(mover), signal.SIGKILL)
     assert undying.killed.wait(SOON)
     assert mover.down
+    until(lambda: mover.lost)
     assert undying.ends(mover.close)
     assert "cannot be ended" in caplog.text
     assert mover.poll() == [], "it may write to its targets yet"

@@ -102,7 +102,9 @@ def test_what_waits_for_a_mover_that_is_down_is_not_settled(
             meanwhile.setattr(type(stack.mover), "down", True)
             stack.store(wanted)
             assert not stack.settle(0.0)
+            meanwhile.setattr(type(stack.mover), "lost", True)
             assert not stack.chain.has_pending_work, "an engine need not step for it"
+            assert not stack.chain.settled
         assert stack.settle()
         assert stack.chain.tiers[1].stats().blocks == 4
 
