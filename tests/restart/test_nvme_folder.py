@@ -17,7 +17,7 @@ from nvme_rig import SLAB_BLOCKS, Engine, child, expect
 from kvtier.backends.nvme.files import is_empty, used_bytes
 from kvtier.backends.nvme.idle import reclaim
 from kvtier.core.disk import Disk
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.records import NAMESPACE, make_keys, sealed
 from kvtier.types import Namespace, Outcome
 
 OTHER = Namespace(facts={"model": "another"}, group_bytes=(8192,))
@@ -337,6 +337,23 @@ def test_clear_is_not_undone_by_a_restart(tmp_path: Path) -> None:
     after = Engine(tmp_path / "kv", blocks=8)
     assert after.hits(make_keys(12)) == []
     after.close()
+
+
+def test_what_landed_and_was_given_up_is_found_by_nobody(tmp_path: Path) -> None:
+    """A transfer may end well for a block that was forgotten, or found bad, meanwhile."""
+    mine, other = Engine(tmp_path / "kv", blocks=8), Engine(tmp_path / "kv", blocks=8)
+    keys = make_keys(2)
+    reservation = mine.tier.prepare_store(keys)
+    stored = mine.handler.store(reservation.spec, keys, [sealed(key) for key in keys])
+    assert stored == [Outcome.OK] * 2
+    mine.tier.complete_store(keys, {keys[0]: Outcome.CANCELLED})
+    mine.tier.flush()
+    assert other.hits(keys) == keys[1:]
+    mine.close()
+    other.close()
+    again = Engine(tmp_path / "kv", blocks=8)
+    assert again.hits(keys) == keys[1:]
+    again.close()
 
 
 def test_files_are_private(tmp_path: Path) -> None:

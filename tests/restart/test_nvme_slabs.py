@@ -122,6 +122,33 @@ def test_a_block_that_is_stored_here_is_not_read_there_meanwhile(tmp_path: Path)
     other.close()
 
 
+def test_what_is_wrong_in_anothers_slab_counts_as_gone_and_not_as_damaged(tmp_path: Path) -> None:
+    """Its owner may have used the slot again while it was read."""
+    mine, other = Engine(tmp_path / "kv", blocks=8), Engine(tmp_path / "kv", blocks=8)
+    keys = other.put(make_keys(2))
+    assert mine.hits(keys) == keys
+    mine.tier.prepare_load(keys)
+    mine.tier.complete_load(keys, {keys[0]: Outcome.CORRUPT})
+    assert mine.tier.lookup(keys) == [Presence.MISS, Presence.HIT]
+    assert mine.tier.stats().corrupt == 0
+    assert other.read(keys) == keys
+    mine.close()
+    other.close()
+
+
+def test_what_lies_in_anothers_slab_is_never_next_to_go_here(tmp_path: Path) -> None:
+    mine, other = Engine(tmp_path / "kv", blocks=8), Engine(tmp_path / "kv", blocks=8)
+    theirs = other.put(make_keys(2))
+    ours = mine.put(make_keys(2, start=50))
+    assert mine.hits(theirs) == theirs
+    mine.tier.touch([*theirs, *ours])
+    assert sorted(mine.tier.victims(100)) == sorted(ours)
+    mine.tier.forget(theirs[:1])
+    assert sorted(mine.tier.victims(100)) == sorted(ours)
+    mine.close()
+    other.close()
+
+
 def test_what_nobody_listens_to_is_told_later_as_one_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

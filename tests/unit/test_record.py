@@ -143,6 +143,12 @@ def test_what_a_header_must_not_say_even_if_its_checksum_is_right(
     assert verify(record, KEY, NAMESPACE) is Outcome.CORRUPT
 
 
+def test_a_payload_that_the_room_cuts_short_is_refused_although_its_checksum_fits() -> None:
+    record = memoryview(bytearray(HEADER_BYTES + 4096))
+    seal(record, Header(KEY, NAMESPACE, 8192))
+    assert verify(record, KEY, NAMESPACE) is Outcome.CORRUPT
+
+
 def test_a_flip_anywhere_in_a_header_is_found() -> None:
     record = written(KEY, 2)
     for at in range(48 + KEY_BYTES_MAX + 8):
