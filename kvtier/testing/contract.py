@@ -286,6 +286,18 @@ class CatalogueContract:
         rig.tier.complete_load(keys[:2])
         assert rig.tier.lookup(keys[:2]) == [Presence.MISS, Presence.HIT]
 
+    def test_what_was_forgotten_while_it_is_read_may_be_offered_again(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(2))
+        rig.tier.prepare_load(keys[:1])
+        rig.tier.forget(keys[:1])
+        rig.put(keys[:1])
+        rig.tier.complete_load(keys[:1])
+        assert rig.tier.stats().pinned == 0
+        rig.settle()
+        rig.put(keys[:1])
+        assert rig.get(keys) == keys
+        assert len(rig.tier.victims(100)) == 2
+
     def test_clear_drops_what_is_resident_and_frees_pinned_room_later(self, rig: Rig) -> None:
         keys = rig.put(make_keys(BLOCKS))
         spec = rig.tier.prepare_load(keys[:2])

@@ -136,7 +136,7 @@ def test_what_is_wrong_in_anothers_slab_counts_as_gone_and_not_as_damaged(tmp_pa
     other.close()
 
 
-def test_what_lies_in_anothers_slab_is_never_next_to_go_here(tmp_path: Path) -> None:
+def test_what_lies_in_anothers_slab_never_goes_here_nor_is_its_slot_used(tmp_path: Path) -> None:
     mine, other = Engine(tmp_path / "kv", blocks=8), Engine(tmp_path / "kv", blocks=8)
     theirs = other.put(make_keys(2))
     ours = mine.put(make_keys(2, start=50))
@@ -145,6 +145,9 @@ def test_what_lies_in_anothers_slab_is_never_next_to_go_here(tmp_path: Path) -> 
     assert sorted(mine.tier.victims(100)) == sorted(ours)
     mine.tier.forget(theirs[:1])
     assert sorted(mine.tier.victims(100)) == sorted(ours)
+    taken = mine.tier.prepare_store(make_keys(8, start=100))
+    assert {place >> SLOT_BITS for place in places(taken)} <= mine.own_slabs
+    mine.tier.complete_store(taken.keys, dict.fromkeys(taken.keys, Outcome.CANCELLED))
     mine.close()
     other.close()
 
