@@ -8,17 +8,22 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvtier.backends.nvme import BACKEND, NvmeHandler, NvmeSettings, NvmeTier
+from kvtier.backends.nvme.files import DATA_SUFFIX, TABLE_SUFFIX
+from kvtier.backends.nvme.spec import SLOT_MASK, NvmeSpec
 from kvtier.core.backend import TierContext
 from kvtier.core.disk import Disk
 from kvtier.core.record import Buffer
 from kvtier.core.settings import ByteSize, Capacity, Durability
+from kvtier.core.slab.layout import SlabHeader
 from kvtier.testing.records import NAMESPACE, blank, make_keys, prove, sealed
 from kvtier.types import BlockKey, Outcome
 
 CONTEXT = TierContext(NAMESPACE, "handler")
+FILES = (DATA_SUFFIX, TABLE_SUFFIX)
 
 
 class LoggingDisk(Disk):
@@ -143,6 +148,98 @@ def test_a_slab_that_is_gone_drops_a_store_and_misses_a_load(tmp_path: Path) -> 
     stored = handler.store(reservation.spec, keys, [sealed(key) for key in keys])
     assert stored == [Outcome.DROPPED] * 2
     assert handler.load(reservation.spec, keys, [blank(), blank()]) == [Outcome.GONE] * 2
+    handler.close()
+    tier.close()
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.suffix in FILES}
+
+
+def test_slots_that_a_slab_does_not_have_are_neither_written_nor_read(tmp_path: Path) -> None:
+    tier, handler = opened(tmp_path / "kv", Disk())
+    keys = make_keys(2)
+    reservation = tier.prepare_store(keys)
+    assert isinstance(reservation.spec, NvmeSpec)
+    place, before = reservation.spec.places[0], files(tmp_path / "kv")
+    (table,) = (path for path in before if path.suffix == TABLE_SUFFIX)
+    last = (place & ~SLOT_MASK) + SlabHeader.unpack(before[table]).slots - 1
+    records = [sealed(key) for key in keys]
+    beyond = NvmeSpec([last, last + 1], reservation.spec.owner)
+    assert handler.store(beyond, keys, records) == [Outcome.OK, Outcome.DROPPED]
+    assert handler.load(beyond, keys, [blank(), blank()]) == [Outcome.OK, Outcome.GONE]
+    assert {path: len(after) for path, after in files(tmp_path / "kv").items()} == {
+        path: len(found) for path, found in before.items()
+    }
+    handler.close()
+    tier.close()
+
+
+@pytest.mark.parametrize("other", [{"namespace": bytes(16)}, {"slab_id": 1}])
+def test_nothing_is_written_to_another_slab_that_lies_in_the_place(
+    tmp_path: Path, other: dict[str, bytes | int]
+) -> None:
+    tier, handler = opened(tmp_path / "kv", Disk())
+    keys = make_keys(2)
+    reservation = tier.prepare_store(keys)
+    (table,) = (tmp_path / "kv").rglob(f"*{TABLE_SUFFIX}")
+    header = SlabHeader.unpack(table.read_bytes())
+    with table.open("r+b") as file:
+        file.write(msgspec.structs.replace(header, **other).pack())
+    before = files(tmp_path / "kv")
+    stored = handler.store(reservation.spec, keys, [sealed(key) for key in keys])
+    assert stored == [Outcome.IO_ERROR] * 2
+    assert files(tmp_path / "kv") == before
+    handler.close()
+    tier.close()
+
+
+class PoorDisk(Disk):
+    """Moves a page a call, or answers calls on some page of the data with an error."""
+
+    def __init__(self, error: int = 0, at: int = -1) -> None:
+        self.error = error
+        self.at = at
+
+    def _page(self, fd: int, buffers: Sequence[Buffer], offset: int) -> list[Buffer]:
+        data = Path(f"/proc/self/fd/{fd}").readlink().suffix == DATA_SUFFIX
+        size = sum(map(len, buffers))
+        if self.error and data and (self.at < 0 or offset <= self.at < offset + size):
+            raise OSError(self.error, os.strerror(self.error))
+        return [buffers[0][:4096]] if data else list(buffers)
+
+    def readv(self, fd: int, into: Sequence[Buffer], offset: int) -> int:
+        return super().readv(fd, self._page(fd, into, offset), offset)
+
+    def writev(self, fd: int, data: Sequence[Buffer], offset: int) -> int:
+        return super().writev(fd, self._page(fd, data, offset), offset)
+
+
+def test_what_the_disk_moves_in_pieces_arrives_whole(tmp_path: Path) -> None:
+    round_trip(*opened(tmp_path / "kv", PoorDisk()), make_keys(4))
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (errno.EIO, Outcome.IO_ERROR),
+        (errno.ENOSPC, Outcome.NO_SPACE),
+        (errno.EDQUOT, Outcome.NO_SPACE),
+        (errno.EINVAL, Outcome.IO_ERROR),  # not only to direct I/O
+    ],
+)
+def test_one_bad_slot_costs_its_neighbours_nothing(
+    tmp_path: Path, error: int, outcome: Outcome
+) -> None:
+    disk = PoorDisk(error)
+    tier, handler = opened(tmp_path / "kv", disk)
+    keys = make_keys(3)
+    reservation = tier.prepare_store(keys)
+    assert isinstance(reservation.spec, NvmeSpec)
+    disk.at = (reservation.spec.places[1] & SLOT_MASK) * tier.slot_bytes + 4096
+    expected = [Outcome.OK, outcome, Outcome.OK]
+    assert handler.store(reservation.spec, keys, [sealed(key) for key in keys]) == expected
+    assert handler.load(reservation.spec, keys, [blank() for _ in keys]) == expected
     handler.close()
     tier.close()
 
