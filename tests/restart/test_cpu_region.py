@@ -64,6 +64,18 @@ def served(tier: CpuTier, keys: Sequence[BlockKey]) -> list[BlockKey]:
     return hits
 
 
+def test_what_was_touched_a_moment_ago_is_not_next_to_go(tmp_path: Path) -> None:
+    """Touches are told to the policy late: not after it has chosen."""
+    keys = make_keys(8)
+    with opened(tmp_path) as tier:
+        for key in keys:
+            put(tier, [key])
+        tier.touch(keys[:1])
+        assert tier.victims(1) == keys[1:2]
+        tier.touch(keys[1:2])
+        assert tier.prepare_store(make_keys(1, start=50)).evicted == keys[2:3]
+
+
 WRITER = """
 from test_cpu_region import *
 sys.path.insert(0, 'restart')

@@ -11,6 +11,7 @@ import pytest
 from nvme_rig import Engine
 
 from kvtier.backends.nvme import handler as handler_module
+from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec
 from kvtier.core.disk import Disk
 from kvtier.core.record import Buffer, record_bytes
 from kvtier.testing.records import NAMESPACE, blank, make_keys
@@ -108,6 +109,47 @@ def test_slabs_are_closed_while_others_are_read(
     assert most <= 2 * 4, "two slabs, one more in use, and one more just being opened"
     engine.close()
     assert not disk.open_now
+
+
+def test_a_slab_that_two_read_is_closed_when_the_last_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handler_module, "_OPEN_SLABS_MAX", 1)
+    disk = Counting()
+    engine = Engine(tmp_path / "kv", blocks=8, disk=disk)
+    keys = make_keys(8)
+    assert engine.put(keys) == keys
+    spec = engine.tier.prepare_load(keys)
+    done: list[int] = []
+
+    def load(at: int, meanwhile: Callable[[], None] | None = None) -> None:
+        disk.at_read = meanwhile
+        place = spec.select(at, at + 1)
+        assert engine.handler.load(place, [keys[at]], [blank()]) == [Outcome.OK]
+        done.append(at)
+
+    load(0, lambda: load(0, lambda: load(7)))
+    assert done == [7, 0, 0]
+    assert len(disk.open_now) == 2, "only the other slab"
+    engine.tier.complete_load(keys)
+    engine.close()
+    assert not disk.open_now
+
+
+def test_slabs_that_were_removed_are_closed_before_another_is_opened(tmp_path: Path) -> None:
+    disk = Counting()
+    engine = Engine(tmp_path / "kv", blocks=8, disk=disk)
+    keys = make_keys(8)
+    assert engine.put(keys) == keys
+    spec = engine.tier.prepare_load(keys)
+    assert isinstance(spec, NvmeSpec)
+    engine.handler.close()
+    for at in (0, 7):
+        assert engine.handler.load(spec.select(at, at + 1), [keys[at]], [blank()]) == [Outcome.OK]
+        assert len(disk.open_now) == 2
+        engine.keeper.folder.remove_slab(spec.places[at] >> SLOT_BITS)
+    engine.tier.complete_load(keys)
+    engine.close()
 
 
 def test_a_file_that_cannot_be_looked_at_stops_nothing(

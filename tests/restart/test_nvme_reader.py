@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import shutil
@@ -9,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from nvme_rig import Engine, child, expect
+from nvme_rig import Engine, child, expect, open_files
 
 from kvtier.backends.nvme import BACKEND, NvmeHandler, NvmeSettings, NvmeTier
 from kvtier.backends.nvme.folder import Limits
@@ -89,6 +91,31 @@ def test_a_handler_stores_nothing_there(image: Path) -> None:
     spec = guest.tier.prepare_load([key])
     assert guest.handler.store(spec, [key], [sealed(key, NAMESPACE)]) == [Outcome.DROPPED]
     guest.close()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_files_are_opened_to_be_read_and_around_the_page_cache_if_that_can_be_had(
+    image: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    call = fcntl.fcntl
+
+    def without_direct_io(fd: int, what: int, value: int = 0) -> int:
+        if refused and what == fcntl.F_SETFL:
+            raise OSError(errno.EINVAL, "this file system cannot")
+        return call(fd, what, value)
+
+    monkeypatch.setattr(fcntl, "fcntl", without_direct_io)
+    before = open_files()
+    guest = Guest(image)
+    assert guest.read(make_keys(6)) == make_keys(6)
+    slabs = guest.handler._slabs.values()
+    assert slabs
+    for fd in [fd for slab in slabs for fd in (slab.table_fd, slab.data_fd)]:
+        assert call(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    direct = [bool(call(slab.data_fd, fcntl.F_GETFL) & os.O_DIRECT) for slab in slabs]
+    assert direct == [not refused] * len(direct)
+    guest.close()
+    assert open_files() == before
 
 
 def test_slabs_of_the_killed_are_read_too(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from nvme_rig import open_files
 
 from kvtier.backends.nvme import BACKEND, NvmeHandler, NvmeSettings, NvmeTier
 from kvtier.backends.nvme.files import DATA_SUFFIX, TABLE_SUFFIX
@@ -102,9 +103,11 @@ def round_trip(tier: NvmeTier, handler: NvmeHandler, keys: list[BlockKey]) -> No
 def test_without_direct_io_it_goes_through_the_page_cache_and_says_so_once(
     tmp_path: Path, refuse: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    before = open_files()
     with caplog.at_level(logging.WARNING):
         round_trip(*opened(tmp_path / "kv", LoggingDisk(refuse)), make_keys(8))
     assert caplog.text.count("refuses direct I/O") == 1
+    assert open_files() == before
 
 
 def test_neighbouring_slots_are_one_call_between_two_entries(tmp_path: Path) -> None:
