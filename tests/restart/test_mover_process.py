@@ -55,6 +55,17 @@ class TestProcessMover(MoverContract):
         assert batch == [pid]
         assert len(threads) > 1
 
+    def test_what_cannot_be_handed_on_takes_no_room(
+        self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rig.fill(NEAR, range(4))
+        transfer = rig.transfer(TransferKind.LOAD, NEAR, HOST, range(4))
+        with monkeypatch.context() as full:
+            full.setattr(link.Link, "send", lambda *_: False)
+            assert not rig.mover.submit(transfer)
+        assert rig.mover.stats().in_flight_blocks == 0
+        assert rig.outcomes(rig.submit(transfer)) == [Outcome.OK] * 4
+
     # ---- the death of the mover's process
 
     def test_a_killed_process_drops_what_it_had_and_is_started_again(self, rig: MoverRig) -> None:
