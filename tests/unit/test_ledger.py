@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from kvtier.core.flight import Ticket, split
 from kvtier.core.ledger import Ledger
 from kvtier.core.transfer import Transfer, TransferResult
+from kvtier.errors import NotResident
 from kvtier.testing.records import make_keys
-from kvtier.types import BlockKey, Outcome, Presence
+from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Presence
 
 FAR = 1e9
 OUTCOMES = list(Outcome)
@@ -122,6 +124,28 @@ def test_pins_are_not_released_on_a_clock_either(rig: ChainRig, ledger: Ledger) 
     assert ledger.expire(1000.0) == ([], [])
     assert rig.tiers[0].stats().pinned == 2
     ledger.release(ticket)
+    rig.assert_quiet()
+
+
+def test_what_goes_between_each_question_and_the_pin_is_a_miss_and_no_error(
+    rig: ChainRig, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may take its slabs away at any moment."""
+    keys = rig.put(1, KEYS[:2])
+    prepare_load = rig.tiers[1].prepare_load
+
+    def always_too_late(keys: Sequence[BlockKey]) -> LoadStoreSpec:
+        if keys:
+            raise NotResident("it has just gone")
+        return prepare_load(keys)
+
+    monkeypatch.setattr(rig.tiers[1], "prepare_load", always_too_late)
+    ticket = ledger.open_ticket("a", FAR)
+    assert ledger.promote(ticket, 1, keys, FAR) is None
+    ledger.seal(ticket, keys)
+    assert ticket.missing == keys
+    ledger.release(ticket)
+    assert is_quiet(ledger)
     rig.assert_quiet()
 
 
