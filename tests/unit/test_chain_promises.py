@@ -72,6 +72,33 @@ def test_what_was_promised_and_evicted_is_no_hit(rig: ChainRig) -> None:
     assert set(ticket.missing) == gone
 
 
+@pytest.mark.parametrize("by", ["reader", "mover"])
+def test_what_was_found_bad_is_no_hit_while_another_one_reads_it(by: str) -> None:
+    """It could be had from below, but not under its key while its slot is taken."""
+    rig = ChainRig([8, 16, 32], [rule(), rule(), rule(WritePolicy.NEVER)])
+    keys = rig.put(2, KEYS[:1])
+    rig.store(keys)
+    rig.chain.poll()
+    reading, failing = (rig.chain.begin_load(keys, name, FAR) for name in "ab")
+    if by == "reader":
+        rig.chain.end_load(failing, {keys[0]: Outcome.CORRUPT})
+    else:
+        rig.chain.end_load(failing)
+        rig.mover.run_all({keys[0]: Outcome.CORRUPT})
+    for _ in range(2):
+        rig.chain.poll()
+        assert rig.chain.lookup(keys) == [MISS]
+    rig.chain.end_load(reading)
+    rig.settle()
+    rig.tiers[1].forget(keys)
+    assert rig.chain.lookup(keys) == [HIT]
+    ticket = rig.chain.begin_load(keys, "c", FAR)
+    assert not ticket.missing
+    rig.mover.run_all()
+    assert rig.chain.poll() == [ticket]
+    rig.check(ticket.keys, ticket.spec)
+
+
 def test_a_block_that_left_host_memory_meanwhile_comes_from_below(rig: ChainRig) -> None:
     rig.put(1, KEYS[:1])
     rig.put(0, KEYS[:1])

@@ -282,6 +282,8 @@ class Juggler:
         for index, tier in enumerate(self.rig.tiers):
             pinned = set(self.ledger.pinned(index))
             assert tier.stats().pinned == len(pinned)
+            loads = [t for t in self.transfers if (t.source, t.target) == (index, 0)]
+            assert self.ledger.loading[index] == sum(len(t.keys) for t in loads)
             reserved = {k for t in self.transfers if t.target == index for k in t.keys}
             if index == 0:
                 reserved |= {key for keys in self.stores for key in keys}
