@@ -378,6 +378,17 @@ class MoverContract:
         rig.mover.close()
         waiter.join()
 
+    def test_a_transfer_is_not_taken_twice(self, rig: MoverRig) -> None:
+        rig.fill(NEAR, range(2))
+        rig.media[NEAR].hold([0])
+        transfer = rig.transfer(TransferKind.LOAD, NEAR, HOST, [0, 1])
+        load = rig.submit(transfer)
+        with pytest.raises(ValueError, match="in flight"):
+            rig.mover.submit(transfer)
+        rig.media[NEAR].release()
+        assert rig.outcomes(load) == [Outcome.OK] * 2
+        assert rig.mover.stats().in_flight_blocks == 0
+
     def test_a_transfer_that_makes_no_sense_is_the_callers_mistake(self, rig: MoverRig) -> None:
         transfer = rig.transfer(TransferKind.LOAD, NEAR, HOST, [0, 1])
         transfer.keys = transfer.keys[:1]
