@@ -104,7 +104,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.json.decode(text, type=cls)
         except RecursionError:
             raise msgspec.ValidationError("it is nested too deeply") from None
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise msgspec.ValidationError(str(error)) from None
 
     def differences(self, other: Namespace) -> list[Difference]:

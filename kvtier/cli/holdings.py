@@ -242,7 +242,7 @@ def read_namespace(text: bytes, name: str) -> Namespace | None:
     """A namespace's description, if it is the one that its name says."""
     try:
         namespace = Namespace.from_json(text)
-    except (msgspec.DecodeError, ValueError):
+    except msgspec.ValidationError:
         return None
     return namespace if namespace.id == name else None
 

@@ -153,7 +153,7 @@ class PackReader(Reader):
             raise FormatError(f"{path} is damaged in its first bytes: export it again")
         try:
             return Namespace.from_json(text)
-        except (msgspec.DecodeError, ValueError) as error:
+        except msgspec.ValidationError as error:
             raise FormatError(f"{path} has no namespace: {error}; export it again") from error
 
     def found(self) -> Iterator[tuple[BlockKey, int]]:

@@ -179,6 +179,13 @@ def test_a_description_that_is_none_is_an_error_of_one_kind(cut: int, junk: byte
         Namespace.from_json(whole[:cut] + junk)
 
 
+@pytest.mark.parametrize("fact", [b'"\xff": "m"', b'"model": "\xff"', b'"model": "\\ud800"'])
+def test_so_is_one_that_is_no_text(fact: bytes) -> None:
+    whole = Namespace(facts={"model": "m"}, group_bytes=(4096,)).to_json()
+    with pytest.raises(msgspec.ValidationError):
+        Namespace.from_json(whole.replace(b'"model": "m"', fact))
+
+
 def test_no_description_asks_for_more_than_any_block_has() -> None:
     most = Namespace(facts={}, group_bytes=(1, PAYLOAD_BYTES_MAX))
     assert Namespace.from_json(most.to_json()) == most
