@@ -12,6 +12,7 @@ from kvtier.observe import human
 app = console.new_app("Show how full each tier is.")
 
 _SLABS_SHOWN = 16
+_UNKNOWN = "unknown"
 
 
 @app.command(epilog="Example: kvtier du --config stack.yaml")
@@ -23,7 +24,8 @@ def du(
     """Show capacity, room taken, and what the slabs hold: "·" is free, "█" full, "x" quarantined.
 
     Files count with their length against a tier's capacity, blocks or not. Nothing is opened: a
-    running engine does not notice. Exit code 1 if something could not be read.
+    running engine does not notice. What could not be read is "unknown", and null for programs; the
+    exit code is 1 then.
     """
     stack = load(config, to_write=False)
     places = look(stack, options.tier_of(tier, stack), uses_of="")
@@ -43,10 +45,10 @@ def _plain(place: Place) -> dict[str, object]:
         "kind": place.kind,
         "where": place.where,
         "capacity": place.capacity,
-        "used": place.used,
+        "used": None if place.unseen else place.used,
         "free": place.free,
-        "blocks": sum(part.blocks for part in place.parts),
-        "block_bytes": sum(part.bytes for part in place.parts),
+        "blocks": None if place.unseen else sum(part.blocks for part in place.parts),
+        "block_bytes": None if place.unseen else sum(part.bytes for part in place.parts),
         "namespaces": msgspec.to_builtins(place.parts),
         "strangers": place.strangers,
         "troubles": place.troubles,
@@ -56,15 +58,16 @@ def _plain(place: Place) -> dict[str, object]:
 def _show(place: Place) -> None:
     width = max(10, min(60, console.stdout().width - 20))
     console.say(f"{place.tier} {place.kind}  {place.where}")
-    if place.capacity is not None:
+    if place.capacity is not None and not place.unseen:
         share = human.share(place.used, place.capacity)
         console.say(f"  {human.bar(place.used, place.capacity, width)} {share}")
     blocks = sum(part.blocks for part in place.parts)
+    held = f"{blocks} ({human.size(sum(part.bytes for part in place.parts))})"
     values: dict[str, object] = {}
     if place.capacity is not None:
         values["  capacity"] = human.size(place.capacity)
-        values["  taken"] = human.size(place.used)
-    values["  blocks"] = f"{blocks} ({human.size(sum(part.bytes for part in place.parts))})"
+        values["  taken"] = _UNKNOWN if place.unseen else human.size(place.used)
+    values["  blocks"] = _UNKNOWN if place.unseen else held
     if place.free is not None:
         values["  free there"] = human.size(place.free)
     console.print_values(values)

@@ -62,7 +62,8 @@ def gc(
     elif rows:
         _show(rows, dry_run)
     elif not refused:
-        console.say("there is nothing to remove")
+        unseen = any(place.unseen for place in places)
+        console.say("there is nothing to remove" + (" in what can be seen" if unseen else ""))
     for said in refused:
         console.warn(said)
     console.end_with_troubles(places)

@@ -123,6 +123,8 @@ class Place(msgspec.Struct, kw_only=True):
     """Tables of this version that are not as they must be."""
     troubles: list[str] = []
     """What could not be read, and what to do."""
+    unseen: bool = False
+    """Nobody knows what is there: its counts and sums say nothing."""
 
 
 Reader = Callable[[int, StackConfig], Place]
@@ -175,7 +177,7 @@ def _unknown(tier: int, config: StackConfig) -> Place:
         f"what a tier of kind {kind} holds cannot be seen from outside: an engine's /metrics say "
         "how much, and --tier leaves it out here"
     )
-    return Place(tier=tier, kind=kind, where="", troubles=[trouble])
+    return Place(tier=tier, kind=kind, where="", troubles=[trouble], unseen=True)
 
 
 def known_namespaces(places: Iterable[Place]) -> dict[str, Namespace]:

@@ -68,11 +68,13 @@ def _look(tier: int, config: StackConfig, how: Callable[[Place, Store], None]) -
         store = open_for(settings)
     except StoreError as error:
         place.troubles.append(_down(error))
+        place.unseen = True
         return place
     try:
         how(place, store)
     except StoreError as error:
         place.troubles.append(_down(error))
+        place.unseen = not place.parts
     finally:
         store.close()
     return place

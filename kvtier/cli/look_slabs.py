@@ -45,6 +45,7 @@ def look_at_regions(tier: int, config: StackConfig) -> Place:
         paths = sorted(folder.iterdir())
     except OSError as error:
         place.troubles.append(_trouble(folder, error))
+        place.unseen = True
         return place
     locked = locked_files()
     named = _names_of(f"kvtier-{os.getuid()}-{settings.name}-", config.name)
@@ -102,6 +103,7 @@ def look_at_folder(tier: int, config: StackConfig) -> Place:
         names = sorted(path.name for path in root.iterdir())
     except OSError as error:
         place.troubles.append(_trouble(root, error))
+        place.unseen = True
         return place
     place.used = used_bytes(root)
     for name in names:

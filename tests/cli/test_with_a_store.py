@@ -306,6 +306,14 @@ class TestAStoreThatIsDown:
         assert "see that the store is running" in done.err
         assert done.out
 
+    def test_nobody_is_told_that_it_is_empty(self, down: Path) -> None:
+        *others, store = run("du", "-c", down, code=1)
+        assert (store["capacity"], store["used"], store["blocks"]) == (64 << 20, None, None)
+        assert all(place["blocks"] == 0 for place in others)
+        done = command("du", "--tier", "object", "-c", down)
+        assert (done.code, done.out.count("unknown"), " 0" in done.out) == (1, 2, False)
+        assert "nothing to remove in what can be seen" in command("gc", "-c", down).out
+
     def test_the_doctor_says_so(self, down: Path) -> None:
         report = run("doctor", "-c", down, code=1)
         (bad,) = [each for each in report["findings"] if each["level"] == "bad"]
