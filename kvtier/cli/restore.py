@@ -18,6 +18,7 @@ from kvtier.cli.fill import (
 )
 from kvtier.cli.told import take_in_untold
 from kvtier.config import load
+from kvtier.errors import KVTierError
 
 app = console.new_app("Copy a snapshot back into a stack.")
 
@@ -44,13 +45,17 @@ def restore(
     """Copy blocks from an object store into a tier, the newest first.
 
     It is prewarm from a store that is not in the stack, which is listed, too: who stored there may
-    have been cut off before it was written down. Exit code 1 if something could not be copied.
+    have been cut off before it was written down. Exit code 1 if something could not be copied, or
+    where --from says there is nothing.
     """
     target = load(config)
     stack, from_tier = store_of(source, target, to_write=False)
     tier = tier_to_fill(target, into)
     places = look_at(stack, [from_tier], namespace, strict=True)
     take_in_untold(stack, places, (namespace or "").lower(), room_in(target, tier, size))
+    if source is not None and not any(part.blocks for place in places for part in place.parts):
+        where = places[0].where
+        raise KVTierError(f"there are no blocks in {where}: see that it is the right place")
     done = copy_all(
         stack, places, target, tier, namespace=namespace, size=size, rate=rate, hottest=hottest
     )

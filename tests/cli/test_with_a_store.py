@@ -293,6 +293,17 @@ def test_the_doctor_tries_every_right(stack: Path) -> None:
     assert run("verify", "-c", stack)["counts"]["good"] == 3 * BLOCKS
 
 
+def test_a_restore_from_where_nothing_is(
+    in_a_folder: Path, server: object_servers.ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A url with a typo in it, most likely. A stack's own store may still be empty."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    done = command("restore", "--from", "s3://bucket/typo", "-c", in_a_folder, "--json")
+    assert (done.code, done.out) == (1, "")
+    assert "there are no blocks in s3://bucket/typo: see that it is the right" in done.err
+    assert command("restore", "-c", in_a_folder).code == 0
+
+
 class TestAStoreThatIsDown:
     @pytest.fixture
     def down(self, on_a_server: Path, server: object_servers.ServerProcess) -> Path:
