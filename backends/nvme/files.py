@@ -8,10 +8,11 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 from pathlib import Path
 
 from kvtier.core.disk import Disk, is_locked, lock_within
-from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT, SlabHeader
+from kvtier.core.slab.layout import ENTRY_BYTES, SLOTS_MAX, TABLE_AT, SlabHeader
 from kvtier.errors import FormatError, NewerFormat
 
 DATA_SUFFIX = ".slab"
@@ -19,6 +20,7 @@ TABLE_SUFFIX = ".table"
 _HOLD_S = 0.1
 """Who asks whether an owner is `held` holds it himself for a moment."""
 _PIECE_BYTES = 1 << 16
+_TABLE_BYTES_MAX = TABLE_AT + SLOTS_MAX * ENTRY_BYTES
 _NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 _HOME = re.compile(r"[0-9a-f]{32}")
 _WHOLE = re.compile(r"[0-9a-f]{8}\.(slab|table)")
@@ -181,6 +183,9 @@ def is_empty(table: Path) -> bool:
     except OSError:
         return False
     try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _TABLE_BYTES_MAX:
+            return False  # nothing that we made, and perhaps without an end
         at = TABLE_AT
         while entries := os.pread(fd, _PIECE_BYTES, at):
             if any(entries[::ENTRY_BYTES]):

@@ -15,6 +15,7 @@ import xxhash
 import zstandard
 from cli_world import command
 
+from kvtier.backends.nvme.files import is_empty
 from kvtier.backends.object.names import block_name
 from kvtier.cli import work
 from kvtier.cli.work import bounded_map
@@ -102,6 +103,20 @@ def test_what_is_under_way_is_bounded_by_what_it_takes(monkeypatch: pytest.Monke
 
     assert list(taken()) == sizes
     assert most <= 25
+
+
+# -- tables that nobody could read to their end ------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["device", "sparse"])
+def test_a_table_without_an_end_is_not_read_to_it(tmp_path: Path, what: str) -> None:
+    table = tmp_path / "00000001.table"
+    if what == "device":
+        table.symlink_to("/dev/zero")
+    else:
+        with table.open("wb") as file:
+            file.truncate(1 << 40)
+    assert not is_empty(table)
 
 
 # -- files of `kvtier export` --------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvtier.core.slab.layout import SLOTS_MAX, TABLE_AT, SlabHeader
+from kvtier.core.slab.layout import SLOT_BYTES_MAX, SLOTS_MAX, TABLE_AT, SlabHeader
 from kvtier.errors import FormatError, NewerFormat
 
 HEADER = SlabHeader(slots=8, slot_bytes=12288, data_at=8192, slab_id=3, namespace=bytes(range(16)))
@@ -16,7 +16,15 @@ def page(header: SlabHeader = HEADER) -> bytearray:
 
 
 @pytest.mark.parametrize(
-    "change", [{}, {"slots": 1}, {"slots": SLOTS_MAX}, {"slot_bytes": 4096}, {"flags": 1}]
+    "change",
+    [
+        {},
+        {"slots": 1},
+        {"slots": SLOTS_MAX},
+        {"slot_bytes": 4096},
+        {"slot_bytes": SLOT_BYTES_MAX},
+        {"flags": 1},
+    ],
 )
 def test_what_was_written_is_read(change: dict[str, int]) -> None:
     header = msgspec.structs.replace(HEADER, **change)
@@ -24,7 +32,14 @@ def test_what_was_written_is_read(change: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"slots": 0}, {"slots": SLOTS_MAX + 1}, {"slot_bytes": 0}, {"slot_bytes": 4097}]
+    "change",
+    [
+        {"slots": 0},
+        {"slots": SLOTS_MAX + 1},
+        {"slot_bytes": 0},
+        {"slot_bytes": 4097},
+        {"slot_bytes": SLOT_BYTES_MAX + 4096},
+    ],
 )
 def test_numbers_that_cannot_be_are_refused(change: dict[str, int]) -> None:
     with pytest.raises(FormatError, match="inconsistent"):

@@ -14,15 +14,17 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtier.core.record import Buffer
+from kvtier.core.record import Buffer, record_bytes
 from kvtier.errors import FormatError, NewerFormat
-from kvtier.types import KEY_BYTES_MAX, BlockKey
+from kvtier.types import KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, BlockKey
 
 MAGIC = b"KVTSLAB\n"
 VERSION = 1
 TABLE_AT = 4096
 ENTRY_BYTES = 64
 SLOTS_MAX = 1 << 24
+SLOT_BYTES_MAX = record_bytes(PAYLOAD_BYTES_MAX)
+"""Whoever reads a slot makes room for as much as the header says."""
 
 FREE = 0
 RESERVED = 1
@@ -106,7 +108,7 @@ class SlabHeader(msgspec.Struct, frozen=True, kw_only=True):
             raise NewerFormat(f"slab version {version}; this kvtier reads version {VERSION}")
         if _HEADER_SUM.unpack_from(page, size)[0] != xxhash.xxh3_64_intdigest(page[:size]):
             raise FormatError("the slab's header fails its checksum")
-        if not 0 < slots <= SLOTS_MAX or slot_bytes % 4096 or not slot_bytes:
+        if not 0 < slots <= SLOTS_MAX or not 0 < slot_bytes <= SLOT_BYTES_MAX or slot_bytes % 4096:
             raise FormatError("the slab's header is inconsistent")
         return SlabHeader(
             slots=slots,
