@@ -169,8 +169,8 @@ def init(
     ] = None,
 ) -> None:
     """Write a commented stack file for this machine, and make the folder that it names."""
+    blocks = _blocks(folder, file)
     _check_init(folder, name, bucket)
-    blocks = Path(folder).expanduser()
     text = starter(
         blocks,
         name=name,
@@ -204,6 +204,20 @@ def _write(file: Path, text: str) -> None:
             raise
 
 
+def _blocks(folder: str, file: Path | None) -> Path:
+    """The folder that an option names."""
+    try:
+        blocks = Path(folder).expanduser()
+    except RuntimeError:
+        problem = f"there is no home that {folder} could begin with; write a whole path"
+        raise typer.BadParameter(problem, param_hint="--folder") from None
+    if file is not None and file.absolute() == blocks.absolute():
+        raise typer.BadParameter(
+            "that is the stack file itself; name another", param_hint="--folder"
+        )
+    return blocks
+
+
 def _check_init(folder: str, name: str | None, bucket: str | None) -> None:
     """Refuse what would make a stack that `check` refuses."""
     for option, text in (("--folder", folder), ("--bucket", bucket or "")):
@@ -222,9 +236,12 @@ def _check_init(folder: str, name: str | None, bucket: str | None) -> None:
         from kvtier.backends.object.open import place_of
 
         try:
-            place_of(bucket)
+            store = place_of(bucket).folder
         except WrongEndpoint as error:
             raise typer.BadParameter(str(error), param_hint="--bucket") from None
+        if store is not None and store.resolve() == Path(folder).expanduser().resolve():
+            problem = "that is the folder of the NVMe tier; name another"
+            raise typer.BadParameter(problem, param_hint="--bucket")
 
 
 def _size(text: str, option: str) -> ByteSize:

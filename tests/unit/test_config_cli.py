@@ -218,6 +218,27 @@ class TestInit:
     def test_a_size_that_is_none(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "--disk" in refused(capsys, "config", "init", "--disk", "a lot")
 
+    @pytest.mark.parametrize(
+        ("args", "says"),
+        [
+            (["--folder", "~nobody.has.this.name/kv"], "--folder: there is no home"),
+            (["--folder", "kv", "--bucket", "file://{here}/kv"], "--bucket: that is the folder"),
+            (["x.yaml", "--folder", "x.yaml"], "--folder: that is the stack file itself"),
+        ],
+    )
+    def test_places_that_cannot_be_meant(
+        self,
+        args: list[str],
+        says: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        words = [word.format(here=tmp_path) for word in args]
+        assert says in refused(capsys, "config", "init", *words)
+        assert list(tmp_path.iterdir()) == []
+
     def test_printed(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert commands.run(["config", "init", "--folder", str(tmp_path / "new")]) == 0
         assert str(tmp_path / "new") in capsys.readouterr().out
