@@ -64,7 +64,9 @@ def explain(
     config: options.ConfigOption,
     model: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="Whose tokenizer to use; else the namespace's model."),
+        typer.Option(
+            metavar="FOLDER", help="Which to ask about, and its tokenizer; else the namespace's."
+        ),
     ] = None,
     namespace: Annotated[
         str | None,
@@ -72,7 +74,7 @@ def explain(
             "--namespace",
             "-n",
             metavar="NAMESPACE",
-            help="The one asked about; else one that is in use.",
+            help="The one asked about; else one of the model's, or in use.",
         ),
     ] = None,
     json: options.JsonOption = False,
@@ -89,7 +91,7 @@ def explain(
     if not known:
         console.end_with_troubles(places)
         raise KVTierError("this stack holds nothing yet: there is nothing that a prompt could hit")
-    asked = _asked(places, known, namespace)
+    asked = _asked(places, known, namespace, model)
     console.note("reading the prompts")
     prompts = read_prompts(file, model or known[asked].facts.get("model"))
     answers = []
@@ -115,13 +117,24 @@ def explain(
         raise typer.Exit(console.EXIT_FAILURE)
 
 
-def _asked(places: list[Place], known: Mapping[str, Namespace], wanted: str | None) -> str:
-    """The namespace that is asked about: named, or in use, or with the newest block."""
+def _asked(
+    places: list[Place], known: Mapping[str, Namespace], wanted: str | None, model: str | None
+) -> str:
+    """The namespace that is asked about: named, or of those of the model that is named the one in
+    use, or with the newest block."""
     if wanted is not None:
         name = find_namespace(places, wanted)
         if name not in known:
             raise KVTierError(f"nothing here says what {name} means: its namespace.json is missing")
         return name
+    if model is not None:
+        called = {Path(model).absolute().name, Path(model).resolve().name}
+        of_it = {name: each for name, each in known.items() if each.model in called}
+        if not of_it:
+            console.warn(
+                f"nothing here is of a model called {model}: its tokenizer is all it gives"
+            )
+        known = of_it or known
     parts = [part for place in places for part in place.parts if part.namespace in known]
     if not parts:
         return min(known)

@@ -183,6 +183,25 @@ class TestExplain:
         assert other["differs"] == ["dtype: bfloat16 here, float16 there"]
         assert "differs: dtype" in command(*args).said
 
+    def test_the_model_that_is_named_is_asked_about(
+        self, stack_file: Path, prompt_file: Path, tmp_path: Path
+    ) -> None:
+        make_room(stack_file)
+        another = Namespace(facts=FACTS | {"model": "/srv/another"}, group_bytes=(4096, 4096))
+        store(stack_file, ENGINE, 4)
+        store(stack_file, another, 6)
+        (tmp_path / "model").mkdir()
+        words = ["explain", prompt_file, "-c", stack_file, "--model"]
+        for model, namespace in (
+            ("model", ENGINE),
+            (tmp_path / "model", ENGINE),
+            ("/srv/another/", another),
+        ):
+            assert run(*words, model)["asked"] == namespace.id
+        done = command(*words, "nosuch")
+        assert "nothing here is of a model called nosuch" in done.err
+        assert done.out
+
     def test_a_group_that_is_missing_is_a_miss(self, stack_file: Path, prompt_file: Path) -> None:
         keys = chunk_keys(PROMPT, ENGINE)
         chosen = [*keys[0], keys[1][0]]
