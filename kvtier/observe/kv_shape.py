@@ -28,6 +28,7 @@ _DTYPE_BYTES = {
     "int8": 1,
 }
 _CONFIG_BYTES_MAX = 16 << 20
+_LAYERS_MAX = 10_000
 _FULL = {"full_attention", "attention", "global", "full"}
 _WINDOW = {"sliding_attention", "chunked_attention", "local_attention", "sliding", "local"}
 _STATE = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "ssm", "rwkv"}
@@ -99,6 +100,10 @@ def shape_of(values: dict[str, Any], place: str, kv_dtype: str, ranks: int) -> K
     kinds, unknown = _layer_kinds(config, place)
     attention, per_layer = _per_layer(config, place, dtype, ranks, unknown)
     window = _number(config, place, "sliding_window", "attention_chunk_size", default=0)
+    if not per_layer * (kinds["full"] + kinds["window"]):
+        raise ConfigError(
+            place, "no layer keeps something for each token", "kvtier plan has nothing to count"
+        )
     if kinds["window"] and not window:
         unknown.append("the length of the attention window: windowed layers count as full")
         kinds["full"] += kinds.pop("window")
@@ -181,6 +186,8 @@ def _layer_names(config: dict[str, Any], place: str) -> Sequence[str]:
     if isinstance(pattern, str):
         return [_HYBRID_LETTERS.get(letter, letter) for letter in pattern]
     count = _number(config, place, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    if count > _LAYERS_MAX:
+        raise ConfigError(place, f"{count} layers", "kvtier plan does not understand this model")
     period = _number(config, place, "attn_layer_period", default=0)
     if period:
         offset = _number(config, place, "attn_layer_offset", default=0)

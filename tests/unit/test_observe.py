@@ -169,6 +169,9 @@ class TestShapes:
             (LLAMA | {"num_attention_heads": -4, "num_key_value_heads": 0}, "whole number"),
             (LLAMA | {"is_encoder_decoder": True}, "encoder-decoder"),
             (LLAMA | {"torch_dtype": "float3"}, "float3"),
+            (LLAMA | {"num_hidden_layers": (1 << 31) - 1}, "2147483647 layers"),
+            (LLAMA | {"layer_types": ["mamba"] * 32}, "no layer keeps something for each token"),
+            (LLAMA | {"hidden_size": 8}, "no layer keeps something for each token"),
         ],
     )
     def test_what_is_not_understood_is_refused(self, config: dict[str, Any], says: str) -> None:
