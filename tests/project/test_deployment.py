@@ -21,6 +21,11 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "examples" / "deploy"
 MONITORING = ROOT / "examples" / "monitoring"
 _METRIC = re.compile(r"kvtier:\w+")
+_GROUPED = re.compile(r"\bby \(([^)]*)\)")
+_MATCHED = re.compile(r"(\w+)(?:=~|!~|!=|=)\"")
+_SHOWN = re.compile(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}")
+OF_ALL = {"instance", "engine"}
+"""Labels that Prometheus and vLLM give to every metric."""
 
 
 def understood(words: list[str]) -> dict[str, Any]:
@@ -92,30 +97,43 @@ def test_the_image_runs_what_the_manifest_calls() -> None:
     assert understood(["kvtier", "serve", *shlex.split(written)])["model"] == "/models/llama"
 
 
-def names() -> dict[str, str]:
-    """The metrics that docs/VLLM.md lists (which a test holds beside a server), with their kind."""
-    rows = re.findall(r"^\| (`kvtier:.*?) \|.*?\| (\w+)", (ROOT / "docs/VLLM.md").read_text(), re.M)
-    return {name: kind for row, kind in rows for name in _METRIC.findall(row)}
-
-
-def series() -> set[str]:
+def series() -> dict[str, set[str]]:
+    """The series of all metrics that docs/VLLM.md lists (which a test holds beside a server), with
+    their labels."""
     endings = {"gauge": [""], "gauges": [""], "histogram": ["_bucket", "_sum", "_count"]}
+    row = re.compile(r"^\| ((?:`kvtier:\w+`,? )+)\|([^|\n]*)\| (\w+)", re.M)
     return {
-        name + ending for name, kind in names().items() for ending in endings.get(kind, ["_total"])
+        name + ending: set(re.findall(r"\w+", labels)) | ({"le"} if ending == "_bucket" else set())
+        for metrics, labels, kind in row.findall((ROOT / "docs/VLLM.md").read_text())
+        for name in _METRIC.findall(metrics)
+        for ending in endings.get(kind, ["_total"])
     }
 
 
-def expressions() -> Iterator[str]:
+def expressions() -> Iterator[tuple[str, str]]:
+    """Each with the text in which its labels are shown."""
     for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]:
         for rule in group["rules"]:
             assert {"summary", "description"} == set(rule["annotations"]), rule["alert"]
-            yield rule["expr"]
+            yield rule["expr"], "".join(rule["annotations"].values())
     for panel in json.loads((MONITORING / "dashboard.json").read_text())["panels"]:
         for target in panel["targets"]:
-            yield target["expr"]
+            yield target["expr"], target["legendFormat"]
 
 
 def test_alerts_and_dashboard_name_metrics_that_exist() -> None:
-    used = {name for expression in expressions() for name in _METRIC.findall(expression)}
+    used = {name for expression, _ in expressions() for name in _METRIC.findall(expression)}
     assert len(used) > 15
-    assert used <= series()
+    assert used <= series().keys()
+
+
+def test_and_labels_that_these_have() -> None:
+    known = series()
+    for expression, shown in expressions():
+        found = [known[name] for name in _METRIC.findall(expression)] or [{"le"}]
+        common = set.intersection(*found) | OF_ALL
+        grouped = {label for each in _GROUPED.findall(expression) for label in each.split(", ")}
+        assert grouped <= common, expression
+        assert set(_MATCHED.findall(expression)) <= set.union(*found) | OF_ALL, expression
+        kept = grouped if "sum" in expression or "avg by" in expression else common
+        assert set(_SHOWN.findall(shown)) <= kept, expression
