@@ -27,7 +27,7 @@ def bench(
     chunk: Annotated[
         int,
         typer.Option(
-            parser=options.parse_size,
+            parser=options.parse_block,
             metavar="SIZE",
             help="One block's payload.",
             show_default="1MiB",

@@ -13,7 +13,7 @@ from kvtier.cli import console, options
 from kvtier.cli.starter import starter
 from kvtier.config import Name, StackConfig, effective, load
 from kvtier.core.backend import kinds
-from kvtier.core.values import ByteSize, Capacity
+from kvtier.core.values import Capacity
 from kvtier.errors import ConfigError, ConfigErrors, KVTierError
 from kvtier.schema import json_schema, reference
 
@@ -58,7 +58,7 @@ def check(
 
     What may be right for another user, like the name of an AWS profile, is a warning.
     """
-    record_bytes = None if block_size is None else _size(block_size, "--block-size").bytes
+    record_bytes = None if block_size is None else _block(block_size, "--block-size")
     path = _named(context, file, config)
     errors: tuple[ConfigError, ...] = ()
     warnings: list[ConfigError] = []
@@ -244,22 +244,22 @@ def _check_init(folder: str, name: str | None, bucket: str | None) -> None:
             raise typer.BadParameter(problem, param_hint="--bucket")
 
 
-def _size(text: str, option: str) -> ByteSize:
+def _block(text: str, option: str) -> int:
     try:
-        return ByteSize(options.parse_size(text))
+        return options.parse_block(text)
     except typer.BadParameter as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
 
 
 def _capacity(text: str, option: str) -> str:
     """As it was given, in the file too."""
-    if not text.strip().endswith("%"):
-        _size(text, option)
-        return text.strip()
     try:
-        return str(Capacity.parse(text))
-    except ValueError as error:
+        if text.strip().endswith("%"):
+            return str(Capacity.parse(text))
+        options.parse_size(text)
+    except (ValueError, typer.BadParameter) as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
+    return text.strip()
 
 
 def _row(error: ConfigError) -> dict[str, str]:

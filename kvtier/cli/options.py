@@ -24,6 +24,18 @@ def parse_size(text: str | int) -> int:
     return size
 
 
+def parse_block(text: str | int) -> int:
+    """The value of an option that is the size of a block's payload, like 1MiB."""
+    from kvtier.core.values import ByteSize
+    from kvtier.types import PAYLOAD_BYTES_MAX
+
+    size = parse_size(text)
+    if size > PAYLOAD_BYTES_MAX:
+        most = ByteSize(PAYLOAD_BYTES_MAX)
+        raise typer.BadParameter(f"{text!r} is more than the {most} of a block; write less")
+    return size
+
+
 def parse_rate(text: str | int) -> int:
     """The value of an option that is a rate, like 200MB/s, in bytes a second."""
     try:

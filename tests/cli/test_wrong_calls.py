@@ -29,6 +29,8 @@ WRONG = [
     ("snapshot --rate 5MB/h -c {stack}", 2, "'--rate': '5MB/h' is no rate; write one like 200MB/s"),
     ("export {folder}/x.pack --size 4KiB -c {stack}", 1, "4 KiB hold not one block, which takes"),
     ("snapshot --to file://{folder} --size 1 -c {stack}", 1, "1 B hold not one block, which"),
+    ("bench --chunk 5GiB -c {stack}", 2, "'--chunk': '5GiB' is more than the 4GiB of a block"),
+    ("config check {stack} --block-size 5GiB", 2, "--block-size: '5GiB' is more than the 4GiB"),
     ("verify --sample 150% -c {stack}", 2, "'--sample': '150%': write a number"),
     ("verify --sample 0 -c {stack}", 2, "'--sample': '0': write a number"),
     ("verify --sample nan% -c {stack}", 2, "'--sample': 'nan%': write a number"),
