@@ -15,6 +15,7 @@ from kvtier.backends.object.errors import (
     ClockSkew,
     Conflict,
     ExpiredToken,
+    Forbidden,
     LengthMismatch,
     NoSuchBucket,
     ObjectTooLarge,
@@ -91,8 +92,19 @@ def error_code(body: bytes) -> str:
     return found.group(1).decode() if found else ""
 
 
-def explain_answer(status: int, code: str, headers: Mapping[str, str], where: str) -> StoreError:
-    """The error for an answer of this status and code from the bucket or endpoint `where`."""
+def explain_answer(
+    status: int, code: str, headers: Mapping[str, str], where: str, *, reading: bool = False
+) -> StoreError:
+    """The error for an answer of this status and code from the bucket or endpoint `where`, when one
+    object was to be read, or for anything else."""
+    error = _explained(status, code, headers, where)
+    if reading and status != 401 and type(error) is AccessDenied and code not in _KEY_CODES:
+        said = str(error).partition(": ")[0]
+        return Forbidden(f"{said}: allow these credentials to read the object, and to use its key")
+    return error
+
+
+def _explained(status: int, code: str, headers: Mapping[str, str], where: str) -> StoreError:
     said = f"{where} answered {status}{' ' + code if code else ''}"
     if status == 429 or code in _RATE_CODES or (status == 503 and code != "ServiceUnavailable"):
         return RateLimited(f"{said}: fewer requests, please", retry_after_s=_retry_after_s(headers))
@@ -114,6 +126,8 @@ def _by_code(status: int, code: str, headers: Mapping[str, str], said: str) -> S
         return StoreFull(f"{said}: the store is full; lower the capacity or run gc")
     if code in _KEY_CODES:
         return AccessDenied(f"{said}: the access key or its secret is wrong")
+    if code.startswith("KMS."):
+        return AccessDenied(f"{said}: enable the key that encrypts objects there, or allow its use")
     if code == "EntityTooLarge":
         return ObjectTooLarge(f"{said}: the store does not take objects of this size")
     if code == "InvalidObjectState":

@@ -13,7 +13,13 @@ from typing import TypeVar
 
 import msgspec
 
-from kvtier.backends.object.errors import CircuitOpen, ObjectTooLarge, StoreError, StoreFull
+from kvtier.backends.object.errors import (
+    CircuitOpen,
+    Forbidden,
+    ObjectTooLarge,
+    StoreError,
+    StoreFull,
+)
 from kvtier.backends.object.store import ObjectInfo, Store
 from kvtier.backends.object.wrapper import WrappedStore
 
@@ -48,7 +54,8 @@ class BreakerStore(WrappedStore):
     through: success closes it, failure opens it again for twice as long, up to a limit, with some
     jitter so that a fleet does not return in step. Logged once when it opens and once when it
     closes. Answers that say nothing of the store's health (a missing object, a wrong length) count
-    as success. That a store is full is said once an hour.
+    as success; that an object may not be read counts as nothing, because all may be so. That a
+    store is full is said once an hour.
     """
 
     def __init__(
@@ -96,6 +103,9 @@ class BreakerStore(WrappedStore):
         trial = self._admit()
         try:
             yield
+        except Forbidden:
+            self._undecided(trial)
+            raise
         except StoreError as error:
             if error.unwell:
                 self._failed(error, trial)

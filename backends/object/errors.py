@@ -86,6 +86,13 @@ class AccessDenied(Misconfigured):
     setting = "credentials"
 
 
+class Forbidden(AccessDenied):
+    """This object may not be read: it is another's, say, or encrypted with another's key. Of the
+    store, and of other objects, that says nothing."""
+
+    unwell = False
+
+
 class NoCredentials(Misconfigured):
     setting = "credentials"
 

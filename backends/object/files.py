@@ -25,6 +25,7 @@ from kvtier.backends.object import writers
 from kvtier.backends.object.errors import (
     AccessDenied,
     Conflict,
+    Forbidden,
     InvalidName,
     NoSuchBucket,
     StoreError,
@@ -182,6 +183,8 @@ class FileStore(Store):
                 fd = self._disk.open_to_read(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
+            except PermissionError as error:
+                raise Forbidden(f"{name}: give this user the right to read it") from error
             try:
                 size = os.fstat(fd).st_size
                 wanted = min(sum(view.nbytes for view in into), max(0, size - offset))

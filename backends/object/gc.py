@@ -17,6 +17,7 @@ import numpy as np
 
 from kvtier.backends.object import bare, manifest
 from kvtier.backends.object.bare import Bare
+from kvtier.backends.object.errors import Forbidden
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.names import description_name, parse_block
 from kvtier.backends.object.store import Store, read_object
@@ -158,12 +159,10 @@ def _write_removed(
 ) -> None:
     """Tell the servers of a namespace; where its description is unreadable they find out by
     themselves."""
-    text = read_object(store, description_name(namespace), NAMESPACE_BYTES_MAX)
-    if text is None:
-        return
     try:
-        described = Namespace.from_json(bytes(text))
-    except (msgspec.DecodeError, ValueError):
+        text = read_object(store, description_name(namespace), NAMESPACE_BYTES_MAX)
+        described = Namespace.from_json(bytes(text or b""))
+    except (Forbidden, msgspec.DecodeError, ValueError):
         return
     if described.id != namespace:
         return

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.backends.object import manifest
 from kvtier.backends.object.abreast import abreast
-from kvtier.backends.object.errors import LengthMismatch, Unavailable
+from kvtier.backends.object.errors import (
+    AccessDenied,
+    Archived,
+    Forbidden,
+    LengthMismatch,
+    StoreError,
+    Unavailable,
+)
 from kvtier.backends.object.manifest import Entries
-from kvtier.backends.object.names import manifest_prefix, parse_manifest
+from kvtier.backends.object.names import description_name, manifest_prefix, parse_manifest
 from kvtier.backends.object.store import GetOutcome, Store
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.types import Namespace
@@ -50,6 +58,9 @@ class Journal:
         """Damaged ones, which say nothing."""
         self._newer: set[str] = set()
         """Those that a newer kvtier wrote, which are not ours to touch."""
+        self._closed: set[str] = set()
+        """Those that we may not read, as others perhaps may; `everything` tries them again."""
+        self._said_closed = False
         self._joined: set[str] = set()
         """Those that we have joined, as long as they are still there."""
         self._too_many = False
@@ -75,6 +86,7 @@ class Journal:
 
     def everything(self) -> Entries:
         """The state of the namespace, from all manifests."""
+        self._closed = set()
         entries = manifest.merge(self._read(set()))
         self._remember(entries)
         return entries
@@ -91,7 +103,7 @@ class Journal:
         """
         listed = self._sizes
         # only what `news` has told of: it would never be heard of here otherwise
-        ripe = self._seen - self._broken - self._newer - self._joined
+        ripe = self._seen - self._broken - self._newer - self._closed - self._joined
         chosen = _pile({name: size for name, size in listed.items() if name in ripe})
         if not chosen:
             return False
@@ -125,10 +137,11 @@ class Journal:
         """Sizes of the manifests that are there, by name."""
         found = {}
         total = 0
+        passed_over = self._broken | self._newer | self._closed
         listed = self._store.list(manifest_prefix(self.namespace.id))
         for info in sorted(listed, key=lambda info: info.size):
             name = parse_manifest(info.name)
-            if name is None or name in self._broken or name in self._newer:
+            if name is None or name in passed_over:
                 continue
             total += info.size
             if total > MANIFEST_BYTES_MAX:
@@ -170,19 +183,54 @@ class Journal:
         self, sizes: dict[str, int], skip_if_covered_by: Iterable[str] = ()
     ) -> dict[str, Entries | None]:
         """Entries by name; None where there is nothing new or readable; vanished ones left out."""
-        covered = set(skip_if_covered_by) - self._broken - self._newer
+        covered = set(skip_if_covered_by) - self._broken - self._newer - self._closed
 
-        def read(name: str) -> Entries | bool | None:
+        def read(name: str) -> Entries | StoreError | bool | None:
             return self._read_one(name, sizes[name], covered)
 
         found: dict[str, Entries | None] = {}
+        closed: dict[str, StoreError] = {}
         for name, entries in zip(sizes, abreast(read, list(sizes)), strict=True):
-            if not isinstance(entries, bool):
+            if isinstance(entries, StoreError):
+                closed[name] = entries
+            elif not isinstance(entries, bool):
                 found[name] = entries
+        if closed:
+            if len(closed) == len(sizes):
+                self._check_rights(closed)
+            self._leave(closed)
+            found.update(dict.fromkeys(closed))
         return found
 
-    def _read_one(self, name: str, size: int, covered: set[str]) -> Entries | bool | None:
-        """As in `_fetch`; False if the manifest has vanished."""
+    def _check_rights(self, closed: Mapping[str, StoreError]) -> None:
+        """Raises AccessDenied if nothing else may be read either: that is no matter of these."""
+        if not all(isinstance(error, Forbidden) for error in closed.values()):
+            return
+        name = description_name(self.namespace.id)
+        try:
+            with contextlib.suppress(LengthMismatch):
+                self._store.get(name, [memoryview(bytearray(1))], offset=0)
+        except Forbidden as error:
+            said = str(error).partition(": ")[0]
+            raise AccessDenied(f"{said}: allow these credentials to get objects") from error
+
+    def _leave(self, closed: Mapping[str, StoreError]) -> None:
+        """Neither read nor join nor delete these, and say so once."""
+        self._closed |= closed.keys()
+        if not self._said_closed:
+            self._said_closed = True
+            name, error = next(iter(closed.items()))
+            _log.warning(
+                "%d manifests may not be read and are left alone, a listing will tell: %s: %s",
+                len(closed),
+                self._full_name(name),
+                error,
+            )
+
+    def _read_one(
+        self, name: str, size: int, covered: set[str]
+    ) -> Entries | StoreError | bool | None:
+        """As in `_fetch`; False if the manifest has vanished, or why it may not be read."""
         full_name = self._full_name(name)
         for again in (True, False):  # damage on the way is gone the second time
             try:
@@ -191,6 +239,8 @@ class Journal:
                 self._newer.add(name)
                 _log.warning("manifest %s is left alone: %s", full_name, error)
                 return None
+            except (Forbidden, Archived) as error:
+                return error
             except (FormatError, LengthMismatch) as error:
                 if not again:
                     self._broken.add(name)

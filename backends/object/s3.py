@@ -209,9 +209,10 @@ class S3Store(Store):
 
     def _missing_or_raise(self, answer: Response) -> None:
         body = _error_body(answer)
-        if answer.status == 404 and error_code(body) in MISSING_CODES:
+        code = error_code(body)
+        if answer.status == 404 and code in MISSING_CODES:
             return
-        raise self._explained(answer, body)
+        raise self._explained(answer, body, reading=bool(code))  # a page of a proxy's has none
 
     def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
         end = self._end(deadline)
@@ -220,7 +221,7 @@ class S3Store(Store):
             if answer.status == 404:
                 return None
             if answer.status != 200 or answer.length is None:
-                raise self._refusal(answer)
+                raise self._explained(answer, _error_body(answer), reading=True)
             return ObjectInfo(name, answer.length, _when(answer.headers.get("last-modified", "")))
 
     def list(
@@ -327,9 +328,9 @@ class S3Store(Store):
     def _refusal(self, answer: Response) -> StoreError:
         return self._explained(answer, _error_body(answer))
 
-    def _explained(self, answer: Response, body: bytes) -> StoreError:
+    def _explained(self, answer: Response, body: bytes, *, reading: bool = False) -> StoreError:
         code = error_code(body)
-        error = explain_answer(answer.status, code, answer.headers, self._where)
+        error = explain_answer(answer.status, code, answer.headers, self._where, reading=reading)
         if isinstance(error, ExpiredToken) or code in _ROTATED:
             self._signer.renew()
         return error

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from kvtier.backends.object import manifest
 from kvtier.backends.object.breath import CHUNK
-from kvtier.backends.object.errors import LengthMismatch, StoreError
+from kvtier.backends.object.errors import Forbidden, LengthMismatch, StoreError
 from kvtier.backends.object.manifest import ENTRY, USED, Entries
 from kvtier.backends.object.names import parse_uses, uses_prefix
 from kvtier.backends.object.store import GetOutcome, ObjectInfo, Store
@@ -150,7 +150,7 @@ class Uses:
 
 class _Lists:
     """The lists of a namespace, read; raises StoreError. `names` are those that may be replaced by
-    their sum: damaged ones too, but not those of a newer version."""
+    their sum: damaged ones too, but not those of a newer version, nor what may not be read."""
 
     def __init__(self, store: Store, namespace: Namespace) -> None:
         self.names: list[str] = []
@@ -169,7 +169,7 @@ class _Lists:
                 if store.get(info.name, [data]) is GetOutcome.MISSING:
                     continue  # somebody else is joining it
                 entries, covers = manifest.unpack(data, namespace.digest, kinds=(USED,))
-            except NewerFormat:
+            except (NewerFormat, Forbidden):
                 continue
             except (FormatError, LengthMismatch):
                 self.names.append(name)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvtier.backends.object import ObjectSettings, open_for
 from kvtier.backends.object.claim import PREFIX, ended
-from kvtier.backends.object.errors import LengthMismatch, StoreError, Weather
+from kvtier.backends.object.errors import Forbidden, LengthMismatch, StoreError, Weather
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED
 from kvtier.backends.object.names import (
@@ -105,9 +105,19 @@ def _list(place: Place, store: Store, uses_of: str | None, blocks: bool) -> None
         part.add_times(info.modified_s, info.modified_s)
     place.parts = sorted(parts.values(), key=lambda part: -part.bytes)
     for name, part in parts.items():
-        namespace = _describe(place, store, name)
-        if namespace is not None and uses_of is not None and name.startswith(uses_of):
-            _count_uses(place, store, namespace, part)
+        with _told_if_closed(place, name):
+            namespace = _describe(place, store, name)
+            if namespace is not None and uses_of is not None and name.startswith(uses_of):
+                _count_uses(place, store, namespace, part)
+
+
+@contextmanager
+def _told_if_closed(place: Place, name: str) -> Iterator[None]:
+    """What may not be read of one namespace keeps no other from being looked at."""
+    try:
+        yield
+    except Forbidden as error:
+        place.troubles.append(f"of the namespace {name[:12]} in {place.where}: {error}")
 
 
 def _listed(place: Place, store: Store) -> Iterator[ObjectInfo]:
@@ -141,26 +151,30 @@ def _describe(place: Place, store: Store, name: str) -> Namespace | None:
 
 def _read_manifests(place: Place, store: Store, uses_of: str | None) -> None:
     for name in _namespace_names(store):
-        namespace = _describe(place, store, name)
-        if namespace is None:
-            if not any(parse_block(info.name) for info in store.list(f"{name}/")):
-                continue
+        with _told_if_closed(place, name):
+            _read_namespace(place, store, name, uses_of)
+
+
+def _read_namespace(place: Place, store: Store, name: str, uses_of: str | None) -> None:
+    namespace = _describe(place, store, name)
+    if namespace is None:
+        if any(parse_block(info.name) for info in store.list(f"{name}/")):
             place.troubles.append(
                 f"nothing in {place.where} says what the namespace {name} means: its blocks are "
                 f"left alone; kvtier clear {name[:12]} removes them"
             )
-            continue
-        entries = Journal(store, namespace).everything()
-        added = entries[entries["kind"] == ADDED]
-        part = Part(tier=place.tier, kind=place.kind, namespace=name, blocks=len(added))
-        if len(added):
-            part.bytes = int(added["size"].sum())
-            times = added["time_us"] / 1e6
-            part.add_times(float(times.min()), float(times.max()))
-        place.manifests[name] = added
-        if uses_of is not None and name.startswith(uses_of):
-            place.uses[name] = count_uses(store, namespace, added)
-        place.parts.append(part)
+        return
+    entries = Journal(store, namespace).everything()
+    added = entries[entries["kind"] == ADDED]
+    part = Part(tier=place.tier, kind=place.kind, namespace=name, blocks=len(added))
+    if len(added):
+        part.bytes = int(added["size"].sum())
+        times = added["time_us"] / 1e6
+        part.add_times(float(times.min()), float(times.max()))
+    place.manifests[name] = added
+    if uses_of is not None and name.startswith(uses_of):
+        place.uses[name] = count_uses(store, namespace, added)
+    place.parts.append(part)
 
 
 def _namespace_names(store: Store) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import random
 import re
@@ -271,6 +272,24 @@ class HostileServer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def pass_on(port: int, head: bytes, body: bytes) -> bytes:
+    """What the server at this port answers to a request: for who stands before it."""
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(head + b"\r\nconnection: close\r\n\r\n" + body)
+        said = http.client.HTTPResponse(sock, method=head.partition(b" ")[0].decode())
+        said.begin()
+        content = said.read()
+        fields = "".join(
+            f"{name}: {value}\r\n"
+            for name, value in said.getheaders()
+            if name.lower() not in ("connection", "transfer-encoding", "content-length")
+        )
+        length = said.getheader("content-length", str(len(content)))
+        return (
+            f"HTTP/1.1 {said.status} {said.reason}\r\n{fields}content-length: {length}\r\n\r\n"
+        ).encode() + content
 
 
 def answer(status: int, body: bytes = b"", **fields: str) -> bytes:

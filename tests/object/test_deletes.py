@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import http.client
 import logging
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from object_servers import HostileServer, Opener, Peer, ServerProcess, answer, error_body
+from object_servers import (
+    HostileServer,
+    Opener,
+    Peer,
+    ServerProcess,
+    answer,
+    error_body,
+    pass_on,
+)
 
 from kvtier.backends.object import abreast, deletes, errors, gc
 from kvtier.backends.object.breaker import BreakerPolicy
@@ -65,7 +71,7 @@ class Front:
             said = self.bulk
         elif head.startswith(b"DELETE "):
             said = self.single()
-        peer.sendall(said or self._pass_on(head, body))
+        peer.sendall(said or pass_on(self._port, head, body))
 
     @property
     def asked(self) -> int:
@@ -75,22 +81,6 @@ class Front:
     @property
     def singles(self) -> int:
         return self._methods.count(b"DELETE")
-
-    def _pass_on(self, head: bytes, body: bytes) -> bytes:
-        with socket.create_connection(("127.0.0.1", self._port)) as sock:
-            sock.sendall(head + b"\r\nconnection: close\r\n\r\n" + body)
-            said = http.client.HTTPResponse(sock, method=head.partition(b" ")[0].decode())
-            said.begin()
-            content = said.read()
-            fields = "".join(
-                f"{name}: {value}\r\n"
-                for name, value in said.getheaders()
-                if name.lower() not in ("connection", "transfer-encoding", "content-length")
-            )
-            length = said.getheader("content-length", str(len(content)))
-            return (
-                f"HTTP/1.1 {said.status} {said.reason}\r\n{fields}content-length: {length}\r\n\r\n"
-            ).encode() + content
 
 
 @pytest.fixture(autouse=True)

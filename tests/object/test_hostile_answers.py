@@ -19,7 +19,7 @@ pytestmark = pytest.mark.s3
 
 REFUSALS = [
     (404, "NoSuchBucket", {}, errors.NoSuchBucket, "create the bucket"),
-    (403, "AccessDenied", {}, errors.AccessDenied, "allow"),
+    (401, "AccessDenied", {}, errors.AccessDenied, "allow"),
     (403, "InvalidAccessKeyId", {}, errors.AccessDenied, "access key"),
     (403, "SignatureDoesNotMatch", {}, errors.AccessDenied, "secret"),
     (403, "RequestTimeTooSkewed", {}, errors.ClockSkew, "clock"),

@@ -1,0 +1,54 @@
+"""What of a store may not be read keeps nothing else from being copied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_world import command, served
+
+from kvtier import Stack
+from kvtier.backends.object.names import description_name
+from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.types import Namespace
+
+BLOCKS = 8
+OTHER = Namespace(facts={"model": "another"}, group_bytes=(4096,))
+
+
+@pytest.fixture
+def stored(stack_file: Path, tmp_path: Path) -> Path:
+    """A stack whose store has blocks of two models."""
+    store = f'  - {{kind: object, capacity: 64MiB, url: "file://{tmp_path}/store"}}\n'
+    stack_file.write_text(stack_file.read_text() + store)
+    for namespace in (NAMESPACE, OTHER):
+        with Stack.open(stack_file, namespace) as stack:
+            stack.store({key: payload(key, namespace) for key in make_keys(BLOCKS)})
+            assert stack.settle()
+    for tier in ("cpu", "nvme"):
+        assert command("clear", "-c", stack_file, "--tier", tier, "--yes").code == 0
+    return stack_file
+
+
+def test_a_model_whose_description_is_closed_keeps_no_other_away(
+    stored: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "store" / description_name(OTHER.id)).chmod(0)
+    done = command("prewarm", "-c", stored, rights=False)
+    assert done.code == 1
+    assert f"of the namespace {OTHER.id[:12]}" in done.err
+    assert "the right to read it" in done.err
+    assert served(stored) == BLOCKS
+
+
+def test_a_closed_manifest_is_told_of(stored: Path, tmp_path: Path, fresh: Path) -> None:
+    closed = list((tmp_path / "store" / OTHER.id / "manifest").iterdir())
+    for path in closed:
+        path.chmod(0)
+    words = ["--namespace", OTHER.id, "--into", "nvme", "-c", fresh]
+    done = command("prewarm", *words, "--from", stored, rights=False)
+    assert done.err.startswith(f"kvtier: {len(closed)} manifests may not be read")
+    done = command("restore", *words, "--from", stored, rights=False)
+    assert done.code == 0, done.err
+    assert served(fresh, OTHER) == BLOCKS
+    assert all(path.exists() for path in closed)
