@@ -16,8 +16,8 @@ _DEAD_FACTOR = 1.25
 _DEAD_GRACE_S = 1.0
 """Stores tell times in whole seconds."""
 _CLAIM = re.compile(
-    r"claims/([0-9a-f]{32})-([0-9a-f]{32})-([0-9]{10})-([0-9]{1,19})-([0-9]{1,19})-([0-9]{1,9})"
-    r"-([asc])([hn])"
+    r"claims/([0-9a-f]{32})-([0-9a-f]{32})-([0-9]{10})-([0-9]{1,19})-([0-9]{1,19})-([0-9]{1,19})"
+    r"-([0-9]{1,9})-([asc])([hn])"
 )
 ALONE, SHARING, CLOSED = "a", "s", "c"
 
@@ -34,13 +34,15 @@ class Claim(msgspec.Struct, frozen=True):
     kind: str
     hungry: bool
     modified_s: float = 0.0
+    capacity: int = 0
+    """Of all that lies below the url, by the writer's settings."""
 
     @property
     def name(self) -> str:
         need = "h" if self.hungry else "n"
         return (
             f"{PREFIX}{self.namespace}-{self.writer}-{self.number:010d}-{self.bytes}-{self.cap}"
-            f"-{self.lease_ms}-{self.kind}{need}"
+            f"-{self.capacity}-{self.lease_ms}-{self.kind}{need}"
         )
 
     def says(self, other: Claim) -> bool:
@@ -58,9 +60,9 @@ def parse_claim(name: str, modified_s: float) -> Claim | None:
     found = _CLAIM.fullmatch(name)
     if found is None:
         return None
-    namespace, writer, number, size, cap, lease_ms, kind, need = found.groups()
+    namespace, writer, number, size, cap, capacity, lease_ms, kind, need = found.groups()
     figures = int(number), int(size), int(cap), int(lease_ms)
-    return Claim(namespace, writer, *figures, kind, need == "h", modified_s)
+    return Claim(namespace, writer, *figures, kind, need == "h", modified_s, int(capacity))
 
 
 class Writer(msgspec.Struct):

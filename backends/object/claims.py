@@ -1,10 +1,12 @@
 """Claims: how writers that know each other only by a store share one budget.
 
-    claims/<namespace>-<writer>-<number>-<bytes>-<cap>-<lease ms>-<kind><need>
+    claims/<namespace>-<writer>-<number>-<bytes>-<cap>-<capacity>-<lease ms>-<kind><need>
 
 A claim says all in its name, so that one listing tells of all writers. Each writer writes claims of
 its own and nobody else's; a new one replaces the last. `bytes` is what may be there of this writer
-beyond what manifests tell, `cap` what its whole namespace may hold.
+beyond what manifests tell, `cap` what its whole namespace may hold, `capacity` what its settings
+allow to all namespaces together: where those differ, the largest of the living counts, so that
+nobody who comes with a smaller one empties the store of the others, or gets nothing himself.
 
 To take more, a writer publishes a higher claim and THEN reads all claims, and after them the
 manifests. Only if everything fits together it uses what it has claimed. Of two who do so at once,
@@ -20,15 +22,19 @@ died stays counted until somebody has listed everything there is, after its deat
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from kvtier.backends.object import writers
-from kvtier.backends.object.budget import Budget, Standing, clock
+from kvtier.backends.object.budget import UNLIMITED, Budget, Standing, clock
 from kvtier.backends.object.claim import ALONE, CLOSED, SHARING, Claim, Writer, by_writer, writer_of
 from kvtier.backends.object.store import Store
+from kvtier.core.settings import ByteSize
+
+_log = logging.getLogger(__name__)
 
 LEASE_S = 60.0
 _RENEW_SHARE = 4
@@ -53,6 +59,9 @@ class Claims:
         self._store = store
         self._namespace = namespace
         self._budget = budget
+        self._capacity = budget.capacity
+        """By our own settings."""
+        self._said_larger = self._fell = False
         self._lease_s = lease_s
         self._clock = clock
         self._number = 0
@@ -135,7 +144,10 @@ class Claims:
 
     def _claim(self, size: int, cap: int, kind: str) -> Claim:
         lease_ms, cap = int(self._lease_s * 1000), self._budget.told(cap)
-        return Claim(self._namespace, self.writer, 0, size, cap, lease_ms, kind, self.hungry)
+        figures = 0, size, cap, lease_ms
+        return Claim(
+            self._namespace, self.writer, *figures, kind, self.hungry, capacity=self._capacity
+        )
 
     def _cap_wish(self, seen: Mapping[str, Writer]) -> int:
         capacity = self._budget.capacity
@@ -157,6 +169,9 @@ class Claims:
             unclaimed = sum(size for space, size in self._found.items() if space not in spaces)
             self._cap = min(self._cap, max(0, capacity - unclaimed))
         self._fresh = False
+        if self._fell:  # whoever had the larger capacity has gone: what is left is shared anew
+            self._cap = min(self._cap, max(free, fair))
+        self._fell = False
         if not poor:
             return max(free, self._cap)
         if self._cap > fair:
@@ -252,9 +267,24 @@ class Claims:
         self._store_s = current[0].modified_s if current else 0.0
         now = self.store_now() if current else 0.0
         seen = {writer: writer_of(claims, now) for writer, claims in found.items()}
+        self._agree_capacity(seen)
         if mine:
             seen[self.writer] = Writer(mine[0], [], alive=True)
         return seen
+
+    def _agree_capacity(self, seen: Mapping[str, Writer]) -> None:
+        stated = [one.claim.capacity for one in seen.values() if one.alive]
+        largest = max([self._capacity, *(size for size in stated if size < UNLIMITED)])
+        self._fell |= largest < self._budget.capacity
+        self._budget.capacity = largest
+        if largest > self._capacity and not self._said_larger:
+            self._said_larger = True
+            _log.warning(
+                "servers that share this store have different capacities: while one runs with %s, "
+                "the %s of this one do not count; write the same in all stacks",
+                ByteSize(largest),
+                ByteSize(self._capacity),
+            )
 
     def _others(self, seen: Mapping[str, Writer]) -> list[Writer]:
         """Other writers of this namespace."""

@@ -333,7 +333,7 @@ class Keeper:
             Audit(
                 namespace=self.namespace.id,
                 stated=stated,
-                capacity=self.limits.capacity,
+                capacity=self.budget.capacity,
                 hungry=self._hungry,
                 too_old_s=self._claims.long_ago(self.limits.age_max_s),
                 read_s=self.limits.read_s,

@@ -275,7 +275,7 @@ def test_a_writer_that_slept_stores_nothing_until_it_has_looked() -> None:
 
 
 def test_names_are_read_as_they_are_written() -> None:
-    claim = Claim("ab" * 16, writers.new(), 7, 1 << 40, 1 << 50, 60_000, "s", True, 5.0)
+    claim = Claim("ab" * 16, writers.new(), 7, 1 << 40, 1 << 50, 60_000, "s", True, 5.0, 1 << 60)
     writers.ended(claim.writer)
     assert parse_claim(claim.name, 5.0) == claim
     for wrong in ("", claim.name[1:], claim.name + "x", claim.name.replace("claims", "claim")):
@@ -385,7 +385,26 @@ def test_a_larger_capacity_takes_nothing_from_who_is_there() -> None:
     assert spaces.audit(1, n0=20) == 24
     assert spaces.audit(0, n1=0) == 24, "what another may hold does not lie there"
     assert spaces.audit(0, n1=24) == 24, "nor has he taken it from us"
-    assert spaces.audit(0, n1=24, n7=20) == 4, "of this one nobody knows"
+    assert spaces.audit(0, n1=24, n7=30) == 18, "of this one nobody knows"
+
+
+def test_the_largest_capacity_of_the_living_counts(caplog: pytest.LogCaptureFixture) -> None:
+    spaces = Spaces(48, 24, budget_module.UNLIMITED)
+    larger, smaller, _ = spaces.claims
+    assert spaces.audit(0) == 48
+    assert spaces.audit(1, n0=48) == 0, "all is claimed"
+    smaller.hungry = True
+    assert spaces.audit(1, n0=48) == 0
+    assert spaces.audit(0, n1=0) == 24, "his fair share is left to him"
+    assert spaces.audit(1, n0=24) == 24
+    spaces.audit(2)
+    assert spaces.audit(1, n0=24) == 24, "who has none has none to agree on"
+    assert (larger._budget.capacity, smaller._budget.capacity) == (48, 48)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "while one runs with 48B, the 24B of this one do not count" in said
+    larger.close(clean=True)
+    spaces.audit(1, n0=24)
+    assert smaller._budget.capacity == 24
 
 
 def test_who_has_no_capacity_claims_what_he_has(monkeypatch: pytest.MonkeyPatch) -> None:
