@@ -21,7 +21,7 @@ from kvtier.backends.object.manifest import ADDED, ENTRY, REMOVED, Entries
 from kvtier.backends.object.names import block_name, parse_block
 from kvtier.backends.object.news import Rows
 from kvtier.backends.object.stated import Stated
-from kvtier.backends.object.store import ObjectInfo, Store, portions
+from kvtier.backends.object.store import ObjectInfo, Store, check_namespaces, portions
 from kvtier.core.slab.layout import keys_of
 from kvtier.types import BlockKey
 
@@ -123,6 +123,7 @@ class _Seen:
         if namespace != self._case.namespace:
             of = self.finding.foreign
             of[namespace] = of.get(namespace, 0) + info.size
+            check_namespaces(of)
             _remember(self.foreign, info)
             return
         self.own_bytes += info.size

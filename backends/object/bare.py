@@ -16,7 +16,7 @@ import msgspec
 from kvtier.backends.object.claim import abandoned
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.names import NAMESPACE_CHARS, description_name, told_of
-from kvtier.backends.object.store import ObjectInfo, Store
+from kvtier.backends.object.store import ObjectInfo, Store, check_namespaces
 
 GRACE_S = 3600.0
 """What is younger stays: somebody may be about to come back."""
@@ -43,6 +43,7 @@ class Bare:
                 self._in_use.add(info.name[:NAMESPACE_CHARS])
             return
         self._bytes[namespace] += info.size
+        check_namespaces(self._bytes)
         if info.name == description_name(namespace):
             self._described.add(namespace)
 

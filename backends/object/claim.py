@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from kvtier.backends.object import writers
-from kvtier.backends.object.store import Store
+from kvtier.backends.object.store import ObjectInfo, Store, bounded
 
 PREFIX = "claims/"
+_CLAIMS_MAX = 1 << 18
 _DEAD_FACTOR = 1.25
 _DEAD_GRACE_S = 1.0
 """Stores tell times in whole seconds."""
@@ -91,7 +92,7 @@ def abandoned(store: Store, namespace: str, now_s: float, grace_s: float) -> lis
     """The claims of a namespace in which nobody has written for so long; None if somebody may yet.
     `now_s` is not later than it is by the store's clock."""
     found: dict[str, list[Claim]] = defaultdict(list)
-    for info in store.list(f"{PREFIX}{namespace}-"):
+    for info in _listed(store, f"{PREFIX}{namespace}-"):
         claim = parse_claim(info.name, info.modified_s)
         if claim is None or now_s - info.modified_s < grace_s:
             return None
@@ -103,11 +104,16 @@ def abandoned(store: Store, namespace: str, now_s: float, grace_s: float) -> lis
 def by_writer(store: Store) -> dict[str, list[Claim]]:
     """All claims below a prefix."""
     found: dict[str, list[Claim]] = defaultdict(list)
-    for info in store.list(PREFIX):
+    for info in _listed(store, PREFIX):
         claim = parse_claim(info.name, info.modified_s)
         if claim is not None:
             found[claim.writer].append(claim)
     return found
+
+
+def _listed(store: Store, prefix: str) -> Iterator[ObjectInfo]:
+    remedy = "see that servers may delete theirs"
+    return bounded(store.list(prefix), _CLAIMS_MAX, "claims", remedy)
 
 
 def writer_of(claims: Sequence[Claim], now: float) -> Writer:

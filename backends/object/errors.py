@@ -109,6 +109,12 @@ class WrongEndpoint(Misconfigured):
     setting = "endpoint"
 
 
+class EndlessListing(Misconfigured):
+    """More is listed than kvtier can have stored, or than memory should hold."""
+
+    setting = "url"
+
+
 class UnknownRequest(WrongEndpoint):
     """The store does not know this kind of request, or a header of it."""
 

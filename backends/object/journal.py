@@ -22,7 +22,7 @@ from kvtier.backends.object.errors import (
 )
 from kvtier.backends.object.manifest import Entries
 from kvtier.backends.object.names import description_name, manifest_prefix, parse_manifest
-from kvtier.backends.object.store import GetOutcome, Store
+from kvtier.backends.object.store import GetOutcome, Store, bounded
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.types import Namespace
 
@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 MANIFEST_BYTES_MAX = 1 << 30
 """All together: they are read into memory, and nobody knows who can write to a bucket."""
+_MANIFESTS_MAX = 1 << 20
 _HEAD_READ_BYTES = 64 << 10
 _LISTINGS_MAX = 4
 _PILE = 16
@@ -138,7 +139,9 @@ class Journal:
         found = {}
         total = 0
         passed_over = self._broken | self._newer | self._closed
-        listed = self._store.list(manifest_prefix(self.namespace.id))
+        prefix = manifest_prefix(self.namespace.id)
+        remedy = "see that servers may delete those that they have joined"
+        listed = bounded(self._store.list(prefix), _MANIFESTS_MAX, "manifests", remedy)
         for info in sorted(listed, key=lambda info: info.size):
             name = parse_manifest(info.name)
             if name is None or name in passed_over:

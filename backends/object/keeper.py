@@ -8,14 +8,13 @@ but memory for what is still to be written down.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from kvtier.backends.object import bare, budget
 from kvtier.backends.object.audit import Audit, Finding, Unfinished, audit
@@ -23,13 +22,13 @@ from kvtier.backends.object.bare import Bare
 from kvtier.backends.object.breath import Breath
 from kvtier.backends.object.budget import Budget, Standing
 from kvtier.backends.object.claims import Claims
-from kvtier.backends.object.errors import StoreError
+from kvtier.backends.object.errors import EndlessListing, StoreError
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.leash import Leash
 from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
 from kvtier.backends.object.names import description_name
-from kvtier.backends.object.news import Known, News, Rows, rows_of
+from kvtier.backends.object.news import Known, News, Teller
 from kvtier.backends.object.outbox import Outbox
 from kvtier.backends.object.puzzles import Puzzles
 from kvtier.backends.object.stated import Stated
@@ -70,7 +69,9 @@ class Keeper:
         self.limits = limits
         self.block_bytes = HEADER_BYTES + namespace.payload_bytes
         self.budget = Budget(limits.capacity, self.block_bytes, steady)
-        self.news: deque[News] = deque()
+        self._breath = Breath(self._meanwhile)
+        self._teller = Teller(self._breath)
+        self.news = self._teller.news
         self._store = Leash(store)
         self._clock = clock
         self._steady = steady
@@ -79,9 +80,8 @@ class Keeper:
             self._store, namespace.id, self.budget, lease_s=limits.lease_s, clock=steady
         )
         self.outbox = Outbox(
-            self._store, self._journal, self.budget, self._tell_freed, self._amid_deletes, clock
+            self._store, self._journal, self.budget, self._teller.freed, self._amid_deletes, clock
         )
-        self._last_standing = News()
         self._writers = 1
         """How many share the namespace, as far as we know."""
         self._hungry = False
@@ -95,7 +95,6 @@ class Keeper:
         self._purged_before = 0.0
         self._thread: threading.Thread | None = None
         self._known: Known = lambda: iter(())
-        self._breath = Breath(self._meanwhile)
         self.uses = Uses(self._store, namespace, limits.audit_s, self._breath.rest, steady)
         self._listing = False
         self._puzzles = Puzzles(_log)
@@ -170,6 +169,8 @@ class Keeper:
             self._next_audit = self._next_look + self._turn_s(self._writers)
         if self._audit_at <= now:
             self._audit_at = self._next_look + self._turn_s(self._writers)
+        if isinstance(error, EndlessListing):  # which is no weather, and takes very long
+            self._next_audit = self._audit_at = now + self.limits.audit_s
         self._puzzles.survived(error)
 
     def _turn_s(self, writers: int) -> float:
@@ -255,7 +256,7 @@ class Keeper:
             return
         self._tell(self._journal.news())
         if standing is not None:
-            self._tell_standing(standing)
+            self._teller.standing(standing)
         self._join()
         self.uses.look()
 
@@ -282,29 +283,9 @@ class Keeper:
         """Hand entries over; of a whole state only what is not known as it is stated."""
         latest_us, now_us = 0, int(self._clock() * 1e6)
         if len(entries):
-            latest_us = self.outbox.heard_of(int(entries["time_us"][-1]))
-        for kind in (REMOVED, ADDED):
-            for piece in self._breath.chunks(len(entries)):
-                chosen = entries["kind"][piece] == kind
-                if stated is not None:
-                    chosen &= stated.news(piece, min(latest_us, now_us))
-                if chosen.any():
-                    self._tell_rows(kind, rows_of(entries[piece][chosen]))
-
-    def _tell_rows(self, kind: int, rows: Rows) -> None:
-        self.news.append(News(added=rows) if kind == ADDED else News(removed=rows))
-
-    def _tell_freed(self, slots: list[int]) -> None:
-        self.news.append(News(freed=slots))
-
-    def _tell_standing(self, standing: Standing) -> None:
-        """In place of the last one if nobody has listened since: it may be a quiet weekend."""
-        with contextlib.suppress(IndexError):
-            if self.news[-1] is self._last_standing:
-                self._last_standing.standing = standing
-                return
-        self._last_standing = News(standing=standing)
-        self.news.append(self._last_standing)
+            latest_us = min(self.outbox.heard_of(int(entries["time_us"][-1])), now_us)
+        chosen = None if stated is None else partial(stated.news, latest_us=latest_us)
+        self._teller.entries(entries, chosen)
 
     def _audit(self, stop_at: float | None = None) -> None:
         """Everything that is written down, against everything that is there."""
@@ -396,5 +377,5 @@ class Keeper:
         """Tell the tier, and write down."""
         for kind, rows in ((ADDED, finding.orphans), (REMOVED, finding.gone)):
             for piece in self._breath.chunks(len(rows)):
-                self._tell_rows(kind, rows[piece])
+                self._teller.rows(kind, rows[piece])
                 self.outbox.correct(kind, rows[piece])

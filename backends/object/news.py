@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from kvtier.backends.object.breath import Breath
 from kvtier.backends.object.budget import Standing
-from kvtier.backends.object.manifest import Entries
+from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
 from kvtier.core.slab.layout import keys_of
 from kvtier.types import BlockKey
 
@@ -59,3 +64,39 @@ class News(msgspec.Struct):
     """So many of the hidden bytes are found again in what follows."""
     standing: Standing | None = None
     """All that others wrote down until now is known, and this is what we may do."""
+
+
+class Teller:
+    """Where a keeper leaves what it learns, until its tier takes it in."""
+
+    def __init__(self, breath: Breath) -> None:
+        self.news: deque[News] = deque()
+        self._breath = breath
+        self._last_standing = News()
+
+    def entries(
+        self, entries: Entries, chosen: Callable[[slice], npt.NDArray[np.bool_]] | None = None
+    ) -> None:
+        """What was written down, or of each piece of it what is `chosen`."""
+        for kind in (REMOVED, ADDED):
+            for piece in self._breath.chunks(len(entries)):
+                some = entries["kind"][piece] == kind
+                if chosen is not None:
+                    some &= chosen(piece)
+                if some.any():
+                    self.rows(kind, rows_of(entries[piece][some]))
+
+    def rows(self, kind: int, rows: Rows) -> None:
+        self.news.append(News(added=rows) if kind == ADDED else News(removed=rows))
+
+    def freed(self, slots: list[int]) -> None:
+        self.news.append(News(freed=slots))
+
+    def standing(self, standing: Standing) -> None:
+        """In place of the last one if nobody has listened since: it may be a quiet weekend."""
+        with contextlib.suppress(IndexError):
+            if self.news[-1] is self._last_standing:
+                self._last_standing.standing = standing
+                return
+        self._last_standing = News(standing=standing)
+        self.news.append(self._last_standing)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from kvtier.backends.object.errors import StoreError
+from kvtier.backends.object.errors import EndlessListing, StoreError
 
 
 class Puzzles:
-    """Says of each kind of error that is none of a store's once, with its trace."""
+    """Says of each kind of error that is none of a store's once, with its trace; and that there is
+    more in a store than can be listed."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -16,8 +17,12 @@ class Puzzles:
 
     def survived(self, error: Exception) -> None:
         """The thread goes on, and will try again."""
-        if isinstance(error, StoreError) or type(error) in self._said:
+        endless = isinstance(error, EndlessListing)
+        if (isinstance(error, StoreError) and not endless) or type(error) in self._said:
             self._log.debug("object tier: %s", error)
             return
         self._said.add(type(error))
+        if endless:
+            self._log.warning("the object store is not listed to its end: %s", error)
+            return
         self._log.error("object tier: what it does in the background failed", exc_info=error)

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from kvtier.backends.object.errors import RateLimited, StoreError
-from kvtier.backends.object.store import ObjectInfo, Store
+from kvtier.backends.object.store import LISTED_MAX, ObjectInfo, Store, bounded
 from kvtier.backends.object.wrapper import WrappedStore
 
 _T = TypeVar("_T")
@@ -59,7 +59,11 @@ class RetryingStore(WrappedStore):
         self, prefix: str = "", *, after: str = "", deadline: float | None = None
     ) -> Iterator[ObjectInfo]:
         """A listing that breaks goes on behind the last name it gave out, if all before it were in
-        order: what was not listed yet would be left out otherwise."""
+        order: what was not listed yet would be left out otherwise. One of too many names ends with
+        EndlessListing."""
+        return bounded(self._list(prefix, after, deadline), LISTED_MAX, "objects")
+
+    def _list(self, prefix: str, after: str, deadline: float | None) -> Iterator[ObjectInfo]:
         failures, in_order = 0, True
         while True:
             self._keep_quiet(self._end(deadline))

@@ -23,6 +23,7 @@ from kvtier.backends.object.answers import MISSING_CODES, error_code, explain_an
 from kvtier.backends.object.bulk import BulkClient
 from kvtier.backends.object.deletes import Deletes
 from kvtier.backends.object.errors import (
+    EndlessListing,
     ExpiredToken,
     NoSuchBucket,
     ObjectTooLarge,
@@ -36,6 +37,7 @@ from kvtier.backends.object.listing import Page, list_query, name_below
 from kvtier.backends.object.proxy import proxy_for
 from kvtier.backends.object.signing import Signer, check_region, request_head
 from kvtier.backends.object.store import (
+    OWN_PREFIX,
     Buffer,
     GetOutcome,
     ObjectInfo,
@@ -53,6 +55,8 @@ from kvtier.backends.object.wire import Timeouts
 PUT_BYTES_MAX = 5 << 30
 _ERROR_BODY_BYTES_MAX = 64 << 10
 _PAGE_BYTES_MAX = 8 << 20
+_PAGES_MAX = 1 << 20
+"""Of one listing: they may hold few of the objects that were asked for, or none that is ours."""
 _DELETED = re.compile(rb"<(?:\w+:)?(?:DeleteResult|Error)\b")
 _ROTATED = {"InvalidAccessKeyId", "SignatureDoesNotMatch"}
 """Said of credentials that were rotated, whether key and secret or the secret alone."""
@@ -230,8 +234,8 @@ class S3Store(Store):
         start = self._prefix + check_prefix(prefix)
         behind = self._prefix + after if after else ""
         token = ""
-        seen: set[str] = set()  # also what pages begin with: a token may be new for an old page
-        while True:
+        seen: set[int] = set()  # also what pages begin with: a token may be new for an old page
+        for _ in range(_PAGES_MAX):
             page = self._page(list_query(start, behind, token), self._end(deadline))
             first = True
             for found in page:
@@ -245,11 +249,13 @@ class S3Store(Store):
                 return
             token = page.token
             self._seen_once(f"token {token}", seen)
+        raise EndlessListing(f"{self._where} lists more than {_PAGES_MAX} pages: {OWN_PREFIX}")
 
-    def _seen_once(self, what: str, seen: set[str]) -> None:
-        if what in seen:
+    def _seen_once(self, what: str, seen: set[int]) -> None:
+        mark = hash(what)
+        if mark in seen:
             raise WrongEndpoint(f"{self._where} lists the same page again: check the endpoint")
-        seen.add(what)
+        seen.add(mark)
 
     def _page(self, query: str, end: float) -> Page:
         target = f"{self._bucket_target}?{query}"

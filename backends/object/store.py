@@ -9,19 +9,34 @@ from __future__ import annotations
 import enum
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from typing import TypeVar
 
 import msgspec
 
-from kvtier.backends.object.errors import InvalidName, LengthMismatch, ObjectTooLarge, StoreError
+from kvtier.backends.object.errors import (
+    EndlessListing,
+    InvalidName,
+    LengthMismatch,
+    ObjectTooLarge,
+    StoreError,
+)
 
 Buffer = memoryview
+_Listed = TypeVar("_Listed")
 
 _SEGMENT = r"[A-Za-z0-9_=-][A-Za-z0-9._=-]{0,199}"
 _NAME = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT}){{0,15}}")
 _PREFIX = re.compile(rf"(?:{_SEGMENT}/){{0,16}}(?:{_SEGMENT})?")
 NAME_CHARS_MAX = 700
 OBJECT_BYTES_MAX = (1 << 63) - 1
+LISTED_MAX = 1 << 25
+"""So many objects a listing may have: twice what manifests of a namespace can tell of, and what no
+store lists within the time between two audits. A server that lists without end must end, too."""
+NAMESPACES_MAX = 1 << 16
+OWN_PREFIX = (
+    "write a url whose prefix is kvtier's own, and see that the endpoint lists nothing twice"
+)
 
 
 class PutOutcome(enum.Enum):
@@ -156,6 +171,22 @@ def portions(store: Store, names: Sequence[str]) -> Iterator[Sequence[str]]:
         some = names[start : start + store.deletes_at_once]
         start += len(some)
         yield some
+
+
+def bounded(
+    listed: Iterable[_Listed], most: int, what: str, remedy: str = OWN_PREFIX
+) -> Iterator[_Listed]:
+    """The same, as long as these are no more than can be; then EndlessListing."""
+    for count, one in enumerate(listed, 1):
+        if count > most:
+            raise EndlessListing(f"more than {most} {what} are listed: {remedy}")
+        yield one
+
+
+def check_namespaces(listed: Sized) -> None:
+    """Raises EndlessListing if these are more namespaces than can be."""
+    if len(listed) > NAMESPACES_MAX:
+        raise EndlessListing(f"more than {NAMESPACES_MAX} namespaces are listed: {OWN_PREFIX}")
 
 
 def read_object(store: Store, name: str, bytes_max: int) -> bytearray | None:

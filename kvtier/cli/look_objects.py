@@ -22,7 +22,14 @@ from kvtier.backends.object.names import (
     uses_prefix,
 )
 from kvtier.backends.object.open import place_of
-from kvtier.backends.object.store import ObjectInfo, Store, read_object
+from kvtier.backends.object.store import (
+    NAMESPACES_MAX,
+    ObjectInfo,
+    Store,
+    bounded,
+    check_namespaces,
+    read_object,
+)
 from kvtier.backends.object.uses import Uses, count_uses, used_blocks
 from kvtier.cli import console
 from kvtier.cli.blocks import Block, Proof, Verdict, is_newer, judge
@@ -100,6 +107,7 @@ def _list(place: Place, store: Store, uses_of: str | None, blocks: bool) -> None
         part = parts.get(name)
         if part is None:
             part = parts[name] = Part(tier=place.tier, kind=place.kind, namespace=name)
+            check_namespaces(parts)
         part.blocks += 1
         part.bytes += info.size
         part.add_times(info.modified_s, info.modified_s)
@@ -150,7 +158,7 @@ def _describe(place: Place, store: Store, name: str) -> Namespace | None:
 
 
 def _read_manifests(place: Place, store: Store, uses_of: str | None) -> None:
-    for name in _namespace_names(store):
+    for name in bounded(_namespace_names(store), NAMESPACES_MAX, "namespaces"):
         with _told_if_closed(place, name):
             _read_namespace(place, store, name, uses_of)
 
