@@ -11,7 +11,7 @@ from kvtier.backends.object.claims import LEASE_S
 from kvtier.backends.object.errors import Misconfigured, StoreError
 from kvtier.backends.object.handler import ObjectHandler
 from kvtier.backends.object.keeper import Keeper
-from kvtier.backends.object.limits import Limits
+from kvtier.backends.object.limits import Limits, Spared
 from kvtier.backends.object.open import StoreSettings, open_store, place_of
 from kvtier.backends.object.reader import Reader
 from kvtier.backends.object.s3 import PUT_BYTES_MAX, S3Settings, check_reach
@@ -135,6 +135,7 @@ class ObjectBackend(Backend[ObjectSettings]):
         context: TierContext,
         store: Store | None = None,
         lease_s: float = LEASE_S,
+        spared: Spared | None = None,
     ) -> ObjectTier:
         limits = Limits(
             capacity=capacity_of(settings),
@@ -143,6 +144,7 @@ class ObjectBackend(Backend[ObjectSettings]):
             age_max_s=settings.age_max.seconds if settings.age_max else None,
             read_s=2 * settings.load_deadline.seconds,
             lease_s=lease_s,
+            spared=spared or {},
         )
         try:
             kind = Reader if _only_read(settings) else Keeper

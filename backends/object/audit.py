@@ -17,6 +17,7 @@ import numpy as np
 from kvtier.backends.object import manifest
 from kvtier.backends.object.bare import Bare
 from kvtier.backends.object.breath import CHUNK, Breath
+from kvtier.backends.object.limits import Spared
 from kvtier.backends.object.manifest import ADDED, ENTRY, REMOVED, Entries
 from kvtier.backends.object.names import block_name, parse_block
 from kvtier.backends.object.news import Rows
@@ -50,6 +51,7 @@ class Audit(msgspec.Struct, frozen=True):
     dead: bool
     """Whether servers died: nobody accounts for what they removed and left there."""
     now: float
+    spared: Spared = {}
     stop_at: float | None = None
     """When to give up (`time.monotonic`)."""
 
@@ -124,7 +126,8 @@ class _Seen:
             of = self.finding.foreign
             of[namespace] = of.get(namespace, 0) + info.size
             check_namespaces(of)
-            _remember(self.foreign, info)
+            if key not in self._case.spared.get(namespace, ()):
+                _remember(self.foreign, info)
             return
         self.own_bytes += info.size
         self._own.append(info)

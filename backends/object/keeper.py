@@ -320,6 +320,7 @@ class Keeper:
                 read_s=self.limits.read_s,
                 dead=bool(dead),
                 now=begun,
+                spared=self.limits.spared,
                 stop_at=stop_at,
             )
         )

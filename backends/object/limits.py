@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
+
 import msgspec
 
 from kvtier.backends.object.claims import LEASE_S
+from kvtier.types import BlockKey
+
+Spared = Mapping[str, Set[BlockKey]]
+"""Blocks of other namespaces that make no room for this one's."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Bytes and seconds."""
+    """Bytes and seconds, and what is not to go."""
 
     capacity: int
     refresh_s: float
@@ -16,3 +22,4 @@ class Limits(msgspec.Struct, frozen=True):
     age_max_s: float | None = None
     read_s: float = 20.0
     lease_s: float = LEASE_S
+    spared: Spared = {}

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
-from pathlib import Path
 
 import msgspec
 
-from kvtier.backends.nvme import NvmeSettings
+from kvtier.cli.beside import alone, check_host_memory
 from kvtier.cli.choice import Choice
 from kvtier.cli.console import Progress, warn
-from kvtier.cli.hold import filling
-from kvtier.cli.holdings import look
 from kvtier.cli.look_objects import carry_uses
 from kvtier.cli.measure import patient
 from kvtier.cli.opening import uninterrupted
@@ -30,11 +27,9 @@ from kvtier.cli.told import Ledger
 from kvtier.config import StackConfig
 from kvtier.core.backend import TierContext, backend
 from kvtier.core.record import record_bytes
-from kvtier.core.settings import TierSettings
-from kvtier.core.slab.layout import committed
 from kvtier.core.tier import Tier
 from kvtier.core.transfer import Mover, Transfer, TransferKind, TransferResult
-from kvtier.errors import KVTierError, MediumError, MediumInUse
+from kvtier.errors import MediumError, MediumInUse
 from kvtier.move.threads import ThreadMover
 from kvtier.observe import human
 from kvtier.types import BlockKey, Namespace, Outcome, Presence
@@ -328,15 +323,21 @@ class Sink:
 
 @contextmanager
 def open_sink(
-    config: StackConfig, tier: int, namespace: Namespace, reader: Reader, pace: Pace
+    config: StackConfig,
+    tier: int,
+    namespace: Namespace,
+    reader: Reader,
+    pace: Pace,
+    spared: Mapping[str, Set[BlockKey]] | None = None,
 ) -> Iterator[Sink]:
-    """The tier of a stack that is to be filled, opened; the reader is closed with it."""
+    """The tier of a stack that is to be filled, opened; the reader is closed with it. In a store
+    blocks of other namespaces that are `spared` make no room."""
     sink: Sink | None = None
     try:
-        with _alone(config.tiers[tier]):
+        with alone(config.tiers[tier]):
             try:
                 with uninterrupted():
-                    sink = _open(config, tier, namespace, reader, pace)
+                    sink = _open(config, tier, namespace, reader, pace, spared or {})
                 yield sink
                 sink.flush()  # only who is not told to end waits for it
             finally:
@@ -352,24 +353,22 @@ def open_sink(
             reader.close()
 
 
-def _alone(settings: TierSettings) -> AbstractContextManager[None]:
-    """In a store two who write one block write one object; host memory has one owner."""
-    if not isinstance(settings, NvmeSettings):
-        return nullcontext()
-    folder = Path(settings.path)
-    return filling(
-        folder, lambda: warn(f"another command is filling {folder}: waiting until it has ended")
-    )
-
-
-def _open(config: StackConfig, tier: int, namespace: Namespace, reader: Reader, pace: Pace) -> Sink:
+def _open(
+    config: StackConfig,
+    tier: int,
+    namespace: Namespace,
+    reader: Reader,
+    pace: Pace,
+    spared: Mapping[str, Set[BlockKey]],
+) -> Sink:
     settings = patient(config.tiers[tier])
     kind = backend(settings.kind)
     if settings.kind == "cpu":
-        _spare_another(config, tier, namespace)
+        check_host_memory(config, tier, namespace)
     context = TierContext(namespace, f"copy-{os.getpid()}" if tier else config.name)
     try:
-        opened = kind.open_tier(settings, context)
+        more = {"spared": spared} if settings.kind == "object" else {}
+        opened = kind.open_tier(settings, context, **more)
     except MediumInUse:
         raise MediumInUse(
             f"the CPU region of {config.name!r} is in use: stop its engine, or fill a tier that "
@@ -386,15 +385,3 @@ def _open(config: StackConfig, tier: int, namespace: Namespace, reader: Reader, 
         carry = partial(carry_uses, settings, namespace)
         ledger = Ledger(config.tiers[tier], namespace)
     return Sink(opened, mover, reader, namespace, pace, carry, ledger)
-
-
-def _spare_another(config: StackConfig, tier: int, namespace: Namespace) -> None:
-    """Host memory holds one namespace: filling it with another would be the end of the first."""
-    for slab in look(config, tier)[0].slabs:
-        blocks = len(committed(slab.entries()))
-        if slab.engine == config.name and slab.namespace != namespace.id and blocks:
-            raise KVTierError(
-                f"the CPU region of {config.name!r} holds {blocks} blocks of the namespace "
-                f"{slab.namespace[:12]}, and would hold this one instead: remove them (kvtier "
-                f"clear {slab.namespace[:12]} --tier cpu), or fill another tier"
-            )

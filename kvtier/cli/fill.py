@@ -100,6 +100,7 @@ def copy_all(
     most, room = room_in(target, tier, size), room_in(target, tier, None)
     pace = Pace(rate)
     done: list[Copied] = []
+    before: dict[str, set[BlockKey]] = {}
     names = namespaces_of(places, namespace)
     if len(names) > 1 and target.tiers[tier].kind == "cpu":
         raise KVTierError(
@@ -134,7 +135,7 @@ def copy_all(
                 continue
             reader = ChoiceReader(source, choice, described)
             with (
-                open_sink(target, tier, described, reader, pace) as sink,
+                open_sink(target, tier, described, reader, pace, before) as sink,
                 console.progress("copying", len(choice), "blocks") as bar,
             ):
                 sink.fill(pieces_of(choice, sink.piece), result, bar)
@@ -143,6 +144,8 @@ def copy_all(
             settings = target.tiers[tier]
             if isinstance(settings, NvmeSettings) and name != names[-1]:
                 spared.enter_context(sparing(Path(settings.path), described))
+            elif name != names[-1]:
+                before[name] = set(choice.keys(0, len(choice)))
     return done
 
 

@@ -14,10 +14,14 @@ from kvtier.backends.object import writers
 from kvtier.backends.object.claim import Claim
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.keeper import Keeper
+from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.manifest import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.names import block_name
+from kvtier.backends.object.tier import ObjectTier
+from kvtier.core.eviction import create_policy
 from kvtier.testing.records import NAMESPACE, make_keys
-from kvtier.types import Presence
+from kvtier.types import Namespace, Presence
 
 
 def test_nothing_is_dropped_as_long_as_nobody_knows_what_may_be_there(
@@ -54,6 +58,25 @@ def test_nothing_is_dropped_when_others_have_taken_us_for_dead(tmp_path: Path) -
     tier.tick()
     assert tier.prepare_store(make_keys(1, start=100)).keys, "it has listed everything again"
     assert blocks_in(store) == 50
+    keeper.close()
+
+
+def test_what_is_spared_makes_no_room_for_another_namespace(tmp_path: Path) -> None:
+    """Though it is the oldest, and all that there is beside."""
+    store = FileStore(tmp_path / "store")
+    keys = filled(store, 8)
+    other = Namespace(facts={"model": "other"}, group_bytes=NAMESPACE.group_bytes)
+    spared = {NAMESPACE.id: set(keys[:6])}
+    limits = Limits(7 * RECORD, refresh_s=600.0, audit_s=600.0, spared=spared)
+    keeper = Keeper(store, other, limits)
+    tier = ObjectTier(keeper, create_policy())
+    keeper.open(tier.known)
+    tier.start()
+    for _ in range(3):
+        keeper.want_room()
+        keeper.refresh()
+    left = {info.name for info in store.list() if "/blocks/" in info.name}
+    assert left == {block_name(NAMESPACE.id, key) for key in keys[:6]}
     keeper.close()
 
 
