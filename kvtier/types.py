@@ -30,6 +30,8 @@ def group_of(key: BlockKey) -> int:
 
 
 PARTS_MAX = 256
+GROUPS_MAX = 1024
+"""Far more than any model has: for each of them a chunk of a prompt has a key."""
 PAYLOAD_BYTES_MAX = 1 << 32
 """Far more than a block of any model: whoever can write a description chooses its sizes, and with
 them what its readers make room for."""
@@ -53,6 +55,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.group_bytes or min(self.group_bytes) <= 0:
             raise ValueError("group_bytes must name at least one positive payload size")
+        if len(self.group_bytes) > GROUPS_MAX:
+            raise ValueError(f"there are at most {GROUPS_MAX} cache groups")
         if self.payload_bytes > PAYLOAD_BYTES_MAX:
             raise ValueError(
                 f"a payload has at most {PAYLOAD_BYTES_MAX} bytes, not {self.payload_bytes}: let a "

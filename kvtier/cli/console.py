@@ -34,6 +34,8 @@ EXIT_CLOSED_PIPE = 141
 _OUTPUT = "standard output"
 _FILE_COLUMNS = 160
 _FOLDED_COLUMNS = 3
+_NAME_COLUMNS = 40
+"""Behind a name that is longer, which may be anybody's, the others are not filled up to its end."""
 _GAP = 2
 """Between two columns of a table."""
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -252,7 +254,7 @@ def print_table(
 
 def print_values(values: Mapping[str, object]) -> None:
     """Names and values under each other."""
-    width = max(map(len, values), default=0)
+    width = min(max(map(len, values), default=0), _NAME_COLUMNS)
     for name, value in values.items():
         say(f"{name:<{width}}  {value}")
 

@@ -192,6 +192,12 @@ class TestConsole:
         console.print_values({"a": 1, "long": "x"})
         assert capsys.readouterr().out == "a     1\nlong  x\n"
 
+    def test_a_name_without_an_end_lengthens_its_own_line_only(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        console.print_values({"a": 1, "b" * 1000: "x"})
+        assert list(map(len, capsys.readouterr().out.splitlines())) == [43, 1003]
+
     def test_a_config_option_reads_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[Path] = []
         app = console.new_app("Try.")

@@ -27,6 +27,7 @@ from kvtier.core.record import (
 from kvtier.errors import FormatError
 from kvtier.types import (
     GROUP_BYTES,
+    GROUPS_MAX,
     KEY_BYTES_MAX,
     PARTS_MAX,
     PAYLOAD_BYTES_MAX,
@@ -192,3 +193,10 @@ def test_no_description_asks_for_more_than_any_block_has() -> None:
     text = most.to_json().replace(b"%d" % PAYLOAD_BYTES_MAX, b"%d" % (1 << 62))
     with pytest.raises(msgspec.ValidationError, match="let a block hold fewer tokens"):
         Namespace.from_json(text)
+
+
+def test_no_description_asks_for_more_keys_than_a_model_has_groups() -> None:
+    most = Namespace(facts={}, group_bytes=(1,) * GROUPS_MAX)
+    assert Namespace.from_json(most.to_json()) == most
+    with pytest.raises(msgspec.ValidationError, match="cache groups"):
+        Namespace.from_json(most.to_json().replace(b"[", b"[1, "))
