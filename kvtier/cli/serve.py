@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import MutableMapping, Sequence
@@ -52,7 +53,7 @@ def serve(
     flags = list(context.args)
     command = server_command(model, config, flags)
     prepare_environment(os.environ, model, flags, cpu=vllm.cpu)
-    _say_what_to_try(model, flags, config)
+    say_what_to_try(model, flags, config)
     if vllm.cpu and _value(flags, "--dtype") is None and is_slow_at_halves(_PROCESSORS):
         console.warn(
             "this processor has no AVX-512, and computes in bfloat16 or float16, as most models "
@@ -148,16 +149,19 @@ def _value(flags: Sequence[str], name: str) -> str | None:
     return found
 
 
-def _say_what_to_try(model: str, flags: Sequence[str], config: Path) -> None:
+def say_what_to_try(model: str, flags: Sequence[str], config: Path) -> None:
+    """Two commands, as they can be typed."""
+    scheme = "http" if _value(flags, "--ssl-certfile") is None else "https"
     host = _value(flags, "--host") or "localhost"
-    url = f"http://{host}:{_value(flags, '--port') or '8000'}"
+    host = f"[{host}]" if ":" in host else host
+    url = f"{scheme}://{host}:{_value(flags, '--port') or '8000'}"
     name = _value(flags, "--served-model-name") or model
     body = json.dumps({"model": name, "prompt": _PROMPT, "max_tokens": 16, "temperature": 0})
-    short = body.replace(_PROMPT, "'\"$PROMPT\"'")
+    short = shlex.quote(body).replace(_PROMPT, "'\"$PROMPT\"'")
     console.say(f"kvtier: serving {model} on {url} with {config}. When it is up, try, twice:")
     console.say()
     console.say('  PROMPT=$(printf "Tell me about caches. %.0s" $(seq 100))')
-    console.say(f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{short}'")
+    console.say(f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d {short}")
     console.say(f"  curl -s {url}/metrics | grep ^kvtier")
     console.say()
     console.say("Then stop the server, start it again, and send the same: it is still known.")

@@ -92,6 +92,24 @@ def test_the_page_says_what_it_is_the_same_as() -> None:
     assert sorted(made) == sorted(written)
 
 
+@pytest.mark.parametrize(
+    ("model", "flags", "url"),
+    [
+        ("/of/someone's", [], "http://localhost:8000"),
+        ("m", ["--host", "::1", "--port=81"], "http://[::1]:81"),
+        ("m", ["--ssl-certfile", "c.pem", "--host", "h"], "https://h:8000"),
+    ],
+)
+def test_what_it_says_to_try_can_be_typed(
+    model: str, flags: list[str], url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve.say_what_to_try(model, flags, Path("stack.yaml"))
+    typed = [line for line in capsys.readouterr().out.splitlines() if "curl" in line]
+    ask, count = map(shlex.split, typed)
+    assert (ask[1], count[2]) == (f"{url}/v1/completions", f"{url}/metrics")
+    assert json.loads(ask[-1])["model"] == model
+
+
 def test_what_the_user_has_set_stays() -> None:
     environment = {"OMP_NUM_THREADS": "7"}
     serve.prepare_environment(environment, "m", [], cpu=True)
