@@ -56,17 +56,18 @@ class Simulation(msgspec.Struct):
 
 
 class _Tier:
-    """The catalogue of one simulated tier."""
+    """The catalogue of one simulated tier, through which no more blocks come than `distinct`."""
 
-    def __init__(self, plan: TierPlan) -> None:
+    def __init__(self, plan: TierPlan, distinct: int) -> None:
+        room = min(plan.blocks, distinct)
         self.plan = plan
         self.result = TierResult(plan.kind, plan.blocks)
         self.slot_of: dict[int, int] = {}
         self.here = bytearray()
         """For every block of every request so far, whether it was here when it was asked for."""
-        self._block_at = [0] * plan.blocks
-        self._free = list(range(plan.blocks - 1, -1, -1))
-        self._policy: EvictionPolicy = create_policy(plan.eviction, plan.blocks)
+        self._block_at = [0] * room
+        self._free = list(range(room - 1, -1, -1))
+        self._policy: EvictionPolicy = create_policy(plan.eviction, room)
         second = plan.admission is Admission.SECOND_TOUCH
         self._touches = Touches() if second else None
 
@@ -209,7 +210,7 @@ def run_group(trace: Trace, plans: Sequence[TierPlan]) -> Part:
         here = trace.seen_before()
         written = len(here) - int(here.sum())
         return Part([TierResult(plans[0].kind, plans[0].blocks, written=written)], [here.tobytes()])
-    tiers = [_Tier(plan) for plan in plans]
+    tiers = [_Tier(plan, trace.distinct) for plan in plans]
     for (time, blocks), keys in zip(trace.requests, trace.keys, strict=True):
         above: list[int] = []
         for tier in tiers:

@@ -216,6 +216,18 @@ def test_a_tier_that_holds_everything_needs_no_policy(spare: int) -> None:
         assert counts(requests, plans) == slowly(requests, plans)
 
 
+@pytest.mark.parametrize("write", WritePolicy)
+def test_a_tier_costs_no_more_than_the_trace_fills(write: WritePolicy) -> None:
+    requests = conversations(8, 200)
+    distinct = len({block for request in requests for block in request.blocks})
+    above = TierPlan("above", 20, "lru", WritePolicy.THROUGH, Admission.ALWAYS)
+    all_of_it, endless = (
+        TierPlan("below", blocks, "adaptive", write, Admission.SECOND_TOUCH)
+        for blocks in (distinct, 1 << 50)
+    )
+    assert counts(requests, [above, endless]) == counts(requests, [above, all_of_it])
+
+
 @pytest.mark.parametrize("eviction", ["adaptive", "arc", "lru", "s3fifo"])
 @pytest.mark.parametrize("write", WritePolicy)
 def test_a_tier_without_room_is_as_good_as_none(eviction: str, write: WritePolicy) -> None:
