@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -183,16 +185,40 @@ def confirm(question: str, yes: bool) -> None:
     if not sys.stdin.isatty():
         raise typer.BadParameter("nobody can be asked here: say --yes", param_hint="--yes")
     try:
-        agreed = typer.confirm(question, err=True)
-    except typer.Abort as abort:
-        with suppress(OSError):  # the terminal may have gone
-            typer.echo(err=True)  # the line of the question has no end yet
-        if isinstance(abort.__context__, KeyboardInterrupt):  # which has an exit code of its own
-            raise abort.__context__ from None
-        agreed = False
-    if not agreed:
+        answer = ""
+        while answer not in ("y", "yes", "n", "no"):
+            line = _typed(f"{question} [y/N]: ")
+            answer = line.strip().lower() or "no"
+    except KeyboardInterrupt:
+        _end_question()
+        raise
+    if not line:
+        _end_question()
+    if answer not in ("y", "yes"):
         warn("nothing was changed")
         raise typer.Exit(EXIT_FAILURE)
+
+
+def _typed(question: str) -> str:
+    """The line that is typed, nothing at its end. To read is to miss a signal that comes just
+    before: it would be heard of when something is typed."""
+    heard, hear = os.pipe()
+    os.set_blocking(hear, False)
+    before = signal.set_wakeup_fd(hear)
+    try:
+        print(question, end="", file=sys.stderr, flush=True)
+        while sys.stdin not in select.select([sys.stdin, heard], [], [])[0]:
+            os.read(heard, 64)  # of a signal that ended nothing
+        return sys.stdin.readline()
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(heard)
+        os.close(hear)
+
+
+def _end_question() -> None:
+    with suppress(OSError):  # the terminal may have gone
+        print(file=sys.stderr)
 
 
 def end_with_troubles(places: Iterable[Place]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
@@ -191,6 +194,29 @@ class TestConsole:
     def test_names_and_values(self, capsys: pytest.CaptureFixture[str]) -> None:
         console.print_values({"a": 1, "long": "x"})
         assert capsys.readouterr().out == "a     1\nlong  x\n"
+
+    def test_a_signal_just_before_the_answer_is_awaited_is_heard(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Nothing would interrupt a read that begins after it."""
+        main, child = os.openpty()
+        said = []
+
+        def wait(read: list[Any], *_: object) -> object:
+            signal.raise_signal(signal.SIGUSR1)
+            said.append(select.select([read[1]], [], [], 0)[0] == [read[1]])
+            os.write(main, b"y\n")
+            return read[:1], [], []
+
+        before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+        monkeypatch.setattr(console, "select", SimpleNamespace(select=wait))
+        with os.fdopen(child) as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            console.confirm("Go?", yes=False)
+        signal.signal(signal.SIGUSR1, before)
+        os.close(main)
+        assert said == [True]
+        assert capsys.readouterr() == ("", "Go? [y/N]: ")
 
     def test_a_name_without_an_end_lengthens_its_own_line_only(
         self, capsys: pytest.CaptureFixture[str]
