@@ -107,7 +107,8 @@ def explain(
             answers.append(_answer(prompt, name, known, asked, held))
     if json:
         rows = {"answers": answers, "problems": problems, "skipped": prompts.skipped}
-        console.print_json({"asked": asked, **rows})
+        troubles = [trouble for place in places for trouble in place.troubles]
+        console.print_json({"asked": asked, **rows, "troubles": troubles})
     else:
         _show(answers, problems)
         say_two_names(known)

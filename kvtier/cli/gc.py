@@ -62,7 +62,7 @@ def gc(
     elif rows:
         _show(rows, dry_run)
     elif not refused:
-        unseen = any(place.unseen for place in places)
+        unseen = any(place.troubles for place in places)
         console.say("there is nothing to remove" + (" in what can be seen" if unseen else ""))
     for said in refused:
         console.warn(said)

@@ -168,7 +168,8 @@ def _reader(settings: TierSettings, quick: bool, blocks: bool, uses_of: str | No
 
 
 def _private(tier: int, config: StackConfig) -> Place:
-    return Place(tier=tier, kind=config.tiers[tier].kind, where="memory of each process")
+    where = "memory of each process"
+    return Place(tier=tier, kind=config.tiers[tier].kind, where=where, unseen=True)
 
 
 def _unknown(tier: int, config: StackConfig) -> Place:

@@ -202,6 +202,17 @@ class TestExplain:
         assert "nothing here is of a model called nosuch" in done.err
         assert done.out
 
+    def test_what_could_not_be_read_is_said_to_programs_too(
+        self, stack_file: Path, prompt_file: Path, tmp_path: Path
+    ) -> None:
+        store(stack_file, ENGINE, 4)
+        stray = tmp_path / "disk" / "blocks" / ENGINE.id / "ffffffff.table"
+        stray.write_bytes(b"nothing of ours")
+        report = run("explain", prompt_file, "-c", stack_file, code=1)
+        assert report["answers"][0]["hits"] == 4
+        (trouble,) = report["troubles"]
+        assert str(stray) in trouble
+
     def test_a_group_that_is_missing_is_a_miss(self, stack_file: Path, prompt_file: Path) -> None:
         keys = chunk_keys(PROMPT, ENGINE)
         chosen = [*keys[0], keys[1][0]]

@@ -293,6 +293,13 @@ def test_the_doctor_tries_every_right(stack: Path) -> None:
     assert run("verify", "-c", stack)["counts"]["good"] == 3 * BLOCKS
 
 
+def test_what_processes_keep_to_themselves_is_unknown(stack_file: Path) -> None:
+    stack_file.write_text(f"{stack_file.read_text()}  - {{kind: memory, capacity: 4MiB}}\n")
+    place = run("du", "-c", stack_file)[2]
+    assert (place["kind"], place["blocks"], place["troubles"]) == ("memory", None, [])
+    assert command("gc", "-c", stack_file).out == "there is nothing to remove\n"
+
+
 def test_a_restore_from_where_nothing_is(
     in_a_folder: Path, server: object_servers.ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
