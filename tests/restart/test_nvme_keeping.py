@@ -216,6 +216,31 @@ def test_what_was_dropped_is_written_before_the_slab_is_handed_over(
     engine.close()
 
 
+def test_no_slab_is_handed_over_while_what_was_dropped_there_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next owner would serve it again."""
+    engine = Engine(tmp_path / "kv", blocks=4)
+    engine.put(make_keys(4))
+    keeper, (slab,) = engine.keeper, engine.own_slabs
+
+    def failing(disk: Disk, table: Path, entries: Mapping[int, bytes]) -> None:
+        raise OSError(errno.EIO, "the disk is worn")
+
+    keeper.record(slab, 0, layout.FREE, BlockKey(b""))
+    keeper.release(slab, remove=False)
+    with monkeypatch.context() as worn:
+        worn.setattr(keeper_module, "write_entries", failing)
+        for _ in range(2):
+            keeper.flush()
+            assert keeper.folder.read_table(slab)[0].owner == keeper.owner
+    keeper.flush()
+    found, table = keeper.folder.read_table(slab)
+    assert found.owner == NOBODY
+    assert layout.read_entries(table, 2)["state"].tolist() == [layout.FREE, layout.VALID]
+    engine.close()
+
+
 def test_what_nobody_thought_of_ends_no_keeper_and_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

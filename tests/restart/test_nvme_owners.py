@@ -107,12 +107,32 @@ def test_an_owner_that_cannot_be_asked_after_may_be_alive(
     neighbour.close()
 
 
+def test_only_one_of_two_heirs_that_saw_the_same_death_takes_the_slabs(tmp_path: Path) -> None:
+    keys = make_keys(8)
+    dying = Engine(tmp_path / "kv", blocks=8)
+    assert dying.put(keys) == keys
+    heirs = [Engine(tmp_path / "kv", blocks=8) for _ in range(2)]
+    dying.close()
+    for heir in heirs:
+        heir.keeper._look_around()  # nobody owns them, both believe
+    for heir in heirs:
+        heir.keeper._adopt_orphans()
+        heir.tier.tick()
+    assert len(heirs[0].own_slabs) == 2
+    assert not heirs[1].own_slabs
+    for heir in heirs:
+        assert heir.read(keys) == keys
+        heir.close()
+
+
 def test_who_is_no_owner_any_more_becomes_one_again(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "kv")
     keys = make_keys(4)
     engine.put(keys)
+    before = open_files()
     owner_path(engine.keeper.folder.owners, engine.keeper.owner).unlink()
     assert engine.read(keys) == keys
+    assert open_files() == before
     neighbour = Engine(tmp_path / "kv")
     assert engine.own_slabs
     assert not engine.own_slabs & neighbour.own_slabs

@@ -57,6 +57,25 @@ def test_broken_slabs_are_removed_and_newer_ones_left_alone(tmp_path: Path) -> N
     after.close()
 
 
+def test_a_slab_that_looks_broken_is_left_while_somebody_else_may_be_at_work(
+    tmp_path: Path,
+) -> None:
+    """Its owner, say, whose disk answers this process wrongly."""
+    mine, neighbour = Engine(tmp_path / "kv", blocks=8), Engine(tmp_path / "kv", blocks=8)
+    assert neighbour.put(make_keys(2))
+    (slab,) = neighbour.own_slabs
+    table = neighbour.keeper.folder.table_path(slab)
+    with table.open("r+b") as file:
+        file.write(b"\0" * 64)
+    for _ in range(2):
+        mine.tier.refresh()
+        assert table.exists()
+    neighbour.close()
+    mine.tier.refresh()
+    assert not table.exists()
+    mine.close()
+
+
 @pytest.mark.parametrize("kind", ["slab", "table"])
 def test_links_out_of_the_folder_are_not_followed(tmp_path: Path, kind: str) -> None:
     """Somebody else may have made this folder, or what it was unpacked from."""
