@@ -241,6 +241,65 @@ def test_no_slab_is_handed_over_while_what_was_dropped_there_cannot_be_written(
     engine.close()
 
 
+@pytest.mark.parametrize("remove", [True, False])
+@pytest.mark.parametrize("under_way", ["store", "load"])
+def test_a_slab_is_not_given_up_while_something_is_on_its_way_into_it_or_out_of_it(
+    tmp_path: Path, under_way: str, remove: bool
+) -> None:
+    engine = Engine(tmp_path / "kv", blocks=4)
+    keys, new = engine.put(make_keys(3)), make_keys(1, start=50)
+    tier, folder, (slab,) = engine.tier, engine.keeper.folder, engine.own_slabs
+    file = tier._places.by_slab[slab].slab
+
+    def asked_to_give_up() -> None:
+        engine.keeper.news.append(News(file, remove=remove))
+        tier.tick()
+        engine.keeper.flush()
+
+    if under_way == "store":
+        assert tier.prepare_store(new).keys == new
+    else:
+        tier.prepare_load(keys[:1])
+    asked_to_give_up()
+    assert engine.own_slabs == {slab}
+    assert folder.read_table(slab)[0].owner == engine.keeper.owner
+    if under_way == "store":
+        tier.complete_store(new)
+    else:
+        tier.complete_load(keys[:1])
+    asked_to_give_up()
+    assert engine.own_slabs == set()
+    assert folder.table_path(slab).exists() is not remove
+    if not remove:
+        assert folder.read_table(slab)[0].owner == NOBODY
+    engine.close()
+
+
+def test_a_slab_that_has_been_given_away_is_not_removed(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv", blocks=4)
+    engine.put(make_keys(4))
+    (slab,) = engine.own_slabs
+    for remove in (False, True):
+        file = engine.tier._places.by_slab[slab].slab
+        engine.keeper.news.append(News(file, remove=remove))
+        engine.tier.tick()
+        engine.keeper.flush()
+    assert engine.keeper.folder.read_table(slab)[0].owner == NOBODY
+    engine.close()
+
+
+def test_who_clears_leaves_what_is_anothers(tmp_path: Path) -> None:
+    mine, other = Engine(tmp_path / "kv", blocks=8), Engine(tmp_path / "kv", blocks=8)
+    theirs, ours = other.put(make_keys(2)), mine.put(make_keys(2, start=50))
+    assert mine.hits([*theirs, *ours]) == [*theirs, *ours]
+    mine.tier.clear()
+    assert mine.tier.lookup([*theirs, *ours]) == [Presence.MISS] * 4
+    mine.tier.flush()
+    assert other.read([*theirs, *ours]) == theirs
+    mine.close()
+    other.close()
+
+
 def test_what_nobody_thought_of_ends_no_keeper_and_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
