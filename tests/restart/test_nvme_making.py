@@ -1,0 +1,109 @@
+"""How a slab is made: within the room there is, all of it taken, and never seen by halves."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from nvme_rig import open_files
+
+from kvtier.backends.nvme.folder import Limits, NvmeFolder
+from kvtier.core.disk import AnyPath, Disk, is_locked
+from kvtier.core.record import Buffer, record_bytes
+from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
+from kvtier.testing.records import NAMESPACE
+
+SLOT = record_bytes(NAMESPACE.payload_bytes)
+FLOOR = 1 << 30
+
+
+class Scripted(Disk):
+    """A disk of which the test says how full it is, and which of its writes stay short."""
+
+    free = 1 << 40
+    short = False
+
+    def __init__(self) -> None:
+        self.allocated: list[int] = []
+
+    def free_bytes(self, path: Path) -> int:
+        return self.free
+
+    def allocate(self, fd: int, size: int) -> None:
+        self.allocated.append(size)
+        super().allocate(fd, size)
+
+    def writev(self, fd: int, data: Sequence[Buffer], offset: int) -> int:
+        if self.short:
+            data = [data[0][:512]]
+        return super().writev(fd, data, offset)
+
+
+class Maker:
+    """One owner in a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.disk = Scripted()
+        self.folder = NvmeFolder(root, NAMESPACE, self.disk)
+        self.owner, self._fd = self.folder.claim()
+
+    def make(self) -> int:
+        """How many slots the slab has that was made; 0 if none was."""
+        limits = Limits(1 << 20, free_floor=FLOOR, slot_bytes=SLOT, slab_bytes=8 * SLOT)
+        slab = self.folder.create_slab(self.owner, 8, limits)
+        return slab.header.slots if slab else 0
+
+    def files(self) -> list[Path]:
+        return sorted(path for path in self.folder.home.iterdir() if path.is_file())
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@pytest.fixture
+def maker(tmp_path: Path) -> Iterator[Maker]:
+    maker = Maker(tmp_path / "kv")
+    yield maker
+    maker.close()
+
+
+def test_no_slab_reaches_below_the_floor(maker: Maker) -> None:
+    maker.disk.free = FLOOR + TABLE_AT + 3 * (SLOT + ENTRY_BYTES)
+    assert maker.make() == 3
+    for short in (1, SLOT):
+        maker.disk.free = FLOOR + TABLE_AT + SLOT + ENTRY_BYTES - short
+        assert maker.make() == 0
+
+
+def test_a_slab_has_all_of_its_room_before_it_is_used(maker: Maker) -> None:
+    assert maker.make() == 8
+    assert maker.disk.allocated == [8 * SLOT, TABLE_AT + 8 * ENTRY_BYTES]
+
+
+def test_a_slab_whose_header_was_written_in_part_is_not_made(maker: Maker) -> None:
+    there, before = maker.files(), open_files()
+    maker.disk.short = True
+    with pytest.raises(OSError) as failure:
+        maker.make()
+    assert failure.value.errno == errno.EIO
+    assert (maker.files(), open_files()) == (there, before)
+    maker.disk.short = False
+    assert maker.make() == 8
+
+
+def test_a_slab_gets_its_names_while_nobody_else_looks_for_halves(
+    maker: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, renamed = Path.rename, []
+
+    def watched(source: Path, target: AnyPath) -> Path:
+        renamed.append(Path(target).suffix)
+        assert is_locked(maker.folder.root / "lock")
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    assert maker.make() == 8
+    assert renamed == [".slab", ".table"]
