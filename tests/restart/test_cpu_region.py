@@ -16,7 +16,14 @@ import pytest
 from nvme_rig import child, expect
 
 from kvtier.backends.cpu import BACKEND, CpuSettings, CpuTier, huge
-from kvtier.backends.cpu.region import Region, leftovers, read_header, remove
+from kvtier.backends.cpu.region import (
+    Region,
+    in_use,
+    leftovers,
+    read_header,
+    regions,
+    remove,
+)
 from kvtier.core.backend import TierContext
 from kvtier.core.settings import ByteSize, Capacity, Duration, Persistence
 from kvtier.core.slab import layout
@@ -180,6 +187,21 @@ def test_a_region_of_another_user_is_not_taken_over(
     with opened(tmp_path) as tier:
         assert tier.lookup(keys) == [Presence.MISS] * 2
     assert "it belongs to another user" in caplog.text
+
+
+def test_a_view_that_outlives_its_region_keeps_nobody_from_using_or_removing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys(1)
+    with opened(tmp_path) as tier:
+        put(tier, keys)
+        path, view = tier.region.path, tier.region.record(0)
+    assert not in_use(path)
+    assert prove(view, keys[0]).ok
+    assert list(regions(tmp_path)) == [path]
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    assert list(regions(tmp_path)) == [], "those of others are not ours to remove"
 
 
 def test_an_entry_with_an_impossible_key_is_free(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from chains import ChainRig, rule
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +34,31 @@ def test_touches_remember_the_most_recent_uses(batches: list[list[BlockKey]]) ->
             model.popitem(last=False)
         assert len(touches) == len(model) <= 4
         assert touches.twice(KEYS) == [key for key in KEYS if model.get(key, 0) > 1]
+
+
+def test_written_blocks_are_settled_a_few_at_a_time() -> None:
+    """What a mover has finished meanwhile must not make one step of the engine a long one."""
+    rig = ChainRig([600, 600], [rule(), rule(queue_blocks=300)])
+    keys = rig.store(make_keys(300))
+    for _ in range(5):
+        rig.chain.poll()
+    assert [len(transfer.keys) for transfer in rig.mover.queue] == [64, 64, 64, 64, 44]
+    rig.mover.run_all()
+    written = []
+    while rig.chain.has_pending_work:
+        rig.chain.poll()
+        written.append(len(rig.resident(1, keys)))
+    assert written == [128, 256, 300]
+
+
+def test_what_was_forgotten_while_it_waited_waits_again_when_it_comes_again() -> None:
+    link = Link(LinkPlan(0, 1, WritePolicy.THROUGH, Admission.ALWAYS), "disk", 8, 8)
+    link.committed(KEYS[:4])
+    link.forget(KEYS[1:3])
+    link.committed(KEYS[1:2])
+    link.forget()
+    link.committed(KEYS[:2])
+    assert link.take(8) == KEYS[:2]
 
 
 def test_groups_of_one_hash_are_touched_apart() -> None:
