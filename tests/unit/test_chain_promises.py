@@ -99,6 +99,18 @@ def test_what_was_found_bad_is_no_hit_while_another_one_reads_it(by: str) -> Non
     rig.check(ticket.keys, ticket.spec)
 
 
+@pytest.mark.parametrize("way", ["forget", "clear"])
+def test_what_was_promised_and_dropped_is_no_hit(rig: ChainRig, way: str) -> None:
+    above, below = rig.put(0, KEYS[:2]), rig.put(1, KEYS[2:4])
+    keys = [*above, *below]
+    assert rig.chain.lookup(keys) == [HIT] * 4
+    if way == "forget":
+        rig.chain.forget(keys)
+    else:
+        rig.chain.clear()
+    assert rig.chain.lookup(keys) == [MISS] * 4
+
+
 def test_a_block_that_left_host_memory_meanwhile_comes_from_below(rig: ChainRig) -> None:
     rig.put(1, KEYS[:1])
     rig.put(0, KEYS[:1])

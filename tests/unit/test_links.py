@@ -151,3 +151,21 @@ def test_what_is_not_the_tiers_fault_is_not_held_against_it() -> None:
         health.observe(0, [outcome], 0.0)
     health.observe(0, [], 0.0)
     assert not health.down(0, 0.0)
+
+
+def test_a_block_that_arrives_while_a_tier_rests_ends_its_rest() -> None:
+    health = Health(1, 30.0, strikes=1)
+    health.observe(0, [Outcome.IO_ERROR], 0.0)
+    assert health.down(0, 1.0)
+    health.observe(0, [Outcome.IO_ERROR, Outcome.OK], 1.0)
+    assert not health.down(0, 1.0)
+
+
+def test_a_key_that_fails_again_rests_anew_and_holds_up_no_other() -> None:
+    health = Health(1, 30.0)
+    health.rest(0, KEYS[:2], 0.0)
+    health.rest(0, KEYS[:1], 10.0)
+    health.tick(30.0)
+    assert list(health.resting(0)) == KEYS[:1]
+    health.tick(40.0)
+    assert not health.resting(0)
