@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from nvme_rig import Engine
 
-from kvtier.backends.nvme.files import hold_owner
+from kvtier.backends.nvme.files import halves, hold_owner, homes
 from kvtier.core.slab import layout
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import Namespace
@@ -150,3 +150,38 @@ def test_what_only_looks_like_a_slab_stops_nothing(tmp_path: Path) -> None:
     again = Engine(tmp_path / "kv")
     assert again.read(make_keys(8, start=16)) == make_keys(8, start=16)
     again.close()
+
+
+def test_what_is_removed_gives_its_room_back_although_somebody_has_it_open(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv", blocks=4)
+    keys = make_keys(4)
+    assert engine.put(keys) == keys
+    folder, (slab,) = engine.keeper.folder, engine.own_slabs
+    with folder.data_path(slab).open("rb") as opened:
+        folder.remove_slab(slab)
+        assert os.fstat(opened.fileno()).st_size == 0
+    engine.close()
+
+
+def test_what_a_link_in_the_root_leads_to_is_nobodys_to_clear_away(tmp_path: Path) -> None:
+    elsewhere = Engine(tmp_path / "elsewhere", namespace=OTHER)
+    elsewhere.put(make_keys(4))
+    elsewhere.close()
+    mine = Engine(tmp_path / "kv")
+    (mine.root / OTHER.id).symlink_to(elsewhere.root / OTHER.id)
+    assert homes(mine.root) == [mine.keeper.folder.home]
+    mine.close()
+
+
+def test_half_a_slab_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv", blocks=8)
+    assert engine.put(make_keys(8))
+    home = engine.keeper.folder.home
+    engine.close()
+    newer, older = sorted(home.glob("*.table"))
+    with newer.open("r+b") as file:
+        file.seek(8)
+        file.write(struct.pack("<H", layout.VERSION + 1))
+    for path in home.glob("*.slab"):
+        path.unlink()
+    assert halves(home) == [older]

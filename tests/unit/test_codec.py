@@ -76,6 +76,18 @@ def test_a_cut_payload_is_refused(codec: Codec, cut: int) -> None:
         decode(codec, stored[:-cut], memoryview(bytearray(len(payload))))
 
 
+def test_a_codec_of_times_to_come_is_refused() -> None:
+    with pytest.raises(FormatError, match="codec 9"):
+        decode(9, memoryview(bytes(8)), memoryview(bytearray(8)))
+
+
+def test_planes_that_fit_but_for_an_odd_byte_are_refused() -> None:
+    payload = floats(512)
+    stored = joined(encode(Codec.SPLIT_ZSTD, payload)[1])
+    with pytest.raises(FormatError, match="lengths"):
+        decode(Codec.SPLIT_ZSTD, stored, memoryview(bytearray(len(payload) + 1)))
+
+
 def test_a_decompression_bomb_is_refused_before_it_is_unpacked() -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
     with pytest.raises(FormatError, match="size"):
