@@ -23,6 +23,7 @@ from kvtier.backends.cpu.region import (
     read_header,
     regions,
     remove,
+    unfinished,
 )
 from kvtier.core.backend import TierContext
 from kvtier.core.settings import ByteSize, Capacity, Duration, Persistence
@@ -202,6 +203,45 @@ def test_a_view_that_outlives_its_region_keeps_nobody_from_using_or_removing_it(
     user = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
     assert list(regions(tmp_path)) == [], "those of others are not ours to remove"
+
+
+def test_a_region_is_in_use_from_its_owner_on_and_nothing_of_his_is_a_leftover(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / f"kvtier-{os.getuid()}-x.region"
+    making, owner = path.with_suffix(".making"), path.with_suffix(".owner")
+    assert not in_use(path)
+    making.touch()
+    assert unfinished(tmp_path) == [path]
+    with owner.open("wb") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        assert in_use(path)
+        assert unfinished(tmp_path) == []
+    assert unfinished(tmp_path) == [path]
+    path.touch()
+    assert unfinished(tmp_path) == [], "the region is there: it is looked at itself"
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_a_block_that_is_stored_anew_looks_like_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    """Even in the same slot and second: who copies it meanwhile must see that it was replaced."""
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    keys = make_keys(1)
+    with contextlib.ExitStack() as stack:
+        tier = stack.enter_context(opened(tmp_path, blocks=1))
+        put(tier, keys)
+        before = tier.region.entry(0)
+        if restarted:
+            stack.close()
+            tier = stack.enter_context(opened(tmp_path, blocks=1))
+            assert layout.same_block(tier.region.entry(0), before)
+        tier.forget(keys)
+        put(tier, keys)
+        after = tier.region.entry(0)
+        assert (before[0], after[0]) == (layout.VALID, layout.VALID)
+        assert not layout.same_block(before, after)
 
 
 def test_an_entry_with_an_impossible_key_is_free(tmp_path: Path) -> None:
