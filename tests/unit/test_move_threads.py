@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.core.backend import TierContext
-from kvtier.core.transfer import Mover
+from kvtier.core.transfer import Mover, TransferKind
 from kvtier.move import carry
+from kvtier.move.lanes import Job
 from kvtier.move.threads import ThreadMover
 from kvtier.testing.media import FILE, HOST, FileSettings, MediumSettings
 from kvtier.testing.mover import SOON, MoverContract, MoverRig
@@ -31,6 +32,10 @@ def open_threads(tiers: Sequence[MediumSettings], context: TierContext) -> Threa
     )
 
 
+def closed_handlers(rig: MoverRig) -> list[bool]:
+    return [each._medium._calls < 0 for each in rig.mover._handlers]  # type: ignore[attr-defined]
+
+
 class TestThreadMover(MoverContract):
     def open_mover(self, tiers: Sequence[MediumSettings], context: TierContext) -> Mover:
         return open_threads(tiers, context)
@@ -41,6 +46,36 @@ class TestThreadMover(MoverContract):
         rig.results(rig.load(range(4)))
         rig.mover.close()
         assert not any(thread.is_alive() for thread in threads)
+        assert closed_handlers(rig) == [True] * 3
+
+    def test_what_waits_halfway_when_it_is_closed_has_not_arrived(self, rig: MoverRig) -> None:
+        rig.fill(1, range(8))
+        rig.media[2].hold(range(8))
+        relay = rig.relay(range(8))
+        started = rig.media[2].next_call()[1]
+        halfway = rig.mover._lanes[2]._arrived  # type: ignore[attr-defined]
+        while not halfway:
+            pass
+        closing = threading.Thread(target=rig.mover.close)
+        closing.start()
+        while halfway:
+            pass
+        rig.media[2].release()
+        closing.join()
+        (result,) = rig.mover.poll()
+        assert result.id == relay
+        arrived = [slot for slot, outcome in enumerate(result.outcomes) if outcome.ok]
+        assert arrived == started
+        assert rig.right(2, started)
+
+    def test_what_has_a_verdict_is_not_moved(self, rig: MoverRig) -> None:
+        rig.fill(1, range(2))
+        transfer = rig.transfer(TransferKind.LOAD, 1, 0, range(2))
+        late = Job(transfer, (1,), 4, 0.0).cut(2, 0.0, Outcome.TIMEOUT)
+        rig.mover._run(late)  # type: ignore[attr-defined]
+        assert late.job.outcomes == [Outcome.TIMEOUT] * 2
+        assert rig.told(range(2)) == [Outcome.TIMEOUT] * 2
+        assert rig.empty(0, range(2))
 
     def test_close_cancels_the_second_half_of_a_relay(self, rig: MoverRig) -> None:
         rig.fill(1, range(16))
@@ -81,6 +116,7 @@ class TestThreadMover(MoverContract):
         load = rig.load([0])
         rig.media[1].next_call()
         rig.mover.close()
+        assert closed_handlers(rig) == [False] * 3, "it is in one of them still"
         assert rig.mover.poll() == []  # no promise while the handler may still write
         rig.media[1].release()
         assert rig.outcomes(load) == [Outcome.CORRUPT]
