@@ -215,7 +215,8 @@ class Incidents:
                 path.unlink(missing_ok=True)
 
     def forget(self, more: str = "", members: Sequence[Member] = ()) -> None:
-        for member in members or self.kept:
+        # vLLM's server never ends when its engine goes amid such a call: not while one is ending.
+        for member in [each for each in members or self.kept if each.up]:
             with contextlib.suppress(OSError, HTTPException):  # it may be on its way
                 member.server.post(f"/reset_prefix_cache{more}", seconds=20)
 
