@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,14 @@ from pathlib import Path
 
 import pytest
 from cli_world import HOLDER, STACK, Hold, fill
+
+
+@pytest.fixture(autouse=True)
+def hang_ups_end_processes() -> Iterator[None]:
+    """Also where somebody runs the tests with nohup, which all of their processes would inherit."""
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, inherited)
 
 
 @pytest.fixture

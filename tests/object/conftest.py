@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from hostile import store_at
+from hostile import PATIENT, store_at
 from object_servers import HostileServer, Opener, ServerProcess, answer
 
 from kvtier.backends.object.s3 import S3Settings, S3Store
@@ -116,11 +116,12 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def opened() -> Iterator[Opener]:
-    """Opens stores for a test and closes them behind it."""
+    """Opens stores for a test and closes them behind it; they wait for servers on busy machines."""
     stores: list[S3Store] = []
 
     def open_one(**settings: Any) -> S3Store:
-        stores.append(S3Store(S3Settings(bucket="bucket", **settings)))
+        settings = {"bucket": "bucket", "timeouts": PATIENT} | settings
+        stores.append(S3Store(S3Settings(**settings)))
         return stores[-1]
 
     yield open_one
