@@ -67,7 +67,6 @@ class Budget:
 
     def __init__(self, capacity: int, block_bytes: int, clock: Callable[[], float] = clock) -> None:
         self.capacity = capacity
-        """The largest of all who share the store: see `claims`."""
         self.used = 0
         """Bytes of all blocks of the namespace that are known or reserved."""
         self.dying = 0
@@ -89,9 +88,7 @@ class Budget:
         self._held = 0
         """Of the credit, what is being reserved at this moment."""
         self._promised = 0
-        self._demand = self._before = 0
-        """What was wanted lately beside others, and before that, alone: for this none need drop
-        blocks as soon as they see each other."""
+        self._demand = 0
 
     # -- the scheduler's side --------------------------------------------------------------------
 
@@ -138,9 +135,7 @@ class Budget:
             self.used += size
             self._pending += size
             self._held -= size
-            if self._standing.alone:
-                self._before += size
-            else:
+            if not self._standing.alone:
                 self._demand += size
 
     def owe(self, size: int) -> None:
@@ -167,7 +162,6 @@ class Budget:
             fits = min(rest, standing.cap - taken)
             self._credit = 0 if standing.blocked or standing.alone else max(0, fits)
             self._demand = 0 if standing.alone else self._demand // 2
-            self._before //= 2
 
     def surplus(self) -> int:
         """Bytes to drop to keep the budget, and to make a claim fit if it is needed."""
@@ -205,7 +199,7 @@ class Budget:
                     self._withdraw()
                 most = max(self._block_bytes, cap // (_AHEAD_SHARE * writers))
                 least = max(self._block_bytes, self._ready(writers))
-                ahead = min(most, max(least, 4 * (self._demand + self._before)))
+                ahead = min(most, max(least, 4 * self._demand))
                 claim = self._pending + self._held + ahead
                 if claim < self._promised:
                     self._serial += 1

@@ -67,18 +67,6 @@ def test_nothing_is_dropped_for_a_bound_that_nobody_has_measured(budget: Budget)
         assert budget.surplus() == 0
 
 
-def test_who_was_alone_claims_at_once_what_it_will_want(budget: Budget) -> None:
-    budget.offer(alone=True, writers=1, cap=1000)
-    hear(budget, ALONE)
-    budget.hold(20)
-    budget.reserve(20)
-    budget.settle(20)
-    assert budget.offer(alone=False, writers=2, cap=1000) == 4 * 20
-    hear(budget, msgspec.structs.replace(SHARED, claim=80, others=0, dead=0))
-    budget.used = 1000
-    assert budget.surplus() == 2 * 7, "but nothing is dropped for it"
-
-
 def test_who_has_stored_nothing_lately_has_room_for_a_prompt(budget: Budget) -> None:
     """Each of four a sixty-fourth of the budget's fourth, and no more is kept free for it."""
     assert budget.offer(alone=False, writers=4, cap=1000) == 3
