@@ -2,221 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+from claim_worlds import CAPACITY, LEASE_S, LateStore, NameStore, World
 from object_subjects import FOLDER
 
 from kvtier.backends.object import budget as budget_module
 from kvtier.backends.object import writers
-from kvtier.backends.object.budget import Budget, Standing
+from kvtier.backends.object.budget import Budget
 from kvtier.backends.object.claim import Claim, ended, parse_claim
 from kvtier.backends.object.claims import Claims
-from kvtier.backends.object.errors import StoreError, TimedOut, Unavailable
+from kvtier.backends.object.errors import Unavailable
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.names import parse_block
-from kvtier.backends.object.store import Buffer, ObjectInfo, PutOutcome
+from kvtier.backends.object.store import Buffer, PutOutcome
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.testing.subject import Rig
 from kvtier.types import Namespace
-
-CAPACITY = 24
-"""In bytes: a block has one."""
-LEASE_S = 60.0
-
-
-class NameStore(FileStore):
-    """Claims in memory, by a clock of its own; before each call others may act."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock = clock
-        self.names: dict[str, float] = {}
-        self.meanwhile: Callable[[], None] = lambda: None
-
-    def put(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        *,
-        if_absent: bool = False,
-        deadline: float | None = None,
-    ) -> PutOutcome:
-        self.meanwhile()
-        self.names[name] = self.clock() + 1e6  # no two clocks agree
-        return PutOutcome.STORED
-
-    def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
-    ) -> Iterator[ObjectInfo]:
-        self.meanwhile()
-        return iter([ObjectInfo(name, 0, at) for name, at in sorted(self.names.items())])
-
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
-        for name in names:
-            self.names.pop(name, None)
-        return {}
-
-
-class FlakyStore(NameStore):
-    """Some calls fail: and then the claim has come all the same, comes later, or never does."""
-
-    def __init__(self, clock: Callable[[], float], dice: random.Random) -> None:
-        super().__init__(clock)
-        self.dice = dice
-        self.late: list[str] = []
-
-    def put(self, name: str, *arguments: Any, **more: Any) -> PutOutcome:
-        fate = self.dice.random()
-        if fate < 0.1:
-            self.meanwhile()
-            self.late.append(name)
-            raise TimedOut("not now")
-        super().put(name, *arguments, **more)
-        if fate < 0.2:
-            raise TimedOut("not now")
-        return PutOutcome.STORED
-
-    def list(self, *arguments: Any, **more: Any) -> Iterator[ObjectInfo]:
-        if self.late and self.dice.random() < 0.2:
-            name = self.late.pop()
-            if self.dice.random() < 0.5:
-                self.names[name] = self.clock() + 1e6
-        if self.dice.random() < 0.1:
-            raise Unavailable("not now")
-        return super().list(*arguments, **more)
-
-    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
-        if self.dice.random() < 0.1:
-            raise Unavailable("not now")
-        return super().delete(names, **more)
-
-
-class LateStore(NameStore):
-    """What is put and deleted shows some seconds later, in the order in which it came."""
-
-    def __init__(self, clock: Callable[[], float], late_s: float) -> None:
-        super().__init__(clock)
-        self.late_s = late_s
-        self.past: deque[tuple[float, dict[str, float], frozenset[int]]] = deque()
-
-    def remember(self, stated: set[int]) -> None:
-        self.past.append((self.clock(), dict(self.names), frozenset(stated)))
-
-    def shown(self) -> tuple[dict[str, float], frozenset[int]]:
-        while len(self.past) > 1 and self.past[1][0] <= self.clock() - self.late_s:
-            self.past.popleft()
-        return self.past[0][1:] if self.past else ({}, frozenset())
-
-    def list(self, *arguments: Any, **more: Any) -> Iterator[ObjectInfo]:
-        self.meanwhile()
-        return iter([ObjectInfo(name, 0, at) for name, at in sorted(self.shown()[0].items())])
-
-
-class World:
-    """What is there, what is written down, and who writes."""
-
-    def __init__(self, seed: int, count: int, how: str = "good") -> None:
-        self.now = 0.0
-        self.dice = random.Random(seed)
-        self.store = NameStore(lambda: self.now)
-        if how == "flaky":
-            self.store = FlakyStore(lambda: self.now, self.dice)
-        elif how == "late":
-            self.store = LateStore(lambda: self.now, late_s=1.0 + seed % 12)
-        self.there: set[int] = set()
-        self.stated: set[int] = set()
-        self.blocks = 0
-        self.writers = [Model(self) for _ in range(count)]
-        self.most = self.stored = 0
-
-    def written_down(self) -> tuple[set[int], float]:
-        """As the store shows it, and as it was when."""
-        if isinstance(self.store, LateStore):
-            return set(self.store.shown()[1]), self.now - self.store.late_s
-        return set(self.stated), self.now
-
-
-class Model:
-    """A writer whose every step is taken apart."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.budget = Budget(CAPACITY, 1, lambda: world.now)
-        self.claims = Claims(
-            world.store, "ab" * 16, self.budget, lease_s=LEASE_S, clock=lambda: world.now
-        )
-        self.claims.take_measure({})
-        self.unwritten: list[int] = []
-        self.known: set[int] = set()
-        self.written: dict[int, float] = {}
-        self.heard: list[tuple[Standing, set[int], float]] = []
-        self.busy = False
-
-    def look(self) -> None:
-        """The keeper: claim, then read what is written down; the tier hears of it later."""
-        if self.busy:
-            return
-        self.busy = True
-        with contextlib.suppress(StoreError):
-            standing, _ = self.claims.renew()
-            if standing is not None:
-                self.heard.append((standing, *self.world.written_down()))
-        self.busy = False
-
-    def hear(self) -> None:
-        if self.heard:
-            standing, self.known, when = self.heard.pop(0)
-            self.known |= {*self.unwritten, *(b for b, at in self.written.items() if at >= when)}
-            self.budget.used = len(self.known)
-            self.budget.hear(standing)
-
-    def store(self) -> None:
-        wanted = self.world.dice.randint(1, 4)
-        count, _ = self.budget.hold(wanted)
-        if count < wanted and not self.budget.alone:
-            self.budget.refused(wanted - count)
-        for _ in range(count):
-            self.world.blocks += 1
-            self.budget.reserve(1)
-            self.unwritten.append(self.world.blocks)
-            self.known.add(self.world.blocks)
-            self.world.there.add(self.world.blocks)
-            self.world.stored += 1
-        self.budget.give_back()
-        self.world.most = max(self.world.most, len(self.world.there))
-
-    def write_down(self) -> None:
-        if not self.busy:  # the same thread looks
-            self.world.stated.update(self.unwritten)
-            self.written |= dict.fromkeys(self.unwritten, self.world.now)
-            self.budget.settle(len(self.unwritten))
-            self.unwritten.clear()
-
-    def evict(self) -> None:
-        """Delete what is too much, then say so."""
-        if self.busy:
-            return
-        for block in sorted(self.known & self.world.stated)[: max(0, self.budget.surplus())]:
-            self.world.there.discard(block)
-            self.world.stated.discard(block)
-            self.known.discard(block)
-            self.budget.used -= 1
-
-    def step(self) -> None:
-        step = self.world.dice.choice(
-            [self.look, self.hear, self.store, self.store, self.write_down, self.evict]
-        )
-        step()
 
 
 @pytest.mark.parametrize("how", ["good", "flaky", "late"])

@@ -81,6 +81,17 @@ class Counting(Disk):
         return super().readv(fd, into, offset)
 
 
+def two_slabs(folder: Path) -> tuple[Counting, Engine, list[BlockKey], NvmeSpec]:
+    """With eight blocks in them, which are about to be loaded."""
+    disk = Counting()
+    engine = Engine(folder / "kv", blocks=8, disk=disk)
+    keys = make_keys(8)
+    assert engine.put(keys) == keys
+    spec = engine.tier.prepare_load(keys)
+    assert isinstance(spec, NvmeSpec)
+    return disk, engine, keys, spec
+
+
 def test_slabs_are_closed_while_others_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,11 +126,7 @@ def test_a_slab_that_two_read_is_closed_when_the_last_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handler_module, "_OPEN_SLABS_MAX", 1)
-    disk = Counting()
-    engine = Engine(tmp_path / "kv", blocks=8, disk=disk)
-    keys = make_keys(8)
-    assert engine.put(keys) == keys
-    spec = engine.tier.prepare_load(keys)
+    disk, engine, keys, spec = two_slabs(tmp_path)
     done: list[int] = []
 
     def load(at: int, meanwhile: Callable[[], None] | None = None) -> None:
@@ -137,12 +144,7 @@ def test_a_slab_that_two_read_is_closed_when_the_last_is_done(
 
 
 def test_slabs_that_were_removed_are_closed_before_another_is_opened(tmp_path: Path) -> None:
-    disk = Counting()
-    engine = Engine(tmp_path / "kv", blocks=8, disk=disk)
-    keys = make_keys(8)
-    assert engine.put(keys) == keys
-    spec = engine.tier.prepare_load(keys)
-    assert isinstance(spec, NvmeSpec)
+    disk, engine, keys, spec = two_slabs(tmp_path)
     engine.handler.close()
     for at in (0, 7):
         assert engine.handler.load(spec.select(at, at + 1), [keys[at]], [blank()]) == [Outcome.OK]
