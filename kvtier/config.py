@@ -105,12 +105,13 @@ def load(
 
 
 def effective(source: Source) -> dict[str, Any]:
-    """What `load` reads from a source, defaults filled in, as plain values for people.
+    """What `load` reads from a source, defaults filled in, as plain values for people; it may be
+    another machine's.
 
     Values that come from the environment stand there by the names of their variables.
     """
     document = _document(source)
-    config = _read(document, None, (NotWritable,))
+    config = _read(document, None, (NotHere,))
     values = msgspec.to_builtins(config, enc_hook=show_hook)
     shown = document.as_written("$", values)
     assert isinstance(shown, dict)

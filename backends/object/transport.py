@@ -277,7 +277,8 @@ class Pool:
                     return kept, self._try(kept, method, head, body, deadline)
             except _Stale:
                 pass  # an ordinary race with a server that closes idle connections
-        with explain(self._proxy.address if self._proxy else self.address):
+        first = self._proxy.address if self._proxy else self.address
+        with explain(first, proxy=self._proxy is not None):
             wire = connect(self.address, self._timeouts, self._tls, deadline, self._proxy)
         with explain(self.address):
             fresh = _Connection(wire, self.address)

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from kvtier.backends.object.errors import (
+    ProxyRefused,
     SpeaksNoTLS,
     TimedOut,
     TLSRefused,
@@ -193,25 +194,24 @@ def _left(deadline: float, limit_s: float, address: Address) -> float:
 
 
 @contextlib.contextmanager
-def explain(address: Address) -> Iterator[None]:
-    """Turn what sockets raise into the errors every store speaks."""
+def explain(address: Address, *, proxy: bool = False) -> Iterator[None]:
+    """Turn what sockets raise into the errors every store speaks; the address may be a proxy's."""
+    what, wrong = ("proxy", ProxyRefused) if proxy else ("endpoint", WrongEndpoint)
     try:
         yield
     except TimeoutError as error:
         raise TimedOut(f"{address} does not answer") from error
     except socket.gaierror as error:
-        raise WrongEndpoint(
-            f"the name {address.host} cannot be resolved ({error.strerror}): check the endpoint"
+        raise wrong(
+            f"the name {address.host} cannot be resolved ({error.strerror}): check the {what}"
         ) from error
     except UnicodeError as error:
-        raise WrongEndpoint(f"{address.host[:80]!r} is no host name: check the endpoint") from error
+        raise wrong(f"{address.host[:80]!r} is no host name: check the {what}") from error
     except ssl.SSLError as error:
         if "ALERT" in (error.reason or ""):
             raise TLSRefused(f"{address} refuses TLS: {error.reason}") from error
         raise Unavailable(f"the TLS connection to {address} broke: {error.reason}") from error
     except ConnectionRefusedError as error:
-        raise Unavailable(
-            f"nothing listens at {address}: is the endpoint up, and right?"
-        ) from error
+        raise Unavailable(f"nothing listens at {address}: is the {what} up, and right?") from error
     except OSError as error:
         raise Unavailable(f"the connection to {address} broke: {error.strerror}") from error

@@ -154,11 +154,15 @@ def links_of(measured: list[Measured], chunk_bytes: int) -> dict[int, Link]:
     return links
 
 
+def folder_of(settings: TierSettings) -> Path | None:
+    """Where a tier lies, if that is in a file system."""
+    path = getattr(settings, "path", None)
+    return Path(path) if path else local_folder(getattr(settings, "url", ""))
+
+
 def capacity_of(settings: TierSettings) -> int:
     """The bytes that a tier may take on this machine."""
-    path = getattr(settings, "path", None)
-    folder = Path(path) if path else local_folder(getattr(settings, "url", ""))
-    total = 0
+    folder, total = folder_of(settings), 0
     while folder is not None and not total:
         with contextlib.suppress(OSError):
             total = Disk().total_bytes(folder)

@@ -9,7 +9,7 @@ import typer
 
 from kvtier.cli import console, options, plots
 from kvtier.cli.measure import Size, measure
-from kvtier.cli.outlook import Expectation, Link, Outlook, chunk_of, expect, links_of
+from kvtier.cli.outlook import Expectation, Link, Outlook, chunk_of, expect, folder_of, links_of
 from kvtier.cli.sweep import Row, plot, run_sweep, show_sweep
 from kvtier.config import StackConfig, load
 from kvtier.core.eviction.trace import read_trace
@@ -87,7 +87,8 @@ def plan(
     simulation = {"scale": scale, "block_tokens": block_tokens, "exact": exact, "svg": svg}
     options.only_with("--trace", trace, **simulation)
     plots.check(svg)
-    stack = load(config)
+    stack = load(config, here=do_measure)  # without, it may be another machine's
+    _say_whose_shares(stack)
     shape = read_shape(model, kv_dtype, ranks)
     requests = None if trace is None else read_trace(trace)
     links = _links(stack, shape.token_bytes * chunk_of(stack, shape), bandwidth or [], do_measure)
@@ -100,6 +101,17 @@ def plan(
     _report(expectation, rows, json)
     if svg is not None:
         plots.write(svg, plot(rows))
+
+
+def _say_whose_shares(config: StackConfig) -> None:
+    for tier, settings in enumerate(config.tiers):
+        folder = folder_of(settings)
+        if settings.capacity.share is None or folder is None or folder.parent.exists():
+            continue
+        console.warn(
+            f"tier {tier}: {folder.parent} is not here: {settings.capacity} is taken of the disk "
+            "that would hold it on this machine"
+        )
 
 
 def _factors(text: str) -> list[float]:

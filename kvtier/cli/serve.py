@@ -20,6 +20,7 @@ from kvtier.vllm.versions import SERVER, installed
 
 app = console.new_app("Serve a model with vLLM, its KV cache kept in a stack.")
 
+_MODEL = "--model"
 _TRANSFER = "--kv-transfer-config"
 _OFFLOADING = "--kv-offloading-size"
 _HASH = "--prefix-caching-hash-algo"
@@ -79,6 +80,8 @@ def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
     """What runs vLLM's server with kvtier's connector and these flags of the user's."""
     if model.startswith(("/", ".", "~")) and not Path(model).exists():  # no name on a hub does
         raise ConfigError(model, "there is no such model", "name a folder that exists")
+    if _value(flags, _MODEL) is not None:
+        raise ConfigError(_MODEL, "names another model", "name one, before the --")
     if _value(flags, _TRANSFER) is not None:
         raise ConfigError(
             _TRANSFER,
@@ -98,7 +101,7 @@ def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"stack": str(config.absolute())},
     }
-    command = [sys.executable, "-m", SERVER, "--model", model, _TRANSFER, json.dumps(transfer)]
+    command = [sys.executable, "-m", SERVER, _MODEL, model, _TRANSFER, json.dumps(transfer)]
     if _value(flags, _HASH) is None:
         command += [_HASH, "sha256_cbor"]
     if all(_value(flags, flag) is None for flag in (_DETAILS, _DETAILS.replace("--", "--no-", 1))):

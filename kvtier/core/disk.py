@@ -93,6 +93,16 @@ class Disk:
         return info.f_blocks * info.f_frsize
 
 
+def read_bounded(path: Path, most: int) -> bytes:
+    """All of a file, or of a pipe or a device, that a person names; raises OSError if it has more
+    than so many bytes."""
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return data
+
+
 def is_locked(path: Path) -> bool:
     """Whether a live process holds a lock on this file; raises OSError if it cannot be tried."""
     try:

@@ -10,11 +10,13 @@ from typing import Any
 
 import msgspec
 
+from kvtier.core.disk import read_bounded
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.vllm.keys import Prompt
 from kvtier.vllm.weights import adapter_files, fingerprint_adapter
 
 _TOKEN_MAX = 1 << 31
+_BYTES_MAX = 1 << 30
 _FORM = '{"prompt": "text"}, {"messages": [{"role": "user", "content": "text"}]} or {"tokens": [1]}'
 
 
@@ -57,7 +59,7 @@ def read_prompts(file: Path, model: str | None) -> Prompts:
     Raises ConfigError for what cannot be read, KVTierError where no tokenizer can be had.
     """
     try:
-        data = file.read_bytes()
+        data = read_bounded(file, _BYTES_MAX)
     except OSError as error:
         raise ConfigError(
             str(file), f"cannot be read: {error.strerror}", "name a file of prompts"

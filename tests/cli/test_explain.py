@@ -14,6 +14,7 @@ from kvtier import Stack
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.testing.records import payload
 from kvtier.types import Namespace, block_key
+from kvtier.vllm import prompts as prompts_module
 from kvtier.vllm.keys import Prompt, chunk_keys
 from kvtier.vllm.prompts import read_prompts
 from kvtier.vllm.weights import fingerprint_adapter
@@ -123,6 +124,11 @@ class TestPrompts:
         path.write_text(f'{{"tokens": []}}\n{text}\n', "latin-1")
         with pytest.raises(ConfigError, match=f"p.jsonl:2.*{says}"):
             read_prompts(path, None)
+
+    def test_a_device_is_not_read_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(prompts_module, "_BYTES_MAX", 1 << 20)
+        with pytest.raises(ConfigError, match="/dev/zero: cannot be read: File too large"):
+            read_prompts(Path("/dev/zero"), None)
 
     def test_a_text_needs_a_tokenizer(self, tmp_path: Path) -> None:
         path = tmp_path / "p.txt"

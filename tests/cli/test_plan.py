@@ -45,6 +45,20 @@ def run(*args: object, code: int = 0) -> Any:
     return json.loads(done.out)
 
 
+def test_the_stack_of_another_machine(model: Path, tmp_path: Path) -> None:
+    stack = tmp_path / "stack.yaml"
+    tiers = [
+        {"kind": "cpu", "capacity": "900TiB"},
+        {"kind": "nvme", "path": "/mnt/nowhere/blocks", "capacity": "80%"},
+    ]
+    stack.write_text(json.dumps({"version": 1, "tiers": tiers}))
+    done = command("plan", model, "-c", stack, *GIVEN)
+    assert done.code == 0, done.err
+    assert "900 TiB" in done.out
+    assert "tier 1: /mnt/nowhere is not here: 80% is taken of the disk" in done.err
+    assert command("plan", model, "-c", stack).code == 2
+
+
 def test_the_arithmetic(model: Path, stack_file: Path) -> None:
     report = run(model, "-c", stack_file, *GIVEN, "--prefill", "100000", "--prompt", "1000")
     found = report["model"]

@@ -154,12 +154,24 @@ def test_a_proxy_with_a_password(
         assert secret not in shown
 
 
+@pytest.mark.parametrize(
+    ("url", "kind", "says"),
+    [
+        ("http://127.0.0.1:1", errors.Unavailable, r"127\.0\.0\.1:1: is the proxy up"),
+        ("http://no.such.invalid:1", errors.ProxyRefused, "no.such.invalid .*: check the proxy"),
+        (f"http://{'a' * 64}:1", errors.ProxyRefused, "is no host name: check the proxy"),
+    ],
+)
 def test_a_proxy_that_is_not_there_is_named(
-    server: HostileServer, monkeypatch: pytest.MonkeyPatch
+    server: HostileServer,
+    monkeypatch: pytest.MonkeyPatch,
+    url: str,
+    kind: type[errors.StoreError],
+    says: str,
 ) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("HTTP_PROXY", url)
     store = S3Store(S3Settings(bucket="bucket", endpoint=server.endpoint))
-    with pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1:"):
+    with pytest.raises(kind, match=says):
         get(store)
     store.close()
 

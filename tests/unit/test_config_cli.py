@@ -114,6 +114,8 @@ class TestCheck:
         assert len(said.splitlines()) == len(tiers)
         assert commands.run(["config", "check", str(stack), "--elsewhere"]) == 0
         assert "all is well" in capsys.readouterr().out
+        assert commands.run(["config", "show", str(stack), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["tiers"][0]["capacity"] == "900TiB"
         tiers[2]["capacity"] = "1KiB"
         tiers[5]["threads"] = 9999
         stack.write_text(json.dumps({"version": 1, "tiers": tiers}))

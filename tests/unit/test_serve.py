@@ -73,6 +73,12 @@ def test_a_connector_of_the_users_is_refused(flags: list[str]) -> None:
         serve.server_command("m", Path("s.yaml"), flags)
 
 
+@pytest.mark.parametrize("flags", [["--model=other"], ["--model", "other"]])
+def test_a_second_model_is_refused(flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--model: names another model"):
+        serve.server_command("m", Path("s.yaml"), flags)
+
+
 @pytest.mark.parametrize("flags", [["--kv-offloading-size=4"], ["--kv_offloading_size", "4"]])
 def test_what_puts_another_connector_in_our_place_is_refused(flags: list[str]) -> None:
     with pytest.raises(ConfigError, match="leave it out"):

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvtier.core.disk import read_bounded
 from kvtier.errors import ConfigError
 
 _BLOCK_MAX = 1 << 63
+_BYTES_MAX = 1 << 30
 _LINE_FORM = '{"timestamp": 27000, "hash_ids": [0, 1, 2]}'
 
 
@@ -29,7 +31,7 @@ def read_trace(path: Path) -> list[Request]:
     """Read a trace in the form of the Mooncake traces: a JSON object a line, with the `timestamp`
     in milliseconds and the `hash_ids` of the prompt's blocks; other fields are not looked at."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_bounded(path, _BYTES_MAX).splitlines()
     except OSError as error:
         raise ConfigError(
             str(path), f"cannot be read: {error.strerror}", "name the file of a trace"
