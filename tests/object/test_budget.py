@@ -58,6 +58,16 @@ def test_an_answer_to_an_older_claim_is_not_heard(budget: Budget, change: str) -
     assert granted(budget) == before
 
 
+def test_others_are_left_what_is_above_the_share_and_not_filled(budget: Budget) -> None:
+    hear(budget, SHARED)
+    assert budget.lower(700) == 700
+    assert budget.cap == 700
+    assert budget.lower(900) == 900, "this is no way to take more"
+    assert budget.cap == 700
+    budget.used, budget.dying, budget.hidden = 100, 20, 3
+    assert budget.lower(0) == 100 + 20 + 3 + 200 + 300 + 100, "and what may be used at this moment"
+
+
 def test_nothing_is_dropped_for_a_bound_that_nobody_has_measured(budget: Budget) -> None:
     hear(budget, SHARED)
     budget.used = 1300

@@ -13,6 +13,7 @@ from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.names import block_name
+from kvtier.backends.object.spec import ObjectSpec
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Presence
 
@@ -187,3 +188,12 @@ def test_a_size_that_is_told_anew_is_what_counts(shared: Shared) -> None:
     shared.say(ADDED, -2000)
     shared.say(ADDED, -1000, size=RECORD // 2)
     assert shared.counted() == (RECORD // 2, 0, 0)
+
+
+def test_each_of_many_is_offered_by_its_own_name(shared: Shared) -> None:
+    [other] = make_keys(1, start=1)
+    shared.say(ADDED, -1000, [0, 3], keys=[KEY, other])
+    assert dict(shared.tier.known()) == {KEY: 0, other: 3}
+    spec = shared.tier.prepare_load([KEY, other])
+    assert isinstance(spec, ObjectSpec)
+    assert spec.generations == [0, 3]
