@@ -103,6 +103,7 @@ class StoreContract:
         assert bytes(first + second[:6]) == b"0123456789"
         assert store.get_up_to("none", into) is None
         assert store.get_up_to("some", [memoryview(bytearray(10))]) == 10
+        assert store.get_up_to("some", [memoryview(bytearray(12)) for _ in range(3)]) == 10
         with pytest.raises(LengthMismatch):
             store.get_up_to("some", [memoryview(bytearray(9))])
 

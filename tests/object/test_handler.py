@@ -72,6 +72,16 @@ def test_what_was_evicted_goes_before_anything_is_written(
     assert store.asked == [f"delete {name}" for name in VICTIMS] + [f"put {name}" for name in NAMES]
 
 
+def test_who_was_first_to_store_a_block_is_left_alone(
+    store: Watched, handler: ObjectHandler
+) -> None:
+    store.put(NAMES[0], [memoryview(b"the same, perhaps in another form")])
+    assert put(handler) == [OK, OK]
+    info = store.head(NAMES[0])
+    assert info is not None
+    assert info.size == 33
+
+
 def test_nothing_is_written_to_room_that_could_not_be_made(
     store: Watched, handler: ObjectHandler
 ) -> None:
@@ -152,6 +162,7 @@ def test_an_object_of_another_length_than_it_says_is_damaged(
     assert (len(data) < len(record)) == (codec is Codec.ZSTD)
     assert handler.load(ObjectSpec([0]), [key], [into]) == [OK]
     assert verify(into, key, NAMESPACE.digest) is OK
+    assert Header.read(into).stored_bytes == NAMESPACE.payload_bytes, "as it lies there now"
     if wrong == "length":
         del data[-1:]
     else:
