@@ -118,6 +118,12 @@ def test_what_was_stored_again_since_its_removal_is_not_deleted(
     assert case.stays
 
 
+def test_what_is_removed_and_offered_still_is_said_to_be_gone(case: Case) -> None:
+    case.put(500.0)
+    assert found(case.audit(stated(REMOVED, 200.0), read_s=1000.0)) == (0, 1)
+    assert case.stays, "somebody may be reading it"
+
+
 def test_what_nobody_has_written_down_for_long_after_a_removal_goes(case: Case) -> None:
     case.put(500.0)
     case.known = False
