@@ -183,6 +183,31 @@ def test_a_broken_listing_goes_on_where_it_was() -> None:
     assert found == inner.names
 
 
+def test_a_listing_that_breaks_again_and_again_ends_unless_it_comes_further() -> None:
+    inner, clock = ScriptedStore(), Clock()
+    names = [f"n{number:02}" for number in range(20)]
+
+    def breaks(prefix: str = "", *, after: str = "", **_: object) -> Iterator[ObjectInfo]:
+        inner.calls += 1
+        if inner.calls == 1:
+            yield ObjectInfo(names[0], 1, 0.0)
+        raise WEATHER
+
+    inner.list = breaks  # type: ignore[method-assign]
+    with pytest.raises(errors.Unavailable):
+        list(retrying(inner, clock).list())
+    assert inner.calls == POLICY.attempts
+
+    def a_name_a_call(prefix: str = "", *, after: str = "", **_: object) -> Iterator[ObjectInfo]:
+        for name in names:
+            if name > after:
+                yield ObjectInfo(name, 1, 0.0)
+                raise WEATHER
+
+    inner.list = a_name_a_call  # type: ignore[method-assign]
+    assert [info.name for info in retrying(inner, clock).list()] == names
+
+
 def test_a_broken_listing_in_no_order_ends() -> None:
     """What sorts before the last name would be left out, and taken for gone."""
     inner, clock = ScriptedStore([WEATHER]), Clock()
