@@ -146,6 +146,7 @@ class Keeper:
                 return
             self.uses.count()
             try:
+                due = self._next_look - self._haste_s()
                 self.outbox.delete_doomed()
                 now = self._steady()
                 audits = now >= min(self._next_audit, self._audit_at) and not self._unheard
@@ -154,7 +155,7 @@ class Keeper:
                     self._audit()
                 elif looks:
                     self._look()
-                elif self.budget.pressed:
+                elif self.budget.pressed or now >= due:  # amid deletes others were only listened to
                     self.outbox.write_down()
             except Unfinished:
                 return  # `close` waits

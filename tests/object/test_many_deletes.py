@@ -23,12 +23,13 @@ from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.limits import Limits
-from kvtier.backends.object.manifest import ADDED, Entries, pack_entries
+from kvtier.backends.object.manifest import ADDED, REMOVED, Entries, pack_entries
 from kvtier.backends.object.names import block_name, parse_block
 from kvtier.backends.object.store import Buffer, PutOutcome
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.disk import AnyPath, Disk
 from kvtier.core.eviction import create_policy
+from kvtier.core.slab.layout import keys_of
 from kvtier.testing.records import make_keys
 from kvtier.types import BlockKey
 
@@ -150,6 +151,26 @@ def test_claims_are_renewed_beside_a_folder_behind_a_slow_network(tmp_path: Path
     assert not any(parse_block(info.name) for info in store.list())
     longest = max(later - at for at, later in pairwise([*claimed_at, now_s]))
     assert longest <= limits.lease_s / 2
+    keeper.close()
+
+
+@pytest.mark.parametrize("count", [1, 10 * AT_ONCE])
+def test_what_was_stored_is_written_down_when_it_is_due_though_something_is_deleted(
+    store: SlowDeletes, count: int
+) -> None:
+    """Who drops something all the time would never say what he has."""
+    keeper, tier = opened(store)
+    keys = make_keys(BLOCKS)
+    [new] = make_keys(1, start=BLOCKS)
+    neighbour = Journal(store, NAMESPACE)
+    store.now += keeper.limits.refresh_s
+    tier.forget(keys[:count])
+    keeper.outbox.added([new], [0], [BLOCK_BYTES])
+    keeper.work()
+    assert keeper.outbox.empty
+    stated = neighbour.everything()
+    assert stated["kind"].tolist().count(REMOVED) == count
+    assert new in keys_of(stated)
     keeper.close()
 
 
