@@ -1,0 +1,207 @@
+"""Room that blocks take and give: what is evicted, dropped, failed or read for the last time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from object_audits import RECORD, blocks_in
+
+from kvtier.backends.object import writers
+from kvtier.backends.object.claim import Claim
+from kvtier.backends.object.files import FileStore
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.keeper import Keeper
+from kvtier.backends.object.limits import Limits
+from kvtier.backends.object.manifest import ADDED, REMOVED
+from kvtier.backends.object.names import block_name
+from kvtier.backends.object.spec import ObjectSpec
+from kvtier.backends.object.tier import ObjectTier
+from kvtier.core.eviction import create_policy
+from kvtier.core.slab.layout import keys_of
+from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.types import BlockKey, Outcome, Presence, Reservation
+
+ROOM = 4
+OLD = make_keys(ROOM)
+NEW = make_keys(ROOM, start=100)
+
+
+class World:
+    """A server with room for four blocks, whose keeper works when a test says so."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = FileStore(folder / "store")
+        limits = Limits(ROOM * RECORD, refresh_s=600.0, audit_s=600.0)
+        self.keeper = Keeper(self.store, NAMESPACE, limits)
+        self.tier = ObjectTier(self.keeper, create_policy())
+        self.budget = self.keeper.budget
+        self.keeper.open(self.tier.known)
+        self.tier.start()
+
+    def put(self, keys: Sequence[BlockKey]) -> None:
+        reservation = self.tier.prepare_store(keys)
+        assert reservation.keys == list(keys)
+        self.write(reservation)
+        self.tier.complete_store(keys)
+
+    def write(self, reservation: Reservation) -> None:
+        """As the handler does."""
+        spec = reservation.spec
+        assert isinstance(spec, ObjectSpec)
+        self.store.delete([name for names in spec.instead_of for name in names])
+        for key, generation in zip(reservation.keys, spec.generations, strict=True):
+            name = block_name(NAMESPACE.id, key, generation)
+            self.store.put(name, [memoryview(bytes(RECORD))])
+
+    def look(self) -> None:
+        self.keeper._next_look = 0.0
+        self.keeper.work()
+        self.tier.tick()
+
+    def counted(self) -> tuple[int, int, int]:
+        sizes = self.budget.used, self.budget.hidden, self.budget.dying
+        return sizes[0] // RECORD, sizes[1] // RECORD, sizes[2] // RECORD
+
+    def stated(self) -> dict[BlockKey, int]:
+        entries = Journal(self.store, NAMESPACE).everything()
+        return dict(zip(keys_of(entries), entries["kind"].tolist(), strict=True))
+
+    def on_its_way(self) -> int:
+        """Blocks that are counted as reserved and not written down."""
+        return self.budget._pending // RECORD
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    world = World(tmp_path)
+    world.put(OLD)
+    world.tier.flush()
+    assert world.counted() == (ROOM, 0, 0)
+    assert world.on_its_way() == 0
+    return world
+
+
+def test_what_is_evicted_gives_its_room_to_a_block_each(world: World) -> None:
+    reservation = world.tier.prepare_store(NEW[:2])
+    assert isinstance(reservation.spec, ObjectSpec)
+    names = [[block_name(NAMESPACE.id, key)] for key in reservation.evicted]
+    assert reservation.spec.instead_of == names
+    assert world.counted() == (ROOM, 0, 0)
+    world.write(reservation)
+    world.tier.complete_store(NEW[:2])
+    world.tier.flush()
+    assert world.counted() == (ROOM, 0, 0)
+    assert blocks_in(world.store) == ROOM
+    said = dict.fromkeys(reservation.evicted, REMOVED) | dict.fromkeys(NEW[:2], ADDED)
+    assert world.stated().items() >= said.items()
+    world.put(reservation.evicted)
+    assert blocks_in(world.store) == ROOM
+
+
+@pytest.mark.parametrize("came", [False, True])
+def test_a_store_that_fails_frees_the_room_of_what_was_evicted_when_both_are_deleted(
+    world: World, came: bool
+) -> None:
+    """Nobody knows how far the handler came."""
+    [new] = NEW[:1]
+    reservation = world.tier.prepare_store([new])
+    [victim] = reservation.evicted
+    if came:
+        world.write(reservation)
+    world.tier.complete_store([new], {new: Outcome.TIMEOUT})
+    assert world.counted() == (ROOM - 1, 0, 1)
+    assert world.on_its_way() == 1
+    world.look()
+    assert world.counted() == (ROOM - 1, 0, 0)
+    assert world.on_its_way() == 0
+    assert blocks_in(world.store) == ROOM - 1
+    assert world.stated()[victim] == world.stated()[new] == REMOVED
+    assert world.tier.lookup([victim, new]) == [Presence.MISS] * 2
+
+
+def test_what_is_dropped_while_it_is_read_is_said_at_once_and_deleted_afterwards(
+    world: World,
+) -> None:
+    [key] = OLD[:1]
+    world.tier.prepare_load([key])
+    world.tier.forget([key])
+    assert world.on_its_way() == 1, "nothing tells of it, and it is there"
+    world.look()
+    assert world.stated()[key] == REMOVED
+    assert world.counted() == (ROOM, 0, 0)
+    assert blocks_in(world.store) == ROOM
+    world.tier.complete_load([key])
+    assert world.counted() == (ROOM - 1, 0, 1)
+    world.look()
+    assert world.counted() == (ROOM - 1, 0, 0)
+    assert world.on_its_way() == 0
+    assert blocks_in(world.store) == ROOM - 1
+
+
+def test_what_is_stored_anew_while_the_former_is_deleted_has_another_name(world: World) -> None:
+    [key] = OLD[:1]
+    world.tier.forget([key])
+    reservation = world.tier.prepare_store([key])
+    assert isinstance(reservation.spec, ObjectSpec)
+    assert reservation.spec.generations == [1]
+    world.write(reservation)
+    world.tier.complete_store([key])
+    world.look()
+    assert world.tier.lookup([key]) == [Presence.HIT]
+    assert world.store.head(block_name(NAMESPACE.id, key, 0)) is None
+    assert world.store.head(block_name(NAMESPACE.id, key, 1)) is not None
+    world.tier.forget([key])
+    world.look()
+    assert world.store.head(block_name(NAMESPACE.id, key, 1)) is None
+    assert world.counted() == (ROOM - 2, 0, 0), "it has taken the room of another"
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.IO_ERROR])
+def test_what_is_damaged_is_deleted_for_all(world: World, outcome: Outcome) -> None:
+    [key] = OLD[:1]
+    world.tier.prepare_load([key])
+    world.tier.complete_load([key], {key: outcome})
+    assert world.tier.stats().corrupt == (outcome is Outcome.CORRUPT)
+    world.look()
+    assert world.counted() == (ROOM - 1, 0, 0)
+    assert blocks_in(world.store) == ROOM - 1
+    assert world.stated()[key] == REMOVED
+
+
+def test_what_is_gone_is_written_down_and_takes_no_room(world: World) -> None:
+    [key] = OLD[:1]
+    world.store.delete([block_name(NAMESPACE.id, key)])
+    world.tier.prepare_load([key])
+    world.tier.complete_load([key], {key: Outcome.GONE})
+    assert world.counted() == (ROOM - 1, 0, 0)
+    world.look()
+    assert world.stated()[key] == REMOVED
+    assert world.tier.lookup([key]) == [Presence.MISS]
+
+
+def test_what_the_weather_kept_from_being_read_is_counted_and_found_again(world: World) -> None:
+    [key] = OLD[:1]
+    world.tier.prepare_load([key])
+    world.tier.complete_load([key], {key: Outcome.TIMEOUT})
+    assert world.tier.lookup([key]) == [Presence.MISS]
+    assert world.counted() == (ROOM - 1, 1, 0)
+    world.keeper.refresh()
+    assert world.tier.lookup([key]) == [Presence.HIT]
+    assert world.counted() == (ROOM, 0, 0)
+
+
+def test_beside_others_too_little_room_is_claimed_soon(world: World) -> None:
+    claim = Claim(NAMESPACE.id, writers.new(), 1, RECORD, ROOM * RECORD, 60_000, "s", False)
+    world.store.put(claim.name, [])
+    world.look()
+    assert not world.budget.alone
+    world.keeper._next_look = world.keeper._steady() + 1.0
+    demand = world.budget._demand
+    reservation = world.tier.prepare_store(NEW)
+    assert (reservation.keys, reservation.evicted) == ([], []), "others may evict the same"
+    assert world.budget._demand == demand + len(NEW) * RECORD
+    world.keeper.work()
+    assert world.keeper._next_look > world.keeper._steady() + 500.0, "it has looked"
+    writers.ended(claim.writer)
