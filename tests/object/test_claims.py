@@ -276,3 +276,75 @@ def test_a_listing_that_comes_late_takes_nobody_for_dead(late_s: float) -> None:
     assert all(model.budget.hold(1)[0] == 1 for model in world.writers)
     assert told > 30
     assert len(store.names) <= 4, "old claims go when the new ones are shown"
+
+
+def test_who_was_taken_for_dead_uses_nothing_until_all_is_known_anew() -> None:
+    world = World(0, 1)
+    [model] = world.writers
+    model.look()
+    model.hear()
+    assert model.budget.hold(1)[0] == 1
+    model.budget.give_back()
+    world.store.names.clear()
+    standing, _ = model.claims.renew()
+    assert standing is not None
+    assert model.budget.hold(1)[0] == 0
+    assert not model.claims.measured
+    assert standing.cap == 0, "others may have taken it"
+    [claim] = [parse_claim(name, 0.0) for name in world.store.names]
+    assert claim is not None
+    assert claim.cap == 0, "nor is anything taken from them"
+    assert not standing.measured
+    model.claims.take_measure({})
+    model.look()
+    model.hear()
+    assert model.budget.hold(1)[0] == 1
+
+
+def test_who_was_late_to_renew_finds_out_what_others_have_done() -> None:
+    """His claim is there still, but who came and went in the meantime nobody tells."""
+    world = World(0, 1)
+    [model] = world.writers
+    model.look()
+    world.now += LEASE_S - 1.0
+    model.look()
+    assert model.claims.measured
+    world.now += LEASE_S
+    model.look()
+    assert not model.claims.measured
+
+
+def test_who_comes_at_the_same_moment_makes_nobody_wait_for_another_look() -> None:
+    world = World(0, 2)
+    one, other = world.writers
+
+    def come() -> None:
+        if any(one.claims.writer in name for name in world.store.names):
+            world.store.meanwhile = lambda: None
+            other.look()
+
+    world.store.meanwhile = come
+    one.look()
+    kinds = {claim.kind for name in world.store.names if (claim := parse_claim(name, 0.0))}
+    assert kinds == {"s"}
+    one.hear()
+    other.hear()
+    assert not one.budget.alone
+    assert not other.budget.alone
+
+
+def test_who_comes_to_others_of_his_model_believes_what_they_have_found_to_fit() -> None:
+    world = World(0, 2)
+    one, newcomer = world.writers
+    one.claims.take_measure({"cd" * 16: 10})
+    one.look()
+    newcomer.claims.measured = False
+    standing, _ = newcomer.claims.renew()
+    assert standing is not None
+    assert (standing.cap, standing.measured) == (CAPACITY - 10, True)
+    one.claims.close(clean=True)
+    world.store.names = {name: at for name, at in world.store.names.items() if "-c" not in name}
+    newcomer.claims.take_measure({})
+    standing, _ = newcomer.claims.renew()
+    assert standing is not None
+    assert standing.cap == CAPACITY, "by now he knows himself"
