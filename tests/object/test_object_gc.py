@@ -13,12 +13,13 @@ import pytest
 from object_subjects import FOLDER
 
 from kvtier.backends.object import gc
-from kvtier.backends.object.errors import StoreError, Unavailable
+from kvtier.backends.object.errors import AccessDenied, StoreError, Unavailable
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import REMOVED
 from kvtier.backends.object.names import block_name, parse_block
 from kvtier.backends.object.store import ObjectInfo
+from kvtier.core.slab.layout import keys_of
 from kvtier.testing.records import GROUPED, NAMESPACE, make_keys
 from kvtier.testing.subject import Rig
 from kvtier.types import BlockKey, Namespace, block_key
@@ -176,3 +177,53 @@ def test_of_what_stays_no_list_is_held(tmp_path: Path, monkeypatch: pytest.Monke
         (1000.0, "over the budget")
     ] * 3
     assert peak < 50 * blocks, "names alone take three times as much"
+
+
+def test_what_is_left_out_neither_counts_nor_goes(rig: Rig, tmp_path: Path) -> None:
+    keys = rig.put(make_keys(4))
+    other = Rig(FOLDER, tmp_path, blocks=8, namespace=GROUPED)
+    other.put(make_keys(3))
+    for key in keys:
+        age(rig, key, 100.0)
+    store = FileStore(tmp_path / "store")
+    for path in (store.root / GROUPED.id / "blocks").rglob("*-0"):
+        os.utime(path, (time.time() - 5000.0,) * 2)
+    found = gc.survey(store, 3 * RECORD, 3600.0, time.time(), without={GROUPED.id})
+    assert (found.blocks, found.bytes) == (4, 4 * RECORD)
+    assert [one.name.partition("/")[0] for one in found.doomed] == [NAMESPACE.id]
+    other.close()
+
+
+def test_what_is_too_old_makes_room_for_what_is_not(rig: Rig) -> None:
+    keys = rig.put(make_keys(4))
+    for key, seconds in zip(keys, (5000.0, 4000.0, 200.0, 100.0), strict=True):
+        age(rig, key, seconds)
+    store = FileStore(rig.folder / "store")
+    for capacity, over in ((2, []), (1, keys[2:3]), (0, keys[2:])):
+        found = gc.survey(store, capacity * RECORD, 3600.0, time.time())
+        reasons = ["too old"] * 2 + ["over the budget"] * len(over)
+        names = [block_name(NAMESPACE.id, key) for key in [*keys[:2], *over]]
+        assert [(one.reason, one.name) for one in found.doomed] == list(
+            zip(reasons, names, strict=True)
+        )
+        assert found.doomed_bytes == (2 + len(over)) * RECORD
+
+
+def test_what_could_not_be_deleted_is_not_said_to_be_gone(rig: Rig) -> None:
+    keys = rig.put(make_keys(3))
+    rig.tier.flush()
+    locked = block_name(NAMESPACE.id, keys[0])
+
+    class Locked(FileStore):
+        def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
+            super().delete([name for name in names if name != locked], **more)
+            return {name: AccessDenied("locked") for name in names if name == locked}
+
+    store = Locked(rig.folder / "store")
+    assert gc.collect(store, gc.survey(store, 0, None, time.time())) == (2, 0)
+    entries = Journal(store, NAMESPACE).everything()
+    removed = entries[entries["kind"] == REMOVED]
+    assert set(keys_of(removed)) == set(keys[1:])
+    rig.tier.refresh()
+    rig.tier.tick()
+    assert rig.get(keys) == keys[:1]
