@@ -129,3 +129,24 @@ def test_a_store_that_rounds_times_up_brings_nothing_back(tmp_path: Path) -> Non
     assert tier.lookup(keys) == [Presence.MISS]
     assert store.head(name) is None
     keeper.close()
+
+
+@pytest.mark.parametrize(("removed_s", "stays"), [(5.0, True), (60.0, False)])
+def test_what_was_removed_a_moment_ago_is_left_to_its_readers(
+    tmp_path: Path, removed_s: float, stays: bool
+) -> None:
+    """Whoever has removed it deletes it; only what he has left behind is for others to delete."""
+    store = FileStore(tmp_path / "store")
+    [key] = make_keys(1)
+    name = block_name(NAMESPACE.id, key)
+    store.put(name, [memoryview(bytes(RECORD))])
+    os.utime(store.root / name, (time.time() - 100.0,) * 2)
+    removed_us = int((time.time() - removed_s) * 1e6)
+    Journal(store, NAMESPACE).append(pack_entries(REMOVED, [key], [0], [0], [removed_us]))
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    keeper.refresh()
+    assert tier.lookup([key]) == [Presence.MISS]
+    assert blocks_in(store) == stays
+    keeper.close()

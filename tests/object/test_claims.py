@@ -348,3 +348,18 @@ def test_who_comes_to_others_of_his_model_believes_what_they_have_found_to_fit()
     standing, _ = newcomer.claims.renew()
     assert standing is not None
     assert standing.cap == CAPACITY, "by now he knows himself"
+
+
+def test_nothing_is_left_to_the_hungry_who_died() -> None:
+    spaces = Spaces(24, 24, 24)
+    assert spaces.audit(0) == 24
+    spaces.claims[1].hungry = True
+    assert spaces.audit(1, n0=24) == 0
+    for _ in range(4):  # he does not renew
+        spaces.now += LEASE_S / 2
+        spaces.claims[0].renew()
+    assert spaces.audit(2, n0=24) == 0
+    assert spaces.audit(0) == 24
+    spaces.claims[2].hungry = True
+    assert spaces.audit(2, n0=24) == 0
+    assert spaces.audit(0) == 12, "but to those who live"
