@@ -381,6 +381,7 @@ def test_what_others_do_waits_in_the_store_for_a_tier_that_nobody_asks(
     keeper.open(tier.known)
     tier.start()
     keeper._breath.alone = False
+    keeper.refresh()
     keys, size = make_keys(100), HEADER_BYTES + NAMESPACE.payload_bytes
     neighbour = Journal(store, NAMESPACE)
     for at, key in enumerate(keys):  # one comes, one goes
