@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from object_audits import CAPACITY, RECORD, blocks_in, filled, opened
@@ -12,14 +14,17 @@ from object_audits import CAPACITY, RECORD, blocks_in, filled, opened
 from kvtier.backends.object import keeper as keeper_module
 from kvtier.backends.object import writers
 from kvtier.backends.object.claim import Claim
+from kvtier.backends.object.errors import Unavailable
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.manifest import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.names import block_name
+from kvtier.backends.object.store import Buffer, ObjectInfo, PutOutcome
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
+from kvtier.core.slab.layout import keys_of
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import Namespace, Presence
 
@@ -149,4 +154,56 @@ def test_what_was_removed_a_moment_ago_is_left_to_its_readers(
     keeper.refresh()
     assert tier.lookup([key]) == [Presence.MISS]
     assert blocks_in(store) == stays
+    keeper.close()
+
+
+def test_the_claims_of_the_dead_stand_until_what_they_left_is_written_down(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store")
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    [key] = make_keys(1)
+    store.put(block_name(NAMESPACE.id, key), [memoryview(bytes(RECORD))])
+    dead = writers.new()
+    writers.ended(dead)
+    claim = Claim(NAMESPACE.id, dead, 1, RECORD, CAPACITY, 60_000, "s", False)
+    store.put(claim.name, [memoryview(b"")])
+    put = store.put
+
+    def refuse(name: str, buffers: Sequence[Buffer], **more: Any) -> PutOutcome:
+        if "/manifest/" in name:
+            raise Unavailable("not now")
+        return put(name, buffers, **more)
+
+    store.put = refuse  # type: ignore[method-assign,assignment]
+    keeper.refresh()
+    assert store.head(claim.name) is not None
+    store.put = put  # type: ignore[method-assign]
+    keeper.refresh()
+    assert store.head(claim.name) is None
+    assert keys_of(Journal(store, NAMESPACE).everything()) == [key]
+    tier.tick()
+    assert keeper.budget.used == RECORD
+    keeper.close()
+
+
+@pytest.mark.parametrize("due", ["_next_audit", "_audit_at"])
+def test_a_listing_that_failed_is_left_until_the_next_look(tmp_path: Path, due: str) -> None:
+    store = FileStore(tmp_path / "store")
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    list_some, tried = store.list, 0
+
+    def refuse(prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
+        nonlocal tried
+        if not prefix:
+            tried += 1
+            raise Unavailable("not now")
+        return list_some(prefix, **more)
+
+    store.list = refuse  # type: ignore[method-assign,assignment]
+    setattr(keeper, due, 0.0)
+    for _ in range(3):
+        keeper.work()
+    assert tried == 1
     keeper.close()
