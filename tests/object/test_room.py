@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from object_audits import RECORD, blocks_in
 
 from kvtier.backends.object import writers
+from kvtier.backends.object.budget import Standing
 from kvtier.backends.object.claim import Claim
+from kvtier.backends.object.errors import Unavailable
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.limits import Limits
-from kvtier.backends.object.manifest import ADDED, REMOVED
+from kvtier.backends.object.manifest import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.names import block_name
+from kvtier.backends.object.news import News
 from kvtier.backends.object.spec import ObjectSpec
+from kvtier.backends.object.store import Buffer, PutOutcome
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
 from kvtier.core.slab.layout import keys_of
@@ -97,7 +103,9 @@ def test_what_is_evicted_gives_its_room_to_a_block_each(world: World) -> None:
     said = dict.fromkeys(reservation.evicted, REMOVED) | dict.fromkeys(NEW[:2], ADDED)
     assert world.stated().items() >= said.items()
     world.put(reservation.evicted)
-    assert blocks_in(world.store) == ROOM
+    names = [info.name for info in world.store.list(f"{NAMESPACE.id}/blocks")]
+    assert len(names) == ROOM
+    assert all(name.endswith("-0") for name in names), "nothing of their names is left"
 
 
 @pytest.mark.parametrize("came", [False, True])
@@ -205,3 +213,49 @@ def test_beside_others_too_little_room_is_claimed_soon(world: World) -> None:
     world.keeper.work()
     assert world.keeper._next_look > world.keeper._steady() + 500.0, "it has looked"
     writers.ended(claim.writer)
+
+
+def test_joining_that_the_store_would_not_have_is_not_tried_at_every_look(world: World) -> None:
+    """It may be gigabytes."""
+    neighbour = Journal(world.store, NAMESPACE)
+    for key in make_keys(20, start=200):
+        neighbour.append(pack_entries(ADDED, [key], [0], [0], [1]))
+    put, tried = world.store.put, 0
+
+    def refuse(name: str, buffers: Sequence[Buffer], **more: Any) -> PutOutcome:
+        nonlocal tried
+        if "/manifest/" in name:
+            tried += 1
+            raise Unavailable("not now")
+        return put(name, buffers, **more)
+
+    world.store.put = refuse  # type: ignore[method-assign,assignment]
+    for _ in range(3):
+        world.look()
+    assert tried == 1
+    world.store.put = put  # type: ignore[method-assign]
+    world.keeper._next_join = 0.0
+    for _ in range(2):
+        world.look()
+    assert len(list(world.store.list(f"{NAMESPACE.id}/manifest/"))) == 1
+
+
+@pytest.mark.parametrize(("cap", "hungry"), [(1, True), (2, False), (3, False)])
+def test_who_evicts_though_he_has_less_than_half_wants_room_of_others(
+    world: World, cap: int, hungry: bool
+) -> None:
+    standing = Standing(
+        alone=True,
+        claim=ROOM * RECORD,
+        cap=cap * RECORD,
+        measured=True,
+        lease_until=math.inf,
+        serial=world.budget.serial,
+    )
+    world.keeper.news.append(News(standing=standing))
+    world.tier.tick()
+    world.keeper.outbox.delete_doomed()
+    world.tier.tick()
+    assert world.counted() == (cap, 0, 0)
+    assert len(world.tier.prepare_store(NEW[:1]).evicted) == 1
+    assert world.keeper._claims.hungry == hungry
