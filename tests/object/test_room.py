@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.manifest import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.names import block_name
-from kvtier.backends.object.news import News
+from kvtier.backends.object.news import News, Rows
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.store import Buffer, PutOutcome
 from kvtier.backends.object.tier import ObjectTier
@@ -73,6 +74,18 @@ class World:
     def stated(self) -> dict[BlockKey, int]:
         entries = Journal(self.store, NAMESPACE).everything()
         return dict(zip(keys_of(entries), entries["kind"].tolist(), strict=True))
+
+    def hear(self, cap: int) -> None:
+        """So many blocks are all that we may hold, alone."""
+        standing = Standing(
+            alone=True,
+            claim=ROOM * RECORD,
+            cap=cap * RECORD,
+            measured=True,
+            lease_until=math.inf,
+            serial=self.budget.serial,
+        )
+        self.keeper.news.append(News(standing=standing))
 
     def on_its_way(self) -> int:
         """Blocks that are counted as reserved and not written down."""
@@ -195,7 +208,8 @@ def test_what_the_weather_kept_from_being_read_is_counted_and_found_again(world:
     world.tier.complete_load([key], {key: Outcome.TIMEOUT})
     assert world.tier.lookup([key]) == [Presence.MISS]
     assert world.counted() == (ROOM - 1, 1, 0)
-    world.keeper.refresh()
+    for _ in range(2):  # both find it, and nobody has listened in between
+        world.keeper.refresh()
     assert world.tier.lookup([key]) == [Presence.HIT]
     assert world.counted() == (ROOM, 0, 0)
 
@@ -244,18 +258,44 @@ def test_joining_that_the_store_would_not_have_is_not_tried_at_every_look(world:
 def test_who_evicts_though_he_has_less_than_half_wants_room_of_others(
     world: World, cap: int, hungry: bool
 ) -> None:
-    standing = Standing(
-        alone=True,
-        claim=ROOM * RECORD,
-        cap=cap * RECORD,
-        measured=True,
-        lease_until=math.inf,
-        serial=world.budget.serial,
-    )
-    world.keeper.news.append(News(standing=standing))
+    world.hear(cap)
     world.tier.tick()
     world.keeper.outbox.delete_doomed()
     world.tier.tick()
     assert world.counted() == (cap, 0, 0)
     assert len(world.tier.prepare_store(NEW[:1]).evicted) == 1
     assert world.keeper._claims.hungry == hungry
+
+
+def test_what_was_evicted_and_is_not_room_enough_is_deleted_all_the_same(world: World) -> None:
+    """Blocks may be compressed: the room of one is not that of another."""
+    extra = make_keys(2, start=300)
+    reservation = world.tier.prepare_store(NEW[:1])
+    world.tier.complete_store(NEW[:1], {NEW[0]: Outcome.TIMEOUT})
+    world.look()
+    kept = [key for key in OLD if key not in reservation.evicted]
+    small = kept[0]
+    neighbour = Journal(world.store, NAMESPACE)
+    sizes = [RECORD // 2, RECORD // 2, RECORD]
+    keys = [small, *extra]
+    neighbour.append(pack_entries(ADDED, keys, [0] * 3, sizes, [int(time.time() * 1e6)] * 3))
+    world.look()
+    assert world.budget.used == ROOM * RECORD
+    world.tier.prepare_load([*kept[1:], *keys[1:]])
+    reservation = world.tier.prepare_store(NEW[1:2])
+    assert (reservation.keys, reservation.evicted) == ([], [small])
+    used = ROOM * RECORD - RECORD // 2
+    assert (world.budget.used, world.budget.dying) == (used, RECORD // 2)
+    world.look()
+    assert (world.budget.used, world.budget.dying) == (used, 0)
+    assert world.store.head(block_name(NAMESPACE.id, small)) is None
+    assert world.stated()[small] == REMOVED
+
+
+def test_no_more_is_dropped_than_is_still_too_much(world: World) -> None:
+    world.hear(ROOM - 2)
+    gone = Rows(OLD[:2], [0] * 2, [0] * 2, [time.time()] * 2)
+    world.keeper.news.append(News(removed=gone))
+    world.tier.tick()
+    assert world.counted() == (ROOM - 2, 0, 0)
+    assert world.tier.lookup(OLD) == [Presence.MISS] * 2 + [Presence.HIT] * 2
