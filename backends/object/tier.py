@@ -129,8 +129,6 @@ class ObjectTier(ObjectCatalogue):
         self._times[slot] = at
         if generation:
             self._generation[key] = generation
-        else:
-            self._generation.pop(key, None)
 
     def _fail(self, key: BlockKey, outcome: Outcome) -> None:
         self._stats.corrupt += outcome is Outcome.CORRUPT
