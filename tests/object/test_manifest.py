@@ -278,6 +278,19 @@ def test_removals_are_forgotten_when_all_they_hide_is_deleted(store: FileStore) 
     assert len(journal.everything()) == 30
 
 
+def test_removals_are_not_forgotten_beside_a_larger_manifest_that_tells_of_what_they_hide(
+    store: FileStore,
+) -> None:
+    journal = Journal(store, NAMESPACE)
+    all_keys = make_keys(200)
+    journal.append(added(all_keys))
+    for key in all_keys[:20]:
+        journal.append(manifest.pack_entries(REMOVED, [key], [0], [0], [2_000_000]))
+    assert journal.join(3.0)
+    assert len(manifests(store)) == 2
+    assert keys_in(Journal(store, NAMESPACE).everything()) == set(all_keys[20:])
+
+
 def test_a_damaged_manifest_costs_only_itself(store: FileStore) -> None:
     journal = Journal(store, NAMESPACE)
     good, bad = make_keys(2), make_keys(2, start=9)
