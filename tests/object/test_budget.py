@@ -48,6 +48,7 @@ def test_an_answer_to_an_older_claim_is_not_heard(budget: Budget, change: str) -
     older = msgspec.structs.replace(SHARED, claim=400, serial=budget.serial)
     if change == "withdraw":
         budget.withdraw()
+        assert budget.cap == 1000, "what the namespace may hold is no matter of our claim"
     elif change == "lower":
         assert budget.lower(0) == 100 + 100 + 200 + 300, "as far as it is filled or claimed"
     else:

@@ -363,3 +363,14 @@ def test_nothing_is_left_to_the_hungry_who_died() -> None:
     spaces.claims[2].hungry = True
     assert spaces.audit(2, n0=24) == 0
     assert spaces.audit(0) == 12, "but to those who live"
+
+
+def test_when_the_larger_capacity_has_gone_nobody_keeps_what_it_allowed() -> None:
+    spaces = Spaces(48, 24)
+    larger, smaller = spaces.claims
+    assert spaces.audit(0, n7=40) == 8
+    assert spaces.audit(1) == 40
+    larger.close(clean=True)
+    standing, _ = smaller.renew()
+    assert standing is not None
+    assert standing.cap == 24, "and no listing need tell of it"
