@@ -13,6 +13,7 @@ from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.names import block_name
+from kvtier.backends.object.news import News, Rows
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Presence
@@ -197,3 +198,18 @@ def test_each_of_many_is_offered_by_its_own_name(shared: Shared) -> None:
     spec = shared.tier.prepare_load([KEY, other])
     assert isinstance(spec, ObjectSpec)
     assert spec.generations == [0, 3]
+
+
+def test_what_a_removal_on_its_way_takes_is_told_by_the_same_audit_if_it_is_there(
+    shared: Shared,
+) -> None:
+    """Whoever is told that it is gone has not listened yet when everything is listed."""
+    shared.put()
+    shared.say(ADDED, -(10**10))
+    shared.say(REMOVED, -1000, keys=make_keys(1, start=1))  # what was said last is told anyhow
+    gone = Rows([KEY], [0], [0], [shared.now_us / 1e6])
+    shared.keeper.news.append(News(removed=gone))
+    shared.keeper.refresh()
+    shared.tier.tick()
+    assert shared.offered
+    assert shared.counted() == (RECORD, 0, 0)

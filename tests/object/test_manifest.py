@@ -96,6 +96,12 @@ def test_what_is_told_anew_is_dropped_a_piece_at_a_time(monkeypatch: pytest.Monk
     assert [row[4] for row in merged] == [1, 3, 5, 7, 8, 8, 9, 9, 10, 10, 11]
 
 
+@pytest.mark.parametrize("order", [(ADDED, REMOVED), (REMOVED, ADDED)])
+def test_of_equal_times_a_removal_counts(order: tuple[int, int]) -> None:
+    pieces = [manifest.pack_entries(kind, make_keys(2), [0, 1], [0] * 2, [7] * 2) for kind in order]
+    assert manifest.merge(pieces)["kind"].tolist() == [REMOVED] * 2
+
+
 def test_no_flipped_byte_and_no_cut_is_overlooked() -> None:
     good = packed(entries_of([(ADDED, key, 0, 5, 9) for key in make_keys(2)]), ["a-1", "b-2"])
     for at in range(len(good)):
@@ -380,6 +386,17 @@ def test_what_was_damaged_here_is_taken_from_those_who_could_read_it(
     path.write_bytes(whole)
     assert one.join(0.0)
     assert keys_in(other.news()) == {all_keys[3]}
+
+
+def test_a_long_manifest_that_joins_none_is_read_by_whoever_knows_others(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_HEAD_READ_BYTES", 1500)
+    one, other = Journal(store, NAMESPACE), Journal(store, NAMESPACE)
+    one.append(added(make_keys(1)))
+    other.news()
+    one.append(added(make_keys(100, start=10)))
+    assert keys_in(other.news()) == set(make_keys(100, start=10))
 
 
 def test_what_was_told_is_not_told_again_when_it_is_joined(
