@@ -299,3 +299,36 @@ def test_no_more_is_dropped_than_is_still_too_much(world: World) -> None:
     world.tier.tick()
     assert world.counted() == (ROOM - 2, 0, 0)
     assert world.tier.lookup(OLD) == [Presence.MISS] * 2 + [Presence.HIT] * 2
+
+
+def test_a_reservation_says_until_when_its_room_may_be_written_to(world: World) -> None:
+    reservation = world.tier.prepare_store(NEW[:1])
+    assert isinstance(reservation.spec, ObjectSpec)
+    assert reservation.spec.until == world.budget._standing.lease_until
+    assert reservation.spec.until < math.inf
+
+
+def test_of_two_that_are_stored_one_may_fail(world: World) -> None:
+    reservation = world.tier.prepare_store(NEW[:2])
+    world.write(reservation)
+    world.tier.complete_store(NEW[:2], {NEW[0]: Outcome.IO_ERROR})
+    assert world.counted() == (ROOM - 1, 0, 1)
+    world.look()
+    assert world.counted() == (ROOM - 1, 0, 0)
+    assert world.tier.lookup(NEW[:2]) == [Presence.MISS, Presence.HIT]
+    assert [world.stated()[key] for key in reservation.evicted] == [REMOVED] * 2
+    world.tier.forget(NEW[1:2])
+    assert world.budget.dying == RECORD
+    [(_, objects)] = world.keeper.outbox._doomed
+    assert objects == [(NEW[1], 0)], "and not once more what it has taken the room of"
+
+
+@pytest.mark.parametrize("outcome", [o for o in Outcome if not o.ok])
+def test_what_was_dropped_while_it_is_read_may_fail(world: World, outcome: Outcome) -> None:
+    [key] = OLD[:1]
+    world.tier.prepare_load([key])
+    world.tier.forget([key])
+    world.tier.complete_load([key], {key: outcome})
+    world.look()
+    assert world.counted() == (ROOM - 1, 0, 0)
+    assert world.on_its_way() == 0
