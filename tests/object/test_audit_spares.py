@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from object_audits import CAPACITY, RECORD, blocks_in, filled, opened
 
+from kvtier.backends.object import breath as breath_module
 from kvtier.backends.object import keeper as keeper_module
 from kvtier.backends.object import writers
 from kvtier.backends.object.claim import Claim
@@ -206,4 +207,33 @@ def test_a_listing_that_failed_is_left_until_the_next_look(tmp_path: Path, due: 
     for _ in range(3):
         keeper.work()
     assert tried == 1
+    keeper.close()
+
+
+def test_what_is_stored_while_everything_is_listed_is_written_down_all_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may take minutes."""
+    monkeypatch.setattr(breath_module, "_SLICE_S", -1.0)
+    store = FileStore(tmp_path / "store")
+    filled(store, 3)
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    new, written = make_keys(100, start=10), []
+    list_all = store.list
+
+    def list_slowly(prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
+        for info in list_all(prefix, **more):
+            if not prefix:
+                keeper.outbox.added([new.pop()], [0], [RECORD])
+                keeper._next_look = 0.0
+            yield info
+            if not prefix:
+                written.append(keeper.outbox.empty)
+
+    store.list = list_slowly  # type: ignore[method-assign,assignment]
+    keeper.refresh()
+    assert len(written) > 3
+    assert all(written)
     keeper.close()

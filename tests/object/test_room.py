@@ -226,6 +226,9 @@ def test_beside_others_too_little_room_is_claimed_soon(world: World) -> None:
     assert world.budget._demand == demand + len(NEW) * RECORD
     world.keeper.work()
     assert world.keeper._next_look > world.keeper._steady() + 500.0, "it has looked"
+    soon = world.keeper._next_look = world.keeper._steady() + 100.0
+    world.keeper.work()
+    assert world.keeper._next_look == soon, "and hurries no more"
     writers.ended(claim.writer)
 
 
