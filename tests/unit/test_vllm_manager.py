@@ -97,6 +97,15 @@ def test_a_failure_that_blames_a_block_is_kept_over_one_that_does_not() -> None:
     assert two.merge(one).failures == {0: bad, 1: bad, 2: left}
 
 
+def test_of_ranks_the_slowest_counts_and_files_are_read_only_if_all_can() -> None:
+    quick = Report(1, {}, 10, 0.5, 4, 2.0, reads_files=True)
+    slow = Report(2, {}, 20, 1.5, 6, 1.0, reads_files=False)
+    both = Report(3, {}, 30, 1.5, 10, 2.0, reads_files=False)
+    assert quick.merge(slow) == slow.merge(quick) == both
+    assert quick.merge(quick).reads_files
+    assert not slow.merge(slow).reads_files
+
+
 def test_a_salt_and_a_reset_make_other_keys(stack: Stack) -> None:
     asking = manager(stack, FULL)
     ends = asking.keys(3)
@@ -349,6 +358,26 @@ def test_one_that_waits_for_room_is_looked_up_when_it_asks_for_less(tmp_path: Pa
         made.asks("b", 4 * CHUNK, 8 * CHUNK + 1)
         assert not made.still_waits("b", second), "the engine has computed half of it for another"
         made.reset()
+        assert not made.still_waits("b", second)
+
+
+def test_nobody_waits_on_for_room_that_no_load_holds_any_more(tmp_path: Path) -> None:
+    """The load has ended, and what it held has gone to a store at once."""
+    with Stack.open(small_above_large(tmp_path), TWO_GROUPS) as stack:
+        asking = manager(stack, FULL)
+        made = asking.manager
+        first, second = (asking.keys(8, first=at) for at in (0, 100))
+        on_disk(stack, first, second)
+        assert asking.hit("a", first, 8 * CHUNK + 1) == 8 * CHUNK
+        errand = made.prepare_load(list(first), "a")
+        assert stack.settle()
+        made.on_schedule_end()
+        assert asking.answers("b", second, 8 * CHUNK + 1) == {None}
+        made.report(errand.number, Report(1))
+        made.on_schedule_end()
+        storing = [BlockKey(key) for key in asking.keys(12, first=200)]
+        assert len(stack.chain.prepare_store(storing).keys) == 12
+        made.asks("b", 0, 8 * CHUNK + 1)
         assert not made.still_waits("b", second)
 
 

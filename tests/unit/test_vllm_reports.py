@@ -118,6 +118,21 @@ def test_nothing_is_kept_of_stores_that_are_distrusted(stack: Stack) -> None:
     assert asking.hit("e", ends, 3 * CHUNK) == 3 * CHUNK
 
 
+def test_steps_are_needed_until_the_tiers_below_have_what_was_stored(two_tiers: Stack) -> None:
+    asking = manager(two_tiers, FULL)
+    managed, ends = asking.manager, asking.keys(3)
+    managed.on_new_request("a")
+    _, errand = managed.prepare_store(list(ends), "a")
+    managed.report(errand.number, Report(1))
+    managed.on_request_finished("a")
+    assert not managed.copying
+    assert managed.has_pending_work
+    assert not managed.idle
+    assert two_tiers.settle()
+    assert not managed.has_pending_work
+    assert managed.idle
+
+
 def test_a_load_has_as_long_as_its_slowest_tier(two_tiers: Stack) -> None:
     managed = ChainManager(two_tiers, region="region", ranks=1, clock=lambda: 100.0)
     managed.shapes = {0: FULL}
