@@ -12,9 +12,11 @@ from tensors import write_tensors
 
 from kvtier.errors import ConfigError
 from kvtier.vllm.identity import (
+    _adapters,
     _additional,
     _attention,
     _implementation,
+    _media,
     _speculative,
     check_hash,
     configuration_of,
@@ -233,6 +235,15 @@ def test_libraries_that_vllm_may_choose_for_attention_count(
     assert _attention(config) == "index=bf16 flashinfer-python=0.6.1"
 
 
+CHANGE_BLOCKS = """
+    VLLM_B12X_MOE_FP4_FORCE_A16 VLLM_CPU_INT4_W4A8 VLLM_DEEPEPLL_NVFP4_DISPATCH
+    VLLM_DISABLED_KERNELS VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE
+    VLLM_FLOAT32_MATMUL_PRECISION VLLM_HUMMING_ONLINE_QUANT_CONFIG VLLM_MARLIN_INPUT_DTYPE
+    VLLM_MLA_DISABLE VLLM_MOE_ROUTING_SIMULATION_STRATEGY VLLM_MOE_USE_DEEP_GEMM
+    VLLM_PP_LAYER_PARTITION VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT VLLM_USE_DEEP_GEMM
+"""
+
+
 def test_variables_that_change_what_stands_in_blocks_count() -> None:
     assert environment_of({}) == "default"
     assert environment_of({"VLLM_API_KEY": "secret", "HOME": "/", "VLLM_PORT": "1"}) == "default"
@@ -240,11 +251,40 @@ def test_variables_that_change_what_stands_in_blocks_count() -> None:
     said = "VLLM_BATCH_INVARIANT=1 VLLM_SSM_CONV_STATE_LAYOUT=DS"
     assert environment_of(set_) == said
     assert environment_of(dict(reversed(set_.items()))) == said
-    for name in ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_DISABLED_KERNELS"):
-        assert environment_of({name: "1"}) != "default"
+    for name in CHANGE_BLOCKS.split():
+        assert environment_of({name: "1"}) == f"{name}=1"
     assert environment_of({"VLLM_USE_DEEP_GEMM_E8M0": "0"}) != "default", (
         "scales are rounded, or not"
     )
+
+
+def test_how_images_become_embeddings_counts() -> None:
+    names = """
+        mm_processor_kwargs media_io_kwargs mm_device_do_normalize mm_encoder_attn_dtype
+        mm_encoder_fp8_scale_path video_pruning_rate video_pruning_method
+    """
+    found = {_media(SimpleNamespace(**{name: "another"})) for name in names.split()}
+    assert len(found | {_media(None), _media(SimpleNamespace(mm_processor_cache_gb=0))}) == 9
+
+
+def test_how_much_of_adapters_is_applied_counts() -> None:
+    usual = {"target_modules": None, "lora_dtype": "auto", "enable_tower_connector_lora": False}
+
+    def said(**settings: object) -> str:
+        return _adapters(SimpleNamespace(**(usual | settings)), "bfloat16")
+
+    assert _adapters(None, "bfloat16") == said() == said(lora_dtype="bfloat16") == "whole"
+    assert said(target_modules=["q", "k"]) == said(target_modules=["k", "q"])
+    others = [
+        said(target_modules=["q"]),
+        said(target_modules=["k"]),
+        said(lora_dtype="float16"),
+        said(enable_tower_connector_lora=True),
+        said(enable_mixed_moe_lora_format=True),
+        said(enable_moe_shared_loras=True),
+        said(),
+    ]
+    assert len(set(others)) == len(others)
 
 
 def test_settings_that_models_and_platforms_read_themselves_count() -> None:

@@ -283,6 +283,70 @@ def test_settings_that_change_what_is_computed(
     assert (facts() == facts(**changed)) is same
 
 
+@pytest.fixture(scope="module")
+def settled(model: Callable[..., Path]) -> Any:
+    """What vLLM makes of its settings."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(model=str(model("llama")), dtype="float32").create_engine_config()
+
+
+NAMED = SimpleNamespace(name="ANOTHER")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        ("model", "model dtype quantization quantization_config"),
+        ("model", "model_impl model_class_overrides code_revision"),
+        ("cache", "cache_dtype kv_cache_dtype_skip_layers kv_cache_layout block_size"),
+        ("cache", "mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode use_replayssm"),
+        ("cache", "replayssm_buffer_len use_kda_recoverssm prefix_caching_hash_algo"),
+        ("mamba", "backend enable_stochastic_rounding"),
+        ("parallel", "tensor_parallel_size pipeline_parallel_size prefill_context_parallel_size"),
+        ("parallel", "decode_context_parallel_size cp_kv_cache_interleave_size"),
+        ("parallel", "dcp_kv_cache_interleave_size"),
+        ("attention", "backend backend_per_kind indexer_kv_dtype use_trtllm_attention"),
+        ("attention", "disable_flashinfer_q_quantization use_prefill_query_quantization"),
+        ("attention", "indexer_sparse_logits use_non_causal"),
+        ("kernel", "moe_backend linear_backend linear_backend_per_quant"),
+        ("load", "load_format model_loader_extra_config"),
+    ],
+)
+def test_each_setting_by_which_blocks_differ_is_a_fact(
+    settled: Any, monkeypatch: pytest.MonkeyPatch, config: str, names: str
+) -> None:
+    others = {
+        "backend": NAMED,
+        "backend_per_kind": {"full": NAMED},
+        "load_format": "safetensors",
+        "model_loader_extra_config": {"pattern": "another"},
+    }
+    before = facts_of(settled, 1)
+    assert facts_of(settled, 1) == before
+    for name in names.split():
+        with monkeypatch.context() as patch:
+            patch.setitem(
+                vars(getattr(settled, f"{config}_config")), name, others.get(name, "else")
+            )
+            assert facts_of(settled, 1) != before, name
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
+def test_so_is_what_no_configuration_tells(settled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [facts_of(settled, 1), facts_of(settled, 2), facts_of(settled, 1, "mine")]
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    found.append(facts_of(settled, 1))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    found.append(facts_of(settled, 1))
+    monkeypatch.setattr("vllm.__version__", "0.0")
+    found.append(facts_of(settled, 1))
+    monkeypatch.setattr("kvtier.vllm.identity.RECORD_VERSION", 99)
+    found.append(facts_of(settled, 1))
+    assert all(one not in found[:at] for at, one in enumerate(found))
+
+
 def test_weights_in_a_folder_of_the_users_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
