@@ -253,7 +253,6 @@ class RankWorker:
 
     def _close_copier(self) -> None:
         if self._copier is not None:
-            self._ended += [self._report(result) for result in self._copier.poll()]
             self._copier.close()
             self._ended += [self._report(result) for result in self._copier.poll()]
             self._copier = None

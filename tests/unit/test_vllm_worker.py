@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,14 @@ class Rank:
     """One rank's pages, and its worker."""
 
     def __init__(
-        self, rank: int, *, alike: bool = False, layers: int = LAYERS, pipelined: bool = False
+        self,
+        rank: int,
+        *,
+        alike: bool = False,
+        layers: int = LAYERS,
+        pipelined: bool = False,
+        per_chunk: int = 1,
+        groups: int = 1,
     ) -> None:
         self.pages = np.zeros((layers, BLOCKS, PAGE), np.uint8)
         tensors = [
@@ -39,8 +47,8 @@ class Rank:
         refs = [SimpleNamespace(tensor_idx=at, page_size_bytes=PAGE) for at in range(layers)]
         self.worker = RankWorker(
             SimpleNamespace(tensors=tensors, group_data_refs=[refs]),
-            blocks_per_chunk=1,
-            group_ids=[0],
+            blocks_per_chunk=per_chunk,
+            group_ids=list(range(groups)),
             rank=rank,
             ranks=RANKS,
             alike=alike,
@@ -60,6 +68,13 @@ class Rank:
         return one
 
 
+def stack_in(folder: Path, namespace: Namespace) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    size = (2 * CHUNKS) * (record_bytes(namespace.payload_bytes) + 4096)
+    cpu = {"kind": "cpu", "path": str(folder), "capacity": size}
+    return {"version": 1, "name": "unit", "mover": {"mode": "threads"}, "tiers": [cpu]}
+
+
 @pytest.mark.parametrize(
     ("alike", "layers"),
     [(False, (LAYERS, LAYERS)), (True, (LAYERS, LAYERS)), (False, (1, LAYERS))],
@@ -70,11 +85,8 @@ def test_what_ranks_store_they_load(tmp_path: Path, alike: bool, layers: tuple[i
     namespace = Namespace(
         facts={"model": "none"}, group_bytes=(parts * LAYERS * PAGE,), parts=parts
     )
-    size = (2 * CHUNKS) * (record_bytes(namespace.payload_bytes) + 4096)
-    cpu = {"kind": "cpu", "path": str(tmp_path), "capacity": size}
-    config = {"version": 1, "name": "unit", "mover": {"mode": "threads"}, "tiers": [cpu]}
     keys: list[bytes] = list(make_keys(CHUNKS))
-    with Stack.open(config, namespace) as stack:
+    with Stack.open(stack_in(tmp_path, namespace), namespace) as stack:
         region = str(stack.host.region.path)  # type: ignore[attr-defined]
         manager = ChainManager(stack, region=region, ranks=RANKS)
         pipelined = min(layers) < LAYERS
@@ -124,6 +136,66 @@ def test_a_rank_that_does_not_fit_keeps_nothing(
     assert not ended.ok
     assert set(ended.report.failures.values()) == {Outcome.IO_ERROR}
     assert "this layout is not supported, and nothing is kept" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "starts", "group", "outcome"),
+    [
+        ([4, 0], [2, 1], 0, Outcome.IO_ERROR),
+        ([3, 0], [0, 0], 0, Outcome.DROPPED),
+        ([4, 0], [1, 0], 0, Outcome.DROPPED),
+        ([2, 2], [0, 0], 0, Outcome.DROPPED),
+        ([4, 0], [0, 0], 7, Outcome.DROPPED),
+    ],
+    ids=["whole", "a block short", "within a chunk", "of another group", "of no group"],
+)
+def test_chunks_with_holes_are_not_stored(
+    sizes: list[int], starts: list[int], group: int, outcome: Outcome
+) -> None:
+    """Those that are whole fail later, since there is no region."""
+    rank = Rank(0, per_chunk=2, groups=2)
+    geometry = Geometry(b"", (RANKS * LAYERS * PAGE,) * 2, RANKS)
+    keys = [*make_keys(1), *make_keys(1, start=1, group=group)]
+    errand = Errand(5, "/nowhere", geometry, keys, [0, 1], 0.0)
+    rank.worker.store(1, errand, Blocks(np.arange(sum(sizes)), sizes, starts))
+    (ended,) = rank.worker.poll()
+    assert (ended.number, ended.ok, ended.report.ranks) == (5, False, 1)
+    assert ended.report.failures == {0: outcome, 1: outcome}
+
+
+def test_each_errand_goes_to_the_region_that_it_names(tmp_path: Path) -> None:
+    """And what was still to be told of the last one is told."""
+    namespace = Namespace(facts={"model": "none"}, group_bytes=(LAYERS * PAGE,))
+    rank, keys, copiers = Rank(0, alike=True), list(make_keys(CHUNKS)), []
+    with (
+        Stack.open(stack_in(tmp_path / "a", namespace), namespace) as one,
+        Stack.open(stack_in(tmp_path / "b", namespace), namespace) as other,
+    ):
+        managers = [
+            ChainManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
+            for stack in (one, other)
+        ]
+        errands = []
+        for job, manager in enumerate([*managers, managers[1]]):
+            rank.pages[:, :CHUNKS] = job + 1
+            wanted = keys[:2] if job < 2 else keys[2:]
+            _, errand = manager.prepare_store(wanted, "a")
+            rank.worker.store(job, errand, Blocks(np.arange(2), [2], [0]))
+            rank.worker.wait([job])
+            errands.append(errand.number)
+            copiers.append(rank.worker._copier)
+        ended = {each.job_id: each for each in rank.worker.poll()}
+        assert [ended[job].number for job in range(3)] == errands
+        for job, manager in enumerate([*managers, managers[1]]):
+            assert ended[job].ok
+            manager.report(errands[job], ended[job].report)
+        assert copiers[0] is not copiers[1] is copiers[2]
+        for job, manager in enumerate(managers):
+            errand = manager.prepare_load(keys[:2], "b")
+            rank.worker.load(9, errand, Blocks(np.arange(2) + 4, [2], [0]))
+            assert rank.ended(9).ok
+            assert (rank.pages[:, 4:6] == job + 1).all()
+        rank.worker.close()
 
 
 def test_one_load_of_several_is_given_up() -> None:
