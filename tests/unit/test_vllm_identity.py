@@ -48,6 +48,23 @@ def test_each_tensor_of_a_large_file_counts(tmp_path: Path) -> None:
     assert fingerprint_folder(one) != fingerprint_folder(other)
 
 
+def test_each_small_tensor_of_a_large_file_counts(tmp_path: Path) -> None:
+    """Wherever in it: a piece of every so many bytes would miss it."""
+    place, size = 40 << 10, 4 << 20
+    spans = {"large": [0, place], "small": [place, place + 512], "rest": [place + 512, size]}
+    header = json.dumps({name: {"data_offsets": span} for name, span in spans.items()})
+    found = set()
+    for first in range(0, 4096, 512):
+        values = bytearray(size)
+        values[place : place + 512] = b"\x01" * 512
+        head = header.ljust(2040 + first).encode()  # so that it begins elsewhere each time
+        for content in (bytes(size), bytes(values)):
+            file = tmp_path / "model.safetensors"
+            file.write_bytes(len(head).to_bytes(8, "little") + head + content)
+            found.add(fingerprint_folder(tmp_path))
+    assert len(found) == 16
+
+
 DEEP = (100_000).to_bytes(8, "little") + b"[" * 100_000
 
 
@@ -68,24 +85,35 @@ def engine(model: Path | str) -> SimpleNamespace:
     )
 
 
-def test_weights_in_a_single_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [4096, 4 << 20])
+def test_weights_in_a_single_file(tmp_path: Path, size: int) -> None:
     file = tmp_path / "model.gguf"
-    file.write_bytes(bytes(4096))
+    file.write_bytes(bytes(size))
     before = fingerprint_weights(engine(file))
     assert fingerprint_weights(engine(file)) == before
-    file.write_bytes(bytes(4095) + b"\x01")
+    file.write_bytes(bytes(size - 1) + b"\x01")
     assert fingerprint_weights(engine(file)) != before
+
+
+def test_weights_that_are_made_up_are_known_by_their_seed() -> None:
+    described = engine("somebody/model")
+    described.load_config.load_format = "dummy"
+    before = fingerprint_weights(described)
+    assert fingerprint_weights(described) == before
+    described.model_config.seed = 1
+    assert fingerprint_weights(described) != before
 
 
 @pytest.mark.parametrize("way", ["tensorizer", "modelexpress", "ipc_cache", "somebody's own"])
 def test_weights_that_are_read_from_elsewhere(tmp_path: Path, way: str) -> None:
-    """Whatever lies in the folder of the model's name."""
-    described = engine(write_tensors(tmp_path / "model", bytes(64)))
-    before = fingerprint_weights(described)
-    assert fingerprint_weights(described) == before
-    described.load_config.load_format = way
-    found = {fingerprint_weights(described) for _ in range(2)}
-    assert len(found - {before}) == 2
+    """Whatever lies in the folder or file of the model's name."""
+    folder = write_tensors(tmp_path / "model", bytes(64))
+    for described in (engine(folder), engine(folder / "model.safetensors")):
+        before = fingerprint_weights(described)
+        assert fingerprint_weights(described) == before
+        described.load_config.load_format = way
+        found = {fingerprint_weights(described) for _ in range(2)}
+        assert len(found - {before}) == 2
 
 
 def test_weights_of_which_a_part_is_another_models(tmp_path: Path) -> None:
