@@ -23,12 +23,23 @@ from asking import (
 from kvtier import Stack
 from kvtier.core.offers import Shape
 from kvtier.core.settings import ByteSize
-from kvtier.vllm.handoff import WAIT_S
+from kvtier.vllm.handoff import WAIT_S, answer, is_expected
 
 SHAPES = [(FULL,), (FULL, WINDOW), (WINDOW,), (FULL, STATE)]
 TOKENS = 8 * CHUNK + 1
 COMPUTING = 8 * CHUNK / 1024
 """Seconds for all of it; 0.25 for a chunk."""
+
+
+def test_what_one_engine_answers_the_other_understands() -> None:
+    """In the words of vLLM's connectors; whatever else a client may have sent is none of it."""
+    told = answer({"do_remote_decode": True, "do_remote_prefill": False})
+    assert told == {"do_remote_prefill": True, "do_remote_decode": False}
+    assert is_expected(told)
+    assert answer(told) is None
+    for said in (None, "do_remote_decode", ["do_remote_prefill"], {"do_remote_prefill": "yes"}, {}):
+        assert answer(said) is None
+        assert not is_expected(said)
 
 
 class Answering:
