@@ -361,6 +361,33 @@ def test_one_that_waits_for_room_is_looked_up_when_it_asks_for_less(tmp_path: Pa
         assert not made.still_waits("b", second)
 
 
+def test_nobody_waits_for_the_last_of_several_loads_if_the_first_makes_room(
+    tmp_path: Path,
+) -> None:
+    with Stack.open(small_above_large(tmp_path), TWO_GROUPS) as stack:
+        asking = manager(stack, FULL)
+        made = asking.manager
+        prompts = {name: asking.keys(4, first=100 * at) for at, name in enumerate("ab")}
+        waiting = asking.keys(8, first=1000)
+        on_disk(stack, waiting, *prompts.values())
+        errands = []
+        for name, ends in prompts.items():
+            assert asking.hit(name, ends, 4 * CHUNK + 1) == 4 * CHUNK
+            errands.append(made.prepare_load(list(ends), name))
+        assert stack.settle()
+        made.on_schedule_end()
+        assert asking.answers("c", waiting, 8 * CHUNK + 1) == {None}
+        made.on_schedule_end()
+        made.asks("c", 0, 8 * CHUNK + 1)
+        assert made.still_waits("c", waiting)
+        made.report(errands[0].number, Report(1))
+        made.on_schedule_end()
+        made.asks("c", 0, 8 * CHUNK + 1)
+        assert not made.still_waits("c", waiting)
+        assert asking.hit("c", waiting, 8 * CHUNK + 1) == 8 * CHUNK
+        made.report(errands[1].number, Report(1))
+
+
 def test_nobody_waits_on_for_room_that_no_load_holds_any_more(tmp_path: Path) -> None:
     """The load has ended, and what it held has gone to a store at once."""
     with Stack.open(small_above_large(tmp_path), TWO_GROUPS) as stack:
