@@ -157,6 +157,20 @@ def test_nothing_is_looked_up_while_nothing_comes(disk: Stack) -> None:
     assert not engine.waits("a", ends)
 
 
+def test_all_may_have_come_while_others_load(disk: Stack) -> None:
+    """It has waited for blocks, and not for the room that these hold."""
+    engine = Answering(disk, (FULL,))
+    others, ends = engine.asking.keys(8, first=100), engine.asking.keys(8)
+    stored(disk, others)
+    assert engine.asking.hit("other", others, TOKENS) == 8 * CHUNK
+    engine.made.prepare_load(list(others), "other")
+    engine.comes("a")
+    assert engine.waits("a", ends)
+    stored(disk, ends)
+    assert not engine.made.still_waits("a", ends)
+    assert engine.asking.hit("a", ends, TOKENS) == 8 * CHUNK
+
+
 @pytest.mark.parametrize(
     ("shapes", "kept"), [((FULL,), 8), ((FULL, WINDOW), 7), ((FULL, STATE), 7)]
 )
