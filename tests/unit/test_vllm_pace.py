@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvtier.core.costs import CostModel
-from kvtier.vllm.pace import Pace
+from kvtier.vllm.pace import Pace, prompt_tokens
 
 
 class Clock:
@@ -65,3 +67,53 @@ def test_steps_that_never_end_are_forgotten(clock: Clock, costs: CostModel) -> N
     clock.now += 0.5
     pace.ended()
     assert costs.recompute_seconds(0, 1000) == pytest.approx(0.5)
+
+
+def test_a_step_that_is_lost_is_taken_for_no_other(clock: Clock, costs: CostModel) -> None:
+    pace = Pace(costs, clock)
+    pace.began(1000, 0)
+    pace.lost()
+    clock.now += 1000
+    pace.ended()
+    assert costs.recompute_seconds(0, 1000) is None
+    pace.began(1000, 0)
+    clock.now += 0.5
+    pace.ended()
+    assert costs.recompute_seconds(0, 1000) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("new", "cached", "said"),
+    [
+        ([], [(1, 500)] * 40, (0, 0)),
+        ([], [(4, 500)] * 40, (0, 0)),
+        ([(32, 0)], [], (0, 0)),
+        ([(33, 0)], [], (33, 0)),
+        ([(31, 64), (32, 64)], [], (32, 64)),
+        ([(100, 50)], [(1, 500)] * 40, (100, 50)),
+        ([], [(512, 1024), (1, 9)], (512, 1024)),
+        ([(100, 0)], [(300, 200)], (400, 75)),
+    ],
+    ids=["decoded", "guessed ahead", "few", "enough", "one of two", "new", "going on", "several"],
+)
+def test_what_of_a_step_is_of_prompts(
+    new: list[tuple[int, int]], cached: list[tuple[int, int]], said: tuple[int, int]
+) -> None:
+    """Requests by how many tokens they compute and have. Several count as one that takes as many
+    steps of attention: 100 * 50 + 300 * 350 is 400 * (75 + 200)."""
+    before = {f"{at}": each for at, each in enumerate([*new, *cached])}
+    counts = {name: count for name, (count, _) in before.items()}
+    names = list(before)
+    scheduled = SimpleNamespace(
+        num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=sum(counts.values()),
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=before[name][1])
+            for name in names[: len(new)]
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=names[len(new) :],
+            num_computed_tokens=[before[name][1] for name in names[len(new) :]],
+        ),
+    )
+    assert prompt_tokens(scheduled) == said
