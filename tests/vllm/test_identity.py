@@ -334,7 +334,7 @@ def test_each_setting_by_which_blocks_differ_is_a_fact(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
-def test_so_is_what_no_configuration_tells(settled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_is_what_is_no_single_setting(settled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [facts_of(settled, 1), facts_of(settled, 2), facts_of(settled, 1, "mine")]
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     found.append(facts_of(settled, 1))
@@ -343,6 +343,11 @@ def test_so_is_what_no_configuration_tells(settled: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr("vllm.__version__", "0.0")
     found.append(facts_of(settled, 1))
     monkeypatch.setattr("kvtier.vllm.identity.RECORD_VERSION", 99)
+    found.append(facts_of(settled, 1))
+    monkeypatch.setitem(vars(settled), "additional_config", {"its own": 1})
+    found.append(facts_of(settled, 1))
+    guessing = SimpleNamespace(method="ngram", model="ngram", draft_model_config=None)
+    monkeypatch.setitem(vars(settled), "speculative_config", guessing)
     found.append(facts_of(settled, 1))
     assert all(one not in found[:at] for at, one in enumerate(found))
 
