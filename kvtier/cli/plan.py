@@ -87,8 +87,7 @@ def plan(
     simulation = {"scale": scale, "block_tokens": block_tokens, "exact": exact, "svg": svg}
     options.only_with("--trace", trace, **simulation)
     plots.check(svg)
-    stack = load(config, here=do_measure)  # without, it may be another machine's
-    _say_whose_shares(stack)
+    stack = _read(config, here=do_measure)
     shape = read_shape(model, kv_dtype, ranks)
     requests = None if trace is None else read_trace(trace)
     links = _links(stack, shape.token_bytes * chunk_of(stack, shape), bandwidth or [], do_measure)
@@ -103,7 +102,9 @@ def plan(
         plots.write(svg, plot(rows))
 
 
-def _say_whose_shares(config: StackConfig) -> None:
+def _read(file: Path, *, here: bool) -> StackConfig:
+    """The stack; if nothing is measured, it may be another machine's."""
+    config = load(file, here=here)
     for tier, settings in enumerate(config.tiers):
         folder = folder_of(settings)
         if settings.capacity.share is None or folder is None or folder.parent.exists():
@@ -112,6 +113,7 @@ def _say_whose_shares(config: StackConfig) -> None:
             f"tier {tier}: {folder.parent} is not here: {settings.capacity} is taken of the disk "
             "that would hold it on this machine"
         )
+    return config
 
 
 def _factors(text: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""Copies that take long, on their way out of the device and in from a disk."""
+"""Copies that take long, on their way out of the device and in from a disk, and prompts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ class Slowed:
     """The part of `Host` that slows them, holds them, and gives them up."""
 
     _manager: Any
+    _core: Any
 
     def __init__(self) -> None:
         self._copied = 0
@@ -37,6 +38,18 @@ class Slowed:
     def slow_reads(self, pause: float) -> None:
         """Let every read of a disk in this process take so long, from now on."""
         self._before_reads(lambda: time.sleep(pause))
+
+    def slow_prefill(self, pause: float) -> None:
+        """Let every step with a part of a prompt take so much longer, as with a larger model."""
+        executor = self._core.model_executor
+        execute = executor.execute_model
+
+        def later(scheduled: Any, *arguments: Any, **named: Any) -> Any:
+            if any(tokens > 1 for tokens in scheduled.num_scheduled_tokens.values()):
+                time.sleep(pause)
+            return execute(scheduled, *arguments, **named)
+
+        executor.execute_model = later
 
     def give_up_loads(self, seed: int, chance: float, pause: float) -> None:
         """From now on every read takes up to `pause`, and loads are given up at random."""
