@@ -67,7 +67,8 @@ NO_RIGHTS = dict.fromkeys(DEEDS, (2, "no right to write"))
 NO_RIGHTS |= dict.fromkeys(
     ["explain", "prewarm from", "prewarm prompts", "snapshot", "export"], RIGHTS
 )
-NO_RIGHTS["config show"] = FINE["config show"]
+for _deed in ("plan", "config show"):  # which may speak of another machine's stack
+    NO_RIGHTS[_deed] = FINE[_deed]
 NO_RIGHTS_WITHIN = FINE | dict.fromkeys(DEEDS, RIGHTS)
 for _deed in ("plan", "config check", "config show", "serve"):
     NO_RIGHTS_WITHIN[_deed] = FINE[_deed]
