@@ -408,6 +408,22 @@ def test_nobody_waits_on_for_room_that_no_load_holds_any_more(tmp_path: Path) ->
         assert not made.still_waits("b", second)
 
 
+@pytest.mark.parametrize(("storing", "start", "chunks"), [(8, 0, 2), (12, CHUNK // 2, 0)])
+def test_no_more_is_found_than_is_taken_though_more_is_there(
+    tmp_path: Path, storing: int, start: int, chunks: int
+) -> None:
+    """For want of room, which no load holds: four slots are left, or fewer than a chunk takes."""
+    with Stack.open(small_above_large(tmp_path), TWO_GROUPS) as stack:
+        asking = manager(stack, FULL, WINDOW)
+        ends = asking.keys(6)
+        on_disk(stack, ends)
+        held = [BlockKey(key) for key in make_keys(storing, start=500)]
+        assert len(stack.chain.prepare_store(held).keys) == storing
+        asking.manager.asks("a", start, 6 * CHUNK + 1)
+        found = [end // CHUNK for key, end in ends.items() if asking.manager.lookup(key, "a", ends)]
+        assert found == [*range(1, chunks + 1)] * 2
+
+
 def test_keys_that_end_within_a_chunk_are_not_found(stack: Stack) -> None:
     asking = manager(stack, FULL)
     ends = asking.keys(3)

@@ -250,6 +250,14 @@ def test_loads_tell_how_fast_the_way_from_host_memory_is(stack: Stack, count: in
         managed.on_request_finished("a")
     assert costs.load_seconds(DEVICE, 4 << 20) == pytest.approx(0.5, rel=0.05)
     assert costs.load_seconds(DEVICE, 8 << 20) == pytest.approx(1.0, rel=0.05)
+    for _ in range(20):
+        managed.on_new_request("b")
+        assert asking.hit("b", ends, 4 * CHUNK) == 4 * CHUNK
+        errand = managed.prepare_load(list(ends), "b")
+        for _ in range(count):
+            managed.report(errand.number, Report(1, {0: Outcome.TIMEOUT}, 5 << 20, 90.0))
+        managed.on_request_finished("b")
+    assert costs.load_seconds(DEVICE, 8 << 20) == pytest.approx(1.0, rel=0.05), "those failed"
 
 
 def test_the_chain_is_told_where_the_engines_own_blocks_end(
