@@ -21,7 +21,7 @@ from kvtier.device.plan import Blocks
 from kvtier.testing.records import make_keys
 from kvtier.types import Namespace, Outcome
 from kvtier.vllm.manager import ChainManager
-from kvtier.vllm.protocol import Errand, Geometry
+from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry
 from kvtier.vllm.worker import Ended, RankWorker
 
 RANKS, LAYERS, PAGE, BLOCKS, CHUNKS = 2, 3, 2048, 16, 4
@@ -107,7 +107,9 @@ def test_what_ranks_store_they_load(tmp_path: Path, alike: bool, layers: tuple[i
         for rank in ranks:
             rank.worker.store(1, errand, Blocks(np.arange(CHUNKS), [CHUNKS], [0]))
         for rank in ranks:
-            manager.report(errand.number, rank.ended(1).report)
+            ended = rank.ended(1)
+            assert ended.report.ranks == 1, "the last one only tells that all have written"
+            manager.report(errand.number, ended.report)
         assert not manager.has_pending_work
 
         errand = manager.prepare_load(keys, "b")
@@ -161,6 +163,17 @@ def test_chunks_with_holes_are_not_stored(
     (ended,) = rank.worker.poll()
     assert (ended.number, ended.ok, ended.report.ranks) == (5, False, 1)
     assert ended.report.failures == {0: outcome, 1: outcome}
+    assert not ended.report.reads_files, "nobody knows yet"
+
+
+def test_a_load_of_which_a_block_was_not_taken_in_fails() -> None:
+    rank = Rank(0)
+    geometry = Geometry(b"", (RANKS * LAYERS * PAGE,), RANKS)
+    errand = Errand(5, "/nowhere", geometry, list(make_keys(2)), [0, NO_SLOT], 0.0)
+    rank.worker.load(1, errand, Blocks(np.arange(2), [2], [0]))
+    (ended,) = rank.worker.poll()
+    assert not ended.ok
+    assert ended.report.failures == dict.fromkeys(range(2), Outcome.DROPPED)
 
 
 def test_each_errand_goes_to_the_region_that_it_names(tmp_path: Path) -> None:
