@@ -52,7 +52,8 @@ def test_each_small_tensor_of_a_large_file_counts(tmp_path: Path) -> None:
     """Wherever in it: a piece of every so many bytes would miss it."""
     place, size = 40 << 10, 4 << 20
     spans = {"large": [0, place], "small": [place, place + 512], "rest": [place + 512, size]}
-    header = json.dumps({name: {"data_offsets": span} for name, span in spans.items()})
+    tensors = {name: {"data_offsets": span} for name, span in spans.items()}
+    header = json.dumps({"__metadata__": {"format": "pt"}} | tensors)
     found = set()
     for first in range(0, 4096, 512):
         values = bytearray(size)
@@ -63,6 +64,16 @@ def test_each_small_tensor_of_a_large_file_counts(tmp_path: Path) -> None:
             file.write_bytes(len(head).to_bytes(8, "little") + head + content)
             found.add(fingerprint_folder(tmp_path))
     assert len(found) == 16
+
+
+def test_names_and_sizes_of_files_count(tmp_path: Path) -> None:
+    """Also where all pieces that are read are alike."""
+    found = set()
+    for name, size in (("a.bin", 4 << 20), ("b.bin", 4 << 20), ("a.bin", (4 << 20) + 1024)):
+        (tmp_path / name).write_bytes(bytes(size))
+        found.add(fingerprint_folder(tmp_path))
+        (tmp_path / name).unlink()
+    assert len(found) == 3
 
 
 DEEP = (100_000).to_bytes(8, "little") + b"[" * 100_000
