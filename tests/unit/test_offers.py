@@ -107,6 +107,12 @@ def test_prompts_part_where_only_those_without_a_window_go_on() -> None:
     assert part([fine, spans(WINDOW)[0]], [1] * 9 + [NOWHERE] * 7, none) == 4
 
 
+@pytest.mark.parametrize("shapes", [(WINDOW,), (WINDOW, STATE), (FULL, FULL)])
+def test_prompts_part_nowhere_where_all_groups_are_kept_alike(shapes: tuple[Shape, ...]) -> None:
+    places = [[1] * 3 + [NOWHERE] * 5] * len(shapes)
+    assert junction(spans(*shapes), places, 0, LAST * CHUNK) == 0
+
+
 def test_room_is_asked_only_for_what_is_loaded() -> None:
     of = spans(FULL, WINDOW)
     there = [[1] * 8] * 2
@@ -125,6 +131,12 @@ def test_no_more_is_asked_of_a_tier_than_the_mover_takes() -> None:
     assert reach(of, there, room=Room(99, (), (), {1: 3})) == [1, 2, 3, 4, 5]
     assert reach(of, there, room=Room(99, set(of[1].keys), (), {1: 3})) == list(range(1, 8))
     assert reach(of, there, room=Room(99, (), {1}, {1: 0})) == list(range(1, 9))
+
+
+def test_nor_of_one_that_has_blocks_of_one_group_alone() -> None:
+    room = Room(1000, (), (), {1: 4, 2: 2})
+    places = [[1] * 8, [0] * 6 + [2] * 2]
+    assert reach(spans(FULL, FULL), places, room=room) == [1, 2, 3, 4]
 
 
 def test_an_offer_states_the_loads_of_all_groups_by_link() -> None:
