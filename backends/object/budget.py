@@ -67,6 +67,7 @@ class Budget:
 
     def __init__(self, capacity: int, block_bytes: int, clock: Callable[[], float] = clock) -> None:
         self.capacity = capacity
+        """The largest of all who share the store: see `claims`."""
         self.used = 0
         """Bytes of all blocks of the namespace that are known or reserved."""
         self.dying = 0

@@ -122,6 +122,25 @@ def test_a_server_with_a_larger_capacity_leaves_others_of_its_model_theirs(
     assert fleet.stored > before, "and it stores"
 
 
+def test_a_server_with_a_smaller_capacity_empties_nothing_and_stores(store: Weather) -> None:
+    """One that comes to where the others' models have filled more than it may."""
+    fleet = Fleet(store, 1, capacity_blocks=256, blocks_a_second=10.0)
+    fleet.run(60.0)
+    assert len(fleet.blocks()) == 256
+    fleet.rate = 1.0
+    for space in (NAMESPACE, Namespace(facts={"model": "b"}, group_bytes=NAMESPACE.group_bytes)):
+        fleet.join(space, capacity=64 * BLOCK_BYTES)
+    least = 256
+    for _ in range(30):
+        fleet.run(60.0)
+        least = min(least, len(fleet.blocks()))
+    assert 128 < least <= len(fleet.blocks()) <= 256
+    assert all(tier.stats().blocks > 0 for _, tier in fleet.servers)
+    fleet.servers.pop(0)[0].close()
+    fleet.run(1500.0)
+    assert 32 < len(fleet.blocks()) <= 64, "when the larger one has gone, its own counts"
+
+
 def test_many_models_keep_what_there_is_room_for(store: Weather) -> None:
     """Each may hold a sixth, of which its servers claim a part ahead of need: one of the whole
     would be all that it has."""
