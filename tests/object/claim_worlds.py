@@ -12,7 +12,7 @@ from kvtier.backends.object.budget import Budget, Standing
 from kvtier.backends.object.claims import Claims
 from kvtier.backends.object.errors import StoreError, TimedOut, Unavailable
 from kvtier.backends.object.files import FileStore
-from kvtier.backends.object.store import Buffer, ObjectInfo, PutOutcome
+from kvtier.backends.object.store import ObjectInfo, PutOutcome
 
 CAPACITY = 24
 """In bytes: a block has one."""
@@ -27,27 +27,16 @@ class NameStore(FileStore):
         self.names: dict[str, float] = {}
         self.meanwhile: Callable[[], None] = lambda: None
 
-    def put(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        *,
-        if_absent: bool = False,
-        deadline: float | None = None,
-    ) -> PutOutcome:
+    def put(self, name: str, *_: Any, **more: Any) -> PutOutcome:
         self.meanwhile()
         self.names[name] = self.clock() + 1e6  # no two clocks agree
         return PutOutcome.STORED
 
-    def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
-    ) -> Iterator[ObjectInfo]:
+    def list(self, *_: Any, **more: Any) -> Iterator[ObjectInfo]:
         self.meanwhile()
         return iter([ObjectInfo(name, 0, at) for name, at in sorted(self.names.items())])
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
         for name in names:
             self.names.pop(name, None)
         return {}

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtier.backends.object.errors import AccessDenied, StoreError
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
@@ -17,9 +22,28 @@ RECORD = 12288
 CAPACITY = 1 << 40
 
 
-def opened(store: FileStore) -> tuple[Keeper, ObjectTier]:
-    keeper = Keeper(store, NAMESPACE, Limits(CAPACITY, refresh_s=600.0, audit_s=600.0))
+class LockedStore(FileStore):
+    """A folder that holds on to some objects, as buckets can."""
+
+    def __init__(self, folder: Path, locked: Callable[[str], bool] = lambda name: False) -> None:
+        super().__init__(folder)
+        self.locked = locked
+
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
+        super().delete([name for name in names if not self.locked(name)], **more)
+        return {name: AccessDenied("locked") for name in names if self.locked(name)}
+
+
+def opened(store: FileStore, capacity: int = CAPACITY) -> tuple[Keeper, ObjectTier]:
+    keeper = Keeper(store, NAMESPACE, Limits(capacity, refresh_s=600.0, audit_s=600.0))
     return keeper, ObjectTier(keeper, create_policy())
+
+
+def look(keeper: Keeper, tier: ObjectTier) -> None:
+    """The keeper's look, as if it were due, and the tier hears of it."""
+    keeper._next_look = 0.0
+    keeper.work()
+    tier.tick()
 
 
 def filled(store: FileStore, count: int) -> list[BlockKey]:

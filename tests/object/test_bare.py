@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from object_audits import LockedStore
 from object_servers import ServerProcess
 from object_subjects import FOLDER, BucketSubject
 
 from kvtier.backends.object import bare, open_for, writers
 from kvtier.backends.object.claim import Claim
-from kvtier.backends.object.errors import AccessDenied, StoreError
+from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED
@@ -70,14 +71,8 @@ def test_all_that_tells_of_it_goes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("locked", ["manifest", "namespace.json"])
 def test_what_cannot_be_deleted_keeps_what_goes_after_it(tmp_path: Path, locked: str) -> None:
     """What is left of manifests can still be read, and what has no claim is nobody's."""
-
-    class Locked(FileStore):
-        def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
-            super().delete([name for name in names if locked not in name], **more)
-            return {name: AccessDenied("locked") for name in names if locked in name}
-
     retire(tmp_path)
-    store = Locked(tmp_path / "store")
+    store = LockedStore(tmp_path / "store", lambda name: locked in name)
     age(store, 2 * HOUR)
     assert not bare.remove(store, OLD.id, time.time())
     kinds = {kind(name) for name in left(store)}

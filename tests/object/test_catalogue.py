@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from object_audits import RECORD, blocks_in, opened
+from object_audits import RECORD, blocks_in, look, opened
 
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
@@ -52,9 +52,7 @@ class Shared:
         self.tier.tick()
 
     def look(self) -> None:
-        self.keeper._next_look = 0.0
-        self.keeper.work()
-        self.tier.tick()
+        look(self.keeper, self.tier)
 
     def counted(self) -> tuple[int, int, int]:
         return self.budget.used, self.budget.hidden, self.budget.dying

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from object_audits import LockedStore
 from object_subjects import FOLDER
 
 from kvtier.backends.object import gc
-from kvtier.backends.object.errors import AccessDenied, StoreError, Unavailable
+from kvtier.backends.object.errors import StoreError, Unavailable
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import REMOVED
@@ -213,13 +214,7 @@ def test_what_could_not_be_deleted_is_not_said_to_be_gone(rig: Rig) -> None:
     keys = rig.put(make_keys(3))
     rig.tier.flush()
     locked = block_name(NAMESPACE.id, keys[0])
-
-    class Locked(FileStore):
-        def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
-            super().delete([name for name in names if name != locked], **more)
-            return {name: AccessDenied("locked") for name in names if name == locked}
-
-    store = Locked(rig.folder / "store")
+    store = LockedStore(rig.folder / "store", locked.__eq__)
     assert gc.collect(store, gc.survey(store, 0, None, time.time())) == (2, 0)
     entries = Journal(store, NAMESPACE).everything()
     removed = entries[entries["kind"] == REMOVED]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from object_audits import RECORD
+from object_audits import RECORD, LockedStore
 
 from kvtier.backends.object import audit as audit_module
 from kvtier.backends.object.audit import Audit, Finding, audit
 from kvtier.backends.object.breath import Breath
-from kvtier.backends.object.errors import AccessDenied, StoreError
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.manifest import ADDED, REMOVED, Entries, pack_entries
 from kvtier.backends.object.names import block_name
@@ -248,13 +247,7 @@ def test_only_so_many_of_the_oldest_are_remembered(
 
 def test_what_others_have_and_could_not_be_deleted_is_still_counted(case: Case) -> None:
     [locked, other] = fill(case.store, OTHERS[0], [100.0, 200.0])
-    delete = case.store.delete
-
-    def refuse(names: Sequence[str], **_: Any) -> Mapping[str, StoreError]:
-        delete([name for name in names if name != locked])
-        return {name: AccessDenied("locked") for name in names if name == locked}
-
-    case.store.delete = refuse  # type: ignore[method-assign,assignment]
+    case.store = LockedStore(case.store.root, locked.__eq__)
     finding = case.audit(capacity=0)
     assert left(case.store, [locked, other]) == [True, False]
     assert finding.foreign == {OTHERS[0]: RECORD}

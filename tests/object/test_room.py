@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_audits import RECORD, blocks_in
+from object_audits import RECORD, blocks_in, look, opened
 
 from kvtier.backends.object import writers
 from kvtier.backends.object.budget import Standing
@@ -17,15 +17,11 @@ from kvtier.backends.object.claim import Claim
 from kvtier.backends.object.errors import Unavailable
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.keeper import Keeper
-from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.manifest import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.names import block_name
 from kvtier.backends.object.news import News, Rows
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.store import Buffer, PutOutcome
-from kvtier.backends.object.tier import ObjectTier
-from kvtier.core.eviction import create_policy
 from kvtier.core.slab.layout import keys_of
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Outcome, Presence, Reservation
@@ -40,9 +36,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.store = FileStore(folder / "store")
-        limits = Limits(ROOM * RECORD, refresh_s=600.0, audit_s=600.0)
-        self.keeper = Keeper(self.store, NAMESPACE, limits)
-        self.tier = ObjectTier(self.keeper, create_policy())
+        self.keeper, self.tier = opened(self.store, ROOM * RECORD)
         self.budget = self.keeper.budget
         self.keeper.open(self.tier.known)
         self.tier.start()
@@ -63,9 +57,7 @@ class World:
             self.store.put(name, [memoryview(bytes(RECORD))])
 
     def look(self) -> None:
-        self.keeper._next_look = 0.0
-        self.keeper.work()
-        self.tier.tick()
+        look(self.keeper, self.tier)
 
     def counted(self) -> tuple[int, int, int]:
         sizes = self.budget.used, self.budget.hidden, self.budget.dying
