@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from kvtier.core.disk import read_bounded
 from kvtier.errors import ConfigError
 
 _DTYPE_BYTES = {
@@ -75,14 +76,13 @@ def read_shape(folder: Path, kv_dtype: str = "auto", ranks: int = 1) -> KVShape:
     """Read a model folder (or the config.json itself); raises ConfigError."""
     path = folder / "config.json" if folder.is_dir() else folder
     try:
-        with path.open("rb") as file:
-            text = file.read(_CONFIG_BYTES_MAX + 1)
+        text = read_bounded(path, _CONFIG_BYTES_MAX)
     except OSError as error:
         raise ConfigError(
             str(path), f"cannot be read: {error.strerror}", "name a model's folder"
         ) from error
     try:
-        values = json.loads(text[:_CONFIG_BYTES_MAX])
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:  # the latter: of very deep nesting
         raise ConfigError(str(path), f"is no JSON: {error}", "name a model's folder") from error
     if not isinstance(values, dict):

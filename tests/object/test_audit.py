@@ -9,16 +9,15 @@ import os
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from object_audits import CAPACITY, RECORD, blocks_in, filled, opened
+from object_audits import CAPACITY, RECORD, LockedStore, blocks_in, filled, opened
 
 from kvtier.backends.object import keeper as keeper_module
 from kvtier.backends.object.budget import Standing
-from kvtier.backends.object.errors import AccessDenied, StoreError
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
@@ -293,7 +292,7 @@ def test_a_budget_that_becomes_small_is_kept_a_little_at_a_time(store: ListedSto
 def test_an_object_that_cannot_be_deleted_keeps_nothing_else_from_being_done(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = FileStore(tmp_path / "store")
+    store = LockedStore(tmp_path / "store")
     keeper, tier = opened(store)
     keeper.open(tier.known)
     tier.start()
@@ -301,11 +300,6 @@ def test_an_object_that_cannot_be_deleted_keeps_nothing_else_from_being_done(
     protected, other = [block_name(NAMESPACE.id, key) for key in keys]
     for name in (protected, other):
         store.put(name, [memoryview(bytes(RECORD))])
-    delete = store.delete
-
-    def refuse(names: Sequence[str], *, deadline: float | None = None) -> Mapping[str, StoreError]:
-        delete([name for name in names if name != protected])
-        return {name: AccessDenied("locked") for name in names if name == protected}
 
     def freed_by_a_look() -> list[int]:
         keeper._next_look = 0.0
@@ -315,13 +309,13 @@ def test_an_object_that_cannot_be_deleted_keeps_nothing_else_from_being_done(
         keeper.news.clear()
         return freed
 
-    store.delete = refuse  # type: ignore[method-assign]
+    store.locked = protected.__eq__
     for slot, key in enumerate(keys, 1):
         keeper.outbox.delete(slot, [(key, 0)])
     assert freed_by_a_look() == [2]
     assert freed_by_a_look() == []
     assert [record.levelname for record in caplog.records] == ["WARNING"], "it is said once"
-    store.delete = delete  # type: ignore[method-assign]
+    store.locked = lambda name: False
     # the next look but one tries again: what is locked is asked for less and less
     assert [freed_by_a_look(), freed_by_a_look()] == [[], [1]]
     assert store.head(protected) is None
