@@ -157,7 +157,7 @@ class MemoryHost:
         return self.entries[slot]
 
     def put(self, slot: int, key: BlockKey, state: int, generation: int = 1) -> None:
-        self.entries[slot] = table.pack_entry(state, key, generation, 0)
+        self.entries[slot] = table.pack_entries(state, [key], generation, 0)
 
 
 def keys_of(count: int, tag: int = 0, groups: Sequence[int] = ()) -> list[BlockKey]:

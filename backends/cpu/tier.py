@@ -64,15 +64,12 @@ class CpuTier(SlabTier):
         return CpuSpec(slots)
 
     def _on_reserved(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
-        table, entry_bytes, table_at = self._table, layout.ENTRY_BYTES, layout.TABLE_AT
         self._generation = (self._generation + 1) & 0xFFFFFFFF
-        now = int(self._clock())
-        for slot, key in zip(slots, keys, strict=True):
-            at = table_at + slot * entry_bytes
-            table[at : at + entry_bytes] = layout.pack_entry(
-                layout.FREE, key, self._generation, now
-            )
-            table[at] = layout.RESERVED
+        packed = layout.pack_entries(layout.FREE, keys, self._generation, int(self._clock()))
+        entries = layout.read_entries(self._table, len(self._key_of))
+        rows = np.array(slots, np.intp)
+        entries[rows] = np.frombuffer(packed, layout.ENTRY_DTYPE)
+        entries["state"][rows] = layout.RESERVED
 
     def _set_state(self, slots: Sequence[int], state: int) -> None:
         table, entry_bytes, table_at = self._table, layout.ENTRY_BYTES, layout.TABLE_AT

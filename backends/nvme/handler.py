@@ -242,7 +242,7 @@ class NvmeHandler(Handler):
         self, slab: OpenSlab, slot: int, keys: Sequence[BlockKey], state: int
     ) -> None:
         now = int(time.time())
-        entries = b"".join([layout.pack_entry(state, key, 0, now) for key in keys])
+        entries = layout.pack_entries(state, keys, 0, now)
         self._write_all(slab.table_fd, [memoryview(entries)], layout.entry_at(slot))
 
     def _write_all(self, fd: int, buffers: Sequence[Buffer], at: int) -> None:

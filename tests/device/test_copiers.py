@@ -429,7 +429,8 @@ def test_two_ranks_write_one_record_in_a_region(tmp_path: Path, kind: str) -> No
     )
     key = keys_of(1)[0]
     at = table.entry_at(3)
-    region.region.table[at : at + table.ENTRY_BYTES] = table.pack_entry(table.RESERVED, key, 1, 0)
+    entry = table.pack_entries(table.RESERVED, [key], 1, 0)
+    region.region.table[at : at + table.ENTRY_BYTES] = entry
     memories = [np.full(8 * 4096, rank + 1, np.uint8) for rank in range(2)]
     copiers = [
         open_copier(kind, World(layout, memory), region.region)

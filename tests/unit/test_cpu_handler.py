@@ -80,7 +80,7 @@ def test_a_slot_of_another_key_is_neither_loaded_nor_stored_to(rig: Rig) -> None
 def another_block(table: Buffer, at: int) -> None:
     """The same key, stored once more."""
     key = layout.entry_key(table, (at - layout.TABLE_AT) // layout.ENTRY_BYTES)
-    table[at : at + layout.ENTRY_BYTES] = layout.pack_entry(VALID, key, 77, 0)
+    table[at : at + layout.ENTRY_BYTES] = layout.pack_entries(VALID, [key], 77, 0)
 
 
 def given_back(table: Buffer, at: int) -> None:

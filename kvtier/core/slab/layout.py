@@ -134,9 +134,10 @@ def entry_at(slot: int) -> int:
     return TABLE_AT + slot * ENTRY_BYTES
 
 
-def pack_entry(state: int, key: BlockKey, generation: int, stored_at: int) -> bytes:
-    """One entry of the table."""
-    return _ENTRY.pack(state, len(key), 0, generation & 0xFFFFFFFF, stored_at, key)
+def pack_entries(state: int, keys: Sequence[BlockKey], generation: int, stored_at: int) -> bytes:
+    """Entries of the table, one behind the other."""
+    pack, turn = _ENTRY.pack, generation & 0xFFFFFFFF
+    return b"".join([pack(state, len(key), 0, turn, stored_at, key) for key in keys])
 
 
 FREE_ENTRY = bytes(ENTRY_BYTES)

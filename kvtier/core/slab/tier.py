@@ -286,20 +286,17 @@ class SlabTier(Tier):
 
     def _release(self, slots: Sequence[int]) -> None:
         """These slots hold nothing any more; tainted ones go into quarantine."""
-        usable: list[int] = []
+        usable = [slot for slot in slots if self._owned(slot)] if self._foreign else list(slots)
+        if self._tainted:
+            tainted = [slot for slot in usable if slot in self._tainted]
+            usable = [slot for slot in usable if slot not in self._tainted]
+            self._tainted.difference_update(slots)
+            self._quarantine.extend(tainted)
+            for slot in tainted:
+                self._on_quarantined(slot, self._key_at(slot))
+        key_of = self._key_of
         for slot in slots:
-            key = self._key_of[slot]
-            self._key_of[slot] = None
-            tainted = slot in self._tainted
-            self._tainted.discard(slot)
-            if self._foreign and not self._owned(slot):
-                continue
-            if tainted:
-                self._quarantine.append(slot)
-                assert key is not None
-                self._on_quarantined(slot, key)
-            else:
-                usable.append(slot)
+            key_of[slot] = None
         while len(self._quarantine) > 1 + len(self._key_of) // _QUARANTINE_SHARE:
             usable.append(self._quarantine.popleft())
         if usable:
