@@ -248,7 +248,7 @@ def junction(
     if all(unbounded) or not any(unbounded):
         return 0
     step = max(span.shape.tokens for span in spans)
-    end = limit - 1
+    end = min(limit - 1, whole(spans))
     for span, column, each in zip(spans, origins, unbounded, strict=True):
         if each:
             first = start // span.shape.tokens

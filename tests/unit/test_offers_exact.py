@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtier.core.costs import CostModel
@@ -191,7 +191,19 @@ def test_a_prompt_as_one_prefix(case: Case, steps: set[int]) -> None:
     assert woven(case.spans, some) == [key for _, _, key in sorted(order)]
 
 
+FEWER_STATES_THAN_CHUNKS = Case(
+    [
+        Span(Shape(STEP, 1, True), make_keys(2), 10),
+        Span(Shape(STEP, None), make_keys(3, start=100), 11),
+    ],
+    [[HOST, NOWHERE], [HOST, HOST, HOST]],
+    start=0,
+    limit=3 * STEP + 1,
+)
+
+
 @given(cases())
+@example(FEWER_STATES_THAN_CHUNKS)
 def test_where_prompts_part(case: Case) -> None:
     """As far as all groups that keep the whole prompt have it; nowhere if a hit can end there."""
     full = [
@@ -203,11 +215,9 @@ def test_where_prompts_part(case: Case) -> None:
     if 0 < len(full) < len(case.spans):
         known = [
             stop
-            for stop in range(0, case.limit, STEP)
-            if stop >= case.start
+            for stop in ends(case, case.start, case.limit - 1)
             if all(
-                len(span.keys) * span.shape.tokens >= stop
-                and NOWHERE not in [column[at] for at in takes(span, case.start, stop)]
+                NOWHERE not in [column[at] for at in takes(span, case.start, stop)]
                 for span, column in full
             )
         ]
