@@ -1,0 +1,72 @@
+"""Which blocks vLLM's side is told to be written to in a step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from kvtier.vllm.given import Given
+
+
+class Pool:
+    """Gives out blocks by their numbers, the next ones each time."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def get_new_blocks(self, count: int) -> list[Any]:
+        first, self.given = self.given + 1, self.given + count
+        return [SimpleNamespace(block_id=block) for block in range(first, self.given + 1)]
+
+
+def told(
+    given: Given,
+    cached: dict[str, tuple[list[int], ...] | None] | None = None,
+    resumed: set[str] | None = None,
+    copies: list[int] | None = None,
+) -> set[int]:
+    """What vLLM's side knows of a step, after it has looked at all blocks of those it begins."""
+    cached = cached or {}
+    scheduled = SimpleNamespace(
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(cached),
+            new_block_ids=list(cached.values()),
+            resumed_req_ids=resumed or set(),
+        ),
+        kv_cache_block_copies=copies and [SimpleNamespace(dst_block_id=block) for block in copies],
+    )
+    scheduler: Any = SimpleNamespace()
+    given.tell(scheduler, scheduled)
+    blocks: set[int] = scheduler._current_batch_allocated_block_ids
+    blocks.add(1000)
+    blocks.update({1001}, [1002])
+    return set(blocks)
+
+
+def test_what_the_pool_gives_out_is_told_once() -> None:
+    """And not what is shared, of which vLLM would tell itself."""
+    pool = Pool()
+    given = Given(pool)
+    assert told(given) == set()
+    assert [block.block_id for block in pool.get_new_blocks(2)] == [1, 2]
+    pool.get_new_blocks(count=1)
+    assert told(given) == {1, 2, 3}
+    assert told(given) == set()
+
+
+def test_blocks_that_running_requests_use_anew_are_told() -> None:
+    """0 is no block, but says that there is none."""
+    running = {"a": ([7, 8], [0, 9]), "b": None, "c": ([], [10])}
+    assert told(Given(Pool()), running) == {7, 8, 9, 10}
+
+
+def test_a_request_that_goes_on_after_a_preemption_names_all_its_blocks() -> None:
+    """Of which it shares some; those that are given to it the pool has told of."""
+    pool = Pool()
+    given = Given(pool)
+    pool.get_new_blocks(1)
+    assert told(given, {"a": ([7, 1],), "b": ([8],)}, resumed={"a"}) == {1, 8}
+
+
+def test_targets_of_copies_are_told() -> None:
+    assert told(Given(Pool()), copies=[5, 6]) == {5, 6}
