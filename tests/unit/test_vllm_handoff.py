@@ -24,6 +24,7 @@ from kvtier import Stack
 from kvtier.core.offers import Shape
 from kvtier.core.settings import ByteSize
 from kvtier.vllm.handoff import WAIT_S, answer, is_expected
+from kvtier.vllm.protocol import Report
 
 SHAPES = [(FULL,), (FULL, WINDOW), (WINDOW,), (FULL, STATE), (WINDOW, STATE)]
 TOKENS = 8 * CHUNK + 1
@@ -122,7 +123,9 @@ def test_what_is_there_need_not_be_computed(disk: Stack, shapes: tuple[Shape, ..
     engine.comes("a")
     tokens = 24 * CHUNK + 1
     assert engine.waits("a", ends, tokens)
-    engine.now[0] += WAIT_S + 0.01
+    engine.now[0] += WAIT_S - 0.01
+    assert engine.waits("a", ends, tokens), "it takes a moment to be stored, too"
+    engine.now[0] += 0.02
     assert not engine.waits("a", ends, tokens), "a chunk is computed in a quarter of a second"
 
 
@@ -168,6 +171,20 @@ def test_all_may_have_come_while_others_load(disk: Stack) -> None:
     assert engine.waits("a", ends)
     stored(disk, ends)
     assert not engine.made.still_waits("a", ends)
+    assert engine.asking.hit("a", ends, TOKENS) == 8 * CHUNK
+
+
+def test_what_is_being_stored_here_has_not_come_yet(disk: Stack) -> None:
+    engine = Answering(disk, (FULL,))
+    ends = engine.asking.keys(8)
+    engine.made.on_new_request("first")
+    taken, errand = engine.made.prepare_store(list(ends), "first")
+    assert taken == list(ends)
+    engine.comes("a")
+    assert engine.waits("a", ends)
+    assert engine.made.still_waits("a", ends)
+    engine.made.report(errand.number, Report(ranks=1))
+    assert not engine.waits("a", ends)
     assert engine.asking.hit("a", ends, TOKENS) == 8 * CHUNK
 
 
