@@ -47,6 +47,42 @@ def test_steps_that_end_without_a_word_are_not_remembered_for_ever() -> None:
     assert asked_again(begin(steps)) == list(range(36, 100))
 
 
+def test_workers_are_told_what_was_heard_and_what_to_wait_for_no_longer() -> None:
+    steps = Steps(ranks=1)
+    metadata = SimpleNamespace(store_jobs={}, load_jobs={})
+    told = []
+    for given_up in (None, 7, None):
+        steps.begin(metadata, given_up)
+        told.append((metadata.orders.step, metadata.orders.heard, metadata.orders.given_up))
+    steps.ended()
+    steps.begin(metadata, None)
+    assert told == [(1, 0, None), (2, 0, 7), (3, 0, None)]
+    assert (metadata.orders.step, metadata.orders.heard) == (4, 1)
+    for _ in range(4):
+        steps.ended()
+    steps.begin(metadata, None)
+    assert (metadata.orders.step, metadata.orders.heard) == (5, 4), "one more has ended than began"
+    steps.lost()
+    steps.begin(metadata, None)
+    steps.ended()
+    steps.begin(metadata, None)
+    assert (metadata.orders.step, metadata.orders.heard) == (7, 6), "not the one that was lost"
+
+
+def test_jobs_that_are_asked_about_are_known_for_what_they_are() -> None:
+    steps = Steps(ranks=1)
+    store, load = (SimpleNamespace(errand=errand) for errand in ("stored", "loaded"))
+    metadata = SimpleNamespace(
+        store_jobs={1: SimpleNamespace(dst_spec=store)},
+        load_jobs={2: SimpleNamespace(src_spec=load, req_id="a")},
+    )
+    steps.begin(metadata, None)
+    steps.lost()
+    again = begin(steps).again
+    jobs: Any = {number: (job.errand, job.request) for number, job in (again or {}).items()}
+    assert jobs == {1: ("stored", None), 2: ("loaded", "a")}
+
+
 def test_a_request_may_load_more_than_once() -> None:
     steps = Steps(ranks=2)
     said = Said(NOTHING, {}, {"a"}, set())

@@ -51,6 +51,7 @@ class Storing:
         cached = scheduled.scheduled_cached_reqs
         told = zip(cached.req_ids, cached.new_block_ids, strict=True)
         self.blocks += [each for each in told if each[1] is not None]
+        assert set(scheduled.num_scheduled_tokens) <= set(cached.req_ids), "it makes keys of these"
         for name, count in scheduled.num_scheduled_tokens.items():
             self.asked += 1
             status = self._req_status[name]
@@ -116,7 +117,8 @@ def test_nothing_is_remembered_of_those_that_have_ended() -> None:
     resting.looked_at(scheduled)
     assert resting.leave_out(scheduled).num_scheduled_tokens == {}
     resumed = dataclasses.replace(cached, resumed_req_ids={"0"})
-    assert resting.leave_out(dataclasses.replace(scheduled, scheduled_cached_reqs=resumed))
+    begun = dataclasses.replace(scheduled, scheduled_cached_reqs=resumed)
+    assert resting.leave_out(begun) is begun, "it has other blocks now"
     resting.wake("0")
     assert resting.leave_out(scheduled) is scheduled
     resting.looked_at(scheduled)
