@@ -19,7 +19,16 @@ SERVER = """
 import multiprocessing, os, signal, sys, threading
 from kvtier.vllm import orphan
 
+def close(*_):
+    print("closes", flush=True)
+    os._exit(0)
+
 def engine():
+    if "closes" in sys.argv:
+        signal.signal(signal.SIGTERM, close)
+    if "hangs" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        orphan._CLOSING_S = 0.0
     orphan.end_with_parent()
     print(os.getpid(), threading.active_count() - 1, flush=True)
     signal.pause()
@@ -43,6 +52,18 @@ def test_an_engine_ends_with_its_server(name: str, watches: bool) -> None:
         assert not watches or select.select([ended], [], [], HANGS_S)[0]
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(ended, signal.SIGKILL)
+        os.close(ended)
+
+
+@pytest.mark.parametrize("how", ["closes", "hangs"])
+def test_an_engine_is_asked_to_close_and_killed_if_it_does_not(how: str) -> None:
+    command = [sys.executable, "-c", SERVER, "EngineCore", how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        ended = os.pidfd_open(int(server.stdout.readline().split()[0]))
+        server.kill()
+        assert select.select([ended], [], [], HANGS_S)[0]
+        assert server.stdout.read() == ("closes\n" if how == "closes" else "")
         os.close(ended)
 
 
