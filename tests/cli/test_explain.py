@@ -15,7 +15,7 @@ from kvtier.errors import ConfigError, KVTierError
 from kvtier.testing.records import payload
 from kvtier.types import Namespace, block_key
 from kvtier.vllm import prompts as prompts_module
-from kvtier.vllm.keys import Prompt, chunk_keys
+from kvtier.vllm.keys import Prompt, chunk_keys, chunk_tokens
 from kvtier.vllm.prompts import read_prompts
 from kvtier.vllm.weights import fingerprint_adapter
 
@@ -54,6 +54,17 @@ class TestKeys:
         body = b"\x83\x58\x20" + start + b"\x90" + bytes(range(16)) + b"\xf6"
         one_block = Namespace(facts=FACTS | {"chunk_blocks": "1"}, group_bytes=(1,))
         assert chunk_keys(Prompt(list(range(16))), one_block) == [
+            [block_key(hashlib.sha256(body).digest())]
+        ]
+
+    def test_numbers_and_texts_take_the_fewest_bytes(self) -> None:
+        tokens = [0, 23, 24, 255, 256, (1 << 16) - 1, 1 << 16, (1 << 32) - 1, 1 << 32]
+        heads = "00 17 1818 18ff 190100 19ffff 1a00010000 1affffffff 1b0000000100000000"
+        salt = b"\x81\x82\x6acache_salt\x78\x18" + 12 * "é".encode()
+        start = hashlib.sha256(b"\x6e" + b"vllm-none-hash").digest()
+        body = b"\x83\x58\x20" + start + b"\x89" + bytes.fromhex(heads) + salt
+        facts = FACTS | {"block_tokens": "9", "chunk_blocks": "1"}
+        assert chunk_keys(Prompt(tokens, 12 * "é"), Namespace(facts=facts, group_bytes=(1,))) == [
             [block_key(hashlib.sha256(body).digest())]
         ]
 
@@ -104,6 +115,8 @@ class TestKeys:
     def test_what_cannot_be_computed_is_said(self, change: dict[str, str], says: str) -> None:
         with pytest.raises(KVTierError, match=says):
             chunk_keys(PROMPT, Namespace(facts=FACTS | change, group_bytes=(1,)))
+        with pytest.raises(KVTierError, match=says):
+            chunk_tokens(Namespace(facts=FACTS | change, group_bytes=(1,)))
 
 
 class TestPrompts:

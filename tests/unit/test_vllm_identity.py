@@ -391,6 +391,9 @@ def test_calls_by_which_weights_change() -> None:
     for call in (
         *harmless,
         "save_sharded_state",
+        "save_weights",
+        "log_weights",
+        "_get_weight_version",
         "determine_available_memory",
         lambda worker: None,
         7,
