@@ -51,6 +51,13 @@ def test_a_region_is_pinned_in_pieces_that_end_where_slots_end() -> None:
     assert registrar.returned == [base + 8 * 4096, base + 4 * 4096, base]
 
 
+def test_a_slot_that_is_longer_than_a_piece_is_one() -> None:
+    memory, registrar = np.zeros(4 * 4096, np.uint8), Listener()
+    assert PinnedMemory(memory.data, 2 * 4096, registrar, piece_bytes=4096).pin()
+    base = memory.ctypes.data
+    assert registrar.ranges == [(base, 2 * 4096), (base + 2 * 4096, 2 * 4096)]
+
+
 def test_pinning_ends_early_if_it_is_to_stop() -> None:
     memory, stopping = np.zeros(10 * 4096, np.uint8), threading.Event()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from device_worlds import World, jobs, pages, worlds
@@ -91,6 +92,24 @@ def test_a_block_that_lies_in_one_piece_is_one_copy() -> None:
     assert copies.device.tolist() == [1500, 600]
 
 
+def test_no_copy_goes_on_into_the_next_record() -> None:
+    """Even if that begins where the part ends."""
+    layout = DeviceLayout((DeviceTensor(0, 8, 100, 100),), ((PageRef(0, 100),),), 2)
+    blocks = Blocks(np.arange(4), [4], [0])
+    copies = describe(layout, blocks, cut(layout, blocks), np.array([FAR, FAR + 200]))
+    assert copies.sizes.tolist() == [200, 200]
+    assert copies.starts.tolist() == [0, 1, 2]
+
+
+def test_a_block_must_be_there_in_every_tensor() -> None:
+    layout = DeviceLayout(
+        (DeviceTensor(0, 4, 8, 8), DeviceTensor(64, 2, 8, 8)), ((PageRef(0, 8),), (PageRef(1, 8),))
+    )
+    assert len(cut(layout, Blocks(np.array([1]), [1, 0], [0, 0]))) == 1
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        cut(layout, Blocks(np.array([2]), [1, 0], [0, 0]))
+
+
 def test_an_empty_job_has_no_copies() -> None:
     layout = DeviceLayout((DeviceTensor(0, 4, 8, 8),), ((PageRef(0, 8),),))
     blocks = Blocks(np.zeros(0, np.int64), [0], [3])
@@ -116,6 +135,7 @@ def test_impossible_jobs_are_refused(ids: list[int], sizes: list[int], starts: l
         (DeviceTensor(0, 0, 8, 8), PageRef(0, 8), 1, 0),
         (DeviceTensor(0, 4, 8, 8), PageRef(1, 8), 1, 0),
         (DeviceTensor(0, 4, 8, 8), PageRef(0, 9), 1, 0),
+        (DeviceTensor(0, 4, 10, 8), PageRef(0, 9), 1, 0),
         (DeviceTensor(0, 4, 8, 8), PageRef(0, 0), 1, 0),
         (DeviceTensor(0, 4, 8, 8), PageRef(0, 8), 0, 0),
         (DeviceTensor(0, 4, 8, 8), PageRef(0, 8), 1, 1),
@@ -128,6 +148,13 @@ def test_impossible_layouts_are_refused(
         DeviceLayout((tensor,), ((ref,),), per_chunk, part)
 
 
+def test_groups_must_use_something_and_all_have_a_name_or_none() -> None:
+    tensors, one = (DeviceTensor(0, 4, 8, 8),), (PageRef(0, 8),)
+    for groups, names in (((), ()), (((),), ()), ((one, one), (1,)), ((one,), (0, 1))):
+        with pytest.raises(ValueError, match="group"):
+            DeviceLayout(tensors, groups, group_ids=names)
+
+
 def test_a_namespace_must_state_this_geometry() -> None:
     layout = DeviceLayout(
         (DeviceTensor(0, 4, 8, 8),), ((PageRef(0, 8),), (PageRef(0, 4),)), 2, 0, 2
@@ -136,6 +163,12 @@ def test_a_namespace_must_state_this_geometry() -> None:
     layout.check(Namespace(facts={}, group_bytes=(32, 16), parts=2))
     with pytest.raises(ValueError, match="32, 16"):
         layout.check(Namespace(facts={}, group_bytes=(32,), parts=2))
+    with pytest.raises(ValueError, match=r"in 1 parts, .* in 2"):
+        layout.check(Namespace(facts={}, group_bytes=(32, 16)))
+    named = msgspec.structs.replace(layout, group_ids=(0, 2))
+    named.check(Namespace(facts={}, group_bytes=(32, 8, 16), parts=2))
+    with pytest.raises(ValueError, match="32, 8"):
+        named.check(Namespace(facts={}, group_bytes=(32, 16, 8), parts=2))
 
 
 @given(st.data())
