@@ -18,13 +18,12 @@ _READS = ("compute", "get", "check", "init", "shutdown", "list", "save", "report
 """How names of calls begin that speak of weights, and do not change them."""
 
 
+@functools.cache
 def listen() -> None:
-    """Let engine cores in this process tell our connectors."""
+    """Let engine cores in this process tell our connectors, once."""
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.fault_tolerance.engine_core_sentinel import EngineCoreSentinel
 
-    if hasattr(EngineCore.collective_rpc, "__wrapped__"):
-        return
     call, add, remove = EngineCore.collective_rpc, EngineCore.add_lora, EngineCore.remove_lora
 
     @functools.wraps(call)

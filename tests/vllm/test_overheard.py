@@ -1,0 +1,117 @@
+"""What connectors are told of what vLLM's engine core does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, through vLLM
+
+
+class Ears:
+    """A connector that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def weights_changed(self) -> None:
+        self.heard.append("weights")
+
+    def reads_adapter(self, adapter: str) -> None:
+        self.heard.append(f"reads {adapter}")
+
+    def lets_go_of_adapter(self, number: int) -> None:
+        self.heard.append(f"lets go of {number}")
+
+    def engine_forgot(self) -> None:
+        self.heard.append("forgot")
+
+
+class Engine:
+    """What vLLM's core asks for what it is told to do, of which any may fail."""
+
+    def __init__(self, connector: Any, *, fails: bool = False) -> None:
+        self.scheduler = SimpleNamespace(
+            connector=connector, reset_prefix_cache=lambda *_: self._do(not fails)
+        )
+        self.model_executor = self
+        self._fails = fails
+        self.collective_rpc = self.add_lora = self.remove_lora = self._call
+
+    def _call(self, *_: Any) -> str:
+        if self._fails:
+            raise RuntimeError("amid it")
+        return self._do("done")
+
+    def _do(self, answer: Any) -> Any:
+        ears = getattr(self.scheduler.connector, "_connectors", [self.scheduler.connector])
+        for each in ears:
+            if isinstance(each, Ears):
+                each.heard.append("done")
+        return answer
+
+
+CALLS = ("collective_rpc", "add_lora", "remove_lora", "reset_prefix_cache")
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """vLLM's engine core, of which another plugin has wrapped a call."""
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.fault_tolerance.engine_core_sentinel import EngineCoreSentinel
+
+    from kvtier.vllm import overheard
+
+    for call in CALLS:
+        plain = getattr(EngineCore, call)
+        plain = getattr(plain, "__wrapped__", plain)
+        monkeypatch.setattr(EngineCore, call, plain)
+    monkeypatch.setattr(EngineCoreSentinel, "on_fault", EngineCoreSentinel.on_fault)
+
+    @functools.wraps(call := EngineCore.collective_rpc)
+    def traced(core: Any, *arguments: Any) -> Any:
+        return call(core, *arguments)
+
+    monkeypatch.setattr(EngineCore, "collective_rpc", traced)
+    overheard.listen.cache_clear()
+    overheard.listen()
+    overheard.listen()
+    yield EngineCore
+    overheard.listen.cache_clear()
+
+
+def test_each_connector_is_told_once(core: Any) -> None:
+    """After weights were changed or a cache was reset, and before an adapter is read or dropped."""
+    ears = [Ears(), Ears()]
+    engine = Engine(SimpleNamespace(_connectors=[ears[0], object(), ears[1]]))
+    for call, argument in [
+        ("collective_rpc", "reload_weights"),
+        ("collective_rpc", "get_weight_version"),
+        ("add_lora", "a"),
+        ("remove_lora", 7),
+    ]:
+        assert getattr(core, call)(engine, argument) == "done"
+    assert core.reset_prefix_cache(engine)
+    for each in ears:
+        told = ["done", "weights", "done", "reads a", "done", "lets go of 7", "done"]
+        assert each.heard == [*told, "done", "forgot"]
+
+
+def test_what_fails_may_have_been_done_in_part(core: Any) -> None:
+    ears = Ears()
+    engine = Engine(ears, fails=True)
+    for call in CALLS[:3]:
+        with pytest.raises(RuntimeError):
+            getattr(core, call)(engine, "update_weights")
+    assert not core.reset_prefix_cache(engine)
+    assert ears.heard == ["weights", "reads update_weights", "lets go of update_weights", "done"]
+
+
+def test_engines_without_such_a_connector_go_on(core: Any) -> None:
+    for connector in (None, object()):
+        assert core.collective_rpc(Engine(connector), "reload_weights") == "done"
+    assert core.collective_rpc(SimpleNamespace(model_executor=Engine(None)), "update_weights")
