@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import numpy as np
 from device_worlds import NAMESPACE, MemoryHost, keys_of
 from fake_device import FakeDevice
 
+from kvtier.core.record import HEADER_BYTES
 from kvtier.core.slab import layout as table
 from kvtier.core.transfer import TransferKind
 from kvtier.device.accelerator import Stage
@@ -13,12 +17,15 @@ from kvtier.device.cuda_copy import CudaCopier, _Pipe
 from kvtier.device.jobs import Job, Prover
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.plan import Blocks
+from kvtier.device.staged import StagedPath
 from kvtier.device.work import Batch, Desk
+from kvtier.types import Outcome
 
 PAGE, ROWS = 512, 8
 
 
-def setting() -> tuple[DeviceLayout, MemoryHost, Job]:
+def setting() -> tuple[Any, DeviceLayout, MemoryHost, Job]:
+    """A device's memory, and a store of all of it."""
     pool = np.arange(ROWS * PAGE, dtype=np.uint32).astype(np.uint8)
     tensor = DeviceTensor(int(pool.ctypes.data), ROWS, PAGE, PAGE)
     layout = DeviceLayout((tensor,), ((PageRef(0, PAGE),),))
@@ -33,11 +40,11 @@ def setting() -> tuple[DeviceLayout, MemoryHost, Job]:
         blocks=Blocks(np.arange(ROWS), [ROWS], [0]),
         deadline=float("inf"),
     )
-    return layout, host, job
+    return pool, layout, host, job
 
 
 def test_batches_are_cut_to_fit() -> None:
-    layout, host, job = setting()
+    _pool, layout, host, job = setting()
     desk = Desk(layout, Prover(layout, host, NAMESPACE), 100 * PAGE)
     desk.fit([3])
     desk.fit([5])
@@ -47,7 +54,7 @@ def test_batches_are_cut_to_fit() -> None:
 
 
 def test_a_batch_that_was_cut_before_goes_page_by_page() -> None:
-    layout, host, job = setting()
+    _pool, layout, host, job = setting()
     desk = Desk(layout, Prover(layout, host, NAMESPACE), 100 * PAGE)
     desk.submit(job)
     large = desk.next(desk.store)
@@ -67,7 +74,7 @@ def test_a_batch_that_was_cut_before_goes_page_by_page() -> None:
 
 
 def test_a_copier_fills_its_buffers_with_no_more_than_they_hold() -> None:
-    layout, host, job = setting()
+    _pool, layout, host, job = setting()
     device = FakeDevice(staging=2, room=3 * PAGE)
     copier = CudaCopier(layout, device, host, NAMESPACE)
     assert copier.prepared.wait(60)
@@ -77,3 +84,31 @@ def test_a_copier_fills_its_buffers_with_no_more_than_they_hold() -> None:
         pass
     assert results[0].ok
     copier.close()
+
+
+def test_nothing_more_of_a_failed_load_is_copied() -> None:
+    """Nobody waits for it any more, and the engine may give its blocks to others."""
+    pool, layout, host, job = setting()
+    device, prover = FakeDevice(staging=1, room=PAGE), Prover(layout, host, NAMESPACE)
+    (stage,) = device.stages(layout, PAGE, urgent=True)
+    desk = Desk(layout, prover, PAGE)
+    slots_at = int(np.frombuffer(host.record(0), np.uint8).ctypes.data)
+    path = StagedPath(layout, desk, prover, slots_at, host.slot_bytes)
+    desk.submit(job, device.mark())
+    while (batch := desk.next(desk.store, wait=False)) is not None:
+        path.store(batch, stage)
+    for slot, key in enumerate(job.keys):
+        host.put(slot, key, table.VALID)
+    host.record(0)[HEADER_BYTES] ^= 1
+    turned = Blocks(np.arange(ROWS)[::-1].copy(), [ROWS], [0])
+    before = pool.copy()
+    desk.submit(
+        msgspec.structs.replace(job, id=1, kind=TransferKind.LOAD, blocks=turned), device.mark()
+    )
+    while (batch := desk.next(desk.load, wait=False)) is not None:
+        path.load(batch, stage)
+        desk.wait([1])
+    stored, loaded = desk.poll()
+    assert stored.ok
+    assert loaded.outcomes == [Outcome.CORRUPT] + [Outcome.CANCELLED] * (ROWS - 1)
+    assert (pool == before).all()

@@ -88,6 +88,8 @@ def test_a_store_waits_for_what_the_engine_writes(stage: Stage) -> None:
     stage.device.engine.do(lambda: stage.page(2).fill(42))
     stage.submit(STORE, 1, 2, 1, 2)
     stage.device.engine.do(lambda: stage.page(2).fill(43))
+    while not stage.device.waiters:
+        pass  # the copier has not got there
     stage.device.drain()
     assert not any(stage.host.record(2)[4096:]), "nothing was copied before its time"
     stage.device.freeze(*stage.device.lanes[False])
@@ -244,6 +246,35 @@ def test_what_breaks_in_a_batch_fails_the_job_alone(
             assert set(stage.result(name).outcomes) <= {Outcome.IO_ERROR, Outcome.CANCELLED}
     stage.submit(kind, 9, 2, 2, 24)
     assert stage.result(9).ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        (LOAD, "fetch"),
+        (LOAD, "digest"),
+        (LOAD, "scatter"),
+        (STORE, "gather"),
+        (STORE, "digest"),
+        (STORE, "send"),
+    ],
+)
+@pytest.mark.parametrize("stage", [(0, 2)], ids=str, indirect=True)
+def test_each_step_by_way_of_a_buffer_may_fail(
+    stage: Stage, kind: TransferKind, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No block is to blame for that, and none counts as copied."""
+    stored(stage)
+
+    def breaks(*arguments: Any) -> None:
+        raise RuntimeError("an illegal address was encountered")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(FakeStage, step, breaks)
+        stage.submit(kind, 1, 0, 2, 20)
+        assert set(stage.result(1).outcomes) <= {Outcome.IO_ERROR, Outcome.CANCELLED}
+    stage.submit(kind, 2, 2, 2, 24)
+    assert stage.result(2).ok
 
 
 def test_jobs_do_not_wait_while_memory_is_pinned(stage: Stage) -> None:

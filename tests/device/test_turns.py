@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,8 @@ def test_without_loads_stores_do_not_wait_for_each_other() -> None:
 
     with turns.load():
         pass  # that one is over
+    with contextlib.suppress(RuntimeError), turns.load():
+        raise RuntimeError("and so is this one")
     together(store, store)
 
 
