@@ -91,6 +91,9 @@ class FakeStage(FakeStream):
         self._pages(group, ids, out=False)
 
     def _pages(self, group: int, ids: Ints, *, out: bool) -> None:
+        blocks = ids[ids >= 0]
+        if len(np.unique(blocks)) < len(blocks):
+            raise ValueError("a block is named twice, and kernels go through them in any order")
         self._ids[: ids.size] = ids.ravel()
         for row in range(len(ids)):
             self.do(partial(self._row, group, row, out))

@@ -150,20 +150,20 @@ def test_a_stored_record_proves_itself(copier: DeviceCopier, host: MemoryHost) -
         assert verify(host.record(slot), key, NAMESPACE) is Outcome.OK
 
 
-def test_a_partial_first_chunk_is_skipped(
-    copier: DeviceCopier, host: MemoryHost, world: World
+@pytest.mark.parametrize(("count", "start"), [(3, 5), (3, 4), (4, 5), (1, 4), (1, 5)])
+def test_what_is_missing_of_partial_chunks_is_skipped(
+    copier: DeviceCopier, host: MemoryHost, world: World, count: int, start: int
 ) -> None:
-    keys = filled(copier, host)
-    original = world.memory.copy()
-    (result,) = run(copier, job_of(LOAD, onto(3, start=5), keys[:2]))
+    keys, first = filled(copier, host), start % 2
+    original = world.memory.copy().reshape(-1, 4096)
+    (result,) = run(
+        copier, job_of(LOAD, onto(count, start=start), keys[: -(-(first + count) // 2)])
+    )
     assert result.ok
-    for layer in range(3):
-        base = layer << 20
-        loaded = world.memory[base + 16 * 4096 : base + 19 * 4096]
-        assert (loaded == original[base + 4096 : base + 4 * 4096]).all()
-        assert (
-            world.memory[base + 19 * 4096 :][:4096] == original[base + 19 * 4096 :][:4096]
-        ).all()
+    for layer in range(0, 3 << 8, 1 << 8):
+        expected = original[layer : layer + 32]
+        expected[16 : 16 + count] = expected[first : first + count].copy()
+    assert (world.memory.reshape(-1, 4096) == original).all()
 
 
 def test_a_partial_chunk_is_never_stored(copier: DeviceCopier, host: MemoryHost) -> None:

@@ -1,0 +1,90 @@
+"""What proves that a record is the right one, on its way between a device and host memory."""
+
+from __future__ import annotations
+
+import pytest
+from device_worlds import NAMESPACE, MemoryHost, keys_of
+
+from kvtier.core.record import CODEC_RAW, Header
+from kvtier.core.slab import layout as table
+from kvtier.device.jobs import Busy, Prover, header_fits
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.types import Outcome
+
+PAGE = 512
+LAYOUT = DeviceLayout((DeviceTensor(0, 4, PAGE, PAGE),), ((PageRef(0, PAGE),),), 2, 1, 2)
+"""Of the second of two ranks."""
+KEY, OTHER = keys_of(2)
+
+
+@pytest.fixture
+def host() -> MemoryHost:
+    return MemoryHost(LAYOUT, 1)
+
+
+@pytest.mark.parametrize(
+    ("header", "fits"),
+    [
+        (Header(KEY, NAMESPACE, 4 * PAGE, 2), True),
+        (Header(OTHER, NAMESPACE, 4 * PAGE, 2), False),
+        (Header(KEY, bytes(16), 4 * PAGE, 2), False),
+        (Header(KEY, NAMESPACE, 2 * PAGE, 2), False),
+        (Header(KEY, NAMESPACE, 4 * PAGE, 4), False),
+        (Header(KEY, NAMESPACE, 4 * PAGE, 2, CODEC_RAW + 1), False),
+    ],
+    ids=["all", "key", "namespace", "size", "parts", "codec"],
+)
+def test_all_that_a_header_says_must_fit(host: MemoryHost, header: Header, fits: bool) -> None:
+    header.write(host.record(0))
+    assert header_fits(LAYOUT, NAMESPACE, host.record(0), KEY, 0) is fits
+
+
+@pytest.mark.parametrize(
+    ("state", "generation", "same"),
+    [
+        (table.VALID, 1, True),
+        (table.ARRIVED, 1, True),
+        (table.VALID, 2, False),
+        (table.FREE, 1, False),
+        (table.BAD, 1, False),
+        (table.FAILED, 1, False),
+        (table.RESERVED, 1, False),
+    ],
+)
+def test_a_slot_that_was_given_up_or_to_others_has_changed(
+    host: MemoryHost, state: int, generation: int, same: bool
+) -> None:
+    prover = Prover(LAYOUT, host, NAMESPACE)
+    host.put(0, KEY, table.VALID)
+    stamp = prover.stamp(0)
+    host.put(0, KEY, state, generation)
+    assert prover.unchanged(0, stamp) is same
+
+
+def test_a_record_is_sealed_where_its_slot_waits_for_it(host: MemoryHost) -> None:
+    """By the second rank, which leaves the header to the first."""
+    prover = Prover(LAYOUT, host, NAMESPACE)
+    for key, state in ((KEY, table.VALID), (KEY, table.FREE), (OTHER, table.RESERVED)):
+        host.put(0, key, state)
+        assert prover.complete(0, KEY, 0) is Outcome.GONE
+        assert not any(host.record(0)), "nothing was written"
+    host.put(0, KEY, table.RESERVED)
+    assert prover.complete(0, KEY, 0) is Outcome.OK
+    assert prover.header(0, KEY, 0) is Outcome.CORRUPT, "it has none yet"
+    Header(KEY, NAMESPACE, 4 * PAGE, 2).write(host.record(0))
+    assert prover.verify(0, KEY, 0) is Outcome.OK
+    prover.seal(0, KEY, 0, 7)
+    assert prover.stated(0) == 7, "which somebody had taken already"
+    assert prover.verify(0, KEY, 0) is Outcome.CORRUPT
+
+
+def test_what_overlaps_counts_once() -> None:
+    busy = Busy()
+    busy.begin(2, 10.0)
+    busy.begin(1, 11.0)
+    busy.end(2, 13.0)
+    assert busy.running == 1
+    busy.end(1, 14.0)
+    busy.begin(1, 20.0)
+    busy.end(1, 20.5)
+    assert (busy.running, busy.seconds) == (0, 4.5)
