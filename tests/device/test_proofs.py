@@ -9,6 +9,7 @@ from kvtier.core.record import CODEC_RAW, Header
 from kvtier.core.slab import layout as table
 from kvtier.device.jobs import Busy, Prover, header_fits
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.work import failed
 from kvtier.types import Outcome
 
 PAGE = 512
@@ -76,6 +77,10 @@ def test_a_record_is_sealed_where_its_slot_waits_for_it(host: MemoryHost) -> Non
     prover.seal(0, KEY, 0, 7)
     assert prover.stated(0) == 7, "which somebody had taken already"
     assert prover.verify(0, KEY, 0) is Outcome.CORRUPT
+
+
+def test_a_device_that_fails_hides_no_bad_record() -> None:
+    assert failed([Outcome.OK, Outcome.CORRUPT]) == [Outcome.IO_ERROR, Outcome.CORRUPT]
 
 
 def test_what_overlaps_counts_once() -> None:

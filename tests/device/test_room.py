@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from device_worlds import NAMESPACE, MemoryHost, keys_of
 from fake_device import FakeDevice
 
@@ -19,7 +20,7 @@ from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.plan import Blocks
 from kvtier.device.staged import StagedPath
 from kvtier.device.work import Batch, Desk
-from kvtier.types import Outcome
+from kvtier.types import FilePlace, Outcome
 
 PAGE, ROWS = 512, 8
 
@@ -51,6 +52,33 @@ def test_batches_are_cut_to_fit() -> None:
     desk.submit(job)
     cut = [desk.next(desk.store, wait=False) for _ in range(3)]
     assert [batch and len(batch.rows) for batch in cut] == [3, 3, 2]
+
+
+def test_jobs_name_keys_of_their_groups_and_files_of_their_keys() -> None:
+    _pool, layout, host, job = setting()
+    layout = msgspec.structs.replace(layout, group_ids=(1,))
+    desk = Desk(layout, Prover(layout, host, NAMESPACE), PAGE, reads_files=True)
+    with pytest.raises(ValueError, match="other groups"):
+        desk.submit(job)
+    job = msgspec.structs.replace(job, keys=keys_of(ROWS, groups=[1] * ROWS))
+    for at in (ROWS, ROWS + 1):
+        with pytest.raises(ValueError, match="files"):
+            desk.submit(msgspec.structs.replace(job, files={at: FilePlace("slab", 0)}))
+    desk.submit(job)
+    assert desk.next(desk.store, wait=False) is not None
+
+
+def test_one_bad_slot_stops_no_store() -> None:
+    _pool, layout, host, job = setting()
+    desk = Desk(layout, Prover(layout, host, NAMESPACE), PAGE)
+    desk.submit(job)
+    outcomes = [Outcome.GONE] + [Outcome.OK] * (ROWS - 1)
+    for outcome in outcomes:
+        batch = desk.next(desk.store, wait=False)
+        assert batch is not None
+        desk.finish(batch, [outcome])
+    (result,) = desk.poll()
+    assert (result.outcomes, result.bytes_moved) == (outcomes, (ROWS - 1) * PAGE)
 
 
 def test_a_batch_that_was_cut_before_goes_page_by_page() -> None:
