@@ -13,12 +13,13 @@ from typing import Any
 OURS = "KVTierConnector"
 
 
+@functools.cache
 def load() -> None:
-    """Let clients of an engine with our connector send what they may send to one without."""
+    """Let clients of an engine with our connector send what they may send to one without; once."""
     from vllm.config import VllmConfig
 
     resolve = getattr(VllmConfig, "_resolve_mm_embedding_inputs", None)
-    if resolve is None or hasattr(resolve, "__wrapped__"):
+    if resolve is None:
         return
 
     @functools.wraps(resolve)

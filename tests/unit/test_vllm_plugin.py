@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kvtier.vllm.plugin import OURS, brings_no_embeddings
+from kvtier.vllm.plugin import OURS, brings_no_embeddings, load
 
 
 @pytest.mark.parametrize(
@@ -27,3 +30,30 @@ def test_ours_brings_none(connector: str | None, embeddings: str | None, undone:
         and SimpleNamespace(is_ec_consumer=embeddings == "ec_consumer"),
     )
     assert brings_no_embeddings(config) is undone
+
+
+def test_another_plugin_may_have_been_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    class VllmConfig:
+        def __init__(self, connector: str) -> None:
+            self.kv_transfer_config = SimpleNamespace(kv_connector=connector)
+            self.ec_transfer_config = None
+            self.resolved = 0
+
+        def _resolve_mm_embedding_inputs(self) -> None:
+            self.resolved += 1
+
+        @functools.wraps(_resolve_mm_embedding_inputs)
+        def traced(self, before: Any = _resolve_mm_embedding_inputs) -> None:
+            before(self)
+
+        _resolve_mm_embedding_inputs = traced
+
+    monkeypatch.setitem(sys.modules, "vllm.config", SimpleNamespace(VllmConfig=VllmConfig))  # type: ignore[arg-type]
+    load.cache_clear()
+    load()
+    load()
+    load.cache_clear()
+    ours, theirs = VllmConfig(OURS), VllmConfig("NixlConnector")
+    ours._resolve_mm_embedding_inputs()
+    theirs._resolve_mm_embedding_inputs()
+    assert (ours.resolved, theirs.resolved) == (0, 1)
