@@ -109,12 +109,13 @@ class FileStore(Store):
                 raise Conflict(f"{folder} keeps vanishing: others delete there at this moment")
             raise FileNotFoundError(errno.ENOENT, "the folder is gone", folder)
         try:
-            self._write_all(fd, buffers)
+            try:
+                self._write_all(fd, buffers)
+            finally:
+                self._disk.close(fd)  # over a network this may be what finds the disk full
         except OSError:
             _remove(temporary)
             raise
-        finally:
-            self._disk.close(fd)
         return temporary
 
     def _publish(self, temporary: str, target: str, if_absent: bool) -> PutOutcome:

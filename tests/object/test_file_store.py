@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import stat
@@ -16,6 +17,7 @@ import pytest
 from kvtier.backends.object import errors, writers
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.store import GetOutcome, PutOutcome
+from kvtier.core.disk import Disk
 
 
 @pytest.fixture
@@ -131,6 +133,20 @@ def test_a_full_disk_is_store_full_and_leaves_nothing(store: FileStore) -> None:
             put(store, "big", bytes(300_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(store.root.iterdir()) == []
+
+
+def test_a_quota_that_is_told_of_at_the_end_leaves_nothing(tmp_path: Path) -> None:
+    """As over a network, where what was written is sent when the file is closed."""
+
+    class Late(Disk):
+        def close(self, fd: int) -> None:
+            super().close(fd)
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    store = FileStore(tmp_path / "store", disk=Late())
+    with pytest.raises(errors.StoreFull):
+        put(store, "name")
     assert list(store.root.iterdir()) == []
 
 
