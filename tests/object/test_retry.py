@@ -1,121 +1,14 @@
-"""Retries and the circuit breaker, with a scripted store, a clock and dice that tests hold."""
+"""Retries, with a scripted store, a clock and dice that tests hold."""
 
 from __future__ import annotations
 
-import logging
-import random
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
+from scripted_store import POLICY, WEATHER, Clock, ScriptedStore, breaking, get, retrying
 
 from kvtier.backends.object import errors
-from kvtier.backends.object.breaker import BreakerPolicy, BreakerStore, Circuit
-from kvtier.backends.object.retry import RetryingStore, RetryPolicy
-from kvtier.backends.object.store import Buffer, GetOutcome, ObjectInfo, PutOutcome, Store
-
-
-class ScriptedStore(Store):
-    """Raises what the script says, one entry a call; None is success."""
-
-    def __init__(self, script: Sequence[errors.StoreError | None] = ()) -> None:
-        self.script = list(script)
-        self.calls = 0
-        self.names = [f"n{index}" for index in range(6)]
-
-    def _step(self) -> None:
-        self.calls += 1
-        if self.script and (error := self.script.pop(0)) is not None:
-            raise error
-
-    def put(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        *,
-        if_absent: bool = False,
-        deadline: float | None = None,
-    ) -> PutOutcome:
-        self._step()
-        return PutOutcome.STORED
-
-    def get(
-        self,
-        name: str,
-        into: Sequence[Buffer],
-        *,
-        offset: int | None = None,
-        deadline: float | None = None,
-    ) -> GetOutcome:
-        self._step()
-        return GetOutcome.FOUND
-
-    def get_up_to(
-        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
-    ) -> int | None:
-        self._step()
-        return 0
-
-    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
-        self._step()
-        return None
-
-    def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
-    ) -> Iterator[ObjectInfo]:
-        """Breaks after every second name while the script has errors."""
-        for index, name in enumerate(name for name in self.names if name > after):
-            if index == 2 and self.script:
-                self._step()
-            yield ObjectInfo(name, 1, 0.0)
-
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, errors.StoreError]:
-        self._step()
-        return {}
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.sleeps: list[float] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.sleeps.append(seconds)
-        self.now += seconds
-
-
-WEATHER = errors.Unavailable("rain")
-POLICY = RetryPolicy(attempts=4, base_s=0.1, cap_s=0.5)
-
-
-def retrying(inner: Store, clock: Clock, total_s: float = 10.0) -> RetryingStore:
-    return RetryingStore(
-        inner, POLICY, total_s, clock=clock, sleep=clock.sleep, dice=random.Random(1)
-    )
-
-
-def breaking(inner: Store, clock: Clock) -> BreakerStore:
-    policy = BreakerPolicy(failures=3, open_s=1.0, open_max_s=3.0)
-    return BreakerStore(inner, policy, clock=clock, dice=random.Random(1))
-
-
-def circuit_of(store: BreakerStore) -> Circuit:
-    return store.circuit
-
-
-def get(store: Store, deadline: float | None = None) -> GetOutcome:
-    return store.get("name", [], deadline=deadline)
-
-
-def trip(store: BreakerStore) -> None:
-    """Fail as often as opens the circuit."""
-    for _ in range(3):
-        with pytest.raises(errors.Unavailable):
-            get(store)
+from kvtier.backends.object.store import GetOutcome, ObjectInfo
 
 
 def test_passing_weather_is_survived() -> None:
@@ -124,7 +17,7 @@ def test_passing_weather_is_survived() -> None:
     assert get(store) is GetOutcome.FOUND
     assert inner.calls == 4
     for wait_s, longest in zip(clock.sleeps, (0.2, 0.4, 0.5), strict=True):
-        assert 0 <= wait_s <= longest
+        assert 0 < wait_s < longest, "not all who failed at once come again at once"
 
 
 def test_retries_are_bounded() -> None:
@@ -153,6 +46,23 @@ def test_no_wait_goes_beyond_the_deadline() -> None:
     assert clock.sleeps == []
 
 
+def test_nor_does_a_listing_or_a_wait_in_it() -> None:
+    inner, clock = ScriptedStore(), Clock()
+    told: list[object] = []
+
+    def slow(prefix: str = "", *, after: str = "", **limits: object) -> Iterator[ObjectInfo]:
+        told.append(limits["deadline"])
+        raise errors.Unavailable("slow", retry_after_s=5.0)
+        yield
+
+    inner.list = slow  # type: ignore[method-assign]
+    end = clock.now + 4.0
+    with pytest.raises(errors.Unavailable):
+        list(retrying(inner, clock).list(deadline=end))
+    assert told == [end]
+    assert clock.sleeps == []
+
+
 def test_a_store_that_asks_for_a_pause_gets_it_from_every_caller() -> None:
     inner, clock = ScriptedStore([errors.RateLimited("slow", retry_after_s=2.0)]), Clock()
     store = retrying(inner, clock)
@@ -162,7 +72,36 @@ def test_a_store_that_asks_for_a_pause_gets_it_from_every_caller() -> None:
         get(store, deadline=clock.now + 1.0)
     assert inner.calls == 1
     assert get(store) is GetOutcome.FOUND
-    assert clock.now >= 1002.0
+    assert clock.now > 1002.0, "and not all of them end at the same moment"
+
+
+def test_a_shorter_pause_ends_no_longer_one() -> None:
+    clock = Clock()
+
+    class Busy(ScriptedStore):
+        def _step(self) -> None:
+            if self.calls == 0:  # another caller is answered while this one waits
+                self.calls = 1
+                with pytest.raises(errors.RateLimited):
+                    get(store, deadline=clock.now + 1.0)
+            super()._step()
+
+    pauses = [errors.RateLimited("slow", retry_after_s=seconds) for seconds in (5.0, 2.0)]
+    store = retrying(Busy(pauses), clock)
+    with pytest.raises(errors.RateLimited):
+        get(store, deadline=clock.now + 1.0)
+    with pytest.raises(errors.RateLimited, match="a moment ago"):
+        get(store, deadline=clock.now + 4.0)
+    assert get(store) is GetOutcome.FOUND
+
+
+def test_a_server_that_is_away_for_one_call_keeps_no_other_waiting() -> None:
+    inner, clock = ScriptedStore([errors.Unavailable("rain", retry_after_s=2.0)]), Clock()
+    store = retrying(inner, clock)
+    with pytest.raises(errors.Unavailable):
+        get(store, deadline=clock.now + 1.0)
+    assert get(store, deadline=clock.now + 1.0) is GetOutcome.FOUND
+    assert clock.sleeps == []
 
 
 def test_a_listing_waits_like_everybody_else() -> None:
@@ -219,120 +158,14 @@ def test_a_broken_listing_in_no_order_ends() -> None:
         found += [info.name for info in listing]
     assert found == inner.names[:2]
 
+    def breaks(prefix: str = "", *, after: str = "", **_: object) -> Iterator[ObjectInfo]:
+        yield from (ObjectInfo(name, 1, 0.0) for name in ("n2", "n1", "n3") if name > after)
+        raise WEATHER
 
-def test_the_breaker_opens_and_recovers_by_itself(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    inner, clock = ScriptedStore([WEATHER] * 5), Clock()
-    store = breaking(inner, clock)
-    trip(store)
-    assert circuit_of(store) is Circuit.OPEN
-    for _ in range(100):
-        with pytest.raises(errors.CircuitOpen, match="rain"):
-            get(store)
-    assert inner.calls == 3
-    for wait_s in (1.0, 2.0):  # two trials fail, each waits twice as long for the next
-        clock.now += wait_s
-        with pytest.raises(errors.Unavailable):
-            get(store)
-        with pytest.raises(errors.CircuitOpen):
-            get(store)
-    clock.now += 3.0
-    assert get(store) is GetOutcome.FOUND
-    assert circuit_of(store) is Circuit.CLOSED
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-
-
-def test_that_a_store_takes_nothing_is_said_once_an_hour(caplog: pytest.LogCaptureFixture) -> None:
-    """It is no weather: all else works, and the circuit stays closed."""
-    full, large = errors.StoreFull("no room"), errors.ObjectTooLarge("too many bytes")
-    inner, clock = ScriptedStore([full, large, full] * 20), Clock()
-    store = breaking(inner, clock)
-    for _ in range(60):
-        with pytest.raises((errors.StoreFull, errors.ObjectTooLarge)):
-            store.put("name", [])
-    assert circuit_of(store) is Circuit.CLOSED
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-    assert "no room" in caplog.text
-    clock.now += 3600.0
-    inner.script = [full]
-    with pytest.raises(errors.StoreFull):
-        store.put("name", [])
-    assert len(caplog.records) == 3
-
-
-def test_a_listing_that_begins_to_answer_closes_the_circuit() -> None:
-    inner, clock = ScriptedStore([WEATHER] * 3), Clock()
-    store = breaking(inner, clock)
-    trip(store)
-    clock.now += 1.0
-    listing = store.list()
-    assert next(listing).name == inner.names[0]
-    assert get(store) is GetOutcome.FOUND
-    assert [info.name for info in listing] == inner.names[1:]
-
-
-@pytest.mark.parametrize("breaks", [False, True])
-def test_a_listing_that_has_closed_the_circuit_is_no_trial_any_more(breaks: bool) -> None:
-    inner, clock = ScriptedStore([WEATHER] * 3), Clock()
-    store = breaking(inner, clock)
-    trip(store)
-    clock.now += 1.0
-    listing = store.list()
-    next(listing)
-    if breaks:
-        inner.script = [WEATHER]
-        with pytest.raises(errors.Unavailable):
-            list(listing)
-    else:
-        del listing
-    assert circuit_of(store) is Circuit.CLOSED
-    assert get(store) is GetOutcome.FOUND
-
-
-def test_one_trial_at_a_time() -> None:
-    clock = Clock()
-    refused: list[bool] = []
-
-    class Slow(ScriptedStore):
-        def _step(self) -> None:
-            super()._step()
-            if self.calls == 4:  # the trial: another caller comes while it runs
-                with pytest.raises(errors.CircuitOpen):
-                    get(store)
-                refused.append(True)
-
-    store = breaking(Slow([WEATHER] * 3), clock)
-    trip(store)
-    clock.now += 1.0
-    assert get(store) is GetOutcome.FOUND
-    assert refused == [True]
-
-
-def test_answers_about_an_object_do_not_open_the_breaker() -> None:
-    inner, clock = ScriptedStore([errors.LengthMismatch("short")] * 10), Clock()
-    store = breaking(inner, clock)
-    for _ in range(10):
-        with pytest.raises(errors.LengthMismatch):
-            get(store)
-    assert circuit_of(store) is Circuit.CLOSED
-
-
-def test_a_trial_that_is_interrupted_decides_nothing() -> None:
-    inner, clock = ScriptedStore([WEATHER] * 3), Clock()
-    store = breaking(inner, clock)
-    trip(store)
-    clock.now += 1.0
-
-    def interrupt() -> None:
-        assert circuit_of(store) is Circuit.HALF_OPEN
-        raise KeyboardInterrupt
-
-    inner._step = interrupt  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        get(store)
-    del inner._step  # type: ignore[method-assign]
-    assert circuit_of(store) is Circuit.OPEN
-    assert get(store) is GetOutcome.FOUND
+    inner.list = breaks  # type: ignore[method-assign]
+    with pytest.raises(errors.Unavailable):
+        list(retrying(inner, clock).list())
+    assert clock.sleeps == []
 
 
 def test_retries_stop_when_the_breaker_opens() -> None:

@@ -1,0 +1,117 @@
+"""A store that fails by a script, and a clock and dice that tests hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
+
+from kvtier.backends.object import errors
+from kvtier.backends.object.breaker import BreakerPolicy, BreakerStore, Circuit
+from kvtier.backends.object.retry import RetryingStore, RetryPolicy
+from kvtier.backends.object.store import Buffer, GetOutcome, ObjectInfo, PutOutcome, Store
+
+
+class ScriptedStore(Store):
+    """Raises what the script says, one entry a call; None is success."""
+
+    def __init__(self, script: Sequence[errors.StoreError | None] = ()) -> None:
+        self.script = list(script)
+        self.calls = 0
+        self.names = [f"n{index}" for index in range(6)]
+
+    def _step(self) -> None:
+        self.calls += 1
+        if self.script and (error := self.script.pop(0)) is not None:
+            raise error
+
+    def put(
+        self,
+        name: str,
+        buffers: Sequence[Buffer],
+        *,
+        if_absent: bool = False,
+        deadline: float | None = None,
+    ) -> PutOutcome:
+        self._step()
+        return PutOutcome.STORED
+
+    def get(
+        self,
+        name: str,
+        into: Sequence[Buffer],
+        *,
+        offset: int | None = None,
+        deadline: float | None = None,
+    ) -> GetOutcome:
+        self._step()
+        return GetOutcome.FOUND
+
+    def get_up_to(
+        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
+    ) -> int | None:
+        self._step()
+        return 0
+
+    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
+        self._step()
+        return None
+
+    def list(
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+    ) -> Iterator[ObjectInfo]:
+        """Breaks after every second name while the script has errors."""
+        for index, name in enumerate(name for name in self.names if name > after):
+            if index == 2 and self.script:
+                self._step()
+            yield ObjectInfo(name, 1, 0.0)
+
+    def delete(
+        self, names: Sequence[str], *, deadline: float | None = None
+    ) -> Mapping[str, errors.StoreError]:
+        self._step()
+        return {}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.sleeps: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.now += seconds
+
+
+WEATHER = errors.Unavailable("rain")
+POLICY = RetryPolicy(attempts=4, base_s=0.1, cap_s=0.5)
+
+
+def retrying(inner: Store, clock: Clock, total_s: float = 10.0) -> RetryingStore:
+    return RetryingStore(
+        inner, POLICY, total_s, clock=clock, sleep=clock.sleep, dice=random.Random(1)
+    )
+
+
+def breaking(inner: Store, clock: Clock) -> BreakerStore:
+    policy = BreakerPolicy(failures=3, open_s=1.0, open_max_s=3.0)
+    return BreakerStore(inner, policy, clock=clock, dice=random.Random(1))
+
+
+def circuit_of(store: BreakerStore) -> Circuit:
+    return store.circuit
+
+
+def get(store: Store, deadline: float | None = None) -> GetOutcome:
+    return store.get("name", [], deadline=deadline)
+
+
+def trip(store: BreakerStore) -> None:
+    """Fail as often as opens the circuit."""
+    for _ in range(3):
+        with pytest.raises(errors.Unavailable):
+            get(store)
