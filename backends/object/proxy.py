@@ -45,15 +45,15 @@ class Proxy(NamedTuple):
             answer += byte
             if not byte or len(answer) > _ANSWER_BYTES_MAX:
                 raise Unavailable(f"the proxy at {self.address} does not answer to CONNECT")
-        status = answer[:16].split(b" ")[1:2]
-        if status == [b"407"]:
+        status = answer.partition(b" ")[2][:3]  # some say no reason, and no space before it
+        if status == b"407":
             raise ProxyRefused(
                 f"the proxy at {self.address} answered 407: correct user and password in "
                 "HTTPS_PROXY"
             )
-        if status != [b"200"]:
-            said = status[0].decode("latin-1", "replace") if status else "nonsense"
-            raise Unavailable(f"the proxy at {self.address} answered {said[:3]} to CONNECT")
+        if status != b"200":
+            said = status.decode() if status.isdigit() else "nonsense"
+            raise Unavailable(f"the proxy at {self.address} answered {said} to CONNECT")
 
 
 def proxy_for(address: Address) -> Proxy | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import logging
+import socket
 import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -15,7 +18,7 @@ import pytest
 from object_servers import HostileServer, Peer, ServerProcess, answer
 
 from kvtier.backends.object import errors
-from kvtier.backends.object.proxy import proxy_for
+from kvtier.backends.object.proxy import Proxy, proxy_for
 from kvtier.backends.object.s3 import S3Settings, S3Store
 from kvtier.backends.object.store import GetOutcome, PutOutcome
 from kvtier.backends.object.wire import Address
@@ -193,6 +196,72 @@ def test_what_is_no_proxy_is_said_so(
     with pytest.raises(errors.ProxyRefused, match=f"{problem}: write http://host:port") as caught:
         S3Store(S3Settings(bucket="bucket", endpoint=server.endpoint))
     assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("answered", "says"),
+    [
+        (b"HTTP/1.1 200 Connection established\r\nvia: x\r\n\r\n", None),
+        (b"HTTP/1.0 200\r\n\r\n", None),
+        (b"HTTP/1.1 503 Busy\r\n\r\n", "answered 503 to CONNECT"),
+        (b"HTTP/1.1 407\r\n\r\n", "answered 407: correct user"),
+        (b"hello\r\n\r\n", "answered nonsense to CONNECT"),
+        (b"hello, who is there?\r\n\r\n", "answered nonsense to CONNECT"),
+        (b"HTTP/1.1 200 Connection", "does not answer to CONNECT"),
+        (b"HTTP/1.1 200 " + b"x" * 20_000 + b"\r\n\r\n", "does not answer to CONNECT"),
+    ],
+)
+def test_what_a_proxy_says_to_connect(answered: bytes, says: str | None) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(answered + b"(the endpoint)" * (says is None))
+        theirs.shutdown(socket.SHUT_WR)
+        tunnel = partial(Proxy(Address("proxy", 1, False), "word").tunnel, ours)
+        if says is None:
+            tunnel(Address("::1", 443, True), lambda: 10.0)
+            assert ours.recv(100) == b"(the endpoint)"
+        else:
+            with pytest.raises((errors.ProxyRefused, errors.Unavailable), match=says):
+                tunnel(Address("::1", 443, True), lambda: 10.0)
+        asked = (
+            b"CONNECT [::1]:443 HTTP/1.1\r\nhost: [::1]:443\r\nproxy-authorization: word\r\n\r\n"
+        )
+        assert theirs.recv(1000) == asked
+
+
+def test_a_proxy_that_answers_by_and_by_has_no_longer_than_any_other() -> None:
+    waits = iter([10.0] * 5)
+    proxy = Proxy(Address("proxy", 1, False))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"HTTP/1.1 200 Connected\r\n\r\n")
+        with pytest.raises(StopIteration):
+            proxy.tunnel(ours, Address("a", 1, True), lambda: next(waits))
+
+
+@pytest.mark.parametrize(
+    ("url", "port", "user"),
+    [
+        ("http://there", 80, None),
+        ("http://there:3128", 3128, None),
+        ("there:3128", 3128, None),
+        ("http://me@there", 80, "me:"),
+        ("http://m%40e:%20@there", 80, "m@e: "),
+    ],
+)
+def test_how_a_proxy_is_named(
+    monkeypatch: pytest.MonkeyPatch, url: str, port: int, user: str | None
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", url)
+    found = proxy_for(Address("s3", 80, False))
+    assert found is not None
+    assert found.address == Address("there", port, False)
+    said = (
+        {}
+        if user is None
+        else {"proxy-authorization": "Basic " + base64.b64encode(user.encode()).decode()}
+    )
+    assert found.headers() == said
 
 
 def test_an_exception_for_an_ipv6_address(monkeypatch: pytest.MonkeyPatch) -> None:
