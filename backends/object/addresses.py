@@ -31,7 +31,7 @@ def parts_of(endpoint: str) -> SplitResult:
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         usable = False
-    if not usable or not endpoint.isascii() or parts.username or parts.query or parts.fragment:
+    if not usable or not endpoint.isascii() or "@" in parts.netloc or parts.query or parts.fragment:
         raise WrongEndpoint(
             "this is no endpoint: write https://host:port, without a user or password in it"
         )

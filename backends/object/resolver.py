@@ -39,8 +39,6 @@ class Resolver:
         try:
             return answer.result(seconds)
         except TimeoutError as error:
-            if answer.done():
-                raise  # it is the answer
             raise TimedOut(f"no name server says what {host} stands for") from error
 
     def _ask(self, host: str, port: int) -> Future[Found]:

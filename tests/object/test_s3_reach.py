@@ -24,9 +24,12 @@ from object_servers import (
 )
 
 from kvtier.backends.object import errors
+from kvtier.backends.object.addresses import address
 from kvtier.backends.object.open import StoreSettings, open_store
+from kvtier.backends.object.resolver import Resolver
 from kvtier.backends.object.s3 import S3Settings, S3Store
 from kvtier.backends.object.transport import Pool
+from kvtier.backends.object.wire import Address
 from kvtier.errors import ExtraMissing
 
 pytestmark = pytest.mark.s3
@@ -110,6 +113,15 @@ def test_path_and_virtual_host_addressing(
         assert server.heads[0].startswith(f"GET {target} HTTP/1.1".encode())
         assert f"host: {host}\r\n".encode() in server.heads[0]
         store.close()
+
+
+@pytest.mark.parametrize("endpoint", ["https://There/base", "http://there/base//"])
+def test_an_endpoint_below_a_path(endpoint: str) -> None:
+    tls = endpoint.startswith("https")
+    there = Address("there", 443 if tls else 80, tls)
+    assert address(endpoint, "bucket", "path") == (there, "/base/bucket/")
+    below = there._replace(host="bucket.there")
+    assert address(endpoint, "bucket", "virtual") == (below, "/base/")
 
 
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
@@ -235,6 +247,9 @@ def test_urls_that_are_none(url: str) -> None:
         "ftp://x",
         "127.0.0.1:9000",
         "http://user:hidden@host",
+        "http://:hidden@host",
+        "http:///bucket",
+        "http://host/#y",
         "",
         "http://host:99999",
         "http://host:http",
@@ -288,6 +303,20 @@ def test_name_servers_that_do_not_answer(
     assert not asked.acquire(blocking=False)
     answers.set()
     assert get_body(store) == BODY, "they answer again"
+
+
+def test_where_no_thread_can_be_started_no_name_is_known_for_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    resolver = Resolver()
+    with monkeypatch.context() as busy:
+        busy.setattr(threading.Thread, "start", full)
+        with pytest.raises(errors.Unavailable, match="nobody can ask"):
+            resolver.find("127.0.0.1", 1, 10.0)
+    assert resolver.find("127.0.0.1", 1, 10.0)[0][4] == ("127.0.0.1", 1)
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64])
