@@ -188,7 +188,7 @@ class FileStore(Store):
                 raise Forbidden(f"{name}: give this user the right to read it") from error
             try:
                 size = os.fstat(fd).st_size
-                wanted = min(sum(view.nbytes for view in into), max(0, size - offset))
+                wanted = min(sum(view.nbytes for view in into), size - offset)
                 if not fits(size) or (
                     self._read_all(fd, first_bytes(into, wanted), offset) != wanted
                 ):
@@ -223,8 +223,7 @@ class FileStore(Store):
         _check_deadline(deadline, folder)
         for name, status in self._scan(folder):
             if status is None:
-                relevant = name.startswith(prefix) or prefix.startswith(name)
-                relevant = relevant and _holds_names(name)
+                relevant = name.startswith(prefix) and _holds_names(name)
                 if relevant and (name > after or after.startswith(name)):
                     yield from self._walk(name, prefix, after, deadline)
             elif name.startswith(prefix) and name > after and is_name(name):
@@ -237,7 +236,7 @@ class FileStore(Store):
         that happens, the folder is read again. In one where it happens always, all else is told.
         """
         found: list[_Found | None] = []
-        for again in range(_SCANS_MAX, 0, -1):
+        for _ in range(_SCANS_MAX):
             found = []
             with _mapped(folder):
                 try:
@@ -245,7 +244,7 @@ class FileStore(Store):
                 except NotADirectoryError:
                     return []
                 except FileNotFoundError:  # the folder itself
-                    if again > 1 and os.path.isdir(os.path.join(self._root, folder)):
+                    if os.path.isdir(os.path.join(self._root, folder)):
                         continue
             if None not in found:
                 break

@@ -74,13 +74,21 @@ class StoreContract:
         assert store.get("pieces", into) is GetOutcome.FOUND
         assert bytes(head + middle + tail) == b"head" + b"x" * 70_000 + b"tail"
 
+    def test_more_pieces_than_the_system_takes_at_once(self, store: Store) -> None:
+        pieces = [bytes([index % 251, 7]) for index in range(1500)]
+        store.put("many", [view(piece) for piece in pieces])
+        into = [bytearray(2) for _ in pieces]
+        assert store.get("many", [memoryview(part) for part in into]) is GetOutcome.FOUND
+        assert b"".join(into) == b"".join(pieces)
+
     def test_ranges(self, store: Store) -> None:
         data = bytes(range(200))
         store.put("range", [view(data)])
         first, second = bytearray(30), bytearray(20)
         into = [memoryview(first), memoryview(second)]
-        assert store.get("range", into, offset=100) is GetOutcome.FOUND
-        assert first + second == data[100:150]
+        for offset in (0, 100, 150):
+            assert store.get("range", into, offset=offset) is GetOutcome.FOUND
+            assert first + second == data[offset : offset + 50]
 
     def test_a_range_beyond_the_end_is_an_error(self, store: Store) -> None:
         store.put("range", [view(bytes(100))])
@@ -193,6 +201,8 @@ class StoreContract:
         assert [i.name for i in store.list("p/0")] == names[:10]
         assert [i.name for i in store.list("p")] == names[:13]
         assert [i.name for i in store.list("p/", after="p/07/o")] == names[8:12]
+        assert [i.name for i in store.list(after="p/07/o")] == names[8:]
+        assert [i.name for i in store.list(after="p/07/a")] == names[7:]
         assert [i.name for i in store.list(after="p/11/o")] == ["pa", "q/1"]
         assert list(store.list("nothing/here/")) == []
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 from kvtier.backends.object import errors, writers
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.store import GetOutcome, PutOutcome
-from kvtier.core.disk import Disk
+from kvtier.core.disk import AnyPath, Disk
 
 
 @pytest.fixture
@@ -36,8 +38,67 @@ def get(store: FileStore, name: str, size: int = 5) -> GetOutcome:
 def test_files_and_folders_are_private(store: FileStore) -> None:
     put(store, "ab/cd/name")
     found = [store.root, *store.root.rglob("*")]
-    modes = {path.is_dir(): stat.S_IMODE(path.stat().st_mode) for path in found}
-    assert modes == {True: 0o700, False: 0o600}
+    modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in found}
+    assert modes == {(True, 0o700), (False, 0o600)}
+
+
+def test_where_a_folder_would_have_to_be_lies_an_object(store: FileStore) -> None:
+    put(store, "a")
+    assert get(store, "a/b") is GetOutcome.MISSING
+    assert store.head("a/b") is None
+    assert list(store.list("a/")) == []
+    assert store.delete(["a/b"]) == {}
+    assert get(store, "a") is GetOutcome.FOUND
+
+
+def test_what_cannot_be_deleted_keeps_nothing_else_there(store: FileStore) -> None:
+    put(store, "a/b")
+    put(store, "c")
+    failed = store.delete(["a", "c"])
+    assert list(failed) == ["a"]
+    assert isinstance(failed["a"], errors.InvalidName)
+    assert [info.name for info in store.list()] == ["a/b"]
+    late = store.delete(["a/b"], deadline=time.monotonic())
+    assert isinstance(late["a/b"], errors.TimedOut)
+    assert get(store, "a/b") is GetOutcome.FOUND
+
+
+@pytest.mark.parametrize("refusal", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK])
+def test_a_file_system_without_links(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, refusal: int
+) -> None:
+    def link(source: str, target: str) -> None:
+        raise OSError(refusal, os.strerror(refusal))
+
+    monkeypatch.setattr(os, "link", link)
+    for outcome in (PutOutcome.STORED, PutOutcome.ALREADY_THERE):
+        assert store.put("name", [memoryview(b"bytes")], if_absent=True) is outcome
+    assert [path.name for path in store.root.iterdir()] == ["name"]
+
+
+@pytest.mark.parametrize("if_absent", [False, True])
+@pytest.mark.parametrize("refusal", [None, errno.EEXIST, errno.ENOSPC])
+def test_whatever_becomes_of_it_no_unfinished_file_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, if_absent: bool, refusal: int | None
+) -> None:
+    def refuse(source: AnyPath, target: AnyPath) -> None:
+        assert refusal is not None
+        raise OSError(refusal, os.strerror(refusal))
+
+    disk = Disk()
+    store = FileStore(tmp_path / "store", disk=disk)
+    if refusal is not None:
+        monkeypatch.setattr(os, "link", refuse)
+        monkeypatch.setattr(disk, "rename", refuse)
+    stored = None
+    with contextlib.suppress(errors.StoreFull, errors.Unavailable):
+        stored = store.put("name", [memoryview(b"bytes")], if_absent=if_absent)
+    if refusal == errno.EEXIST and if_absent:
+        assert stored is PutOutcome.ALREADY_THERE
+    else:
+        assert stored is (None if refusal else PutOutcome.STORED)
+    left = [path.name for path in store.root.iterdir()]
+    assert left == ([] if refusal else ["name"])
 
 
 def test_links_out_of_the_folder_are_not_followed(store: FileStore, tmp_path: Path) -> None:
@@ -154,6 +215,72 @@ def test_a_folder_that_goes_away_is_said_so(store: FileStore) -> None:
     store.root.rmdir()
     with pytest.raises(errors.NoSuchBucket, match="create the folder"):
         list(store.list())
+    with pytest.raises(errors.NoSuchBucket, match="create the folder"):
+        put(store, "ab/name")
+    assert not store.root.exists(), "what is mounted there may come back"
+
+
+def test_what_takes_the_place_of_what_vanishes_is_listed(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "a/old")
+    listed = FileStore._entries
+
+    def late(own: FileStore, folder: str) -> Iterator[Any]:
+        old = store.root / "a" / "old"
+        for found in listed(own, folder):
+            if found is not None and found.name == "a/old":
+                old.rename(old.with_name("new"))
+                found = None
+            yield found
+
+    monkeypatch.setattr(FileStore, "_entries", late)
+    assert [info.name for info in store.list()] == ["a/new"]
+
+
+def test_a_folder_that_is_made_anew_while_it_is_listed(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "a/old")
+    scan = os.scandir
+
+    def late(path: str) -> Any:
+        if path.endswith("/a/") and store.head("a/old") is not None:
+            store.delete(["a/old"])
+            try:
+                return scan(path)
+            finally:
+                put(store, "a/new")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", late)
+    assert [info.name for info in store.list()] == ["a/new"]
+
+
+def test_two_may_make_the_same_folder(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdir = os.mkdir
+
+    def twice(path: str, mode: int) -> None:
+        mkdir(path, mode)
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", twice)
+    assert put(store, "ab/cd/name") is PutOutcome.STORED
+
+
+def test_two_may_sweep_at_once(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        (store.root / f".tmp-{number}").write_bytes(b"half")
+    unlink = os.unlink
+
+    def beside_another(path: str) -> None:
+        for each in store.root.iterdir():
+            unlink(each)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", beside_another)
+    assert sum(store.sweep(older_than_s=-1)) == 0
+    assert list(store.root.iterdir()) == []
 
 
 def test_what_vanishes_in_every_look_hides_nothing_else(
