@@ -202,5 +202,13 @@ def test_a_call_goes_on_as_it_was_made() -> None:
         return GetOutcome.FOUND
 
     inner.get = found  # type: ignore[method-assign]
+    inner.get_up_to = found  # type: ignore[method-assign,assignment]
     store.get("name", [], offset=3, deadline=5.0)
-    assert told[1:] == [("name", {"offset": 3, "deadline": 5.0})]
+    store.get_up_to("name", [], deadline=6.0)
+    assert told[1:] == [("name", {"offset": 3, "deadline": 5.0}), ("name", {"deadline": 6.0})]
+
+    inner.sweep = lambda older_than_s: iter([4, int(older_than_s)])  # type: ignore[method-assign]
+    inner.close = lambda: told.clear()  # type: ignore[method-assign]
+    assert list(store.sweep(7.0)) == [4, 7]
+    store.close()
+    assert told == []

@@ -13,7 +13,7 @@ from kvtier.backends.object.listing import Listed, Page, list_query, name_below
 
 ENTRY = (
     "<Contents><Key>{key}</Key><LastModified>2026-11-20T10:00:00.250Z</LastModified>"
-    "<Size>{size}</Size><ETag>x</ETag><Owner><ID>1</ID></Owner></Contents>"
+    "<Size>{size}</Size><ETag>x</ETag><Owner><ID>1</ID><Size>7</Size></Owner></Contents>"
 )
 
 BOMB = '<!DOCTYPE x [<!ENTITY a "aaaaaaaa">]><ListBucketResult>&a;</ListBucketResult>'
@@ -48,6 +48,18 @@ def test_a_time_without_a_zone_is_no_local_one(monkeypatch: pytest.MonkeyPatch) 
         listed, _ = read_page(page(ENTRY.format(key="e", size=0).replace("Z<", "<")))
     time.tzset()
     assert listed[0].modified_s == 1795168800.25
+    listed, _ = read_page(
+        page(ENTRY.format(key="e", size=0).replace("10:00:00.250Z", "12:00:00+02:00"))
+    )
+    assert listed[0].modified_s == 1795168800.0
+
+
+def test_a_page_may_end_anywhere() -> None:
+    for length in range(4090, 4100):  # it is read by so many bytes at a time
+        short = page(ENTRY.format(key="a", size=5))
+        body = short.replace(b"<Name>b<", b"<Name>%s<" % (b"b" * (length + 1 - len(short))))
+        assert len(body) == length
+        assert [one.size for one in read_page(body)[0]] == [5]
 
 
 def test_the_last_page_has_no_token() -> None:
@@ -72,6 +84,7 @@ def test_a_page_is_never_taken_for_the_last_when_there_is_more(token: str) -> No
         b"<ListBucketResult>",
         page(ENTRY.format(key="a", size="many")),
         page("<Contents><Key>a</Key></Contents>"),
+        page(ENTRY.format(key="a", size=1) + "<Contents><Key>b</Key></Contents>"),
         page(ENTRY.format(key="a", size=1).replace("2026", "long ago")),
         page(ENTRY.format(key="a", size=-1)),
         page(ENTRY.format(key="a", size=1 << 63)),
@@ -107,6 +120,11 @@ def test_queries_are_in_the_order_in_which_they_are_signed() -> None:
 def test_a_prefix_is_known_however_the_store_writes_it(key: str) -> None:
     assert name_below("my pre+fix/", key) == "a/b-1"
     assert name_below("my prefix/", key) is None
+
+
+def test_a_prefix_that_looks_as_if_it_were_encoded() -> None:
+    for key in ("my%2541/a", "my%41/a"):
+        assert name_below("my%41/", key) == "a"
 
 
 def test_a_page_is_read_while_it_is_asked_for() -> None:
