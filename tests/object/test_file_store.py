@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 
 from kvtier.backends.object import errors, writers
 from kvtier.backends.object.files import FileStore
-from kvtier.backends.object.store import GetOutcome, PutOutcome
+from kvtier.backends.object.store import GetOutcome, PutOutcome, first_bytes
 from kvtier.core.disk import AnyPath, Disk
 
 
@@ -99,6 +99,62 @@ def test_whatever_becomes_of_it_no_unfinished_file_is_left(
         assert stored is (None if refusal else PutOutcome.STORED)
     left = [path.name for path in store.root.iterdir()]
     assert left == ([] if refusal else ["name"])
+
+
+class Piecemeal(Disk):
+    """Moves five bytes at a time, into and out of several buffers."""
+
+    def readv(self, fd: int, into: Sequence[memoryview], offset: int) -> int:
+        return super().readv(fd, first_bytes(into, 5), offset)
+
+    def writev(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
+        return super().writev(fd, first_bytes(data, 5), offset)
+
+
+def test_a_file_system_that_moves_less_than_it_is_told_to(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store", disk=Piecemeal())
+    pieces = [b"ab", b"cdefghijklmnop", b"q", b"", b"rstuvw", b"xyz"]
+    store.put("name", [memoryview(piece) for piece in pieces])
+    assert (store.root / "name").read_bytes() == b"".join(pieces)
+    into = [bytearray(len(piece)) for piece in pieces]
+    assert store.get("name", [memoryview(part) for part in into]) is GetOutcome.FOUND
+    assert into == pieces
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_no_object(tmp_path: Path) -> None:
+    class Cut(Disk):
+        def readv(self, fd: int, into: Sequence[memoryview], offset: int) -> int:
+            os.truncate(tmp_path / "store" / "name", 3)
+            return super().readv(fd, into, offset)
+
+    store = FileStore(tmp_path / "store", disk=Cut())
+    put(store, "name")
+    with pytest.raises(errors.LengthMismatch):
+        get(store, "name")
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.EFBIG, errors.StoreFull),
+        (errno.EACCES, errors.AccessDenied),
+        (errno.EPERM, errors.AccessDenied),
+        (errno.EROFS, errors.AccessDenied),
+        (errno.EISDIR, errors.InvalidName),
+        (errno.ENOTDIR, errors.NoSuchBucket),
+        (errno.EIO, errors.Unavailable),
+    ],
+)
+def test_every_refusal_of_the_system_has_its_meaning(
+    tmp_path: Path, number: int, kind: type[errors.StoreError]
+) -> None:
+    class Refusing(Disk):
+        def rename(self, source: AnyPath, target: AnyPath) -> None:
+            raise OSError(number, os.strerror(number))
+
+    with pytest.raises(kind, match=os.strerror(number)) as caught:
+        put(FileStore(tmp_path / "store", disk=Refusing()), "name")
+    assert type(caught.value) is kind
 
 
 def test_links_out_of_the_folder_are_not_followed(store: FileStore, tmp_path: Path) -> None:
