@@ -7,6 +7,7 @@ from hostile import BODY, get, said
 from object_servers import HostileServer, Peer, answer, error_body
 
 from kvtier.backends.object import ObjectHandler, ObjectSpec, errors
+from kvtier.backends.object.answers import explain_answer
 from kvtier.backends.object.breaker import BreakerPolicy, BreakerStore
 from kvtier.backends.object.names import block_name
 from kvtier.backends.object.s3 import S3Store
@@ -40,7 +41,14 @@ REFUSALS = [
     (405, "MethodNotAllowed", {}, errors.WrongEndpoint, "endpoint"),
     (503, "SlowDown", {"retry_after": "7"}, errors.RateLimited, "fewer"),
     (503, "", {}, errors.RateLimited, "fewer"),
+    (503, "ServiceUnavailable", {}, errors.Unavailable, "503"),
     (429, "TooManyRequests", {}, errors.RateLimited, "fewer"),
+    (429, "", {}, errors.RateLimited, "fewer"),
+    (408, "", {}, errors.Unavailable, "408"),
+    (407, "", {}, errors.ProxyRefused, "correct user and password"),
+    (401, "", {}, errors.AccessDenied, "allow"),
+    (302, "", {}, errors.WrongRegion, "elsewhere"),
+    (301, "", {"x_amz_bucket_region": "<here>"}, errors.WrongRegion, "correct the region"),
     (500, "InternalError", {}, errors.Unavailable, "500"),
     (502, "", {}, errors.Unavailable, "502"),
     (507, "", {}, errors.StoreFull, "full"),
@@ -50,6 +58,11 @@ REFUSALS = [
     (409, "ConditionalRequestConflict", {}, errors.Conflict, "another writer"),
     (403, "InvalidObjectState", {}, errors.Archived, "archived"),
     (413, "EntityTooLarge", {}, errors.ObjectTooLarge, "size"),
+    (413, "", {}, errors.ObjectTooLarge, "size"),
+    (416, "InvalidRange", {}, errors.LengthMismatch, "shorter"),
+    (416, "", {}, errors.LengthMismatch, "shorter"),
+    (501, "", {}, errors.UnknownRequest, "endpoint"),
+    (501, "NotImplemented", {}, errors.UnknownRequest, "does not accept"),
 ]
 
 
@@ -82,6 +95,16 @@ def test_every_refusal_names_its_setting(
         assert not isinstance(caught.value, errors.Misconfigured) or caught.value.setting
     if "retry_after" in fields:
         assert caught.value.retry_after_s == 7.0
+
+
+@pytest.mark.parametrize(
+    ("stated", "seconds"),
+    [("7", 7.0), ("9999", 60.0), ("9" * 400, 60.0), ("-1", 0.0), ("soon", 0.0), ("\u00b2", 0.0)],
+)
+@pytest.mark.parametrize("code", ["SlowDown", "ServiceUnavailable"])
+def test_how_long_a_server_may_ask_to_be_left_alone(code: str, stated: str, seconds: float) -> None:
+    error = explain_answer(503, code, {"retry-after": stated}, "there")
+    assert error.retry_after_s == seconds
 
 
 @pytest.mark.parametrize(
