@@ -155,18 +155,26 @@ def test_a_head_without_an_end_is_bounded(server: HostileServer, store: S3Store)
     ("status", "kind"),
     [(500, errors.Unavailable), (403, errors.AccessDenied), (404, errors.WrongEndpoint)],
 )
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("how", ["with its length", "in chunks", "until the end"])
 def test_of_an_error_that_comes_as_a_web_page_the_status_is_understood(
     server: HostileServer,
     store: S3Store,
     status: int,
     kind: type[errors.StoreError],
-    chunked: bool,
+    how: str,
 ) -> None:
     page = b"<p>please</p>" * 100_000
     head = b"HTTP/1.1 %d Said\r\ntransfer-encoding: chunked\r\n\r\n" % status
     in_chunks = head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(page), page)
-    server.script = said(in_chunks if chunked else answer(status, page))
+    until_the_end = b"HTTP/1.1 %d Said\r\n\r\n" % status + page
+    said_of_it = {"in chunks": in_chunks, "until the end": until_the_end}
+
+    def refuse(peer: Peer, head: bytes) -> None:
+        peer.sendall(said_of_it.get(how, answer(status, page)))
+        if how == "until the end":
+            peer.cut()
+
+    server.script = refuse
     for call in (lambda: get(store), lambda: list(store.list())):
         with pytest.raises(kind) as caught:
             call()

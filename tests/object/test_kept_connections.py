@@ -1,0 +1,136 @@
+"""Which connections are used again: those that stand where an answer would begin, and no other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from hostile import BODY, get, said
+from object_servers import HostileServer, Opener, Peer, answer, error_body
+
+from kvtier.backends.object import errors, transport
+from kvtier.backends.object.s3 import S3Store
+from kvtier.backends.object.store import GetOutcome
+
+pytestmark = pytest.mark.s3
+
+
+def noted(server: HostileServer, script: Callable[[Peer, bytes], None]) -> list[object]:
+    """Let the server do so; the connection that each request has come by."""
+    used: list[object] = []
+
+    def note(peer: Peer, head: bytes) -> None:
+        used.append(peer.client)
+        script(peer, head)
+
+    server.script = note
+    return used
+
+
+CLOSES = answer(200, BODY, connection="Close")
+OLD = answer(200, BODY).replace(b"HTTP/1.1", b"HTTP/1.0")
+OLD_AND_KEPT = answer(200, BODY, connection="keep-alive").replace(b"HTTP/1.1", b"HTTP/1.0")
+TOO_MUCH = answer(200, BODY) + b"too much"
+
+
+@pytest.mark.parametrize(
+    ("data", "connections"),
+    [(answer(200, BODY), 1), (OLD_AND_KEPT, 1), (CLOSES, 3), (OLD, 3), (TOO_MUCH, 3)],
+    ids=["kept", "old and kept", "closed", "old", "too much"],
+)
+def test_a_server_says_what_it_keeps(
+    server: HostileServer, store: S3Store, data: bytes, connections: int
+) -> None:
+    """One that closes a connection may take its time, and what it says beyond is no answer."""
+    used = noted(server, said(data))
+    for _ in range(3):
+        assert get(store) is GetOutcome.FOUND
+    assert len(set(used)) == connections
+
+
+def test_what_was_not_read_to_its_end_is_not_kept(server: HostileServer, store: S3Store) -> None:
+    used = noted(server, said(answer(200, BODY + b"longer")))
+    for _ in range(2):
+        with pytest.raises(errors.LengthMismatch):
+            get(store)
+    assert len(set(used)) == 2
+
+
+def test_an_error_until_the_end_is_understood(server: HostileServer, store: S3Store) -> None:
+    def refuse(peer: Peer, head: bytes) -> None:
+        peer.sendall(b"HTTP/1.1 400 No\r\n\r\n" + error_body("ExpiredToken"))
+        peer.cut()
+
+    server.script = refuse
+    for _ in range(2):
+        with pytest.raises(errors.ExpiredToken):
+            get(store)
+
+
+def test_interim_answers_are_passed_over(server: HostileServer, store: S3Store) -> None:
+    used = noted(server, said(b"HTTP/1.1 100 Continue\r\nx: y\r\n\r\n" * 2 + answer(200, BODY)))
+    for _ in range(2):
+        assert get(store) is GetOutcome.FOUND
+    assert len(set(used)) == 1
+
+
+def test_nobody_waits_for_a_body_where_none_can_be(server: HostileServer, store: S3Store) -> None:
+    used = noted(server, said(b"HTTP/1.1 204 Said\r\n\r\n"))
+    for _ in range(2):
+        assert store.delete(["name"]) == {}
+    assert len(set(used)) == 1
+    server.script = said(b"HTTP/1.1 304 Said\r\n\r\n")
+    with pytest.raises(errors.WrongEndpoint, match="304"):
+        store.delete(["name"])
+
+
+def test_chunks_may_have_extensions(server: HostileServer, store: S3Store) -> None:
+    body = error_body("NoSuchKey")
+    head = b"HTTP/1.1 404 No\r\ntransfer-encoding: Chunked\r\n\r\n"
+    used = noted(server, said(head + b"%x;name=value\r\n%s\r\n0\r\n\r\n" % (len(body), body)))
+    for _ in range(2):
+        assert get(store) is GetOutcome.MISSING
+    assert len(set(used)) == 1
+
+
+def test_a_line_without_an_end_is_bounded(server: HostileServer, store: S3Store) -> None:
+    head = b"HTTP/1.1 500 No\r\ntransfer-encoding: chunked\r\n\r\n"
+    server.script = said(head + b"1;" + b"x" * 100_000)
+    with pytest.raises(errors.Unavailable, match="too long"):
+        get(store)
+
+
+def test_a_connection_that_was_idle_for_long_is_not_trusted(
+    server: HostileServer, store: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = noted(server, said(answer(200, BODY)))
+    monkeypatch.setattr(transport, "_KEEP_IDLE_S", -1.0)
+    for _ in range(2):
+        assert get(store) is GetOutcome.FOUND
+    assert len(set(used)) == 2
+
+
+def test_no_more_are_kept_than_were_asked_for_and_none_once_closed(
+    server: HostileServer, opened: Opener
+) -> None:
+    store = opened(endpoint=server.endpoint, connections=2)
+    together = threading.Barrier(4)
+
+    def reply(peer: Peer, head: bytes) -> None:
+        together.wait(30)
+        peer.sendall(answer(200, BODY))
+
+    used = noted(server, reply)
+    callers = [threading.Thread(target=get, args=(store,)) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(set(used)) == 4
+    assert len(store._pool._idle) == 2
+    server.script = lambda peer, head: (store.close(), peer.sendall(answer(200, BODY)))[1]
+    assert get(store) is GetOutcome.FOUND
+    for thread in server._threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in server._threads), "each has seen the end"
