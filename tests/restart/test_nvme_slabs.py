@@ -14,10 +14,8 @@ from nvme_rig import Engine, child, expect
 
 from kvtier.backends import nvme
 from kvtier.backends.nvme import keeper as keeper_module
-from kvtier.backends.nvme import lock
 from kvtier.backends.nvme import tier as tier_module
-from kvtier.backends.nvme.folder import NvmeFolder, SlabFile
-from kvtier.backends.nvme.lock import FolderBusy
+from kvtier.backends.nvme.folder import SlabFile
 from kvtier.backends.nvme.news import News
 from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec
 from kvtier.core.disk import Disk
@@ -430,13 +428,3 @@ def test_a_slab_that_cannot_be_taken_over_stops_nothing_else(tmp_path: Path) -> 
     new = make_keys(4, start=100)
     assert mine.put(new) == new
     mine.close()
-
-
-def test_a_lock_whose_file_was_removed_is_no_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock, "_WAIT_S", 0.0)
-    one, other = (NvmeFolder(tmp_path / "kv", NAMESPACE, Disk()) for _ in range(2))
-    (tmp_path / "kv" / "lock").unlink()
-    with one.locked(), pytest.raises(FolderBusy), other.locked():
-        raise AssertionError("both have it")
