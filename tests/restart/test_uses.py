@@ -229,6 +229,25 @@ class TestIdleModels:
         assert len(left) == 2, "this one is within its share"
         third.close()
 
+    @pytest.mark.parametrize("oldest", [0, 1])
+    def test_none_goes_before_one_that_was_used_less_recently(
+        self, tmp_path: Path, oldest: int
+    ) -> None:
+        others = [self.OTHER, self.THIRD]
+        for namespace in others:
+            engine = Engine(tmp_path / "kv", blocks=20, namespace=namespace)
+            engine.put(make_keys(8))
+            engine.close()
+            age = 900 if namespace is others[oldest] else 500
+            for path in (tmp_path / "kv" / namespace.id).glob("*.table"):
+                then = path.stat().st_mtime - age
+                os.utime(path, (then, then))
+        engine = Engine(tmp_path / "kv", blocks=20)
+        engine.put(make_keys(8))
+        engine.close()
+        left = [len(list((engine.root / each.id).glob("*.table"))) for each in others]
+        assert left[oldest] < left[1 - oldest] == 2
+
     def test_one_of_days_to_come_was_not_used_lately(self, tmp_path: Path) -> None:
         """A clock was wrong: its share would be kept until then."""
         other = Engine(tmp_path / "kv", blocks=16, namespace=self.OTHER)
@@ -248,6 +267,7 @@ class TestIdleModels:
             ([90], 1, 50),
             ([10], 1, 90),
             ([1, 99], 1, 49),
+            ([99, 1], 1, 49),
             ([40, 40], 2, 25),
             ([5, 40], 1, 55),
         ],
@@ -260,6 +280,18 @@ class TestIdleModels:
             engine = Engine(tmp_path / "kv", blocks=4, namespace=namespace, keep_s=1e6)
             assert engine.put(make_keys(4)), "one slab is all there is room for"
             engine.close()
+
+    def test_what_cannot_be_removed_keeps_nothing_else_there(self, tmp_path: Path) -> None:
+        idle = Engine(tmp_path / "kv", blocks=16, namespace=self.OTHER)
+        idle.put(make_keys(16))
+        idle.close()
+        folder = idle.root / self.OTHER.id / "00000000.table"
+        folder.mkdir()
+        os.utime(folder, (0, 0))
+        engine = Engine(tmp_path / "kv", blocks=16)
+        assert engine.put(make_keys(4)) == make_keys(4)
+        engine.close()
+        assert folder.exists()
 
     def test_what_is_not_a_namespace_is_never_removed(self, tmp_path: Path) -> None:
         mine = tmp_path / "kv" / "photos"

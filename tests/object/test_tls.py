@@ -1,0 +1,146 @@
+"""What goes wrong on a TLS connection: weather, or something to put right; and which are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hostile import BODY, get
+from object_servers import HostileServer, Opener, Peer, answer
+
+from kvtier.backends.object import errors
+from kvtier.backends.object.s3 import S3Store
+from kvtier.backends.object.store import GetOutcome
+from kvtier.backends.object.wire import Timeouts
+
+pytestmark = pytest.mark.s3
+
+
+@pytest.fixture
+def context(certificate: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    return context
+
+
+@pytest.fixture
+def tls_server(context: ssl.SSLContext) -> Iterator[HostileServer]:
+    with HostileServer(lambda peer, head: peer.sendall(answer(200, BODY)), tls=context) as server:
+        yield server
+
+
+@pytest.fixture
+def store(tls_server: HostileServer, opened: Opener, certificate: Path) -> S3Store:
+    endpoint = tls_server.endpoint.replace("http:", "https:")
+    return opened(endpoint=endpoint, ca_bundle=str(certificate))
+
+
+Lone = Callable[[Callable[[socket.socket], None]], str]
+
+
+@pytest.fixture
+def lone() -> Iterator[Lone]:
+    """Serves one connection, before TLS is spoken on it; the endpoint."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threads: list[threading.Thread] = []
+
+        def serve(talk: Callable[[socket.socket], None]) -> str:
+            def accept() -> None:
+                with listener.accept()[0] as sock:
+                    talk(sock)
+
+            threads.append(threading.Thread(target=accept))
+            threads[0].start()
+            return f"https://127.0.0.1:{listener.getsockname()[1]}"
+
+        yield serve
+        threads[0].join()
+
+
+def until_closed(sock: socket.socket) -> None:
+    while sock.recv(1 << 16):
+        pass
+
+
+def test_a_server_that_goes_away_amid_the_greeting_is_weather(lone: Lone, opened: Opener) -> None:
+    store = opened(endpoint=lone(lambda sock: (sock.recv(1 << 16), None)[1]))
+    with pytest.raises(errors.Unavailable, match="broke") as caught:
+        get(store)
+    assert type(caught.value) is errors.Unavailable
+
+
+def test_a_server_that_does_not_greet(lone: Lone, opened: Opener) -> None:
+    short = Timeouts(connect_s=10.0, idle_s=0.1, total_s=10.0)
+    store = opened(endpoint=lone(until_closed), timeouts=short)
+    with pytest.raises(errors.TimedOut, match="does not answer"):
+        get(store)
+
+
+@pytest.mark.parametrize("upload", [False, True])
+def test_a_server_that_falls_silent_behind_the_greeting(
+    tls_server: HostileServer, opened: Opener, certificate: Path, upload: bool
+) -> None:
+    def hang(peer: Peer, head: bytes) -> None:
+        tls_server.release.wait()
+
+    tls_server.script = hang
+    store = opened(
+        endpoint=tls_server.endpoint.replace("http:", "https:"),
+        ca_bundle=str(certificate),
+        timeouts=Timeouts(connect_s=10.0, idle_s=5.0, total_s=0.5),
+    )
+    long = [memoryview(bytearray(64 << 20))]
+    with pytest.raises(errors.TimedOut):
+        store.put("name", long) if upload else store.get("name", long)
+
+
+def test_a_server_that_wants_to_know_who_asks(
+    lone: Lone, context: ssl.SSLContext, certificate: Path, opened: Opener
+) -> None:
+    """It says so when the greeting is over, in answer to the first request."""
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(certificate)
+
+    def refuse(sock: socket.socket) -> None:
+        talking = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        with talking, contextlib.suppress(OSError):
+            with pytest.raises(ssl.SSLError):
+                talking.do_handshake()
+            while os.read(talking.fileno(), 1 << 16):
+                pass  # until it is heard
+
+    store = opened(endpoint=lone(refuse), ca_bundle=str(certificate))
+    with pytest.raises(errors.TLSRefused, match="refuses TLS"):
+        get(store)
+
+
+@pytest.mark.parametrize(
+    ("data", "cut", "connections"),
+    [
+        (answer(200, BODY), False, 1),
+        (answer(200, BODY), True, 3),
+        (answer(200, BODY) + b"too much", False, 3),
+    ],
+    ids=["kept", "cut", "too much"],
+)
+def test_connections_are_kept_that_stand_where_an_answer_begins(
+    tls_server: HostileServer, store: S3Store, data: bytes, cut: bool, connections: int
+) -> None:
+    used: set[object] = set()
+
+    def reply(peer: Peer, head: bytes) -> None:
+        used.add(peer.client)
+        peer.sendall(data)
+        if cut:
+            peer.cut()
+
+    tls_server.script = reply
+    for _ in range(3):
+        assert get(store) is GetOutcome.FOUND
+    assert len(used) == connections
