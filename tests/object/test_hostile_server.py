@@ -113,6 +113,16 @@ def test_a_refusal_in_the_middle_of_an_upload_is_understood(
         store.put("name", [memoryview(bytes(8 << 20))])
 
 
+def test_nor_is_it_lost_where_the_rest_is_not_read(server: HostileServer, store: S3Store) -> None:
+    def refuse(peer: Peer, head: bytes) -> None:
+        peer.sendall(answer(403, error_body("AccessDenied")))
+        peer.close()
+
+    server.script = refuse
+    with pytest.raises(errors.AccessDenied):
+        store.put("name", [memoryview(bytes(64 << 20))])
+
+
 def test_a_kept_connection_that_the_server_closed_is_replaced(
     server: HostileServer, store: S3Store
 ) -> None:

@@ -94,6 +94,29 @@ def test_chunks_may_have_extensions(server: HostileServer, store: S3Store) -> No
     assert len(set(used)) == 1
 
 
+def test_a_chunk_that_is_longer_than_stated(server: HostileServer, store: S3Store) -> None:
+    head = b"HTTP/1.1 404 No\r\ntransfer-encoding: chunked\r\n\r\n"
+    server.script = said(head + b"5\r\nhelloXX\r\n0\r\n\r\n")
+    with pytest.raises(errors.Unavailable, match="longer than stated"):
+        get(store)
+
+
+@pytest.mark.parametrize("piece", [b"x" * 4096, b"1000\r\n" + b"x" * 4096 + b"\r\n"])
+def test_an_error_without_an_end_is_bounded(
+    server: HostileServer, store: S3Store, piece: bytes
+) -> None:
+    chunked = b"transfer-encoding: chunked\r\n" if b"\r\n" in piece else b""
+
+    def go_on(peer: Peer, head: bytes) -> None:
+        peer.sendall(b"HTTP/1.1 500 No\r\n%s\r\n" % chunked)
+        while not server.release.is_set():
+            peer.sendall(piece)
+
+    server.script = go_on
+    with pytest.raises(errors.Unavailable, match="answered 500"):
+        get(store)
+
+
 def test_a_line_without_an_end_is_bounded(server: HostileServer, store: S3Store) -> None:
     head = b"HTTP/1.1 500 No\r\ntransfer-encoding: chunked\r\n\r\n"
     server.script = said(head + b"1;" + b"x" * 100_000)
