@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import threading
@@ -185,6 +186,11 @@ class Peer:
     def cut(self, how: int = socket.SHUT_RDWR) -> None:
         with contextlib.suppress(OSError):  # closed by the other side a moment ago
             self._socket.shutdown(how)
+
+    def reset(self) -> None:
+        """Close at once, and say so: whatever is on its way is lost."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._socket.close()
 
     def close(self) -> None:
         self._socket.close()

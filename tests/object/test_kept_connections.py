@@ -11,7 +11,7 @@ from object_servers import HostileServer, Opener, Peer, answer, error_body
 
 from kvtier.backends.object import errors, transport
 from kvtier.backends.object.s3 import S3Store
-from kvtier.backends.object.store import GetOutcome
+from kvtier.backends.object.store import GetOutcome, PutOutcome
 
 pytestmark = pytest.mark.s3
 
@@ -57,9 +57,59 @@ def test_what_was_not_read_to_its_end_is_not_kept(server: HostileServer, store: 
     assert len(set(used)) == 2
 
 
-def test_an_error_until_the_end_is_understood(server: HostileServer, store: S3Store) -> None:
+def test_what_follows_a_short_answer_is_no_answer(server: HostileServer, store: S3Store) -> None:
+    def reply(peer: Peer, head: bytes) -> None:
+        peer.read_body(head)
+        peer.sendall(answer(200) + b"too much")
+
+    used = noted(server, reply)
+    for _ in range(2):
+        assert store.put("name", [memoryview(b"bytes")]) is PutOutcome.STORED
+    assert len(set(used)) == 2
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_connection_that_ends_when_it_is_used_again_is_replaced(
+    server: HostileServer, store: S3Store, reset: bool
+) -> None:
+    """As where the server closes what is idle at the moment at which something is asked."""
+
+    def once(peer: Peer, head: bytes) -> None:
+        if used.count(peer.client) == 1:
+            peer.sendall(answer(200, BODY))
+        elif reset:
+            peer.reset()
+        else:
+            peer.cut()
+
+    used = noted(server, once)
+    for _ in range(3):
+        assert get(store) is GetOutcome.FOUND
+    assert len(used) == 5
+
+
+def test_a_new_connection_that_is_reset_is_weather(server: HostileServer, store: S3Store) -> None:
+    used = noted(server, lambda peer, head: peer.reset())
+    with pytest.raises(errors.Unavailable):
+        get(store)
+    assert len(used) == 1
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_long_error_is_read_to_its_end(
+    server: HostileServer, store: S3Store, chunked: bool
+) -> None:
+    body = b"<Error><Message>" + b"x" * 40_000 + b"</Message><Code>ExpiredToken</Code></Error>"
+    pieces = [body[start : start + 13] for start in range(0, len(body), 13)]
+
     def refuse(peer: Peer, head: bytes) -> None:
-        peer.sendall(b"HTTP/1.1 400 No\r\n\r\n" + error_body("ExpiredToken"))
+        field = b"transfer-encoding: chunked\r\n" if chunked else b""
+        peer.sendall(b"HTTP/1.1 400 No\r\n%s\r\n" % field)
+        peer.sendall(
+            b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in [*pieces, b""])
+            if chunked
+            else body
+        )
         peer.cut()
 
     server.script = refuse
