@@ -1,0 +1,127 @@
+"""How engines divide a folder, and what one finds changed in the tables of others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from nvme_rig import Engine
+
+from kvtier.backends.nvme.files import used_at
+from kvtier.backends.nvme.news import changes
+from kvtier.backends.nvme.shares import Shares
+from kvtier.core.slab import layout
+from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.types import BlockKey
+
+OTHER = NAMESPACE.__class__(
+    facts=NAMESPACE.facts | {"model": "another"},
+    group_bytes=NAMESPACE.group_bytes,
+    parts=NAMESPACE.parts,
+)
+
+
+@pytest.fixture
+def rich(tmp_path: Path) -> Iterator[Engine]:
+    """Has all four slabs of a folder."""
+    engine = Engine(tmp_path / "kv", blocks=16)
+    engine.put(make_keys(16))
+    yield engine
+    engine.close()
+
+
+def starving(rich: Engine, count: int = 1) -> list[Engine]:
+    poor = [Engine(rich.root, blocks=16, namespace=OTHER) for _ in range(count)]
+    for engine in poor:
+        assert engine.put(make_keys(1)) == []
+    return poor
+
+
+def test_whose_room_is_given_to_whom(rich: Engine) -> None:
+    shares, mine = Shares(rich.keeper.folder, rich.keeper.limits), rich.keeper._mine()
+    for age, slab in enumerate(mine, 1):
+        os.utime(rich.keeper.folder.table_path(slab.id), (1e9 - age, 1e9 - age))
+    coldest = min(mine, key=lambda slab: used_at(rich.keeper.folder.table_path(slab.id)))
+    assert shares.excess(rich.keeper.owner, mine) is None, "nobody lacks room"
+    (poor,) = starving(rich)
+    excess = shares.excess(rich.keeper.owner, mine)
+    assert excess is not None
+    assert (excess.slab, excess.remove) == (coldest, True), (
+        "another model cannot use a slab of ours"
+    )
+    assert shares.excess(rich.keeper.owner, mine[:3]) is not None
+    assert shares.excess(rich.keeper.owner, mine[:2]) is None, "the half is its share"
+    poor.close()
+    like = Engine(rich.root, blocks=16)
+    assert like.put(make_keys(1, start=100)) == []
+    excess = shares.excess(rich.keeper.owner, mine)
+    assert excess is not None
+    assert excess.remove is False, "the same model can"
+    like.close()
+
+
+def test_nobody_gives_the_last_slab_away(rich: Engine) -> None:
+    shares, mine = Shares(rich.keeper.folder, rich.keeper.limits), rich.keeper._mine()
+    poor = starving(rich, 5)
+    assert shares.excess(rich.keeper.owner, mine[:2]) is not None, "more than a sixth"
+    assert shares.excess(rich.keeper.owner, mine[:1]) is None
+    assert shares.excess(rich.keeper.owner, []) is None
+    for engine in poor:
+        engine.close()
+
+
+def test_where_the_disk_is_full_before_the_capacity_is_reached_what_is_there_is_divided(
+    rich: Engine,
+) -> None:
+    (poor,) = starving(rich)
+    limits = msgspec.structs.replace(rich.keeper.limits, capacity=1 << 40)
+    shares, mine = Shares(rich.keeper.folder, limits), rich.keeper._mine()
+    assert shares.excess(rich.keeper.owner, mine) is not None
+    poor.close()
+
+
+def test_who_has_its_share_lacks_nothing(rich: Engine) -> None:
+    shares, mine = Shares(rich.keeper.folder, rich.keeper.limits), rich.keeper._mine()
+    (poor,) = starving(rich)
+    slab = rich.keeper.limits.slab_bytes
+    found = [shares.lacks(rich.keeper.owner, mine[:count], slab) for count in range(4)]
+    assert found == [True, True, False, False]
+    poor.close()
+
+
+def test_a_new_owner_says_anew_that_it_starves(rich: Engine, tmp_path: Path) -> None:
+    shares = Shares(rich.keeper.folder, rich.keeper.limits)
+    for name in ("first", "second"):
+        mark = tmp_path / name
+        fd = os.open(mark, os.O_RDWR | os.O_CREAT)
+        shares.begin_again()
+        shares.tell(fd, hungry=True)
+        assert mark.read_bytes() == b"hungry"
+        if name == "second":
+            shares.tell(fd, hungry=False)
+            assert mark.read_bytes() != b"hungry"
+        os.close(fd)
+
+
+def table(*entries: bytes) -> bytes:
+    return bytes(layout.TABLE_AT) + b"".join(entries)
+
+
+def test_only_what_is_committed_has_a_key() -> None:
+    old, new, other = make_keys(3)
+    nothing = BlockKey(b"")
+    there = [layout.pack_entry(layout.VALID, key, 0, 1) for key in (old, new)]
+    half = layout.pack_entry(layout.RESERVED, other, 0, 2)
+    used = layout.pack_entry(layout.VALID, new, 0, 1)
+    used = used[: layout.USES_AT] + layout.USES.pack(7, 7) + used[layout.USES_AT + 8 :]
+    before = table(there[0], there[1], layout.FREE_ENTRY)
+    assert changes(b"", before, 3) == ([0, 1], [old, new])
+    assert changes(before, table(half, used, layout.FREE_ENTRY), 3) == ([0], [nothing])
+    assert changes(before, table(there[0], there[1], half), 3) == ([2], [nothing])
+    assert changes(before, table(layout.FREE_ENTRY, there[1], there[0]), 3) == (
+        [0, 2],
+        [nothing, old],
+    )
