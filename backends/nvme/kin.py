@@ -36,9 +36,7 @@ def differs_in(root: Path, namespace: Namespace) -> str:
 
 
 def _described(path: Path) -> Namespace | None:
-    try:
+    with contextlib.suppress(OSError, msgspec.ValidationError):
         if path.is_file() and length(path) <= NAMESPACE_BYTES_MAX:
             return Namespace.from_json(path.read_bytes())
-    except (OSError, msgspec.DecodeError, ValueError):
-        pass
     return None
