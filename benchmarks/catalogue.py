@@ -54,7 +54,7 @@ def write_and_die(folder: Path, count: int) -> None:
         slab = space.create_slab(owner, (1 << 30) // slot, limits)
         assert slab is not None
         part = made[done : done + slab.header.slots]
-        entries = b"".join(layout.pack_entry(layout.VALID, key, 0, 1) for key in part)
+        entries = layout.pack_entries(layout.VALID, part, 0, 1)
         with space.table_path(slab.id).open("r+b") as table:
             table.seek(layout.TABLE_AT)
             table.write(entries)

@@ -128,7 +128,7 @@ class Arena:
         keys = self.keys(blocks)
         state = table.VALID if kind is LOAD else table.RESERVED
         for slot, key in zip(slots, keys, strict=True):
-            self.host.entries[slot] = table.pack_entry(state, key, 1, 0)
+            self.host.entries[slot] = table.pack_entries(state, [key], 1, 0)
         name = next(self._names)
         job = Job(id=name, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
         self.copier.submit(job)

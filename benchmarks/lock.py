@@ -144,7 +144,7 @@ class Arena:
         self._host = host = Host(RECORDS, record_bytes(*layout.part_bytes))
         self._keys = [block_key(slot.to_bytes(32, "big"), 0) for slot in range(RECORDS)]
         for slot, key in enumerate(self._keys):
-            host.entries[slot] = table.pack_entry(table.VALID, key, 1, 0)
+            host.entries[slot] = table.pack_entries(table.VALID, [key], 1, 0)
             Header(key, NAMESPACE, *layout.group_bytes, 1).write(host.record(slot))
         if kind is STORE:
             self.reserve(range(RECORDS))
@@ -155,7 +155,8 @@ class Arena:
     def reserve(self, slots: range) -> None:
         """Let these wait for stores."""
         for slot in slots:
-            self._host.entries[slot] = table.pack_entry(table.RESERVED, self._keys[slot], 1, 0)
+            entry = table.pack_entries(table.RESERVED, [self._keys[slot]], 1, 0)
+            self._host.entries[slot] = entry
 
     def job(self, kind: TransferKind, slots: range) -> Job:
         """All of these slots, from and to blocks all over the device."""

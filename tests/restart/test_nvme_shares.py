@@ -113,9 +113,9 @@ def table(*entries: bytes) -> bytes:
 def test_only_what_is_committed_has_a_key() -> None:
     old, new, other = make_keys(3)
     nothing = BlockKey(b"")
-    there = [layout.pack_entry(layout.VALID, key, 0, 1) for key in (old, new)]
-    half = layout.pack_entry(layout.RESERVED, other, 0, 2)
-    used = layout.pack_entry(layout.VALID, new, 0, 1)
+    there = [layout.pack_entries(layout.VALID, [key], 0, 1) for key in (old, new)]
+    half = layout.pack_entries(layout.RESERVED, [other], 0, 2)
+    used = layout.pack_entries(layout.VALID, [new], 0, 1)
     used = used[: layout.USES_AT] + layout.USES.pack(7, 7) + used[layout.USES_AT + 8 :]
     before = table(there[0], there[1], layout.FREE_ENTRY)
     assert changes(b"", before, 3) == ([0, 1], [old, new])
