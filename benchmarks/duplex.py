@@ -15,7 +15,7 @@ from collections import deque
 from unittest import mock
 
 from benchmarks import lock
-from benchmarks.gpu_arena import LOAD, STORE
+from benchmarks.gpu_arena import LOAD, RECORD_BYTES, STORE
 from benchmarks.lock import RECORDS, TURNS, Arena, as_the_device_says
 from benchmarks.report import Report
 from kvtier.core.transfer import TransferKind
@@ -133,7 +133,7 @@ class Halves(Arena):
         loads = self._begin(LOAD, range(self.half), ROUNDS)
         waiting = len(stores) - self._finish(loads)
         seconds = time.perf_counter() - began
-        size = self.half * lock.RECORD_BYTES / seconds / 1e9
+        size = self.half * RECORD_BYTES / seconds / 1e9
         stored = (len(stores) - waiting) * size
         while waiting:
             time.sleep(NAP_S)

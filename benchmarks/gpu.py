@@ -371,7 +371,7 @@ def main() -> None:
     torch, name, when = device_or_exit()
     report = Report(f"copies between {name}, pinned host memory and a disk, {when} UTC")
     disk = functools.partial(one_hop, folder=Path(os.environ.get("FOLDER", Path.cwd())))
-    parts = {
+    parts: dict[str, Callable[..., None]] = {
         "bytes": identity,
         "page sizes": page_sizes,
         "steps": steps_of_a_batch,

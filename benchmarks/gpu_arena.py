@@ -6,7 +6,7 @@ import itertools
 import mmap
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -163,7 +163,7 @@ def seconds_of(action: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def in_turns(contestants: dict[str, Callable[[], object]], turns: int = 5) -> dict[str, float]:
+def in_turns(contestants: Mapping[str, Callable[[], object]], turns: int = 5) -> dict[str, float]:
     """Median seconds of each contestant; the first turn warms up and does not count."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(turns + 1):

@@ -13,7 +13,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 import numpy as np
@@ -71,7 +71,7 @@ class Buffer:
         self._link = link
         self._part_bytes = part_bytes
         self._at = 0.0
-        self.rows = [rows]
+        self.rows: Sequence[int] = [rows]
 
     def _takes(self, seconds: float) -> None:
         self._at = max(time.perf_counter(), self._at) + seconds
@@ -145,7 +145,7 @@ class Arena:
         self._keys = [block_key(slot.to_bytes(32, "big"), 0) for slot in range(RECORDS)]
         for slot, key in enumerate(self._keys):
             host.entries[slot] = table.pack_entries(table.VALID, [key], 1, 0)
-            Header(key, NAMESPACE, *layout.group_bytes, 1).write(host.record(slot))
+            Header(key, NAMESPACE, layout.group_bytes[0]).write(host.record(slot))
         if kind is STORE:
             self.reserve(range(RECORDS))
         self._blocks = np.random.default_rng(0).permutation(count)

@@ -27,6 +27,7 @@ from benchmarks.report import Report
 from kvtier.core import record as records
 from kvtier.core.backend import TierContext, backend
 from kvtier.core.settings import ByteSize, Capacity, Persistence
+from kvtier.core.tier import HostHandler
 from kvtier.core.transfer import Transfer, TransferKind
 from kvtier.move.threads import ThreadMover
 from kvtier.types import BlockKey, Namespace, Outcome, block_key
@@ -66,11 +67,11 @@ class Kvtier:
         )
         self._cpu = cpu.open_tier(cpu_settings, context)
         self._nvme = nvme.open_tier(nvme_settings, context)
-        self._handlers = [
-            cpu.open_handler(cpu_settings, context),
-            nvme.open_handler(nvme_settings, context),
-        ]
-        self._mover = ThreadMover(self._handlers, self._namespace)
+        host = cpu.open_handler(cpu_settings, context)
+        assert isinstance(host, HostHandler)
+        self._views_of = host.views
+        handlers = [host, nvme.open_handler(nvme_settings, context)]
+        self._mover = ThreadMover(handlers, self._namespace)
         self._ids = itertools.count(1)
         self._round = 0
         self._host = [block_key(f"host{i}".encode()) for i in range(count)]
@@ -91,7 +92,7 @@ class Kvtier:
         reservation = self._cpu.prepare_store(self._host)
         assert len(reservation.keys) == len(self._host)
         self._slots = reservation.spec
-        self._views = self._handlers[0].views(self._slots)
+        self._views = self._views_of(self._slots)
         self._cpu.complete_store(self._host)
 
     def _keys(self) -> list[BlockKey]:

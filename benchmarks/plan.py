@@ -85,8 +85,9 @@ def repeated(file: Path, references: int) -> Iterator[Row]:
 
 def plan(folder: Path, trace: Path, *more: str) -> tuple[float, list[float]]:
     """The whole command: seconds, and percent of hits by size."""
-    args = [KVTIER, "plan", folder, "-c", folder / "stack.yaml", *GIVEN, "--trace", trace, "--json"]
-    args += more
+    stack = folder / "stack.yaml"
+    args: list[str | Path] = [KVTIER, "plan", folder, "-c", stack, *GIVEN, "--trace", trace]
+    args += ["--json", *more]
     start = time.monotonic()
     text = subprocess.run(args, check=True, capture_output=True).stdout
     seconds = time.monotonic() - start

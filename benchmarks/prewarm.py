@@ -101,7 +101,7 @@ class World:
         """How fast it is by the slowest of the others, round by round."""
         slowest = (max(each) for each in zip(*(self.times[other] for other in others), strict=True))
         pairs = zip(self.times[name], slowest, strict=True)
-        return statistics.median(theirs / mine for mine, theirs in pairs)
+        return float(statistics.median(theirs / mine for mine, theirs in pairs))
 
 
 class Made(Reader):
@@ -252,7 +252,7 @@ def peak_bytes(pid: int) -> int:
 
 def command(world: World, name: str, stack: Path, into: str) -> None:
     """The whole command, from an empty tier."""
-    args = [KVTIER, "prewarm", "-c", stack, "--into", into, "--json"]
+    args: list[str | Path] = [KVTIER, "prewarm", "-c", stack, "--into", into, "--json"]
     start = time.monotonic()
     process = subprocess.Popen(args, stdout=subprocess.PIPE)
     assert process.stdout is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import socket
-import sys
 import threading
 
 BODY_BYTES_MAX = 64 << 20
@@ -67,4 +66,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

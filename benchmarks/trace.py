@@ -120,7 +120,7 @@ class Bench(Served):
         fresh = [self.prompt(self.tokens // len(self.asked)) for _ in range(_WARM)]
         took = engine.replay(requests=[(0.0, each) for each in fresh], tokens=DECODED)
         a_token = max(last for _, last, _ in took["answers"]) / sum(map(len, fresh))
-        return self.tokens * a_token / PART / self.asked[-1].at
+        return float(self.tokens * a_token / PART / self.asked[-1].at)
 
     def _tell(self, found: dict[str, list[dict[str, Any]]]) -> None:
         means = {}
