@@ -155,7 +155,9 @@ class Capacity(Value):
         return self.size.bytes
 
     def __str__(self) -> str:
-        return str(self.size) if self.share is None else f"{self.share * 100:.12g}%"
+        if self.share is None:
+            return str(self.size)
+        return f"{Decimal(f'{self.share * 100:.12g}'):f}%"  # `parse` knows no exponent
 
 
 def no_unit(size: int) -> str:

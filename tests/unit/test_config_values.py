@@ -47,6 +47,12 @@ def test_a_share_is_read_as_it_is_written(hundredths: int) -> None:
     assert Capacity.parse(str(capacity)) == capacity
 
 
+@pytest.mark.parametrize("text", ["0.00001%", "0.000000000025%"])
+def test_a_share_of_a_very_large_medium_is_read_as_it_is_written(text: str) -> None:
+    assert str(Capacity.parse(text)) == text
+    assert Capacity.parse(str(Capacity.parse(text))) == Capacity.parse(text)
+
+
 @given(st.text() | st.floats() | st.none() | st.booleans() | st.lists(st.integers()))
 def test_anything_is_a_value_or_a_mistake_that_says_what_is_right(value: object) -> None:
     for kind in (ByteSize, Capacity, Duration):
