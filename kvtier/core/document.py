@@ -288,7 +288,7 @@ class _Composer(yaml.SafeLoader):
 
 _SCALARS: dict[str, Any] = {
     "null": lambda text: None,
-    "bool": lambda text: text.lower() == "true",
+    "bool": lambda text: {"true": True, "false": False}[text.lower()],
     "int": lambda text: int(text, 0) if text[:2] in ("0x", "0o") else int(text),
     "float": lambda text: float(text.replace(".inf", "inf").replace(".nan", "nan")),
 }

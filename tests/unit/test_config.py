@@ -258,6 +258,7 @@ FILES: list[tuple[bytes, str]] = [
     (b"version: 1\n? [a]\n: 1\n", "a key is not a text"),
     (TIERS + b"version: !!python/name:os.system\n", "the tag"),
     (TIERS + b"version: !!int one\n", "is no YAML int"),
+    (TIERS + b"version: !!bool yes\n", "'yes' is no YAML bool"),
     (TIERS + b"version: !!set {a}\n", "the tag"),
     (b"- version\n", "is a list"),
     (b"just words\n", "is a single value"),
