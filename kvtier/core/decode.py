@@ -85,19 +85,28 @@ def unknown_key(document: Document, place: str, key: str, known: list[str]) -> N
 def _field(kind: Any, value: object, place: str, document: Document) -> object:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return decode(kind, value, place, document)
+    # A text from the environment may stand for a number: the environment knows only texts.
+    strict = not document.interpolated(place)
     try:
-        # A text from the environment may stand for a number: the environment knows only texts.
-        strict = not document.interpolated(place)
         return msgspec.convert(value, kind, strict=strict, dec_hook=dec_hook)
     except msgspec.ValidationError as error:
-        match = _FAILURE.fullmatch(str(error))
-        assert match is not None
-        text, path = match.group("text"), match.group("path") or ""
-        problem, separator, remedy = text.partition("; ")
-        if not separator:
-            problem, remedy = _in_words(problem, value if not path else None), _remedy(kind, value)
-        document.report(place + path, problem, remedy)
-        return None
+        said = str(error)
+    if not strict:
+        # A type's own words may show a part of the value, in which the whole is not recognised.
+        try:
+            msgspec.convert(
+                document.as_written(place, value), kind, strict=False, dec_hook=dec_hook
+            )
+        except msgspec.ValidationError as error:
+            said = str(error) if "; " in str(error) else said
+    match = _FAILURE.fullmatch(said)
+    assert match is not None
+    text, path = match.group("text"), match.group("path") or ""
+    problem, separator, remedy = text.partition("; ")
+    if not separator:
+        problem, remedy = _in_words(problem, value if not path else None), _remedy(kind, value)
+    document.report(place + path, problem, remedy)
+    return None
 
 
 def _in_words(problem: str, value: object) -> str:

@@ -387,6 +387,18 @@ class TestEnvironment:
             assert secret not in str(error)
             assert repr(secret)[1:-1] not in str(error)
 
+    @pytest.mark.parametrize("secret", ["hunter2-" * 12, "8675309jenny", "4711secs"])
+    @pytest.mark.parametrize("key", ["capacity", "load_deadline"])
+    def test_nor_are_parts_of_them(
+        self, monkeypatch: pytest.MonkeyPatch, secret: str, key: str
+    ) -> None:
+        monkeypatch.setenv("SECRET", secret)
+        place, problem, remedy = the_one(stack(BENCH | {key: "${SECRET}"}))
+        assert place == f"$.tiers[0].{key}"
+        assert problem.startswith("'${SECRET}' is not a ")
+        assert secret[:7] not in problem + remedy
+        assert secret[-5:] not in problem + remedy
+
     def test_listings_name_the_variable(
         self, monkeypatch: pytest.MonkeyPatch, shelf: dict[str, Any]
     ) -> None:
