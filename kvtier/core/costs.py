@@ -267,14 +267,12 @@ class CostModel:
             if not blocks:
                 continue
             own, each = streams.get(link) or self._terms(link, now)
-            if link == DEVICE:
-                own, each = device, device_each
             own_block, device_block = each * size / blocks, device_each * size / blocks
-            others = max((took for name, (took, _) in streams.items() if name != link), default=0.0)
+            others = max((took for took, _ in streams.values()), default=0.0)
             in_time = (self._limits.get(link, math.inf) - own) / max(own_block, 1e-12)
             fitting = int(max(0, min(blocks, in_time)))
             beside = kinks(own, own_block, others, device, device_block, fitting)
-            for count in (fitting, *beside) if fitting > 0 else ():
+            for count in (fitting, *beside):
                 load = max(others, own + own_block * count, device + device_block * count)
                 total = load + self._worth(start + (done + count) * per_block, stop)
                 if total < best:
@@ -304,11 +302,10 @@ class CostModel:
         fixed, each = self._terms(DEVICE, now)
         slowest = (fixed + each * sum(run.bytes for run in offer.loads), DEVICE)
         for link, _, size in offer.loads:
-            if link != DEVICE:
-                fixed, each = self._terms(link, now)
-                seconds = fixed + each * size
-                late = seconds > self._limits.get(link, math.inf)
-                slowest = max(slowest, (math.inf if late else seconds, link))
+            fixed, each = self._terms(link, now)
+            seconds = fixed + each * size
+            late = seconds > self._limits.get(link, math.inf)
+            slowest = max(slowest, (math.inf if late else seconds, link))
         return slowest
 
     def _book(self, offers: Sequence[Offer], best: int) -> None:
