@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.core.costs import CostModel
+from kvtier.core.prefill import Prefill
 from kvtier.core.runs import Run
 
 BLOCK_TOKENS = 128
@@ -83,3 +84,24 @@ def test_an_engine_that_becomes_slow_is_noticed_by_prompts_shorter_than_ever() -
         model.observe_prefill((16 - taken) * BLOCK_TOKENS + 100, 1.0 if taken < 16 else 0.05)
         clock.now += 1.0
         assert taken == 16 or number < 10
+
+
+def test_a_short_step_is_no_measure_of_prompts_unless_it_is_much_faster() -> None:
+    prefill = Prefill()
+    prefill.observe(2048, 0.2048, 0)
+    prefill.observe(100, 0.009, 0)
+    assert prefill.doubt(2048) == 1.0
+    assert prefill.seconds(0, 2048) == pytest.approx(0.2048)
+    prefill.tried(8192)
+    prefill.observe(100, 0.001, 0)
+    assert prefill.doubt(2048) < 1.0, "what was computed before has told something else"
+    prefill.tried(2048)
+    prefill.tried(128)
+    assert prefill.doubt(2048) == 1.0
+
+
+def test_a_step_of_few_tokens_tells_nothing_even_where_none_is_long() -> None:
+    prefill = Prefill()
+    prefill.observe(100, 0.01, 0)
+    prefill.observe(40, 0.02, 0)
+    assert prefill.seconds(0, 100) == pytest.approx(0.01)
