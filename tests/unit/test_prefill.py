@@ -105,3 +105,11 @@ def test_a_step_of_few_tokens_tells_nothing_even_where_none_is_long() -> None:
     prefill.observe(100, 0.01, 0)
     prefill.observe(40, 0.02, 0)
     assert prefill.seconds(0, 100) == pytest.approx(0.01)
+
+
+def test_what_a_longer_step_told_is_believed_of_longer_prompts() -> None:
+    prefill = Prefill()
+    for tokens in (100, 400):
+        prefill.observe(tokens, tokens / 10_000, 0)
+        assert prefill.doubt(tokens) == 1.0
+        assert prefill.doubt(tokens + 1) < 1.0
