@@ -114,8 +114,7 @@ class Link:
 
     def _offer(self, offered: int, admitted: Sequence[BlockKey]) -> None:
         fresh = [key for key in admitted if key not in self._queued]
-        room = max(0, self._queue_blocks - len(self._waiting))
-        taken = fresh[:room]
+        taken = fresh[: self._queue_blocks - len(self._waiting)]
         self.stats.offered += offered
         self.stats.admitted += len(taken)
         self.drop("full", len(fresh) - len(taken))

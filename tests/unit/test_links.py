@@ -89,6 +89,19 @@ def test_a_link_counts_what_it_has_no_room_for() -> None:
     link.committed(KEYS[:5])
     assert link.stats.drops == {"full": 2}
     assert (link.stats.offered, link.stats.admitted) == (5, 3)
+    link.committed(KEYS[5:7])
+    assert link.stats.drops == {"full": 4}
+    assert link.backlog == 3
+    link.take(1)
+    link.committed(KEYS[6:8])
+    assert link.stats.drops == {"full": 5}
+
+
+def test_a_link_counts_what_failed() -> None:
+    link = open_link()
+    for _ in range(2):
+        link.failed([Outcome.IO_ERROR, Outcome.GONE, Outcome.IO_ERROR])
+    assert link.stats.failures == {"io_error": 4, "gone": 2}
 
 
 def test_a_link_forgets() -> None:
@@ -106,6 +119,14 @@ def test_a_link_that_waits_for_eviction_is_offered_nothing() -> None:
     link.committed(KEYS)
     assert link.backlog == 0
     assert link.pressed
+
+
+def test_what_was_used_twice_is_admitted_by_such_a_link_and_waits_for_eviction_too() -> None:
+    link = Link(LinkPlan(0, 1, WritePolicy.ON_EVICT, Admission.SECOND_TOUCH), "nvme", 4, 100)
+    link.committed(KEYS)
+    link.used(KEYS[:3])
+    assert link.admitted(KEYS) == KEYS[:3]
+    assert (link.backlog, link.stats.offered) == (0, 0)
 
 
 def test_a_window_is_at_least_one_block_and_at_most_the_queue() -> None:
