@@ -97,6 +97,16 @@ def test_those_who_wait_count(ask: Ask) -> None:
     assert ask(model, 0, 20) == 20
 
 
+def test_how_long_computing_keeps_all_who_wait_from_the_engine() -> None:
+    model = CostModel(clock=Clock())
+    assert model.spared_seconds(0, 1000) == model.prefill_rate == 0.0, "not known"
+    model.observe_prefill(2048, 2.048)
+    assert model.prefill_rate == pytest.approx(1000.0)
+    for waiting, seconds in ((0, 1.0), (3, 4.0), (100, 8.0)):
+        model.observe_waiting(waiting)
+        assert model.spared_seconds(0, 1000) == pytest.approx(seconds)
+
+
 @both
 @pytest.mark.parametrize(
     ("held", "latency", "share", "limit", "probed"),
