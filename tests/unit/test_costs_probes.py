@@ -147,6 +147,10 @@ def test_what_would_win_but_for_what_it_has_to_win_back_is_tried_whole(ask: Ask)
     assert ask(model, 32, 32) == 64
     assert model.stats()["far"].probed == 32
     assert ask(model, 32, 32) == 32, "not again at once"
+    late = known(Clock(), far=(0.0, 0.9))
+    late._link("far").refusing = True
+    late.limit("far", 10.5 * 0.9 * BLOCK_SECONDS)
+    assert ask(late, 0, 64) == 10, "of what would come in time"
 
 
 @pytest.mark.parametrize(
