@@ -5,9 +5,13 @@ from __future__ import annotations
 import ctypes
 import threading
 from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
 
 from kvtier.core.record import ALIGN, record_bytes
-from kvtier.core.transfer import Transfer, TransferKind
+from kvtier.core.transfer import Transfer, TransferKind, TransferResult
 from kvtier.move.books import Books
 from kvtier.move.lanes import Batch, Job, Lane
 from kvtier.move.staging import StagingPool
@@ -139,3 +143,41 @@ class TestBooks:
 
     def test_no_bounds_no_refusals(self) -> None:
         assert Books([True, False], None).admit(make_transfer(10_000))
+
+    def test_a_relay_takes_room_at_both_ends_until_it_ends(self) -> None:
+        books = Books([True, False, False], [0, 10, 5])
+        assert not books.admit(make_transfer(6, source=1, target=2))
+        relay = make_transfer(5, source=1, target=2)
+        assert books.lanes(relay) == (1, 2)
+        assert books.admit(relay)
+        for target, room in ((1, 5), (2, 0)):
+            assert not books.admit(make_transfer(room + 1, source=0, target=target))
+        before = books.stats()
+        result = TransferResult(
+            id=1, outcomes=[Outcome.TIMEOUT] * 5, bytes_moved=0, seconds=1.0, busy_seconds=0.0
+        )
+        books.ended(relay, result)
+        assert (before.in_flight_blocks, before.timeouts) == (5, 0), "as it was then"
+        assert (books.stats().in_flight_blocks, books.stats().timeouts) == (0, 1)
+        assert books.admit(make_transfer(10, source=0, target=1))
+        assert books.admit(make_transfer(5, source=0, target=2))
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"source_spec": SlotSpec([0])},
+            {"target_spec": SlotSpec([0])},
+            {"keys": make_keys(3)},
+            {"source": 0},
+            {"source": -1},
+            {"target": -1},
+            {"source": 2},
+            {"target": 2},
+        ],
+        ids=lambda change: next(iter(change)),
+    )
+    def test_what_makes_no_sense_is_not_taken_in(self, change: dict[str, Any]) -> None:
+        books = Books([True, False], None)
+        with pytest.raises(ValueError, match="transfer 1 "):
+            books.admit(msgspec.structs.replace(make_transfer(2), **change))
+        assert books.stats().in_flight_blocks == 0
