@@ -53,7 +53,7 @@ def _quantity(value: object, units: dict[str, float] | dict[str, int], what: str
     if number < 0:
         raise ValueError(f"{_shown(value)} is negative; {what} is 0 or more")
     if unit not in units:
-        meant = unit.lower().removesuffix("s") or unit
+        meant = unit.lower().removesuffix("s")
         meant = "min" if unit == "m" and "min" in units else _MEANT.get(meant, unit)
         near = [known for known in units if known.lower() == meant.lower()]
         problem = f"{unit!r} is not a unit of {what}" if unit else f"{_shown(value)} has no unit"

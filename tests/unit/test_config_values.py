@@ -101,8 +101,9 @@ def test_a_short_size_is_no_more_and_not_much_less(size: int) -> None:
     [
         ("64gb", 'did you mean "64GB"?'),
         ("64g", 'did you mean "64GiB"?'),
+        ("64m", 'did you mean "64MiB"?'),
         ("64gib", 'did you mean "64GiB"?'),
-        ("1e9", "KiB"),
+        ("1e9", 'B, KiB, MiB, GiB, TiB, KB, MB, GB, TB, like "64GiB"'),
         ("GiB", "KiB"),
         ("", "KiB"),
         ("٣GiB", "KiB"),
@@ -138,6 +139,12 @@ def test_a_size_that_cannot_be_is_shown_as_it_was_written(value: object, said: s
 def test_what_is_no_duration(value: object) -> None:
     with pytest.raises(ValueError, match="; "):
         Duration.parse(value)
+
+
+def test_a_mistake_is_told_in_few_words() -> None:
+    with pytest.raises(ValueError, match='us, ms, s, min, h, d, like "250ms"$') as caught:
+        Duration.parse("x" * 10_000)
+    assert len(str(caught.value)) < 250
 
 
 @pytest.mark.parametrize(
