@@ -41,10 +41,12 @@ def test_a_duration_is_read_as_it_is_written(seconds: float) -> None:
 
 
 @given(st.integers(1, 10_000))
+@example(10_000)
 def test_a_share_is_read_as_it_is_written(hundredths: int) -> None:
     capacity = Capacity.parse(f"{hundredths / 100:g}%")
     assert capacity.resolve(1_000_000) in (hundredths * 100, hundredths * 100 - 1)
     assert Capacity.parse(str(capacity)) == capacity
+    assert Capacity.parse(f" {hundredths / 100:g} % ") == capacity
 
 
 @pytest.mark.parametrize("text", ["0.00001%", "0.000000000025%"])
@@ -69,7 +71,14 @@ def test_anything_is_a_value_or_a_mistake_that_says_what_is_right(value: object)
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("1.5GiB", 3 << 29), ("64 GiB", 64 << 30), ("2TB", 2 * 10**12), ("7", 7), ("0B", 0)],
+    [
+        ("1.5GiB", 3 << 29),
+        ("64 GiB", 64 << 30),
+        ("2TB", 2 * 10**12),
+        ("7", 7),
+        ("0B", 0),
+        (f"{2**63 - 1}", 2**63 - 1),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert ByteSize.parse(text).bytes == size
@@ -89,6 +98,14 @@ def test_sizes_are_shown_in_their_largest_whole_unit(size: int, text: str) -> No
 )
 def test_a_short_size_within_another(size: int, text: str) -> None:
     assert str(ByteSize.within(size)) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0s"), (90, "90s"), (120, "2min"), (1.5, "1500ms"), (1.5e-6, "0.0000015s")],
+)
+def test_durations_are_shown_in_their_largest_whole_unit(seconds: float, text: str) -> None:
+    assert str(Duration(seconds)) == text
 
 
 @given(SIZES)
@@ -134,7 +151,19 @@ def test_a_size_that_cannot_be_is_shown_as_it_was_written(value: object, said: s
 
 @pytest.mark.parametrize(
     "value",
-    ["5", "5 Hours", "1month", "inf", -1, float("inf"), float("nan"), 10**40, "9" * 20 + "d"],
+    [
+        True,
+        ["5s"],
+        "5",
+        "5 Hours",
+        "1month",
+        "inf",
+        -1,
+        float("inf"),
+        float("nan"),
+        10**40,
+        "9" * 20 + "d",
+    ],
 )
 def test_what_is_no_duration(value: object) -> None:
     with pytest.raises(ValueError, match="; "):
@@ -142,9 +171,11 @@ def test_what_is_no_duration(value: object) -> None:
 
 
 def test_a_mistake_is_told_in_few_words() -> None:
-    with pytest.raises(ValueError, match='us, ms, s, min, h, d, like "250ms"$') as caught:
+    with pytest.raises(ValueError, match=r'us, ms, s, min, h, d, like "250ms"$') as caught:
         Duration.parse("x" * 10_000)
     assert len(str(caught.value)) < 250
+    with pytest.raises(ValueError, match=r"^a mapping is not a duration"):
+        Duration.parse({"s": 5})
 
 
 @pytest.mark.parametrize(
