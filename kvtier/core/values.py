@@ -137,7 +137,7 @@ class Capacity(Value):
     def parse(cls, value: object) -> Self:
         if not (isinstance(value, str) and value.strip().endswith("%")):
             return cls(ByteSize.parse(value))
-        match = _QUANTITY.fullmatch(value.strip()[:-1].strip())
+        match = _QUANTITY.fullmatch(value.strip()[:-1])
         if match is None or match.group(2):
             raise ValueError(
                 f'{_shown(value)} is not a share; write a number and a percent sign, like "80%"'

@@ -102,7 +102,7 @@ def test_a_short_size_within_another(size: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0s"), (90, "90s"), (120, "2min"), (1.5, "1500ms"), (1.5e-6, "0.0000015s")],
+    [(0.0, "0s"), (90, "90s"), (120, "2min"), (1.5, "1500ms"), (1.5e-6, "0.0000015s")],
 )
 def test_durations_are_shown_in_their_largest_whole_unit(seconds: float, text: str) -> None:
     assert str(Duration(seconds)) == text
@@ -206,6 +206,9 @@ def test_a_secret_is_shown_nowhere() -> None:
     assert secret == Secret("hunter2") != Secret("hunter3")
     assert "hunter2" not in f"{secret} {secret!r} {show_hook(secret)}"
     assert hash(secret) == hash(Secret("hunter2"))
+    for bad in ("", 5, None):
+        with pytest.raises(ValueError, match="a secret is text; "):
+            Secret.parse(bad)
 
 
 class Everything(msgspec.Struct):
