@@ -102,15 +102,19 @@ def test_how_many_values_there_may_be() -> None:
 
 def test_problems_are_told_in_the_order_of_the_file_with_the_nearest_line() -> None:
     document = Document.from_text('a: 1\nb:\n  - c: 2\n    "d e": 3\n  - f\n', "x.yaml")
-    for place in ("", "$.b[1].x[0]", "$.b[0]['d e'].y", "$.b[0].z", "$.a"):
+    for place in ("", "$.b[1].x[0]", "$.b[0]['d e'].y", "$.b[7]", "$.b[0].z", "$.a"):
         document.report(place, "is wrong")
     assert [(line, place) for line, place, _ in told(document)] == [
         ("x.yaml:1:1", "$.a"),
+        ("x.yaml:2:1", "$.b[7]"),
         ("x.yaml:3:5", "$.b[0].z"),
         ("x.yaml:4:5", "$.b[0]['d e'].y"),
         ("x.yaml:5:5", "$.b[1].x[0]"),
         ("", ""),
     ]
+    nameless = Document.from_text("a: 1")
+    nameless.report("$.a", "is wrong")
+    assert told(nameless) == [("", "$.a", "is wrong")]
 
 
 def test_a_default_may_have_several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
