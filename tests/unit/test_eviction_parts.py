@@ -216,9 +216,13 @@ class TestTrace:
         file = tmp_path / "trace.jsonl"
         file.write_text(
             '{"timestamp": 2000, "input_length": 9, "hash_ids": [0, 2, 2]}\n\n'
-            '{"timestamp": 500, "hash_ids": [0, 1]}\n'
+            '{"timestamp": 500, "hash_ids": [0, 3]}\n{"timestamp": 3000, "hash_ids": []}\n'
         )
-        assert read_trace(file) == [Request(0.5, (0, 1)), Request(2.0, (0, 2))]
+        assert read_trace(file) == [
+            Request(0.5, (0, 3)),
+            Request(2.0, (0, 2)),
+            Request(3.0, ()),
+        ]
 
     @pytest.mark.parametrize(
         ("text", "problem"),
@@ -228,6 +232,7 @@ class TestTrace:
             ('{"timestamp": 1, "hash_ids": [1]}\nnonsense\n', "trace.jsonl:2: no request"),
             ('{"timestamp": 1, "hash_ids": [-1]}\n', "out of range"),
             ('{"timestamp": 1, "hash_ids": [99999999999999999999]}\n', "trace.jsonl:1"),
+            (f'{{"timestamp": 1, "hash_ids": [1, {2**63}]}}\n', "out of range"),
             (f'{{"timestamp": 1, "other": {"[" * 9999}', "trace.jsonl:1: no request"),
         ],
     )
