@@ -178,11 +178,13 @@ class TestReplay:
         ]
         result = replay(trace, policy, 10)
         assert (result.references, result.hits, result.evictions) == (12, 5, 0)
+        assert replay(trace[:2], create_policy("lru"), 4).evictions == 0, "there is room for one"
 
     def test_only_what_comes_after_the_warm_up_counts(self) -> None:
         trace = [Request(0.0, (1, 2)), Request(1.0, (1, 2))]
         result = replay(trace, create_policy("lru"), 10, count_from=1)
         assert (result.references, result.hits, result.percent) == (2, 2, 100.0)
+        assert replay(trace, create_policy("lru"), 10, count_from=2).percent == 0.0
 
     def test_a_request_larger_than_the_tier_is_stored_in_part(self) -> None:
         trace = [Request(float(turn), tuple(range(30))) for turn in range(2)]
@@ -204,6 +206,24 @@ class TestReplay:
                 result = replay(trace, create_policy(name), capacity)
                 assert result.references == bound.references
                 assert result.hits <= bound.hits
+
+    @given(st.lists(st.integers(0, 4), max_size=12), st.integers(1, 3))
+    def test_belady_is_as_good_as_the_best_of_all_choices(
+        self, blocks: list[int], capacity: int
+    ) -> None:
+        best = {frozenset[int](): 0}
+        for block in blocks:
+            after: dict[frozenset[int], int] = {}
+            for kept, hits in best.items():
+                choices = [kept]
+                if block not in kept:
+                    rests = [kept - {gone} for gone in kept] if len(kept) == capacity else [kept]
+                    choices += [rest | {block} for rest in rests]
+                for choice in choices:
+                    after[choice] = max(after.get(choice, 0), hits + (block in kept))
+            best = after
+        trace = [Request(float(at), (block,)) for at, block in enumerate(blocks)]
+        assert replay_belady(trace, capacity).hits == max(best.values())
 
     def test_belady_knows_the_future(self) -> None:
         trace = [Request(float(turn), (block,)) for turn, block in enumerate((1, 2, 3, 1, 2, 3))]
