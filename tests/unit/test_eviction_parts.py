@@ -16,7 +16,17 @@ from kvtier.core.eviction.belady import replay_belady
 from kvtier.core.eviction.forecast import AGES, Forecast, age_steps
 from kvtier.core.eviction.ghosts import Ghosts
 from kvtier.core.eviction.history import SAMPLED_IN, History
-from kvtier.core.eviction.kinds import SHARED, Seen, conclude, shared_kind
+from kvtier.core.eviction.kinds import (
+    KINDS,
+    MARK_MAX,
+    RESTORED,
+    SHARED,
+    TURN_MAX,
+    Seen,
+    added_kind,
+    conclude,
+    shared_kind,
+)
 from kvtier.core.eviction.replay import replay
 from kvtier.core.eviction.slotlists import NOWHERE
 from kvtier.core.eviction.trace import Request, read_trace
@@ -163,6 +173,26 @@ class TestKinds:
         story = conclude(Seen(mark=0, rest=3, again=True), fresh=0, length=20)
         assert (story.turn, story.forked) == (1, False)
 
+    def test_a_late_turn_is_still_a_turn(self) -> None:
+        assert conclude(Seen(TURN_MAX, rest=0, again=True), 1, 9).turn == TURN_MAX < SHARED
+
+    def test_a_beginning_that_many_share_says_nothing_of_a_first_request(self) -> None:
+        few, many = (conclude(Seen(SHARED + uses, 9, True), 2, 9) for uses in (31, 32))
+        assert few.kind == conclude(Seen(0, 9, True), 2, 9).kind
+        assert many == conclude(None, 2, 9)
+
+    def test_no_kind_is_two_things(self) -> None:
+        turns = [conclude(Seen(turn, 0, True), new, 9).kind for turn in range(99) for new in (0, 9)]
+        sorts = [
+            {conclude(None, length, length).kind for length in range(1, 2000)},
+            set(turns),
+            set(map(added_kind, turns)),
+            {conclude(Seen(0, 9, True), 2, 9).kind},
+            {shared_kind(mark) for mark in range(SHARED, MARK_MAX + 1)},
+            {RESTORED},
+        ]
+        assert sorted(kind for sort in sorts for kind in sort) == list(range(KINDS))
+
     def test_what_is_shared_by_more_is_of_another_kind(self) -> None:
         assert len({shared_kind(SHARED + uses) for uses in (0, 1, 4, 20, 127)}) == 5
 
@@ -178,6 +208,7 @@ class TestReplay:
         ]
         result = replay(trace, policy, 10)
         assert (result.references, result.hits, result.evictions) == (12, 5, 0)
+        assert replay_belady(trace, 10).hits == 5
         assert replay(trace[:2], create_policy("lru"), 4).evictions == 0, "there is room for one"
 
     def test_only_what_comes_after_the_warm_up_counts(self) -> None:
