@@ -159,11 +159,12 @@ class TestHistory:
 
 class TestKinds:
     def test_the_next_turn_follows_the_end_of_the_last(self) -> None:
-        story = conclude(Seen(mark=2, rest=1, again=True), fresh=2, length=20)
+        story = conclude(Seen(mark=2, rest=2, again=True), fresh=2, length=20)
         assert (story.turn, story.forked) == (3, False)
 
     def test_the_rest_of_the_same_request_is_no_new_turn(self) -> None:
         assert conclude(Seen(mark=2, rest=0, again=False), fresh=2, length=20).turn == 2
+        assert conclude(Seen(mark=0, rest=0, again=False), 2, 20) == conclude(None, 2, 20)
 
     def test_a_request_that_leaves_another_halfway_is_a_fork(self) -> None:
         story = conclude(Seen(mark=2, rest=3, again=True), fresh=2, length=20)
