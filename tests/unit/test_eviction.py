@@ -11,6 +11,7 @@ import pytest
 from kvtier.config import load
 from kvtier.core.eviction import create_policy, policy_class, policy_names, registry
 from kvtier.core.eviction.adaptive import Adaptive
+from kvtier.core.eviction.arc import ARC
 from kvtier.core.eviction.policy import EvictionPolicy
 from kvtier.core.eviction.replay import replay
 from kvtier.core.eviction.trace import Request
@@ -158,6 +159,18 @@ class TestARC:
         assert policy.evict(1) == [3]
         policy.use([3], keys(3, 1), 4.0)
         assert policy.evict(1) == [1], "the block used once is within its larger share"
+
+    def test_no_more_is_taken_of_what_was_used_once_than_is_beyond_its_share(self) -> None:
+        policy = ARC(6)
+        for now in (1.0, 2.0):
+            policy.use([0, 1], keys(0, 2), now)
+        for slot in (2, 3, 4):
+            policy.use([slot], keys(slot, 1), 3.0)
+        assert policy.evict(1) == [2]
+        policy.use([2], keys(2, 1), 4.0)
+        assert policy._ghosts.length(1) == 0, "it has come back"
+        policy.use([5], keys(5, 1), 5.0)
+        assert policy.evict(6) == [3, 4, 1, 0, 2, 5]
 
 
 class TestAdaptive:
