@@ -132,6 +132,22 @@ class TestS3FIFO:
             policy.use([slot], keys(slot, 1), 3.0)
         assert policy.evict(8) == list(range(1, 9))
 
+    def test_what_was_used_more_often_has_more_turns(self) -> None:
+        policy = create_policy("s3fifo", 10)
+        policy.load([0, 1])
+        for slot in (0, 0, 0, 1):
+            policy.use([slot], keys(slot, 1), 1.0)
+        assert policy.evict(2) == [1, 0]
+
+    def test_a_new_block_has_nothing_of_the_one_that_was_in_its_slot(self) -> None:
+        policy = create_policy("s3fifo", 10)
+        for now in (1.0, 2.0, 3.0):
+            policy.use([0], keys(0, 1), now)
+        policy.remove([0])
+        policy.use([0], keys(50, 1), 4.0)
+        policy.use([1], keys(51, 1), 5.0)
+        assert policy.evict(2) == [0, 1]
+
     def test_a_chosen_victim_that_is_used_after_all_stays(self) -> None:
         policy = create_policy("s3fifo", 10)
         policy.use([0, 1], keys(0, 2), 1.0)

@@ -193,6 +193,9 @@ class TestKinds:
             {RESTORED},
         ]
         assert sorted(kind for sort in sorts for kind in sort) == list(range(KINDS))
+        assert sorts[2] == set(map(added_kind, sorts[1]))
+        for sort in (sorts[0], *sorts[3:]):
+            assert set(map(added_kind, sort)) == sort
 
     def test_what_is_shared_by_more_is_of_another_kind(self) -> None:
         assert len({shared_kind(SHARED + uses) for uses in (0, 1, 4, 20, 127)}) == 5
