@@ -118,7 +118,8 @@ class TestHistory:
         history.write(cell, tag, 0.0, 1, 4, 0)
         history.write(cell, tag, 60.0, 2, 5, 0)
         assert forecast.reused.count()[1, step(60.0)] == 1.0
-        assert history.waiting(70.0, 3)[2, step(10.0)] == 1.0
+        waiting = history.waiting(70.0, 3)
+        assert waiting[2, step(10.0)] == waiting.sum() == 1.0
         assert (history.tags[cell], history.marks[cell]) == (tag, 5)
 
     def test_another_key_in_the_same_cell_ends_a_wait_unanswered(self) -> None:
@@ -150,6 +151,14 @@ class TestHistory:
             for cell in found.values()
         ]
         assert kept == [(tag, float(tag), tag % 251, tag % 3) for tag in found]
+
+    def test_a_large_table_is_counted_in_turns(self) -> None:
+        history = History(Forecast(1, 1))
+        half = history.cells
+        history.resize(2 * half)
+        for cell in (0, half, half + 1):
+            history.write(cell, SAMPLED_IN, 0.0, 0, 0, 0)
+        assert [history.waiting(9.0, 1).sum() for _ in range(4)] == [2.0, 4.0, 2.0, 4.0]
 
     def test_only_a_sample_is_watched(self) -> None:
         dice = random.Random(3)
