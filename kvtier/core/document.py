@@ -256,8 +256,9 @@ class Document:
             here = known == place
             for name, value in sorted(values.items(), key=lambda item: -len(item[1])):
                 if here or len(value) >= _SHORT:
-                    shown = f"${{{name}}}"
-                    text = text.replace(value, shown).replace(repr(value)[1:-1], shown)
+                    # As it is, and as `repr` writes it alone or beside a quotation mark.
+                    for form in (value, repr(value)[1:-1], repr('"' + value)[2:-1]):
+                        text = text.replace(form, f"${{{name}}}")
         return text
 
     def _nearest(self, place: str) -> str:

@@ -387,6 +387,14 @@ class TestEnvironment:
             assert secret not in str(error)
             assert repr(secret)[1:-1] not in str(error)
 
+    @pytest.mark.parametrize("key", ["write", "kind"])
+    def test_nor_beside_quotation_marks(self, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+        monkeypatch.setenv("SECRET", "it's-hunter2")
+        for text in ('say "${SECRET}"', "say '${SECRET}'", "${SECRET}"):
+            problem = the_one(stack(BENCH | {key: text}))[1]
+            assert "${SECRET}" in problem
+            assert "hunter2" not in problem
+
     @pytest.mark.parametrize("secret", ["hunter2-" * 12, "8675309jenny", "4711secs"])
     @pytest.mark.parametrize("key", ["capacity", "load_deadline"])
     def test_nor_are_parts_of_them(
