@@ -12,6 +12,7 @@ from kvtier.config import load
 from kvtier.core.eviction import create_policy, policy_class, policy_names, registry
 from kvtier.core.eviction.adaptive import Adaptive
 from kvtier.core.eviction.arc import ARC
+from kvtier.core.eviction.kinds import MARK_MAX, SHARED, shared_kind
 from kvtier.core.eviction.policy import EvictionPolicy
 from kvtier.core.eviction.replay import replay
 from kvtier.core.eviction.trace import Request
@@ -218,8 +219,8 @@ class TestAdaptive:
 
     def test_what_a_turn_leaves_behind_goes_first(self) -> None:
         policy = create_policy("adaptive", 20)
+        policy.use([10, 11], keys(50, 2), 0.5)
         policy.use([0, 1, 2, 3], keys(0, 4), 1.0)
-        policy.use([10, 11], keys(50, 2), 2.0)
         policy.use([0, 1, 2], keys(0, 3), 60.0, ahead=2)
         policy.use([4, 5], keys(4, 2), 61.0, after=2)
         assert policy.evict(1) == [3]
@@ -263,6 +264,45 @@ class TestAdaptive:
         policy.evict(40)
         policy.use(range(41), keys(0, 41), 60.0)
         assert policy._marks[40] == 1, "the first turn after the first request"
+
+    def test_where_requests_part_is_marked_up_to_there_and_uses_of_it_are_counted(self) -> None:
+        policy = Adaptive(100)
+        runs = policy._runs
+        policy.use(range(10), keys(0, 10), 1.0)
+        for number in range(1, 4):
+            first = 10 * number
+            policy.use([0, 1, 2], keys(0, 3), 10.0 * number, ahead=4)
+            assert policy._marks[2] == (0 if number == 1 else SHARED + number - 1), "undecided"
+            after = 10.0 * number + 1
+            policy.use(range(first, first + 4), keys(100 * number, 4), after, after=2)
+            assert [runs.kind[runs.run_of[slot]] for slot in range(3)] == [
+                shared_kind(SHARED + number - 1)
+            ] * 3
+        assert list(policy._marks[:4]) == [SHARED + 2] * 3 + [0]
+        assert not any(policy._marks[10:14])
+        for _ in range(MARK_MAX):
+            policy.use([0, 1, 2], keys(0, 3), 50.0)
+        assert policy._marks[0] == MARK_MAX
+
+    def test_what_was_shared_is_so_when_it_comes_back_from_eviction(self) -> None:
+        policy = Adaptive(100)
+        policy.use(range(44), keys(0, 44), 1.0)
+        for number in range(1, 4):
+            policy.use(range(40), keys(0, 40), 10.0 * number, ahead=4)
+            slots = range(40 + 4 * number, 44 + 4 * number)
+            policy.use(slots, keys(100 * number, 4), 10.0 * number + 1, after=39)
+        assert len(policy.evict(100)) == 56
+        policy.use(range(44), [*keys(0, 40), *keys(900, 4)], 60.0)
+        assert policy._marks[0] > SHARED
+        assert not any(policy._marks[40:44])
+
+    def test_a_part_of_a_request_that_comes_again_ends_nothing(self) -> None:
+        policy = Adaptive(100)
+        policy.use([20], keys(20, 1), 0.0)
+        policy.use(range(10), keys(0, 10), 1.0)
+        policy.use(range(5), keys(0, 5), 2.0)
+        assert list(policy._rests[:10]) == [3] * 7 + [2, 1, 0]
+        assert policy.evict(2) == [20, 9], "what it does not use is no older than it was"
 
     def test_a_clock_that_steps_back_counts_as_no_time_passed(self) -> None:
         policy = create_policy("adaptive", 10)
