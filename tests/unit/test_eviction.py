@@ -296,6 +296,20 @@ class TestAdaptive:
         assert policy._marks[0] > SHARED
         assert not any(policy._marks[40:44])
 
+    def test_slots_have_no_marks_of_what_was_in_them_before(self) -> None:
+        policy = Adaptive(20)
+        policy.use(range(4), keys(0, 4), 1.0)
+        policy.use([0], keys(0, 1), 10.0, ahead=4)
+        policy.use(range(4, 8), keys(100, 4), 11.0, after=0)
+        policy.use([0], keys(0, 1), 20.0)
+        marks, rests = policy._marks, policy._rests
+        assert (marks[0], rests[0]) == (SHARED + 1, 3)
+        for again in (lambda: policy.use([0], keys(50, 1), 30.0), lambda: policy.load([0])):
+            policy.evict(20)
+            marks[0], rests[0] = SHARED + 1, 3
+            again()
+            assert (marks[0], rests[0]) == (0, 0)
+
     def test_a_part_of_a_request_that_comes_again_ends_nothing(self) -> None:
         policy = Adaptive(100)
         policy.use([20], keys(20, 1), 0.0)
