@@ -6,13 +6,16 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from cli_world import Hold, served
 
 from kvtier import Stack
+from kvtier.backends.nvme.files import hold_owner
 from kvtier.cli import rubbish
 from kvtier.cli.blocks import blocks_of
-from kvtier.cli.holdings import look
+from kvtier.cli.hold import holding
+from kvtier.cli.holdings import BENCH_MARK, look
 from kvtier.cli.repair import quarantine, remove_broken
 from kvtier.config import load
 from kvtier.errors import MediumInUse
@@ -54,6 +57,78 @@ class TestAnEngineCameMeanwhile:
         assert served(filled) == 8
         assert not idle.remove()
         assert served(filled) == 8
+
+    @pytest.mark.parametrize("idle_s", [None, 3600.0])
+    def test_host_memory_that_was_used_meanwhile_stays(
+        self, filled: Path, tmp_path: Path, idle_s: float | None
+    ) -> None:
+        region = next(tmp_path.rglob("*.region"))
+        os.utime(region, (0 if idle_s is None else time.time() - 7200,) * 2)
+        config = load(filled)
+        (found,) = rubbish.find(config, look(config, 0), idle_s)
+        assert found.where == str(region)
+        assert served(filled) == 8
+        assert not found.remove()
+        assert region.exists()
+
+    def test_what_is_being_made_again_or_is_whole_by_now_stays(
+        self, filled: Path, tmp_path: Path
+    ) -> None:
+        home = tmp_path / "disk" / "blocks" / NAMESPACE.id
+        mark, half = home / "owners" / "0000dddd", home / "0000cccc.slab"
+        making = home / "0000aaaa.0000dddd.data.making"
+        for path in (mark, half, making):
+            path.touch()
+        config = load(filled)
+        found = list(rubbish.find(config, look(config, 1), None))
+        assert {each.where for each in found} == {str(mark), str(half), str(making)}
+        half.with_suffix(".table").touch()
+        owner = hold_owner(mark.parent, 0xDDDD)
+        assert not any(each.remove() for each in found)
+        os.close(owner)
+        assert all(path.exists() for path in (mark, half, making))
+
+    def test_a_folder_in_which_somebody_measures_by_now_stays(
+        self, stack_file: Path, tmp_path: Path
+    ) -> None:
+        bench = tmp_path / "disk" / f"{BENCH_MARK}1"
+        bench.mkdir()
+        os.utime(bench, (0, 0))
+        (tmp_path / "disk" / "blocks").mkdir()
+        config = load(stack_file)
+        (found,) = rubbish.find(config, look(config, 1), None)
+        with holding(bench):
+            assert not found.remove()
+        assert bench.exists()
+        assert found.remove()
+
+    def test_a_slot_that_was_used_again_is_not_marked(self, filled: Path) -> None:
+        (nvme,) = look(load(filled), 1)
+        was, other = list(blocks_of(nvme))[:2]
+        assert was.slab is not None
+        before = was.slab.table.read_bytes()
+        assert quarantine(was.slab, [msgspec.structs.replace(was, key=other.key)]) == 0
+        assert was.slab.table.read_bytes() == before
+
+    def test_a_slab_that_is_whole_again_or_in_a_folder_in_use_is_not_removed(
+        self, filled: Path, tmp_path: Path
+    ) -> None:
+        (place,) = look(load(filled), 1)
+        table = next(blocks_of(place)).slab.table  # type: ignore[union-attr]
+        text = table.read_bytes()
+        os.truncate(table, 100)
+        (place,) = look(load(filled), 1)
+        assert place.broken == [table]
+        mark = table.parent / "owners" / "0000dddd"
+        mark.touch()
+        owner = hold_owner(mark.parent, 0xDDDD)
+        (left,) = remove_broken(place, "")
+        os.close(owner)
+        assert "is in use" in left
+        assert table.exists()
+        table.write_bytes(text)
+        assert remove_broken(place, "") == []
+        assert table.exists()
 
     def test_a_region_that_was_made_anew_is_not_broken(self, filled: Path, tmp_path: Path) -> None:
         region = next(tmp_path.rglob("*.region"))

@@ -16,6 +16,7 @@ from kvtier.backends.object import open_for
 from kvtier.backends.object.names import description_name
 from kvtier.cli import commands, rubbish
 from kvtier.cli.holdings import BENCH_MARK, Slab, look
+from kvtier.cli.trials import left_behind, new_probe, remove_left
 from kvtier.config import load
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
@@ -79,6 +80,30 @@ def test_an_idle_namespace_of_a_store_that_is_served_again(stored: Path, tmp_pat
             os.utime(path, (0, 0))
     assert idle.remove()
     assert objects(stored) == []
+
+
+def test_what_lies_behind_a_link_is_somebody_elses(stack_file: Path, tmp_path: Path) -> None:
+    """Though the link has a namespace's name."""
+    theirs = tmp_path / "theirs" / "0000aaaa.0000bbbb.data.making"
+    (theirs.parent / "owners").mkdir(parents=True)
+    theirs.touch()
+    blocks = tmp_path / "disk" / "blocks"
+    blocks.mkdir()
+    (blocks / NAMESPACE.id).symlink_to(theirs.parent)
+    config = load(stack_file)
+    assert list(rubbish.find(config, look(config, 1), 0.0)) == []
+
+
+def test_what_somebody_tries_a_store_with_again_stays(stored: Path, tmp_path: Path) -> None:
+    settings: Any = load(stored).tiers[2]
+    name = new_probe()
+    with closing(open_for(settings)) as store:
+        store.put(name, [memoryview(b"12345")])
+        os.utime(tmp_path / "store" / name, (0, 0))
+        assert left_behind(settings) == {name: 5}
+        store.put(name, [memoryview(b"12345")])
+        assert not remove_left(settings, name)
+        assert store.head(name) is not None
 
 
 def test_rubbish_that_goes_makes_room_for_slabs(filled: Path, tmp_path: Path) -> None:
