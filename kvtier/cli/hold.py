@@ -139,7 +139,10 @@ def region_held(path: Path) -> Iterator[None]:
 
 
 def remove_region(path: Path, still: Callable[[], bool] = lambda: True) -> None:
-    """Delete a CPU region, if it still is to be; raises MediumInUse if somebody maps it."""
+    """Delete a CPU region, if it is there and still is to be; raises MediumInUse if somebody maps
+    it."""
+    if not path.exists():  # somebody else has just removed it, and to hold it would leave a lock
+        return
     with region_held(path):
         if still():
             path.unlink(missing_ok=True)

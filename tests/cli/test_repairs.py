@@ -15,7 +15,9 @@ from cli_world import KVTIER, Hold, command, run, served
 
 from kvtier import Stack
 from kvtier.cli import look_slabs, rubbish
+from kvtier.cli.clear import _clear
 from kvtier.cli.holdings import BENCH_MARK, look
+from kvtier.cli.repair import remove_broken
 from kvtier.cli.rubbish import remove_home
 from kvtier.config import load
 from kvtier.core.record import HEADER_BYTES, VERSION, record_bytes
@@ -377,6 +379,18 @@ class TestAnotherWasQuicker:
         assert [each.what for each in rubbish.find(config, places, 0.0)] == [
             "lock without its region"
         ]
+
+    def test_a_region_is_gone_when_it_is_to_be_removed(self, filled: Path, tmp_path: Path) -> None:
+        config = load(filled)
+        (cpu, nvme) = look(config)
+        for path in (tmp_path / "host").iterdir():
+            path.unlink()
+        assert [each.kept for each in _clear(config, cpu, cpu.parts[0])] == [""]
+        cpu.broken = [slab.table for slab in cpu.slabs]
+        nvme.broken = [slab.table for slab in nvme.slabs]
+        shutil.rmtree(nvme.where)
+        assert remove_broken(cpu, "") + remove_broken(nvme, "") == []
+        assert list((tmp_path / "host").iterdir()) == []
 
     def test_it_goes_while_gc_looks(
         self, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
