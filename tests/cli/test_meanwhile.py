@@ -12,9 +12,9 @@ from cli_world import Hold, served
 
 from kvtier import Stack
 from kvtier.backends.nvme.files import hold_owner
-from kvtier.cli import rubbish
+from kvtier.cli import gc, rubbish
 from kvtier.cli.blocks import blocks_of
-from kvtier.cli.hold import holding
+from kvtier.cli.hold import has_owner_now, holding
 from kvtier.cli.holdings import BENCH_MARK, look
 from kvtier.cli.repair import quarantine, remove_broken
 from kvtier.config import load
@@ -96,7 +96,8 @@ class TestAnEngineCameMeanwhile:
         os.utime(bench, (0, 0))
         (tmp_path / "disk" / "blocks").mkdir()
         config = load(stack_file)
-        (found,) = rubbish.find(config, look(config, 1), None)
+        places = look(config, 1) * 2  # also where two tiers lie side by side it is found once
+        (found,) = rubbish.find(config, places, None)
         with holding(bench):
             assert not found.remove()
         assert bench.exists()
@@ -155,3 +156,38 @@ class TestAnEngineCameMeanwhile:
         with Stack.open(stack_file, NAMESPACE):
             assert not lock.remove()
             assert owner.exists()
+
+    def test_what_an_engine_that_has_just_started_is_making_stays(
+        self, filled: Path, tmp_path: Path
+    ) -> None:
+        making = tmp_path / "host" / f"kvtier-{os.getuid()}-kv-cli.making"
+        making.touch()
+        config = load(filled)
+        (found,) = rubbish.find(config, look(config, 0), None)
+        assert found.where == str(making)
+        with Stack.open(filled, NAMESPACE):
+            assert not found.remove()
+            assert making.exists()
+        assert found.remove()
+        assert not making.exists()
+
+    def test_a_slab_whose_owner_cannot_be_read_is_in_use_if_anything_there_is(
+        self, filled: Path
+    ) -> None:
+        (nvme,) = look(load(filled), 1)
+        table = nvme.slabs[0].table
+        os.truncate(table, 100)
+        assert not has_owner_now(table)
+        mark = table.parent / "owners" / "0000dddd"
+        mark.touch()
+        owner = hold_owner(mark.parent, 0xDDDD)
+        assert has_owner_now(table)
+        os.close(owner)
+
+
+def test_what_is_in_use_again_is_no_success(tmp_path: Path) -> None:
+    found = [rubbish.Rubbish("a file", str(tmp_path), 5, remove=lambda: False)]
+    rows, refused = gc._collect(found, dry_run=False)
+    assert [row.removed for row in rows] == [False]
+    assert refused == ["1 of them are in use again and stay"]
+    assert gc._collect(found, dry_run=True)[1] == []

@@ -4,6 +4,7 @@ has begun to use, what was never asked about."""
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ import pytest
 from cli_world import command
 
 from kvtier import Stack
+from kvtier.backends.nvme.files import hold_owner
 from kvtier.backends.object import open_for
 from kvtier.backends.object.names import description_name
 from kvtier.cli import commands, rubbish
+from kvtier.cli.hold import sparing
 from kvtier.cli.holdings import BENCH_MARK, Slab, look
 from kvtier.cli.trials import left_behind, new_probe, remove_left
 from kvtier.config import load
+from kvtier.core.slab import layout
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
@@ -92,6 +96,43 @@ def test_what_lies_behind_a_link_is_somebody_elses(stack_file: Path, tmp_path: P
     (blocks / NAMESPACE.id).symlink_to(theirs.parent)
     config = load(stack_file)
     assert list(rubbish.find(config, look(config, 1), 0.0)) == []
+
+
+def test_a_slab_in_the_folder_of_another_model_is_not_that_models(filled: Path) -> None:
+    (nvme,) = look(load(filled), 1)
+    home = nvme.slabs[0].table.parent
+    shutil.copytree(home, home.with_name(OTHER.id))
+    (home.with_name(OTHER.id) / "namespace.json").write_bytes(OTHER.to_json())
+    (now,) = look(load(filled), 1)
+    assert [(part.namespace, part.blocks) for part in now.parts] == [(NAMESPACE.id, BLOCKS)]
+    assert {path.parent.name for path in now.broken} == {OTHER.id}
+
+
+def test_slabs_made_ahead_go_unless_somebody_has_them_or_a_newer_version_made_them(
+    filled: Path,
+) -> None:
+    (nvme,) = look(load(filled), 1)
+    empty = [slab.table for slab in nvme.slabs if not blocks_in(slab)]
+    assert empty
+    texts = [table.read_bytes() for table in empty]
+    version = len(layout.MAGIC)
+    for table, text in zip(empty, texts, strict=True):
+        table.write_bytes(text[:version] + b"\xff\xff" + text[version + 2 :])
+    with sparing(Path(nvme.where), NAMESPACE):
+        assert all(table.exists() for table in empty)
+    for table, text in zip(empty, texts, strict=True):
+        table.write_bytes(text)
+    owners = empty[0].parent / "owners"
+    fds = []
+    for slab in nvme.slabs:
+        (owners / slab.engine).touch()
+        fds.append(hold_owner(owners, int(slab.engine, 16)))
+    with sparing(Path(nvme.where), NAMESPACE):
+        assert all(table.exists() for table in empty)
+    for fd in fds:
+        os.close(fd)
+    with sparing(Path(nvme.where), NAMESPACE):
+        assert not any(table.exists() for table in empty)
 
 
 def test_what_somebody_tries_a_store_with_again_stays(stored: Path, tmp_path: Path) -> None:

@@ -178,11 +178,13 @@ def test_a_measurement_of_a_folder_that_was_killed_goes(in_a_folder: Path, tmp_p
 def test_what_was_only_written_to_try_a_store_goes(stack: Path, tmp_path: Path) -> None:
     """A bench or a doctor was killed. Nobody holds anything in a bucket: it goes by its age."""
     over, measuring, probe = new_bench(), new_bench(), new_probe()
-    blocks = [block_name(NAMESPACE.id, key) for key in make_keys(3)]
+    blocks = sorted(block_name(NAMESPACE.id, key) for key in make_keys(3))
     settings: Any = load(stack).tiers[2]
     before = objects(stack)
     with contextlib.closing(open_for(settings)) as store:
-        for name in (*(f"{over}/{block}" for block in blocks), f"{measuring}/{blocks[0]}", probe):
+        placed = [*(f"{over}/{block}" for block in blocks), probe]
+        placed += [f"{measuring}/{block}" for block in (blocks[0], blocks[2])]
+        for name in placed:
             store.put(name, [memoryview(b"12345")])
         args = ("gc", "-c", stack, "--tier", "object")
         assert run(*args)["found"] == []
@@ -197,7 +199,7 @@ def test_what_was_only_written_to_try_a_store_goes(stack: Path, tmp_path: Path) 
             probe.removeprefix("kvtier-"),
         ]
         assert [(row["bytes"], row["removed"]) for row in found] == [(15, removed), (5, removed)]
-    left = [f"{measuring}/{block}" for block in blocks[:2]]
+    left = [f"{measuring}/{block}" for block in blocks]
     assert sorted(objects(stack)) == sorted([*before, *left])
 
 
