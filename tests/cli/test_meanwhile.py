@@ -12,12 +12,13 @@ from cli_world import Hold, served
 
 from kvtier import Stack
 from kvtier.backends.nvme.files import hold_owner
-from kvtier.cli import gc, rubbish
-from kvtier.cli.blocks import blocks_of
+from kvtier.cli import blocks, gc, rubbish
+from kvtier.cli.blocks import Block, Proof, Prover, blocks_of
 from kvtier.cli.hold import has_owner_now, holding
 from kvtier.cli.holdings import BENCH_MARK, look
 from kvtier.cli.repair import quarantine, remove_broken
 from kvtier.config import load
+from kvtier.core.slab import layout
 from kvtier.errors import MediumInUse
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 
@@ -38,13 +39,13 @@ class TestAnEngineCameMeanwhile:
         self, filled: Path, hold: Hold
     ) -> None:
         (nvme,) = look(load(filled), 1)
-        blocks = list(blocks_of(nvme))
-        slab = blocks[0].slab
+        found = list(blocks_of(nvme))
+        slab = found[0].slab
         assert slab is not None
         hold(filled)
         before = slab.table.read_bytes()
         with pytest.raises(MediumInUse):
-            quarantine(slab, blocks)
+            quarantine(slab, found)
         assert slab.table.read_bytes() == before
 
     def test_a_namespace_that_was_used_meanwhile_stays(self, filled: Path, tmp_path: Path) -> None:
@@ -183,6 +184,47 @@ class TestAnEngineCameMeanwhile:
         owner = hold_owner(mark.parent, 0xDDDD)
         assert has_owner_now(table)
         os.close(owner)
+
+
+class TestASlotIsUsedAgain:
+    """While its record is read: nothing is wrong with what is there then."""
+
+    def test_before(self, filled: Path) -> None:
+        config = load(filled)
+        (nvme,) = look(config, 1)
+        block = next(blocks_of(nvme))
+        assert Prover(config, {}).prove(block).proof is Proof.GOOD
+        free(block)
+        assert Prover(config, {}).prove(block).proof is Proof.GONE
+
+    def test_meanwhile(self, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = load(filled)
+        (nvme,) = look(config, 1)
+        block = next(blocks_of(nvme))
+        read = blocks.read_file
+
+        def half_written(path: Path, most: int, at: int = 0) -> bytes:
+            if path.suffix == ".table":
+                return read(path, most, at)
+            free(block)
+            return bytes(most)
+
+        monkeypatch.setattr(blocks, "read_file", half_written)
+        assert Prover(config, {}).prove(block).proof is Proof.GONE
+
+    def test_its_table_is_cut_short(self, filled: Path) -> None:
+        (nvme,) = look(load(filled), 1)
+        slab = nvme.slabs[0]
+        for size in (0, 100, layout.TABLE_AT):
+            os.truncate(slab.table, size)
+            assert len(slab.entries()) == 0
+
+
+def free(block: Block) -> None:
+    assert block.slab is not None
+    with block.slab.table.open("r+b") as table:
+        table.seek(layout.entry_at(block.slot))
+        table.write(bytes([layout.FREE]))
 
 
 def test_what_is_in_use_again_is_no_success(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvtier.cli.choice import Choice, choose
 from kvtier.cli.holdings import Place, Slab, look
 from kvtier.cli.reader import ChoiceReader, Numbers
 from kvtier.config import StackConfig, load
+from kvtier.core.slab import layout
 from kvtier.testing.records import NAMESPACE, blank, make_keys, payload
 from kvtier.types import BlockKey, Outcome, group_of
 
@@ -150,6 +152,30 @@ def test_what_changes_meanwhile_is_gone_and_what_is_damaged_is_not(tmp_path: Pat
         slab.table.unlink()
         assert reader.used_again(row, keys[1])
         reader.close()
+
+
+def test_what_is_no_slab_of_this_size_any_more_is_damaged(tmp_path: Path) -> None:
+    config = stack_of(tmp_path)
+    key = make_keys(1)[0]
+    with Stack(config, NAMESPACE) as stack:
+        stack.store({key: payload(key)})
+        assert stack.settle()
+    (place,) = look(config, 1)
+    choice = choose([place], NAME)
+    slab = slab_of(choice)
+    reader = ChoiceReader(config, choice, NAMESPACE)
+    spec = Numbers([0])
+    assert reader.load(spec, [key], [blank()[:-4096]]) == [Outcome.CORRUPT]
+    assert not reader.used_again(0, key)
+    with slab.table.open("r+b") as table:
+        table.seek(layout.entry_at(choice.places([0])[1][0]))
+        table.write(bytes([layout.RESERVED]))
+    assert reader.used_again(0, key)
+    slab.data.unlink()
+    os.mkfifo(slab.data)
+    assert reader.load(spec, [key], [blank()]) == [Outcome.CORRUPT]
+    reader.close()
+    assert reader.unread == 0
 
 
 def test_of_very_many_blocks_the_most_used_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
