@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from cli_world import Hold, command, run, served
 from kvtier import Stack
 from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.cli.console import Progress
-from kvtier.cli.copying import Copied, Pace, open_sink
+from kvtier.cli.copying import Copied, Pace, Sink, open_sink
 from kvtier.cli.reader import Reader
 from kvtier.config import load
 from kvtier.core.record import HEADER_BYTES, Buffer
@@ -272,6 +272,39 @@ def test_what_cannot_be_read_is_tried_once(fresh: Path, monkeypatch: pytest.Monk
     with open_sink(load(fresh), 1, NAMESPACE, Gone(), Pace(None)) as sink:
         sink.fill([(make_keys(100), list(range(100)))], result, Progress("", 0, ""))
     assert (result.unread, result.bad, result.copied, result.not_stored) == (100, 0, 0, 0)
+
+
+def test_what_is_lost_again_before_the_end_is_not_called_stored(fresh: Path) -> None:
+    """As where others share the tier, and need the room."""
+
+    class Good(Reader):
+        def read(
+            self, numbers: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
+        ) -> list[Outcome]:
+            for key, record in zip(keys, into, strict=True):
+                fill(record, key)
+            return [Outcome.OK] * len(keys)
+
+    keys, result, bar = make_keys(8), Copied(NAMESPACE.id, asked=8), Progress("", 0, "")
+
+    def pieces(sink: Sink) -> Iterator[tuple[list[BlockKey], list[int]]]:
+        yield keys, list(range(8))
+        while len(sink.stored) < 8:
+            sink._settle(result, bar)
+        sink._tier.forget(keys[:3])
+
+    with open_sink(load(fresh), 1, NAMESPACE, Good(), Pace(None)) as sink:
+        sink.fill(pieces(sink), result, bar)
+    assert (result.copied, result.not_stored) == (5, 3)
+    assert result.bytes == sum(len(payload(key)) for key in keys[3:])
+
+
+@pytest.mark.parametrize("trouble", ["bad", "unread", "not_stored", "untold"])
+def test_a_copy_with_a_trouble_is_not_whole(trouble: str) -> None:
+    result = Copied(NAMESPACE.id, asked=2, copied=1, gone=1)
+    assert result.whole
+    setattr(result, trouble, 1)
+    assert not result.whole
 
 
 class Clock:

@@ -95,8 +95,9 @@ class TestExports:
     def test_what_a_killed_one_left_is_in_nobodys_way(self, filled: Path, tmp_path: Path) -> None:
         """In containers a command has the same process number again and again."""
         left = tmp_path / "x.kvpack.making"
-        left.write_bytes(b"x" * 1000)
+        left.write_bytes(b"x" * (1 << 20))
         assert command("export", tmp_path / "x.kvpack", "-c", filled).code == 0
+        assert (tmp_path / "x.kvpack").stat().st_size < 1 << 20
         assert not left.exists()
         assert command("clear", "--yes", "-c", filled).code == 0
         assert command("import", tmp_path / "x.kvpack", "-c", filled).code == 0

@@ -34,6 +34,14 @@ def test_a_file_that_is_there_stays(filled: Path, tmp_path: Path) -> None:
     assert command("export", file, "-c", filled, "--force").code == 0
 
 
+def test_what_a_link_of_that_name_names_stays(filled: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("mine")
+    (tmp_path / "blocks.kvpack.making").symlink_to(other)
+    assert command("export", tmp_path / "blocks.kvpack", "-c", filled).code == 1
+    assert other.read_text() == "mine"
+
+
 def test_an_empty_stack(stack_file: Path, tmp_path: Path) -> None:
     done = command("export", tmp_path / "x", "-c", stack_file)
     assert done.code == 1

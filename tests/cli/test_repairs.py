@@ -82,6 +82,7 @@ class TestVerify:
     def test_a_sample_reads_so_many(self, filled: Path) -> None:
         assert run("verify", "-c", filled, "--sample", "3")["counts"]["good"] == 3
         assert run("verify", "-c", filled, "--sample", "25%")["counts"]["good"] == 4
+        assert run("verify", "-c", filled, "--sample", "1%")["counts"]["good"] == 1
         assert "write a number" in command("verify", "-c", filled, "--sample", "0%").err
 
     @pytest.mark.parametrize(

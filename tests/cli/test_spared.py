@@ -16,12 +16,16 @@ from kvtier import Stack
 from kvtier.backends.nvme.files import hold_owner
 from kvtier.backends.object import open_for
 from kvtier.backends.object.names import description_name
-from kvtier.cli import commands, rubbish
+from kvtier.cli import commands, look_objects, rubbish
+from kvtier.cli.blocks import Proof, Prover, blocks_of
+from kvtier.cli.fill import tier_to_fill
 from kvtier.cli.hold import sparing
-from kvtier.cli.holdings import BENCH_MARK, Slab, look
+from kvtier.cli.holdings import BENCH_MARK, Slab, count_parts, look
 from kvtier.cli.trials import left_behind, new_probe, remove_left
 from kvtier.config import load
+from kvtier.core.record import Header
 from kvtier.core.slab import layout
+from kvtier.errors import KVTierError
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
@@ -133,6 +137,53 @@ def test_slabs_made_ahead_go_unless_somebody_has_them_or_a_newer_version_made_th
         os.close(fd)
     with sparing(Path(nvme.where), NAMESPACE):
         assert not any(table.exists() for table in empty)
+
+
+def test_a_model_is_in_use_if_one_of_its_slabs_is(filled: Path) -> None:
+    (nvme,) = look(load(filled), 1)
+    nvme.parts = []
+    nvme.slabs[0].in_use = True
+    count_parts(nvme)
+    assert [part.in_use for part in nvme.parts] == [True]
+
+
+@pytest.mark.parametrize("kind", ["memory", "cpu"])
+def test_no_tier_is_filled_that_keeps_nothing(filled: Path, kind: str) -> None:
+    text = filled.read_text() + "  - {kind: memory, capacity: 4MiB}\n"
+    filled.write_text(text.replace("kind: cpu,", "kind: cpu, persistence: discard,"))
+    with pytest.raises(KVTierError, match="keeps nothing"):
+        tier_to_fill(load(filled), kind)
+
+
+def test_an_object_is_not_unpacked_that_is_larger_than_its_model_says(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(stored)
+    (place,) = look(config, 2)
+    block = next(blocks_of(place))
+    settings: Any = config.tiers[2]
+    with closing(open_for(settings)) as store:
+        record = memoryview(bytearray(block.bytes))
+        store.get(block.name, [record])
+        header = Header.read(record)
+        header.payload_bytes *= 2
+        header.write(record)
+        store.put(block.name, [record])
+    monkeypatch.setattr(look_objects, "decode", lambda *_: pytest.fail("it was unpacked"))
+    verdict = Prover(config, place.namespaces).prove(block)
+    assert (verdict.proof, "does not fit" in verdict.why) == (Proof.BAD, True)
+
+
+def test_no_memory_is_taken_for_an_object_that_is_too_large_for_a_record(
+    stored: Path, tmp_path: Path
+) -> None:
+    config = load(stored)
+    (place,) = look(config, 2)
+    os.truncate(tmp_path / "store" / next(blocks_of(place)).name, 1 << 42)
+    (place,) = look(config, 2)
+    large = next(block for block in blocks_of(place) if block.bytes == 1 << 42)
+    verdict = Prover(config, place.namespaces).prove(large)
+    assert (verdict.proof, "is no record" in verdict.why) == (Proof.BAD, True)
 
 
 def test_what_somebody_tries_a_store_with_again_stays(stored: Path, tmp_path: Path) -> None:
