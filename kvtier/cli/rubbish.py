@@ -228,11 +228,9 @@ def _remove_idle_home(root: Path, home: Path, idle_s: float | None) -> bool:
 
 
 def remove_home(root: Path, home: Path) -> bool:
-    """Remove a namespace's folder and what kvtier made in it; False if somebody uses it. Slabs of
-    a newer version stay."""
+    """Remove a namespace's folder and what kvtier made in it, if it is still there; False if
+    somebody uses it. Slabs of a newer version stay."""
     with folder_locked(root):
-        if not home.exists():  # somebody else has just removed it
-            return True
         if has_live_owner(home):
             return False
         kept = {path.stem for path in slab_files(home, TABLE_SUFFIX) if is_newer(path)}

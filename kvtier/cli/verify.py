@@ -153,7 +153,7 @@ def _report(
     troubles = [trouble for place in places for trouble in place.troubles] + left
     for block, why in found.unread[:_SHOWN]:
         troubles.append(f"{block.where}: cannot be read: {why}")
-    ok = not (troubles or found.counts["unread"] or len(found.bad) > (repaired or 0))
+    ok = not (troubles or len(found.bad) > (repaired or 0))
     if json:
         bad = [
             {"tier": b.tier, "key": b.key.hex(), "namespace": b.namespace, "where": b.where}
