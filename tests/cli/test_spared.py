@@ -3,6 +3,7 @@ has begun to use, what was never asked about."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from contextlib import closing
@@ -13,19 +14,21 @@ import pytest
 from cli_world import command
 
 from kvtier import Stack
+from kvtier.backends.cpu.region import Region
 from kvtier.backends.nvme.files import hold_owner
 from kvtier.backends.object import open_for
-from kvtier.backends.object.names import description_name
+from kvtier.backends.object.claim import PREFIX
+from kvtier.backends.object.names import description_name, uses_prefix
 from kvtier.cli import commands, look_objects, rubbish
 from kvtier.cli.blocks import Proof, Prover, blocks_of
 from kvtier.cli.fill import tier_to_fill
-from kvtier.cli.hold import sparing
+from kvtier.cli.hold import remove_region, sparing
 from kvtier.cli.holdings import BENCH_MARK, Slab, count_parts, look
 from kvtier.cli.trials import left_behind, new_probe, remove_left
 from kvtier.config import load
 from kvtier.core.record import Header
 from kvtier.core.slab import layout
-from kvtier.errors import KVTierError
+from kvtier.errors import KVTierError, MediumInUse
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
@@ -86,6 +89,12 @@ def test_an_idle_namespace_of_a_store_that_is_served_again(stored: Path, tmp_pat
     ):  # manifests are young: servers of others write them
         if path.is_file() and ("claims" in path.parts or "uses" in path.parts):
             os.utime(path, (0, 0))
+    settings: Any = config.tiers[2]
+    for name in (f"{PREFIX}{NAMESPACE.id}-x", f"{uses_prefix(NAMESPACE.id)}x"):
+        with closing(open_for(settings)) as store:
+            store.put(name, [memoryview(b"x")])
+        assert not idle.remove()
+        os.utime(tmp_path / "store" / name, (0, 0))
     assert idle.remove()
     assert objects(stored) == []
 
@@ -196,6 +205,47 @@ def test_what_somebody_tries_a_store_with_again_stays(stored: Path, tmp_path: Pa
         store.put(name, [memoryview(b"12345")])
         assert not remove_left(settings, name)
         assert store.head(name) is not None
+
+
+def test_a_model_of_which_one_slab_was_used_is_not_idle(filled: Path) -> None:
+    config = load(filled)
+    (nvme,) = look(config, 1)
+    tables = [slab.table for slab in nvme.slabs]
+    assert len(tables) > 1
+    for young in tables:
+        for table in tables:
+            os.utime(table, None if table == young else (0, 0))
+        assert list(rubbish.find(config, [nvme], 3600.0)) == []
+
+
+def test_of_slabs_beyond_the_capacity_the_oldest_go_and_no_more_than_must(filled: Path) -> None:
+    config = load(filled)
+    (nvme,) = look(config, 1)
+    first, oldest, *others = nvme.slabs
+    for age, slab in enumerate((*others, first, oldest)):
+        os.utime(slab.table, (1e9 - age, 1e9 - age))
+    nvme.capacity = nvme.used - oldest.bytes
+    assert [each.where for each in rubbish.find(config, [nvme], None)] == [str(oldest.data)]
+    nvme.capacity -= 1
+    found = [each.where for each in rubbish.find(config, [nvme], None)]
+    assert found == [str(oldest.data), str(first.data)]
+
+
+def test_host_memory_that_somebody_maps_or_owns_is_in_use(filled: Path) -> None:
+    """An engine's workers outlive its scheduler by a moment."""
+    (cpu,) = look(load(filled), 0)
+    path = cpu.slabs[0].table
+    region = Region.attach(path)
+    with pytest.raises(MediumInUse):
+        remove_region(path)
+    region.close()
+    assert path.exists()
+    with path.with_suffix(".owner").open("w") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        assert look(load(filled), 0)[0].slabs[0].in_use
+        with pytest.raises(MediumInUse):
+            remove_region(path)
+    assert path.exists()
 
 
 def test_rubbish_that_goes_makes_room_for_slabs(filled: Path, tmp_path: Path) -> None:
