@@ -151,7 +151,7 @@ class OwnedRegion:
         self._disk = disk
         self._near = near
         self._huge_pages = huge_pages
-        self._lock = _lock_owner(path)
+        self._lock = lock_owner(path)
         try:
             self.region = self._open(wanted)
         except BaseException:
@@ -274,7 +274,9 @@ def _owner_path(path: Path) -> Path:
     return path.with_suffix(".owner")
 
 
-def _lock_owner(path: Path) -> int:
+def lock_owner(path: Path) -> int:
+    """Be the owner of a region, be it there or not, until this file is closed; raises MediumInUse
+    if somebody else is."""
     owner = _owner_path(path)
     while True:
         try:
@@ -353,7 +355,7 @@ def unfinished(folder: Path) -> list[Path]:
 def remove(path: Path) -> bool:
     """Delete a region and what lies beside it; False if somebody has begun to use it."""
     try:
-        lock = _lock_owner(path)
+        lock = lock_owner(path)
     except MediumError:
         return False
     try:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from kvtier.backends.cpu.region import lock_owner
 from kvtier.backends.nvme.files import is_empty, is_newer, let_go
 from kvtier.backends.nvme.folder import NvmeFolder
 from kvtier.core.disk import Disk, is_locked, lock_within
@@ -127,23 +128,28 @@ def has_owner_now(table: Path) -> bool:
 @contextlib.contextmanager
 def region_held(path: Path) -> Iterator[None]:
     """Be the owner of a CPU region that nobody maps; raises MediumInUse if somebody does."""
-    owner = path.with_suffix(".owner")
+    used = MediumInUse(f"{path} is in use: stop its engine first")
+    try:
+        owner = lock_owner(path)
+    except MediumInUse:
+        raise used from None
     with contextlib.ExitStack() as held:
-        for file in (owner, path):
-            create = os.O_CREAT if file == owner else 0
-            fd = os.open(file, os.O_RDWR | create | os.O_CLOEXEC, 0o600)
-            held.callback(os.close, fd)
-            if not lock_within(fd, fcntl.LOCK_EX, 0.0):
-                raise MediumInUse(f"{path} is in use: stop its engine first")
+        held.callback(os.close, owner)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:  # somebody else has just removed it, and needs no lock
+            path.with_suffix(".owner").unlink(missing_ok=True)
+            raise
+        held.callback(os.close, fd)
+        if not lock_within(fd, fcntl.LOCK_EX, 0.0):
+            raise used
         yield
 
 
 def remove_region(path: Path, still: Callable[[], bool] = lambda: True) -> None:
     """Delete a CPU region, if it is there and still is to be; raises MediumInUse if somebody maps
     it."""
-    if not path.exists():  # somebody else has just removed it, and to hold it would leave a lock
-        return
-    with region_held(path):
+    with contextlib.suppress(FileNotFoundError), region_held(path):
         if still():
             path.unlink(missing_ok=True)
             path.with_suffix(".owner").unlink(missing_ok=True)

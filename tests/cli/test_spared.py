@@ -6,7 +6,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from cli_world import command
 
 from kvtier import Stack
+from kvtier.backends.cpu import region
 from kvtier.backends.cpu.region import Region
 from kvtier.backends.nvme.files import hold_owner
 from kvtier.backends.object import open_for
@@ -235,10 +236,10 @@ def test_host_memory_that_somebody_maps_or_owns_is_in_use(filled: Path) -> None:
     """An engine's workers outlive its scheduler by a moment."""
     (cpu,) = look(load(filled), 0)
     path = cpu.slabs[0].table
-    region = Region.attach(path)
+    mapped = Region.attach(path)
     with pytest.raises(MediumInUse):
         remove_region(path)
-    region.close()
+    mapped.close()
     assert path.exists()
     with path.with_suffix(".owner").open("w") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
@@ -246,6 +247,27 @@ def test_host_memory_that_somebody_maps_or_owns_is_in_use(filled: Path) -> None:
         with pytest.raises(MediumInUse):
             remove_region(path)
     assert path.exists()
+
+
+def test_host_memory_that_was_made_anew_while_it_was_asked_for_stays(
+    filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock went with the old, and who has locked that has nothing."""
+    (cpu,) = look(load(filled), 0)
+    path = cpu.slabs[0].table
+    owner, lock_within = path.with_suffix(".owner"), region.lock_within
+    with ExitStack() as engine:
+
+        def late(fd: int, how: int, seconds: float) -> bool:
+            monkeypatch.undo()
+            owner.unlink()
+            fcntl.flock(engine.enter_context(owner.open("w")), fcntl.LOCK_EX)
+            return lock_within(fd, how, seconds)
+
+        monkeypatch.setattr(region, "lock_within", late)
+        with pytest.raises(MediumInUse, match="stop its engine"):
+            remove_region(path)
+        assert path.exists()
 
 
 def test_rubbish_that_goes_makes_room_for_slabs(filled: Path, tmp_path: Path) -> None:
