@@ -78,6 +78,15 @@ class TestEveryPolicy:
         trace = chats(random.Random(7), 400)
         assert replay(trace, create_policy(name), 300) == replay(trace, create_policy(name), 300)
 
+    def test_what_is_foretold_again_is_the_same(self, name: str) -> None:
+        policy = create_policy(name, 8)
+        policy.load(range(8))
+        first = policy.victims(4)
+        for count in (2, 3, 1):
+            assert policy.victims(count) == first[:count]
+        assert policy.victims(2, {first[0]}) == first[1:3]
+        assert policy.evict(3) + policy.evict(1) == first
+
     def test_nothing_happens_for_nothing(self, name: str) -> None:
         policy = create_policy(name)
         policy.use([], [], 1.0)

@@ -71,27 +71,28 @@ class S3FIFO(EvictionPolicy):
             lists.append(_MAIN if self._ghosts.take(print_) else _SMALL, slot)
 
     def victims(self, count: int, pinned: Container[int] = ()) -> list[int]:
-        slots = self._take(count, pinned)
-        for slot in slots:
-            self._lists.append(_LEAVING, slot)
-        return slots
+        lists = self._lists
+        leaving = (slot for slot in lists.from_coldest(_LEAVING) if slot not in pinned)
+        known = list(islice(leaving, max(count, 0)))
+        more = self._take(count - len(known), pinned)
+        for slot in more:
+            lists.append(_LEAVING, slot)
+        return known + more
 
     def evict(self, count: int, pinned: Container[int] = ()) -> list[int]:
-        slots = self._take(count, pinned)
-        ghosts, prints = self._ghosts, self._prints
+        slots = self.victims(count, pinned)
+        lists, ghosts, prints = self._lists, self._ghosts, self._prints
         for slot in slots:
+            lists.unlink(slot)
             if ghosts.length(_GHOSTS) == ghosts.room:
                 ghosts.drop_oldest(_GHOSTS)
             ghosts.add(_GHOSTS, prints[slot])
         return slots
 
     def _take(self, count: int, pinned: Container[int]) -> list[int]:
-        """Take up to `count` slots out of the queues, those chosen earlier first."""
+        """Take up to `count` slots out of the two queues."""
         lists = self._lists
-        leaving = (slot for slot in lists.from_coldest(_LEAVING) if slot not in pinned)
-        taken = list(islice(leaving, max(count, 0)))
-        for slot in taken:
-            lists.unlink(slot)
+        taken: list[int] = []
         # A count of uses is at most 3: who has not left after four turns is pinned.
         chances = (_USES_MAX + 1) * len(self)
         while len(taken) < count and chances > 0:
