@@ -1,5 +1,5 @@
-"""For all tests: property tests take the same examples every time, and as long as they need; and
-Ctrl-C is heard, by what is tested, too, though a shell's background ignores it."""
+"""For all tests: property tests take the same examples every time, unless they hunt, and as long as
+they need; and Ctrl-C is heard, by what is tested, too, though a shell's background ignores it."""
 
 import signal
 from collections.abc import Callable
@@ -7,17 +7,27 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvtier.testing import stateful
+
 settings.register_profile(
     "kvtier",
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],  # so may the machine be
 )
+settings.register_profile(
+    "hunt", settings.get_profile("kvtier"), derandomize=False, max_examples=1000
+)
 settings.load_profile("kvtier")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FIGURE = "figure"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--hypothesis-profile") == "hunt":
+        stateful.SETTINGS = settings(stateful.SETTINGS, derandomize=False)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from chains import REST, ChainRig, is_quiet, rule
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -256,9 +256,6 @@ def examples(count: int) -> settings:
     return settings(
         max_examples=count,
         stateful_step_count=50,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=[HealthCheck.too_slow],
     )
 
 

@@ -42,7 +42,7 @@ def step(age: float) -> int:
 
 
 class TestGhosts:
-    @settings(max_examples=200, deadline=None, derandomize=True)
+    @settings(max_examples=200)
     @given(st.lists(st.tuples(st.sampled_from("atd"), st.integers(1, 2), st.integers(0, 30))))
     def test_it_is_as_good_as_dictionaries(self, steps: list[tuple[str, int, int]]) -> None:
         room = 6

@@ -131,8 +131,6 @@ def test_every_policy_keeps_its_promises(name: str) -> None:
         settings=settings(
             max_examples=60,
             stateful_step_count=40,
-            deadline=None,
-            derandomize=True,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )
