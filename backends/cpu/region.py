@@ -151,7 +151,14 @@ class OwnedRegion:
         self._disk = disk
         self._near = near
         self._huge_pages = huge_pages
-        self._lock = lock_owner(path)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = lock_owner(path)
+        except OSError as error:
+            raise MediumError(
+                f"cannot make a CPU region in {path.parent} ({error.strerror}): "
+                "set the cpu tier's path to a folder on tmpfs where you may write"
+            ) from error
         try:
             self.region = self._open(wanted)
         except BaseException:
@@ -276,17 +283,10 @@ def _owner_path(path: Path) -> Path:
 
 def lock_owner(path: Path) -> int:
     """Be the owner of a region, be it there or not, until this file is closed; raises MediumInUse
-    if somebody else is."""
+    if somebody else is, and OSError."""
     owner = _owner_path(path)
     while True:
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(owner, _OPEN | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise MediumError(
-                f"cannot make a CPU region in {path.parent} ({error.strerror}): "
-                "set the cpu tier's path to a folder on tmpfs where you may write"
-            ) from error
+        fd = os.open(owner, _OPEN | os.O_CREAT, 0o600)
         if not lock_within(fd, fcntl.LOCK_EX, _ASKING_S):
             os.close(fd)
             raise MediumInUse(
@@ -356,7 +356,9 @@ def remove(path: Path) -> bool:
     """Delete a region and what lies beside it; False if somebody has begun to use it."""
     try:
         lock = lock_owner(path)
-    except MediumError:
+    except FileNotFoundError:  # not even its folder is there
+        return True
+    except (MediumInUse, OSError):
         return False
     try:
         if _held(path):

@@ -270,6 +270,17 @@ def test_host_memory_that_was_made_anew_while_it_was_asked_for_stays(
         assert path.exists()
 
 
+def test_what_keeps_host_memory_from_being_removed_is_said(filled: Path) -> None:
+    (cpu,) = look(load(filled), 0)
+    path = cpu.slabs[0].table
+    owner = path.with_suffix(".owner")
+    owner.unlink(missing_ok=True)
+    owner.mkdir()
+    with pytest.raises(IsADirectoryError):
+        remove_region(path)
+    assert path.exists()
+
+
 def test_rubbish_that_goes_makes_room_for_slabs(filled: Path, tmp_path: Path) -> None:
     """Slabs go only for what is beyond the capacity without it."""
     config = load(filled)
