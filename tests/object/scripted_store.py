@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from kvtier.backends.object import errors
 from kvtier.backends.object.breaker import BreakerPolicy, BreakerStore, Circuit
 from kvtier.backends.object.retry import RetryingStore, RetryPolicy
-from kvtier.backends.object.store import Buffer, GetOutcome, ObjectInfo, PutOutcome, Store
+from kvtier.backends.object.store import GetOutcome, ObjectInfo, PutOutcome, Store
 
 
 class ScriptedStore(Store):
@@ -26,50 +27,30 @@ class ScriptedStore(Store):
         if self.script and (error := self.script.pop(0)) is not None:
             raise error
 
-    def put(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        *,
-        if_absent: bool = False,
-        deadline: float | None = None,
-    ) -> PutOutcome:
+    def put(self, *_: Any, **more: Any) -> PutOutcome:
         self._step()
         return PutOutcome.STORED
 
-    def get(
-        self,
-        name: str,
-        into: Sequence[Buffer],
-        *,
-        offset: int | None = None,
-        deadline: float | None = None,
-    ) -> GetOutcome:
+    def get(self, *_: Any, **more: Any) -> GetOutcome:
         self._step()
         return GetOutcome.FOUND
 
-    def get_up_to(
-        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
-    ) -> int | None:
+    def get_up_to(self, *_: Any, **more: Any) -> int | None:
         self._step()
         return 0
 
-    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
+    def head(self, *_: Any, **more: Any) -> ObjectInfo | None:
         self._step()
         return None
 
-    def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
-    ) -> Iterator[ObjectInfo]:
+    def list(self, *_: Any, after: str = "", **more: Any) -> Iterator[ObjectInfo]:
         """Breaks after every second name while the script has errors."""
         for index, name in enumerate(name for name in self.names if name > after):
             if index == 2 and self.script:
                 self._step()
             yield ObjectInfo(name, 1, 0.0)
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, errors.StoreError]:
+    def delete(self, *_: Any, **more: Any) -> Mapping[str, errors.StoreError]:
         self._step()
         return {}
 
