@@ -36,7 +36,7 @@ class Host:
         self._map = mmap.mmap(-1, slots * slot_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._slot_bytes = slot_bytes
         self.data = memoryview(self._map)
-        self.entries = [table.FREE_ENTRY] * slots
+        self.entries = [bytes(table.ENTRY_BYTES)] * slots
 
     def record(self, slot: int) -> Buffer:
         return self.data[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]

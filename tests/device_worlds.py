@@ -144,7 +144,7 @@ class MemoryHost:
         self.memory = np.zeros(slots * self.slot_bytes + 4096, np.uint8)
         self._skip = -self.memory.ctypes.data % 4096
         self._view = self.memory.data
-        self.entries = [table.FREE_ENTRY] * slots
+        self.entries = [bytes(table.ENTRY_BYTES)] * slots
 
     def record(self, slot: int) -> Buffer:
         at = self._skip + slot * self.slot_bytes

@@ -311,9 +311,7 @@ class Keeper:
     def record(self, slab_id: int, slot: int, state: int, key: BlockKey) -> None:
         """Write an entry down soon: dropped (FREE, no key) or quarantined (BAD). News says when it
         is done; until then the slot must not be used."""
-        free = state == layout.FREE
-        entry = layout.FREE_ENTRY if free else layout.pack_entries(state, [key], 0, 0)
-        self._todo.append((slab_id, slot, entry))
+        self._todo.append((slab_id, slot, layout.pack_entries(state, [key], 0, 0)))
         self._wake.set()
 
     def release(self, slab_id: int, *, remove: bool) -> None:

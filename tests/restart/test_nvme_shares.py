@@ -117,11 +117,11 @@ def test_only_what_is_committed_has_a_key() -> None:
     half = layout.pack_entries(layout.RESERVED, [other], 0, 2)
     used = layout.pack_entries(layout.VALID, [new], 0, 1)
     used = used[: layout.USES_AT] + layout.USES.pack(7, 7) + used[layout.USES_AT + 8 :]
-    before = table(there[0], there[1], layout.FREE_ENTRY)
+    before = table(there[0], there[1], bytes(layout.ENTRY_BYTES))
     assert changes(b"", before, 3) == ([0, 1], [old, new])
-    assert changes(before, table(half, used, layout.FREE_ENTRY), 3) == ([0], [nothing])
+    assert changes(before, table(half, used, bytes(layout.ENTRY_BYTES)), 3) == ([0], [nothing])
     assert changes(before, table(there[0], there[1], half), 3) == ([2], [nothing])
-    assert changes(before, table(layout.FREE_ENTRY, there[1], there[0]), 3) == (
+    assert changes(before, table(bytes(layout.ENTRY_BYTES), there[1], there[0]), 3) == (
         [0, 2],
         [nothing, old],
     )

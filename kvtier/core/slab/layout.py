@@ -140,9 +140,6 @@ def pack_entries(state: int, keys: Sequence[BlockKey], generation: int, stored_a
     return b"".join([pack(state, len(key), 0, turn, stored_at, key) for key in keys])
 
 
-FREE_ENTRY = bytes(ENTRY_BYTES)
-
-
 def add_uses(entry: Buffer | bytes, count: int, at: int) -> bytes:
     """The statistics of an entry whose block was used so many times more, at last then."""
     _, uses = USES.unpack_from(entry, USES_AT)
