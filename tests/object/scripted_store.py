@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import clocks
 import pytest
 
 from kvtier.backends.object import errors
@@ -55,13 +56,12 @@ class ScriptedStore(Store):
         return {}
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.sleeps: list[float] = []
+class Clock(clocks.Clock):
+    """Goes on while somebody sleeps."""
 
-    def __call__(self) -> float:
-        return self.now
+    def __init__(self) -> None:
+        super().__init__()
+        self.sleeps: list[float] = []
 
     def sleep(self, seconds: float) -> None:
         self.sleeps.append(seconds)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+from clocks import Clock
 
 from kvtier.core.costs import CostModel, CostSettings, Prior
 from kvtier.core.runs import DEVICE, Run
@@ -15,14 +16,6 @@ from kvtier.core.runs import DEVICE, Run
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 4 << 20
 TOKENS_A_SECOND = 10_000.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import pytest
+from clocks import Clock
 
 from kvtier.core.costs import CostModel, CostSettings
 from kvtier.core.runs import DEVICE, Offer, Run
@@ -15,14 +16,6 @@ BLOCK_BYTES = 4 << 20
 BLOCK_SECONDS = 0.0128
 """To compute one."""
 START = 100 * BLOCK_TOKENS
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def known(clock: Clock, step: int = 2048, **links: tuple[float, float]) -> CostModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from clocks import Clock
 
 from kvtier.core.costs import CostModel
 from kvtier.core.prefill import Prefill
@@ -10,14 +11,6 @@ from kvtier.core.runs import Run
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 4 << 20
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def _serve_slow_hits(model: CostModel, clock: Clock, requests: int) -> int:
