@@ -95,6 +95,13 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
+def test_what_takes_the_room_of_others_lies_in_order(tmp_path: Path) -> None:
+    with opened(tmp_path) as tier:
+        put(tier, make_keys(8))
+        spec = tier.prepare_store(make_keys(8, start=100)).spec
+    assert spec.slots == list(range(8)), "prompts go from their ends"  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def writer(folder: Path) -> Iterator[int]:
     with child("sys.path.insert(0, 'restart')\n" + WRITER, folder) as process:

@@ -156,7 +156,8 @@ class SlabTier(Tier):
         count = min(len(new), len(free))
         self._stats.dropped += len(new) - count
         taken = new[:count]
-        slots = [free.popleft() for _ in range(count)]
+        # In order: neighbours are moved by one call, and prompts are evicted from their ends.
+        slots = sorted(free.popleft() for _ in range(count))
         for key, slot in zip(taken, slots, strict=True):
             reserved[key] = slot
             self._key_of[slot] = key
