@@ -120,13 +120,21 @@ class CudaCopier(DeviceCopier):
         self._staged = StagedPath(
             layout, self._desk, self._prover, self._slots_at, self._slot_bytes
         )
-        self._opening = self._start([self._open])
-        self._issuing = self._start([self._issue_loads, self._issue_stores] * threads)
         self._direct = DirectPath(layout, device, self._desk, open_direct) if open_direct else None
-        self._reading = self._start([self._direct.run] if self._direct else [])
-        self._landing = self._start([self._land_loads] + [self._land_stores] * threads)
+        self._opening: list[threading.Thread] = []
+        self._issuing: list[threading.Thread] = []
+        self._reading: list[threading.Thread] = []
+        self._landing: list[threading.Thread] = []
+        try:
+            self._start(self._opening, [self._open])
+            self._start(self._issuing, [self._issue_loads, self._issue_stores] * threads)
+            self._start(self._reading, [self._direct.run] if self._direct else [])
+            self._start(self._landing, [self._land_loads] + [self._land_stores] * threads)
+        except RuntimeError:  # the system gives no more threads
+            self.close()
+            raise
 
-    def _start(self, loops: Sequence[Callable[[], None]]) -> list[threading.Thread]:
+    def _start(self, started: list[threading.Thread], loops: Sequence[Callable[[], None]]) -> None:
         def run(loop: Callable[[], None]) -> None:
             try:
                 self._device.attach()
@@ -134,13 +142,10 @@ class CudaCopier(DeviceCopier):
                 logger.exception("a thread of the copier cannot use the device")
             loop()
 
-        threads = [
-            threading.Thread(target=run, args=(loop,), name="kvtier-copy", daemon=True)
-            for loop in loops
-        ]
-        for thread in threads:
+        for loop in loops:
+            thread = threading.Thread(target=run, args=(loop,), name="kvtier-copy", daemon=True)
             thread.start()
-        return threads
+            started.append(thread)
 
     def _open(self) -> None:
         """What takes long, like pinning memory, is done while the engine goes on, and its copies

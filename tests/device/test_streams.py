@@ -311,6 +311,49 @@ def test_copies_go_on_if_preparing_fails(stage: Stage, caplog: pytest.LogCapture
     assert "slower than they could be" in caplog.text
 
 
+@pytest.mark.parametrize("stage", [(0, 2)], ids=str, indirect=True)
+def test_a_copier_that_gets_too_few_threads_keeps_none(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each job opens it anew, and closes the region that those left over would go on pinning."""
+    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
+    layout = World(layout, stage.memory).addressed()
+    start = threading.Thread.start
+    started: list[threading.Thread] = []
+    opened, closed = 0, 0
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == opened:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    def on_close() -> None:
+        nonlocal closed
+        assert not any(thread.is_alive() for thread in started)
+        closed += 1
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    while True:
+        started.clear()
+        try:
+            copier = CudaCopier(
+                layout,
+                stage.device,
+                stage.host,
+                NAMESPACE,
+                prepare=threading.Event.wait,
+                on_close=on_close,
+            )
+        except RuntimeError:
+            opened += 1
+            assert closed == opened
+        else:
+            break
+    assert opened > 10
+    copier.close()
+
+
 def test_one_bad_record_does_not_stop_those_under_way(stage: Stage) -> None:
     stored(stage)
     stage.host.record(3)[5000] ^= 1
