@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from kvtier.core.disk import Disk
 from kvtier.core.record import ALIGN, HEADER_BYTES, Buffer, padded, stated_sum
+from kvtier.device.accelerator import ERRORS
 from kvtier.device.jobs import header_fits
 from kvtier.device.layout import DeviceLayout
 from kvtier.types import BlockKey, FilePlace, Outcome
@@ -30,7 +31,7 @@ class DirectFuture(Protocol):
         """Whether `get` would answer at once."""
 
     def get(self) -> int:
-        """Bytes read; raises OSError or RuntimeError."""
+        """Bytes read; raises one of `ERRORS`."""
 
 
 class DirectFile(Protocol):
@@ -50,14 +51,14 @@ class Stage(Protocol):
     address: int
 
     def checksum(self, skip: int, size: int) -> int:
-        """That of its bytes after the first `skip`; raises OSError or RuntimeError."""
+        """That of its bytes after the first `skip`; raises one of `ERRORS`."""
 
 
 class DirectDriver(Protocol):
     """What opens files and makes staging buffers."""
 
     def open(self, path: Path) -> DirectFile:
-        """Open a file; raises OSError or RuntimeError."""
+        """Open a file; raises one of `ERRORS`."""
 
     def stages(self, count: int, size: int) -> Sequence[Stage]:
         """Make staging buffers."""
@@ -98,8 +99,6 @@ class Reading(NamedTuple):
 
 
 _hanging: list[_Flight] = []
-
-_ERRORS = (OSError, RuntimeError, ValueError)
 
 _STAGING_BYTES = 256 << 20
 """The most device memory that buffers take of what the model left."""
@@ -182,12 +181,12 @@ class DirectLoader:
         start, stop = self._span(read.group)
         try:
             file = self._driver.open(Path(read.place.path))
-        except _ERRORS as error:
+        except ERRORS as error:
             return _io_error(read, error)
         stage = self._free.pop()
         try:
             future = file.pread(stage.buffer, stop - start, read.place.at + start)
-        except _ERRORS as error:
+        except ERRORS as error:
             self._free.append(stage)
             file.close()
             return _io_error(read, error)
@@ -203,7 +202,7 @@ class DirectLoader:
         skip = HEADER_BYTES + layout.part * size - self._span(read.group)[0]
         try:
             found = flight.stage.checksum(skip, size)
-        except _ERRORS as error:
+        except ERRORS as error:
             return _io_error(read, error)
         return Outcome.OK if found == stated_sum(header, layout.part) else Outcome.CORRUPT
 
@@ -243,7 +242,7 @@ def _end_of(flight: _Flight) -> Outcome:
     """Wait for a read, and close its file."""
     try:
         count = flight.future.get()
-    except _ERRORS as error:
+    except ERRORS as error:
         logger.warning("a direct read failed: %s", error)
         return Outcome.IO_ERROR
     finally:

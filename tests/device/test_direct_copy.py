@@ -204,6 +204,8 @@ FAULTS: list[tuple[str, Any, Outcome]] = [
     ("fails", OSError(5, "Input/output error"), Outcome.IO_ERROR),
     ("no_file", RuntimeError("cuFile: 5030"), Outcome.IO_ERROR),
     ("refuses", True, Outcome.IO_ERROR),
+    ("fails", MemoryError("std::bad_alloc"), Outcome.IO_ERROR),
+    ("no_file", IndexError("invalid unordered_map key"), Outcome.IO_ERROR),
     ("short", 4096, Outcome.IO_ERROR),
     ("hangs", True, Outcome.TIMEOUT),
 ]
