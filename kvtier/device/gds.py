@@ -32,8 +32,9 @@ PROBE_SECONDS = 30.0
 """Importing torch and starting a CUDA context take most of it."""
 
 _THREADS = 8
-_TASK_BYTES = 16 << 20
-"""What one thread reads at once: a record is one large piece, or a few."""
+_TASK_BYTES = 1 << 62
+"""A read is one piece, for one thread: of several, kvikio before 26.10 says that they have failed
+when one has, and goes on writing the others to a buffer that is somebody else's by then."""
 
 
 def probe(

@@ -13,13 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device_worlds import NAMESPACE, keys_of
 from fake_cufile import FakeCufile
 
+from kvtier.core.record import HEADER_BYTES, Header
 from kvtier.core.settings import Gds
 from kvtier.device import gds, gds_probe
+from kvtier.device.direct import DirectLoader, DirectRead
 from kvtier.device.gds import DeviceMemory, DirectAccess, probe
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.errors import MediumError
+from kvtier.types import FilePlace, Outcome
 
 
 def python(code: str) -> list[str]:
@@ -253,6 +257,7 @@ class Library:
     def __init__(self) -> None:
         self.set_to: dict[str, Any] = {}
         self.registered: list[int] = []
+        self.under_way = 0
         self.cuda = self.buffer = self.defaults = self
         self.uint8 = np.uint8
 
@@ -284,11 +289,35 @@ class Library:
         assert pin_memory
         return FakeTensor(np.zeros(count, dtype))
 
+    def CuFile(self, path: Path, flags: str) -> Any:  # noqa: N802
+        return SplitFile(self)
+
     def memory_register(self, tensor: Any) -> None:
         self.registered.append(tensor.numel())
 
     def memory_deregister(self, tensor: Any) -> None:
         self.registered.remove(tensor.numel())
+
+
+class SplitFile:
+    """Whose last piece cannot be read. The others are still under way then, and have no end here,
+    as with kvikio before 26.10."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def pread(self, buf: Any, size: int, file_offset: int) -> SplitFile:
+        self._library.under_way += max(0, -(-size // self._library.set_to["task_size"]) - 1)
+        return self
+
+    def done(self) -> bool:
+        return True
+
+    def get(self) -> int:
+        raise RuntimeError("KvikIO failure: Input/output error")
+
+    def close(self) -> None:
+        assert not self._library.under_way, "it is closed while it is read"
 
 
 class FakeTensor:
@@ -319,3 +348,23 @@ def test_buffers_share_one_registered_piece_of_memory(monkeypatch: pytest.Monkey
     assert library.set_to["gds_threshold"] == 0
     driver.release()
     assert library.registered == []
+
+
+def test_what_a_read_that_failed_wrote_to_is_not_written_to_any_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The next read's bytes might be overwritten after they have been proved."""
+    library = Library()
+    library.modules(monkeypatch)
+    monkeypatch.setitem(sys.modules, "kvtier.device.staging", None)
+    page = 40 << 20
+    layout = DeviceLayout((DeviceTensor(0, 1, page, page),), ((PageRef(0, page),),))
+    (key,) = keys_of(1)
+    record = memoryview(bytearray(HEADER_BYTES))
+    Header(key, NAMESPACE, page).write(record)
+    (tmp_path / "slab").write_bytes(record)
+    loader = DirectLoader(layout, gds.KvikioDriver(0), NAMESPACE, stages=1)
+    reading = loader.begin(DirectRead(FilePlace(str(tmp_path / "slab"), 0), key, 0))
+    assert loader.end(reading, float("inf")).outcome is Outcome.IO_ERROR
+    assert loader.free == 1
+    assert library.under_way == 0
