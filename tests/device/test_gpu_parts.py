@@ -7,7 +7,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.gpu import Duplex
+from benchmarks.gpu_arena import LOAD, STORE
+from kvtier.core.transfer import TransferKind
+from kvtier.device.plan import Blocks
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,3 +65,36 @@ def test_what_a_part_said_is_kept_however_it_ends(tmp_path: Path) -> None:
     assert "in hangs" in done.stderr
     names = [figure["name"] for figure in json.loads(file.read_text())]
     assert names == ["one", "two", "three", "four", "five"]
+
+
+class Arena:
+    """Whose jobs of some kinds have ended when somebody asks."""
+
+    def __init__(self, ended: set[TransferKind]) -> None:
+        self._ended = ended
+        self._kinds: list[TransferKind] = []
+
+    def submit(self, kind: TransferKind, slots: range, blocks: Blocks) -> int:
+        self._kinds.append(kind)
+        return len(self._kinds) - 1
+
+    def finished(self, names: set[int]) -> bool:
+        return all(self._kinds[name] in self._ended for name in names)
+
+    def finish(self, names: Iterable[int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("ended", "outlasted"),
+    [(set(), True), ({LOAD}, False), ({STORE}, False), ({LOAD, STORE}, False)],
+)
+def test_what_is_measured_beside_both_directions_is_doubted_once_one_has_ended(
+    ended: set[TransferKind], outlasted: bool
+) -> None:
+    duplex = Duplex.__new__(Duplex)  # otherwise it makes tensors on a device
+    arena: Any = Arena(ended)
+    duplex.arena, duplex.half, duplex.outlasted = arena, 1, True
+    duplex._loads = duplex._stores = Blocks(np.arange(1), [1], [0])
+    assert duplex.beside(lambda: (1.0,)) == (1.0,)
+    assert duplex.outlasted == outlasted
