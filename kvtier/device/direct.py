@@ -61,7 +61,7 @@ class DirectDriver(Protocol):
         """Open a file; raises one of `ERRORS`."""
 
     def stages(self, count: int, size: int) -> Sequence[Stage]:
-        """Make staging buffers."""
+        """Make staging buffers, at most so many; raises RuntimeError where there is no room."""
 
     def release(self) -> None:
         """Take back what the driver was told of them; no read may be under way."""

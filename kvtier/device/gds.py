@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 PROBE_SECONDS = 30.0
 """Importing torch and starting a CUDA context take most of it."""
 
+_SHARE = 8
+"""Buffers take at most this part of the device's memory that is free."""
 _THREADS = 8
 _TASK_BYTES = 1 << 62
 """A read is one piece, for one thread: of several, kvikio before 26.10 says that they have failed
@@ -167,7 +169,15 @@ class KvikioDriver:
 
     def stages(self, count: int, size: int) -> Sequence[Stage]:
         """Buffers in memory of their own: torch's allocator shares one piece among many tensors,
-        and what is registered for direct reads is always the whole piece."""
+        and what is registered for direct reads is always the whole piece. Fewer than asked for,
+        or RuntimeError, where that would leave the model little."""
+        free, _ = self._torch.cuda.mem_get_info(self._device)
+        count = min(count, free // _SHARE // size)
+        if count < 2:
+            raise RuntimeError(
+                f"buffers for records of {size >> 20} MiB do not fit into the "
+                f"{free >> 20} MiB that are free on the device"
+            )
         with self._torch.cuda.device(self._device):
             memory = DeviceMemory(runtime(), count * size)
         whole = self._torch.as_tensor(memory, device=self._device)

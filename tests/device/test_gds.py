@@ -258,6 +258,7 @@ class Library:
         self.set_to: dict[str, Any] = {}
         self.registered: list[int] = []
         self.under_way = 0
+        self.memory_free = 1 << 40
         self.cuda = self.buffer = self.defaults = self
         self.uint8 = np.uint8
 
@@ -278,6 +279,9 @@ class Library:
 
     def device(self, *which: Any) -> Any:
         return contextlib.nullcontext()
+
+    def mem_get_info(self, device: Any) -> tuple[int, int]:
+        return self.memory_free, 1 << 40
 
     def Stream(self, device: Any) -> object:  # noqa: N802
         return object()
@@ -363,8 +367,22 @@ def test_what_a_read_that_failed_wrote_to_is_not_written_to_any_more(
     record = memoryview(bytearray(HEADER_BYTES))
     Header(key, NAMESPACE, page).write(record)
     (tmp_path / "slab").write_bytes(record)
-    loader = DirectLoader(layout, gds.KvikioDriver(0), NAMESPACE, stages=1)
+    loader = DirectLoader(layout, gds.KvikioDriver(0), NAMESPACE, stages=2)
     reading = loader.begin(DirectRead(FilePlace(str(tmp_path / "slab"), 0), key, 0))
     assert loader.end(reading, float("inf")).outcome is Outcome.IO_ERROR
-    assert loader.free == 1
+    assert loader.free == 2
     assert library.under_way == 0
+
+
+def test_buffers_leave_most_of_the_devices_memory_to_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = Library()
+    library.modules(monkeypatch)
+    monkeypatch.setitem(sys.modules, "kvtier.device.staging", None)
+    library.memory_free = 8 * 3 * 4096
+    assert len(gds.KvikioDriver(0).stages(16, 4096)) == 3
+    assert library.registered == [3 * 4096]
+    library.memory_free -= 8 * 4096 + 1
+    with pytest.raises(RuntimeError, match="do not fit"):
+        gds.KvikioDriver(0).stages(16, 4096)
