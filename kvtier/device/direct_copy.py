@@ -17,14 +17,15 @@ from kvtier.device.accelerator import ERRORS, Accelerator
 from kvtier.device.direct import DirectLoader, DirectRead, Landing, Reading
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Pieces, describe
-from kvtier.device.work import Batch, Desk
+from kvtier.device.work import Batch, Desk, Work
 from kvtier.errors import KVTierError
 from kvtier.types import Outcome
 
 logger = logging.getLogger(__name__)
 
 _STRIKES = 3
-"""Reads that fail in a row, none of them for its record's sake, before loads go another way."""
+"""Loads that fail in a row, none of them for a record's sake, before others go another way. One
+that is late, or meets a bad disk, has many reads under way, which all fail."""
 
 
 class _UnderWay(NamedTuple):
@@ -52,6 +53,8 @@ class DirectPath:
         self._open = open_loader
         self._loader: DirectLoader | None = None
         self._failures = 0
+        self._failed: Work | None = None
+        """The last load that did."""
         self._stopped = False
 
     def stop(self) -> None:
@@ -85,7 +88,7 @@ class DirectPath:
                 break
             if loader is None or not loader.free:
                 # No read can end any more, or none could ever begin.
-                self._judge(Outcome.IO_ERROR)
+                self._judge(batch.work, Outcome.IO_ERROR)
                 self._desk.finish(batch, [Outcome.DROPPED])
                 continue
             job, (row,) = batch.work.job, batch.rows
@@ -100,7 +103,7 @@ class DirectPath:
         if landing.stage is not None:
             outcome = self._place(one.batch, landing)
             self._loader.give_back(landing.stage)
-        self._judge(outcome)
+        self._judge(one.batch.work, outcome)
         self._desk.finish(one.batch, [outcome])
 
     def _place(self, batch: Batch, landing: Landing) -> Outcome:
@@ -124,16 +127,17 @@ class DirectPath:
         del held
         return outcome
 
-    def _judge(self, outcome: Outcome) -> None:
+    def _judge(self, load: Work, outcome: Outcome) -> None:
         """Go another way once direct reads fail for no fault of their records."""
         if outcome in (Outcome.IO_ERROR, Outcome.TIMEOUT):
-            self._failures += 1
+            self._failures += load is not self._failed
+            self._failed = load
         elif outcome.ok:
-            self._failures = 0
+            self._failures, self._failed = 0, None
         if self.able and self._failures >= _STRIKES:
             self.able = False
             logger.warning(
-                "%d direct reads failed in a row: loads go through pinned memory until the engine "
-                "is started again",
+                "direct reads failed in %d loads in a row: loads go through pinned memory until "
+                "the engine is started again",
                 self._failures,
             )

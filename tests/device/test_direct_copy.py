@@ -318,6 +318,16 @@ def test_after_failures_in_a_row_no_more_are_asked_for(
     assert caplog.text.count("loads go through pinned memory") == 1
 
 
+def test_one_load_that_is_late_says_nothing_of_those_to_come(rig: Rig) -> None:
+    """It has many reads under way, all of which are given up then."""
+    for fault, value in (("hangs", True), ("fails", OSError(5, "Input/output error"))):
+        setattr(rig.driver, fault, value)
+        assert not any(outcome.ok for outcome in rig.load(1, range(4)))
+        assert rig.copier.reads_files
+        setattr(rig.driver, fault, getattr(FakeCufile, fault))
+        assert rig.load(2, range(4)) == [Outcome.OK] * 4
+
+
 def test_when_every_buffer_hangs_loads_fail_at_once(rig: Rig) -> None:
     rig.driver.hangs = True
     for name in range(4):
