@@ -157,7 +157,8 @@ class CudaCopier(DeviceCopier):
                     self._desk.fit(stage.rows)
                 pipe.use(stages)
         except ERRORS as error:
-            logger.warning("records are copied page by page and proved by the host: %s", error)
+            what = "stores" if self._loads.staged else "records"
+            logger.warning("%s are copied page by page and proved by the host: %s", what, error)
         try:
             self._prepare(self._stopping)
         except ERRORS:

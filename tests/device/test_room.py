@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from device_worlds import NAMESPACE, MemoryHost, keys_of
-from fake_device import FakeDevice
+from fake_device import FakeDevice, FakeStage
 
 from kvtier.core.record import HEADER_BYTES
 from kvtier.core.slab import layout as table
@@ -111,6 +111,25 @@ def test_a_copier_fills_its_buffers_with_no_more_than_they_hold() -> None:
     while not (results := copier.poll()):
         pass
     assert results[0].ok
+    copier.close()
+
+
+def test_room_for_loads_alone_is_told_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    """What loads take of the device may be what stores lack."""
+    _pool, layout, host, _job = setting()
+
+    class Small(FakeDevice):
+        def stages(
+            self, layout: DeviceLayout, batch_bytes: int, *, urgent: bool
+        ) -> list[FakeStage]:
+            if not urgent:
+                raise RuntimeError("they do not fit")
+            return super().stages(layout, batch_bytes, urgent=urgent)
+
+    copier = CudaCopier(layout, Small(staging=2), host, NAMESPACE)
+    assert copier.prepared.wait(60)
+    assert "stores are copied page by page and proved by the host: they do not fit" in caplog.text
+    assert (copier._loads.staged, copier._stores.staged) == (True, False)
     copier.close()
 
 
