@@ -139,10 +139,11 @@ class Lane:
         self._arrived.append(batch)
         self.wake(1)
 
-    def withdraw(self) -> list[Batch]:
-        """Take back all batches that wait for their second half."""
-        batches = list(self._arrived)
-        self._arrived.clear()
+    def withdraw(self, due: float) -> list[Batch]:
+        """Take back the batches that wait for their second half and were to end by then."""
+        batches = [each for each in self._arrived if each.job.transfer.deadline <= due]
+        for batch in batches:
+            self._arrived.remove(batch)
         return batches
 
     def staging_freed(self) -> None:

@@ -116,10 +116,8 @@ class ThreadMover(Mover):
                 return
             self._closed = True
             batches = self._stop(self._jobs.values(), Outcome.CANCELLED)
+            batches += self._withdraw(float("inf"), Outcome.CANCELLED)
             for lane in self._lanes:
-                for halfway in lane.withdraw():
-                    halfway.spoil(Outcome.CANCELLED)
-                    batches.append(halfway)
                 lane.work.notify_all()
         self._end(batches)
         until = time.monotonic() + CLOSE_SECONDS
@@ -176,18 +174,17 @@ class ThreadMover(Mover):
 
     def _settle(self, batch: Batch) -> None:
         """Under the lock: a batch has been run; pass it on, or end it and maybe its job."""
-        job = batch.job
+        job, now = batch.job, time.monotonic()
         if batch.buffers:
             if not batch.arrived and batch.moved():
                 batch.arrived = True
-                if not self._closed:
+                if not self._closed and job.transfer.deadline > now:
                     self._lanes[job.lanes[1]].arrive(batch)
                     return
-                batch.spoil(Outcome.CANCELLED)
+                batch.spoil(Outcome.CANCELLED if self._closed else Outcome.TIMEOUT)
             self._staging.give(batch.buffers)
             for lane in self._lanes:
                 lane.staging_freed()
-        now = time.monotonic()
         job.settle(now)
         if job.ended:
             self._finish(job, now)
@@ -228,6 +225,14 @@ class ThreadMover(Mover):
                 batches.append(job.cut(job.size - job.next, now, verdict))
         return batches
 
+    def _withdraw(self, due: float, verdict: Outcome) -> list[Batch]:
+        """Under the lock: take out of the queues what has come halfway and was to end by then.
+        Loads go before it, so it might wait there for much longer."""
+        batches = [batch for lane in self._lanes for batch in lane.withdraw(due)]
+        for batch in batches:
+            batch.spoil(verdict)
+        return batches
+
     def _end(self, batches: Sequence[Batch]) -> None:
         """Not under the lock, because targets are told: end batches that will not be moved."""
         for batch in batches:
@@ -237,7 +242,7 @@ class ThreadMover(Mover):
                 self._settle(batch)
 
     def _expire(self) -> None:
-        """End what is late and still queued, even when every thread of its lane hangs."""
+        """End what is late and in a queue, even when every thread of its lane hangs."""
         late = []
         with self._lock:
             now = time.monotonic()
@@ -246,6 +251,8 @@ class ThreadMover(Mover):
                 if job is not None and job.transfer.deadline <= now:
                     late.append(job)
             batches = self._stop(late, Outcome.TIMEOUT)
+            if late:
+                batches += self._withdraw(now, Outcome.TIMEOUT)
         self._end(batches)
 
     def _remember_deadline(self, transfer: Transfer) -> None:

@@ -108,6 +108,39 @@ class TestThreadMover(MoverContract):
         assert rig.results(busy, relay)[1].outcomes == [Outcome.TIMEOUT] * 4
         assert rig.empty(2, range(4))
 
+    def test_a_relay_that_is_late_halfway_ends_while_its_target_is_busy(
+        self, rig: MoverRig
+    ) -> None:
+        """A bucket that loads keep busy takes no store in: it would have no result for ever, and
+        its process be killed, with all the loads that it has."""
+        rig.fill(1, range(4))
+        rig.media[2].hold([9])
+        busy = rig.store([9], 2)
+        rig.media[2].next_call()
+        assert rig.outcomes(rig.relay(range(4), seconds=0.2)) == [Outcome.TIMEOUT] * 4
+        staging = rig.mover._staging  # type: ignore[attr-defined]
+        assert staging.free == staging.count
+        rig.media[2].release()
+        rig.results(busy)
+        assert rig.empty(2, range(4))
+
+    def test_a_relay_that_is_read_too_late_does_not_wait_for_its_target(
+        self, rig: MoverRig
+    ) -> None:
+        rig.fill(1, range(4))
+        for tier, slots in ((1, range(4)), (2, [9])):
+            rig.media[tier].hold(slots)
+        busy = rig.store([9], 2)
+        rig.media[2].next_call()
+        relay = rig.relay(range(4), seconds=0.2)
+        for _ in range(2):
+            rig.media[1].next_call()
+        assert rig.outcomes(rig.load([5], seconds=0.2)) == [Outcome.TIMEOUT]
+        rig.media[1].release()
+        assert rig.outcomes(relay) == [Outcome.TIMEOUT] * 4
+        rig.media[2].release()
+        rig.results(busy)
+
     def test_close_does_not_wait_for_ever(
         self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
