@@ -19,6 +19,9 @@ _FILES = (
 )
 """Of a control group, in the second version and in the first: its limit, what is used of it, and
 how the figures begin that count what lies below it, too."""
+_SWAP = ("memory.swap.max", "memory.swap.current")
+_BOTH = ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes", "total_")
+"""Of the swap, in the second version; in the first, of memory and swap together."""
 _HELD = ("AnonPages", "Shmem", "SUnreclaim", "PageTables", "KernelStack", "Hugetlb")
 """What nobody gives back. The system's own estimate of what is available does not know of some file
 systems' caches (ZFS): a region that fits must not be refused."""
@@ -41,11 +44,17 @@ def memory_left(root: Path = Path("/")) -> int | None:
         left = figures["MemTotal"] - sum(figures.get(name, 0) for name in _HELD)
     except (OSError, ValueError, IndexError, KeyError):
         return None
+    both = left + swap
     for group in _groups(root):
         for files in _FILES:
             with contextlib.suppress(OSError, ValueError, KeyError):
                 left = min(left, _left_of(group, *files))
-    return max(0, left) + swap
+        with contextlib.suppress(OSError, ValueError):
+            most, used = [int((group / name).read_text()) for name in _SWAP]
+            swap = min(swap, most - used)
+        with contextlib.suppress(OSError, ValueError):
+            both = min(both, _left_of(group, *_BOTH))
+    return max(0, min(both, max(0, left) + max(0, swap)))
 
 
 def memory_given(root: Path = Path("/")) -> int:

@@ -80,6 +80,28 @@ def test_control_groups_of_the_first_version(tmp_path: Path, inside: str) -> Non
     assert room.memory_left(tmp_path) == 120 * MIB
 
 
+@pytest.mark.parametrize(
+    ("limit", "used", "left"), [("0", 0, 200), (f"{50 * MIB}", 20, 230), ("max", 0, 1000)]
+)
+def test_of_the_swap_no_more_than_a_container_may_use(
+    tmp_path: Path, limit: str, used: int, left: int
+) -> None:
+    machine(tmp_path, "0::/\n", swap=800)
+    new_group(tmp_path, "", str(500 * MIB), used=300, files=0)
+    write(tmp_path, "sys/fs/cgroup/memory.swap.max", limit + "\n")
+    write(tmp_path, "sys/fs/cgroup/memory.swap.current", f"{used * MIB}\n")
+    assert room.memory_left(tmp_path) == left * MIB
+
+
+def test_of_the_swap_no_more_than_a_container_of_the_first_version_may_use(tmp_path: Path) -> None:
+    """Its limit is of memory and swap together."""
+    machine(tmp_path, "4:memory:/\n", swap=800)
+    old_group(tmp_path, "", 400 * MIB, used=300, files=20)
+    write(tmp_path, "sys/fs/cgroup/memory/memory.memsw.limit_in_bytes", f"{500 * MIB}\n")
+    write(tmp_path, "sys/fs/cgroup/memory/memory.memsw.usage_in_bytes", f"{310 * MIB}\n")
+    assert room.memory_left(tmp_path) == 210 * MIB
+
+
 def test_what_a_process_may_have_at_all(tmp_path: Path) -> None:
     machine(tmp_path, "0::/system.slice/engine.service\n")
     whole = room.memory_given(tmp_path)
