@@ -57,7 +57,10 @@ class Cascade:
     def used(self, keys: Sequence[BlockKey]) -> None:
         """A request has loaded these."""
         for link in self._links:
-            link.used(keys)
+            again = link.used(keys)
+            if again:  # what is popular is there long since, and must not take others' places
+                lacking = self._lacking(link, again)
+                link.offer(len(lacking), lacking)
 
     def forget(self, keys: Sequence[BlockKey] | None = None) -> None:
         """Do not write these, or any, that wait."""
@@ -117,12 +120,9 @@ class Cascade:
         for source in dict.fromkeys((HOST, link.source)):
             if keys:
                 keys, left = self._carry(link, source, keys, now)
-                below = self._tiers[link.target].lookup(left)
-                missing = (k for k, at in zip(left, below, strict=True) if at is Presence.MISS)
-                self._pass_on(link, list(missing))
+                self._pass_on(link, self._lacking(link, left))
         if keys:  # what was used while it was on its way up from there is not gone
-            below = self._tiers[link.target].lookup(keys)
-            link.drop("gone", below.count(Presence.MISS))
+            link.drop("gone", len(self._lacking(link, keys)))
 
     def _demote(self, link: Link, now: float) -> None:
         """Write down what eviction will take next, so that it takes nothing that is only there."""
@@ -173,5 +173,9 @@ class Cascade:
             for link in self._links:
                 link.pressed |= link.source == tier
                 if link.source == tier and link.write is WritePolicy.ON_EVICT:
-                    below = self._tiers[link.target].lookup(link.admitted(keys))
-                    link.drop("gone", below.count(Presence.MISS))
+                    link.drop("gone", len(self._lacking(link, link.admitted(keys))))
+
+    def _lacking(self, link: Link, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those that a link's tier neither has nor is about to have."""
+        below = self._tiers[link.target].lookup(keys)
+        return [key for key, at in zip(keys, below, strict=True) if at is Presence.MISS]

@@ -98,21 +98,20 @@ class Link:
         self.pressed = True
         admitted = keys if self.touches is None else self.touches.note(keys)
         if self.write is WritePolicy.THROUGH:
-            self._offer(len(keys), admitted)
+            self.offer(len(keys), admitted)
 
-    def used(self, keys: Sequence[BlockKey]) -> None:
-        """A request has loaded these, from wherever they were."""
-        if self.touches is None:
-            return
-        again = self.touches.note(keys)
-        if self.write is WritePolicy.THROUGH and again:
-            self._offer(len(again), again)
+    def used(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """A request has loaded these, from wherever they were; answers with those that are to be
+        offered for it, unless the tier has them."""
+        again = self.touches.note(keys) if self.touches is not None else []
+        return again if self.write is WritePolicy.THROUGH else []
 
     def admitted(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
         """Those that this link would take."""
         return keys if self.touches is None else self.touches.twice(keys)
 
-    def _offer(self, offered: int, admitted: Sequence[BlockKey]) -> None:
+    def offer(self, offered: int, admitted: Sequence[BlockKey]) -> None:
+        """Let those that are admitted of so many wait to be written, as far as there is room."""
         fresh = [key for key in admitted if key not in self._queued]
         taken = fresh[: self._queue_blocks - len(self._waiting)]
         self.stats.offered += offered

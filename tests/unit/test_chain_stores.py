@@ -226,6 +226,19 @@ def test_what_is_loaded_from_a_tier_is_not_dropped_on_the_way_to_it() -> None:
     assert (link.written, link.drops) == (4, {})
 
 
+def test_what_a_tier_has_keeps_nothing_from_it_though_it_is_used_again_and_again() -> None:
+    rig = ChainRig([16, 16], [rule(), rule(THROUGH, SECOND, queue_blocks=4)])
+    popular, new = rig.store(KEYS[:4]), KEYS[4:8]
+    load_once(rig, popular)
+    rig.store(new)
+    for keys in (popular, new):
+        rig.chain.begin_load(keys, "reader", FAR)
+    rig.settle()
+    assert rig.resident(1, KEYS[:8]) == KEYS[:8]
+    (link,) = rig.chain.chain_stats().links
+    assert (link.offered, link.written, link.drops) == (16, 8, {})
+
+
 def test_second_touch_admits_what_is_stored_again() -> None:
     rig = ChainRig([8, 16], [rule(), rule(THROUGH, SECOND)])
     rig.store(KEYS[:2])
