@@ -70,6 +70,7 @@ class Stack:
             raise
         self.chain = TierChain(tiers, config.tiers, self.mover, namespace, costs=costs)
         self._requests = 0
+        self._closed = False
 
     @classmethod
     def open(
@@ -189,7 +190,10 @@ class Stack:
         return self.chain.settled
 
     def close(self) -> None:
-        """Close everything; committed blocks stay in tiers that keep them."""
+        """Close everything, once; committed blocks stay in tiers that keep them."""
+        if self._closed:  # the numbers of its files may be others' by now
+            return
+        self._closed = True
         self.mover.close()
         self.chain.close()
         self.host.close()

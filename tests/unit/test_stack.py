@@ -109,6 +109,14 @@ def test_what_waits_for_a_mover_that_is_down_is_not_settled(
         assert stack.chain.tiers[1].stats().blocks == 4
 
 
+def test_a_stack_that_is_closed_twice_closes_nobody_elses_files(tmp_path: Path) -> None:
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        stack.close()
+        others = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]
+    for fd in others:
+        os.close(fd)
+
+
 def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
     with Stack.open(config(tmp_path), NAMESPACE) as stack:
         stack.store(blocks(4))
