@@ -54,8 +54,16 @@ class Cascade:
             if link.source == tier and (origin is None or link.target < origin):
                 link.committed(keys)
 
+    def used_again(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those of a prompt's that host memory has, so that it is not the first to use them, if any
+        link wants to know: it may load none of them, because the engine itself still has them."""
+        if all(link.touches is None for link in self._links):
+            return []
+        here = self._tiers[HOST].lookup(keys)
+        return [key for key, at in zip(keys, here, strict=True) if at is Presence.HIT]
+
     def used(self, keys: Sequence[BlockKey]) -> None:
-        """A request has loaded these."""
+        """A request has used these, or loads them."""
         for link in self._links:
             again = link.used(keys)
             if again:  # what is popular is there long since, and must not take others' places

@@ -344,6 +344,8 @@ class TierChain(Tier):
     def touch(self, keys: Sequence[BlockKey], start: int = 0) -> None:
         self.tiers[HOST].touch(keys, start)
         self._touches.append((keys, start))
+        if again := self._cascade.used_again(keys):
+            self._uses.append(again)
 
     def victims(self, count: int) -> list[BlockKey]:
         return self.tiers[-1].victims(count)

@@ -101,8 +101,8 @@ class Link:
             self.offer(len(keys), admitted)
 
     def used(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        """A request has loaded these, from wherever they were; answers with those that are to be
-        offered for it, unless the tier has them."""
+        """A request has used these, wherever they were; answers with those that are to be offered
+        for it, unless the tier has them."""
         again = self.touches.note(keys) if self.touches is not None else []
         return again if self.write is WritePolicy.THROUGH else []
 

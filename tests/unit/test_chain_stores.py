@@ -239,6 +239,18 @@ def test_what_a_tier_has_keeps_nothing_from_it_though_it_is_used_again_and_again
     assert (link.offered, link.written, link.drops) == (16, 8, {})
 
 
+def test_second_touch_admits_what_is_used_again_though_the_engine_has_it_itself() -> None:
+    """What is asked for most is never loaded, because an engine's own memory does not let it go."""
+    rig = ChainRig([8, 16], [rule(), rule(THROUGH, SECOND)])
+    rig.chain.touch(KEYS[:4])
+    rig.store(KEYS[:4])
+    rig.settle()
+    assert rig.resident(1, KEYS[:4]) == [], "one request has used it"
+    rig.chain.touch(KEYS[:3])
+    rig.settle()
+    assert rig.resident(1, KEYS[:4]) == KEYS[:3]
+
+
 def test_second_touch_admits_what_is_stored_again() -> None:
     rig = ChainRig([8, 16], [rule(), rule(THROUGH, SECOND)])
     rig.store(KEYS[:2])
