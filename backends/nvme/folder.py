@@ -253,13 +253,9 @@ class NvmeFolder:
         """Under the lock: the largest slab that there is room for."""
         self._sweep()
         slot_bytes = limits.slot_bytes
-        room = limits.capacity - used_bytes(self.root)
-        slots = min(slots_max, _slots_in(room, slot_bytes), SLOTS_MAX)
+        slots = self._slots_at_most(slots_max, limits)
         if slots < slots_max and self._reclaim(limits):
-            room = limits.capacity - used_bytes(self.root)
-            slots = min(slots_max, _slots_in(room, slot_bytes), SLOTS_MAX)
-        free = self.disk.free_bytes(self.root) - limits.free_floor
-        slots = min(slots, _slots_in(free, slot_bytes))
+            slots = self._slots_at_most(slots_max, limits)
         if slots < 1:
             return None
         return SlabHeader(
@@ -270,6 +266,15 @@ class NvmeFolder:
             namespace=self.namespace.digest,
             flags=FLAG_DISCARD if limits.discard else 0,
         )
+
+    def _slots_at_most(self, slots_max: int, limits: Limits) -> int:
+        room = self._bound(limits) - used_bytes(self.root)
+        return min(slots_max, _slots_in(room, limits.slot_bytes), SLOTS_MAX)
+
+    def _bound(self, limits: Limits) -> int:
+        """What the folder may hold, or can where its disk is full before that."""
+        free = self.disk.free_bytes(self.root) - limits.free_floor
+        return min(limits.capacity, used_bytes(self.root) + free)
 
     def cut_off(self, slabs: Iterable[SlabFile]) -> int:
         """Bytes that somebody has cut off these slabs: what is written next brings them back."""
@@ -339,7 +344,7 @@ class NvmeFolder:
 
     def _reclaim(self, limits: Limits) -> bool:
         wanted, keep_s = limits.slab_bytes, limits.keep_s
-        return reclaim(self.root, self.home, limits.capacity, wanted, keep_s, self.disk)
+        return reclaim(self.root, self.home, self._bound(limits), wanted, keep_s, self.disk)
 
 
 class Limits(msgspec.Struct, frozen=True):
