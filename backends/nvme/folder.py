@@ -57,6 +57,9 @@ logger = logging.getLogger(__name__)
 _MAKING = ".making"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOBODY = 0
+_SLACK_SHARE = 4
+"""This part of a slab is left free above the floor: who fell below it has given a whole one up, and
+would for the next little thing that somebody else writes there if it were made again at once."""
 
 
 class SlabFile(msgspec.Struct, frozen=True):
@@ -273,7 +276,8 @@ class NvmeFolder:
 
     def _bound(self, limits: Limits) -> int:
         """What the folder may hold, or can where its disk is full before that."""
-        free = self.disk.free_bytes(self.root) - limits.free_floor
+        floor = limits.free_floor + limits.slab_bytes // _SLACK_SHARE
+        free = self.disk.free_bytes(self.root) - floor
         return min(limits.capacity, used_bytes(self.root) + free)
 
     def cut_off(self, slabs: Iterable[SlabFile]) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import nvme_rig
+import pytest
 from nvme_rig import SMALL_FILES, Engine
 
 from kvtier.backends.nvme.files import used_bytes
@@ -37,3 +39,20 @@ def test_another_model_takes_room_from_idle_ones_on_a_full_disk(tmp_path: Path) 
     assert new.put(keys) == keys
     assert disk.free_bytes(tmp_path / "kv") >= 0
     new.close()
+
+
+def test_what_others_write_to_a_full_disk_costs_not_much_more_of_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvme_rig, "SLAB_BLOCKS", 16)
+    disk = SmallDisk(blocks=160)
+    engine = Engine(tmp_path / "kv", blocks=640, disk=disk)
+    engine.put(make_keys(160))
+    before = engine.own_slabs
+    for key in make_keys(32, start=200):
+        disk.left -= SLOT // 2  # somebody keeps a log there: in the end, of a slab's length
+        engine.keeper._full_until = 0.0
+        engine.put([key])
+    assert disk.free_bytes(tmp_path / "kv") >= 0
+    assert len(before - engine.own_slabs) <= 4
+    engine.close()

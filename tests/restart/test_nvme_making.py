@@ -70,11 +70,12 @@ def maker(tmp_path: Path) -> Iterator[Maker]:
     maker.close()
 
 
-def test_no_slab_reaches_below_the_floor(maker: Maker) -> None:
-    maker.disk.free = FLOOR + TABLE_AT + 3 * (SLOT + ENTRY_BYTES)
+def test_no_slab_reaches_below_the_floor_and_a_part_of_one_above_it(maker: Maker) -> None:
+    most = FLOOR + 2 * SLOT + TABLE_AT
+    maker.disk.free = most + 3 * (SLOT + ENTRY_BYTES)
     assert maker.make() == 3
     for short in (1, SLOT):
-        maker.disk.free = FLOOR + TABLE_AT + SLOT + ENTRY_BYTES - short
+        maker.disk.free = most + SLOT + ENTRY_BYTES - short
         assert maker.make() == 0
 
 
