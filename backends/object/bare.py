@@ -17,6 +17,7 @@ from kvtier.backends.object.claim import abandoned
 from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.names import NAMESPACE_CHARS, description_name, told_of
 from kvtier.backends.object.store import ObjectInfo, Store, check_namespaces
+from kvtier.types import Namespace
 
 GRACE_S = 3600.0
 """What is younger stays: somebody may be about to come back."""
@@ -27,7 +28,7 @@ class Bare:
 
     def __init__(self) -> None:
         self._bytes: dict[str, int] = defaultdict(int)
-        self._described: set[str] = set()
+        self._described: dict[str, int] = {}
         self._in_use: set[str] = set()
         """Namespaces with blocks, or with something that this kvtier does not know."""
 
@@ -45,11 +46,11 @@ class Bare:
         self._bytes[namespace] += info.size
         check_namespaces(self._bytes)
         if info.name == description_name(namespace):
-            self._described.add(namespace)
+            self._described[namespace] = info.size
 
-    def describes(self, namespace: str) -> bool:
-        """Whether the namespace's description lies there."""
-        return namespace in self._described
+    def describes(self, namespace: Namespace) -> bool:
+        """Whether the namespace's description lies there, in its full length."""
+        return self._described.get(namespace.id) == len(namespace.to_json())
 
     def found(self) -> dict[str, int]:
         """How many bytes tell of each namespace that has no block."""

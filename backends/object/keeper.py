@@ -116,15 +116,15 @@ class Keeper:
         generations, from any thread."""
         self._known = known
         with self._mutex:
-            self._describe()
+            self._describe(if_absent=True)
             try:
                 self._audit(stop_at=time.monotonic() + _OPEN_S)
             except Unfinished:  # the rest is listed in the background
                 self._look()
 
-    def _describe(self) -> None:
+    def _describe(self, *, if_absent: bool) -> None:
         text = memoryview(self.namespace.to_json())
-        self._store.put(description_name(self.namespace.id), [text], if_absent=True)
+        self._store.put(description_name(self.namespace.id), [text], if_absent=if_absent)
 
     def start(self) -> None:
         """Begin to work in the background."""
@@ -293,8 +293,8 @@ class Keeper:
         self._next_look = self._steady() + self.limits.refresh_s
         found = self._compare(stop_at)
         self._look()
-        if not found.bare.describes(self.namespace.id):
-            self._describe()
+        if not found.bare.describes(self.namespace):
+            self._describe(if_absent=False)  # or it is there, and cut short
         if stop_at is None:  # nobody waits for it
             self._clear_away(found.bare)
 

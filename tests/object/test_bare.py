@@ -146,6 +146,17 @@ def test_who_found_its_description_there_writes_it_again(tmp_path: Path) -> None
     rig.close()
 
 
+def test_a_description_that_was_cut_short_is_written_again(tmp_path: Path) -> None:
+    """A loss of power does that to a file that was new."""
+    retire(tmp_path).close()
+    description = tmp_path / "store" / description_name(OLD.id)
+    description.write_bytes(b"")
+    rig = Rig(FOLDER, tmp_path, blocks=8, namespace=OLD)
+    rig.settle()
+    assert description.read_bytes() == OLD.to_json()
+    rig.close()
+
+
 class Meanwhile(FileStore):
     """Something happens before a certain call of a store."""
 
@@ -224,4 +235,4 @@ def test_a_listing_finds_them(tmp_path: Path) -> None:
         found.see(info)
     assert set(found.found()) == {OLD.id}
     assert found.found()[OLD.id] > 0
-    assert found.describes(GROUPED.id)
+    assert found.describes(GROUPED)
