@@ -6,6 +6,7 @@ record, then the entry as VALID: a process that dies in between leaves a slot th
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -16,7 +17,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvtier.backends.nvme.files import DATA_SUFFIX, TABLE_SUFFIX, hold_owner, let_go
+from kvtier.backends.nvme.files import (
+    DATA_SUFFIX,
+    TABLE_SUFFIX,
+    hold_owner,
+    let_go,
+    owner_path,
+)
+from kvtier.backends.nvme.lock import has_name
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
 from kvtier.core.disk import Disk
 from kvtier.core.record import Buffer, record_bytes
@@ -343,10 +351,12 @@ class NvmeHandler(Handler):
             return True
 
     def _stop_acting(self) -> None:
-        """For owners whose mark was taken away, be it with the whole folder: their slabs may be
-        another's by now, and for each there would be a descriptor for ever."""
-        for owner in [i for i, fd in self._owners.items() if not os.fstat(fd).st_nlink]:
-            os.close(self._owners.pop(owner))
+        """For owners whose mark was taken away, be it with the whole folder, which may come back:
+        their slabs may be another's by now, and for each there would be a descriptor for ever."""
+        for owner, fd in list(self._owners.items()):
+            with contextlib.suppress(OSError):  # of what cannot be looked at nobody knows
+                if not has_name(fd, owner_path(self._home / "owners", owner)):
+                    os.close(self._owners.pop(owner))
 
     def close(self) -> None:
         with self._lock:

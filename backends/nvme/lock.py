@@ -32,7 +32,7 @@ def folder_locked(root: Path) -> Iterator[None]:
                     f"{root} is locked by a process that hangs: `fuser -v {path}` names those that "
                     "have it open; end the one that hangs"
                 )
-            if _has_name(fd, path):  # else somebody has removed it: others take another by now
+            if has_name(fd, path):  # else somebody has removed it: others take another by now
                 yield
                 return
         finally:
@@ -40,7 +40,8 @@ def folder_locked(root: Path) -> Iterator[None]:
             os.close(fd)
 
 
-def _has_name(fd: int, path: Path) -> bool:
+def has_name(fd: int, path: Path) -> bool:
+    """Whether this is still the file of that name; raises OSError if it cannot be looked at."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:

@@ -158,3 +158,21 @@ def test_becoming_an_owner_again_may_fail_and_be_tried_again(
     assert engine.put(keys) == keys
     assert engine.read(keys) == keys
     engine.close()
+
+
+def test_a_folder_that_was_away_is_filled_again_when_it_is_back(tmp_path: Path) -> None:
+    """Its disk was taken off, say, and blocks were kept in the bare mount point meanwhile."""
+    root, away = tmp_path / "kv", tmp_path / "away"
+    engine = Engine(root)
+    keys = make_keys(16)
+    engine.put(keys)
+    root.rename(away)
+    meanwhile = make_keys(4, start=50)
+    assert engine.put(meanwhile) == meanwhile
+    root.rename(tmp_path / "bare")
+    away.rename(root)
+    assert engine.read(keys) == keys
+    new = make_keys(8, start=100)
+    assert engine.put(new) == new
+    assert engine.read(new) == new
+    engine.close()
