@@ -31,6 +31,7 @@ import msgspec
 from kvtier.backends.object import writers
 from kvtier.backends.object.budget import UNLIMITED, Budget, Standing, clock
 from kvtier.backends.object.claim import ALONE, CLOSED, SHARING, Claim, Writer, by_writer, writer_of
+from kvtier.backends.object.errors import StoreFull
 from kvtier.backends.object.store import Store
 from kvtier.core.settings import ByteSize
 
@@ -84,9 +85,9 @@ class Claims:
     # -- renewing --------------------------------------------------------------------------------
 
     def renew(self) -> tuple[Standing | None, list[str]]:
-        """Claim what is needed and see whether it fits (None: the store does not list it yet); also
-        the claims of the dead, which `bury` takes after an audit. Raises StoreError. What manifests
-        say must be read after it."""
+        """Claim what is needed and see whether it fits (None: the store does not list it yet, or is
+        so full that it takes no claim); also the claims of the dead, which `bury` takes after an
+        audit. Raises StoreError. What manifests say must be read after it."""
         seen = self._read()
         if self._is_lost(seen):
             self._begin_anew()  # somebody took us for dead
@@ -96,7 +97,10 @@ class Claims:
             alone = not self._neighbours(seen)
             wish = self._wish(seen, alone=alone)
             if self._mine is None or self._due() or (self._shown and not self._suits(wish)):
-                seen = self._publish(wish)
+                try:
+                    seen = self._publish(wish)
+                except StoreFull:  # nothing can be stored, and all that is there be served
+                    return None, []
             if alone == (not self._neighbours(seen)):
                 break  # else somebody came or went at this moment
         if not self._shown:

@@ -8,6 +8,7 @@ but memory for what is still to be written down.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import random
@@ -22,7 +23,7 @@ from kvtier.backends.object.bare import Bare
 from kvtier.backends.object.breath import Breath
 from kvtier.backends.object.budget import Budget, Standing
 from kvtier.backends.object.claims import Claims
-from kvtier.backends.object.errors import EndlessListing, StoreError
+from kvtier.backends.object.errors import EndlessListing, StoreError, StoreFull
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.leash import Leash
 from kvtier.backends.object.limits import Limits
@@ -116,7 +117,8 @@ class Keeper:
         generations, from any thread."""
         self._known = known
         with self._mutex:
-            self._describe(if_absent=True)
+            with contextlib.suppress(StoreFull):  # what is there can be served even so
+                self._describe(if_absent=True)
             try:
                 self._audit(stop_at=time.monotonic() + _OPEN_S)
             except Unfinished:  # the rest is listed in the background

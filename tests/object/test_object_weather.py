@@ -165,6 +165,26 @@ def test_a_full_store_drops_stores_and_serves_on(pair: Pair) -> None:
     assert pair.tier.stats().dropped == 2
 
 
+def test_who_starts_beside_a_full_store_serves_what_is_there(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys(4)
+    pair.put(keys)
+    pair.settle()
+
+    def full(*_: object, **__: object) -> PutOutcome:
+        raise StoreFull("full: not even an empty object may be added")
+
+    monkeypatch.setattr(FileStore, "put", full)
+    late = Pair(tmp_path)
+    assert late.get(keys) == [Outcome.OK] * 4
+    assert late.tier.prepare_store(make_keys(1, start=50)).keys == []
+    monkeypatch.undo()
+    late.settle()
+    assert late.get(keys) == [Outcome.OK] * 4
+    late.close()
+
+
 def test_a_machine_that_slept_between_two_blocks_writes_no_more(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
