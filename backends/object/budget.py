@@ -122,6 +122,16 @@ class Budget:
             self._credit -= self._held
             return granted, now.lease_until
 
+    def within_reach(self, blocks: int) -> int:
+        """For how many of so many blocks evicting others makes room. For none without a claim that
+        is still good, or where there is too much already: everything would go for nothing."""
+        with self._lock:
+            now = self._standing
+            there = self.used + self.dying + self.hidden + now.dead
+            if not now.alone or self._clock() >= now.lease_until or there > now.cap:
+                return 0
+            return min(blocks, max(0, now.claim - self._pending) // self._block_bytes)
+
     def give_back(self) -> None:
         with self._lock:
             self._give_back()

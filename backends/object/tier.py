@@ -86,13 +86,11 @@ class ObjectTier(ObjectCatalogue):
     def _evict(self, count: int, spared: Sequence[BlockKey]) -> list[BlockKey]:
         """Blocks are of different sizes: evict until there is room for so many more. Beside other
         writers nothing is won by it: they may be evicting the very same blocks."""
-        if not self._budget.alone:
-            return []
         wanted = len(self._free) + count
         evicted: list[BlockKey] = []
-        while self._budget.alone and len(self._free) < wanted:
+        while (missing := self._budget.within_reach(wanted) - len(self._free)) > 0:
             before = self._budget.used
-            some = super()._evict(wanted - len(self._free), spared)
+            some = super()._evict(missing, spared)
             self._victim_bytes += before - self._budget.used
             if not some:
                 break

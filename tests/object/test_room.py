@@ -67,14 +67,17 @@ class World:
         entries = Journal(self.store, NAMESPACE).everything()
         return dict(zip(keys_of(entries), entries["kind"].tolist(), strict=True))
 
-    def hear(self, cap: int) -> None:
+    def hear(
+        self, cap: int, claim: int = ROOM, dead: int = 0, lease_until: float = math.inf
+    ) -> None:
         """So many blocks are all that we may hold, alone."""
         standing = Standing(
             alone=True,
-            claim=ROOM * RECORD,
+            claim=claim * RECORD,
+            dead=dead * RECORD,
             cap=cap * RECORD,
-            measured=True,
-            lease_until=math.inf,
+            measured=cap > 0,
+            lease_until=lease_until,
             serial=self.budget.serial,
         )
         self.keeper.news.append(News(standing=standing))
@@ -260,6 +263,33 @@ def test_who_evicts_though_he_has_less_than_half_wants_room_of_others(
     assert world.counted() == (cap, 0, 0)
     assert len(world.tier.prepare_store(NEW[:1]).evicted) == 1
     assert world.keeper._claims.hungry == hungry
+
+
+@pytest.mark.parametrize(
+    ("heard", "dying"),
+    [
+        ({"cap": ROOM, "lease_until": 1.0}, 0),  # the store was away for long, or the machine slept
+        ({"cap": ROOM, "claim": 0}, 0),  # so much was stored at once
+        ({"cap": 0}, 0),  # nobody has listed everything yet
+        ({"cap": ROOM, "dead": 1}, 0),  # nor what is there of a server that died
+        ({"cap": ROOM}, 1),  # the store has still to delete what was too much
+    ],
+)
+def test_nothing_is_evicted_where_that_makes_no_room(
+    world: World, heard: dict[str, Any], dying: int
+) -> None:
+    world.hear(**heard)
+    world.budget.dying = dying * RECORD
+    reservation = world.tier.prepare_store(NEW)
+    assert (reservation.keys, reservation.evicted) == ([], [])
+    assert world.tier.lookup(OLD) == [Presence.HIT] * ROOM
+    assert world.tier.stats().dropped == ROOM
+
+
+def test_no_more_is_evicted_than_the_claim_has_room_for(world: World) -> None:
+    world.hear(ROOM, claim=2)
+    assert len(world.tier.prepare_store(NEW).keys) == 2
+    assert world.tier.lookup(OLD).count(Presence.HIT) == ROOM - 2
 
 
 def test_what_was_evicted_and_is_not_room_enough_is_deleted_all_the_same(world: World) -> None:
