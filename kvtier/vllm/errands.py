@@ -108,7 +108,8 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
                 self._unsubmitted_store_jobs.append((job_id, entry.src_spec, entry.dst_spec))
         self._submit_stores()
         if flushed:
-            self.worker.make_way(flushed)
+            # At a reset all loads are among them. Requests keep the blocks that theirs go to.
+            self.worker.make_way(flushed - self._load_jobs.keys())
         if kv_connector_metadata.load_jobs:
             self.worker.begin_step()
 

@@ -20,6 +20,7 @@ PROMPTS = [prompt(500 + seed, 1100) for seed in range(5)]
 HIT = 1024
 PAUSE_S = 0.2
 TOKENS = 16
+SOON_S = 60.0
 
 
 class Sleeper:
@@ -170,6 +171,25 @@ def test_reset_while_it_loads_and_stores(sleeper: Sleeper) -> None:
     engine.forget_everything()
     assert [sleeper.ask(3), sleeper.ask(4)] == [0, 0]
     sleeper.known(3)
+
+
+def test_nobody_waits_for_what_loads_at_a_reset(sleeper: Sleeper) -> None:
+    """It has blocks of its own: others are computed while a tier does not answer."""
+    engine = sleeper.engine
+    computed, loaded = (sleeper.expected[sleeper.own][each]["tokens"] for each in (4, 3))
+    sleeper.known(3)
+    mover = engine.mover()
+    engine.forget_engine_cache()
+    engine.clear(tier=0)
+    os.kill(mover, signal.SIGSTOP)
+    engine.begin(prompt=PROMPTS[3], tokens=TOKENS)
+    engine.forget_everything()
+    try:
+        engine.call("begin", seconds=SOON_S, prompt=PROMPTS[4], tokens=TOKENS)
+        assert engine.end()["tokens"] == computed
+    finally:
+        os.kill(mover, signal.SIGCONT)
+    assert engine.end()["tokens"] == loaded
 
 
 def test_a_reset_right_after_another(sleeper: Sleeper) -> None:
