@@ -385,7 +385,8 @@ class ChainManager:
         self._epoch = os.urandom(16)
         self.chain.clear()
         for state in self._requests.values():
-            state.positions, state.hits, state.kept, state.waits = -1, None, False, False
+            state.positions, state.hits = -1, None
+            state.kept = state.waits = state.expected = False
         logger.info("cache reset: all tiers were emptied, and later blocks are for this run only")
 
     def close(self) -> None:

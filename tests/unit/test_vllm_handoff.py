@@ -208,10 +208,13 @@ def test_a_prompt_that_ends_with_a_block(disk: Stack, shapes: tuple[Shape, ...],
 
 def test_after_a_reset_engines_find_nothing_of_each_other(disk: Stack) -> None:
     engine = Answering(disk, (FULL,))
+    ends = engine.asking.keys(8)
     engine.comes("before")
     assert engine.made.hands_over("before")
+    assert engine.waits("before", ends)
     engine.made.reset()
     assert not engine.made.hands_over("before")
+    assert not engine.waits("before", ends)
     engine.comes("after")
     assert not engine.waits("after", engine.asking.keys(8))
     assert not engine.made.hands_over("after")
