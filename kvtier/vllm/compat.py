@@ -204,6 +204,12 @@ def prompt_ends(connector: Any, request: Any) -> Mapping[bytes, int]:
     return positions(connector.connector_scheduler._req_status[request.request_id].req_context)
 
 
+def being_loaded(connector: Any) -> Collection[bytes]:
+    """The keys that vLLM does not let a second request load, nor compute."""
+    scheduler = connector.connector_scheduler
+    return getattr(scheduler, "_chunks_being_loaded", None) or ()
+
+
 def blurred(connector: Any, scheduled: Any) -> list[str]:
     """All requests without an adapter, if this step computes such beside others with one."""
     statuses = connector.connector_scheduler._req_status

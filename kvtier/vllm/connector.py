@@ -215,15 +215,15 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         limit = compat.load_limit(self, request, num_computed_tokens)
         scarce = self._may_lack_blocks(request)
         self._manager.asks(request.request_id, num_computed_tokens, limit, scarce)
-        ends = compat.prompt_ends(self, request)
-        if self._manager.still_waits(request.request_id, ends):
+        ends, loading = compat.prompt_ends(self, request), compat.being_loaded(self)
+        if self._manager.still_waits(request.request_id, ends, loading):
             self._manager.put_off(request.request_id)
             return None, False
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
         if found[0] is None:
-            self._manager.put_off(request.request_id)
+            self._manager.put_off(request.request_id, loading)
         else:
             self._manager.uses(request.request_id, ends)
         compat.part_at(request, self._manager.junction(request.request_id))

@@ -107,15 +107,17 @@ class ChainManager:
             self.costs.observe_waiting(self._crowd.behind)
         state.start, state.limit, state.hits, state.junction = start, limit, None, 0
 
-    def put_off(self, request: str) -> None:
-        """It has to wait for what is being copied, and will be asked about again."""
+    def put_off(self, request: str, loading: Collection[bytes] = ()) -> None:
+        """It has to wait for what is being copied (`loading` from the tiers), and will be asked
+        about again."""
         self._crowd.put_off(request)
+        self._room.joins(self._state(request), self.shapes, loading)
 
     def scheduled(self, request: str) -> None:
         """It has its blocks: for a load, or to be computed."""
         self._crowd.scheduled(request)
         state = self._state(request)
-        state.waits_since, state.expected = None, False
+        state.waits_since, state.expected, state.joined = None, False, None
 
     def lookup(self, key: bytes, request: str, ends: Mapping[bytes, int]) -> bool | None:
         """Whether a block is here, can be taken in, and is worth its load; None if the request had
@@ -135,11 +137,11 @@ class ChainManager:
     def _answer(self, request: str, state: RequestState, ends: Mapping[bytes, int]) -> set[bytes]:
         """Decide on all of a request: its hits, and whether it waits."""
         state.arrange(self.shapes, ends, self._epoch)
-        spare, state.shortage = self._room.spare(), None
+        state.spare, state.shortage, state.joined = self._room.spare(), None, None
         state.waits = self._arrivals.awaits(request, state, self.shapes)
         state.hits = set() if state.waits else self._look_up(state)
         if not state.waits and state.decision.cramped and self._loading:
-            state.waits = self._room.awaits(request, state, state.end(self.shapes), spare)
+            state.waits = self._room.awaits(request, state, state.end(self.shapes))
         return state.hits
 
     def expect(self, request: str) -> None:
@@ -152,11 +154,13 @@ class ChainManager:
         state = self._requests.get(request)
         return state is not None and state.kept and not self._epoch
 
-    def still_waits(self, request: str, ends: Mapping[bytes, int]) -> bool:
+    def still_waits(
+        self, request: str, ends: Mapping[bytes, int], loading: Collection[bytes] = ()
+    ) -> bool:
         """Whether one that was told to ask again has to, before all of its keys are looked up."""
         state = self._state(request)
         if not state.waits or state.refused:
-            return False
+            return not state.refused and self._room.still_joins(state, loading)
         if self._arrivals.still_waits(state):
             return True
         if not (self._loading and self._room.still_awaits(request, state)):
@@ -385,7 +389,7 @@ class ChainManager:
         self._epoch = os.urandom(16)
         self.chain.clear()
         for state in self._requests.values():
-            state.positions, state.hits = -1, None
+            state.positions, state.hits, state.joined = -1, None, None
             state.kept = state.waits = state.expected = False
         logger.info("cache reset: all tiers were emptied, and later blocks are for this run only")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -32,6 +32,17 @@ class Shortage(NamedTuple):
     spare: Sequence[int]
     taken: Sequence[int]
     """What of it was promised to the request all the same: nobody who asks later is to have it."""
+
+
+class Joined(NamedTuple):
+    """What a request asked for when it was put off for a block that is loaded for another."""
+
+    start: int
+    limit: int
+    key: bytes
+    """The block, as vLLM knows it."""
+    taken: Sequence[int]
+    """The room that was promised to the request."""
 
 
 class RequestState(msgspec.Struct):
@@ -66,6 +77,10 @@ class RequestState(msgspec.Struct):
     waits_since: float | None = None
     shortage: Shortage | None = None
     """Of room, where it waits for that."""
+    spare: Sequence[int] = ()
+    """The room that there was when it was looked up last."""
+    joined: Joined | None = None
+    """Where vLLM puts it off, though it is told of hits."""
     expected: bool = False
     """Another engine has computed its prompt, and not all of it has come into a tier."""
     expected_since: float = 0.0
@@ -131,6 +146,17 @@ class RequestState(msgspec.Struct):
             for at in span.needed(self.start, stop)
         )
         return {key: begin for begin, key in needed}, stop
+
+    def shared(self, shapes: Mapping[int, Shape], loading: Collection[bytes]) -> bytes | None:
+        """A block of its hits that is being loaded for another. Of windows, of which a hit takes
+        the ends alone, it need not be one of its load."""
+        hits: Collection[bytes] = (self.hits if loading else None) or ()
+        for group, asked, _ in self.columns if hits else ():
+            tokens, window, _ = shapes[group]
+            for key in asked[self.start // tokens :] if window is None else ():
+                if key in loading and key in hits:
+                    return key
+        return None
 
     def hangs_on(
         self, shapes: Mapping[int, Shape], wanted: list[BlockKey], lower: Container[BlockKey]

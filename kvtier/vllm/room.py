@@ -6,12 +6,13 @@ is no more room than when one was told to wait, nobody need look for its blocks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from kvtier.core.offers import Shape
 from kvtier.core.promises import Promises
 from kvtier.vllm.crowd import Crowd
 from kvtier.vllm.patience import Patience
-from kvtier.vllm.requests import RequestState, Shortage
+from kvtier.vllm.requests import Joined, RequestState, Shortage
 
 
 class Room:
@@ -29,15 +30,37 @@ class Room:
         """What can still be promised in this step."""
         return self._promises.spare()
 
-    def awaits(self, request: str, state: RequestState, end: int, spare: Sequence[int]) -> bool:
-        """Whether a request, of whose prompt up to `end` not all could be promised though so much
-        was spare, had better wait: there will be more room soon."""
+    def awaits(self, request: str, state: RequestState, end: int) -> bool:
+        """Whether a request, of whose prompt up to `end` not all could be promised, had better
+        wait: there will be more room soon."""
         if state.waits_since is None:
             state.waits_since = self._clock()
-        pairs = zip(spare, self.spare(), strict=True)
-        taken = [max(0, before - left) for before, left in pairs]
-        state.shortage = Shortage(state.start, state.limit, min(state.limit, end), spare, taken)
+        end, taken = min(state.limit, end), self._taken(state.spare)
+        state.shortage = Shortage(state.start, state.limit, end, state.spare, taken)
         return self._waits(request, state)
+
+    def joins(
+        self, state: RequestState, shapes: Mapping[int, Shape], loading: Collection[bytes]
+    ) -> None:
+        """vLLM puts off a request with hits: for one of the blocks that are being loaded."""
+        key = state.shared(shapes, loading)
+        if key is not None:
+            taken = self._taken(state.spare)
+            state.joined = Joined(state.start, state.limit, key, taken)
+
+    def still_joins(self, state: RequestState, loading: Collection[bytes]) -> bool:
+        """Whether it will be put off again: it asks for the same, and that block is not here."""
+        joined = state.joined
+        asked = (state.start, state.limit)
+        if joined is None or joined.key not in loading or (joined.start, joined.limit) != asked:
+            return False
+        self._promises.withhold(joined.taken)
+        return True
+
+    def _taken(self, spare: Sequence[int]) -> list[int]:
+        """How much was promised since so much was spare."""
+        pairs = zip(spare, self.spare(), strict=True)
+        return [max(0, before - left) for before, left in pairs]
 
     def still_awaits(self, request: str, state: RequestState) -> bool:
         """Whether it would be told so again: it asks for the same, and nothing was set free."""

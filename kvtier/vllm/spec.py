@@ -126,14 +126,16 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         return self._manager.hands_over(request)
 
     @guarded(lambda: False)
-    def still_waits(self, request: str, ends: Mapping[bytes, int]) -> bool:
+    def still_waits(
+        self, request: str, ends: Mapping[bytes, int], loading: Collection[bytes]
+    ) -> bool:
         """Whether it was told to ask again, and has to wait on."""
-        return self._manager.still_waits(request, ends)
+        return self._manager.still_waits(request, ends, loading)
 
     @guarded(lambda: None)
-    def put_off(self, request: str) -> None:
+    def put_off(self, request: str, loading: Collection[bytes] = ()) -> None:
         """The engine asks about it again when something has been copied."""
-        self._manager.put_off(request)
+        self._manager.put_off(request, loading)
 
     @guarded(lambda: None)
     def scheduled(self, request: str) -> None:

@@ -312,6 +312,22 @@ class Host(Slowed):
         self._vllm_manager._meter._unread = True  # else there is nothing to do, and no step
         self._step()
 
+    def looks(self, steps: int) -> int:
+        """How often a request is looked up in so many steps."""
+        manager, looked = self._manager, 0
+        look_up = manager._look_up
+
+        def counted(state: Any) -> Any:
+            nonlocal looked
+            looked += 1
+            return look_up(state)
+
+        manager._look_up = counted
+        for _ in range(steps):
+            self._step()
+        manager._look_up = look_up
+        return looked
+
     def record_crowds(self) -> None:
         """Note how many wait behind each request that the engine asks about, from now on; and load
         nothing more to see how long it takes: what is given up is asked about again."""

@@ -343,6 +343,82 @@ def test_those_who_wait_for_room_are_not_looked_up_in_each_step(
         assert asking.hit("c", prompts["c"], 4 * CHUNK + 1) == 4 * CHUNK
 
 
+def test_those_who_wait_for_anothers_load_are_not_looked_up_in_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM puts off all whose prompts begin like one that is being loaded. Nobody behind them gets
+    the room that there is for the rest of theirs."""
+    looks = []
+    plain = TierChain.worth
+
+    def worth(chain: TierChain, *question: Any) -> int:
+        looks.append(question)
+        return plain(chain, *question)
+
+    monkeypatch.setattr(TierChain, "worth", worth)
+    with Stack.open(small_above_large(tmp_path), TWO_GROUPS) as stack:
+        asking = manager(stack, FULL)
+        made = asking.manager
+        longer, other = asking.keys(5), asking.keys(6, first=100)
+        shared = dict(list(longer.items())[:3])
+        on_disk(stack, longer, other)
+        assert asking.hit("a", shared, 3 * CHUNK + 1) == 3 * CHUNK
+        errand = made.prepare_load(list(shared), "a")
+        assert stack.settle(), "of 13 slots ten are left"
+        made.on_schedule_end()
+        assert asking.hit("b", longer, 5 * CHUNK + 1) == 5 * CHUNK
+        made.put_off("b", shared)
+
+        def still_waits(start: int = 0) -> bool:
+            made.on_schedule_end()
+            made.asks("b", start, 5 * CHUNK + 1)
+            return made.still_waits("b", longer, shared)
+
+        asked = len(looks)
+        assert still_waits()
+        made.put_off("b", shared)
+        assert still_waits()
+        assert len(looks) == asked
+        assert None in asking.answers("c", other, 6 * CHUNK + 1), "five of ten are for the first"
+        assert not still_waits(CHUNK), "the engine has computed a part of it for another"
+        assert still_waits()
+        made.report(errand.number, Report(1))
+        made.asks("b", 0, 5 * CHUNK + 1)
+        assert not made.still_waits("b", longer)
+        made.on_schedule_end()
+        assert asking.hit("b", longer, 5 * CHUNK + 1) == 5 * CHUNK
+        made.scheduled("b")
+        assert not still_waits()
+
+
+@pytest.mark.parametrize("shapes", [(FULL,), (WINDOW, FULL), (STATE, FULL)])
+def test_who_waits_for_anothers_load_is_looked_up_if_it_need_not_be_for_that(
+    stack: Stack, shapes: tuple[Shape, ...]
+) -> None:
+    """Of windows nobody knows which of their blocks a load takes before it begins."""
+    asking = manager(stack, *shapes)
+    made = asking.manager
+    ends = asking.keys(6)
+    stored(stack, ends)
+    full = [key for key in ends if made.shapes[group_of(BlockKey(key))].window is None]
+    unknown = BlockKey(full[5][::-1])
+
+    def waits(name: str, *loading: bytes, start: int = 0) -> bool:
+        assert asking.hit(name, ends, 6 * CHUNK + 1, start) == 6 * CHUNK
+        made.put_off(name, set(loading))
+        made.on_schedule_end()
+        made.asks(name, start, 6 * CHUNK + 1)
+        return made.still_waits(name, ends, set(loading))
+
+    assert waits("its end", full[5])
+    assert waits("its beginning", full[0])
+    assert not waits("nothing")
+    assert not waits("what the engine has", full[0], start=CHUNK)
+    assert waits("what it has not", full[0], full[1], start=CHUNK)
+    assert not waits("another's", unknown)
+    assert not waits("windows", *(ends.keys() - full))
+
+
 def test_one_that_waits_for_room_is_looked_up_when_it_asks_for_less(tmp_path: Path) -> None:
     with Stack.open(small_above_large(tmp_path), TWO_GROUPS) as stack:
         asking = manager(stack, FULL)

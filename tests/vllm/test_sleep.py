@@ -173,6 +173,24 @@ def test_reset_while_it_loads_and_stores(sleeper: Sleeper) -> None:
     sleeper.known(3)
 
 
+def test_those_who_wait_for_anothers_load_cost_the_others_nothing(sleeper: Sleeper) -> None:
+    """vLLM asks about each of them in every step, and its prompt may be long."""
+    engine = sleeper.engine
+    sleeper.known(3)
+    mover = engine.mover()
+    engine.forget_engine_cache()
+    engine.clear(tier=0)
+    os.kill(mover, signal.SIGSTOP)
+    try:
+        for _ in range(2):
+            engine.begin(prompt=PROMPTS[3], tokens=TOKENS)
+        assert engine.looks(steps=5) == 0
+    finally:
+        os.kill(mover, signal.SIGCONT)
+    expected = sleeper.expected[sleeper.own][3]["tokens"]
+    assert [engine.end()["tokens"], engine.end()["tokens"]] == [expected, expected]
+
+
 def test_nobody_waits_for_what_loads_at_a_reset(sleeper: Sleeper) -> None:
     """It has blocks of its own: others are computed while a tier does not answer."""
     engine = sleeper.engine
