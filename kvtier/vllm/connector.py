@@ -235,6 +235,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         return self._pool is None or self._pool.get_num_free_blocks() < 2 * needed
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._filled = self._fills  # by what is computed, or loaded; by other connectors, too
         self._manager.scheduled(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -262,7 +263,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._resting.looked_at(step)
         self._manager.step_began(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens:
-            self._computed, self._filled = True, self._fills
+            self._computed = True
         self._waits = self._spins and not scheduler_output.total_num_scheduled_tokens
         self._steps.begin(meta, self._manager.give_up())
         return meta

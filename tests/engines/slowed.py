@@ -14,12 +14,14 @@ class Slowed:
 
     _manager: Any
     _core: Any
+    _connector_worker: Any
 
     def __init__(self) -> None:
         self._copied = 0
         self._gather: Any = None
         self._read: Any = None
-        self._going_on = threading.Event()
+        self._scatter: Any = None
+        self._going_on, self._going_in = threading.Event(), threading.Event()
 
     def slow_stores(self, pause: float) -> None:
         """Let each block's way out of the device take so long."""
@@ -65,6 +67,28 @@ class Slowed:
             return number
 
         self._manager.give_up = some
+
+    def hold_loads(self) -> None:
+        """Let no block go into the device, until told to."""
+        from kvtier.device.cpu_copy import PageCopier
+
+        scatter = self._scatter = PageCopier.scatter
+
+        def later(*arguments: Any) -> None:
+            self._going_in.wait()
+            scatter(*arguments)
+
+        self._going_in.clear()
+        PageCopier.scatter = later  # type: ignore[method-assign]
+
+    def let_loads_go(self) -> None:
+        """Let all go in that were held, and wait until they have; the engine hears of it later."""
+        from kvtier.device.cpu_copy import PageCopier
+
+        PageCopier.scatter = self._scatter  # type: ignore[method-assign]
+        self._going_in.set()
+        copies = self._connector_worker.worker._worker
+        copies.wait(set(copies._numbers))
 
     def hold_reads(self) -> None:
         """Let no read of a disk in this process go on, until told to."""

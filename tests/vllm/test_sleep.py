@@ -282,3 +282,24 @@ def test_what_the_engine_kept_of_other_weights_is_not_stored(sleeper: Sleeper) -
     sleeper.engine.take_weights(folder=str(sleeper.own))
     sleeper.weights = sleeper.own
     assert sleeper.engine.forget_engine_cache()
+
+
+def test_what_was_loaded_when_other_weights_came_is_not_stored(sleeper: Sleeper) -> None:
+    """The engine, which keeps nothing yet, hears of it later: and serves it until it is reset."""
+    engine = sleeper.engine
+    sleeper.known(3)
+    assert engine.forget_engine_cache()
+    engine.hold_loads()
+    engine.begin(prompt=PROMPTS[3], tokens=TOKENS, steps=1)
+    engine.let_loads_go()
+    engine.take_weights(folder=str(sleeper.other))
+    engine.end()
+    (found,) = engine.generate(prompts=[PROMPTS[3]], tokens=TOKENS)
+    assert found["cached"] == HIT, "computed with the weights before"
+    assert engine.forget_engine_cache()
+    sleeper.weights = sleeper.other
+    assert sleeper.ask(3) == 0
+    sleeper.known(3)
+    engine.take_weights(folder=str(sleeper.own))
+    sleeper.weights = sleeper.own
+    assert engine.forget_engine_cache()
