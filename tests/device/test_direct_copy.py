@@ -302,7 +302,7 @@ def test_close_does_not_wait_for_a_read_that_hangs(rig: Rig) -> None:
 def test_close_does_not_wait_until_it_is_known_whether_files_can_be_read(rig: Rig) -> None:
     rig.opened.clear()
     copier = CudaCopier(rig.layout, rig.device, rig.host, NAMESPACE, open_direct=rig.open)
-    copier.submit(rig.job(1, range(1)))
+    copier.submit(rig.job(1, range(1), deadline=NEVER))
     copier.close()
     assert copier.poll()[0].outcomes == [Outcome.CANCELLED]
     rig.opened.set()
