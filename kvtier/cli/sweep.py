@@ -115,7 +115,8 @@ def _share(references: int, tiers: int, sizes: int) -> float:
     uses = references * tiers
     if uses * sizes <= _USES_MAX:
         return 1.0
-    return max((_USES_MAX - uses) / (uses * sizes), _SAMPLE_MIN / references)
+    # A short trace in very many sizes is less than the least sample: then it is run as it is.
+    return min(1.0, max((_USES_MAX - uses) / (uses * sizes), _SAMPLE_MIN / references))
 
 
 def _row(

@@ -210,6 +210,19 @@ class TestTrace:
         assert sweep.said_of_sample(rows(True)) == ""
         assert "all sizes but x1 are of a sample" in sweep.said_of_sample([small, *others])
 
+    def test_a_trace_that_is_shorter_than_any_sample_is_run_as_it_is(
+        self, model: Path, stack_file: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In however many sizes: a sample of more than all there is would make larger tiers."""
+        stack, requests = load(stack_file), read_trace(trace)
+        expectation = expect(stack, read_shape(model, "auto", 1), {}, None, 100.0, 8192)
+
+        def rows(exact: bool) -> list[sweep.Row]:
+            return sweep.run_sweep(stack, expectation, requests, 512, [1.0, 2.0, 20.0], exact)
+
+        monkeypatch.setattr(sweep, "_USES_MAX", 5000)
+        assert rows(False) == rows(True)
+
     def test_a_tier_without_room_for_one_block_has_no_hits(
         self, model: Path, stack_file: Path, trace: Path
     ) -> None:
