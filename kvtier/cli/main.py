@@ -46,6 +46,7 @@ def _fill_standard_streams() -> None:
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)  # also for what is run from here, like a server
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,21 @@ def test_a_stream_that_is_closed(closed: int, words: list[str], code: int, fille
     assert "a mistake" not in done.stderr
     pack = Path(f"{filled}.pack")
     assert not pack.exists() or pack.read_bytes().startswith(b"KVTPACK")
+
+
+# As `kvtier serve` becomes vLLM, whose files must not get the number of a closed stream either.
+BECOMES = """
+import os, sys
+from kvtier.cli import main
+main._fill_standard_streams()
+os.execv(sys.executable, [sys.executable, "-c", "import os; print(*map(os.fstat, range(3)))"])
+"""
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_what_a_command_becomes_has_no_closed_stream(closed: int) -> None:
+    line = ["sh", "-c", f'exec {closed}>&-; exec "$@"', "sh", sys.executable, "-c", BECOMES]
+    assert subprocess.run(line, capture_output=True).returncode == 0
 
 
 def test_what_the_library_warns_of_looks_like_the_rest(filled: Path, tmp_path: Path) -> None:
