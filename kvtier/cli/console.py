@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kvtier.cli import main
 from kvtier.errors import ConfigError, ConfigErrors, KVTierError
 
 if TYPE_CHECKING:
@@ -322,9 +323,11 @@ def end_output(code: int) -> int:
     """Write what is still buffered, which may fail only now; answers the exit code."""
     try:
         sys.stdout.flush()
-    except OSError as error:
+    except (OSError, main.Told) as error:
         # What cannot be written goes nowhere, or the interpreter would try once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, main.Told):  # nobody reads on, as in a pager
+            return 128 + error.number
         if isinstance(error, BrokenPipeError):
             return EXIT_CLOSED_PIPE
         error.filename = _OUTPUT

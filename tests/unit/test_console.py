@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -114,6 +115,19 @@ class TestTheFrame:
         _, err = process.communicate(timeout=300)
         assert (process.returncode, err) == (128 + number, "")
 
+    def test_interrupted_while_nobody_reads_the_end_of_what_it_says(self) -> None:
+        """As by Ctrl-C in a pager that shows the first page."""
+        reader, writer = os.pipe()
+        room = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+        body = f"print('x' * ({room} + 1))"
+        process = start_command(body, stdout=writer, PYTHONUNBUFFERED="")
+        os.close(writer)
+        select.select([reader], [], [])
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=300)
+        os.close(reader)
+        assert (process.returncode, err) == (130, "")
+
     @pytest.mark.parametrize("module", ["kvtier.errors", "typer", "kvtier.cli.config"])
     def test_interrupted_while_python_imports(self, module: str) -> None:
         code = INTERRUPTED_IMPORT.format(module=module, script=str(KVTIER))
@@ -152,10 +166,12 @@ main.main()
 """
 
 
-def start_command(body: str, **environment: str) -> subprocess.Popen[str]:
+def start_command(
+    body: str, stdout: int = subprocess.PIPE, **environment: str
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", COMMAND.format(body=body)],
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | environment,
