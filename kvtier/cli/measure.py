@@ -108,6 +108,10 @@ def measure(config: StackConfig, size: Size, tell: Tell) -> list[Measured]:
         if settings.write is WritePolicy.NEVER:
             found.append(Measured(tier=settings.kind, place=_place(settings), note="only read"))
             continue
+        if not _has_room_beside(settings):
+            note = "nothing can be measured beside what it holds"
+            found.append(Measured(tier=settings.kind, place=_place(settings), note=note))
+            continue
         try:
             with _bench_stack(config, size, index) as stack:
                 result = _measure_lower(stack, settings, size)
@@ -309,7 +313,8 @@ def _lower(settings: TierSettings, room: int, folder: Path | None) -> TierSettin
     url = getattr(settings, "url", None)
     if folder is not None:
         wanted |= {"capacity": Capacity(ByteSize(room + room // 8))}
-        wanted |= {"path": str(folder)} if url is None else {"url": folder.as_uri()}
+        path = getattr(settings, "path", None)  # another package may have a type of its own for it
+        wanted |= {"url": folder.as_uri()} if path is None else {"path": type(path)(folder)}
     elif url is not None:
         # A prefix of its own: a tier may delete what is beyond its capacity from all that it sees.
         wanted["url"] = f"{url.rstrip('/')}/{new_bench()}"
@@ -322,12 +327,23 @@ def _replace(settings: TierSettings, wanted: dict[str, Any]) -> TierSettings:
     return msgspec.structs.replace(settings, **known)
 
 
+def _has_room_beside(settings: TierSettings) -> bool:
+    """Whether there is a place of our own to measure a tier in: a folder, a prefix of a store, or
+    memory, which every process has anew. What other packages bring may have none."""
+    return settings.kind in ("memory", "object") or folder_of(settings) is not None
+
+
+def folder_of(settings: TierSettings) -> Path | None:
+    """Where a tier lies, if that is in a file system."""
+    path = getattr(settings, "path", None)
+    return Path(path) if path else local_folder(getattr(settings, "url", ""))
+
+
 def _folder_beside(settings: TierSettings, room: int) -> Path | None:
     """An empty folder on the disk of a tier's own, outside of what counts against its budget."""
-    path = getattr(settings, "path", None) or local_folder(getattr(settings, "url", ""))
-    if path is None:
+    home = folder_of(settings)
+    if home is None:
         return None
-    home = Path(path)
     near = home if home.exists() else home.parent
     beside = home.parent
     if near.stat().st_dev != beside.stat().st_dev or not os.access(beside, os.W_OK | os.X_OK):

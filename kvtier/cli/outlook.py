@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 import msgspec
 
-from kvtier.cli.look_objects import local_folder
-from kvtier.cli.measure import Measured
+from kvtier.cli.measure import Measured, folder_of
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk
 from kvtier.core.record import record_bytes
@@ -152,12 +150,6 @@ def links_of(measured: list[Measured], chunk_bytes: int) -> dict[int, Link]:
             latency = max(0.0, found.block_s - chunk_bytes / found.load_bytes_per_s)
             links[tier] = Link(found.load_bytes_per_s, latency, "measured")
     return links
-
-
-def folder_of(settings: TierSettings) -> Path | None:
-    """Where a tier lies, if that is in a file system."""
-    path = getattr(settings, "path", None)
-    return Path(path) if path else local_folder(getattr(settings, "url", ""))
 
 
 def capacity_of(settings: TierSettings) -> int:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from kvtier.cli import console, options, plots
-from kvtier.cli.measure import Size, measure
-from kvtier.cli.outlook import Expectation, Link, Outlook, chunk_of, expect, folder_of, links_of
+from kvtier.cli.measure import Size, folder_of, measure
+from kvtier.cli.outlook import Expectation, Link, Outlook, chunk_of, expect, links_of
 from kvtier.cli.sweep import Row, plot, run_sweep, show_sweep
 from kvtier.config import StackConfig, load
 from kvtier.core.eviction.trace import read_trace

@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from cli_world import KVTIER, Hold, command
+from cli_world import KVTIER, Hold, command, run
 
 from kvtier.cli import commands, measure, rubbish
 from kvtier.cli.holdings import BENCH_MARK
@@ -186,3 +186,54 @@ class TestAStoreInUse:
         ):
             pass
         assert everything(tmp_path / "store") == kept
+
+
+# What other packages bring: blocks behind a url that is no store of ours, and in a folder.
+PACKAGE = """
+from pathlib import Path
+from kvtier.backends.memory import MemoryBackend, MemorySettings
+class Cave(MemorySettings, frozen=True, kw_only=True, tag="cave"):
+    url: str
+class Chest(MemorySettings, frozen=True, kw_only=True, tag="chest"):
+    path: Path
+class CaveBackend(MemoryBackend):
+    kind, settings, host = "cave", Cave, False
+    def open_tier(self, settings, context):
+        raise AssertionError("what is there is left alone")
+class ChestBackend(MemoryBackend):
+    kind, settings, host = "chest", Chest, False
+    def open_tier(self, settings, context):
+        assert list(settings.path.iterdir()) == []
+        return super().open_tier(settings, context)
+CAVE, CHEST = CaveBackend(), ChestBackend()
+"""
+ENTRY_POINTS = "[kvtier.backends]\ncave = caves_and_chests:CAVE\nchest = caves_and_chests:CHEST\n"
+
+
+class TestTiersOfAnotherPackage:
+    @pytest.fixture
+    def stack(self, stack_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        package, info = tmp_path / "package", tmp_path / "package" / "caves-1.0.dist-info"
+        info.mkdir(parents=True)
+        (package / "caves_and_chests.py").write_text(PACKAGE)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: caves\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(ENTRY_POINTS)
+        monkeypatch.setenv("PYTHONPATH", str(package), prepend=os.pathsep)
+        (tmp_path / "chest").mkdir()
+        (tmp_path / "chest" / "kept").touch()
+        tiers = '  - {kind: cave, url: "cave://here", name: a, capacity: 64MiB}\n'
+        tiers += f'  - {{kind: chest, path: "{tmp_path}/chest", name: b, capacity: 64MiB}}\n'
+        stack_file.write_text(stack_file.read_text() + tiers)
+        return stack_file
+
+    def test_only_a_place_of_our_own_is_measured(self, stack: Path, tmp_path: Path) -> None:
+        tiers = run("bench", "-c", stack, *SMALL)["tiers"]
+        assert [(tier["tier"], tier["hits"]) for tier in tiers[2:]] == [("cave", 0), ("chest", 8)]
+        assert "beside" in tiers[2]["note"]
+        assert [path.name for path in (tmp_path / "chest").iterdir()] == ["kept"]
+
+    def test_a_doctor_looks_at_the_others(self, stack: Path) -> None:
+        findings = run("doctor", "-c", stack)["findings"]
+        said = {each["area"]: each["what"] for each in findings}
+        assert said["2 cave"].startswith("not measured: ")
+        assert said["3 chest"].startswith("stores ")
