@@ -81,8 +81,12 @@ class Document:
             raise ConfigErrors(
                 [ConfigError("$", f"not YAML: {problem}", "correct it there", line)]
             ) from None
-        except yaml.YAMLError as error:
-            _refuse(name or "$", f"not YAML: {error}", "save the file as plain UTF-8 text")
+        except yaml.reader.ReaderError as error:
+            *lines, last = text[: error.position].split("\n")
+            line = f"{name}:{len(lines) + 1}:{len(last) + 1}"
+            problem = f"not YAML: the character {text[error.position]!r} cannot stand there"
+            remedy = "save the file as plain UTF-8 text"
+            raise ConfigErrors([ConfigError("$", problem, remedy, line)]) from None
         if root is None:
             _refuse(name or "$", "is empty", "write one: kvtier config init")
         document._take(document._from_node(root, "$", 0))

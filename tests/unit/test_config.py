@@ -278,6 +278,16 @@ def test_files_that_are_no_stack(tmp_path: Path, data: bytes, problem: str) -> N
     assert caught.value.errors[0].remedy
 
 
+def test_a_character_that_no_yaml_may_hold_is_named_with_its_place(tmp_path: Path) -> None:
+    file = write(tmp_path, TIERS + b"version: 1\x00\n")
+    with pytest.raises(ConfigErrors) as caught:
+        load(file)
+    assert str(caught.value) == (
+        rf"{file}:2:11: $: not YAML: the character '\x00' cannot stand there - save the file as "
+        "plain UTF-8 text"
+    )
+
+
 def test_a_bomb_of_aliases_is_refused_before_it_grows(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
