@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.cli.console import naming, said_of
 from kvtier.config import StackConfig
 from kvtier.core.settings import TierSettings
 from kvtier.core.slab.layout import (
@@ -187,13 +188,20 @@ def known_namespaces(places: Iterable[Place]) -> dict[str, Namespace]:
 
 
 def count_parts(place: Place) -> None:
-    """Sum the slabs of a place by namespace."""
+    """Sum the slabs of a place by namespace; one whose table its disk does not give is a trouble,
+    and no slab."""
     parts: dict[str, Part] = {}
-    for slab in place.slabs:
+    slabs, place.slabs = place.slabs, []
+    for slab in slabs:
+        try:
+            entries = slab.entries()
+        except OSError as error:
+            place.troubles.append(said_of(error))
+            continue
+        place.slabs.append(slab)
         part = parts.setdefault(
             slab.namespace, Part(tier=place.tier, kind=place.kind, namespace=slab.namespace)
         )
-        entries = slab.entries()
         valid = committed(entries)
         part.blocks += len(valid)
         part.bytes += len(valid) * slab.header.slot_bytes
@@ -233,9 +241,10 @@ def read_file(path: Path, most: int, at: int = 0) -> bytes:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(22, "not an ordinary file", str(path))
         pieces = []
-        while most > 0 and (piece := os.pread(fd, min(most, 1 << 24), at)):
-            pieces.append(piece)
-            at, most = at + len(piece), most - len(piece)
+        with naming(path):
+            while most > 0 and (piece := os.pread(fd, min(most, 1 << 24), at)):
+                pieces.append(piece)
+                at, most = at + len(piece), most - len(piece)
         return b"".join(pieces)
     finally:
         os.close(fd)

@@ -12,6 +12,7 @@ from kvtier.backends.cpu import CpuSettings
 from kvtier.backends.cpu.region import SUFFIX, read_header
 from kvtier.backends.nvme import NvmeSettings
 from kvtier.backends.nvme.files import DATA_SUFFIX, TABLE_SUFFIX, used_bytes
+from kvtier.cli.console import said_of
 from kvtier.cli.holdings import (
     BENCH_MARK,
     NAMESPACE_ID,
@@ -186,6 +187,8 @@ def _trouble(path: Path, error: FormatError | OSError) -> str:
         return f"{path}: {error}; kvtier verify --repair removes it"
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"{path}: {error.strerror}; run this as its owner"
+    if error.errno == errno.EIO:
+        return said_of(error)
     if isinstance(error, FileNotFoundError):
         return f"{path} has no namespace.json; it is left alone: remove it if it is nobody's"
     return f"{path}: {error.strerror}; it is left alone: remove it if it is nobody's"

@@ -18,10 +18,14 @@ from kvtier.backends.object.errors import StoreError
 from kvtier.backends.object.uses import Uses
 from kvtier.cli import commands
 from kvtier.cli.pack import PackWriter
+from kvtier.core.record import record_bytes
+from kvtier.core.slab.layout import TABLE_AT
 from kvtier.testing.records import NAMESPACE
 from kvtier.types import BlockKey
 
 pytestmark = pytest.mark.slow
+
+FAILING = "Input/output error; its disk may be failing: see dmesg"
 
 
 @pytest.fixture
@@ -73,6 +77,36 @@ def test_gc_says_what_it_removed_before_something_could_not_be_looked_at(
     out, err = capsys.readouterr()
     assert "1 was removed" in out
     assert "blocks: Input/output error" in err
+
+
+@pytest.mark.parametrize("words", [["ls"], ["du"], ["verify"], ["gc"]])
+def test_a_table_that_its_disk_does_not_give_hides_no_other_tier(
+    words: list[str],
+    filled: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    read = os.pread
+
+    def read_all_but_entries(fd: int, size: int, at: int) -> bytes:
+        if size > TABLE_AT and Path(f"/proc/self/fd/{fd}").readlink().suffix == ".table":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(fd, size, at)
+
+    monkeypatch.setattr(os, "pread", read_all_but_entries)
+    assert commands.run([*words, "--json", "--config", str(filled)]) == 1
+    out, err = capsys.readouterr()
+    tables = [*(filled.parent / "disk").rglob("*.table")]
+    assert [f"kvtier: {each}: {FAILING}" for each in sorted(tables)] == err.splitlines()
+    assert words == ["gc"] or str(8 * record_bytes(NAMESPACE.payload_bytes)) in out
+
+
+def test_a_file_that_its_disk_does_not_give_is_not_said_to_be_nobodys(filled: Path) -> None:
+    table = next((filled.parent / "disk").rglob("*.table"))
+    table.unlink()
+    table.symlink_to("/proc/self/mem")  # a file whose first bytes are an error
+    done = command("ls", "-c", filled)
+    assert (done.code, done.err) == (1, f"kvtier: {table}: {FAILING}\n")
 
 
 def test_a_copy_is_whole_without_its_statistics(
