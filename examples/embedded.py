@@ -1,6 +1,8 @@
 """kvtier without an engine: open a stack, store blocks, restart, load them back.
 
 python examples/embedded.py FOLDER
+
+FOLDER is one of its own: of what other stacks keep in it, no more would stay than fits into 64 MiB.
 """
 
 from __future__ import annotations
