@@ -224,11 +224,21 @@ def _end_question() -> None:
 
 def end_with_troubles(places: Iterable[Place]) -> None:
     """Say what could not be read, and end with a failure if there is any of it."""
+    if _warn_of_troubles(places):
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def looked_at(places: Iterable[Place]) -> str:
+    """Where something is not that was looked for: it may be in what could not be read, so that is
+    said before."""
+    return "in what can be seen" if _warn_of_troubles(places) else "here"
+
+
+def _warn_of_troubles(places: Iterable[Place]) -> bool:
     troubles = [trouble for place in places for trouble in place.troubles]
     for trouble in troubles:
         warn(trouble)
-    if troubles:
-        raise typer.Exit(EXIT_FAILURE)
+    return bool(troubles)
 
 
 def print_json(value: object) -> None:

@@ -70,7 +70,8 @@ def find_namespace(places: list[Place], text: str) -> str:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise KVTierError(f"no namespace here begins with {text!r}: kvtier ls shows all")
+        where = console.looked_at(places)
+        raise KVTierError(f"no namespace {where} begins with {text!r}: kvtier ls shows all")
     raise KVTierError(f"{len(found)} namespaces begin with {text!r}: give more of its digits")
 
 

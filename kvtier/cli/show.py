@@ -136,7 +136,8 @@ def _show_blocks(
         if len(found) > _BLOCKS_MAX:
             raise KVTierError(f"many blocks begin with {text!r}: give more digits of the key")
     if not found:
-        raise KVTierError(f"no block and no namespace here begins with {text!r}: see kvtier ls")
+        where = console.looked_at(places)
+        raise KVTierError(f"no block and no namespace {where} begins with {text!r}: see kvtier ls")
     prover = Prover(config, known)
     try:
         rows = [_describe(block, prover) for block in found]

@@ -334,6 +334,15 @@ class TestAStoreThatIsDown:
         assert (done.code, done.out.count("unknown"), " 0" in done.out) == (1, 2, False)
         assert "nothing to remove in what can be seen" in command("gc", "-c", down).out
 
+    @pytest.mark.parametrize(
+        "words", ["ls {}", "show {}", "verify -n {}", "clear --yes {}", "prewarm -n {}"]
+    )
+    def test_what_nothing_else_has_may_be_in_it(self, words: str, down: Path) -> None:
+        done = command(*words.format(NAMESPACE.id).split(), "-c", down)
+        assert (done.code, done.out) == (1, "")
+        assert "see that the store is running" in done.err
+        assert "in what can be seen begins with" in done.err
+
     def test_the_doctor_says_so(self, down: Path) -> None:
         report = run("doctor", "-c", down, code=1)
         (bad,) = [each for each in report["findings"] if each["level"] == "bad"]
