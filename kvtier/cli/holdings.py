@@ -177,7 +177,7 @@ def _unknown(tier: int, config: StackConfig) -> Place:
     kind = config.tiers[tier].kind
     trouble = (
         f"what a tier of kind {kind} holds cannot be seen from outside: an engine's /metrics say "
-        "how much, and --tier leaves it out here"
+        "how much; where a command has --tier, that leaves it out"
     )
     return Place(tier=tier, kind=kind, where="", troubles=[trouble], unseen=True)
 

@@ -33,6 +33,13 @@ def test_a_tier_of_another_package_is_not_said_to_be_empty(
     assert "a tier of kind bench holds cannot be seen from outside" in err
 
 
+def test_no_option_is_advised_that_a_command_has_not(
+    stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert commands.run(["snapshot", "--to", f"file://{tmp_path}/store", "-c", str(stack)]) == 1
+    assert "where a command has --tier" in capsys.readouterr().err
+
+
 class TestCheck:
     def test_a_good_file(self, stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert commands.run(["config", "check", str(stack)]) == 0
