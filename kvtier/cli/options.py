@@ -103,8 +103,9 @@ def tier_of(text: str | None, config: StackConfig, option: str = "--tier") -> in
     if text is None:
         return None
     kinds = [settings.kind for settings in config.tiers]
-    if text.isdecimal() and int(text) < len(kinds):
-        return int(text)
+    numbers = [str(index) for index in range(len(kinds))]
+    if text in numbers:
+        return numbers.index(text)
     if kinds.count(text) == 1:
         return kinds.index(text)
     numbered = ", ".join(f"{index} {kind}" for index, kind in enumerate(kinds))

@@ -24,6 +24,7 @@ _MEASURED_BYTES = 64 << 20
 _BLOCK_BYTES_MAX = 32 << 20
 _SIZES = "0.25,0.5,1,2,4"
 _BLOCK_TOKENS = 512
+_Prompt = Annotated[int, typer.Option(min=1, max=10**9, help="The length that times are for.")]
 
 
 @app.command(
@@ -39,7 +40,7 @@ def plan(
         float | None,
         typer.Option(min=1, max=1e12, help="Tokens a second that the engine computes."),
     ] = None,
-    prompt: Annotated[int, typer.Option(min=1, help="The length that times are for.")] = 8192,
+    prompt: _Prompt = 8192,
     kv_dtype: Annotated[
         str, typer.Option(metavar="TYPE", help="vLLM's --kv-cache-dtype, like fp8.")
     ] = "auto",

@@ -132,6 +132,7 @@ def test_what_is_not_counted_is_said(model: Path, stack_file: Path) -> None:
         (["--svg=x.svg"], "--trace"),
         (["--svg=none/x.svg", "--trace=none.jsonl"], "where you may write"),
         (["--prefill=inf"], "--prefill"),
+        ([f"--prompt={'9' * 400}"], "--prompt"),
         (["--kv-dtype=float3"], "is not known"),
         (["--trace=none.jsonl"], "cannot be read"),
     ],

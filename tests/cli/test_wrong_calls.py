@@ -26,6 +26,7 @@ tiers:
   - {{kind: object, url: "file://{folder}/two", capacity: 16MiB}}
 """
 WRONG = [
+    (f"ls --tier {'1' * 5000} -c {{stack}}", 2, "is not one tier of 0 cpu, 1 nvme"),
     ("snapshot --size 0 -c {stack}", 2, "'--size': a size of nothing"),
     ("snapshot --rate 5MB/h -c {stack}", 2, "'--rate': '5MB/h' is no rate; write one like 200MB/s"),
     ("export {folder}/x.pack --size 4KiB -c {stack}", 1, "4 KiB hold not one block, which takes"),
@@ -89,7 +90,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("words", "code", "says"), WRONG, ids=[each[0] for each in WRONG])
+@pytest.mark.parametrize(("words", "code", "says"), WRONG, ids=[each[0][:80] for each in WRONG])
 def test_a_wrong_call(
     words: str, code: int, says: str, filled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
