@@ -139,7 +139,7 @@ def _asked(
     parts = [part for place in places for part in place.parts if part.namespace in known]
     if not parts:
         return min(known)
-    return max(parts, key=lambda part: (part.in_use, part.newest or 0.0)).namespace
+    return max(parts, key=lambda part: (part.in_use is True, part.newest or 0.0)).namespace
 
 
 def _held(places: list[Place], namespace: str) -> dict[BlockKey, list[str]]:

@@ -81,7 +81,8 @@ class Part(msgspec.Struct, kw_only=True):
     """How often requests used blocks that are there now; None where nobody counts that."""
     used: float | None = None
     """When one of them was used last."""
-    in_use: bool = False
+    in_use: bool | None = False
+    """Whether an engine has it open; None where that cannot be seen, as of a store."""
 
     def add_times(self, oldest: float, newest: float) -> None:
         self.oldest = oldest if self.oldest is None else min(self.oldest, oldest)
@@ -206,7 +207,7 @@ def count_parts(place: Place) -> None:
         part.blocks += len(valid)
         part.bytes += len(valid) * slab.header.slot_bytes
         part.quarantined += int((entries["state"] == BAD).sum())
-        part.in_use |= slab.in_use
+        part.in_use = part.in_use or slab.in_use
         if len(valid):
             times = entries["stored_at"][valid]
             part.add_times(float(times.min()), float(times.max()))

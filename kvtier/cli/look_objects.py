@@ -106,7 +106,8 @@ def _list(place: Place, store: Store, uses_of: str | None, blocks: bool) -> None
             place.objects.append(info)
         part = parts.get(name)
         if part is None:
-            part = parts[name] = Part(tier=place.tier, kind=place.kind, namespace=name)
+            part = Part(tier=place.tier, kind=place.kind, namespace=name, in_use=None)
+            parts[name] = part
             check_namespaces(parts)
         part.blocks += 1
         part.bytes += info.size
@@ -174,7 +175,8 @@ def _read_namespace(place: Place, store: Store, name: str, uses_of: str | None) 
         return
     entries = Journal(store, namespace).everything()
     added = entries[entries["kind"] == ADDED]
-    part = Part(tier=place.tier, kind=place.kind, namespace=name, blocks=len(added))
+    part = Part(tier=place.tier, kind=place.kind, namespace=name, in_use=None)
+    part.blocks = len(added)
     if len(added):
         part.bytes = int(added["size"].sum())
         times = added["time_us"] / 1e6

@@ -144,8 +144,13 @@ def _row(part: Part, namespace: Namespace | None) -> list[str]:
         count(part.hits),
         age(part.used),
         age(part.newest),
-        "yes" if part.in_use else "no",
+        in_use(part),
     ]
+
+
+def in_use(part: Part) -> str:
+    """Whether an engine has it open, where that can be seen."""
+    return "-" if part.in_use is None else "yes" if part.in_use else "no"
 
 
 def layout_of(facts: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ import typer
 from kvtier.cli import console, options
 from kvtier.cli.blocks import Block, Prover, blocks_of
 from kvtier.cli.holdings import Place, known_namespaces, look
-from kvtier.cli.ls import age, count, find_namespace
+from kvtier.cli.ls import age, count, find_namespace, in_use
 from kvtier.config import StackConfig, load
 from kvtier.errors import KVTierError
 from kvtier.observe import human
@@ -96,7 +96,7 @@ def _show_namespace(
                 count(part.hits),
                 age(part.used),
                 part.quarantined,
-                "yes" if part.in_use else "no",
+                in_use(part),
             ]
             for part in parts
         ],

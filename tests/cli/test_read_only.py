@@ -235,7 +235,7 @@ def test_all_is_seen_and_all_is_good(run: Run) -> None:
     assert [(row["kind"], row["blocks"], row["in_use"]) for row in rows] == [
         ("cpu", BLOCKS, False),
         ("nvme", BLOCKS, False),
-        ("object", BLOCKS, False),
+        ("object", BLOCKS, None),
     ]
     assert json.loads(run("verify -c {stack} --json").out)["counts"]["good"] == 3 * BLOCKS
 
@@ -248,7 +248,7 @@ def test_beside_a_running_engine(kept: Kept, hold: Hold) -> None:
     assert [(row["kind"], row["blocks"], row["in_use"]) for row in rows] == [
         ("cpu", 2 * BLOCKS, True),
         ("nvme", 2 * BLOCKS, True),
-        ("object", 2 * BLOCKS, False),
+        ("object", 2 * BLOCKS, None),
     ]
     assert command("verify", "-c", kept.stack, before=before).code == 0
     engine.communicate("check\n")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import command, run
+from cli_world import Hold, command, run
 from object import object_servers  # type: ignore[attr-defined]
 
 from kvtier import Stack
@@ -89,6 +89,16 @@ def test_all_is_seen(stack: Path) -> None:
     assert run("du", "-c", stack)[2]["blocks"] == BLOCKS
     key = make_keys(1)[0]
     assert [row["record"] for row in run("show", key.hex(), "-c", stack)] == ["good"] * 3
+
+
+def test_a_store_is_not_said_to_be_out_of_use(in_a_folder: Path, hold: Hold) -> None:
+    """Which servers have it open, nobody sees from outside."""
+    hold(in_a_folder)
+    rows = run("ls", "-c", in_a_folder)["namespaces"]
+    assert [row["in_use"] for row in rows] == [True, True, None]
+    for words in (["ls"], ["show", NAMESPACE.id]):
+        shown = command(*words, "-c", in_a_folder).out
+        assert [line.split()[-1] for line in shown.splitlines()[-3:]] == ["yes", "yes", "-"]
 
 
 def test_bad_objects_are_found_and_removed(stack: Path, tmp_path: Path) -> None:
