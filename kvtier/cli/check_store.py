@@ -66,13 +66,9 @@ def _rights(area: str, settings: ObjectSettings, store: Store, name: str) -> Ite
         if settings.conditional_put:
             yield _conditional(area, store, name)
         yield from _read_back(area, store, name)
-    finally:
-        many = [name, *(f"{name}-{number}" for number in range(1, _MANY))]
-        refused = _try(area, "delete of several", lambda: _delete(store, many))
-        failed = _try(area, "delete", lambda: _delete(store, [name]))
-        if refused is not None and failed is None:
-            yield refused
-        yield failed or Finding(area, Level.OK, "objects may be deleted")
+    finally:  # also if nobody hears of it, as after Ctrl-C
+        deleted = _deletes(area, store, name)
+    yield from deleted
 
 
 def _conditional(area: str, store: Store, name: str) -> Finding:
@@ -114,6 +110,17 @@ def _read_back(area: str, store: Store, name: str) -> Iterator[Finding]:
         )
     else:
         yield Finding(area, Level.OK, "the clocks agree")
+
+
+def _deletes(area: str, store: Store, name: str) -> list[Finding]:
+    """Remove the object, in both ways, and say which of them the store takes."""
+    many = [name, *(f"{name}-{number}" for number in range(1, _MANY))]
+    refused = _try(area, "delete of several", lambda: _delete(store, many))
+    failed = _try(area, "delete", lambda: _delete(store, [name]))
+    if failed is not None:
+        return [failed]
+    good = Finding(area, Level.OK, "objects may be deleted")
+    return [good] if refused is None else [refused, good]
 
 
 def _delete(store: Store, names: Sequence[str]) -> None:

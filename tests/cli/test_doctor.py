@@ -245,3 +245,15 @@ def test_a_store_that_refuses_to_delete_several_at_once_is_found_out(
     assert bad == "delete of several: no POST here"
     assert levels(stack_file, 2)["objects may be deleted"] is Level.OK
     assert [info.name for info in store.list()] == ["x"]
+
+
+def test_who_stops_listening_amid_a_store_hears_no_more(stack_file: Path, tmp_path: Path) -> None:
+    """As a reader does that takes the first lines; what was written to the store goes even so."""
+    store = FileStore(tmp_path / "store")
+    settings = f'{{kind: object, url: "file://{tmp_path}/store", capacity: 1GiB}}'
+    stack_file.write_text(f"{stack_file.read_text()}  - {settings}\n")
+    findings = check_tier(load(stack_file), 2)
+    assert any(each.what == "objects may be written" for each in findings)
+    assert len(list(store.list())) == 1
+    findings.close()
+    assert not list(store.list())
