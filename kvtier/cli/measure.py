@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +258,7 @@ def _bench_stack(config: StackConfig, size: Size, index: int | None) -> Iterator
     tiers = [_private(config.tiers[0], room)]
     # `lower` is a place of our own or nothing, never the tier's own settings: all in it goes.
     folder, lower = None, None
-    held = ExitStack()
+    held, told = ExitStack(), False  # who is told to end does so, whatever cannot be removed
     try:
         if index is not None:
             with uninterrupted():
@@ -271,8 +271,11 @@ def _bench_stack(config: StackConfig, size: Size, index: int | None) -> Iterator
         engine = f"bench-{os.getpid()}"
         with opened(lambda: Stack(measured, namespace, engine=engine), _empty) as stack:
             yield stack
+    except KeyboardInterrupt:
+        told = True
+        raise
     finally:
-        with uninterrupted():
+        with uninterrupted(), suppress(MediumDown) if told else nullcontext():
             held.close()
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)

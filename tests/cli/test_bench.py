@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from cli_world import KVTIER, Hold, command, run
+from msgspec import structs
 
 from kvtier.cli import commands, measure, rubbish
 from kvtier.cli.holdings import BENCH_MARK
@@ -186,6 +187,31 @@ class TestAStoreInUse:
         ):
             pass
         assert everything(tmp_path / "store") == kept
+
+
+def test_interrupted_while_a_store_is_down_it_does_not_go_on(
+    stack_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nothing can be removed there at the moment."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "nobody")
+    down = 'url: "s3://bucket/kv", region: none, endpoint: "http://127.0.0.1:9"'
+    stack_file.write_text(f"{stack_file.read_text()}  - {{kind: object, capacity: 1GiB, {down}}}\n")
+    begun: list[str] = []
+
+    def interrupt(stack: Stack, *_: object) -> None:
+        begun.append(stack.chain.tiers[1].medium)
+        raise KeyboardInterrupt
+
+    config = load(stack_file)
+    monkeypatch.setattr(measure, "_measure_lower", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        measure.measure(
+            structs.replace(config, tiers=(config.tiers[0], config.tiers[2])),
+            measure.Size(8192, 4, 1),
+            lambda text: None,
+        )
+    assert begun == ["object"]
 
 
 # What other packages bring: blocks behind a url that is no store of ours, and in a folder.
