@@ -215,6 +215,8 @@ def _blocks(folder: str, file: Path | None) -> Path:
         raise typer.BadParameter(
             "that is the stack file itself; name another", param_hint="--folder"
         )
+    if blocks.exists() and not blocks.is_dir():
+        raise typer.BadParameter("that is a file; name a folder", param_hint="--folder")
     return blocks
 
 

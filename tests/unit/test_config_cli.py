@@ -233,6 +233,7 @@ class TestInit:
             (["--folder", "~nobody.has.this.name/kv"], "--folder: there is no home"),
             (["--folder", "kv", "--bucket", "file://{here}/kv"], "--bucket: that is the folder"),
             (["x.yaml", "--folder", "x.yaml"], "--folder: that is the stack file itself"),
+            (["x.yaml", "--folder", __file__], "--folder: that is a file; name a folder"),
         ],
     )
     def test_places_that_cannot_be_meant(
