@@ -126,13 +126,9 @@ def _look_at_home(place: Place, home: Path, locked: Locked) -> None:
         if home.exists():  # else it was removed since it was listed
             place.troubles.append(_trouble(home, error))
         return
-    if namespace is None:
-        place.troubles.append(
-            f"{home / 'namespace.json'} does not describe this namespace: the next engine that "
-            f"serves it writes it anew, and kvtier clear {home.name[:12]} removes its blocks"
-        )
-    else:
+    if namespace is not None:
         place.namespaces[home.name] = namespace
+    before = len(place.slabs)
     for name in names:
         path = home / name
         if path.suffix != TABLE_SUFFIX or not _SLAB_ID.fullmatch(path.stem):
@@ -143,6 +139,14 @@ def _look_at_home(place: Place, home: Path, locked: Locked) -> None:
             continue  # removed since it was listed
         except (FormatError, OSError) as error:
             _note(place, path, error)
+    if namespace is None:
+        rest = f"kvtier clear {home.name[:12]} removes its blocks"
+        if len(place.slabs) == before:  # `clear` knows only what has blocks, or is described
+            rest = f"{home} can be removed"
+        place.troubles.append(
+            f"{home / 'namespace.json'} does not describe this namespace: the next engine that "
+            f"serves it writes it anew, and {rest}"
+        )
 
 
 def _slab(path: Path, locked: Locked) -> Slab:

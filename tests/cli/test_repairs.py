@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_world import KVTIER, Hold, command, run, served
+from cli_world import KVTIER, Hold, command, fill, run, served
 
 from kvtier import Stack
 from kvtier.cli import look_slabs, rubbish
@@ -144,6 +144,26 @@ class TestVerify:
         assert "the next engine that serves it writes it anew" in done.err
         assert served(filled) == 8
         assert command("verify", "-c", filled).code == 0
+
+    @pytest.mark.parametrize("blocks", [8, 0])
+    def test_what_is_said_to_remove_a_namespace_removes_it(
+        self, blocks: int, stack_file: Path, tmp_path: Path
+    ) -> None:
+        """One that nobody serves any more, and whose description a loss of power has emptied."""
+        home = tmp_path / "disk" / "blocks" / NAMESPACE.id
+        home.mkdir(parents=True)
+        if blocks:
+            fill(stack_file, blocks)
+        (home / "namespace.json").write_text("")
+        said = command("ls", "-c", stack_file).said
+        if f"and {home} can be removed" in said:
+            shutil.rmtree(home)
+        else:
+            assert f"kvtier clear {NAMESPACE.id[:12]} removes its blocks" in said
+            done = command("clear", NAMESPACE.id[:12], "-c", stack_file, "--tier", "nvme", "--yes")
+            assert "blocks (96 KiB) were removed" in done.out
+        assert not home.exists()
+        assert command("ls", "-c", stack_file).code == 0
 
     def test_a_damaged_region_is_removed(self, filled: Path, tmp_path: Path) -> None:
         region = one(tmp_path, "*.region")
