@@ -61,7 +61,7 @@ def main(server: str, file: Path) -> None:
         sys.exit(f"{file}: {error.strerror}")
     wait_until_up(server)
     model = json.loads(get(f"{server}/v1/models"))["data"][0]["id"]
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(filter(str.strip, lines), 1):
         request: dict[str, Any] = json.loads(line)
         path = "chat/completions" if "messages" in request else "completions"
         before = hits(server)
@@ -86,6 +86,7 @@ if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
     try:
-        main(sys.argv[1].rstrip("/"), Path(sys.argv[2]))
+        address = sys.argv[1].rstrip("/")
+        main(address if "://" in address else f"http://{address}", Path(sys.argv[2]))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -44,7 +44,7 @@ class Router(BaseHTTPRequestHandler):
             asked = kept | ONE_TOKEN | {"kv_transfer_params": {"do_remote_decode": True}}
             if self.path == PROMPTS[0]:
                 del asked["max_completion_tokens"]
-            with send(self.computes, "POST", self.path, json.dumps(asked).encode()) as answer:
+            with self.send(self.computes, json.dumps(asked).encode()) as answer:
                 said = json.loads(answer.read())
             request["kv_transfer_params"] = said["kv_transfer_params"]
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
@@ -54,7 +54,7 @@ class Router(BaseHTTPRequestHandler):
 
     def pass_on(self, body: bytes) -> None:
         try:
-            answer = send(self.goes_on, self.command, self.path, body)
+            answer = self.send(self.goes_on, body)
         except (OSError, http.client.HTTPException) as error:
             self.send_error(502, f"{self.goes_on} does not answer ({error})")
             return
@@ -65,11 +65,13 @@ class Router(BaseHTTPRequestHandler):
             while piece := answer.read1():
                 self.wfile.write(piece)
 
-
-def send(server: str, method: str, path: str, body: bytes) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection(urlsplit(server).netloc, timeout=TIMEOUT_S)
-    connection.request(method, path, body or None, {"Content-Type": "application/json"})
-    return connection.getresponse()
+    def send(self, server: str, body: bytes) -> http.client.HTTPResponse:
+        headers = {"Content-Type": "application/json"}
+        if key := self.headers["Authorization"]:
+            headers["Authorization"] = key
+        connection = http.client.HTTPConnection(urlsplit(server).netloc, timeout=TIMEOUT_S)
+        connection.request(self.command, self.path, body or None, headers)
+        return connection.getresponse()
 
 
 def main() -> None:

@@ -265,7 +265,7 @@ def _check_gds(area: str, mode: Gds, settings: NvmeSettings) -> Iterator[Finding
 
 
 def _check_direct(area: str, root: Path) -> Finding:
-    """Write and read a block around the page cache, in a file without a name."""
+    """Write and read a block around the page cache, in a file that has no name by then."""
     folder = _standing(root)
     block = mmap.mmap(-1, _BLOCK)
     path = ""
@@ -274,6 +274,7 @@ def _check_direct(area: str, root: Path) -> Finding:
         os.close(fd)
         fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         try:
+            Path(path).unlink()
             os.pwritev(fd, [block], 0)
             os.preadv(fd, [block], 0)
         finally:

@@ -164,7 +164,11 @@ def say_what_to_try(model: str, flags: Sequence[str], config: Path) -> None:
     console.say(f"kvtier: serving {model} on {url} with {config}. When it is up, try, twice:")
     console.say()
     console.say('  PROMPT=$(printf "Tell me about caches. %.0s" $(seq 100))')
-    console.say(f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d {short}")
+    headers = "-H 'Content-Type: application/json'"
+    if _value(flags, "--api-key") is not None or "VLLM_API_KEY" in os.environ:
+        console.say("  KEY=...  # one that the server takes")
+        headers += ' -H "Authorization: Bearer $KEY"'
+    console.say(f"  curl {url}/v1/completions {headers} -d {short}")
     console.say(f"  curl -s {url}/metrics | grep ^kvtier")
     console.say()
     console.say("Then stop the server, start it again, and send the same: it is still known.")

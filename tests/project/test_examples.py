@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -21,3 +27,67 @@ def test_ask_says_at_once_that_a_file_is_missing(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr == f"{tmp_path / 'x'}: No such file or directory\n"
+
+
+@contextmanager
+def stand_in(answers: dict[str, object]) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
+    """A server that has an answer for each path; with what it was asked for, and by which key."""
+    asked: list[tuple[str, str | None]] = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append((self.path, self.headers["Authorization"]))
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answers.get(self.path)).encode())
+
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_ask_takes_an_address_alone_and_leaves_empty_lines_out(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one"}\n\n{"prompt": "two"}\n\n')
+    usage = {"prompt_tokens": 7, "prompt_tokens_details": None}
+    answers = {"/v1/models": {"data": [{"id": "m"}]}, "/v1/completions": {"usage": usage}}
+    with stand_in(answers) as (address, _):
+        command = [sys.executable, str(EXAMPLES / "ask.py"), address, str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert [line[:18] for line in done.stdout.splitlines()] == [
+        "prompt 1: 7 tokens",
+        "prompt 2: 7 tokens",
+    ]
+
+
+def test_servers_behind_a_router_are_shown_the_key() -> None:
+    path = "/v1/completions"
+    with (
+        stand_in({path: {"kv_transfer_params": {}}}) as (first, computed),
+        stand_in({path: {"text": "yes"}}) as (second, answered),
+    ):
+        servers = [f"http://{first}", f"http://{second}"]
+        command = [sys.executable, str(EXAMPLES / "router.py"), *servers, "--port", "0"]
+        router = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            assert router.stdout is not None
+            url = f"{router.stdout.readline().strip()}{path}"
+            request = urllib.request.Request(url, b"{}", {"Authorization": "Bearer key"})
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                assert json.load(answer) == {"text": "yes"}
+        finally:
+            router.kill()
+            router.communicate()
+    assert computed == answered == [(path, "Bearer key")]

@@ -116,6 +116,18 @@ def test_what_it_says_to_try_can_be_typed(
     assert json.loads(ask[-1])["model"] == model
 
 
+@pytest.mark.parametrize("by", ["flag", "environment"])
+def test_what_it_says_to_try_has_room_for_a_key_and_does_not_tell_it(
+    by: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if by == "environment":
+        monkeypatch.setenv("VLLM_API_KEY", "hush")
+    serve.say_what_to_try("m", ["--api-key", "hush"] * (by == "flag"), Path("stack.yaml"))
+    said = capsys.readouterr().out
+    assert '-H "Authorization: Bearer $KEY"' in said
+    assert "hush" not in said
+
+
 def test_what_the_user_has_set_stays() -> None:
     environment = {"OMP_NUM_THREADS": "7"}
     serve.prepare_environment(environment, "m", [], cpu=True)
