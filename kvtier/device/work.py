@@ -328,6 +328,7 @@ class Desk:
             batch.busy.end(len(batch.rows), self._clock())
             if not released:
                 work.holding -= len(batch.rows)
+            self._done.notify_all()
             for row, outcome in zip(batch.rows, outcomes, strict=True):
                 work.outcomes[row] = outcome
                 if outcome.ok:
@@ -348,7 +349,6 @@ class Desk:
         if not self._closing:
             work.waiting.extend(arrived)
         work.failed = True
-        self._done.notify_all()
 
     def _arrived(self, work: Work) -> list[int]:
         """The first waiting rows that are no longer on their way."""

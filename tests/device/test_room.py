@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import msgspec
@@ -159,3 +160,38 @@ def test_nothing_more_of_a_failed_load_is_copied() -> None:
     assert stored.ok
     assert loaded.outcomes == [Outcome.CORRUPT] + [Outcome.CANCELLED] * (ROWS - 1)
     assert (pool == before).all()
+
+
+class Sleeper(threading.Condition):
+    """Says how often somebody has gone to sleep."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        super().__init__(lock)
+        self.slept = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.slept.release()
+        return super().wait(timeout)
+
+
+@pytest.mark.timeout(120)
+def test_an_engine_does_not_wait_for_what_is_only_looked_at_of_a_failed_load() -> None:
+    """The last batch that might write to its blocks has ended; the others are of no use to it."""
+    _pool, layout, host, job = setting()
+    desk = Desk(layout, Prover(layout, host, NAMESPACE), PAGE)
+    desk._done = sleeper = Sleeper(desk._lock)
+    for slot, key in enumerate(job.keys):
+        host.put(slot, key, table.VALID)
+    desk.submit(msgspec.structs.replace(job, kind=TransferKind.LOAD))
+    first, second = (desk.next(desk.load, wait=False) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    engine = threading.Thread(target=desk.wait, args=([0],), daemon=True)
+    engine.start()
+    assert sleeper.slept.acquire(timeout=60)
+    desk.finish(first, [Outcome.CORRUPT])
+    assert sleeper.slept.acquire(timeout=60), "the second might still write"
+    desk.finish(second, [Outcome.OK])
+    engine.join(20)
+    assert not engine.is_alive()
+    assert desk.poll() == [], "the others are still to be looked at"
