@@ -44,7 +44,7 @@ class Lane(Protocol):
         """Queue copies to host memory; keep what is returned until they are done."""
 
     def record(self) -> Event:
-        """The point after everything queued so far."""
+        """The point after everything queued so far; raises only if the device is lost."""
 
 
 class Stage(Protocol):
@@ -77,7 +77,7 @@ class Stage(Protocol):
         """Those checksums, once an event says that they are there."""
 
     def record(self) -> Event:
-        """The point after everything queued so far."""
+        """The point after everything queued so far; raises only if the device is lost."""
 
 
 class Accelerator(Protocol):

@@ -136,7 +136,7 @@ class _CudaLane:
             return self._device.batch_copy(targets, sources, sizes, quiet_source)
 
     def record(self) -> Event:
-        return event_on(self._torch, self._stream)
+        return end_of(self._torch, self._stream)
 
 
 def event_on(torch: Any, stream: Any) -> Event:
@@ -144,6 +144,16 @@ def event_on(torch: Any, stream: Any) -> Event:
     event: Event = torch.cuda.Event(blocking=True)
     event.record(stream)  # type: ignore[attr-defined]
     return event
+
+
+def end_of(torch: Any, stream: Any) -> Event:
+    """The point that a stream of the copier's has come to. Where no event can be had, the stream
+    itself, which can be waited for as well: what it has been given must not outlive its job."""
+    try:
+        return event_on(torch, stream)
+    except RuntimeError:
+        own: Event = stream
+        return own
 
 
 def open_copier(

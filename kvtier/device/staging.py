@@ -15,7 +15,7 @@ import numpy as np
 from kvtier.core.record import PIECE_BYTES, part_sum, pieces_of, sum_of
 from kvtier.device import kernels, trial
 from kvtier.device.accelerator import Event
-from kvtier.device.cuda import event_on
+from kvtier.device.cuda import end_of
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Ints
 
@@ -195,7 +195,7 @@ class CudaStage:
         return [sum_of(row) for row in numbers.tolist()]
 
     def record(self) -> Event:
-        return event_on(self._torch, self._stream)
+        return end_of(self._torch, self._stream)
 
 
 class DeviceSums:

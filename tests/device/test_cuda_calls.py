@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -306,6 +306,31 @@ def test_a_registration_is_for_every_context_and_the_device(
     assert registrar.register(4096, 8192) == "CUDA error 712"
     assert asked[0] == (4096, 8192, 3)
     assert runtime.forgotten == 1
+
+
+class Point:
+    """Stands for a stream, and for an event of torch's, which may fail when it is recorded."""
+
+    def __init__(self, recorded: bool = True) -> None:
+        self._recorded = recorded
+        self.waited = 0
+
+    def record(self, stream: Point) -> None:
+        if not self._recorded:
+            raise RuntimeError("CUDA error: out of memory")
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_where_no_event_can_be_had_the_stream_is_waited_for(recorded: bool) -> None:
+    """Else a job ended while its copies still write to pages that others are given."""
+    event, stream = Point(recorded), Point()
+    torch = SimpleNamespace(cuda=SimpleNamespace(Event=lambda blocking: event))
+    lane: Any = cuda._CudaLane(torch, stream, None)  # type: ignore[arg-type]
+    lane.record().synchronize()
+    assert (event.waited, stream.waited) == ((1, 0) if recorded else (0, 1))
 
 
 def test_a_thread_of_ours_spoils_no_graph_that_is_being_captured(
