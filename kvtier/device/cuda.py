@@ -107,8 +107,12 @@ def build_kernels(index: int, batch_copy: Callable[[], BatchCopy]) -> None:
             logger.debug("no kernels were built for copies: %s", error)
 
     thread = threading.Thread(target=build, name="kvtier-build", daemon=True)
-    thread.start()
-    thread.join(_BUILD_SECONDS)
+    try:
+        thread.start()
+    except RuntimeError as error:  # the system gives no more threads
+        logger.debug("no kernels were built for copies: %s", error)
+    else:
+        thread.join(_BUILD_SECONDS)
 
 
 class _CudaLane:

@@ -68,6 +68,17 @@ def test_where_they_cannot_be_built_the_engine_starts_all_the_same(machine: Mach
     assert machine.said[-1] == ("on", ("stream", 0))
 
 
+def test_where_no_thread_can_be_had_the_engine_starts_all_the_same(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limited(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    cuda.build_kernels(0, lambda: lambda *columns: None)
+    assert not machine.said
+
+
 def test_an_engine_does_not_wait_for_ever(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
