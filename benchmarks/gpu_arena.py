@@ -143,10 +143,14 @@ class Arena:
 
     def finished(self, names: set[int]) -> bool:
         """Whether these jobs are complete."""
+        return self.ended(names) == len(names)
+
+    def ended(self, names: set[int]) -> int:
+        """How many of these jobs are complete."""
         for result in self.copier.poll():
             assert result.ok, result.outcomes
             self._finished.add(result.id)
-        return names <= self._finished
+        return len(names & self._finished)
 
     def move(self, kind: TransferKind, blocks: Blocks) -> None:
         self.finish([self.submit(kind, range(len(cut(self.layout, blocks))), blocks)])

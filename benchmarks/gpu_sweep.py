@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from benchmarks.gpu import Duplex, device_or_exit, product_of, products_of, small_copy_of
+from benchmarks.gpu import device_or_exit
 from benchmarks.gpu_arena import LOAD, STORE, Arena, in_turns, seconds_of
+from benchmarks.gpu_beside import Duplex, product_of, products_of, small_copy_of
 from benchmarks.gpu_kernels import steps_of_a_batch
 from benchmarks.gpu_parts import PART_SECONDS, run_part
 from benchmarks.report import Report
@@ -115,7 +116,7 @@ def together(torch: Any, report: Report, variant: Variant) -> None:
         must_be_staged(duplex.arena)
 
         def turn() -> tuple[float, ...]:
-            seconds = seconds_of(duplex.load), duplex.load_beside_stores()
+            seconds = seconds_of(duplex.load), *duplex.load_beside_stores()
             computing = duplex.load_beside_products(lambda: products(PRODUCTS)[1])
             return *seconds, computing, product(), *duplex.beside(lambda: (product(), small()))
 
@@ -124,10 +125,13 @@ def together(torch: Any, report: Report, variant: Variant) -> None:
         duplex.arena.close()
     columns = zip(*turns, strict=True)
     medians = [statistics.median(column) for column in columns]
-    calm_load, busy_load, computing, calm, busy, late = medians
-    for name, taken in (("stores", busy_load), ("matrix products", computing)):
-        title = f"{variant.title}: loads while {name} run"
-        report.add(title, duplex.bytes / taken / 1e9, "GB/s")
+    calm_load, busy_load, stores, computing, calm, busy, late = medians
+    for name, taken in (
+        ("loads while stores run", busy_load),
+        ("stores meanwhile", stores),
+        ("loads while matrix products run", computing),
+    ):
+        report.add(f"{variant.title}: {name}", duplex.bytes / taken / 1e9, "GB/s")
     for name, ratio in (("loads lose", busy_load / calm_load), ("a product loses", busy / calm)):
         report.add(f"{variant.title}: {name} meanwhile", (ratio - 1) * 100, "%")
     report.add(f"{variant.title}: 4 KiB to the device take meanwhile", late, "us")

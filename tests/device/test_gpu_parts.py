@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gpu import Duplex
 from benchmarks.gpu_arena import LOAD, STORE
+from benchmarks.gpu_beside import Duplex
 from kvtier.core.transfer import TransferKind
 from kvtier.device.plan import Blocks
 
@@ -95,6 +95,7 @@ def test_what_is_measured_beside_both_directions_is_doubted_once_one_has_ended(
     duplex = Duplex.__new__(Duplex)  # otherwise it makes tensors on a device
     arena: Any = Arena(ended)
     duplex.arena, duplex.half, duplex.outlasted = arena, 1, True
-    duplex._loads = duplex._stores = Blocks(np.arange(1), [1], [0])
+    duplex._loads = Blocks(np.arange(1), [1], [0])
+    duplex._stores = [(range(1, 2), duplex._loads)]
     assert duplex.beside(lambda: (1.0,)) == (1.0,)
     assert duplex.outlasted == outlasted

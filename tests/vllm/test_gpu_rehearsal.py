@@ -20,11 +20,12 @@ _SMALL = """
 import pretend_cuda
 import torch
 from host_reads import HostDriver
-from benchmarks import gpu, gpu_arena, gpu_disk, gpu_kernels
+from benchmarks import gpu, gpu_arena, gpu_beside, gpu_disk, gpu_kernels
 gpu_arena.RECORD_BYTES = 1 << 20
 gpu.TURN_BYTES, gpu.PAGES = 2 << 20, [16 << 10, 64 << 10]
-gpu.IDENTITY_PAGES, gpu.IDENTITY_RECORDS, gpu.SIDE = 500, 8, 32
-gpu.TURNS, gpu.ROUNDS, gpu_kernels.ROUNDS, gpu_kernels.BYTES_MAX = 1, 4, 1, 1 << 20
+gpu.IDENTITY_PAGES, gpu.IDENTITY_RECORDS = 500, 8
+gpu_beside.SIZE, gpu_beside.SIDE, gpu_beside.TURNS, gpu_beside.ROUNDS = 8 << 20, 32, 1, 4
+gpu_kernels.ROUNDS, gpu_kernels.BYTES_MAX = 1, 1 << 20
 gpu.SECONDS = gpu.PART_SECONDS = 600.0  # processors may be busy here
 gpu_disk.DISK_BYTES = 8 << 20
 gpu_disk.probe = lambda folder: None
@@ -35,8 +36,8 @@ gpu.main()
 _SWEEP = """
 TITLES = ["as they are", "8 buffers of 16 MiB"]
 import pretend_cuda
-from benchmarks import gpu, gpu_arena, gpu_kernels, gpu_sweep
-gpu_arena.RECORD_BYTES, gpu.SIDE, gpu.ROUNDS = 1 << 20, 32, 4
+from benchmarks import gpu_arena, gpu_beside, gpu_kernels, gpu_sweep
+gpu_arena.RECORD_BYTES, gpu_beside.SIDE, gpu_beside.ROUNDS = 1 << 20, 32, 4
 gpu_sweep.SIZE, gpu_sweep.PAGES, gpu_sweep.TURNS = 2 << 20, [64 << 10], 1
 gpu_kernels.ROUNDS, gpu_kernels.BYTES_MAX = 1, 1 << 20
 gpu_sweep.SECONDS = gpu_sweep.PART_SECONDS = 600.0  # processors may be busy here
@@ -75,6 +76,8 @@ def test_the_benchmark(tmp_path: Path) -> None:
     wrong = [name for name in figures if name.startswith("wrong pages of")]
     assert [figures[name]["value"] for name in wrong] == [0]
     assert figures["bytes changed that should not have been"]["met"]
+    assert figures["stores alone"]["value"] > 0
+    assert figures["stores meanwhile"]["value"] > 0
     assert "one hop, of the sum of its halves" in figures
     assert figures["disk to GPU directly"]["value"] > 0
     assert "GPUDirect Storage: works here" in said
@@ -84,7 +87,7 @@ def test_the_sweep(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     python("-c", _SWEEP, JSON=str(file))
     figures = [figure["name"] for figure in json.loads(file.read_text())]
-    assert len(figures) == 24
+    assert len(figures) == 26
     assert "as they are: store, pages of 64 KiB" in figures
     assert "as they are: gathering 1 MiB of pages of 16 KiB takes" in figures
     assert "8 buffers of 16 MiB: a product loses meanwhile" in figures
