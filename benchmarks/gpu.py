@@ -114,8 +114,8 @@ def mixed_layout(torch: Any, blocks: int) -> tuple[list[Any], DeviceLayout]:
 
 
 def identity(torch: Any, report: Report) -> None:
-    """Random pages out, and back to other blocks from the middle of a chunk on: several groups,
-    padding, and nothing else may have changed."""
+    """Random pages out, and back to other blocks, from the middle of the first chunk to that of the
+    last: several groups, padding, and nothing else may have changed."""
     records, per_chunk = IDENTITY_RECORDS, 4
     count = records * per_chunk
     pools, layout = mixed_layout(torch, 4 * count)
@@ -124,15 +124,16 @@ def identity(torch: Any, report: Report) -> None:
     moved = wrong = touched = 0
     while moved < IDENTITY_PAGES:
         ids = random.permutation(layout.blocks)[: 4 * count]
-        skip = int(random.integers(1, per_chunk))
+        skip, end = (int(each) for each in random.integers(1, per_chunk, 2))
+        end = count - end
         away, back = ids[: 2 * count], ids[2 * count :]
         arena.move(STORE, Blocks(away, [count, count], [0, 0]))
         before = [pool.clone() for pool in pools]
-        left = [back[skip:count], back[count + skip :]]
-        sizes = [count - skip] * 2
+        left = [back[first + skip : first + end] for first in (0, count)]
+        sizes = [end - skip] * 2
         arena.move(LOAD, Blocks(np.concatenate(left), sizes, [skip, skip]))
         for group, refs in enumerate(layout.groups):
-            sources = torch.from_numpy(away[group * count + skip : (group + 1) * count]).cuda()
+            sources = torch.from_numpy(away[group * count + skip : group * count + end]).cuda()
             targets = torch.from_numpy(left[group]).cuda()
             for ref in refs:
                 old, new = before[ref.tensor], pools[ref.tensor]
