@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 30.0
 """Importing torch and starting a CUDA context take most of it."""
+_DEATH_SECONDS = 5.0
 
 _SHARE = 8
 """Buffers take at most this part of the device's memory that is free."""
@@ -55,27 +56,35 @@ def probe(
     # -P: modules are looked for where they are installed, not in whatever folder this is.
     module = [sys.executable, "-P", "-m", "kvtier.device.gds_probe"]
     command = [*(command or module), str(file), str(device)]
+    pipe = subprocess.PIPE
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"the attempt did not end within {seconds:g} s"
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
     except OSError as error:
         return f"the attempt could not be started ({error.strerror})"
+    try:
+        said, complaint = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"the attempt did not end within {seconds:g} s"
     finally:
+        _end(child)
         with contextlib.suppress(OSError):
             file.unlink()
     try:
-        reason = json.loads(done.stdout.splitlines()[-1])["reason"]
+        reason = json.loads(said.splitlines()[-1])["reason"]
     except (IndexError, ValueError, KeyError, TypeError):
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        return f"the attempt died with status {done.returncode} ({last or 'without a word'})"
+        last = complaint.decode(errors="replace").strip().rpartition("\n")[2]
+        return f"the attempt died with status {child.returncode} ({last or 'without a word'})"
     return None if reason is None else str(reason)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill a process that still runs, and do not wait for one that a driver keeps in the kernel."""
+    child.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(_DEATH_SECONDS)
+    for pipe in (child.stdout, child.stderr):
+        if pipe is not None:
+            pipe.close()
 
 
 class DirectAccess:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import os
 import re
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,6 +56,44 @@ def test_an_attempt_that_hangs_is_killed_and_its_file_removed(tmp_path: Path) ->
     assert reason is not None
     assert "did not end within" in reason
     assert list(tmp_path.iterdir()) == []
+
+
+_HELD = """
+import ctypes, os, sys, time
+from pathlib import Path
+
+libc, held = ctypes.CDLL(None), os.getpid()
+libc.prctl(0x59616D61, ctypes.c_long(-1), 0, 0, 0)  # whoever may hold it
+if not os.fork():
+    seized = not libc.ptrace(0x4206, held, 0, 0)
+    end = Path(sys.argv[1]).parent / "end"
+    (end.parent / ("held" if seized else "free")).touch()
+    end.read_bytes()
+    os._exit(0)
+time.sleep(600)
+"""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it still runs
+def test_an_attempt_that_cannot_be_killed_is_not_waited_for(tmp_path: Path) -> None:
+    """As one that a driver holds in the kernel; here another process does, as debuggers do."""
+    os.mkfifo(tmp_path / "end")
+    said: list[str | None] = []
+
+    def ask() -> None:
+        said.append(probe(tmp_path, seconds=3, command=python(_HELD)))
+
+    engine = threading.Thread(target=ask, daemon=True)
+    engine.start()
+    engine.join(60)
+    waits = engine.is_alive()
+    (tmp_path / "end").write_bytes(b"")  # which lets it go
+    engine.join(60)
+    if (tmp_path / "free").exists():
+        pytest.skip("processes may not hold others here")
+    assert (tmp_path / "held").exists()
+    assert not waits
+    assert "did not end within" in str(said)
 
 
 def test_an_attempt_that_cannot_start_is_a_reason(tmp_path: Path) -> None:
