@@ -264,8 +264,8 @@ class Desk:
         """Until there may be a batch. What arrives is looked for by one thread: each look is time
         that Python takes from the engine's own thread."""
         if take != self.load:
-            polls = take == self.store_after_loads and self._loads
-            self._woken.wait(self._POLL_S if polls else None)
+            waits = take == self.store_after_loads and any(work.waiting for work in self._stores)
+            self._woken.wait(self._POLL_S if waits else None)
         elif self._looking or not self._loads:
             self._lookout.wait()
         else:

@@ -12,8 +12,9 @@ from fake_device import FakeDevice
 
 from kvtier.core.slab import layout as table
 from kvtier.core.transfer import TransferKind
+from kvtier.device.cpu_copy import CpuCopier
 from kvtier.device.cuda_copy import CudaCopier
-from kvtier.device.jobs import Job
+from kvtier.device.jobs import DeviceCopier, Job
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.plan import Blocks
 from kvtier.device.work import LOCK_KEPT_S
@@ -47,16 +48,21 @@ class Watched(MemoryHost):
 
 
 class Setting:
-    """A load of records none of which has arrived."""
+    """A load of records none of which has arrived; to host memory (None), or a device with so many
+    buffers."""
 
-    def __init__(self, staging: int) -> None:
+    def __init__(self, staging: int | None) -> None:
         self.pool = np.zeros((ROWS, PAGE), np.uint8)
         tensor = DeviceTensor(int(self.pool.ctypes.data), ROWS, PAGE, PAGE)
         self.layout = DeviceLayout((tensor,), ((PageRef(0, PAGE),),))
         self.host = Watched(self.layout)
-        self.device = FakeDevice(staging=staging)
-        self.copier = CudaCopier(self.layout, self.device, self.host, NAMESPACE)
-        assert self.copier.prepared.wait(HANGS_S)
+        self.device = FakeDevice(staging=staging or 0)
+        self.copier: DeviceCopier
+        if staging is None:
+            self.copier = CpuCopier(self.layout, [self.pool], self.host, NAMESPACE)
+        else:
+            self.copier = CudaCopier(self.layout, self.device, self.host, NAMESPACE)
+            assert self.copier.prepared.wait(HANGS_S)
         self.keys = keys_of(ROWS)
         self._submit(TransferKind.STORE)
         while not self.copier.poll():
@@ -83,8 +89,8 @@ class Setting:
         self.host.put(slot, self.keys[slot], table.VALID)
 
 
-@pytest.mark.parametrize("staging", [0, 4])
-def test_one_thread_looks_out_for_all(staging: int) -> None:
+@pytest.mark.parametrize("staging", [None, 0, 4])
+def test_one_thread_looks_out_for_all(staging: int | None) -> None:
     setting = Setting(staging)
     assert setting.host.often.wait(HANGS_S)
     late = setting.host.looked[LOOKS * ROWS // 2 :]
