@@ -45,11 +45,12 @@ class Health:
             resting.popitem(last=False)
 
     def observe(self, tier: int, outcomes: Sequence[Outcome], now: float) -> None:
-        """A transfer ended: one good block clears the tier, none at all is a strike."""
+        """A transfer ended: one good block clears the tier, none at all is a strike. But not while
+        the tier rests: all that was under way when it stood still fails with it, once."""
         if any(outcome.ok for outcome in outcomes):
             self._failing[tier] = 0
             self._down_until[tier] = 0.0
-        elif any(outcome in _TIER_FAILS for outcome in outcomes):
+        elif not self.down(tier, now) and any(outcome in _TIER_FAILS for outcome in outcomes):
             self._failing[tier] += 1
             beyond = self._failing[tier] - self._strikes
             if beyond >= 0:

@@ -196,6 +196,19 @@ def test_a_tier_that_keeps_failing_is_left_alone_for_longer_each_time(rig: Chain
     assert rig.chain.lookup([KEYS[12]]) == [HIT], "one success cleared it"
 
 
+def test_many_loads_that_fail_at_once_are_one_failure_of_their_tier(rig: ChainRig) -> None:
+    rig.put(1, KEYS[:9])
+    tickets = [rig.chain.begin_load([key], "a", FAR) for key in KEYS[:8]]
+    rig.mover.fail_all(Outcome.TIMEOUT)
+    assert rig.chain.poll() == tickets
+    for ticket in tickets:
+        rig.chain.end_load(ticket)
+    assert rig.chain.lookup([KEYS[8]]) == [MISS]
+    rig.now += REST
+    rig.chain.poll()
+    assert rig.chain.lookup([KEYS[8]]) == [HIT], "it stood still once"
+
+
 def test_a_late_load_fails_and_is_not_joined(rig: ChainRig) -> None:
     keys = rig.put(1, KEYS[:2])
     ticket = rig.chain.begin_load(keys, "a", rig.now + 1.0)

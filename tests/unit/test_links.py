@@ -166,6 +166,19 @@ def test_a_tier_rests_longer_the_longer_it_fails() -> None:
     assert not health.down(0, now)
 
 
+def test_what_ends_while_a_tier_rests_is_no_further_failure() -> None:
+    """All that was under way when a disk stopped ends within one moment."""
+    health = Health(1, 10.0, strikes=2)
+    for _ in range(10):
+        health.observe(0, [Outcome.TIMEOUT], 0.0)
+    health.observe(0, [Outcome.TIMEOUT], 9.0)
+    assert health.down(0, 9.9)
+    assert not health.down(0, 10.0), "it has failed once, and not again and again"
+    health.observe(0, [Outcome.TIMEOUT], 10.0)
+    assert health.down(0, 29.9)
+    assert not health.down(0, 30.0)
+
+
 def test_what_is_not_the_tiers_fault_is_not_held_against_it() -> None:
     health = Health(1, 10.0, strikes=1)
     for outcome in (Outcome.GONE, Outcome.CORRUPT, Outcome.CANCELLED, Outcome.DROPPED):
