@@ -90,5 +90,7 @@ class DirectReads:
             self._tally.failed(tier, bad.values())
             if self._costs is not None and seconds > 0:
                 size = sum(self._tally.sizes(keys)) if bad else bytes_read
-                self._costs.observe_load(self._tally.links[tier], size, seconds, not bad)
+                # Not the link that a load would take now: readers may have given it up with this.
+                link = direct(self._tally.moved[tier])
+                self._costs.observe_load(link, size, seconds, not bad)
                 seconds = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chains import KEYS, ChainRig, rule
+from chains import KEYS, SLOT, ChainRig, rule
 
 from kvtier.backends.memory import MemoryTier
 from kvtier.core.chain import TierChain
@@ -11,6 +11,7 @@ from kvtier.core.costs import CostModel
 from kvtier.core.plan import HOST
 from kvtier.core.runs import DEVICE
 from kvtier.core.settings import WritePolicy
+from kvtier.core.tally import direct
 from kvtier.errors import NotResident
 from kvtier.testing.records import NAMESPACE
 from kvtier.types import FilePlace, LoadStoreSpec, Outcome, Presence
@@ -179,6 +180,23 @@ def test_what_is_read_from_files_takes_no_slot_that_was_promised() -> None:
     again = chain.begin_load(keys, "b", FAR)
     assert not again.missing, "used again, it would be worth a slot, but there is none to spare"
     assert (list(again.files), list(again.keys)) == (keys[:1], keys[1:])
+
+
+def test_a_read_that_ends_when_files_are_read_no_more_says_nothing_of_the_mover() -> None:
+    """Readers say in one breath that a read has failed late, and that they will read no more."""
+    costs = CostModel(clock=lambda: 1000.0)
+    rig = ChainRig([4, 4], READ_ONLY[:2])
+    rig.tiers[1] = InFiles(rig.tiers[1].store)
+    chain = TierChain(rig.tiers, READ_ONLY[:2], rig.mover, NAMESPACE, costs=costs)
+    chain.read_directly(True)
+    keys = rig.put(1, KEYS[:2])
+    ticket = chain.begin_load(keys, "a", FAR)
+    assert list(ticket.files) == keys
+    chain.read_directly(False)
+    chain.end_load(ticket, dict.fromkeys(keys, Outcome.IO_ERROR), (0, 5.0))
+    medium = rig.tiers[1].medium
+    assert costs.load_seconds(direct(medium), SLOT) > 1.0
+    assert costs.load_seconds(medium, SLOT) < 0.1
 
 
 def test_the_worth_of_a_prefix_is_its_unbroken_head(rig: ChainRig) -> None:
