@@ -160,6 +160,15 @@ class TestHistory:
             history.write(cell, SAMPLED_IN, 0.0, 0, 0, 0)
         assert [history.waiting(9.0, 1).sum() for _ in range(4)] == [2.0, 4.0, 2.0, 4.0]
 
+    def test_no_part_of_a_large_table_is_too_small_to_stand_for_it(self) -> None:
+        history = History(Forecast(2, 2))
+        history.resize(2 * history.cells + 1)
+        for cell in range(history.cells):
+            history.write(cell, SAMPLED_IN, 0.0, int(cell == history.cells - 1), 0, 0)
+        seen = [history.waiting(9.0, 2)[1].sum() for _ in range(6)]
+        assert sorted(seen)[:4] == [0.0] * 4, "the last one is counted once in three turns"
+        assert max(seen) == 3.0, "and is not taken for all"
+
     def test_only_a_sample_is_watched(self) -> None:
         dice = random.Random(3)
         watched = History(Forecast(1, 1)).sample([dice.getrandbits(32) for _ in range(4000)])

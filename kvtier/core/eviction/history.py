@@ -16,6 +16,7 @@ SAMPLED_IN = 4
 _SAMPLE_BITS = SAMPLED_IN.bit_length() - 1
 _CELLS_MIN = 1 << 14
 _CENSUS_CELLS = 1 << 14
+"""At most so many cells are counted at once."""
 _EMPTY = 0
 
 
@@ -29,11 +30,13 @@ class History:
     def __init__(self, forecast: Forecast) -> None:
         self._forecast = forecast
         self._reused, self._lost = forecast.reused, forecast.lost
-        self._census_at = 0
         self._reset(_CELLS_MIN)
 
     def _reset(self, cells: int) -> None:
         self.cells = self._forecast.memory = cells
+        # Parts of equal size: a small one at the end would say next to nothing of all.
+        self._census = -(-cells // -(-cells // _CENSUS_CELLS))
+        self._census_at = 0
         self.tags = array("I", bytes(4 * cells))
         self.times = array("f", bytes(4 * cells))
         self.kinds = bytearray(cells)
@@ -90,7 +93,7 @@ class History:
 
     def waiting(self, now: float, kinds: int) -> NDArray[np.float64]:
         """How many watched blocks wait, by kind and age; in a large table a part stands for all."""
-        part = slice(self._census_at, self._census_at + _CENSUS_CELLS)
+        part = slice(self._census_at, self._census_at + self._census)
         tags = np.frombuffer(self.tags, dtype=np.uint32)[part]
         ages = now - np.frombuffer(self.times, dtype=np.float32)[part].astype(np.float64)
         cell = np.frombuffer(self.kinds, dtype=np.uint8)[part].astype(np.intp)
@@ -98,7 +101,7 @@ class History:
         cell += age_positions(ages).astype(np.intp)
         cell[tags == _EMPTY] = kinds * AGES
         counts = np.bincount(cell, minlength=kinds * AGES)[: kinds * AGES].reshape(kinds, AGES)
-        self._census_at += _CENSUS_CELLS
+        self._census_at += self._census
         if self._census_at >= self.cells:
             self._census_at = 0
         return counts.astype(np.float64) * (self.cells / len(tags))
