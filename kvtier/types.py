@@ -158,7 +158,8 @@ class Outcome(enum.Enum):
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
     DROPPED = "dropped"
-    """Never started: the queue was full or the mover went away."""
+    """Never started: the queue was full, the mover went away, or what was to be written elsewhere
+    could not be read."""
 
     @property
     def ok(self) -> bool:

@@ -38,7 +38,8 @@ class Transfer(msgspec.Struct, kw_only=True):
 class TransferResult(msgspec.Struct, kw_only=True):
     """How a transfer ended, one outcome a key in the transfer's order.
 
-    GONE and CORRUPT always speak of the source.
+    GONE and CORRUPT always speak of the source, the rest of the medium that is not host memory. If
+    neither is, that is the target, and a source that cannot be read makes its blocks DROPPED.
     """
 
     id: int

@@ -63,6 +63,8 @@ class Carrier:
         for index, outcome in enumerate(self._read(batch, source, keys, batch.buffers), start):
             if outcome is Outcome.OK:
                 outcome = verify(batch.buffers[index - start], keys[index - start], self._digest)
+            elif outcome not in _OF_SOURCES:  # words about the target, which nobody has asked yet
+                outcome = Outcome.DROPPED
             job.outcomes[index] = outcome
 
     def _deliver(self, batch: Batch, target: Handler) -> None:

