@@ -129,8 +129,9 @@ class Cascade:
             if keys:
                 keys, left = self._carry(link, source, keys, now)
                 self._pass_on(link, self._lacking(link, left))
-        if keys:  # what was used while it was on its way up from there is not gone
-            link.drop("gone", len(self._lacking(link, keys)))
+        if keys:  # what was used while it was on its way up, from there or past it, is not gone
+            here = self._tiers[HOST].lookup(self._lacking(link, keys))
+            link.drop("gone", here.count(Presence.MISS))
 
     def _demote(self, link: Link, now: float) -> None:
         """Write down what eviction will take next, so that it takes nothing that is only there."""

@@ -226,6 +226,21 @@ def test_what_is_loaded_from_a_tier_is_not_dropped_on_the_way_to_it() -> None:
     assert (link.written, link.drops) == (4, {})
 
 
+def test_what_is_still_on_its_way_up_past_a_tier_is_not_gone() -> None:
+    rig = ChainRig([8, 16, 32], [rule(), rule(THROUGH, SECOND), rule(NEVER)])
+    keys = rig.put(2, KEYS[:4])
+    load_once(rig, keys)
+    rig.settle()
+    for tier in rig.tiers[:2]:
+        tier.forget(keys)
+    rig.chain.begin_load(keys, "reader", FAR)
+    rig.chain.poll()
+    rig.settle()
+    assert rig.resident(1, keys) == keys
+    (link,) = rig.chain.chain_stats().links
+    assert (link.written, link.drops) == (8, {})
+
+
 def test_what_a_tier_has_keeps_nothing_from_it_though_it_is_used_again_and_again() -> None:
     rig = ChainRig([16, 16], [rule(), rule(THROUGH, SECOND, queue_blocks=4)])
     popular, new = rig.store(KEYS[:4]), KEYS[4:8]
