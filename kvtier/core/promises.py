@@ -61,9 +61,9 @@ class Promises:
     def left(self) -> Room:
         """What can still be promised to a request, wherever its blocks are."""
         tiers = range(HOST + 1, len(self._queues))
-        if any(self._queued[tier] > self._queues[tier] // 2 for tier in tiers):
+        if any(self._queue(tier) < self._queues[tier] // 2 for tier in tiers):
             self._queued = Counter(self.kept.values())
-        queues = {tier: self._queue(tier) for tier in tiers}
+        queues = {tier: max(0, self._queue(tier)) for tier in tiers}
         return Room(self.room(), self.kept, self.slotless, queues)
 
     def _queue(self, tier: int) -> int:

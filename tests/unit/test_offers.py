@@ -356,3 +356,16 @@ def test_more_room_is_noticed_while_a_request_waits(rig: ChainRig) -> None:
     rig.chain.end_load(held)
     rig.chain.poll()
     assert rig.chain.reach(groups, 0, 4 * CHUNK, decision)[0] == 4 * CHUNK
+
+
+def test_what_has_just_begun_to_load_takes_nobody_elses_place() -> None:
+    """Of twelve blocks that may be under way two are left, in the step in which ten have begun."""
+    rules = [rule(), rule(WritePolicy.NEVER, queue_blocks=12)]
+    rig = ChainRig([64, 64], rules)
+    rig.chain.begin_load(rig.put(1, make_keys(6, start=50)), "before", 1e9)
+    rig.chain.poll()
+    one, two = grouped(rig, 2), grouped(rig, 2, first=10)
+    rig.put(0, [span.keys[0] for span in two])
+    assert rig.chain.reach(one, 0, 2 * CHUNK, Decision())[0] == 2 * CHUNK
+    assert rig.chain.begin_load([key for span in one for key in span.keys], "a", 1e9).missing == []
+    assert rig.chain.reach(two, 0, 2 * CHUNK, Decision())[0] == 2 * CHUNK
