@@ -147,7 +147,8 @@ class Cascade:
         link.pressed = not all_of_them
         if keys:
             under_way = link.stats.in_flight
-            self._carry(link, link.source, keys, now)
+            # As they were stored, not as they leave: a tier takes what comes first for a head.
+            self._carry(link, link.source, keys[::-1], now)
             if link.stats.in_flight == under_way:  # nor would they be taken in the next step
                 link.pressed = False
 

@@ -161,6 +161,15 @@ def test_demotion_comes_before_eviction() -> None:
     assert (link.written, link.drops) == (2, {})
 
 
+def test_what_was_demoted_leaves_from_its_end_as_it_came() -> None:
+    """Without its first blocks a prompt is of no use: they go last from every tier."""
+    rig = ChainRig([64, 64], [rule(), rule(ON_EVICT)])
+    rig.store(KEYS)
+    rig.settle()
+    assert rig.resident(1, KEYS) == KEYS[56:]
+    assert rig.tiers[1].victims(8) == KEYS[:55:-1]
+
+
 def test_a_tier_that_cannot_fill_its_capacity_demotes_before_eviction_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
