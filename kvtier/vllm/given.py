@@ -3,7 +3,8 @@
 What is still to be copied out of such a block must have left it before, or is lost. vLLM's
 connector counts all blocks of each request that a step begins, those too that it has found in the
 engine's own cache and shares with others, to which nobody writes: stores would be waited for, or
-dropped, for nothing, wherever many prompts begin alike.
+dropped, for nothing, wherever many prompts begin alike. And of a request that has ended it may
+store a window's blocks that were given out long ago.
 """
 
 from __future__ import annotations
@@ -37,6 +38,19 @@ class Given:
         given.update(copy.dst_block_id for copy in scheduled.kv_cache_block_copies or ())
         given.discard(0)
         scheduler._current_batch_allocated_block_ids = _Told(given)
+        for name in scheduled.finished_req_ids or ():
+            if (status := scheduler._req_status.get(name)) is not None:
+                _forget_passed(scheduler.config, status)
+
+
+def _forget_passed(config: Any, status: Any) -> None:
+    """Let what was passed over of a request's windows not be looked at again at its end, as vLLM
+    does where windows are kept densely: it notices of the blocks behind that alone when they are
+    given to others."""
+    for group, state in zip(config.kv_group_configs, status.group_states, strict=True):
+        if group.sliding_window_size_in_chunks is not None:
+            passed = state.block_ids[: state.next_stored_chunk_idx * config.blocks_per_chunk]
+            state.block_ids[: len(passed)] = [0] * len(passed)
 
 
 class _Told(set[int]):

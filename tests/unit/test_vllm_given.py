@@ -33,6 +33,7 @@ def told(
             new_block_ids=list(cached.values()),
             resumed_req_ids=resumed or set(),
         ),
+        finished_req_ids=set(),
         kv_cache_block_copies=copies and [SimpleNamespace(dst_block_id=block) for block in copies],
     )
     scheduler: Any = SimpleNamespace()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -261,3 +262,90 @@ def test_chunks_with_holes_are_known() -> None:
     offered = [*keys[0], *keys[1]]
     found = compat.with_holes(Made(connector_scheduler=scheduler), offered, context)
     assert found == set(keys[0][:2])
+
+
+@importing
+def test_what_was_passed_over_of_a_window_may_be_anothers_at_the_end() -> None:
+    """Where windows are kept densely, and are shorter than the blocks of other layers, vLLM looks
+    at the last of them anew when a prompt is aborted."""
+    import torch
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as theirs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
+    from vllm.v1.request import RequestStatus
+
+    from kvtier.vllm.given import Given
+
+    like: dict[str, Any] = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+    kinds = [
+        FullAttentionSpec(block_size=256, **like),
+        SlidingWindowSpec(block_size=64, sliding_window=128, **like),
+    ]
+    spec = Made(
+        config=Made(
+            groups=[
+                Made(group_id=at, tokens_per_block=size, sliding_window_size_in_chunks=window)
+                for at, (size, window) in enumerate([(256, None), (64, 2)])
+            ]
+        ),
+        blocks_per_chunk=1,
+        tokens_per_block=(256, 64),
+        tokens_per_hash=64,
+        offload_prompt_only=True,
+        extra_config={},
+        kv_events_config=Made(enable_kv_cache_events=False, self_describing_kv_events=False),
+        get_manager=lambda: Made(
+            lock=contextlib.nullcontext(),
+            on_new_request=lambda _: None,
+            on_schedule_end=lambda _: None,
+            on_request_finished=lambda _: None,
+            prepare_store=lambda keys, _: Made(keys_to_store=list(keys), store_spec=None),
+        ),
+    )
+    scheduler = theirs.OffloadingConnectorScheduler(
+        spec,
+        Made(
+            cache_config=Made(prefix_cache_retention_interval=None, enable_prefix_caching=True),
+            parallel_config=Made(world_size=1, decode_context_parallel_size=1),
+            speculative_config=None,
+        ),
+        Made(
+            kv_cache_groups=[KVCacheGroupSpec([str(kind)], kind) for kind in kinds],
+            cache_hit_alignment_tokens=None,
+        ),
+    )
+    request = Made(
+        request_id="r",
+        kv_transfer_params=None,
+        kv_hints=None,
+        num_prompt_tokens=1000,
+        num_tokens=1000,
+        num_computed_tokens=0,
+        block_hashes=[bytes([at]) * 32 for at in range(15)],
+        status=RequestStatus.RUNNING,
+        is_finished=lambda: request.status is not RequestStatus.RUNNING,
+    )
+    pool = Made(get_new_blocks=lambda: [Made(block_id=15)])
+    told = Given(pool)
+
+    def step(**said: Any) -> dict[int, list[int]]:
+        """What is stored by a step of which this is said: the blocks of each job."""
+        nothing = Made(req_ids=[], new_block_ids=[], resumed_req_ids=set())
+        usual = {"scheduled_new_reqs": [], "num_scheduled_tokens": {}, "finished_req_ids": set()}
+        scheduled = Made(
+            **(usual | said),
+            scheduled_cached_reqs=nothing,
+            preempted_req_ids=set(),
+            kv_cache_block_copies=None,
+            kv_connector_block_state=None,
+        )
+        told.tell(scheduler, scheduled)
+        meta = scheduler.build_connector_meta(scheduled)
+        return {number: list(job.src_spec.block_ids) for number, job in meta.store_jobs.items()}
+
+    scheduler.on_new_request(request)
+    begun = Made(req_id="r", block_ids=([1, 2], list(range(11, 18))))
+    assert step(scheduled_new_reqs=[begun], num_scheduled_tokens={"r": 430}) == {0: [1, 13, 14]}
+    request.num_computed_tokens, request.status = 430, RequestStatus.FINISHED_ABORTED
+    scheduler.request_finished(request)
+    pool.get_new_blocks()
+    assert step(finished_req_ids={"r"}) == {}, "15 is another's, and 16 is no use without it"
