@@ -19,6 +19,18 @@ def transfer_configs(vllm_config: Any) -> list[Any]:
     return [config.kv_transfer_config for config in [vllm_config, *above]]
 
 
+def deals_out_blocks(vllm_config: Any) -> bool:
+    """Whether workers will let the ranks that share a context take turns at whole blocks of it: in
+    0.31 and 0.32 they do beside vLLM's Nixl, unless something else was said, and tell nobody."""
+    ranks, first = vllm_config.parallel_config, transfer_configs(vllm_config)[-1]
+    return (
+        ranks.decode_context_parallel_size != 1
+        and ranks._allow_auto_resolve_cp_interleave_size
+        and first is not None
+        and first.has_connector("NixlConnector")
+    )
+
+
 def pausing() -> Callable[[], bool]:
     """Tells whether the scheduler that is constructing this connector is paused."""
     found = [maker for maker, _ in _makers() if hasattr(type(maker), "pause_state")]

@@ -78,6 +78,8 @@ def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None
     its user calls them, in place of a fingerprint."""
     import vllm
 
+    from kvtier.vllm import above
+
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
     configured = configuration_of(model.hf_config)
@@ -119,7 +121,8 @@ def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None
             "decode_context_parallel_size",
             "cp_kv_cache_interleave_size",
             "dcp_kv_cache_interleave_size",
-        ),
+        )
+        + (" by blocks" if above.deals_out_blocks(vllm_config) else ""),
         "speculative": _speculative(vllm_config, weights),
         "attention": _attention(vllm_config.attention_config),
         "environment": environment_of(os.environ),

@@ -352,6 +352,32 @@ def test_so_is_what_is_no_single_setting(settled: Any, monkeypatch: pytest.Monke
     assert all(one not in found[:at] for at, one in enumerate(found))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
+@pytest.mark.parametrize("said", [False, True])
+def test_how_ranks_share_a_context_beside_another_connector(
+    settled: Any, monkeypatch: pytest.MonkeyPatch, said: bool
+) -> None:
+    """Workers see to it by themselves, beside vLLM's Nixl, unless it was said."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    class Above(MultiConnector):
+        def __init__(self, vllm_config: Any) -> None:
+            self.found = facts_of(settled, 1)
+
+    parallel = vars(settled.parallel_config)
+    monkeypatch.setitem(parallel, "decode_context_parallel_size", 2)
+    monkeypatch.setitem(parallel, "_allow_auto_resolve_cp_interleave_size", not said)
+    connectors = [{"kv_connector": name} for name in ("NixlConnector", "KVTierConnector")]
+    beside = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": connectors},
+    )
+    alone = facts_of(settled, 1)
+    assert (Above(SimpleNamespace(kv_transfer_config=beside)).found == alone) is said
+
+
 def test_weights_in_a_folder_of_the_users_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
