@@ -88,7 +88,7 @@ def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None
         "model": whole_name(str(model.model)),
         "model_config": _digest(configured),
         "implementation": _implementation(model, vllm_config.load_config),
-        "longest_prompt": str(model.max_model_len) if by_length else "any",
+        "longest_prompt": _longest_prompt(model) if by_length else "any",
         "media": _media(model.multimodal_config),
         "adapters": _adapters(vllm_config.lora_config, model.dtype),
         "weights": f"called {weights}" if weights else fingerprint_weights(vllm_config),
@@ -164,6 +164,13 @@ def _chosen(config: Any, unless: Mapping[str, object]) -> str:
     """Those of these settings that are others than these."""
     said = {name: getattr(config, name, usual) for name, usual in unless.items()}
     return "".join(f" {name}={is_}" for name, is_ in said.items() if is_ != unless[name])
+
+
+def _longest_prompt(model: Any) -> str:
+    """For how long prompts a model was made, which was before `auto` found out how long ones there
+    is memory for."""
+    auto = model.original_max_model_len == -1
+    return str(model.get_and_verify_max_len(-1) if auto else model.max_model_len)
 
 
 def _implementation(model: Any, load: Any) -> str:

@@ -262,6 +262,7 @@ def test_processors_that_lay_blocks_out_in_another_way(monkeypatch: pytest.Monke
         ("llama", {}, {"enable_lora": True, "enable_moe_shared_loras": True}, False),
         ("llama", {}, {"max_model_len": 512}, True),
         ("llama", {"rope_parameters": LONG_ROPE}, {"max_model_len": 512}, False),
+        ("llama", {"rope_parameters": LONG_ROPE}, {"max_model_len": -1}, True),
         ("blip2", {}, {"mm_processor_kwargs": {"do_normalize": False}}, False),
         ("blip2", {}, {"mm_processor_cache_gb": 0}, True),
     ],
@@ -281,6 +282,21 @@ def test_settings_that_change_what_is_computed(
         return facts_of(config, 1)
 
     assert (facts() == facts(**changed)) is same
+
+
+def test_a_longest_prompt_that_was_made_to_fit(model: Callable[..., Path]) -> None:
+    """The model is made before it is known how long a prompt there is memory for."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    def facts(said: int, fits: int) -> dict[str, str]:
+        folder, longer = str(model("llama")), {"rope_parameters": LONG_ROPE}
+        settings = EngineArgs(folder, dtype="float32", hf_overrides=longer, max_model_len=said)
+        config = settings.create_engine_config()
+        config.model_config.max_model_len = fits
+        return facts_of(config, 1)
+
+    assert facts(-1, 512) != facts(512, 512)
+    assert facts(-1, 512) == facts(-1, 528)
 
 
 @pytest.fixture(scope="module")
