@@ -168,9 +168,12 @@ def _chosen(config: Any, unless: Mapping[str, object]) -> str:
 
 def _longest_prompt(model: Any) -> str:
     """For how long prompts a model was made, which was before `auto` found out how long ones there
-    is memory for."""
+    is memory for; and whether it looks at far tokens in another way, if that was said."""
     auto = model.original_max_model_len == -1
-    return str(model.get_and_verify_max_len(-1) if auto else model.max_model_len)
+    length = model.get_and_verify_max_len(-1) if auto else model.max_model_len
+    said = {**model.try_get_generation_config(), **model.override_generation_config}
+    tuned = said.get("attn_temperature_tuning")
+    return str(length) if tuned is None else f"{length} attn_temperature_tuning={tuned}"
 
 
 def _implementation(model: Any, load: Any) -> str:

@@ -230,6 +230,8 @@ LONG_ROPE = {
     "long_factor": [2.0] * 32,
     "original_max_position_embeddings": 1024,
 }
+LIKE_LLAMA_4 = {"made_from": "llama4"}
+COOLED = {"attn_temperature_tuning": True}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
@@ -263,6 +265,9 @@ def test_processors_that_lay_blocks_out_in_another_way(monkeypatch: pytest.Monke
         ("llama", {}, {"max_model_len": 512}, True),
         ("llama", {"rope_parameters": LONG_ROPE}, {"max_model_len": 512}, False),
         ("llama", {"rope_parameters": LONG_ROPE}, {"max_model_len": -1}, True),
+        ("llama", {}, {"override_generation_config": COOLED}, True),
+        ("llama", LIKE_LLAMA_4, {"override_generation_config": COOLED}, False),
+        ("llama", LIKE_LLAMA_4, {"override_generation_config": {"temperature": 0.5}}, True),
         ("blip2", {}, {"mm_processor_kwargs": {"do_normalize": False}}, False),
         ("blip2", {}, {"mm_processor_cache_gb": 0}, True),
     ],
