@@ -67,10 +67,11 @@ _ENVIRONMENT = (
     "VLLM_ROCM_",
     "VLLM_SSM_CONV_STATE_LAYOUT",
     "VLLM_USE_DEEP_GEMM",
+    "XHS_VIDEO_JPEG_QUALITY",
 )
 """How the names of variables begin of which no configuration tells: they choose the order of bytes
-within a block, how exactly it is computed, or that what is computed is no answer at all. (That of
-`VLLM_KV_CACHE_LAYOUT` is in the configuration by now.)"""
+within a block, how exactly it is computed or what a video becomes, or that what is computed is no
+answer at all. (That of `VLLM_KV_CACHE_LAYOUT` is in the configuration by now.)"""
 
 
 def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None) -> dict[str, str]:
