@@ -183,6 +183,7 @@ class FileStore(Store):
                     return None
                 fd = self._disk.open_to_read(path)
             except (FileNotFoundError, NotADirectoryError):
+                self._device()
                 return None
             except PermissionError as error:
                 raise Forbidden(f"{name}: give this user the right to read it") from error
@@ -204,6 +205,7 @@ class FileStore(Store):
             try:
                 found = os.lstat(path)
             except (FileNotFoundError, NotADirectoryError):
+                self._device()
                 return None
         return _info(name, found) if stat.S_ISREG(found.st_mode) else None
 
@@ -211,10 +213,17 @@ class FileStore(Store):
         self, prefix: str = "", *, after: str = "", deadline: float | None = None
     ) -> Iterator[ObjectInfo]:
         folder = check_prefix(prefix).rpartition("/")[0]
-        with _mapped(str(self.root)):
-            if not self.root.is_dir():
-                raise NoSuchBucket(f"{self.root} is gone: create the folder or correct the url")
+        device = self._device()
         yield from self._walk(folder + "/" if folder else "", prefix, after, deadline)
+        if self._device() != device:
+            raise NoSuchBucket(f"{self.root} was another folder a moment ago: is it mounted?")
+
+    def _device(self) -> int:
+        """Where the folder lies; raises NoSuchBucket if it is away, as what is mounted may be: what
+        is missing then is not gone."""
+        with _mapped(self._root):
+            found = os.stat(os.path.join(self._root, ""))
+        return found.st_dev
 
     def _walk(
         self, folder: str, prefix: str, after: str, deadline: float | None
@@ -280,6 +289,7 @@ class FileStore(Store):
                     self._prune(os.path.dirname(path))
             except StoreError as error:
                 failed[name] = error
+        self._device()
         return failed
 
     @property

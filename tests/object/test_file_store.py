@@ -9,6 +9,7 @@ import resource
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -274,6 +275,40 @@ def test_a_folder_that_goes_away_is_said_so(store: FileStore) -> None:
     with pytest.raises(errors.NoSuchBucket, match="create the folder"):
         put(store, "ab/name")
     assert not store.root.exists(), "what is mounted there may come back"
+
+
+def test_what_is_missing_while_the_folder_is_away_is_not_gone(store: FileStore) -> None:
+    put(store, "ab/name")
+    store.root.rename(store.root.with_name("away"))
+    with pytest.raises(errors.NoSuchBucket):
+        get(store, "ab/name")
+    with pytest.raises(errors.NoSuchBucket):
+        store.head("ab/name")
+    with pytest.raises(errors.NoSuchBucket):
+        store.delete(["ab/name"])
+    store.root.with_name("away").rename(store.root)
+    assert get(store, "ab/name") is GetOutcome.FOUND
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_listing_amid_which_the_folder_goes_away_does_not_just_end(
+    tmp_path: Path, bare: bool
+) -> None:
+    """Whatever is not listed would be taken for gone, and deleted when the folder is back."""
+    root, mounted = tmp_path / "store", tmp_path / "mounted"
+    mounted.mkdir()
+    root.symlink_to(mounted)
+    store = FileStore(root)
+    for name in ("aa/name", "bb/name", "cc/name"):
+        put(store, name)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:  # on another device
+        listing = store.list()
+        assert next(listing).name == "aa/name"
+        root.unlink()
+        if bare:
+            root.symlink_to(other)
+        with pytest.raises(errors.NoSuchBucket):
+            list(listing)
 
 
 def test_what_takes_the_place_of_what_vanishes_is_listed(

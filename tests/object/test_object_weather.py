@@ -239,6 +239,20 @@ def test_a_key_that_turns_out_to_be_gone_is_forgotten(pair: Pair) -> None:
     assert pair.get(keys) == [Outcome.OK] * 3
 
 
+def test_what_could_not_be_loaded_while_the_folder_was_away_is_there_when_it_is_back(
+    pair: Pair, tmp_path: Path
+) -> None:
+    keys = make_keys(3)
+    pair.put(keys)
+    pair.settle()
+    folder, away = tmp_path / "store", tmp_path / "away"
+    folder.rename(away)
+    assert pair.get(keys) == [Outcome.IO_ERROR] * 3
+    away.rename(folder)
+    pair.settle()
+    assert pair.get(keys) == [Outcome.OK] * 3
+
+
 def test_an_audit_finds_what_others_deleted(pair: Pair) -> None:
     keys = make_keys(4)
     pair.put(keys)
