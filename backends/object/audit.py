@@ -13,6 +13,7 @@ import time
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.backends.object import manifest
 from kvtier.backends.object.bare import Bare
@@ -90,7 +91,7 @@ def audit(store: Store, case: Audit, breathe: Breath) -> Finding:
     finding = seen.finding
     _make_room(store, case, seen.foreign, seen.own_bytes, finding.foreign, breathe)
     _delete(store, seen.leftovers, breathe)
-    _find_gone(store, case, seen.missing(), breathe, finding.gone)
+    _find_gone(store, case, *seen.missing(), breathe, finding.gone)
     return finding
 
 
@@ -108,6 +109,8 @@ class _Seen:
         self._latest = case.now + manifest.SKEW_US / 1e6
         self._there = np.zeros(len(case.stated.entries), np.bool_)
         """Of which of the stated entries the objects are there."""
+        self._listed = self._there.copy()
+        """And of which they were listed, whether they are to stay or not."""
         self._beside = [np.zeros(0, np.uint64)]
         """Marks of those about which nothing is stated."""
         self._own: list[ObjectInfo] = []
@@ -161,18 +164,20 @@ class _Seen:
             elif size != info.size or kind != ADDED:
                 self.finding.orphans.add(self._keys[at], self._generations[at], info.size, since)
         self._there[rows[there & (rows >= 0)]] = True
+        self._listed[rows[rows >= 0]] = True
         if len(stated.beside):
             objects = objects[there & (rows < 0)]
             self._beside.append(manifest.marks(objects, objects["generation"]))
         self._own, self._keys, self._generations = [], [], []
 
-    def missing(self) -> Entries:
-        """What is offered or stated, but was not seen."""
+    def missing(self) -> tuple[Entries, npt.NDArray[np.bool_]]:
+        """What is offered or stated, but is not there, and which of it was not listed at all."""
         stated = self._case.stated
-        wanted = stated.known | (stated.entries["kind"] == ADDED)
+        wanted = (stated.known | (stated.entries["kind"] == ADDED)) & ~self._there
         beside = manifest.marks(stated.beside, stated.beside["generation"])
         unseen = np.isin(beside, np.concatenate(self._beside), invert=True)
-        return np.concatenate([stated.entries[wanted & ~self._there], stated.beside[unseen]])
+        unlisted = np.append(~self._listed[wanted], np.ones(unseen.sum(), np.bool_))
+        return np.concatenate([stated.entries[wanted], stated.beside[unseen]]), unlisted
 
 
 def _earliest(info: ObjectInfo) -> float:
@@ -225,16 +230,31 @@ def _delete(store: Store, names: list[str], breathe: Breath) -> set[str]:
     return failed
 
 
-def _find_gone(store: Store, case: Audit, missing: Entries, breathe: Breath, gone: Rows) -> None:
+def _find_gone(
+    store: Store,
+    case: Audit,
+    missing: Entries,
+    unlisted: npt.NDArray[np.bool_],
+    breathe: Breath,
+    gone: Rows,
+) -> None:
     """What is young is asked for once more, because it may have come while the listing was under
-    way, or have been stored again after a removal."""
+    way, or have been stored again after a removal. Of all else that was not listed the latest of
+    each part is: if that is there, the listing was not whole, and the part waits for the next."""
+
+    def is_there(key: BlockKey, generation: int) -> bool:
+        return store.head(block_name(case.namespace, key, generation)) is not None
+
+    times = np.where(missing["kind"] == 0, case.now, missing["time_us"] / 1e6)
+    young = times > case.now - _YOUNG_S
     for piece in breathe.chunks(len(missing)):
         some = missing[piece]
-        columns = (some[name].tolist() for name in ("generation", "kind", "time_us"))
-        for key, generation, kind, time_us in zip(keys_of(some), *columns, strict=True):
+        columns = some["generation"].tolist(), times[piece].tolist(), young[piece].tolist()
+        rows = list(zip(keys_of(some), *columns, strict=True))
+        doubted = np.flatnonzero(unlisted[piece] & ~young[piece]).tolist()
+        spared = set(doubted) if doubted and is_there(*rows[doubted[-1]][:2]) else ()
+        for row, (key, generation, at, is_young) in enumerate(rows):
             breathe()
-            at = time_us / 1e6 if kind else case.now
-            young = at > case.now - _YOUNG_S
-            if not young or store.head(block_name(case.namespace, key, generation)) is None:
+            if row not in spared and not (is_young and is_there(key, generation)):
                 # after all that is written down, even by a clock that is ahead
                 gone.add(key, generation, 0, max(at, case.now))

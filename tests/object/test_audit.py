@@ -120,6 +120,37 @@ def test_what_is_gone_is_told_a_little_at_a_time(store: ListedStore) -> None:
     keeper.close()
 
 
+class PartialStore(FileStore):
+    """A folder of which once something is not listed: so it was with stores that lost a disk, or
+    that list from a database which comes behind."""
+
+    hidden: frozenset[str] = frozenset()
+
+    def list(
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+    ) -> Iterator[ObjectInfo]:
+        listed = super().list(prefix, after=after, deadline=deadline)
+        return (info for info in listed if info.name not in self.hidden)
+
+
+@pytest.mark.parametrize("hidden", [slice(0, 300), slice(250, 300), slice(100, 256)])
+def test_what_a_listing_leaves_out_is_not_gone(tmp_path: Path, hidden: slice) -> None:
+    """It would be deleted once it is listed again."""
+    store = PartialStore(tmp_path / "store")
+    keys = filled(store, 300)
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    store.hidden = frozenset(block_name(NAMESPACE.id, key) for key in keys[hidden])
+    for _ in range(3):
+        keeper.refresh()
+        tier.tick()
+        store.hidden = frozenset()
+    assert tier.lookup(keys) == [Presence.HIT] * 300
+    assert blocks_in(store) == 300
+    keeper.close()
+
+
 @pytest.mark.parametrize("modified_s", [1e18, -1e18, 4e9])
 def test_times_that_cannot_be(tmp_path: Path, store: ListedStore, modified_s: float) -> None:
     """Blocks that no manifest knows, of a time to come or of long ago: taken in, and removable."""

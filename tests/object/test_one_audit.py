@@ -14,7 +14,7 @@ from kvtier.backends.object import audit as audit_module
 from kvtier.backends.object.audit import Audit, Finding, audit
 from kvtier.backends.object.breath import Breath
 from kvtier.backends.object.files import FileStore
-from kvtier.backends.object.manifest import ADDED, REMOVED, Entries, pack_entries
+from kvtier.backends.object.manifest import ADDED, REMOVED, Entries, merge, pack_entries
 from kvtier.backends.object.names import block_name
 from kvtier.backends.object.stated import Stated
 from kvtier.backends.object.store import ObjectInfo
@@ -190,7 +190,18 @@ def test_what_has_come_since_the_listing_began_is_not_taken_for_gone(tmp_path: P
     case.put(10.0)
     assert found(case.audit(stated(ADDED, 10.0))) == (0, 0)
     assert found(case.audit()) == (0, 0), "offered, and not written down yet"
-    assert found(case.audit(stated(ADDED, 500.0))) == (0, 1), "so late is no listing"
+    assert found(case.audit(stated(ADDED, 500.0))) == (0, 0), "a listing that late is not whole"
+
+
+@pytest.mark.parametrize(("ago_s", "gone"), [(119.0, 1), (121.0, 2)])
+def test_of_what_is_not_listed_the_latest_tells_of_all_but_what_is_young(
+    tmp_path: Path, ago_s: float, gone: int
+) -> None:
+    case = Case(tmp_path)
+    case.store = Late(tmp_path / "store")
+    case.put(ago_s)
+    latest = pack_entries(ADDED, make_keys(1, start=1), [0], [RECORD], [int((NOW - 120.5) * 1e6)])
+    assert found(case.audit(merge([stated(ADDED, ago_s), latest]))) == (0, gone)
 
 
 # -- other namespaces --------------------------------------------------------------------------
