@@ -121,7 +121,7 @@ class Keeper:
                 self._describe(if_absent=True)
             try:
                 self._audit(stop_at=time.monotonic() + _OPEN_S)
-            except Unfinished:  # the rest is listed in the background
+            except (Unfinished, StoreFull):  # the rest is listed, or written down, later on
                 self._look()
 
     def _describe(self, *, if_absent: bool) -> None:
@@ -158,7 +158,7 @@ class Keeper:
                 elif looks:
                     self._look()
                 elif self.budget.pressed or now >= due:  # amid deletes others were only listened to
-                    self.outbox.write_down()
+                    self._write_down()
             except Unfinished:
                 return  # `close` waits
             except Exception as error:  # noqa: BLE001 - without this thread nothing is stored
@@ -172,7 +172,7 @@ class Keeper:
             self._next_audit = self._next_look + self._turn_s(self._writers)
         if self._audit_at <= now:
             self._audit_at = self._next_look + self._turn_s(self._writers)
-        if isinstance(error, EndlessListing):  # which is no weather, and takes very long
+        if isinstance(error, EndlessListing | StoreFull):  # which no weather ends, after a listing
             self._next_audit = self._audit_at = now + self.limits.audit_s
         self._puzzles.survived(error)
 
@@ -246,8 +246,13 @@ class Keeper:
         """What others have written since the last look, and what we may do beside them."""
         self._next_look = self._steady() + self.limits.refresh_s
         self.outbox.try_again()
-        self.outbox.write_down()
+        self._write_down()
         self._see_others()
+
+    def _write_down(self) -> None:
+        """What a full store does not take waits, and keeps nobody from making room there."""
+        with contextlib.suppress(StoreFull):
+            self.outbox.write_down()
 
     def _see_others(self) -> None:
         self._next_look = self._steady() + self.limits.refresh_s
@@ -307,7 +312,7 @@ class Keeper:
                 self._breath()
 
     def _compare(self, stop_at: float | None) -> Finding:
-        self.outbox.write_down()
+        self._write_down()
         begun = self._clock()
         standing, dead = self._claims.renew()
         if standing is not None:

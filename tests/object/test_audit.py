@@ -12,20 +12,22 @@ import tracemalloc
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
-from object_audits import CAPACITY, RECORD, LockedStore, blocks_in, filled, opened
+from object_audits import CAPACITY, RECORD, LockedStore, blocks_in, filled, look, opened
 
 from kvtier.backends.object import keeper as keeper_module
 from kvtier.backends.object.budget import Standing
+from kvtier.backends.object.errors import StoreFull
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.manifest import ADDED, REMOVED, pack_entries
-from kvtier.backends.object.names import block_name
+from kvtier.backends.object.names import block_name, parse_manifest
 from kvtier.backends.object.news import News
-from kvtier.backends.object.store import ObjectInfo
+from kvtier.backends.object.store import ObjectInfo, PutOutcome
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
 from kvtier.core.record import HEADER_BYTES
@@ -148,6 +150,35 @@ def test_what_a_listing_leaves_out_is_not_gone(tmp_path: Path, hidden: slice) ->
         store.hidden = frozenset()
     assert tier.lookup(keys) == [Presence.HIT] * 300
     assert blocks_in(store) == 300
+    keeper.close()
+
+
+def test_a_store_that_takes_no_manifest_is_served_and_not_listed_at_every_look(
+    store: ListedStore,
+) -> None:
+    listings = 0
+
+    class Full(ListedStore):
+        def put(self, name: str, *args: Any, **options: Any) -> PutOutcome:
+            if parse_manifest(name):
+                raise StoreFull("full, but for what is empty")
+            return super().put(name, *args, **options)
+
+        def list(self, prefix: str = "", **options: Any) -> Iterator[ObjectInfo]:
+            nonlocal listings
+            listings += not prefix
+            return super().list(prefix, **options)
+
+    keys = make_keys(3)
+    full = Full(store.root)
+    full.hold(keys)
+    keeper, tier = opened(full)
+    keeper.open(tier.known)
+    tier.start()
+    assert tier.lookup(keys) == [Presence.HIT] * 3
+    for _ in range(5):
+        look(keeper, tier)
+    assert listings <= 2
     keeper.close()
 
 

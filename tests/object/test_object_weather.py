@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from object_servers import ServerProcess
@@ -182,6 +185,36 @@ def test_who_starts_beside_a_full_store_serves_what_is_there(
     monkeypatch.undo()
     late.settle()
     assert late.get(keys) == [Outcome.OK] * 4
+    late.close()
+
+
+def test_a_full_store_is_rid_of_what_is_too_old_though_something_is_to_be_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else makes room there: it would stay full."""
+    pair = Pair(tmp_path, age_max=Duration(3600.0))
+    old, [new] = make_keys(3), make_keys(1, start=50)
+    pair.put(old)
+    pair.settle()
+    paths = [tmp_path / "store" / block_name(NAMESPACE.id, key) for key in old]
+    for path in paths:
+        os.utime(path, (time.time() - 7200.0,) * 2)
+    put = FileStore.put
+
+    def take_the_last_block(self: FileStore, name: str, *args: Any, **options: Any) -> PutOutcome:
+        if not parse_block(name) and any(path.exists() for path in paths):
+            raise StoreFull("full")
+        return put(self, name, *args, **options)
+
+    monkeypatch.setattr(FileStore, "put", take_the_last_block)
+    assert pair.put([new]) == [Outcome.OK]
+    pair.settle()
+    assert [path.exists() for path in paths] == [False] * 3
+    assert pair.tier.lookup([*old, new]) == [Presence.MISS] * 3 + [Presence.HIT]
+    pair.settle()
+    pair.close()
+    late = Pair(tmp_path)
+    assert late.get([new]) == [Outcome.OK]
     late.close()
 
 
