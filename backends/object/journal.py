@@ -38,6 +38,8 @@ _PILE = 16
 _TOLD_MAX = 1 << 17
 _PILE_MAX = 1024
 """And no more at once: the list of what a manifest covers must fit into `_HEAD_READ_BYTES`."""
+_Closed = StoreError | NewerFormat
+"""Why a manifest is left alone."""
 
 
 class Journal:
@@ -57,11 +59,10 @@ class Journal:
         """What the last listing showed, and what we have written since."""
         self._broken: set[str] = set()
         """Damaged ones, which say nothing."""
-        self._newer: set[str] = set()
-        """Those that a newer kvtier wrote, which are not ours to touch."""
         self._closed: set[str] = set()
-        """Those that we may not read, as others perhaps may; `everything` tries them again."""
-        self._said_closed = False
+        """Those that we may not read, or a newer kvtier wrote; `everything` tries them again."""
+        self._said: set[type[Exception]] = set()
+        """What has been said of these."""
         self._joined: set[str] = set()
         """Those that we have joined, as long as they are still there."""
         self._too_many = False
@@ -104,7 +105,7 @@ class Journal:
         """
         listed = self._sizes
         # only what `news` has told of: it would never be heard of here otherwise
-        ripe = self._seen - self._broken - self._newer - self._closed - self._joined
+        ripe = self._seen - self._broken - self._closed - self._joined
         chosen = _pile({name: size for name, size in listed.items() if name in ripe})
         if not chosen:
             return False
@@ -138,7 +139,7 @@ class Journal:
         """Sizes of the manifests that are there, by name."""
         found = {}
         total = 0
-        passed_over = self._broken | self._newer | self._closed
+        passed_over = self._broken | self._closed
         prefix = manifest_prefix(self.namespace.id)
         remedy = "see that servers may delete those that they have joined"
         listed = bounded(self._store.list(prefix), _MANIFESTS_MAX, "manifests", remedy)
@@ -186,15 +187,15 @@ class Journal:
         self, sizes: dict[str, int], skip_if_covered_by: Iterable[str] = ()
     ) -> dict[str, Entries | None]:
         """Entries by name; None where there is nothing new or readable; vanished ones left out."""
-        covered = set(skip_if_covered_by) - self._broken - self._newer - self._closed
+        covered = set(skip_if_covered_by) - self._broken - self._closed
 
-        def read(name: str) -> Entries | StoreError | bool | None:
+        def read(name: str) -> Entries | _Closed | bool | None:
             return self._read_one(name, sizes[name], covered)
 
         found: dict[str, Entries | None] = {}
-        closed: dict[str, StoreError] = {}
+        closed: dict[str, _Closed] = {}
         for name, entries in zip(sizes, abreast(read, list(sizes)), strict=True):
-            if isinstance(entries, StoreError):
+            if isinstance(entries, StoreError | NewerFormat):
                 closed[name] = entries
             elif not isinstance(entries, bool):
                 found[name] = entries
@@ -205,7 +206,7 @@ class Journal:
             found.update(dict.fromkeys(closed))
         return found
 
-    def _check_rights(self, closed: Mapping[str, StoreError]) -> None:
+    def _check_rights(self, closed: Mapping[str, _Closed]) -> None:
         """Raises AccessDenied if nothing else may be read either: that is no matter of these."""
         if not all(isinstance(error, Forbidden) for error in closed.values()):
             return
@@ -217,32 +218,27 @@ class Journal:
             said = str(error).partition(": ")[0]
             raise AccessDenied(f"{said}: allow these credentials to get objects") from error
 
-    def _leave(self, closed: Mapping[str, StoreError]) -> None:
-        """Neither read nor join nor delete these, and say so once."""
+    def _leave(self, closed: Mapping[str, _Closed]) -> None:
+        """Neither read nor join nor delete these, and say so once of each kind."""
         self._closed |= closed.keys()
-        if not self._said_closed:
-            self._said_closed = True
-            name, error = next(iter(closed.items()))
+        for kind in {type(error) for error in closed.values()} - self._said:
+            self._said.add(kind)
+            some = {name: error for name, error in closed.items() if type(error) is kind}
+            name, error = next(iter(some.items()))
             _log.warning(
                 "%d manifests may not be read and are left alone, a listing will tell: %s: %s",
-                len(closed),
+                len(some),
                 self._full_name(name),
                 error,
             )
 
-    def _read_one(
-        self, name: str, size: int, covered: set[str]
-    ) -> Entries | StoreError | bool | None:
+    def _read_one(self, name: str, size: int, covered: set[str]) -> Entries | _Closed | bool | None:
         """As in `_fetch`; False if the manifest has vanished, or why it may not be read."""
         full_name = self._full_name(name)
         for again in (True, False):  # damage on the way is gone the second time
             try:
                 return self._read_whole(full_name, size, covered)
-            except NewerFormat as error:
-                self._newer.add(name)
-                _log.warning("manifest %s is left alone: %s", full_name, error)
-                return None
-            except (Forbidden, Archived) as error:
+            except (NewerFormat, Forbidden, Archived) as error:
                 return error
             except (FormatError, LengthMismatch) as error:
                 if not again:

@@ -310,20 +310,41 @@ def test_a_damaged_manifest_costs_only_itself(store: FileStore) -> None:
     assert len(manifests(store)) == 1
 
 
-def test_a_manifest_of_a_newer_version_is_left_alone(store: FileStore) -> None:
-    journal = Journal(store, NAMESPACE)
+def newer(store: FileStore, journal: Journal) -> tuple[Path, bytes]:
+    """A manifest of a newer version, and what is in it."""
+    before = set(manifests(store))
     journal.append(added(make_keys(2)))
-    path = store.root / manifests(store)[0]
-    data = bytearray(path.read_bytes())
+    [name] = set(manifests(store)) - before
+    data = bytearray((store.root / name).read_bytes())
     struct.pack_into("<H", data, 8, manifest.VERSION + 1)
-    path.write_bytes(data)
+    (store.root / name).write_bytes(data)
+    return store.root / name, bytes(data)
+
+
+def test_manifests_of_a_newer_version_are_mentioned_once_and_not_remembered_for_ever(
+    store: FileStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that was updated writes one every few seconds, and joins them."""
+    updated, reader = Journal(store, NAMESPACE), Journal(store, NAMESPACE)
+    for _ in range(20):
+        path, _ = newer(store, updated)
+        assert len(reader.news()) == 0
+        path.unlink()
+    assert [record.getMessage().count("version 2") for record in caplog.records] == [1]
+    reader.everything()
+    held = [len(names) for names in vars(reader).values() if isinstance(names, set | dict)]
+    assert sum(held) < 5
+
+
+def test_a_manifest_of_a_newer_version_is_left_alone(store: FileStore) -> None:
+    path, data = newer(store, Journal(store, NAMESPACE))
     reader = Journal(store, NAMESPACE)
     assert len(reader.everything()) == 0
     reader.drop_broken()
     for key in make_keys(20, start=50):
         reader.append(added([key]))
     assert reader.join(0.0)
-    assert path.read_bytes() == bytes(data)
+    assert path.read_bytes() == data
 
 
 def test_a_look_lists_once(store: FileStore) -> None:
