@@ -245,7 +245,7 @@ def _find_gone(
     def is_there(key: BlockKey, generation: int) -> bool:
         return store.head(block_name(case.namespace, key, generation)) is not None
 
-    times = np.where(missing["kind"] == 0, case.now, missing["time_us"] / 1e6)
+    times = missing["time_us"] / 1e6
     young = times > case.now - _YOUNG_S
     for piece in breathe.chunks(len(missing)):
         some = missing[piece]

@@ -351,6 +351,7 @@ class Keeper:
         stated = Stated(self._journal.everything())
         hidden = self.budget.hidden
         stated.compare(self._known(), tuple(self.news), self._breath)
+        stated.expect(self.outbox.waiting)
         self.news.append(News(unhidden=hidden))
         self._tell(stated.entries, stated)
         return stated

@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, compress, islice
 
+import numpy as np
+
 from kvtier.backends.object import manifest
 from kvtier.backends.object.budget import Budget
 from kvtier.backends.object.errors import Misconfigured, StoreError
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.leaving import Object
-from kvtier.backends.object.manifest import ADDED, REMOVED, SKEW_US, Entries
+from kvtier.backends.object.manifest import ADDED, ENTRY, REMOVED, SKEW_US, Entries
 from kvtier.backends.object.names import block_name
 from kvtier.backends.object.news import Rows
 from kvtier.backends.object.store import Store
@@ -124,6 +126,13 @@ class Outbox:
     @property
     def empty(self) -> bool:
         return not (self._entries or self._doomed or self._stubborn)
+
+    @property
+    def waiting(self) -> Entries:
+        """All that is still to be written down."""
+        return np.concatenate(
+            [np.zeros(0, ENTRY), *(entries for entries, _ in tuple(self._entries))]
+        )
 
     def write_down(self) -> None:
         """Delete, then say so, and what was added; raises StoreError."""

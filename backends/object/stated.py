@@ -62,6 +62,13 @@ class Stated:
             self.known[rows[rows >= 0]] = False
             breathe()
 
+    def expect(self, waiting: Entries) -> None:
+        """What waits to be written down is as young as the latest of it, and all else about which
+        nothing is written down as old as can be."""
+        marks = manifest.marks(self.beside, self.beside["generation"])
+        young = np.isin(marks, manifest.marks(waiting, waiting["generation"]))
+        self.beside["time_us"][young] = waiting["time_us"].max(initial=0)
+
     def news(self, piece: slice, latest_us: int) -> npt.NDArray[np.bool_]:
         """Which of these entries are news where these objects are known: what was added and is not
         known, what was removed and is. What was added lately always is: it may be another object

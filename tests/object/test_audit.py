@@ -153,6 +153,30 @@ def test_what_a_listing_leaves_out_is_not_gone(tmp_path: Path, hidden: slice) ->
     keeper.close()
 
 
+def test_of_what_has_all_been_deleted_not_each_is_asked_for(tmp_path: Path) -> None:
+    """`kvtier clear` beside a running server: of a million that took hours, all of them offered."""
+    asked = 0
+
+    class Asked(FileStore):
+        def head(self, name: str, **options: Any) -> ObjectInfo | None:
+            nonlocal asked
+            asked += 1
+            return super().head(name, **options)
+
+    store = Asked(tmp_path / "store")
+    keys = filled(store, 1000)
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    tier.start()
+    store.delete([info.name for info in store.list()])
+    keeper.refresh()
+    while tier.stats().blocks and len(keeper.news):
+        tier.tick()
+    assert tier.lookup(keys) == [Presence.MISS] * 1000
+    assert asked <= 5
+    keeper.close()
+
+
 def test_a_store_that_takes_no_manifest_is_served_and_not_listed_at_every_look(
     store: ListedStore,
 ) -> None:

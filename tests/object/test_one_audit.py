@@ -19,6 +19,7 @@ from kvtier.backends.object.names import block_name
 from kvtier.backends.object.stated import Stated
 from kvtier.backends.object.store import ObjectInfo
 from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.types import BlockKey
 
 NOW = 1e9
 READ_S = 60.0
@@ -34,14 +35,18 @@ class Case:
         self.store = FileStore(folder / "store")
         self.known = True
         """Whether the object is offered."""
+        self.others: list[BlockKey] = []
+        """Offered, too, and not there."""
 
     def put(self, ago_s: float, size: int = RECORD) -> None:
         self.store.put(NAME, [memoryview(bytes(size))])
         os.utime(self.store.root / NAME, (NOW - ago_s,) * 2)
 
-    def audit(self, entries: Entries = NOTHING, **more: Any) -> Finding:
+    def audit(self, entries: Entries = NOTHING, waiting: Entries = NOTHING, **more: Any) -> Finding:
         stated = Stated(entries)
-        stated.compare([(KEY, 0)] if self.known else [], [], Breath(lambda: None))
+        known = [(key, 0) for key in [KEY, *self.others]] if self.known else []
+        stated.compare(known, [], Breath(lambda: None))
+        stated.expect(waiting)
         asked: dict[str, Any] = {
             "namespace": NAMESPACE.id,
             "stated": stated,
@@ -191,6 +196,15 @@ def test_what_has_come_since_the_listing_began_is_not_taken_for_gone(tmp_path: P
     assert found(case.audit(stated(ADDED, 10.0))) == (0, 0)
     assert found(case.audit()) == (0, 0), "offered, and not written down yet"
     assert found(case.audit(stated(ADDED, 500.0))) == (0, 0), "a listing that late is not whole"
+
+
+def test_what_waits_to_be_written_down_is_no_older_than_that(tmp_path: Path) -> None:
+    """Others may lie there without a word since somebody has deleted everything."""
+    case = Case(tmp_path)
+    case.store = Late(tmp_path / "store")
+    case.put(1.0)
+    case.others = make_keys(2, start=1)
+    assert found(case.audit(waiting=stated(ADDED, 1.0))) == (0, 2)
 
 
 @pytest.mark.parametrize(("ago_s", "gone"), [(119.0, 1), (121.0, 2)])
