@@ -323,7 +323,11 @@ def remove_idle(settings: TierSettings, namespace: str, idle_s: float) -> bool:
     told = (f"{PREFIX}{namespace}-", uses_prefix(namespace))  # others may write its manifests
     with opened_store(settings) as store:
         last = max((info.modified_s for each in told for info in store.list(each)), default=0.0)
-    return time.time() - last > idle_s and remove_namespace(settings, namespace)
+    if time.time() - last <= idle_s:
+        return False
+    if not remove_namespace(settings, namespace):
+        raise MediumError(f"the store kept some objects of {namespace}: try again")
+    return True
 
 
 def empty_store(settings: TierSettings) -> None:

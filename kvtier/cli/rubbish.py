@@ -32,6 +32,7 @@ from kvtier.cli.holdings import BENCH_MARK, NAMESPACE_ID, Place, Slab
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk, is_locked
 from kvtier.core.settings import TierSettings
+from kvtier.errors import MediumError
 
 if TYPE_CHECKING:
     from kvtier.backends.object import ObjectSettings
@@ -339,7 +340,10 @@ def _surveyed(settings: ObjectSettings, place: Place, going: set[str]) -> Iterat
     def collect() -> bool:
         with contextlib.closing(open_for(settings)) as store:
             found = survey(store)
-            return gc.collect(store, found)[0] == len(found.doomed)
+            gone, _ = gc.collect(store, found)
+        if kept := len(found.doomed) - gone:
+            raise MediumError(f"the store kept {kept} of {len(found.doomed)} blocks: try again")
+        return True
 
     def remove_bare(namespace: str) -> bool:
         with contextlib.closing(open_for(settings)) as store:

@@ -151,6 +151,31 @@ def test_idle_namespaces_go(stack: Path) -> None:
     assert run("du", "-c", stack, "--tier", "object")[0]["used"] == 0
 
 
+@pytest.mark.parametrize("idle", [[], ["--idle", "0s"]])
+def test_what_a_store_does_not_delete_is_not_called_in_use(
+    in_a_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    idle: list[str],
+) -> None:
+    with Stack.open(in_a_folder, NAMESPACE) as opened:
+        opened.store({key: payload(key) for key in make_keys(BLOCKS)})
+        assert opened.settle()
+    in_a_folder.write_text(in_a_folder.read_text().replace("64MiB", f"{4096 + 8192}"))
+    unlink = Disk.unlink
+
+    def protect(disk: Disk, path: Any) -> None:
+        if "/blocks/" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        unlink(disk, path)
+
+    monkeypatch.setattr(Disk, "unlink", protect)
+    assert commands.run(["gc", "-c", str(in_a_folder), "--tier", "object", *idle]) == 1
+    said = capsys.readouterr().err
+    assert "the store kept" in said
+    assert "in use" not in said
+
+
 def test_what_is_idle_is_not_also_over_the_budget(in_a_folder: Path, tmp_path: Path) -> None:
     """A dry run says the same as the run."""
     other = Namespace(facts={"model": "other"}, group_bytes=(8192,))
