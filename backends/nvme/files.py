@@ -23,6 +23,7 @@ _PIECE_BYTES = 1 << 16
 _TABLE_BYTES_MAX = TABLE_AT + SLOTS_MAX * ENTRY_BYTES
 _NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 _HOME = re.compile(r"[0-9a-f]{32}")
+_MARK = re.compile(r"[0-9a-f]{8}")
 _WHOLE = re.compile(r"[0-9a-f]{8}\.(slab|table)")
 _UNFINISHED = re.compile(
     r"(namespace|[0-9a-f]{8})\.(?P<maker>[0-9a-f]{8})(\.(data|table))?\.making"
@@ -77,6 +78,14 @@ def unfinished(home: Path) -> list[tuple[Path, Path]]:
     """Files that are being made, or were when their makers died, each with its maker's mark."""
     found = [(name, _UNFINISHED.fullmatch(name)) for name in _names(home)]
     return [(home / name, home / "owners" / match["maker"]) for name, match in found if match]
+
+
+def marks(home: Path) -> list[Path]:
+    """The marks of a namespace's owners, living and dead. Those of the dead are removed, so
+    what bears another name, or lies where a link leads to, is none."""
+    owners = home / "owners"
+    names = [] if os.path.islink(owners) else _names(owners)  # noqa: PTH114 - never raises
+    return [owners / name for name in names if _MARK.fullmatch(name)]
 
 
 def owner_path(owners: Path, owner: int) -> Path:

@@ -27,6 +27,7 @@ from kvtier.backends.nvme.files import (
     held,
     homes,
     length,
+    marks,
     owner_path,
     remove_slab,
     take_away,
@@ -160,7 +161,7 @@ class NvmeFolder:
     def alone(self, owner: int) -> bool:
         """Whether no other owner of this namespace is alive."""
         mine = owner_path(self.owners, owner)
-        return not any(held(path) for path in self.owners.glob("*") if path != mine)
+        return not any(held(path) for path in marks(self.home) if path != mine)
 
     def last_used(self, slab_id: int) -> float:
         """When a block of a slab was stored or used last."""
@@ -170,7 +171,7 @@ class NvmeFolder:
         """How many owners are alive in the whole folder, and the namespaces of those other than
         `owner` that wait for room."""
         count, waiting = 0, set()
-        for path in [path for home in homes(self.root) for path in (home / "owners").glob("*")]:
+        for path in [path for home in homes(self.root) for path in marks(home)]:
             if path == owner_path(self.owners, owner):
                 count += 1
             elif held(path):
@@ -337,7 +338,7 @@ class NvmeFolder:
     def _sweep(self) -> None:
         """Under the lock: remove what the dead left half made, and their files."""
         for home in homes(self.root):
-            for path in (home / "owners").glob("*"):
+            for path in marks(home):
                 if not held(path):
                     take_away(self.disk, path)
             for path, maker in unfinished(home):

@@ -21,6 +21,7 @@ from kvtier.backends.nvme.files import (
     is_empty,
     is_newer,
     length,
+    marks,
     remove_bare_home,
     remove_slab,
     slab_files,
@@ -90,7 +91,7 @@ def _others(root: Path, mine: Path) -> tuple[list[IdleHome], int]:
     for path in homes(root):
         if path == mine or not (path / "namespace.json").is_file():
             continue
-        if any(held(owner) for owner in (path / "owners").glob("*")):
+        if any(held(owner) for owner in marks(path)):
             living += 1
             continue
         tables = slab_files(path, TABLE_SUFFIX)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvtier.backends.cpu.region import lock_owner
-from kvtier.backends.nvme.files import is_empty, is_newer, let_go
+from kvtier.backends.nvme.files import is_empty, is_newer, let_go, marks
 from kvtier.backends.nvme.folder import NvmeFolder
 from kvtier.core.disk import Disk, is_locked, lock_within
 from kvtier.core.slab.layout import OWNER, OWNER_AT
@@ -108,8 +108,7 @@ def _stopped_holder(fd: int) -> int | None:
 
 def has_live_owner(home: Path) -> bool:
     """Whether a process acts for any owner of this namespace's folder."""
-    owners = home / "owners"
-    return owners.is_dir() and any(is_locked(path) for path in owners.iterdir())
+    return any(is_locked(path) for path in marks(home))
 
 
 def has_owner_now(table: Path) -> bool:

@@ -20,6 +20,7 @@ from kvtier.backends.nvme.files import (
     TABLE_SUFFIX,
     halves,
     is_newer,
+    marks,
     remove_bare_home,
     remove_slab,
     slab_files,
@@ -173,7 +174,7 @@ def _is_home(path: Path) -> bool:
 
 
 def _left_by_the_dead(root: Path, home: Path) -> Iterator[Rubbish]:
-    for path in sorted((home / "owners").glob("*")):
+    for path in sorted(marks(home)):
         if not is_locked(path):
             yield _file(root, path, "mark of a dead owner", partial(_is_free, path))
     for path, maker in sorted(unfinished(home)):

@@ -112,6 +112,19 @@ def test_what_lies_behind_a_link_is_somebody_elses(stack_file: Path, tmp_path: P
     assert list(rubbish.find(config, look(config, 1), 0.0)) == []
 
 
+def test_marks_behind_a_link_are_somebody_elses(stack_file: Path, tmp_path: Path) -> None:
+    """Who may write to a folder must not choose what others, root say, remove elsewhere."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "letters").touch()
+    (theirs / "0000aaaa").touch()
+    home = tmp_path / "disk" / "blocks" / NAMESPACE.id
+    home.mkdir(parents=True)
+    (home / "owners").symlink_to(theirs)
+    config = load(stack_file)
+    assert list(rubbish.find(config, look(config, 1), None)) == []
+
+
 def test_a_slab_in_the_folder_of_another_model_is_not_that_models(filled: Path) -> None:
     (nvme,) = look(load(filled), 1)
     home = nvme.slabs[0].table.parent

@@ -173,6 +173,31 @@ def test_what_a_link_in_the_root_leads_to_is_nobodys_to_clear_away(tmp_path: Pat
     mine.close()
 
 
+@pytest.mark.parametrize("whose", [NAMESPACE, OTHER])
+def test_what_bears_no_owners_name_or_lies_behind_a_link_is_no_mark(
+    tmp_path: Path, whose: Namespace
+) -> None:
+    """Who may make a folder here could have others' files removed by that otherwise."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    theirs = [outside / "letters", outside / "0badcafe"]
+    for path in theirs:
+        path.touch()
+    home = tmp_path / "kv" / whose.id
+    home.mkdir(parents=True)
+    note = home / "owners" / "note.txt"
+    if whose == OTHER:
+        (home / "owners").symlink_to(outside)
+    else:
+        (home / "owners").mkdir()
+        theirs.append(note)
+        note.touch()
+    engine = Engine(tmp_path / "kv")
+    assert engine.put(make_keys(4)) == make_keys(4)
+    assert all(path.exists() for path in theirs)
+    engine.close()
+
+
 def test_half_a_slab_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "kv", blocks=8)
     assert engine.put(make_keys(8))
