@@ -223,7 +223,8 @@ class Keeper:
     def _adopt_orphans(self) -> None:
         theirs = [known.slab for known in self._known.values() if not known.mine]
         owners = {slab.owner for slab in theirs}
-        dead = {owner for owner in owners if not self.folder.alive(owner)}
+        # Our own, too: it was lost from sight for a while.
+        dead = {owner for owner in owners if owner == self.owner or not self.folder.alive(owner)}
         now = time.monotonic()
         self._given = {slab_id: until for slab_id, until in self._given.items() if until > now}
         for slab in theirs:
@@ -244,7 +245,7 @@ class Keeper:
 
     def _adopt(self, slab_id: int) -> None:
         slab, table = self.folder.read_table(slab_id)
-        if self.folder.alive(slab.owner):
+        if slab.owner != self.owner and self.folder.alive(slab.owner):
             return
         if slab.header.flags & layout.FLAG_DISCARD or slab.header.slot_bytes != (
             self.limits.slot_bytes

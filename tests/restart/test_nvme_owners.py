@@ -176,3 +176,23 @@ def test_a_folder_that_was_away_is_filled_again_when_it_is_back(tmp_path: Path) 
     assert engine.put(new) == new
     assert engine.read(new) == new
     engine.close()
+
+
+def test_own_slabs_that_could_not_be_seen_for_a_moment_are_own_again(tmp_path: Path) -> None:
+    """The right to list their folder was taken and given back, say."""
+    engine = Engine(tmp_path / "kv", blocks=32)
+    keys = make_keys(16)
+    engine.put(keys)
+    own, home, away = engine.own_slabs, engine.keeper.folder.home, tmp_path / "away"
+    away.mkdir()
+    for path in (*home.glob("*.table"), *home.glob("*.slab")):
+        path.rename(away / path.name)
+    assert engine.hits(keys) == []
+    for path in away.iterdir():
+        path.rename(home / path.name)
+    assert engine.read(keys) == keys
+    assert engine.own_slabs > own
+    new = make_keys(28, start=100)
+    assert engine.put(new) == new
+    assert engine.read(new) == new
+    engine.close()
