@@ -83,12 +83,21 @@ class NvmeFolder:
         self.namespace = namespace
         self.home = root / namespace.id
         self.owners = self.home / "owners"
+        self._device: int | None = None
         self.establish()
 
     def establish(self) -> None:
-        """Make what is missing of the folder; raises MediumError if it cannot be used."""
+        """Make what is missing of the folder; raises MediumError if it cannot be used, or if its
+        disk was taken off: below that may be the system's own, which nobody gave us to fill."""
         with self._explained():
+            standing = self.root if self.root.exists() else self.root.parent
+            if self._device not in (None, standing.stat().st_dev):
+                raise MediumError(
+                    "its disk is gone: nothing is stored there until that is back, or the engine "
+                    "is started again"
+                )
             self.root.mkdir(mode=0o700, exist_ok=True)
+            self._device = self.root.stat().st_dev
             with self.locked():
                 self._make_home()
 

@@ -134,16 +134,16 @@ class Keeper:
             self._next_housekeeping = now + self._between
 
     def _begin_again(self) -> None:
-        """The folder has been removed under us, or what makes us an owner: make it anew. Slabs that
-        are left are orphans now, like all others of the dead."""
-        self._say_once(f"NVMe folder {self.folder.root} was removed: starting over in a new one")
+        """The folder has been removed under us, or what makes us an owner: make it anew, unless its
+        disk was taken off. Slabs that are left are orphans now, like all others of the dead."""
+        self.news.extend(News(known.slab, gone=True) for known in self._known.values())
+        self._known.clear()
         self.folder.establish()
         owner, fd = self.folder.claim()
+        self._say_once(f"NVMe folder {self.folder.root} was removed: starting over in a new one")
         os.close(self._owner_fd)
         self.owner, self._owner_fd = owner, fd
         self._shares.begin_again()
-        self.news.extend(News(known.slab, gone=True) for known in self._known.values())
-        self._known.clear()
 
     @contextlib.contextmanager
     def _going_on(self, after: type[Exception] = OSError) -> Iterator[None]:

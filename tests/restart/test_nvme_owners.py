@@ -6,7 +6,9 @@ import errno
 import fcntl
 import os
 import shutil
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -161,7 +163,7 @@ def test_becoming_an_owner_again_may_fail_and_be_tried_again(
 
 
 def test_a_folder_that_was_away_is_filled_again_when_it_is_back(tmp_path: Path) -> None:
-    """Its disk was taken off, say, and blocks were kept in the bare mount point meanwhile."""
+    """It was moved, say, and blocks were kept in a new one meanwhile."""
     root, away = tmp_path / "kv", tmp_path / "away"
     engine = Engine(root)
     keys = make_keys(16)
@@ -193,6 +195,42 @@ def test_own_slabs_that_could_not_be_seen_for_a_moment_are_own_again(tmp_path: P
     assert engine.read(keys) == keys
     assert engine.own_slabs > own
     new = make_keys(28, start=100)
+    assert engine.put(new) == new
+    assert engine.read(new) == new
+    engine.close()
+
+
+@pytest.fixture
+def other_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on another file system than the test's own."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is only one file system")
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("below", ["kv", "."])
+def test_where_a_disk_was_taken_off_the_one_below_is_not_filled(
+    tmp_path: Path, other_disk: Path, below: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its mount point is a bare folder then, of the system's own disk mostly."""
+    mounted = tmp_path / "mounted"
+    mounted.symlink_to(other_disk)
+    engine = Engine(mounted / below)
+    keys = make_keys(8)
+    assert engine.put(keys) == keys
+    mounted.unlink()
+    mounted.mkdir()
+    assert engine.read(keys) == []
+    assert engine.put(make_keys(1, start=100)) == []
+    assert not list(mounted.iterdir())
+    assert caplog.text.count("its disk is gone") == 1
+    assert "starting over" not in caplog.text
+    mounted.rmdir()
+    mounted.symlink_to(other_disk)
+    assert engine.read(keys) == keys
+    new = make_keys(8, start=200)
     assert engine.put(new) == new
     assert engine.read(new) == new
     engine.close()
