@@ -31,9 +31,14 @@ _UNFINISHED = re.compile(
 
 
 def homes(root: Path) -> list[Path]:
-    """The folders of namespaces. What else lies in the root is somebody else's."""
-    named = [path for path in root.iterdir() if _HOME.fullmatch(path.name)]
-    return [path for path in named if path.is_dir() and not path.is_symlink()]
+    """The folders of namespaces. What else lies in the root is somebody else's; so is what cannot
+    be looked at."""
+    found = []
+    for path in root.iterdir():
+        with contextlib.suppress(OSError):
+            if _HOME.fullmatch(path.name) and stat.S_ISDIR(path.lstat().st_mode):
+                found.append(path)
+    return found
 
 
 def slab_files(home: Path, suffix: str) -> list[Path]:

@@ -7,6 +7,7 @@ the folder: models that are served in turn do not cost each other all they have.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,7 +90,8 @@ def _others(root: Path, mine: Path) -> tuple[list[IdleHome], int]:
     idle: list[IdleHome] = []
     living = 0
     for path in homes(root):
-        if path == mine or not (path / "namespace.json").is_file():
+        described = os.path.isfile(path / "namespace.json")  # noqa: PTH113 - never raises
+        if path == mine or not described:
             continue
         if any(held(owner) for owner in marks(path)):
             living += 1

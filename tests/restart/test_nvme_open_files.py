@@ -15,7 +15,7 @@ from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec
 from kvtier.core.disk import Disk
 from kvtier.core.record import Buffer, record_bytes
 from kvtier.testing.records import NAMESPACE, blank, make_keys
-from kvtier.types import BlockKey, Outcome
+from kvtier.types import BlockKey, Namespace, Outcome
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
 
@@ -182,6 +182,31 @@ def test_a_file_that_cannot_be_looked_at_stops_nothing(
     engine.tier.touch(make_keys(4))
     engine.keeper.work(thorough=True)
     assert not engine.keeper.uses._noted, "what comes last in a round is done, too"
+    monkeypatch.undo()
+    engine.close()
+
+
+@pytest.mark.parametrize("what", ["", "namespace.json"])
+def test_a_model_whose_folder_cannot_be_looked_at_costs_others_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Another user's, say, who lets nobody in."""
+    bad, stat = tmp_path / "kv" / ("ab" * 16) / what, os.stat
+    idle = Engine(tmp_path / "kv", namespace=Namespace(facts={"model": "b"}, group_bytes=(8192,)))
+    idle.put(make_keys(16))
+    idle.close()
+    bad.mkdir(parents=True)
+
+    def failing(path: object, *args: object, **options: object) -> os.stat_result:
+        if str(path) == str(bad):
+            raise OSError(errno.EACCES, "permission denied")
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", failing)
+    engine = Engine(tmp_path / "kv")
+    keys = make_keys(20)
+    assert engine.put(keys) == keys
+    assert engine.read(keys[-8:]) == keys[-8:]
     monkeypatch.undo()
     engine.close()
 
