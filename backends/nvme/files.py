@@ -130,13 +130,15 @@ def take_away(disk: Disk, path: Path) -> bool:
 
 
 def remove_slab(disk: Disk, table: Path) -> None:
-    """Delete a slab; whoever has it open finds it empty, so that its room is free at once."""
+    """Delete a slab; whoever has it open finds it empty, so that its room is free at once. A file
+    with another name elsewhere is not only ours, and keeps what is in it."""
     data = table.with_suffix(DATA_SUFFIX)
     disk.unlink(table)
     with contextlib.suppress(OSError):
         fd = disk.open(data)
         try:
-            os.ftruncate(fd, 0)
+            if os.fstat(fd).st_nlink == 1:
+                os.ftruncate(fd, 0)
         finally:
             disk.close(fd)
     disk.unlink(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 from pathlib import Path
 
@@ -161,6 +162,22 @@ def test_what_is_removed_gives_its_room_back_although_somebody_has_it_open(tmp_p
         folder.remove_slab(slab)
         assert os.fstat(opened.fileno()).st_size == 0
     engine.close()
+
+
+def test_what_has_another_name_elsewhere_keeps_what_is_in_it(tmp_path: Path) -> None:
+    """A copy of the folder, say, that shares its files with it until they go here."""
+    engine = Engine(tmp_path / "kv", blocks=8)
+    keys = make_keys(8)
+    assert engine.put(keys) == keys
+    engine.handler.close()
+    shutil.copytree(tmp_path / "kv", tmp_path / "copy", copy_function=os.link)
+    engine.tier.clear()
+    engine.tier.refresh()
+    assert engine.hits(keys) == []
+    engine.close()
+    copy = Engine(tmp_path / "copy", blocks=8)
+    assert copy.read(keys) == keys
+    copy.close()
 
 
 def test_what_a_link_in_the_root_leads_to_is_nobodys_to_clear_away(tmp_path: Path) -> None:
