@@ -24,8 +24,9 @@ def folder_locked(root: Path) -> Iterator[None]:
     """Hold the lock under which a folder's slabs change hands; raises FolderBusy rather than wait
     without end."""
     path, end = root / "lock", time.monotonic() + _WAIT_S
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, flags, 0o600)
         try:
             if not lock_within(fd, fcntl.LOCK_EX, end - time.monotonic()):
                 raise FolderBusy(

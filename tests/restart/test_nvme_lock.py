@@ -13,6 +13,7 @@ from kvtier.backends.nvme import lock
 from kvtier.backends.nvme.folder import NvmeFolder
 from kvtier.backends.nvme.lock import FolderBusy, folder_locked
 from kvtier.core.disk import Disk, is_locked
+from kvtier.errors import MediumError
 from kvtier.testing.records import NAMESPACE
 
 
@@ -70,3 +71,12 @@ def test_a_child_that_begins_meanwhile_does_not_keep_the_lock(
         os.close(write)
         os.close(read)
         os.waitpid(child, 0)
+
+
+def test_a_link_in_the_locks_place_is_not_followed(tmp_path: Path) -> None:
+    """Who may write here would choose where others, root say, make a file."""
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "lock").symlink_to(tmp_path / "nologin")
+    with pytest.raises(MediumError, match="symbolic links"):
+        NvmeFolder(tmp_path / "kv", NAMESPACE, Disk())
+    assert not (tmp_path / "nologin").exists()
