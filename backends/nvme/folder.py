@@ -117,6 +117,8 @@ class NvmeFolder:
         """Under the lock: this namespace's folders and its description."""
         for folder in (self.home, self.owners):
             folder.mkdir(mode=0o700, exist_ok=True)
+            if folder.is_symlink():  # nobody counts what lies behind it
+                raise OSError(errno.ELOOP, f"{folder} is a link: remove it")
         try:
             self._describe()
         except OSError as error:

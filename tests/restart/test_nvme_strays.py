@@ -12,6 +12,7 @@ from nvme_rig import Engine
 
 from kvtier.backends.nvme.files import halves, hold_owner, homes
 from kvtier.core.slab import layout
+from kvtier.errors import MediumError
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import Namespace
 
@@ -213,6 +214,18 @@ def test_what_bears_no_owners_name_or_lies_behind_a_link_is_no_mark(
     assert engine.put(make_keys(4)) == make_keys(4)
     assert all(path.exists() for path in theirs)
     engine.close()
+
+
+@pytest.mark.parametrize("what", [NAMESPACE.id, f"{NAMESPACE.id}/owners"])
+def test_a_link_in_the_place_of_its_own_folder_is_refused(tmp_path: Path, what: str) -> None:
+    """Nobody would count what lies behind it, so it would grow without end."""
+    link = tmp_path / "kv" / what
+    link.parent.mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(MediumError, match=f"{what} is a link"):
+        Engine(tmp_path / "kv")
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_half_a_slab_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
