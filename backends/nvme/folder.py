@@ -288,8 +288,7 @@ class NvmeFolder:
 
     def _bound(self, limits: Limits) -> int:
         """What the folder may hold, or can where its disk is full before that."""
-        floor = limits.free_floor + limits.slab_bytes // _SLACK_SHARE
-        free = self.disk.free_bytes(self.root) - floor
+        free = self.disk.free_bytes(self.root) - kept_free(limits.free_floor, limits.slab_bytes)
         return min(limits.capacity, used_bytes(self.root) + free)
 
     def cut_off(self, slabs: Iterable[SlabFile]) -> int:
@@ -376,6 +375,11 @@ class Limits(msgspec.Struct, frozen=True):
     """How long an idle namespace keeps its share after its last use."""
     grows: bool = True
     """Whether slabs are made; else what is there is only read."""
+
+
+def kept_free(free_floor: int, slab_bytes: int) -> int:
+    """What must stay free on the disk when slabs of this size are made."""
+    return free_floor + slab_bytes // _SLACK_SHARE
 
 
 def _file_sizes(header: SlabHeader) -> tuple[int, int]:

@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 
 from kvtier.backends.cpu import CpuSettings, huge, room
-from kvtier.backends.nvme import NvmeSettings
+from kvtier.backends.nvme import NvmeSettings, slab_bytes
 from kvtier.backends.nvme.files import used_bytes
+from kvtier.backends.nvme.folder import kept_free
 from kvtier.backends.nvme.reader import only_reads
 from kvtier.cli.look_slabs import look_at_regions
 from kvtier.config import StackConfig
@@ -298,7 +299,8 @@ def _check_room(area: str, settings: NvmeSettings) -> Finding:
     disk, folder = Disk(), _standing(Path(settings.path))
     size = settings.capacity.resolve(disk.total_bytes(folder))
     used = used_bytes(Path(settings.path)) if Path(settings.path).is_dir() else 0
-    left = used + disk.free_bytes(folder) - settings.free_floor.bytes
+    kept = kept_free(settings.free_floor.bytes, slab_bytes(size))
+    left = used + disk.free_bytes(folder) - kept
     what = f"{human.size(size)} allowed, room for {human.size(max(0, left))}"
     if left <= 0:
         return Finding(

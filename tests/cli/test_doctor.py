@@ -160,6 +160,16 @@ def test_memory_on_a_disk_that_is_full(stack_file: Path) -> None:
     assert report["measured"] == []
 
 
+@pytest.mark.parametrize(("free", "level"), [(1 << 20, Level.BAD), (3 << 19, Level.WARN)])
+def test_no_slab_is_made_of_the_last_of_a_disk(
+    stack_file: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: Level
+) -> None:
+    """A quarter of one stays free above the floor: 1 MiB here."""
+    monkeypatch.setattr(Disk, "free_bytes", lambda disk, path: free)
+    (found,) = [what for what in levels(stack_file, 1) if "allowed, room for" in what]
+    assert levels(stack_file, 1)[found] is level
+
+
 def test_a_disk_that_is_memory(stack_file: Path) -> None:
     folder = Path("/dev/shm") / f"kvtier-test-{os.getpid()}"
     folder.mkdir()
