@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from kvtier.backends.nvme.files import used_bytes
+from kvtier.backends.nvme.files import held, homes, marks, used_bytes
 from kvtier.backends.nvme.folder import Limits, NvmeFolder, SlabFile
 from kvtier.backends.nvme.news import News
 
@@ -33,8 +33,7 @@ class Shares:
         if not mine:
             return True
         living, _ = self._folder.hungry_neighbours(owner)
-        used = used_bytes(self._folder.root)
-        return _bytes_of(mine) + more <= self._fair(used, living)
+        return _bytes_of(mine) + more <= self._fair(living)
 
     def excess(self, owner: int, mine: Sequence[SlabFile]) -> News | None:
         """A slab to give away, because neighbours starve, or to give up, because the folder is over
@@ -49,13 +48,16 @@ class Shares:
             if len(mine) == 1:
                 return None
             living, starving = folder.hungry_neighbours(owner)
-            if not starving or _bytes_of(mine) <= self._fair(used, living):
+            if not starving or _bytes_of(mine) <= self._fair(living):
                 return None
             remove = folder.namespace.id not in starving
         return News(min(mine, key=lambda slab: folder.last_used(slab.id)), remove=remove)
 
-    def _fair(self, used: int, living: int) -> int:
-        """Of what the folder may hold, or does hold where its disk is full before that."""
+    def _fair(self, living: int) -> int:
+        """Of what the folder may hold, or does hold where its disk is full before that, without
+        what idle models keep: nobody is there to hand it over."""
+        served = [home for home in homes(self._folder.root) if any(map(held, marks(home)))]
+        used = sum(map(used_bytes, served))
         return min(used, self._limits.capacity) // max(1, living)
 
 

@@ -83,6 +83,25 @@ def test_where_the_disk_is_full_before_the_capacity_is_reached_what_is_there_is_
     poor.close()
 
 
+def test_what_an_idle_model_keeps_is_not_counted_as_what_the_living_have(tmp_path: Path) -> None:
+    """Who comes first has all the rest, half of the folder, of which the second is to have half."""
+    idle = Engine(tmp_path / "kv", blocks=32, namespace=OTHER)
+    idle.put(make_keys(32))
+    idle.close()
+    first = Engine(tmp_path / "kv", blocks=32, keep_s=1000.0)
+    first.put(make_keys(32))
+    assert len(first.own_slabs) == 4
+    second = Engine(tmp_path / "kv", blocks=32, keep_s=1000.0)
+    for start in range(6):
+        first.put(make_keys(1, start=100 + start))
+        second.keeper._full_until = 0.0
+        second.put(make_keys(1, start=200 + start))
+    assert (len(first.own_slabs), len(second.own_slabs)) == (2, 2)
+    assert len(list(idle.keeper.folder.home.glob("*.table"))) == 4
+    first.close()
+    second.close()
+
+
 def test_who_has_its_share_lacks_nothing(rich: Engine) -> None:
     shares, mine = Shares(rich.keeper.folder, rich.keeper.limits), rich.keeper._mine()
     (poor,) = starving(rich)
