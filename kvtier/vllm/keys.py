@@ -72,7 +72,9 @@ def salted(keys: Iterable[bytes], salt: bytes) -> list[BlockKey]:
 
 def _geometry(facts: Mapping[str, str]) -> tuple[int, int]:
     try:
-        block, per_chunk = int(facts["block_tokens"]), int(facts["chunk_blocks"])
+        # What vLLM hashes at once is in as many blocks as there are ranks that share a context.
+        _, ranks, *_ = facts.get("context_parallel", "1,1").split(",")
+        block, per_chunk = int(facts["block_tokens"]) * int(ranks), int(facts["chunk_blocks"])
     except (KeyError, ValueError):
         block = per_chunk = 0
     if block < 1 or per_chunk < 1:

@@ -87,6 +87,13 @@ class TestKeys:
         seeded = Namespace(facts=FACTS | {"hash_seed": "7"}, group_bytes=(4096, 4096))
         assert chunk_keys(PROMPT, seeded)[0] != chunk_keys(PROMPT, ENGINE)[0]
 
+    def test_blocks_of_a_context_that_ranks_share_are_longer(self) -> None:
+        shared = Namespace(facts=FACTS | {"context_parallel": "1,2,1,1"}, group_bytes=(4096,))
+        longer = Namespace(facts=FACTS | {"block_tokens": "32"}, group_bytes=(4096,))
+        alone = Namespace(facts=FACTS | {"context_parallel": "1,1,1,1"}, group_bytes=(4096,))
+        assert chunk_keys(PROMPT, shared) == chunk_keys(PROMPT, longer) != chunk_keys(PROMPT, alone)
+        assert [chunk_tokens(each) for each in (shared, longer, alone)] == [64, 64, 32]
+
     def test_adapter_and_salt_by_hand(self) -> None:
         """The salt is in the first block, the adapter in each, its files in kvtier's own part."""
         seven = xxhash.xxh3_128_digest(b"\x617")
@@ -110,6 +117,7 @@ class TestKeys:
             ({"hash": "xxhash_cbor"}, "differ in every process"),
             ({"hash": ""}, "no engine"),
             ({"block_tokens": "x"}, "size of a block"),
+            ({"context_parallel": "1,x"}, "size of a block"),
         ],
     )
     def test_what_cannot_be_computed_is_said(self, change: dict[str, str], says: str) -> None:
