@@ -42,6 +42,13 @@ class TestEveryPolicy:
         policy.load([5, 2, 7], [10.0, 11.0, 12.0])
         assert policy.evict(2) == [5, 2]
 
+    def test_a_restored_prefix_outlives_its_tail_however_long_it_is(self, name: str) -> None:
+        count = 100
+        policy = create_policy(name, 3 * count)
+        slots = list(range(3 * count))
+        policy.load(slots, [float(slot // count) for slot in slots])
+        assert policy.evict(3 * count) == slots
+
     def test_restored_blocks_leave_before_what_is_used_later(self, name: str) -> None:
         policy = create_policy(name, 8)
         policy.load([5, 2, 7])

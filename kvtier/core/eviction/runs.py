@@ -203,13 +203,15 @@ class Runs:
         changes = np.flatnonzero(used_at[1:] != used_at[:-1]) + 1
         begins = np.unique(np.concatenate([[0], changes, np.arange(0, count, longest)]))
         ends = np.append(begins[1:], count)
+        heads = np.append(0, changes)
+        depths = ends - heads[np.searchsorted(heads, begins, side="right") - 1]
         self._reserve(len(begins))
         numbers = np.array([self._free.pop() for _ in range(len(begins))], dtype=np.int32)
         lengths = (ends - begins).astype(np.int32)
         for column, value in (
             (self.tail, slots[ends - 1]),
             (self.size, lengths),
-            (self.depth, lengths),
+            (self.depth, depths),
             (self.fresh, lengths),
             (self.before, np.full(len(numbers), _END)),
         ):
