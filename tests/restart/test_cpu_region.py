@@ -102,6 +102,16 @@ def test_what_takes_the_room_of_others_lies_in_order(tmp_path: Path) -> None:
     assert spec.slots == list(range(8)), "prompts go from their ends"  # type: ignore[attr-defined]
 
 
+def test_after_a_restart_prompts_still_go_from_their_ends(tmp_path: Path) -> None:
+    keys = make_keys(8)
+    with opened(tmp_path) as tier:
+        put(tier, keys)
+        before = tier.victims(8)
+    assert before == keys[::-1]
+    with opened(tmp_path) as tier:
+        assert tier.victims(8) == before
+
+
 @contextlib.contextmanager
 def writer(folder: Path) -> Iterator[int]:
     with child("sys.path.insert(0, 'restart')\n" + WRITER, folder) as process:

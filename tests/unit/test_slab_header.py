@@ -5,7 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvtier.core.slab.layout import SLOT_BYTES_MAX, SLOTS_MAX, TABLE_AT, SlabHeader
+from kvtier.core.slab.layout import (
+    SLOT_BYTES_MAX,
+    SLOTS_MAX,
+    TABLE_AT,
+    SlabHeader,
+    ends_first,
+)
 from kvtier.errors import FormatError, NewerFormat
 
 HEADER = SlabHeader(slots=8, slot_bytes=12288, data_at=8192, slab_id=3, namespace=bytes(range(16)))
@@ -65,3 +71,9 @@ def test_other_files_other_versions_and_pages_cut_short() -> None:
             SlabHeader.unpack(other)
     with pytest.raises(FormatError, match="cut short"):
         SlabHeader.unpack(page()[:-1])
+
+
+def test_of_what_was_used_at_one_time_the_last_goes_first() -> None:
+    times = [1.0, 1.0, 2.0, 3.0, 3.0, 3.0]
+    assert ends_first([7, 8, 3, 4, 5, 9], times) == [8, 7, 3, 9, 5, 4]
+    assert ends_first([], []) == []

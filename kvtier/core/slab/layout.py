@@ -168,6 +168,17 @@ def last_used(entries: npt.NDArray[np.void]) -> npt.NDArray[np.float64]:
     return seconds
 
 
+def ends_first(slots: Sequence[int], last_used: Sequence[float]) -> list[int]:
+    """Slots whose times ascend, those of one time turned round: a prompt lies there from its head
+    on, and has to go from its end."""
+    found = np.asarray(slots)
+    begins = np.flatnonzero(np.diff(np.asarray(last_used), prepend=-np.inf))
+    ends = np.append(begins, len(found))[1:]
+    order = np.repeat(begins + ends - 1, ends - begins) - np.arange(len(found))
+    turned: list[int] = found[order].tolist()
+    return turned
+
+
 def entry_key(table: Buffer, slot: int) -> BlockKey:
     """The key that stands in an entry."""
     at = TABLE_AT + slot * ENTRY_BYTES

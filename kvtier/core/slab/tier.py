@@ -326,8 +326,8 @@ class SlabTier(Tier):
     def _adopt(
         self, slots: Sequence[int], keys: Sequence[BlockKey], last_used: Sequence[float]
     ) -> list[int]:
-        """Take in own blocks found on the medium, oldest first; returns slots that hold a second
-        copy of a known key."""
+        """Take in own blocks found on the medium, oldest first, and each prompt from its head on;
+        returns slots that hold a second copy of a known key."""
         where, key_of = self._where, self._key_of
         fresh = dict(zip(keys, slots, strict=True))  # of two copies in one table, the later one
         for known in (where, self._reserved, self._doomed):
@@ -346,7 +346,7 @@ class SlabTier(Tier):
         now = self._clock()
         if len(last_used) and last_used[-1] > now:  # its time would stand still until then
             last_used = [min(at, now) for at in last_used]
-        self._policy.load(slots, last_used)
+        self._policy.load(layout.ends_first(slots, last_used), last_used)
         return copies
 
     # -- hooks: what the medium writes down; none may block ----------------------------------
