@@ -102,6 +102,23 @@ def test_what_takes_the_room_of_others_lies_in_order(tmp_path: Path) -> None:
     assert spec.slots == list(range(8)), "prompts go from their ends"  # type: ignore[attr-defined]
 
 
+def test_of_two_prompts_that_are_stored_together_neither_goes_from_its_head(
+    tmp_path: Path,
+) -> None:
+    """As they come to a lower tier: so many blocks at a time, whosever they are."""
+    first, second = make_keys(4), make_keys(4, start=50)
+    chosen = msgspec.structs.replace(settings(tmp_path), eviction="adaptive")
+    with contextlib.closing(BACKEND.open_tier(chosen, CONTEXT)) as tier:
+        tier.touch(first)
+        tier.touch(second)
+        tier.tick()
+        for keys in (first[:2], second[:2], first[2:] + second[2:]):
+            put(tier, keys)
+        order = tier.victims(8)
+    assert [key for key in order if key in first] == first[::-1]
+    assert [key for key in order if key in second] == second[::-1]
+
+
 def test_after_a_restart_prompts_still_go_from_their_ends(tmp_path: Path) -> None:
     keys = make_keys(8)
     with opened(tmp_path) as tier:

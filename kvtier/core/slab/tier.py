@@ -249,12 +249,24 @@ class SlabTier(Tier):
             expected.popitem(last=False)
 
     def _use(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
-        """Tell the policy of new blocks, and of the one before them if it is known."""
+        """Tell the policy of new blocks, and of the one before them if it is known. What goes on
+        from another one that is here, amid them, is of another prompt."""
         before = [self._expected.pop(key, None) for key in keys]
-        after = UNKNOWN if before[0] is None else self._where.get(before[0], UNKNOWN)
-        if after != UNKNOWN and after not in self._policy:
-            after = UNKNOWN
-        self._policy.use(slots, keys, self._clock(), after)
+        begins, after = [0], [self._behind(before[0])]
+        for at in range(1, len(keys)):
+            if before[at] not in (None, keys[at - 1]):
+                slot = self._behind(before[at])
+                if slot != UNKNOWN:
+                    begins.append(at)
+                    after.append(slot)
+        now = self._clock()
+        for start, stop, slot in zip(begins, [*begins[1:], len(keys)], after, strict=True):
+            self._policy.use(slots[start:stop], keys[start:stop], now, slot)
+
+    def _behind(self, key: BlockKey | None) -> int:
+        """The slot of a block behind which others come; UNKNOWN if the policy has not got it."""
+        slot = UNKNOWN if key is None else self._where.get(key, UNKNOWN)
+        return slot if slot != UNKNOWN and slot in self._policy else UNKNOWN
 
     def victims(self, count: int) -> list[BlockKey]:
         self._tell_policy()
