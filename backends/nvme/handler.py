@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from kvtier.backends.nvme.files import (
     DATA_SUFFIX,
@@ -34,6 +35,8 @@ from kvtier.errors import FormatError
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _OPEN_SLABS_MAX = 256
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -296,12 +299,14 @@ class NvmeHandler(Handler):
             return slab
 
     def _open_slab(self, slab_id: int) -> OpenSlab:
-        """Where there may be no more files, at the cost of those that were not used for longest."""
+        given = self._disk, self._digest, self._direct, self._only_read
+        return self._opened(lambda: OpenSlab(self._home, slab_id, *given))
+
+    def _opened(self, opening: Callable[[], T]) -> T:
+        """Where there may be no more files, at the cost of slabs that were not used for longest."""
         while True:
             try:
-                return OpenSlab(
-                    self._home, slab_id, self._disk, self._digest, self._direct, self._only_read
-                )
+                return opening()
             except OSError as error:
                 if error.errno not in _NO_FILES or not self._slabs:
                     raise
@@ -341,11 +346,14 @@ class NvmeHandler(Handler):
         with self._lock:
             self._stop_acting()
             if owner not in self._owners:
+                owners = self._home / "owners"
                 try:
-                    self._owners[owner] = hold_owner(self._home / "owners", owner)
+                    self._owners[owner] = self._opened(lambda: hold_owner(owners, owner))
                 except OSError as error:
                     if owner != self._unheld:  # said once, though asked for with every store
-                        logger.warning("nobody owns these slots any more (%s): not stored", error)
+                        logger.warning(
+                            "cannot act for who owns these slots (%s): not stored", error
+                        )
                     self._unheld = owner
                     return False
             return True

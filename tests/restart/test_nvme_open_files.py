@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from kvtier.backends.nvme import handler as handler_module
 from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec
 from kvtier.core.disk import Disk
 from kvtier.core.record import Buffer, record_bytes
-from kvtier.testing.records import NAMESPACE, blank, make_keys
+from kvtier.testing.records import NAMESPACE, blank, make_keys, sealed
 from kvtier.types import BlockKey, Namespace, Outcome
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
@@ -208,6 +210,29 @@ def test_a_model_whose_folder_cannot_be_looked_at_costs_others_no_room(
     assert engine.put(keys) == keys
     assert engine.read(keys[-8:]) == keys[-8:]
     monkeypatch.undo()
+    engine.close()
+
+
+def test_slabs_are_closed_for_the_mark_of_who_stores(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv")
+    keys = make_keys(8)
+    assert engine.put(keys) == keys
+    engine.handler.close()  # as if the mover had been started again
+    assert engine.read(keys) == keys
+    new = make_keys(2, start=100)
+    reservation = engine.tier.prepare_store(new)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as full:
+        full.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        most = max(map(int, os.listdir("/proc/self/fd")))  # noqa: PTH208
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                full.enter_context(Path("/dev/null").open("rb"))
+        outcomes = engine.handler.store(reservation.spec, new, [sealed(key) for key in new])
+    assert outcomes == [Outcome.OK] * 2
+    engine.tier.complete_store(new)
+    assert engine.read(new) == new
     engine.close()
 
 
