@@ -313,10 +313,10 @@ def _held(path: Path) -> bool:
 
 def regions(folder: Path) -> Iterator[Path]:
     """All of this user's regions in a folder."""
-    yield from _own_files(folder, f"kvtier-*{SUFFIX}")
+    yield from own_files(folder, f"kvtier-*{SUFFIX}")
 
 
-def _own_files(folder: Path, pattern: str) -> Iterator[Path]:
+def own_files(folder: Path, pattern: str) -> Iterator[Path]:
     """Whoever shares the folder may put there what has such a name, too: that is not ours."""
     for path in sorted(folder.glob(pattern)):
         with contextlib.suppress(OSError):
@@ -347,7 +347,7 @@ def leftovers(folder: Path, keep_s: float, now: float) -> list[Path]:
 
 def unfinished(folder: Path) -> list[Path]:
     """Regions whose makers died before they were there."""
-    left = _own_files(folder, f"kvtier-{os.getuid()}-*{_MAKING}")
+    left = own_files(folder, f"kvtier-{os.getuid()}-*{_MAKING}")
     making = [path.with_suffix(SUFFIX) for path in left]
     return [path for path in making if not path.exists() and not in_use(path)]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvtier.backends.cpu import CpuSettings
-from kvtier.backends.cpu.region import SUFFIX, in_use, leftovers, remove
+from kvtier.backends.cpu.region import SUFFIX, in_use, leftovers, own_files, remove
 from kvtier.backends.nvme.files import (
     DATA_SUFFIX,
     TABLE_SUFFIX,
@@ -84,9 +84,9 @@ def _of_regions(settings: CpuSettings, place: Place, idle_s: float | None) -> It
             if _idle_region(path, idle_s):
                 what = "region that nobody used for so long"
                 yield Rubbish(what, str(path), size, partial(_remove_idle, path, idle_s))
-    for path in sorted(folder.glob(f"kvtier-{os.getuid()}-*{_MAKING}")):
+    for path in own_files(folder, f"kvtier-{os.getuid()}-*{_MAKING}"):
         yield from _unless_used(path, "region that was never finished")
-    for path in sorted(folder.glob(f"kvtier-{os.getuid()}-*.owner")):
+    for path in own_files(folder, f"kvtier-{os.getuid()}-*.owner"):
         if not path.with_suffix(SUFFIX).exists():
             yield from _unless_used(path, "lock without its region")
 

@@ -112,6 +112,15 @@ def test_what_lies_behind_a_link_is_somebody_elses(stack_file: Path, tmp_path: P
     assert list(rubbish.find(config, look(config, 1), 0.0)) == []
 
 
+def test_what_others_put_beside_regions_is_not_gcs(stack_file: Path, tmp_path: Path) -> None:
+    """All users share /dev/shm, and nobody can remove there what is another's."""
+    theirs = tmp_path / "host" / f"kvtier-{os.getuid()}-theirs-1.making"
+    theirs.mkdir()
+    done = command("gc", "-c", stack_file)
+    assert done.code == 0, done.err
+    assert list((tmp_path / "host").iterdir()) == [theirs]
+
+
 def test_marks_behind_a_link_are_somebody_elses(stack_file: Path, tmp_path: Path) -> None:
     """Who may write to a folder must not choose what others, root say, remove elsewhere."""
     theirs = tmp_path / "theirs"
