@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,7 +33,7 @@ from kvtier.cli.hold import folder_held, has_live_owner, has_owner_now
 from kvtier.cli.holdings import BENCH_MARK, NAMESPACE_ID, Place, Slab
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk, is_locked
-from kvtier.core.settings import TierSettings
+from kvtier.core.settings import TierSettings, WritePolicy
 from kvtier.errors import MediumError
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def find(config: StackConfig, places: list[Place], idle_s: float | None) -> Iter
         if isinstance(settings, CpuSettings):
             yield from _of_regions(settings, place, idle_s)
         elif place.kind == "nvme" and Path(place.where).is_dir():
-            yield from _of_folder(place, idle_s, seen)
+            only_read = settings.write is WritePolicy.NEVER  # what others may keep there is theirs
+            yield from _of_folder(place, None if only_read else place.capacity, idle_s, seen)
         elif place.kind == "object":
             yield from _of_store(settings, place, idle_s, seen)
 
@@ -127,9 +129,11 @@ def _unless_used(path: Path, what: str) -> Iterator[Rubbish]:
 # -- NVMe folders ----------------------------------------------------------------------------
 
 
-def _of_folder(place: Place, idle_s: float | None, seen: set[Path]) -> Iterator[Rubbish]:
+def _of_folder(
+    place: Place, capacity: int | None, idle_s: float | None, seen: set[Path]
+) -> Iterator[Rubbish]:
     root = Path(place.where)
-    over = 0 if place.capacity is None else place.used - place.capacity
+    over = 0 if capacity is None else place.used - capacity
     going: set[Path] = set()
     for each in _in_folder(root, idle_s, seen):
         yield each
@@ -333,10 +337,13 @@ def _below(place: Place, namespace: str) -> str:
 def _surveyed(settings: ObjectSettings, place: Place, going: set[str]) -> Iterator[Rubbish]:
     from kvtier.backends.object import capacity_of, gc, open_for
 
+    capacity = capacity_of(settings)
     age_s = None if settings.age_max is None else settings.age_max.seconds
+    if settings.write is WritePolicy.NEVER:  # how much others keep, and for how long, is up to them
+        capacity, age_s = sys.maxsize, None
 
     def survey(store: Store) -> gc.Survey:
-        return gc.survey(store, capacity_of(settings), age_s, time.time(), going)
+        return gc.survey(store, capacity, age_s, time.time(), going)
 
     def collect() -> bool:
         with contextlib.closing(open_for(settings)) as store:

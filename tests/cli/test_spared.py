@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from cli_world import command
 
@@ -28,6 +29,7 @@ from kvtier.cli.holdings import BENCH_MARK, Slab, count_parts, look
 from kvtier.cli.trials import left_behind, new_probe, remove_left
 from kvtier.config import load
 from kvtier.core.record import Header
+from kvtier.core.settings import Duration, WritePolicy
 from kvtier.core.slab import layout
 from kvtier.errors import KVTierError, MediumInUse
 from kvtier.testing.records import NAMESPACE, make_keys, payload
@@ -252,6 +254,25 @@ def test_of_slabs_beyond_the_capacity_the_oldest_go_and_no_more_than_must(filled
     nvme.capacity -= 1
     found = [each.where for each in rubbish.find(config, [nvme], None)]
     assert found == [str(oldest.data), str(first.data)]
+
+
+@pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.NEVER])
+def test_who_only_reads_has_no_say_in_how_much_others_keep_and_for_how_long(
+    stored: Path, tmp_path: Path, write: WritePolicy
+) -> None:
+    found = load(stored)
+    for path in (tmp_path / "store").rglob("*"):
+        os.utime(path, (0, 0))
+    host, nvme, store = found.tiers
+    nvme = msgspec.structs.replace(nvme, write=write)
+    store = msgspec.structs.replace(store, write=write, age_max=Duration(1.0))
+    config = msgspec.structs.replace(found, tiers=(host, nvme, store))
+    places = look(config, blocks=False)
+    places[1].capacity = places[1].used - 1
+    goes = [each.what for each in rubbish.find(config, places, None)]
+    beyond = ["slab beyond the capacity, written longest ago", f"{BLOCKS} blocks that are too old"]
+    expected = [] if write is WritePolicy.NEVER else beyond
+    assert [each.partition(" or over")[0] for each in goes] == expected
 
 
 def test_host_memory_that_somebody_maps_or_owns_is_in_use(filled: Path) -> None:
