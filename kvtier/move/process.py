@@ -295,13 +295,15 @@ class ProcessMover(Mover):
             now = time.monotonic()
             for flight in self._flights.values():
                 transfer = flight.transfer
-                outcome = Outcome.TIMEOUT if transfer.deadline <= now else Outcome.DROPPED
+                late, seconds = transfer.deadline <= now, now - flight.submitted
+                outcome = Outcome.TIMEOUT if late else Outcome.DROPPED
                 result = TransferResult(
                     id=transfer.id,
                     outcomes=[Outcome.CANCELLED if self._closed else outcome] * len(transfer.keys),
                     bytes_moved=0,
-                    seconds=now - flight.submitted,
-                    busy_seconds=0.0,
+                    seconds=seconds,
+                    # It was moving: what is late in a queue, the process itself ends.
+                    busy_seconds=seconds if late else 0.0,
                 )
                 self._books.ended(transfer, result)
                 self._results.append(result)

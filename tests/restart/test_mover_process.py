@@ -26,7 +26,7 @@ from kvtier import Stack
 from kvtier.backends.cpu.tier import CpuSpec, CpuTier
 from kvtier.core.backend import TierContext
 from kvtier.core.slab import layout
-from kvtier.core.transfer import Mover, TransferKind
+from kvtier.core.transfer import Mover, TransferKind, TransferResult
 from kvtier.errors import MoverError
 from kvtier.move import link, process
 from kvtier.move.process import ProcessMover
@@ -109,13 +109,15 @@ class TestProcessMover(MoverContract):
             os.kill(pid, signal.SIGSTOP)
         later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3 * SOON)
         monkeypatch.setattr(process, "time", later)
-        results: dict[int, list[Outcome]] = {}
+        results: dict[int, TransferResult] = {}
         while late not in results:
             rig.mover.wait(SOON)
-            results |= {result.id: result.outcomes for result in rig.mover.poll()}
+            results |= {result.id: result for result in rig.mover.poll()}
             assert late not in results or not alive(pid)
-        assert results[late] == [Outcome.TIMEOUT]
-        assert results[other] in ([Outcome.DROPPED] * 2, [Outcome.CORRUPT] * 2)
+        assert results[late].outcomes == [Outcome.TIMEOUT]
+        assert results[late].busy_seconds > SOON, "it would have taken that long at least"
+        assert results[other].outcomes in ([Outcome.DROPPED] * 2, [Outcome.CORRUPT] * 2)
+        assert results[other].busy_seconds < SOON, "nobody knows how long it would have taken"
         await_restart(rig.mover, pid)
 
     def test_a_store_has_the_time_that_its_handler_states(self, rig: MoverRig) -> None:
