@@ -59,17 +59,21 @@ def weights_of(model: Any, load: Any) -> str:
     """The same, of one model and how it is loaded."""
     if str(load.load_format) == "dummy":
         return f"dummy {model.seed}"
-    in_files = str(load.load_format) in _FROM_FILES
+    in_files, reason = str(load.load_format) in _FROM_FILES, ""
     folder = folder_of(model, load) if in_files else None
-    if folder is not None and _files(folder, _WEIGHTS):
-        return fingerprint_folder(folder, _MODEL) + _chosen(load)
-    if in_files and Path(model.model).is_file():
-        return _fingerprint([(Path(model.model), Path(model.model).stat().st_size)])
+    try:
+        if folder is not None and _files(folder, _WEIGHTS):
+            return fingerprint_folder(folder, _MODEL) + _chosen(load)
+        if in_files and Path(model.model).is_file():
+            return _fingerprint([(Path(model.model), Path(model.model).stat().st_size)])
+    except OSError as error:  # not all need be weights that the engine reads
+        reason = f" ({error})"
     logger.warning(
-        "the weights of %s are not in files that could be read here, so that what is kept is for "
+        "the weights of %s are not in files that could be read here%s, so that what is kept is for "
         'this run only: give them a name in kv_connector_extra_config, "weights": "...", and '
         "another one when they change",
         model.model,
+        reason,
     )
     return f"unseen {os.urandom(16).hex()}"
 
@@ -117,7 +121,7 @@ def _fingerprint(files: Sequence[tuple[Path, int]]) -> str:
 
 def _files(folder: Path, patterns: Sequence[str]) -> list[tuple[Path, int]]:
     found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
-    return [(path, path.stat().st_size) for path in found]
+    return [(path, path.stat().st_size) for path in found if not path.is_dir()]
 
 
 def adapter_files(folder: Path) -> list[tuple[Path, int]]:

@@ -106,6 +106,25 @@ def test_weights_in_a_single_file(tmp_path: Path, size: int) -> None:
     assert fingerprint_weights(engine(file)) != before
 
 
+def test_a_folder_that_is_called_like_weights_is_none(tmp_path: Path) -> None:
+    described = engine(write_tensors(tmp_path / "model", bytes(64)))
+    before = fingerprint_weights(described)
+    (tmp_path / "model" / "checkpoint.bin").mkdir()
+    assert fingerprint_weights(described) == before
+
+
+@pytest.mark.parametrize("where", ["nowhere", "/proc/self/mem"])
+def test_weights_that_cannot_be_read_are_known_to_one_run_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    """The engine itself may need no more than the others."""
+    described = engine(write_tensors(tmp_path / "model", bytes(64)))
+    (tmp_path / "model" / "training_args.bin").symlink_to(where)
+    assert len({fingerprint_weights(described) for _ in range(2)}) == 2
+    assert "for this run only" in caplog.text
+    assert "Errno" in caplog.text
+
+
 def test_weights_that_are_made_up_are_known_by_their_seed() -> None:
     described = engine("somebody/model")
     described.load_config.load_format = "dummy"
