@@ -50,6 +50,8 @@ _EXPERTS = {"enable_mixed_moe_lora_format": False, "enable_moe_shared_loras": Fa
 """How adapters of experts are read."""
 _ROUNDED = {"enable_stochastic_rounding": False}
 """Whether states are rounded at random."""
+_HASHED = {"prefix_match_unit": None}
+"""How many tokens are hashed at once, where that is not a block."""
 _ENVIRONMENT = (
     "VLLM_B12X_MOE_FP4_FORCE_A16",
     "VLLM_BATCH_INVARIANT",
@@ -112,7 +114,7 @@ def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None
         "block_tokens": str(cache.block_size),
         "chunk_blocks": str(blocks_per_chunk),
         "record": str(RECORD_VERSION),
-        "hash": str(cache.prefix_caching_hash_algo),
+        "hash": str(cache.prefix_caching_hash_algo) + _chosen(cache, _HASHED),
         "hash_seed": os.environ.get("PYTHONHASHSEED", "default"),
         "tensor_parallel": str(parallel.tensor_parallel_size),
         "pipeline_parallel": str(parallel.pipeline_parallel_size),

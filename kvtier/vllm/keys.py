@@ -22,6 +22,8 @@ _SEED = "vllm-none-hash"
 _UNSET = "default"
 """What stands in a namespace for a seed that was not set."""
 _SHA256, _XXHASH = "sha256_cbor", "xxhash_cbor"
+_UNIT = " prefix_match_unit="
+"""What comes before the number of tokens that are hashed at once, where these are no block."""
 _NULL = b"\xf6"
 
 Digest = Callable[[bytes], bytes]
@@ -46,8 +48,8 @@ def chunk_keys(prompt: Prompt, namespace: Namespace) -> list[list[BlockKey]]:
     Raises KVTierError for a namespace whose keys only its own engine can compute.
     """
     digest, seed = _hash(namespace.facts)
-    block, per_chunk = _geometry(namespace.facts)
-    hashes = list(_hashes(prompt, block, digest, seed))
+    unit, per_chunk = _geometry(namespace.facts)
+    hashes = list(_hashes(prompt, unit, digest, seed))
     last = hashes[per_chunk - 1 :: per_chunk]
     groups = range(len(namespace.group_bytes))
     return [
@@ -58,8 +60,8 @@ def chunk_keys(prompt: Prompt, namespace: Namespace) -> list[list[BlockKey]]:
 def chunk_tokens(namespace: Namespace) -> int:
     """How many tokens a chunk of this namespace covers; raises KVTierError as `chunk_keys`."""
     _hash(namespace.facts)
-    block, per_chunk = _geometry(namespace.facts)
-    return block * per_chunk
+    unit, per_chunk = _geometry(namespace.facts)
+    return unit * per_chunk
 
 
 def salted(keys: Iterable[bytes], salt: bytes) -> list[BlockKey]:
@@ -71,23 +73,27 @@ def salted(keys: Iterable[bytes], salt: bytes) -> list[BlockKey]:
 
 
 def _geometry(facts: Mapping[str, str]) -> tuple[int, int]:
+    """How many tokens are hashed at once, and how many times that a chunk is."""
     try:
         # What vLLM hashes at once is in as many blocks as there are ranks that share a context.
         _, ranks, *_ = facts.get("context_parallel", "1,1").split(",")
-        block, per_chunk = int(facts["block_tokens"]) * int(ranks), int(facts["chunk_blocks"])
-    except (KeyError, ValueError):
-        block = per_chunk = 0
-    if block < 1 or per_chunk < 1:
+        block = int(facts["block_tokens"]) * int(ranks)
+        unit = int(facts.get("hash", "").partition(_UNIT)[2] or block)
+        per_chunk = int(facts["chunk_blocks"]) * (block // unit)
+    except (KeyError, ValueError, ZeroDivisionError):
+        unit = per_chunk = 0
+    if unit < 1 or per_chunk < 1:
         raise KVTierError(
             "its facts say nothing of the size of a block: it is no engine's, so ask about another "
             "with --namespace"
         )
-    return block, per_chunk
+    return unit, per_chunk
 
 
 def _hash(facts: Mapping[str, str]) -> tuple[Digest, str]:
     """How this namespace's engine hashes, and what it begins with."""
-    algorithm, seed = facts.get("hash", ""), facts.get("hash_seed", _UNSET)
+    algorithm = facts.get("hash", "").partition(_UNIT)[0]
+    seed = facts.get("hash_seed", _UNSET)
     if algorithm == _SHA256:
         return _sha256, _SEED if seed == _UNSET else seed
     if algorithm == _XXHASH and seed != _UNSET:
@@ -107,17 +113,17 @@ def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _hashes(prompt: Prompt, block: int, digest: Digest, seed: str) -> Iterator[bytes]:
-    """The chained hash of every whole block."""
+def _hashes(prompt: Prompt, unit: int, digest: Digest, seed: str) -> Iterator[bytes]:
+    """The chained hash of every whole block, or part of one that is hashed."""
     tokens = prompt.tokens
     parent = digest(_text(seed))
     adapter = [("lora", *prompt.adapter)] if prompt.adapter else []
     salt = [("cache_salt", prompt.cache_salt)] if prompt.cache_salt else []
     first, later = _extras([*adapter, *salt]), _extras(adapter)
-    for start in range(0, len(tokens) - block + 1, block):
-        ids = b"".join([_head(0, token) for token in tokens[start : start + block]])
+    for start in range(0, len(tokens) - unit + 1, unit):
+        ids = b"".join([_head(0, token) for token in tokens[start : start + unit]])
         # An array of three: the hash before, the tokens as an array, and what else there is.
-        body = b"\x83" + _head(2, len(parent)) + parent + _head(4, block) + ids
+        body = b"\x83" + _head(2, len(parent)) + parent + _head(4, unit) + ids
         parent = digest(body + (later if start else first))
         yield parent
 

@@ -94,6 +94,16 @@ class TestKeys:
         assert chunk_keys(PROMPT, shared) == chunk_keys(PROMPT, longer) != chunk_keys(PROMPT, alone)
         assert [chunk_tokens(each) for each in (shared, longer, alone)] == [64, 64, 32]
 
+    def test_blocks_may_be_hashed_in_parts(self) -> None:
+        parts = Namespace(
+            facts=FACTS | {"hash": "sha256_cbor prefix_match_unit=8"}, group_bytes=(4096,)
+        )
+        shorter = Namespace(
+            facts=FACTS | {"block_tokens": "8", "chunk_blocks": "4"}, group_bytes=(4096,)
+        )
+        assert chunk_keys(PROMPT, parts) == chunk_keys(PROMPT, shorter)
+        assert chunk_tokens(parts) == chunk_tokens(shorter) == 32
+
     def test_adapter_and_salt_by_hand(self) -> None:
         """The salt is in the first block, the adapter in each, its files in kvtier's own part."""
         seven = xxhash.xxh3_128_digest(b"\x617")
@@ -118,6 +128,9 @@ class TestKeys:
             ({"hash": ""}, "no engine"),
             ({"block_tokens": "x"}, "size of a block"),
             ({"context_parallel": "1,x"}, "size of a block"),
+            ({"hash": "sha256_cbor prefix_match_unit=0"}, "size of a block"),
+            ({"hash": "sha256_cbor prefix_match_unit=64"}, "size of a block"),
+            ({"hash": "sha256 prefix_match_unit=8"}, "made by sha256, which hashes pickles"),
         ],
     )
     def test_what_cannot_be_computed_is_said(self, change: dict[str, str], says: str) -> None:

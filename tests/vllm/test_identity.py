@@ -324,6 +324,7 @@ NAMED = SimpleNamespace(name="ANOTHER")
         ("cache", "cache_dtype kv_cache_dtype_skip_layers kv_cache_layout block_size"),
         ("cache", "mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode use_replayssm"),
         ("cache", "replayssm_buffer_len use_kda_recoverssm prefix_caching_hash_algo"),
+        ("cache", "prefix_match_unit"),
         ("mamba", "backend enable_stochastic_rounding"),
         ("parallel", "tensor_parallel_size pipeline_parallel_size prefill_context_parallel_size"),
         ("parallel", "decode_context_parallel_size cp_kv_cache_interleave_size"),
