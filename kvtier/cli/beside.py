@@ -5,12 +5,17 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+import msgspec
+
 from kvtier.backends.nvme import NvmeSettings
+from kvtier.backends.nvme.files import used_bytes
 from kvtier.cli.console import warn
 from kvtier.cli.hold import filling
 from kvtier.cli.holdings import look
+from kvtier.cli.measure import patient
+from kvtier.cli.outlook import capacity_of
 from kvtier.config import StackConfig
-from kvtier.core.settings import TierSettings
+from kvtier.core.settings import ByteSize, Capacity, TierSettings, WritePolicy
 from kvtier.core.slab.layout import committed
 from kvtier.errors import KVTierError
 from kvtier.types import Namespace
@@ -24,6 +29,23 @@ def alone(settings: TierSettings) -> AbstractContextManager[None]:
     return filling(
         folder, lambda: warn(f"another command is filling {folder}: waiting until it has ended")
     )
+
+
+def to_fill(settings: TierSettings) -> TierSettings:
+    """A tier as a copy opens it. Where a stack only reads, how much others keep there, and for how
+    long, is up to them: what is there already is not too much."""
+    taking = patient(settings)
+    if settings.write is not WritePolicy.NEVER:
+        return taking
+    if isinstance(settings, NvmeSettings):
+        room = max(capacity_of(settings), used_bytes(Path(settings.path)))
+        return msgspec.structs.replace(taking, capacity=Capacity(ByteSize(room)))
+    if settings.kind == "object":
+        from kvtier.backends.object.budget import UNLIMITED
+
+        unlimited = Capacity(ByteSize(UNLIMITED))
+        return msgspec.structs.replace(taking, capacity=unlimited, age_max=None)
+    return taking
 
 
 def check_host_memory(config: StackConfig, tier: int, namespace: Namespace) -> None:

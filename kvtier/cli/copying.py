@@ -16,11 +16,10 @@ from itertools import count
 
 import msgspec
 
-from kvtier.cli.beside import alone, check_host_memory
+from kvtier.cli.beside import alone, check_host_memory, to_fill
 from kvtier.cli.choice import Choice
 from kvtier.cli.console import Progress, warn
 from kvtier.cli.look_objects import carry_uses
-from kvtier.cli.measure import patient
 from kvtier.cli.opening import uninterrupted
 from kvtier.cli.reader import Numbers, Reader
 from kvtier.cli.told import Ledger
@@ -361,7 +360,7 @@ def _open(
     pace: Pace,
     spared: Mapping[str, Set[BlockKey]],
 ) -> Sink:
-    settings = patient(config.tiers[tier])
+    settings = to_fill(config.tiers[tier])
     kind = backend(settings.kind)
     if settings.kind == "cpu":
         check_host_memory(config, tier, namespace)

@@ -185,6 +185,33 @@ def test_commands_fill_a_store_from_which_engines_only_read(only_read: str, kept
         assert stack.chain.tiers[-1].lookup([key]) == [Presence.HIT]
 
 
+@pytest.mark.parametrize("kind", ["nvme", "object"])
+def test_a_copy_leaves_what_others_keep_where_this_stack_only_reads(kept: Kept, kind: str) -> None:
+    """Its own capacity, and how old blocks may be, say nothing there."""
+    many = make_keys(400)
+    with Stack.open(kept.stack, NAMESPACE) as stack:
+        for start in range(0, len(many), 100):
+            stack.store({key: payload(key) for key in many[start : start + 100]})
+            assert stack.settle()
+    text = kept.stack.read_text().replace(str(kept.kept / "host"), str(kept.out / "host"))
+    reader = kept.out / "reader.yaml"
+    text = text.replace(f"kind: {kind}", f"kind: {kind}, write: never")
+    text = text.replace("64MiB", "1MiB, age_max: 1s").replace("16MiB", "2MiB")
+    reader.write_text(text)
+    for path in (kept.kept / "store").rglob("*"):
+        os.utime(path, (0, 0))
+    with Stack.open(kept.out / "stack.yaml", NAMESPACE) as stack:
+        stack.store({key: payload(key) for key in make_keys(8, start=1000)})
+        assert stack.settle()
+    source = ("--from", kept.out / "stack.yaml", "--into", kind)
+    done = command("prewarm", "-c", reader, *source)
+    assert done.code == 0, done.err
+    tier = ["nvme", "object"].index(kind) + 1
+    (place,) = look(load(kept.stack), tier)
+    there = {block.key for block in blocks_of(place)}
+    assert there == {*many, *make_keys(8, start=1000)}
+
+
 SERVES = """
 import sys
 from pathlib import Path
