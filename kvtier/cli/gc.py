@@ -72,20 +72,17 @@ def gc(
 
 
 def _collect(rubbish: Iterable[Rubbish], dry_run: bool) -> tuple[list[Row], list[str]]:
-    """What was found and what became of it; and why some of it stays, or more was not found."""
+    """What was found and what became of it; and why some of it stays."""
     rows: list[Row] = []
     refused: list[str] = []
     kept = 0
-    try:
-        for each in rubbish:
-            rows.append(Row(each.what, each.where, each.bytes))
-            try:
-                rows[-1].removed = not dry_run and each.remove()
-                kept += not dry_run and not rows[-1].removed
-            except (KVTierError, OSError) as error:
-                refused.append(console.said_of(error))
-    except (KVTierError, OSError) as error:
-        refused.append(console.said_of(error))
+    for each in rubbish:
+        rows.append(Row(each.what, each.where, each.bytes))
+        try:
+            rows[-1].removed = not dry_run and each.remove()
+            kept += not dry_run and not rows[-1].removed
+        except (KVTierError, OSError) as error:
+            refused.append(console.said_of(error))
     if kept:
         refused.append(f"{kept} of them are in use again and stay")
     return rows, refused

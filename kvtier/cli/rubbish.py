@@ -29,12 +29,13 @@ from kvtier.backends.nvme.files import (
     used_at,
 )
 from kvtier.backends.nvme.lock import folder_locked
+from kvtier.cli.console import said_of
 from kvtier.cli.hold import folder_held, has_live_owner, has_owner_now
 from kvtier.cli.holdings import BENCH_MARK, NAMESPACE_ID, Place, Slab
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk, is_locked
 from kvtier.core.settings import TierSettings, WritePolicy
-from kvtier.errors import MediumError
+from kvtier.errors import KVTierError, MediumError
 
 if TYPE_CHECKING:
     from kvtier.backends.object import ObjectSettings
@@ -58,14 +59,29 @@ def find(config: StackConfig, places: list[Place], idle_s: float | None) -> Iter
     """All rubbish of these places, of what is idle for `idle_s` seconds too."""
     seen: set[Path] = set()
     for place in places:
-        settings = config.tiers[place.tier]
-        if isinstance(settings, CpuSettings):
-            yield from _of_regions(settings, place, idle_s)
-        elif place.kind == "nvme" and Path(place.where).is_dir():
-            only_read = settings.write is WritePolicy.NEVER  # what others may keep there is theirs
-            yield from _of_folder(place, None if only_read else place.capacity, idle_s, seen)
-        elif place.kind == "object":
-            yield from _of_store(settings, place, idle_s, seen)
+        yield from _as_far_as(place, _in_place(config.tiers[place.tier], place, idle_s, seen))
+
+
+def _in_place(
+    settings: TierSettings, place: Place, idle_s: float | None, seen: set[Path]
+) -> Iterator[Rubbish]:
+    if isinstance(settings, CpuSettings):
+        yield from _of_regions(settings, place, idle_s)
+    elif place.kind == "nvme" and Path(place.where).is_dir():
+        only_read = settings.write is WritePolicy.NEVER  # what others may keep there is theirs
+        yield from _of_folder(place, None if only_read else place.capacity, idle_s, seen)
+    elif place.kind == "object":
+        yield from _of_store(settings, place, idle_s, seen)
+
+
+def _as_far_as(place: Place, found: Iterator[Rubbish]) -> Iterator[Rubbish]:
+    """What cannot be looked at is a trouble, and keeps nothing behind it from being found."""
+    try:
+        yield from found
+    except FileNotFoundError:  # removed since it was listed
+        return
+    except (KVTierError, OSError) as error:
+        place.troubles.append(said_of(error))
 
 
 # -- CPU regions -----------------------------------------------------------------------------
@@ -135,7 +151,7 @@ def _of_folder(
     root = Path(place.where)
     over = 0 if capacity is None else place.used - capacity
     going: set[Path] = set()
-    for each in _in_folder(root, idle_s, seen):
+    for each in _in_folder(place, root, idle_s, seen):
         yield each
         path = Path(each.where)
         going.add(path)
@@ -155,13 +171,19 @@ def _of_benches(root: Path, seen: set[Path]) -> Iterator[Rubbish]:
                     yield Rubbish(what, str(path), _size_of(path), partial(_remove_bench, path))
 
 
-def _in_folder(root: Path, idle_s: float | None, seen: set[Path]) -> Iterator[Rubbish]:
+def _in_folder(
+    place: Place, root: Path, idle_s: float | None, seen: set[Path]
+) -> Iterator[Rubbish]:
     yield from _of_benches(root, seen)
     homes = [path for path in sorted(root.iterdir()) if _is_home(path)]
     for home in homes:
-        with contextlib.suppress(FileNotFoundError):  # removed since it was listed
-            yield from _left_by_the_dead(root, home)
-    for home in [home for home in homes if _idle_for(home, idle_s)]:
+        yield from _as_far_as(place, _left_by_the_dead(root, home))
+    for home in homes:
+        yield from _as_far_as(place, _idle_home(root, home, idle_s))
+
+
+def _idle_home(root: Path, home: Path, idle_s: float | None) -> Iterator[Rubbish]:
+    if _idle_for(home, idle_s):
         yield Rubbish(
             "namespace that nobody used for so long",
             str(home),

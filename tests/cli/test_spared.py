@@ -114,6 +114,29 @@ def test_what_lies_behind_a_link_is_somebody_elses(stack_file: Path, tmp_path: P
     assert list(rubbish.find(config, look(config, 1), 0.0)) == []
 
 
+@pytest.mark.slow
+def test_a_mark_that_may_not_be_tried_hides_no_other_rubbish(stored: Path, tmp_path: Path) -> None:
+    """As where root has filled a folder once, and was killed."""
+    home = tmp_path / "disk" / "blocks" / NAMESPACE.id
+    odd = home / "owners" / "0000bbbb"
+    odd.touch(mode=0)
+    other = home.with_name("ff" * 16)
+    other.mkdir()
+    left = other / "0000aaaa.0000cccc.data.making"
+    left.touch()
+    for path in (tmp_path / "store").rglob("*-0"):
+        os.utime(path, (0, 0))
+    stored.write_text(stored.read_text().replace("codec: zstd", "age_max: 1d"))
+    dry, done = (command("gc", "-c", stored, *words, rights=False) for words in (["--dry-run"], []))
+    assert (dry.code, done.code) == (1, 1)
+    assert f"{odd}: Permission denied" in done.err
+    assert f"{BLOCKS} blocks that are too old" in dry.out
+    assert f"{BLOCKS} blocks that are too old" in done.out
+    assert not left.exists()
+    assert not objects(stored)
+    assert odd.exists()
+
+
 def test_what_others_put_beside_regions_is_not_gcs(stack_file: Path, tmp_path: Path) -> None:
     """All users share /dev/shm, and nobody can remove there what is another's."""
     theirs = tmp_path / "host" / f"kvtier-{os.getuid()}-theirs-1.making"
