@@ -378,6 +378,16 @@ class TestAStoreThatIsDown:
         assert "see that the store is running" in done.err
         assert "in what can be seen begins with" in done.err
 
+    def test_what_stays_elsewhere_does_not_hide_it(self, down: Path, hold: Hold) -> None:
+        """Who clears all must hear that the store's blocks are there still."""
+        two = down.with_name("two.yaml")  # an engine that does not wait for the store
+        two.write_text(down.read_text().partition("  - {kind: object")[0])
+        hold(two)
+        done = command("clear", "-c", down, "--yes")
+        assert done.code == 1
+        assert "stop its engine" in done.err
+        assert "see that the store is running" in done.err
+
     def test_the_doctor_says_so(self, down: Path) -> None:
         report = run("doctor", "-c", down, code=1)
         (bad,) = [each for each in report["findings"] if each["level"] == "bad"]
