@@ -198,7 +198,6 @@ def report(
         _show(rest)
     for each in skipped:
         console.warn(f"namespace {each.namespace[:12]} is skipped: {each.skipped}")
-    console.end_with_troubles(places)
     if untold := sum(each.untold for each in done):
         console.warn(
             f"{untold} blocks are not written down in the store, because that failed: they may be "
@@ -215,6 +214,7 @@ def report(
         console.warn(f"all {asked} blocks are gone that the source says it has: see kvtier verify")
     elif not all(each.whole for each in rest) and not untold:
         console.warn("some blocks are missing: run it again, or see kvtier verify and kvtier du")
+    console.end_with_troubles(places)
     if not ok:
         raise typer.Exit(console.EXIT_FAILURE)
 

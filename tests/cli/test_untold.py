@@ -91,6 +91,17 @@ def test_a_copy_that_is_not_written_down_is_no_success(
     assert told(store) == set(make_keys(BLOCKS))
 
 
+def test_nor_is_that_hidden_by_what_could_not_be_read(
+    filled: Path, tmp_path: Path, store: FileStore, run: Run, forgetful: Callable[[bool], None]
+) -> None:
+    (tmp_path / "disk" / "blocks" / ("ff" * 16)).mkdir()
+    forgetful(True)
+    code, answer, said = run("snapshot", "-c", filled, "--to", store.root.as_uri())
+    assert (code, len(answer["troubles"])) == (1, 1)
+    assert "has no namespace.json" in said
+    assert "run it again once the store is well" in said
+
+
 def test_so_with_what_comes_from_a_file(
     filled: Path, fresh: Path, store: FileStore, run: Run, forgetful: Callable[[bool], None]
 ) -> None:
