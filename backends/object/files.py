@@ -66,11 +66,13 @@ class FileStore(Store):
     def __init__(self, root: str | os.PathLike[str], *, disk: Disk | None = None) -> None:
         self.root = Path(root)
         self._root = str(self.root)
+        self._above = os.path.dirname(os.path.abspath(root))
         self._disk = disk or Disk()
-        with _mapped(str(self.root)):
+        with _mapped(self._root):
             self.root.mkdir(mode=0o700, exist_ok=True)
             if not os.access(self.root, os.R_OK | os.X_OK):  # what writes is refused where it does
                 raise AccessDenied(f"no right to read the folder {self.root}")
+            self._mounted = os.stat(self._root).st_dev != os.stat(self._above).st_dev
 
     def __repr__(self) -> str:
         return f"FileStore({str(self.root)!r})"
@@ -105,9 +107,7 @@ class FileStore(Store):
                 fd = self._disk.open(temporary, create=True)
                 break
         else:
-            if os.path.isdir(self._root):
-                raise Conflict(f"{folder} keeps vanishing: others delete there at this moment")
-            raise FileNotFoundError(errno.ENOENT, "the folder is gone", folder)
+            raise Conflict(f"{folder} keeps vanishing: others delete there at this moment")
         try:
             try:
                 self._write_all(fd, buffers)
@@ -129,20 +129,19 @@ class FileStore(Store):
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            self._disk.rename(
-                temporary, target
-            )  # this file system cannot refuse: the last writer wins
-            return PutOutcome.STORED
+            # this file system cannot refuse: the last writer wins
+            self._disk.rename(temporary, target)
         finally:
             _remove(temporary)
         return PutOutcome.STORED
 
     def _make_folder(self, folder: str) -> None:
-        if folder == self._root or os.path.isdir(folder):
-            return
-        self._make_folder(os.path.dirname(folder))
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder, 0o700)
+        if folder == self._root:
+            self._device()
+        elif not os.path.isdir(folder):
+            self._make_folder(os.path.dirname(folder))
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
 
     def get(
         self,
@@ -220,10 +219,12 @@ class FileStore(Store):
 
     def _device(self) -> int:
         """Where the folder lies; raises NoSuchBucket if it is away, as what is mounted may be: what
-        is missing then is not gone."""
+        is missing then is not gone, and what it was mounted on not ours to fill."""
         with _mapped(self._root):
-            found = os.stat(os.path.join(self._root, ""))
-        return found.st_dev
+            found = os.stat(os.path.join(self._root, "")).st_dev
+            if self._mounted and found == os.stat(self._above).st_dev:
+                raise NoSuchBucket(f"{self.root} is not mounted any more: mount it again")
+        return found
 
     def _walk(
         self, folder: str, prefix: str, after: str, deadline: float | None

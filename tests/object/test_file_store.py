@@ -311,6 +311,34 @@ def test_a_listing_amid_which_the_folder_goes_away_does_not_just_end(
             list(listing)
 
 
+def test_the_bare_mount_point_of_a_folder_that_is_away_is_neither_read_nor_filled(
+    tmp_path: Path,
+) -> None:
+    """Nothing lies there, and what is written there fills the system's own disk."""
+    root = tmp_path / "store"
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:  # on another device
+        root.symlink_to(other)
+        store = FileStore(root)
+        put(store, "ab/name")
+        root.unlink()
+        root.mkdir()
+        for ask in (
+            lambda: get(store, "ab/name"),
+            lambda: store.head("ab/name"),
+            lambda: list(store.list()),
+            lambda: store.delete(["ab/name"]),
+            lambda: put(store, "cd/name"),
+        ):
+            with pytest.raises(errors.NoSuchBucket, match="not mounted any more"):
+                ask()
+        assert not list(root.iterdir())
+        root.rmdir()
+        root.symlink_to(other)
+        assert get(store, "ab/name") is GetOutcome.FOUND
+        put(store, "cd/name")
+        assert [info.name for info in store.list()] == ["ab/name", "cd/name"]
+
+
 def test_what_takes_the_place_of_what_vanishes_is_listed(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
