@@ -168,6 +168,13 @@ class ChainRig:
         for key, record in zip(keys, self.handlers[0].views(spec), strict=True):
             assert prove(record, key) is Outcome.OK
 
+    def load_once(self, keys: Sequence[BlockKey]) -> None:
+        """As a request does that has all the time it takes."""
+        ticket = self.chain.begin_load(keys, "reader", float("inf"))
+        self.settle()
+        self.chain.end_load(ticket)
+        self.chain.poll()
+
     def settle(self, rounds: int = 10) -> None:
         """Let everything under way come to an end."""
         for _ in range(rounds):

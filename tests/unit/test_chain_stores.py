@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import pytest
 from chains import KEYS, REST, SLOT, STORE_DEADLINE, ChainRig, rule
-from msgspec.structs import replace
 
-from kvtier.backends.memory import MemoryTier
 from kvtier.core.cascade import STEP_BLOCKS
 from kvtier.core.settings import Admission, WritePolicy
 from kvtier.core.transfer import TransferKind
 from kvtier.testing.records import make_keys
-from kvtier.types import BlockKey, EventKind, Outcome, Presence, TierStats
+from kvtier.types import EventKind, Outcome, Presence
 
 THROUGH, ON_EVICT, NEVER = WritePolicy.THROUGH, WritePolicy.ON_EVICT, WritePolicy.NEVER
 SECOND = Admission.SECOND_TOUCH
 FAR = 1e9
-
-
-def load_once(rig: ChainRig, keys: list[BlockKey]) -> None:
-    ticket = rig.chain.begin_load(keys, "reader", FAR)
-    rig.settle()
-    rig.chain.end_load(ticket)
-    rig.chain.poll()
 
 
 def test_a_stored_block_goes_down_behind_the_engine() -> None:
@@ -133,169 +124,13 @@ def test_a_tier_that_is_only_read_is_passed_over() -> None:
 def test_a_promoted_block_fills_the_tiers_that_it_passed() -> None:
     rig = ChainRig([8, 16, 32])
     keys = rig.put(2, KEYS[:3])
-    load_once(rig, keys)
+    rig.load_once(keys)
     rig.settle()
     assert rig.resident(0, keys) == rig.resident(1, keys) == keys
     assert [link.offered for link in rig.chain.chain_stats().links] == [3, 3]
     rig.put(1, KEYS[5:7])
-    load_once(rig, KEYS[5:7])
+    rig.load_once(KEYS[5:7])
     assert rig.chain.chain_stats().links[0].offered == 3, "it came from there"
-
-
-def test_demotion_comes_before_eviction() -> None:
-    rig = ChainRig([16, 32], [rule(), rule(ON_EVICT)])
-    keys = rig.store(KEYS[:10])
-    rig.settle()
-    assert rig.resident(1, keys) == [], "there is room"
-    assert not rig.chain.has_pending_work
-    rig.store(KEYS[10:15])
-    rig.settle()
-    first = rig.resident(1, KEYS[:16])
-    assert len(first) == 1, "two slots shall be free or written down: one is free"
-    rig.store(KEYS[15:16])
-    rig.settle()
-    assert len(rig.resident(1, KEYS[:16])) == 2
-    assert rig.chain.prepare_store(KEYS[20:22]).evicted == rig.tiers[1].victims(2)
-    rig.chain.poll()
-    (link,) = rig.chain.chain_stats().links
-    assert (link.written, link.drops) == (2, {})
-
-
-def test_what_was_demoted_leaves_from_its_end_as_it_came() -> None:
-    """Without its first blocks a prompt is of no use: they go last from every tier."""
-    rig = ChainRig([64, 64], [rule(), rule(ON_EVICT)])
-    rig.store(KEYS)
-    rig.settle()
-    assert rig.resident(1, KEYS) == KEYS[56:]
-    assert rig.tiers[1].victims(8) == KEYS[:55:-1]
-
-
-def test_a_tier_that_cannot_fill_its_capacity_demotes_before_eviction_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A folder has tables, too, and other models' blocks."""
-    stats = MemoryTier.stats
-
-    def of_twice_the_size(tier: MemoryTier) -> TierStats:
-        return replace(stats(tier), bytes_capacity=2 * stats(tier).bytes_capacity)
-
-    monkeypatch.setattr(MemoryTier, "stats", of_twice_the_size)
-    rig = ChainRig([16, 32], [rule(), rule(ON_EVICT)])
-    rig.store(KEYS[:16])
-    rig.settle()
-    assert len(rig.resident(1, KEYS[:16])) == 4
-
-
-def test_a_block_that_is_being_demoted_is_not_evicted() -> None:
-    rig = ChainRig([8, 32], [rule(), rule(ON_EVICT)])
-    rig.store(KEYS[:8])
-    rig.chain.poll()
-    (transfer,) = rig.mover.queue
-    taken = rig.chain.prepare_store(KEYS[10:18])
-    assert len(taken.keys) == 7
-    assert not set(taken.evicted) & set(transfer.keys)
-    rig.mover.run_all()
-    rig.chain.poll()
-    assert rig.resident(1, transfer.keys) == list(transfer.keys)
-
-
-def test_what_eviction_takes_before_it_was_demoted_is_counted() -> None:
-    rig = ChainRig([8, 32], [rule(), rule(ON_EVICT)])
-    rig.store(KEYS[:8])
-    taken = rig.chain.prepare_store(KEYS[10:14])
-    assert len(taken.evicted) == 4
-    rig.chain.poll()
-    (link,) = rig.chain.chain_stats().links
-    assert link.drops == {"gone": 4}
-
-
-def test_second_touch_admits_what_was_loaded_after_it_was_stored() -> None:
-    rig = ChainRig([8, 16], [rule(), rule(THROUGH, SECOND)])
-    keys = rig.store(KEYS[:4])
-    rig.settle()
-    assert rig.resident(1, keys) == []
-    load_once(rig, keys[1:3])
-    rig.settle()
-    assert rig.resident(1, keys) == keys[1:3]
-    (link,) = rig.chain.chain_stats().links
-    assert (link.offered, link.admitted) == (6, 2)
-
-
-def test_what_is_loaded_from_a_tier_is_not_dropped_on_the_way_to_it() -> None:
-    rig = ChainRig([8, 16], [rule(), rule(THROUGH, SECOND)])
-    keys = rig.store(KEYS[:4])
-    load_once(rig, keys)
-    rig.settle()
-    rig.tiers[0].forget(keys)
-    ticket = rig.chain.begin_load(keys, "reader", FAR)
-    rig.chain.poll()
-    rig.settle()
-    rig.chain.end_load(ticket)
-    (link,) = rig.chain.chain_stats().links
-    assert (link.written, link.drops) == (4, {})
-
-
-def test_what_is_still_on_its_way_up_past_a_tier_is_not_gone() -> None:
-    rig = ChainRig([8, 16, 32], [rule(), rule(THROUGH, SECOND), rule(NEVER)])
-    keys = rig.put(2, KEYS[:4])
-    load_once(rig, keys)
-    rig.settle()
-    for tier in rig.tiers[:2]:
-        tier.forget(keys)
-    rig.chain.begin_load(keys, "reader", FAR)
-    rig.chain.poll()
-    rig.settle()
-    assert rig.resident(1, keys) == keys
-    (link,) = rig.chain.chain_stats().links
-    assert (link.written, link.drops) == (8, {})
-
-
-def test_what_a_tier_has_keeps_nothing_from_it_though_it_is_used_again_and_again() -> None:
-    rig = ChainRig([16, 16], [rule(), rule(THROUGH, SECOND, queue_blocks=4)])
-    popular, new = rig.store(KEYS[:4]), KEYS[4:8]
-    load_once(rig, popular)
-    rig.store(new)
-    for keys in (popular, new):
-        rig.chain.begin_load(keys, "reader", FAR)
-    rig.settle()
-    assert rig.resident(1, KEYS[:8]) == KEYS[:8]
-    (link,) = rig.chain.chain_stats().links
-    assert (link.offered, link.written, link.drops) == (16, 8, {})
-
-
-def test_second_touch_admits_what_is_used_again_though_the_engine_has_it_itself() -> None:
-    """What is asked for most is never loaded, because an engine's own memory does not let it go."""
-    rig = ChainRig([8, 16], [rule(), rule(THROUGH, SECOND)])
-    rig.chain.touch(KEYS[:4])
-    rig.store(KEYS[:4])
-    rig.settle()
-    assert rig.resident(1, KEYS[:4]) == [], "one request has used it"
-    rig.chain.touch(KEYS[:3])
-    rig.settle()
-    assert rig.resident(1, KEYS[:4]) == KEYS[:3]
-
-
-def test_second_touch_admits_what_is_stored_again() -> None:
-    rig = ChainRig([8, 16], [rule(), rule(THROUGH, SECOND)])
-    rig.store(KEYS[:2])
-    rig.tiers[0].forget(KEYS[:2])
-    rig.store(KEYS[:2])
-    rig.settle()
-    assert rig.resident(1, KEYS[:2]) == KEYS[:2]
-
-
-def test_second_touch_demotes_only_what_was_used_twice() -> None:
-    rig = ChainRig([8, 16], [rule(), rule(ON_EVICT, SECOND)])
-    keys = rig.store(KEYS[:7])
-    load_once(rig, keys[:3])
-    rig.store(KEYS[7:8])
-    for _ in range(12):
-        rig.settle(2)
-        rig.store(make_keys(1, start=1000 + rig.chain.stats().stored))
-    assert set(rig.resident(1, KEYS[:8])) <= set(keys[:3])
-    assert rig.resident(1, keys[:3])
-    (link,) = rig.chain.chain_stats().links
-    assert link.drops == {}, "what is not admitted is not lost"
 
 
 def test_a_queue_that_is_full_drops_and_counts() -> None:
