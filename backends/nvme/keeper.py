@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from kvtier.backends.nvme.entries import write_entries
-from kvtier.backends.nvme.files import let_go, owner_path
+from kvtier.backends.nvme.files import hold_owner, let_go, owner_path
 from kvtier.backends.nvme.folder import NOBODY, Limits, NvmeFolder, SlabFile
+from kvtier.backends.nvme.lock import has_name
 from kvtier.backends.nvme.news import News, changes
 from kvtier.backends.nvme.shares import Shares
 from kvtier.backends.nvme.uses import Uses
@@ -116,7 +117,7 @@ class Keeper:
                 self._complain(error)
 
     def _round(self, thorough: bool) -> None:
-        if not owner_path(self.folder.owners, self.owner).exists():
+        if not has_name(self._owner_fd, owner_path(self.folder.owners, self.owner)):
             self._begin_again()
         self._write_down()
         if not self._look():
@@ -135,15 +136,20 @@ class Keeper:
 
     def _begin_again(self) -> None:
         """The folder has been removed under us, or what makes us an owner: make it anew, unless its
-        disk was taken off. Slabs that are left are orphans now, like all others of the dead."""
+        disk was taken off. Slabs that are left are orphans now, like all others of the dead. A mark
+        that is there again as another file, as after a copy, nobody holds: it is held anew."""
         self.news.extend(News(known.slab, gone=True) for known in self._known.values())
         self._known.clear()
-        self.folder.establish()
-        owner, fd = self.folder.claim()
-        self._say_once(f"NVMe folder {self.folder.root} was removed: starting over in a new one")
+        try:
+            owner, fd = self.owner, hold_owner(self.folder.owners, self.owner)
+        except (FileNotFoundError, NotADirectoryError):
+            self.folder.establish()
+            owner, fd = self.folder.claim()
+            root = self.folder.root
+            self._say_once(f"NVMe folder {root} was removed: starting over in a new one")
+            self._shares.begin_again()
         os.close(self._owner_fd)
         self.owner, self._owner_fd = owner, fd
-        self._shares.begin_again()
 
     @contextlib.contextmanager
     def _going_on(self, after: type[Exception] = OSError) -> Iterator[None]:

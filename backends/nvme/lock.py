@@ -45,5 +45,5 @@ def has_name(fd: int, path: Path) -> bool:
     """Whether this is still the file of that name; raises OSError if it cannot be looked at."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False

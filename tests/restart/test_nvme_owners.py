@@ -200,6 +200,23 @@ def test_own_slabs_that_could_not_be_seen_for_a_moment_are_own_again(tmp_path: P
     engine.close()
 
 
+def test_whose_folder_comes_back_as_a_copy_owns_its_slabs_before_others_do(tmp_path: Path) -> None:
+    """Or from a disk that was taken off and put in again: what was held is held no more."""
+    root, away = tmp_path / "kv", tmp_path / "away"
+    engine = Engine(root)
+    keys = make_keys(8)
+    engine.put(keys)
+    root.rename(away)
+    shutil.copytree(away, root)
+    assert engine.read(keys) == keys
+    neighbour = Engine(root)
+    assert neighbour.hits(keys) == keys
+    assert engine.own_slabs
+    assert not engine.own_slabs & neighbour.own_slabs
+    engine.close()
+    neighbour.close()
+
+
 @pytest.fixture
 def other_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder on another file system than the test's own."""
