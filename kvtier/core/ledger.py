@@ -317,6 +317,7 @@ class Ledger:
     def reserve(self, keys: Sequence[BlockKey], evict: bool) -> Reservation:
         """Reserve host slots that the engine will fill."""
         taken = self._take(HOST, keys, evict)
+        self.doomed.difference_update(taken.keys)  # or there would be no slots for them
         self._stores.update(dict.fromkeys(taken.keys, True))
         return taken
 

@@ -133,6 +133,20 @@ def test_a_promoted_block_fills_the_tiers_that_it_passed() -> None:
     assert rig.chain.chain_stats().links[0].offered == 3, "it came from there"
 
 
+def test_what_is_stored_again_when_its_last_reader_has_ended_is_on_its_way() -> None:
+    rig = ChainRig([8, 16])
+    keys = rig.store(KEYS[:2])
+    ticket = rig.chain.begin_load(keys, "reader", FAR)
+    rig.chain.forget(keys)
+    rig.chain.end_load(ticket)
+    taken = rig.chain.prepare_store(keys)
+    assert taken.keys == keys
+    assert rig.chain.lookup(keys) == [Presence.PENDING] * 2
+    rig.write(0, taken.keys, taken.spec)
+    rig.chain.complete_store(keys)
+    assert rig.chain.lookup(keys) == [Presence.HIT] * 2
+
+
 def test_a_queue_that_is_full_drops_and_counts() -> None:
     rig = ChainRig([32, 64], [rule(), rule(queue_blocks=4)])
     rig.store(KEYS[:10])
