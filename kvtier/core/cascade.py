@@ -52,7 +52,7 @@ class Cascade:
         """A tier has these now; with an `origin`, from there, and what is below has them too."""
         for link in self._links:
             if link.source == tier and (origin is None or link.target < origin):
-                link.committed(keys)
+                link.committed(self._lacking(link, keys))
 
     def used_again(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Those of a prompt's that host memory has, so that it is not the first to use them, if any
@@ -174,7 +174,7 @@ class Cascade:
         if keys:
             for below in self._links:
                 if below.source == link.target:
-                    below.committed(keys)
+                    below.committed(self._lacking(below, keys))
 
     def _count_lost(self) -> None:
         """Count what was evicted before there was time to write it down."""

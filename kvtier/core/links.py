@@ -94,7 +94,7 @@ class Link:
         return len(self._waiting)
 
     def committed(self, keys: Sequence[BlockKey]) -> None:
-        """The tier above has these now."""
+        """The tier above has these now, which this one lacks."""
         self.pressed = True
         admitted = keys if self.touches is None else self.touches.note(keys)
         if self.write is WritePolicy.THROUGH:

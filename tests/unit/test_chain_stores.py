@@ -127,7 +127,7 @@ def test_a_promoted_block_fills_the_tiers_that_it_passed() -> None:
     rig.load_once(keys)
     rig.settle()
     assert rig.resident(0, keys) == rig.resident(1, keys) == keys
-    assert [link.offered for link in rig.chain.chain_stats().links] == [3, 3]
+    assert [link.offered for link in rig.chain.chain_stats().links] == [3, 0]
     rig.put(1, KEYS[5:7])
     rig.load_once(KEYS[5:7])
     assert rig.chain.chain_stats().links[0].offered == 3, "it came from there"
@@ -145,6 +145,31 @@ def test_what_is_stored_again_when_its_last_reader_has_ended_is_on_its_way() -> 
     rig.write(0, taken.keys, taken.spec)
     rig.chain.complete_store(keys)
     assert rig.chain.lookup(keys) == [Presence.HIT] * 2
+
+
+def test_what_came_from_the_lowest_tier_takes_no_places_on_the_way_back_to_it() -> None:
+    """The tier between has it from there, and offers it as all that it takes."""
+    rig = ChainRig([16, 16, 32], [rule(), rule(), rule(queue_blocks=4)])
+    popular, slow = rig.put(2, KEYS[:4]), rig.store(KEYS[4:8])
+    rig.chain.poll()
+    rig.mover.run_all()
+    rig.chain.poll()
+    (uploading,) = rig.mover.queue
+    assert (uploading.target, uploading.keys) == (2, slow), "as much as may be under way"
+    ticket = rig.chain.begin_load(popular, "reader", FAR)
+    new = KEYS[8:12]
+    for work in (lambda: None, lambda: rig.store(new)):
+        work()
+        for _ in range(3):
+            for transfer in [each for each in rig.mover.queue if each is not uploading]:
+                rig.mover.run(transfer)
+            rig.chain.poll()
+    rig.chain.end_load(ticket)
+    rig.settle()
+    assert rig.resident(1, KEYS[:12]) == KEYS[:12]
+    assert rig.resident(2, new) == new
+    _, far = rig.chain.chain_stats().links
+    assert (far.written, far.drops) == (8, {})
 
 
 def test_a_queue_that_is_full_drops_and_counts() -> None:
