@@ -13,7 +13,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -97,14 +97,21 @@ class Measured(msgspec.Struct, kw_only=True):
 Tell = Callable[[str], None]
 
 
-def measure(config: StackConfig, size: Size, tell: Tell) -> list[Measured]:
-    """Every tier of a stack, one after the other; `tell` hears which one is next."""
-    host = config.tiers[0]
-    tell(host.kind)
-    with _bench_stack(config, size, None) as stack:
-        found = [_measure_host(stack, host, size)]
-    for index, settings in enumerate(config.tiers[1:], 1):
+def measure(
+    config: StackConfig, size: Size, tell: Tell, without: Collection[int] = ()
+) -> list[Measured]:
+    """Every tier of a stack but those of some numbers, one after the other; `tell` hears which one
+    is next."""
+    found: list[Measured] = []
+    for index, settings in enumerate(config.tiers):
+        if index in without:
+            found.append(Measured(tier=settings.kind, place=_place(settings), note="not asked for"))
+            continue
         tell(settings.kind)
+        if index == 0:
+            with _bench_stack(config, size, None) as stack:
+                found.append(_measure_host(stack, settings, size))
+            continue
         if settings.write is WritePolicy.NEVER:
             found.append(Measured(tier=settings.kind, place=_place(settings), note="only read"))
             continue

@@ -150,7 +150,7 @@ def _links(
     if do_measure and not links.keys() >= set(range(len(config.tiers))):
         block = min(record_bytes(chunk_bytes) - 4096, _BLOCK_BYTES_MAX)
         size = Size(block, max(4, _MEASURED_BYTES // block), 1)
-        links = links_of(measure(config, size, console.note), block) | links
+        links = links_of(measure(config, size, console.note, links), block) | links
     return links
 
 

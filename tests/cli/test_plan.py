@@ -99,6 +99,15 @@ def test_measured(model: Path, stack_file: Path) -> None:
     assert all(tier["break_even_tokens"] == 256 for tier in report["model"]["tiers"])
 
 
+def test_what_is_given_is_not_measured(model: Path, stack_file: Path) -> None:
+    """Its disk may have no room for that."""
+    stack_file.write_text(stack_file.read_text().replace("free_floor: 0", "free_floor: 1000TiB"))
+    assert "too little free room" in command("plan", model, "-c", stack_file).err
+    given = ("--bandwidth", "nvme=2GB/s,1ms")
+    tiers = run(model, "-c", stack_file, *given)["model"]["tiers"]
+    assert [tier["link"]["source"] for tier in tiers] == ["measured", "given"]
+
+
 def test_for_people(model: Path, stack_file: Path) -> None:
     done = command("plan", model, "-c", stack_file, *GIVEN)
     assert done.code == 0
