@@ -8,7 +8,10 @@ import typer
 
 from kvtier.cli import console, options
 from kvtier.cli.fill import copy_all, look_at, report, store_of
-from kvtier.config import load
+from kvtier.config import StackConfig, load
+from kvtier.core.backend import backend
+from kvtier.core.settings import TierSettings
+from kvtier.errors import ConfigError
 
 app = console.new_app("Copy what a stack holds to an object store.")
 
@@ -38,9 +41,20 @@ def snapshot(
     """
     stack = load(config, to_write=to is None)
     target, tier = store_of(to, stack)
+    _check_apart(stack, target.tiers[tier])
     kept = [index for index, settings in enumerate(stack.tiers) if settings.kind != "object"]
     places = look_at(stack, kept, namespace)
     done = copy_all(
         stack, places, target, tier, namespace=namespace, size=size, rate=rate, hottest=hottest
     )
     report(done, places, json)
+
+
+def _check_apart(config: StackConfig, store: TierSettings) -> None:
+    """Objects in a disk tier's folder would count there, and lose what describes them to `clear`;
+    raises ConfigError."""
+    where = backend(store.kind).identity(store)
+    for tier, settings in enumerate(config.tiers):
+        if settings.kind != "object" and backend(settings.kind).identity(settings) == where:
+            kept = f"is where tier {tier} ({settings.kind}) keeps its blocks"
+            raise ConfigError(str(where), kept, "name another")

@@ -199,6 +199,20 @@ def test_a_stream_that_is_closed(closed: int, words: list[str], code: int, fille
     assert not pack.exists() or pack.read_bytes().startswith(b"KVTPACK")
 
 
+def test_no_snapshot_goes_where_the_stack_itself_keeps_blocks(filled: Path) -> None:
+    """There `clear`, or who wants room, would take away what describes it."""
+    blocks = filled.parent / "disk" / "blocks"
+    before = sorted(blocks.rglob("*"))
+    other = filled.with_name("other.yaml")
+    host = filled.read_text().partition("  - {kind: nvme")[0]
+    other.write_text(f'{host}  - {{kind: object, capacity: 64MiB, url: "file://{blocks}/"}}\n')
+    for to in (f"file://{blocks}", other):
+        done = command("snapshot", "-c", filled, "--to", to)
+        assert done.code == 2
+        assert f"{blocks}: is where tier 1 (nvme) keeps its blocks - name another" in done.err
+    assert sorted(blocks.rglob("*")) == before
+
+
 # As `kvtier serve` becomes vLLM, whose files must not get the number of a closed stream either.
 BECOMES = """
 import os, sys
