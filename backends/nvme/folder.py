@@ -283,13 +283,14 @@ class NvmeFolder:
         )
 
     def _slots_at_most(self, slots_max: int, limits: Limits) -> int:
-        room = self._bound(limits) - used_bytes(self.root)
+        used = used_bytes(self.root)
+        room = self._bound(limits, used) - used
         return min(slots_max, _slots_in(room, limits.slot_bytes), SLOTS_MAX)
 
-    def _bound(self, limits: Limits) -> int:
+    def _bound(self, limits: Limits, used: int) -> int:
         """What the folder may hold, or can where its disk is full before that."""
         free = self.disk.free_bytes(self.root) - kept_free(limits.free_floor, limits.slab_bytes)
-        return min(limits.capacity, used_bytes(self.root) + free)
+        return min(limits.capacity, used + free)
 
     def cut_off(self, slabs: Iterable[SlabFile]) -> int:
         """Bytes that somebody has cut off these slabs: what is written next brings them back."""
@@ -358,8 +359,9 @@ class NvmeFolder:
                 take_away(self.disk, path)
 
     def _reclaim(self, limits: Limits) -> bool:
+        bound = self._bound(limits, used_bytes(self.root))
         wanted, keep_s = limits.slab_bytes, limits.keep_s
-        return reclaim(self.root, self.home, self._bound(limits), wanted, keep_s, self.disk)
+        return reclaim(self.root, self.home, bound, wanted, keep_s, self.disk)
 
 
 class Limits(msgspec.Struct, frozen=True):
