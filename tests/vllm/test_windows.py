@@ -264,16 +264,12 @@ def test_chunks_with_holes_are_known() -> None:
     assert found == set(keys[0][:2])
 
 
-@importing
-def test_what_was_passed_over_of_a_window_may_be_anothers_at_the_end() -> None:
-    """Where windows are kept densely, and are shorter than the blocks of other layers, vLLM looks
-    at the last of them anew when a prompt is aborted."""
+def with_short_windows() -> Any:
+    """vLLM's side of the scheduler, of a model whose windows are kept densely, and are shorter than
+    the blocks of its other layers."""
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as theirs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
-    from vllm.v1.request import RequestStatus
-
-    from kvtier.vllm.given import Given
 
     like: dict[str, Any] = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
     kinds = [
@@ -301,7 +297,7 @@ def test_what_was_passed_over_of_a_window_may_be_anothers_at_the_end() -> None:
             prepare_store=lambda keys, _: Made(keys_to_store=list(keys), store_spec=None),
         ),
     )
-    scheduler = theirs.OffloadingConnectorScheduler(
+    return theirs.OffloadingConnectorScheduler(
         spec,
         Made(
             cache_config=Made(prefix_cache_retention_interval=None, enable_prefix_caching=True),
@@ -313,6 +309,17 @@ def test_what_was_passed_over_of_a_window_may_be_anothers_at_the_end() -> None:
             cache_hit_alignment_tokens=None,
         ),
     )
+
+
+@importing
+def test_what_was_passed_over_of_a_window_may_be_anothers_at_the_end() -> None:
+    """Where windows are kept densely, and are shorter than the blocks of other layers, vLLM looks
+    at the last of them anew when a prompt is aborted."""
+    from vllm.v1.request import RequestStatus
+
+    from kvtier.vllm.given import Given
+
+    scheduler = with_short_windows()
     request = Made(
         request_id="r",
         kv_transfer_params=None,
