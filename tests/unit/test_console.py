@@ -128,6 +128,17 @@ class TestTheFrame:
         os.close(reader)
         assert (process.returncode, err) == (130, "")
 
+    @pytest.mark.parametrize(
+        ("presses", "said"),
+        [
+            ("0, 0.9", "the end is reached"),  # by a wrapper that passes it on, too
+            ("0, 0.9, 1", ""),  # by somebody who will not wait for a store
+        ],
+    )
+    def test_ctrl_c_again_while_it_is_put_off(self, presses: str, said: str) -> None:
+        done = run_command(PUT_OFF.format(presses=presses))
+        assert (done.returncode, done.stdout.strip(), done.stderr) == (130, said, "")
+
     @pytest.mark.parametrize("module", ["kvtier.errors", "typer", "kvtier.cli.config"])
     def test_interrupted_while_python_imports(self, module: str) -> None:
         code = INTERRUPTED_IMPORT.format(module=module, script=str(KVTIER))
@@ -146,6 +157,15 @@ sys.meta_path.insert(0, Finder())
 sys.argv[:] = ["{script}", "config", "schema", "--built-in"]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
 runpy.run_path("{script}", run_name="__main__")
+"""
+
+PUT_OFF = """
+    from kvtier.cli.opening import uninterrupted
+    now = 0.0
+    with uninterrupted(lambda: now):
+        for now in ({presses}):
+            signal.raise_signal(signal.SIGINT)
+        print("the end is reached", flush=True)
 """
 
 COMMAND = """
