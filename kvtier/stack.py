@@ -26,6 +26,7 @@ from kvtier.core.transfer import Mover
 from kvtier.errors import MediumInUse
 from kvtier.move.process import ProcessMover
 from kvtier.move.threads import ThreadMover
+from kvtier.observe.human import size
 from kvtier.types import BlockKey, Namespace, Outcome, Presence, Reservation
 
 logger = logging.getLogger(__name__)
@@ -188,6 +189,16 @@ class Stack:
             self.mover.wait(_WAIT_S)
             self.chain.poll()
         return self.chain.settled
+
+    def summary(self) -> str:
+        """What each tier holds, and what it may hold."""
+        parts = []
+        for tier in self.chain.tiers:
+            tier.lookup([])  # which takes in what has just been found
+            held = tier.stats()
+            room = f"{size(held.bytes_used)} of {size(held.bytes_capacity)}"
+            parts.append(f"{held.medium} {held.blocks:,} blocks ({room})")
+        return ", ".join(parts)
 
     def close(self) -> None:
         """Close everything, once; committed blocks stay in tiers that keep them."""

@@ -6,6 +6,7 @@ and what goes wrong behind it is a miss or a store that did not happen.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -29,6 +30,8 @@ from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
 from kvtier.vllm.settings import read_namespace, read_stack
 from kvtier.vllm.weights import Adapters
 from kvtier.vllm.worker import Ended, RankWorker, blocks_of
+
+logger = logging.getLogger(__name__)
 
 Holes = Callable[[Collection[bytes], Any], set[bytes]]
 """Tells which of these chunks of a request are not whole."""
@@ -65,6 +68,7 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
             near=numa.Topology().near(index * ranks, ranks, os.environ),
         )
         assert isinstance(opened.host, CpuHandler)
+        logger.info("KV cache is kept, and found again: %s", opened.summary())
         manager = ChainManager(
             opened,
             region=str(opened.host.region.path),

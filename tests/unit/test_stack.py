@@ -14,6 +14,7 @@ from kvtier import Stack
 from kvtier.core.record import record_bytes
 from kvtier.errors import ConfigErrors
 from kvtier.move.process import ProcessMover
+from kvtier.observe.human import size
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
@@ -49,6 +50,21 @@ def test_what_host_memory_cannot_hold_comes_back_from_below(tmp_path: Path, mode
         assert stack.chain.chain_stats().hits[1] >= 16
     with Stack.open(config(tmp_path, mode=mode), NAMESPACE) as stack:
         assert stack.load(list(wanted)) == wanted, "after a restart too"
+
+
+def test_what_a_restart_has_found_is_said(tmp_path: Path) -> None:
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        kept = size(4 * SLOT)
+        room = [size(tier.stats().bytes_capacity) for tier in stack.chain.tiers]
+        assert (
+            stack.summary() == f"cpu 0 blocks (0 B of {room[0]}), nvme 0 blocks (0 B of {room[1]})"
+        )
+        stack.store(blocks(4))
+        stack.settle()
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        assert stack.summary() == (
+            f"cpu 4 blocks ({kept} of {room[0]}), nvme 4 blocks ({kept} of {room[1]})"
+        )
 
 
 def test_two_engines_on_one_machine_share_the_disk_and_not_the_memory(tmp_path: Path) -> None:

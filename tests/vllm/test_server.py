@@ -245,3 +245,5 @@ def test_among_several_connectors(world: World, model: Callable[..., Path]) -> N
         assert server.metric("kvtier:mistakes_total") == 0
     line = r"EngineCore.* WARNING \d\d-\d\d \d\d:\d\d:\d\d .* a load of \d+ blocks for request"
     assert re.search(line, serving.log.read_text()), "in vLLM's own form"
+    found = r"EngineCore.* INFO .* found again: cpu \d+ blocks \(.*\), nvme \d+ blocks \("
+    assert re.search(found, serving.log.read_text())
