@@ -53,8 +53,7 @@ _PAUSE_S = 0.001
 """An engine that spins while it waits for copies takes Python's lock from the threads that copy."""
 
 _IGNORED = {"sync_load_budget_bytes": "requests wait for their loads"}
-"""What vLLM's connector could do, and what is done instead. Loads of 0.33 that do not wait must not
-fail, and ours may."""
+"""What vLLM's connector could do, and what is done instead: a load must not fail there."""
 
 
 class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
@@ -166,7 +165,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 "out ends the engine: see docs/VLLM.md, Embeddings from clients"
             )
         payloads, blocks, parts = compat.chunk_sizes(vllm_config, kv_cache_config)
-        facts = identity.facts_of(vllm_config, blocks, extra.get("weights"))
+        tokens = compat.block_tokens(vllm_config, kv_cache_config)
+        facts = identity.facts_of(vllm_config, blocks, extra.get("weights"), tokens)
         namespace = Namespace(facts=facts, group_bytes=payloads, parts=parts)
         extra["kvtier_namespace"] = namespace.to_json().decode()
 

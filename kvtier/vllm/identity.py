@@ -76,9 +76,15 @@ within a block, how exactly it is computed or what a video becomes, or that what
 answer at all. (That of `VLLM_KV_CACHE_LAYOUT` is in the configuration by now.)"""
 
 
-def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None) -> dict[str, str]:
+def facts_of(
+    vllm_config: Any,
+    blocks_per_chunk: int,
+    weights: str | None = None,
+    group_tokens: Sequence[int] = (),
+) -> dict[str, str]:
     """The facts of an engine's namespace, from its configuration and its weights; `weights` is what
-    its user calls them, in place of a fingerprint."""
+    its user calls them, in place of a fingerprint, and `group_tokens` say how many tokens are in a
+    block of each cache group."""
     import vllm
 
     from kvtier.vllm import above
@@ -87,6 +93,7 @@ def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None
     parallel = vllm_config.parallel_config
     configured = configuration_of(model.hf_config)
     by_length = any(word in configured for word in _BY_LENGTH)
+    several = len(set(group_tokens)) > 1
     return {
         "model": whole_name(str(model.model)),
         "model_config": _digest(configured),
@@ -112,6 +119,7 @@ def facts_of(vllm_config: Any, blocks_per_chunk: int, weights: str | None = None
         + _chosen(vllm_config.mamba_config, _ROUNDED),
         "kv_layout": str(getattr(cache, "kv_cache_layout", None)),
         "block_tokens": str(cache.block_size),
+        **({"group_tokens": ",".join(map(str, group_tokens))} if several else {}),
         "chunk_blocks": str(blocks_per_chunk),
         "record": str(RECORD_VERSION),
         "hash": str(cache.prefix_caching_hash_algo) + _chosen(cache, _HASHED),

@@ -74,6 +74,11 @@ def salted(keys: Iterable[bytes], salt: bytes) -> list[BlockKey]:
 
 def _geometry(facts: Mapping[str, str]) -> tuple[int, int]:
     """How many tokens are hashed at once, and how many times that a chunk is."""
+    if "group_tokens" in facts:
+        raise KVTierError(
+            f"its cache groups have blocks of {facts['group_tokens']} tokens: only its engine "
+            "computes such keys"
+        )
     try:
         # What vLLM hashes at once is in as many blocks as there are ranks that share a context.
         _, ranks, *_ = facts.get("context_parallel", "1,1").split(",")

@@ -130,6 +130,7 @@ class TestKeys:
             ({"context_parallel": "1,x"}, "size of a block"),
             ({"hash": "sha256_cbor prefix_match_unit=0"}, "size of a block"),
             ({"hash": "sha256_cbor prefix_match_unit=64"}, "size of a block"),
+            ({"group_tokens": "16,32"}, "blocks of 16,32 tokens: only its engine"),
             ({"hash": "sha256 prefix_match_unit=8"}, "made by sha256, which hashes pickles"),
         ],
     )

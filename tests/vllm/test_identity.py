@@ -358,6 +358,8 @@ def test_each_setting_by_which_blocks_differ_is_a_fact(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
 def test_so_is_what_is_no_single_setting(settled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [facts_of(settled, 1), facts_of(settled, 2), facts_of(settled, 1, "mine")]
+    assert facts_of(settled, 1, None, [16, 16]) == found[0]
+    found.append(facts_of(settled, 1, None, [16, 32]))
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     found.append(facts_of(settled, 1))
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
