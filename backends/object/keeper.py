@@ -147,6 +147,7 @@ class Keeper:
             if self._stopping:
                 return
             self.uses.count()
+            began = self._steady()
             try:
                 due = self._next_look - self._haste_s()
                 self.outbox.delete_doomed()
@@ -162,16 +163,18 @@ class Keeper:
             except Unfinished:
                 return  # `close` waits
             except Exception as error:  # noqa: BLE001 - without this thread nothing is stored
-                self._weather(error)
+                self._weather(error, self._steady() - began)
 
-    def _weather(self, error: Exception) -> None:
-        """Not again before the next look, nor all servers at once when it is over."""
+    def _weather(self, error: Exception, took_s: float = 0.0) -> None:
+        """Not again before the next look, nor all servers at once when it is over; and a listing
+        that failed after minutes not before as many have gone by: each page is paid for."""
         now = self._steady()
         self._next_look = now + self.limits.refresh_s
+        list_at = max(self._next_look, now + min(took_s, self.limits.audit_s))
         if self._next_audit <= now:
-            self._next_audit = self._next_look + self._turn_s(self._writers)
+            self._next_audit = list_at + self._turn_s(self._writers)
         if self._audit_at <= now:
-            self._audit_at = self._next_look + self._turn_s(self._writers)
+            self._audit_at = list_at + self._turn_s(self._writers)
         if isinstance(error, EndlessListing | StoreFull):  # which no weather ends, after a listing
             self._next_audit = self._audit_at = now + self.limits.audit_s
         self._puzzles.survived(error)

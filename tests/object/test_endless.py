@@ -17,7 +17,7 @@ from test_listing import ENTRY
 from kvtier.backends.object import claim, journal, retry, s3, store
 from kvtier.backends.object import keeper as keeper_module
 from kvtier.backends.object.breaker import BreakerPolicy
-from kvtier.backends.object.errors import EndlessListing
+from kvtier.backends.object.errors import EndlessListing, Unavailable
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
@@ -144,6 +144,33 @@ def test_a_tier_serves_on_and_lists_again_after_a_while(
     keys = make_keys(2)
     assert tier.lookup(keys) == [Presence.MISS] * 2
     assert tier.prepare_store(keys).keys == [], "nobody knows what is there"
+    keeper.close()
+
+
+class Tedious(FileStore):
+    """Lists for minutes, and never to the end."""
+
+    now = 1e9
+    listings = 0
+
+    def list(
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+    ) -> Iterator[ObjectInfo]:
+        yield from super().list(prefix, after=after, deadline=deadline)
+        if not prefix:
+            self.listings += 1
+            self.now += 120.0
+            raise Unavailable("page 1001 cannot be had")
+
+
+def test_a_listing_that_fails_after_minutes_is_not_begun_at_once_again(tmp_path: Path) -> None:
+    store = Tedious(tmp_path / "store")
+    limits = Limits(CAPACITY, refresh_s=5.0, audit_s=600.0)
+    keeper = Keeper(store, NAMESPACE, limits, steady=lambda: store.now)
+    while store.now < 1e9 + 1000.0:
+        keeper.work()
+        store.now += 1.0
+    assert store.listings == 5, "half of the time"
     keeper.close()
 
 
