@@ -50,12 +50,15 @@ def show(
     known = known_namespaces(places)
     ids = known.keys() | {part.namespace for place in places for part in place.parts}
     namespaces = [each for each in ids if each.startswith(text)]
+    bad = False
     if namespaces:
         name = find_namespace(places, text)
         _show_namespace(name, known, places, json)
     else:
-        _show_blocks(stack, places, known, text, json)
+        bad = _show_blocks(stack, places, known, text, json)
     console.end_with_troubles(places)
+    if bad:
+        raise typer.Exit(console.EXIT_FAILURE)
 
 
 def _show_namespace(
@@ -127,7 +130,8 @@ def _show_blocks(
     known: dict[str, Namespace],
     text: str,
     json: bool,
-) -> None:
+) -> bool:
+    """Show all whose keys begin like this; whether one of them is bad."""
     found: list[Block] = []
     for place in places:
         for block in blocks_of(place):
@@ -158,8 +162,7 @@ def _show_blocks(
             }
             del shown["stored_at"], shown["used"]
             console.print_values(shown)
-    if any(row["record"].startswith("bad") for row in rows):
-        raise typer.Exit(console.EXIT_FAILURE)
+    return any(row["record"].startswith("bad") for row in rows)
 
 
 def _describe(block: Block, prover: Prover) -> dict[str, Any]:

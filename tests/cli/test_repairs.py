@@ -68,6 +68,18 @@ class TestVerify:
         assert report["bad"][0]["key"] in {key.hex() for key in make_keys(8)}
         assert report["bad"][0]["why"]
 
+    def test_what_cannot_be_read_is_said_beside_a_bad_block(
+        self, filled: Path, tmp_path: Path
+    ) -> None:
+        slab = one(tmp_path, "*.slab")
+        flip(slab, HEADER_BYTES)
+        (bad,) = run("verify", "-c", filled, "--tier", "nvme", code=1)["bad"]
+        stray = slab.with_name("ffffffff.table")
+        stray.write_bytes(b"nothing of ours")
+        done = command("show", bad["key"], "-c", filled)
+        assert (done.code, "bad" in done.out) == (1, True)
+        assert str(stray) in done.err
+
     def test_a_record_of_a_newer_version_is_left_alone(self, filled: Path, tmp_path: Path) -> None:
         slab = one(tmp_path, "*.slab")
         with slab.open("r+b") as data:
