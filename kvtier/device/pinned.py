@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 import time
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -31,26 +33,33 @@ class Registrar(Protocol):
 class PinnedMemory:
     """A region's slots, to be pinned until this is closed.
 
-    Pieces end where slots end, so that no copy crosses from one into the next. If one is refused,
-    copies from and to the rest go through the driver's own buffers, which works and is slower.
-    Those before are kept: copies use them by now, and must not lose memory on their way.
+    Pieces end where slots end, so that no copy crosses from one into the next, and where a page of
+    the system does, because the driver pins whole pages, and refuses one that it has. If a piece is
+    refused, copies from and to the rest go through the driver's own buffers, which works and is
+    slower. Those before are kept: copies use them by now, and must not lose memory on their way.
     """
 
     def __init__(
-        self, data: Buffer, slot_bytes: int, registrar: Registrar, piece_bytes: int = PIECE_BYTES
+        self,
+        data: Buffer,
+        slot_bytes: int,
+        registrar: Registrar,
+        piece_bytes: int = PIECE_BYTES,
+        page_bytes: int = mmap.PAGESIZE,
     ) -> None:
         self._registrar = registrar
         self._addresses: list[int] = []
         self._base = int(np.frombuffer(data, np.uint8).ctypes.data)
         self._size = len(data)
+        self._slot_bytes = slot_bytes
+        self._page_bytes = page_bytes
         self._step = max(piece_bytes // slot_bytes, 1) * slot_bytes
 
     def pin(self, stopping: threading.Event | None = None) -> bool:
         """Register all of it; whether the device reaches it directly now. That takes a while, half
         of which is left to others, and ends early if it is to stop."""
         stopping = stopping or threading.Event()
-        for at in range(0, self._size, self._step):
-            size = min(self._step, self._size - at)
+        for at, size in self._pieces():
             began = time.monotonic()
             reason = self._registrar.register(self._base + at, size)
             if reason is not None:
@@ -67,6 +76,17 @@ class PinnedMemory:
             if stopping.wait(time.monotonic() - began):
                 return False
         return True
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        """Where each begins, and how long it is: all that is left, if no slot ends with a page."""
+        at = 0
+        while at < self._size:
+            end = at + self._step
+            while end < self._size and (self._base + end) % self._page_bytes:
+                end += self._slot_bytes
+            end = min(end, self._size)
+            yield at, end - at
+            at = end
 
     def close(self) -> None:
         """Give all pieces back, the last one first; nothing may be copying any more."""

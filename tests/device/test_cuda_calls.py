@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import mmap
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvtier.core.numa import Topology
@@ -38,8 +40,13 @@ class Listener:
         self.returned.append(address)
 
 
+def pages(size: int) -> npt.NDArray[np.uint8]:
+    """Memory as a region is: it begins with a page."""
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+
+
 def test_a_region_is_pinned_in_pieces_that_end_where_slots_end() -> None:
-    memory, registrar = np.zeros(10 * 4096, np.uint8), Listener()
+    memory, registrar = pages(10 * 4096), Listener()
     pinned = PinnedMemory(memory.data, 2 * 4096, registrar, piece_bytes=5 * 4096)
     base = memory.ctypes.data
     assert pinned.pin()
@@ -52,14 +59,14 @@ def test_a_region_is_pinned_in_pieces_that_end_where_slots_end() -> None:
 
 
 def test_a_slot_that_is_longer_than_a_piece_is_one() -> None:
-    memory, registrar = np.zeros(4 * 4096, np.uint8), Listener()
+    memory, registrar = pages(4 * 4096), Listener()
     assert PinnedMemory(memory.data, 2 * 4096, registrar, piece_bytes=4096).pin()
     base = memory.ctypes.data
     assert registrar.ranges == [(base, 2 * 4096), (base + 2 * 4096, 2 * 4096)]
 
 
 def test_pinning_ends_early_if_it_is_to_stop() -> None:
-    memory, stopping = np.zeros(10 * 4096, np.uint8), threading.Event()
+    memory, stopping = pages(10 * 4096), threading.Event()
 
     class Stopper(Listener):
         def register(self, address: int, size: int) -> str | None:
@@ -78,7 +85,7 @@ def test_pinning_ends_early_if_it_is_to_stop() -> None:
 def test_a_refused_piece_leaves_those_before_and_warns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    memory, registrar = np.zeros(10 * 4096, np.uint8), Listener(refuse_at=2)
+    memory, registrar = pages(10 * 4096), Listener(refuse_at=2)
     pinned = PinnedMemory(memory.data, 4096, registrar, piece_bytes=4 * 4096)
     assert not pinned.pin()
     assert registrar.returned == [], "copies use them by now"
@@ -86,6 +93,41 @@ def test_a_refused_piece_leaves_those_before_and_warns(
     assert "out of memory" in caplog.text
     pinned.close()
     assert sorted(registrar.returned) == [address for address, _ in registrar.ranges]
+
+
+class Pages(Listener):
+    """Pins the pages that a range lies in, and none twice, as the driver does."""
+
+    def __init__(self, page_bytes: int) -> None:
+        super().__init__()
+        self._page_bytes = page_bytes
+        self.pinned: set[int] = set()
+
+    def register(self, address: int, size: int) -> str | None:
+        pages = set(range(address // self._page_bytes, -(-(address + size) // self._page_bytes)))
+        if pages & self.pinned:
+            return "CUDA error 712"
+        self.pinned |= pages
+        return super().register(address, size)
+
+
+@pytest.mark.parametrize(("slot_pages", "pieces"), [(3, 2), (5, 3), (32, 1)])
+def test_where_the_system_has_large_pages_none_is_pinned_twice(
+    slot_pages: int, pieces: int
+) -> None:
+    """As on Arm, of 64 KiB: slots are made of smaller ones."""
+    page, slot, slots = 1 << 16, slot_pages * 4096, 50
+    memory = pages(slots * slot + 2 * page)
+    skip = -memory.ctypes.data % page + 3 * 4096
+    registrar = Pages(page)
+    data = memory.data[skip : skip + slots * slot]
+    assert PinnedMemory(data, slot, registrar, piece_bytes=4 * page, page_bytes=page).pin()
+    begins = [address for address, _ in registrar.ranges]
+    ends = [address + size for address, size in registrar.ranges]
+    base = memory.ctypes.data + skip
+    assert (len(begins), begins[0], ends[-1]) == (pieces, base, base + len(data))
+    assert begins[1:] == ends[:-1]
+    assert all((end - base) % slot == 0 for end in ends)
 
 
 class Runtime:
