@@ -1,4 +1,4 @@
-"""Which memory and which cores lie near which GPU, as /sys tells it.
+"""Which memory and which cores lie near which GPU, as the kernel and the driver tell it.
 
 A machine with one node has nothing to choose, and neither has one that says nothing: the answers
 are empty then, and nothing is placed or bound.
@@ -12,6 +12,7 @@ import os
 import platform
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,11 +25,23 @@ _PREFERRED, _INTERLEAVE = 1, 3
 _NODES_MAX = 1024
 
 
+class _Gpu(NamedTuple):
+    node: int | None
+    uuid: str
+
+
 class Topology:
     """The nodes of a machine, and what is near them."""
 
-    def __init__(self, sys: Path = Path("/sys")) -> None:
+    def __init__(
+        self,
+        sys: Path = Path("/sys"),
+        driver: Path = Path("/proc/driver/nvidia"),
+        dev: Path = Path("/dev"),
+    ) -> None:
         self._sys = sys
+        self._driver = driver
+        self._dev = dev
         self.nodes: list[int] = _numbers(_read(sys / "devices/system/node/online"))
 
     def cores(self, node: int | None) -> set[int]:
@@ -43,9 +56,8 @@ class Topology:
         return int(text) if text.isdecimal() else None
 
     def gpus(self) -> list[int | None]:
-        """The nodes of all NVIDIA GPUs, in the order of their addresses."""
-        found = sorted((self._sys / "bus/pci/devices").glob("*"))
-        return [self.node_of(device.name) for device in found if _is_gpu(device)]
+        """The nodes of the NVIDIA GPUs that there are here, in the order of their addresses."""
+        return [gpu.node for gpu in self._gpus()]
 
     def near(self, first: int, count: int, environment: Mapping[str, str]) -> tuple[int, ...]:
         """The nodes of the engine's GPUs: `count` of the visible ones, from the `first` on.
@@ -53,15 +65,33 @@ class Topology:
         Empty if there is nothing to choose. GPUs are numbered by address here, which is how CUDA
         does it where they are all of one kind.
         """
-        gpus = self.gpus()
+        gpus = self._gpus()
         visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-        chosen = [int(each) for each in visible.split(",") if each.isdecimal()]
-        if chosen and max(chosen) < len(gpus):
-            gpus = [gpus[each] for each in chosen]
+        names = [name for each in visible.split(",") if (name := each.strip())]
+        chosen = [
+            gpu
+            for name in names
+            for number, gpu in enumerate(gpus)
+            if name == str(number) or (name.startswith("GPU-") and gpu.uuid.startswith(name))
+        ]
+        if len(chosen) == len(names):
+            gpus = chosen or gpus
         if len(self.nodes) < 2 or not gpus:
             return ()
-        mine = {gpus[(first + rank) % len(gpus)] for rank in range(count)}
+        mine = {gpus[(first + rank) % len(gpus)].node for rank in range(count)}
         return tuple(sorted(node for node in mine if node is not None))
+
+    def _gpus(self) -> list[_Gpu]:
+        """In a container /sys has those of the whole machine. Of one that was not given to it the
+        driver says nothing there, or at least its device file is missing. (Where all are missing,
+        nobody may have used the driver yet.)"""
+        all_gpus, given = [], []
+        for path in sorted(filter(_is_gpu, (self._sys / "bus/pci/devices").glob("*"))):
+            said = _facts(_read(self._driver / "gpus" / path.name / "information"))
+            all_gpus.append(_Gpu(self.node_of(path.name), said.get("GPU UUID", "")))
+            if (self._dev / f"nvidia{said.get('Device Minor')}").exists():
+                given.append(all_gpus[-1])
+        return given or all_gpus
 
 
 def place(memory: Buffer, nodes: Collection[int]) -> str | None:
@@ -105,6 +135,12 @@ def describe(nodes: Sequence[int]) -> str:
 def _is_gpu(device: Path) -> bool:
     kind = _read(device / "class")
     return _read(device / "vendor") == _NVIDIA and kind.startswith(_DISPLAY)
+
+
+def _facts(text: str) -> dict[str, str]:
+    """Lines like "Device Minor: 3"."""
+    pairs = [line.partition(":") for line in text.splitlines()]
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _read(path: Path) -> str:

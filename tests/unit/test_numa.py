@@ -33,7 +33,7 @@ def machine(root: Path, nodes: str, gpus: list[tuple[str, str]]) -> Topology:
     write(devices / "0000:00:01.0/class", "0x030000")
     write(devices / "0000:01:00.1/vendor", "0x10de")
     write(devices / "0000:01:00.1/class", "0x040300")
-    return Topology(root)
+    return Topology(root, root / "driver", root / "dev")
 
 
 FOUR = [("0000:1b:00.0", "0"), ("0000:3d:00.0", "0"), ("0000:9c:00.0", "1"), ("0000:d1:00.0", "1")]
@@ -67,6 +67,37 @@ def test_the_nodes_of_an_engines_gpus(
 ) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert machine(tmp_path, "0-1", FOUR).near(first, count, environment) == nodes
+
+
+def driver_says(root: Path, *minors: int) -> None:
+    """What NVIDIA's driver tells of some of the four GPUs."""
+    for minor in minors:
+        address, _ = FOUR[minor]
+        said = f"Model: \t\t NVIDIA\nGPU UUID: \t GPU-{minor}abc-1\nDevice Minor: \t {minor}\n"
+        write(root / "driver/gpus" / address / "information", said)
+
+
+@pytest.mark.parametrize(
+    ("told", "given", "visible", "nodes"),
+    [
+        ([2], [2], None, (1,)),  # what the driver says there is replaced by NVIDIA's container hook
+        ([0, 1, 2, 3], [2], None, (1,)),  # or not
+        ([0, 1, 2, 3], [1, 3], "1", (1,)),
+        ([0, 1, 2, 3], [], "2", (1,)),  # device files are made when somebody uses the driver
+        ([0, 1, 2, 3], [0, 1, 2, 3], "GPU-3abc-1,GPU-0a", (1,)),
+        ([0, 1, 2, 3], [0, 1, 2, 3], "GPU-3abc-1, GPU-9", (0,)),
+    ],
+)
+def test_a_container_has_only_the_gpus_that_were_given_to_it(
+    tmp_path: Path, told: list[int], given: list[int], visible: str | None, nodes: tuple[int, ...]
+) -> None:
+    found = machine(tmp_path, "0-1", FOUR)
+    driver_says(tmp_path, *told)
+    for minor in given:
+        write(tmp_path / f"dev/nvidia{minor}", "")
+    assert found.gpus() == [[0, 0, 1, 1][minor] for minor in given or range(4)]
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert found.near(0, 1, environment) == nodes
 
 
 @pytest.mark.parametrize(
