@@ -40,9 +40,13 @@ def reason_against(path: str, device: int = 0) -> str | None:
     if mode.name == "ON":
         return "kvikio is told to copy through host memory (KVIKIO_COMPAT_MODE)"
     kvikio.defaults.set({"compat_mode": type(mode).OFF, "gds_threshold": 0})
-    sent = torch.randint(0, 255, (SIZE,), dtype=torch.uint8, device=f"cuda:{device}")
-    back = torch.zeros_like(sent)
-    torch.cuda.synchronize(device)
+    try:
+        sent = torch.randint(0, 255, (SIZE,), dtype=torch.uint8, device=f"cuda:{device}")
+        back = torch.zeros_like(sent)
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:  # its other lines are advice to who looks for a bug
+        reason, _, _ = str(error).partition("\n")
+        return f"a process of its own cannot use the device ({reason})"
     folder = Path(path).parent
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))

@@ -239,16 +239,45 @@ class CompatMode(enum.IntEnum):
 def test_a_library_that_would_go_through_the_host_is_refused(
     monkeypatch: pytest.MonkeyPatch, available: bool, mode: CompatMode, reason: str
 ) -> None:
+    with_library(monkeypatch, available, mode, ModuleType("torch"))
+    assert reason in str(gds_probe.reason_against("/nowhere"))
+
+
+def with_library(
+    monkeypatch: pytest.MonkeyPatch, available: bool, mode: CompatMode, torch: ModuleType
+) -> None:
+    """A driver with a device, and kvikio as it says that it is."""
     with_driver(monkeypatch, Driver(0, 1))
-    kvikio, driver, torch = (ModuleType(name) for name in ("kvikio", "driver", "torch"))
+    kvikio, driver = (ModuleType(name) for name in ("kvikio", "driver"))
     kvikio.cufile_driver = driver  # type: ignore[attr-defined]
     kvikio.defaults = driver  # type: ignore[attr-defined]
     driver.get = {"is_gds_available": available, "compat_mode": mode}.get  # type: ignore[attr-defined]
+    driver.set = lambda values: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kvikio", kvikio)
     monkeypatch.setitem(sys.modules, "kvikio.cufile_driver", driver)
     monkeypatch.setitem(sys.modules, "kvikio.defaults", driver)
     monkeypatch.setitem(sys.modules, "torch", torch)
-    assert reason in str(gds_probe.reason_against("/nowhere"))
+
+
+def test_a_device_that_the_engine_has_for_itself_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In exclusive mode, or without memory for a second context."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError(
+            "CUDA error: CUDA-capable device(s) is/are busy or unavailable\n"
+            "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+            "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+        )
+
+    torch = ModuleType("torch")
+    torch.randint, torch.uint8 = refused, np.uint8  # type: ignore[attr-defined]
+    with_library(monkeypatch, True, CompatMode.AUTO, torch)
+    assert gds_probe.reason_against("/nowhere") == (
+        "a process of its own cannot use the device "
+        "(CUDA error: CUDA-capable device(s) is/are busy or unavailable)"
+    )
 
 
 def test_the_real_attempt_has_an_answer_here(tmp_path: Path) -> None:
