@@ -6,6 +6,7 @@ hangs for good, which is why the steps are taken in this order, and somebody els
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -34,7 +35,12 @@ def reason_against(path: str, device: int = 0) -> str | None:
         return f"{error.name} is not installed: pip install 'kvtier[gds]'"
     except (ImportError, OSError, RuntimeError) as error:  # the last without its libcufile.so
         return f"kvikio cannot be loaded ({error})"
-    if not kvikio.cufile_driver.get("is_gds_available"):
+    forbid_detours()
+    try:
+        available = kvikio.cufile_driver.get("is_gds_available")
+    except RuntimeError:  # without the module its driver does not open now
+        available = False
+    if not available:
         return "the nvidia-fs kernel module or the cuFile library does not offer it"
     mode = kvikio.defaults.get("compat_mode")
     if mode.name == "ON":
@@ -60,6 +66,15 @@ def reason_against(path: str, device: int = 0) -> str | None:
     if moved != (SIZE, SIZE) or not bool((sent == back).all()):
         return f"a file in {folder} did not come back as it was written"
     return None
+
+
+def forbid_detours() -> None:
+    """Before its driver is opened: what cuFile cannot read directly, where the file system is of
+    another kind, say, it reads through host memory if nothing else is said, and nobody learns."""
+    allow_compat_mode = 1  # of CUFileBoolConfigParameter_t
+    with contextlib.suppress(OSError, AttributeError):  # those before CUDA 12.9 cannot be told
+        library = ctypes.CDLL("libcufile.so.0")
+        library.cuFileSetParameterBool(allow_compat_mode, ctypes.c_bool(False))
 
 
 if __name__ == "__main__":

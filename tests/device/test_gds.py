@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -278,6 +278,51 @@ def test_a_device_that_the_engine_has_for_itself_is_a_reason(
         "a process of its own cannot use the device "
         "(CUDA error: CUDA-capable device(s) is/are busy or unavailable)"
     )
+
+
+class Detour(Driver):
+    """cuFile on a file system that it cannot read directly: it goes through the host, if it may."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self.compat_mode = True
+
+    def cuFileSetParameterBool(self, parameter: int, value: ctypes.c_bool) -> int:  # noqa: N802
+        assert parameter == 1
+        self.compat_mode = value.value
+        return 0
+
+    def CuFile(self, path: str, flags: str) -> Any:  # noqa: N802
+        if not self.compat_mode:
+            raise RuntimeError("file system not supported")
+        moved = SimpleNamespace(get=lambda: gds_probe.SIZE)
+        file = SimpleNamespace(pwrite=lambda *_: moved, pread=lambda *_: moved)
+        return contextlib.nullcontext(file)
+
+
+def test_a_file_system_that_would_be_read_through_the_host_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torch, cufile = ModuleType("torch"), Detour()
+    torch.uint8, torch.cuda = np.uint8, SimpleNamespace(synchronize=lambda device: None)  # type: ignore[attr-defined]
+    torch.randint = lambda *_, **__: np.zeros(1)  # type: ignore[attr-defined]
+    torch.zeros_like = np.zeros_like  # type: ignore[attr-defined]
+    with_library(monkeypatch, True, CompatMode.AUTO, torch)
+    with_driver(monkeypatch, cufile)
+    sys.modules["kvikio"].CuFile = cufile.CuFile  # type: ignore[attr-defined]
+    reason = gds_probe.reason_against(str(tmp_path / "file"))
+    assert f"the file system of {tmp_path} refuses it" in str(reason)
+
+
+def test_a_driver_that_does_not_open_without_the_module_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def closed(name: str) -> None:
+        raise RuntimeError("cuFile error: nvidia-fs driver is not loaded")
+
+    with_library(monkeypatch, True, CompatMode.AUTO, ModuleType("torch"))
+    sys.modules["kvikio.cufile_driver"].get = closed  # type: ignore[attr-defined]
+    assert "nvidia-fs" in str(gds_probe.reason_against("/nowhere"))
 
 
 def test_the_real_attempt_has_an_answer_here(tmp_path: Path) -> None:
