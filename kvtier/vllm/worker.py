@@ -132,7 +132,7 @@ class RankWorker:
                 ),
                 mark,
             )
-        except (KVTierError, OSError, ValueError) as error:
+        except (KVTierError, OSError, RuntimeError, ValueError) as error:
             if str(error) != self._said:  # else once a request, for ever
                 self._said = str(error)
                 logger.warning("a %s of %d blocks failed: %s", kind.value, len(errand.keys), error)

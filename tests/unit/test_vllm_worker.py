@@ -140,6 +140,29 @@ def test_a_rank_that_does_not_fit_keeps_nothing(
     assert "this layout is not supported, and nothing is kept" in caplog.text
 
 
+def test_a_device_that_cannot_be_used_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of ROCm calls itself CUDA, too, and has nothing of its runtime."""
+    namespace = Namespace(facts={"model": "none"}, group_bytes=(LAYERS * PAGE,))
+
+    def refused(*_: object) -> DeviceCopier:
+        raise RuntimeError("torch has loaded no CUDA runtime: this is a build without CUDA")
+
+    with Stack.open(stack_in(tmp_path, namespace), namespace) as stack:
+        manager = ChainManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
+        _, errand = manager.prepare_store(list(make_keys(2)), "a")
+        rank = Rank(0, alike=True)
+        rank.worker._open_copier = refused
+        for job in range(2):
+            rank.worker.store(job, errand, Blocks(np.arange(2), [2], [0]))
+        for ended in rank.worker.poll():
+            assert set(ended.report.failures.values()) == {Outcome.IO_ERROR}
+        manager.report(errand.number, ended.report)
+        rank.worker.close()
+    assert caplog.text.count("a store of 2 blocks failed: torch has loaded no CUDA runtime") == 1
+
+
 @pytest.mark.parametrize(
     ("sizes", "starts", "group", "outcome"),
     [
