@@ -368,7 +368,9 @@ def _piece_by_piece(torch: Any, cudart: Any) -> BatchCopy:
 def cores_near(index: int, topology: Topology) -> set[int]:
     """The cores of the NUMA node that a device is at; empty if there is nothing to choose."""
     name = ctypes.create_string_buffer(32)
-    if runtime().cudaDeviceGetPCIBusId(name, ctypes.c_int(len(name)), ctypes.c_int(index)):
+    cudart = runtime()
+    if cudart.cudaDeviceGetPCIBusId(name, ctypes.c_int(len(name)), ctypes.c_int(index)):
+        forget_error(cudart)
         return set()
     node = topology.node_of(name.value.decode())
     cores = topology.cores(node)

@@ -413,8 +413,10 @@ def test_the_cores_beside_a_device(
     }.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    monkeypatch.setattr(cuda, "runtime", lambda: Bus(13000, result))
+    runtime = Bus(13000, result)
+    monkeypatch.setattr(cuda, "runtime", lambda: runtime)
     assert cuda.cores_near(2, Topology(tmp_path)) == cores
+    assert runtime.forgotten == bool(result), "torch would report it after the engine's next kernel"
 
 
 def test_a_cuda_runtime_is_found_beside_what_stands_for_one(tmp_path: Path) -> None:
