@@ -105,7 +105,8 @@ class BulkClient:
             retries={"mode": "standard", "total_max_attempts": 1},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
-            s3={"addressing_style": self.style, **UNSIGNED},
+            # a profile may ask for another endpoint, to which nothing else goes
+            s3={"addressing_style": self.style, "use_accelerate_endpoint": False, **UNSIGNED},
         )
         try:
             # botocore's own, which boto3 wraps: a second wrapper around one session is an error

@@ -196,15 +196,21 @@ def test_aws_itself_is_addressed_by_host() -> None:
 
 @pytest.mark.parametrize("region", ["us-east-1", "eu-west-1", "cn-north-1"])
 @pytest.mark.parametrize("bucket", ["my-bucket", "my.dotted.bucket"])
+@pytest.mark.parametrize("profile", ["", "use_accelerate_endpoint", "use_dualstack_endpoint"])
 def test_bulk_deletes_go_where_all_else_goes(
-    monkeypatch: pytest.MonkeyPatch, region: str, bucket: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, region: str, bucket: str, profile: str
 ) -> None:
+    """Whatever the user's profile asks for: that is read by botocore alone."""
     heads: list[bytes] = []
 
     def refuse(_: Pool, method: str, head: bytes, *rest: object) -> None:
         heads.append(head)
         raise errors.Unavailable("not reached")
 
+    if profile:
+        config = tmp_path / "config"
+        config.write_text(f"[default]\ns3 =\n  {profile} = true\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
     monkeypatch.setattr(Pool, "exchange", refuse)
     store = S3Store(S3Settings(bucket=bucket, region=region))
     for count in (1, 9):
