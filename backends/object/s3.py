@@ -281,14 +281,14 @@ class S3Store(Store):
     def _delete_one(self, key: str, end: float) -> StoreError | None:
         head = self._request("DELETE", key.removeprefix(self._prefix), {}, 0, end)
         with self._pool.exchange("DELETE", head, (), end) as answer:
-            if answer.status in (200, 202, 204, 404):
-                body = answer.read(_ERROR_BODY_BYTES_MAX)
-                if error_code(body) not in ("", *MISSING_CODES):
-                    raise self._explained(answer, body)
+            done = answer.status in (200, 202, 204)
+            body = answer.read(_ERROR_BODY_BYTES_MAX) if done else _error_body(answer)
+            code = error_code(body)
+            # a 404 without a code is a page of a proxy's, behind which the object may well be
+            if code in MISSING_CODES or (done and not code):
                 return None
-            body = _error_body(answer)
             error = self._explained(answer, body)
-            if error.unwell and error_code(body) != "AccessDenied":  # perhaps to this one
+            if error.unwell and code != "AccessDenied":  # perhaps to this one
                 raise error
             return error
 

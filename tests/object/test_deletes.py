@@ -214,6 +214,31 @@ def test_an_endpoint_that_is_wrong_altogether_says_so(front: Front, store: S3Sto
         store.delete([f"d/{index}" for index in range(10)])
 
 
+@pytest.mark.parametrize("page", [b"404 page not found", b""])
+def test_what_a_proxy_does_not_find_is_not_gone(
+    scripted: HostileServer, opened: Opener, page: bytes
+) -> None:
+    """One that does not know for now where the store is says so of each object."""
+
+    def serve(peer: Peer, head: bytes) -> None:
+        peer.read_body(head)
+        peer.sendall(answer(404, page))
+
+    scripted.script = serve
+    store = opened(endpoint=scripted.endpoint)
+    for count in (1, 9):
+        with pytest.raises(errors.WrongEndpoint, match="404"):
+            store.delete([f"n{index}" for index in range(count)])
+
+
+@pytest.mark.parametrize("code", ["NoSuchKey", "NotFound"])
+def test_what_the_store_does_not_find_is_gone(
+    scripted: HostileServer, opened: Opener, code: str
+) -> None:
+    scripted.script = lambda peer, head: peer.sendall(answer(404, error_body(code)))
+    assert opened(endpoint=scripted.endpoint).delete(["n0"]) == {}
+
+
 def test_single_deletes_go_side_by_side_but_not_all_at_once(front: Front, store: S3Store) -> None:
     names = filled(store, 3 * abreast._THREADS)
     together = threading.Barrier(abreast._THREADS)
