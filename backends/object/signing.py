@@ -24,10 +24,13 @@ from kvtier.errors import ExtraMissing
 
 _REGION = re.compile(r"[A-Za-z0-9-]{1,63}")
 _RENEW_PAUSE_S = 10.0
-_MANDATORY_S = 600.0
+_MANDATORY_S = 60.0
 """Credentials with less time left than this must be refreshed before they are used."""
 _AHEAD_S = 910.0
 """With less than this, botocore asks for others whenever it is asked for these; a moment sooner."""
+_AGAIN_S = 30.0
+"""So long who was asked ahead of need is not asked again: many hand out what ends in a quarter of
+an hour, or the same until shortly before its end."""
 _CONNECT_S = 2.0
 _READ_S = 5.0
 _ATTEMPTS = 2
@@ -79,6 +82,7 @@ class Signer:
         self._failure = ""
         self._credentials: Any = None
         self._asking: Future[Any] | None = None
+        self._asked_at = 0.0
         self._given: tuple[Any, Any] = None, None
         """Credentials, and what they were when somebody has asked for them last."""
         self.session = self._new_session()
@@ -146,7 +150,8 @@ class Signer:
         for: that may hang, or go wrong."""
         if not _ends_within(known, _AHEAD_S):
             return known.get_frozen_credentials()
-        if self._lock.acquire(blocking=False):  # else somebody asks just now
+        lately = time.monotonic() - self._asked_at < _AGAIN_S
+        if not lately and self._lock.acquire(blocking=False):  # else somebody asks just now
             try:
                 with contextlib.suppress(RuntimeError):  # there is no thread to ask in
                     self._begin_to_ask()
@@ -168,6 +173,7 @@ class Signer:
     def _begin_to_ask(self) -> Future[Any]:
         """Under the lock: not once more while somebody is being asked."""
         if self._asking is None or self._asking.done():
+            self._asked_at = time.monotonic()
             self._asking = aside(self._obtain, "kvtier-credentials")
         return self._asking
 

@@ -276,6 +276,7 @@ def test_a_helper_that_says_nonsense_ahead_of_need(
     tmp_path: Path,
     later: dict[str, str | None] | list[str],
 ) -> None:
+    monkeypatch.setattr(signing, "_AGAIN_S", 0.0)
     end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=AHEAD_S)
     first = EXPIRED | {"Expiration": end.isoformat()}
     said = tmp_path / "said"
@@ -292,9 +293,38 @@ def test_a_helper_that_says_nonsense_ahead_of_need(
     assert get_body(asked) == get_body(deleted) == BODY
 
 
+@pytest.mark.parametrize("left_s", [AHEAD_S, 300.0])
+def test_who_hands_out_credentials_that_end_soon_is_not_asked_for_each_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left_s: float
+) -> None:
+    """Sessions of a quarter of an hour, or those that a helper keeps until shortly before their
+    end: new ones end no later."""
+    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=left_s)
+    helper, asked = tmp_path / "helper", tmp_path / "asked"
+    said = json.dumps(EXPIRED | {"Expiration": end.isoformat()})
+    helper.write_text(f"#!/bin/sh\necho once >> {asked}\necho '{said}'\n")
+    helper.chmod(0o700)
+    helped(monkeypatch, tmp_path, str(helper))
+    monkeypatch.setattr(signing, "_AGAIN_S", math.inf)
+    signer = signing.Signer(None, "helped")
+    signer.credentials(math.inf)
+    at_first = asked.read_text()
+    for _ in range(9):
+        assert signer.credentials(math.inf).access_key == "A"
+        while _somebody_asks():
+            time.sleep(0.02)
+    assert asked.read_text() == at_first
+    monkeypatch.setattr(signing, "_AGAIN_S", 0.0)
+    signer.credentials(math.inf)
+    while _somebody_asks():
+        time.sleep(0.02)
+    assert len(asked.read_text()) > len(at_first), "by and by"
+
+
 def test_what_a_helper_says_that_fails_ahead_of_need_is_in_no_log(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(signing, "_AGAIN_S", 0.0)
     end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=AHEAD_S)
     helper, said = tmp_path / "helper", tmp_path / "said"
     helper.write_text(f"#!/bin/sh\ncat {said} || {{ echo hidden >&2; exit 1; }}\n")
@@ -319,6 +349,7 @@ def test_a_helper_that_hangs_ahead_of_need(
     opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What it said before is still good, and used until it says something else."""
+    monkeypatch.setattr(signing, "_AGAIN_S", 0.0)
     end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=AHEAD_S)
     first = json.dumps(EXPIRED | {"Expiration": end.isoformat()})
     said = tmp_path / "said"
