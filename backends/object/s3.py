@@ -58,8 +58,8 @@ _PAGE_BYTES_MAX = 8 << 20
 _PAGES_MAX = 1 << 20
 """Of one listing: they may hold few of the objects that were asked for, or none that is ours."""
 _DELETED = re.compile(rb"<(?:\w+:)?(?:DeleteResult|Error)\b")
-_ROTATED = {"InvalidAccessKeyId", "SignatureDoesNotMatch"}
-"""Said of credentials that were rotated, whether key and secret or the secret alone."""
+_ROTATED = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity"}
+"""Said of credentials that were rotated, whether key and secret or the secret alone; and 401 is."""
 _AWS = (".amazonaws.com", ".amazonaws.com.cn")
 _DNS_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
@@ -337,7 +337,7 @@ class S3Store(Store):
     def _explained(self, answer: Response, body: bytes, *, reading: bool = False) -> StoreError:
         code = error_code(body)
         error = explain_answer(answer.status, code, answer.headers, self._where, reading=reading)
-        if isinstance(error, ExpiredToken) or code in _ROTATED:
+        if isinstance(error, ExpiredToken) or code in _ROTATED or answer.status == 401:
             self._signer.renew()
         return error
 

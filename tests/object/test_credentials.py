@@ -386,7 +386,12 @@ def test_credentials_that_were_copied_with_something_else_are_said_so(
 
 @pytest.mark.parametrize(
     ("name", "status", "code"),
-    [("AWS_SESSION_TOKEN", 400, "ExpiredToken"), ("AWS_ACCESS_KEY_ID", 403, "InvalidAccessKeyId")],
+    [
+        ("AWS_SESSION_TOKEN", 400, "ExpiredToken"),
+        ("AWS_ACCESS_KEY_ID", 403, "InvalidAccessKeyId"),
+        ("AWS_ACCESS_KEY_ID", 403, "InvalidSecurity"),  # Google's
+        ("AWS_ACCESS_KEY_ID", 401, "Unauthorized"),  # Cloudflare's
+    ],
 )
 def test_an_expired_token_or_a_key_that_was_rotated_makes_the_chain_start_anew(
     opened: Opener,
