@@ -202,6 +202,8 @@ def explain(address: Address, *, proxy: bool = False) -> Iterator[None]:
     except TimeoutError as error:
         raise TimedOut(f"{address} does not answer") from error
     except socket.gaierror as error:
+        if error.errno == socket.EAI_AGAIN:
+            raise Unavailable(f"no name server says for now what {address.host} is") from error
         raise wrong(
             f"the name {address.host} cannot be resolved ({error.strerror}): check the {what}"
         ) from error

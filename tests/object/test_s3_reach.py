@@ -28,6 +28,7 @@ from kvtier.backends.object.addresses import address
 from kvtier.backends.object.open import StoreSettings, open_store
 from kvtier.backends.object.resolver import Resolver
 from kvtier.backends.object.s3 import S3Settings, S3Store
+from kvtier.backends.object.store import GetOutcome
 from kvtier.backends.object.transport import Pool
 from kvtier.backends.object.wire import Address
 from kvtier.errors import ExtraMissing
@@ -287,6 +288,24 @@ def test_a_name_that_does_not_resolve(opened: Opener, monkeypatch: pytest.Monkey
     with pytest.raises(errors.WrongEndpoint, match="endpoint"):
         get_body(store)
     assert time.monotonic() - started < 5
+
+
+def test_name_servers_that_are_away_for_a_moment_are_weather(
+    server: HostileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked again, they may know; a restart of a cluster's own takes a second."""
+    known, away = socket.getaddrinfo, [socket.EAI_AGAIN]
+
+    def answers(*name: Any, **more: Any) -> list[Any]:
+        if away:
+            raise socket.gaierror(away.pop(), "Temporary failure in name resolution")
+        return known(*name, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", answers)
+    store = open_store(StoreSettings(url="s3://bucket/a", endpoint=server.endpoint))
+    into = [memoryview(bytearray(len(BODY)))]
+    assert store.get("name", into, deadline=time.monotonic() + 20.0) is GetOutcome.FOUND
+    store.close()
 
 
 def test_name_servers_that_do_not_answer(
