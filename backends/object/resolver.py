@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -16,6 +17,8 @@ from typing import Any
 
 from kvtier.backends.object.errors import TimedOut, Unavailable
 from kvtier.core.aside import aside
+
+_SHUN_S = 60.0
 
 Found = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]]
 """As `socket.getaddrinfo` answers."""
@@ -28,9 +31,24 @@ class Resolver:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._asked: dict[tuple[str, int], Future[Found]] = {}
+        self._shunned: dict[Any, float] = {}
+        """Addresses, and until when to try others of the same name before them."""
+
+    def shun(self, where: object) -> None:
+        """This address does not work: a machine has gone, say, or the way by IPv6 is broken."""
+        now = time.monotonic()
+        with self._lock:
+            self._shunned = {one: end for one, end in self._shunned.items() if end > now}
+            self._shunned[where] = now + _SHUN_S
 
     def find(self, host: str, port: int, seconds: float) -> Found:
-        """All addresses; raises StoreError, and what `socket.getaddrinfo` raises."""
+        """All addresses, those last that are shunned: each may cost the time to connect. Raises
+        StoreError, and what `socket.getaddrinfo` raises."""
+        now, shunned = time.monotonic(), self._shunned
+        found = self._find(host, port, seconds)
+        return sorted(found, key=lambda one: max(now, shunned.get(one[4], now)))
+
+    def _find(self, host: str, port: int, seconds: float) -> Found:
         name = host, port
         with self._lock:
             answer = self._asked.get(name)

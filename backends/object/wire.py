@@ -167,6 +167,7 @@ def connect(
             sock.close()
             if not isinstance(error, OSError) or last:
                 raise
+            _resolver.shun(where)
     raise WrongEndpoint(f"{address} has no address: check the endpoint")
 
 

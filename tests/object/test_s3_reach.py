@@ -23,7 +23,7 @@ from object_servers import (
     serve_body,
 )
 
-from kvtier.backends.object import errors
+from kvtier.backends.object import errors, resolver, wire
 from kvtier.backends.object.addresses import address
 from kvtier.backends.object.open import StoreSettings, open_store
 from kvtier.backends.object.resolver import Resolver
@@ -360,6 +360,39 @@ def test_an_address_of_a_kind_that_this_machine_has_not(
 
     monkeypatch.setattr(socket, "getaddrinfo", both)
     assert get_body(opened(endpoint=server.endpoint)) == BODY
+
+
+def test_an_address_that_does_not_work_is_not_tried_first_for_each_connection(
+    server: HostileServer, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of several machines is off, or the way by IPv6 leads nowhere: that costs the time to
+    connect."""
+    known, tried = socket.getaddrinfo, list[tuple[str, int]]()
+
+    class Socket(socket.socket):
+        def connect(self, where: Any) -> None:
+            if where[0] == "192.0.2.1":
+                tried.append(where)
+                raise TimeoutError
+            super().connect(where)
+
+    def both(host: str, port: int, **more: Any) -> list[Any]:
+        (alive, *_) = known(host, port, **more)
+        return [(*alive[:4], ("192.0.2.1", port)), alive]
+
+    def get_anew() -> bytes:
+        return get_body(opened(endpoint=server.endpoint))
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    monkeypatch.setattr(socket, "socket", Socket)
+    monkeypatch.setattr(wire, "_resolver", Resolver())
+    for _ in range(3):
+        assert get_anew() == BODY
+    assert len(tried) == 1
+    monkeypatch.setattr(resolver, "_SHUN_S", 0.0)
+    wire._resolver.shun(tried[0])
+    assert get_anew() == BODY
+    assert len(tried) == 2, "by and by it is"
 
 
 def test_the_endpoint_of_the_environment(
