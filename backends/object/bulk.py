@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvtier.backends.object.answers import MISSING_CODES, explain_answer
-from kvtier.backends.object.errors import StoreError, WrongEndpoint
+from kvtier.backends.object.errors import RateLimited, StoreError, WrongEndpoint
 from kvtier.backends.object.signing import UNSIGNED, Signer, unobtainable, vendor
 
 Send = Callable[[str, str, dict[str, str], bytes, float], tuple[int, dict[str, str], bytes]]
@@ -64,7 +64,8 @@ class BulkClient:
                     continue
                 error = explain_answer(403, code, {}, f"bucket {self._bucket}")
                 key = entry.get("Key")
-                if key not in batch:  # then nobody knows which are deleted
+                # nobody knows which are deleted, or it is no matter of this one
+                if key not in batch or isinstance(error, RateLimited):
                     raise error
                 failed[key] = error
         return failed

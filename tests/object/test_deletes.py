@@ -337,6 +337,31 @@ def test_a_bulk_delete_says_what_was_not_deleted(scripted: HostileServer, opened
     assert [head[:6] for head in scripted.heads] == [b"POST /", *[b"DELETE"] * 9]
 
 
+def test_objects_that_a_busy_store_did_not_come_to_are_deleted_by_another_try(
+    scripted: HostileServer,
+) -> None:
+    """Said of one of them, it is no more a refusal of that one than of all."""
+    busy = REFUSED_DELETE.format("<Key>n3</Key>").replace("AccessDenied", "SlowDown")
+    answers = [busy, "<DeleteResult/>"]
+
+    def serve(peer: Peer, head: bytes) -> None:
+        peer.read_body(head)
+        peer.sendall(answer(200, answers.pop(0).encode()))
+
+    scripted.script = serve
+    store = open_store(
+        StoreSettings(
+            url="s3://bucket",
+            endpoint=scripted.endpoint,
+            timeouts=Timeouts(5.0, 30.0, 60.0),
+            retry=RetryPolicy(attempts=3, base_s=0.0),
+        )
+    )
+    assert store.delete([f"n{index}" for index in range(9)]) == {}
+    assert not answers
+    store.close()
+
+
 def guarded(server: HostileServer, prefix: str) -> Store:
     """With the breaker that the first failure opens."""
     return open_store(
