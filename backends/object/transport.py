@@ -272,11 +272,16 @@ class Pool:
     ) -> tuple[_Connection, Response]:
         kept = self._take()
         if kept is not None:
+            left_s = deadline - time.monotonic()
             try:
                 with explain(self.address):
                     return kept, self._try(kept, method, head, body, deadline)
             except _Stale:
                 pass  # an ordinary race with a server that closes idle connections
+            except TimedOut:
+                if left_s > kept.idle_s:  # else it may be for want of time
+                    self._forsake()
+                raise
         first = self._proxy.address if self._proxy else self.address
         with explain(first, proxy=self._proxy is not None):
             wire = connect(self.address, self._timeouts, self._tls, deadline, self._proxy)
@@ -324,12 +329,17 @@ class Pool:
                 return
         connection.close()
 
-    def close(self) -> None:
+    def _forsake(self) -> None:
+        """Keep none of those that are idle: who was behind one of them has gone without a word, and
+        the next try, which may reach another machine, would wait on them one after the other."""
         with self._lock:
-            self._closed = True
             idle, self._idle = self._idle, deque()
         for connection in idle:
             connection.close()
+
+    def close(self) -> None:
+        self._closed = True
+        self._forsake()
 
 
 def parse_head(head: bytes) -> tuple[int, dict[str, str]]:

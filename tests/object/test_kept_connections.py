@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 from hostile import BODY, get, said
@@ -12,6 +14,7 @@ from object_servers import HostileServer, Opener, Peer, answer, error_body
 from kvtier.backends.object import errors, transport
 from kvtier.backends.object.s3 import S3Store
 from kvtier.backends.object.store import GetOutcome, PutOutcome
+from kvtier.backends.object.wire import Timeouts
 
 pytestmark = pytest.mark.s3
 
@@ -182,6 +185,47 @@ def test_a_connection_that_was_idle_for_long_is_not_trusted(
     for _ in range(2):
         assert get(store) is GetOutcome.FOUND
     assert len(set(used)) == 2
+
+
+def test_of_a_machine_that_has_gone_without_a_word_no_connection_is_tried_again(
+    server: HostileServer, opened: Opener
+) -> None:
+    """It lost its power, say: nobody closes what was open, and another may have its address."""
+    timeouts = Timeouts(connect_s=10.0, idle_s=0.1, total_s=20.0, upload_s=20.0)
+    store = opened(endpoint=server.endpoint, timeouts=timeouts)
+    together = threading.Barrier(4)
+
+    def reply(peer: Peer, head: bytes) -> None:
+        together.wait(30)
+        peer.sendall(answer(200))
+
+    server.script = reply
+    with ThreadPoolExecutor(4) as callers:
+        wait([callers.submit(store.put, "name", [memoryview(b"")]) for _ in range(4)])
+    assert len(store._pool._idle) == 4
+    server.script = lambda peer, head: None
+    with pytest.raises(errors.TimedOut):
+        get(store)
+    assert not store._pool._idle
+
+
+def test_a_call_that_had_little_time_says_nothing_of_other_connections(
+    server: HostileServer, opened: Opener
+) -> None:
+    store = opened(endpoint=server.endpoint, timeouts=Timeouts(10.0, 10.0, 20.0))
+    together = threading.Barrier(2)
+
+    def reply(peer: Peer, head: bytes) -> None:
+        together.wait(30)
+        peer.sendall(answer(200))
+
+    server.script = reply
+    with ThreadPoolExecutor(2) as callers:
+        wait([callers.submit(store.put, "name", [memoryview(b"")]) for _ in range(2)])
+    server.script = lambda peer, head: None
+    with pytest.raises(errors.TimedOut):
+        store.get("name", [memoryview(bytearray(1))], deadline=time.monotonic() + 0.1)
+    assert len(store._pool._idle) == 1
 
 
 def test_no_more_are_kept_than_were_asked_for_and_none_once_closed(
