@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import re
-import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
@@ -28,7 +27,6 @@ from kvtier.backends.object.errors import (
     NoSuchBucket,
     ObjectTooLarge,
     StoreError,
-    TLSRefused,
     UnknownRequest,
     WrongEndpoint,
     WrongRegion,
@@ -50,7 +48,7 @@ from kvtier.backends.object.store import (
     wrong_length,
 )
 from kvtier.backends.object.transport import Pool, Response
-from kvtier.backends.object.wire import Timeouts
+from kvtier.backends.object.wire import Timeouts, Trust
 
 PUT_BYTES_MAX = 5 << 30
 _ERROR_BODY_BYTES_MAX = 64 << 10
@@ -117,7 +115,7 @@ class S3Store(Store):
             self._address,
             settings.timeouts,
             proxy=proxy,
-            tls=_tls(settings.ca_bundle) if self._address.tls else None,
+            tls=Trust(settings.ca_bundle) if self._address.tls else None,
             keep_max=settings.connections,
         )
 
@@ -379,13 +377,6 @@ def _addressing(settings: S3Settings, endpoint: str) -> str:
         return settings.addressing
     own = settings.endpoint is None and (parts_of(endpoint).hostname or "").endswith(_AWS)
     return "virtual" if own and _DNS_BUCKET.fullmatch(settings.bucket) else "path"
-
-
-def _tls(ca_bundle: str | None) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=ca_bundle)
-    except (OSError, ssl.SSLError) as error:
-        raise TLSRefused(f"the ca_bundle {ca_bundle} cannot be read: {error}") from error
 
 
 def _when(stated: str) -> float:

@@ -8,7 +8,6 @@ and bodies are bounded, and a body that ends early is an error.
 from __future__ import annotations
 
 import contextlib
-import ssl
 import threading
 import time
 from collections import deque
@@ -16,7 +15,15 @@ from collections.abc import Iterator, Sequence
 
 from kvtier.backends.object.errors import ObjectTooLarge, TimedOut, Unavailable, WrongEndpoint
 from kvtier.backends.object.store import Buffer
-from kvtier.backends.object.wire import Address, Timeouts, Tunnel, Wire, connect, explain
+from kvtier.backends.object.wire import (
+    Address,
+    Timeouts,
+    Trust,
+    Tunnel,
+    Wire,
+    connect,
+    explain,
+)
 
 _BUFFER_BYTES = 16 << 10
 _LINE_BYTES_MAX = 1 << 10
@@ -241,7 +248,7 @@ class Pool:
         address: Address,
         timeouts: Timeouts,
         *,
-        tls: ssl.SSLContext | None = None,
+        tls: Trust | None = None,
         keep_max: int = 64,
         proxy: Tunnel | None = None,
     ) -> None:

@@ -125,6 +125,27 @@ class TLSWire(Wire):
         return self._sock.pending() == 0 and super().quiet()
 
 
+class Trust:
+    """Whose word counts that a server is the one it claims to be: that of the authorities in a
+    file, or of the system's."""
+
+    def __init__(self, ca_bundle: str | None) -> None:
+        self._ca_bundle = ca_bundle
+        try:
+            self.context = ssl.create_default_context(cafile=ca_bundle)
+        except OSError as error:
+            raise TLSRefused(f"the ca_bundle {ca_bundle} cannot be read: {error}") from error
+
+    def learn(self) -> None:
+        """Take in what stands there now, for the next connection: authorities follow one another
+        while we run."""
+        with contextlib.suppress(OSError):  # it may just be written
+            if self._ca_bundle is None:
+                self.context.load_default_certs()
+            else:
+                self.context.load_verify_locations(self._ca_bundle)
+
+
 class Tunnel(Protocol):
     """A proxy on the way: see `proxy`."""
 
@@ -137,7 +158,7 @@ class Tunnel(Protocol):
 def connect(
     address: Address,
     timeouts: Timeouts,
-    tls: ssl.SSLContext | None,
+    tls: Trust | None,
     deadline: float,
     proxy: Tunnel | None = None,
 ) -> Wire:
@@ -171,10 +192,11 @@ def connect(
     raise WrongEndpoint(f"{address} has no address: check the endpoint")
 
 
-def _handshake(sock: socket.socket, tls: ssl.SSLContext, address: Address) -> ssl.SSLSocket:
+def _handshake(sock: socket.socket, tls: Trust, address: Address) -> ssl.SSLSocket:
     try:
-        return tls.wrap_socket(sock, server_hostname=address.host)
+        return tls.context.wrap_socket(sock, server_hostname=address.host)
     except ssl.SSLCertVerificationError as error:
+        tls.learn()
         raise TLSRefused(
             f"the certificate of {address} is not trusted ({error.verify_message}): "
             "name its authority as ca_bundle"

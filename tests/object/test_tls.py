@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from certificates import make_certificate
 from hostile import BODY, get
 from object_servers import HostileServer, Opener, Peer, answer
 
@@ -118,6 +119,30 @@ def test_a_server_that_wants_to_know_who_asks(
     store = opened(endpoint=lone(refuse), ca_bundle=str(certificate))
     with pytest.raises(errors.TLSRefused, match="refuses TLS"):
         get(store)
+
+
+def test_an_authority_that_follows_another_is_believed_without_a_restart(
+    tls_server: HostileServer,
+    context: ssl.SSLContext,
+    certificate: Path,
+    opened: Opener,
+    tmp_path: Path,
+) -> None:
+    tls_server.script = lambda peer, head: peer.sendall(answer(200, BODY, connection="close"))
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_text(certificate.read_text())
+    endpoint = tls_server.endpoint.replace("http:", "https:")
+    store = opened(endpoint=endpoint, ca_bundle=str(bundle))
+    assert get(store) is GetOutcome.FOUND
+    following = make_certificate(tmp_path / "following.pem", "another")
+    context.load_cert_chain(following)
+    bundle.write_text("just being written")
+    with pytest.raises(errors.TLSRefused):
+        get(store)
+    bundle.write_text(certificate.read_text() + following.read_text())
+    with pytest.raises(errors.TLSRefused):
+        get(store)
+    assert get(store) is GetOutcome.FOUND
 
 
 @pytest.mark.parametrize(
