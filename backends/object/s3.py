@@ -17,6 +17,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from kvtier import __version__
 from kvtier.backends.object.addresses import address, address_of, parts_of
 from kvtier.backends.object.answers import MISSING_CODES, error_code, explain_answer
 from kvtier.backends.object.bulk import BulkClient
@@ -58,6 +59,8 @@ _PAGES_MAX = 1 << 20
 _DELETED = re.compile(rb"<(?:\w+:)?(?:DeleteResult|Error)\b")
 _ROTATED = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity"}
 """Said of credentials that were rotated, whether key and secret or the secret alone; and 401 is."""
+_AGENT = {"user-agent": f"kvtier/{__version__}"}
+"""Firewalls in front of stores let nobody pass who does not say what he is."""
 _AWS = (".amazonaws.com", ".amazonaws.com.cn")
 _DNS_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
@@ -110,7 +113,7 @@ class S3Store(Store):
         # a proxy carries requests to http:// on; to https:// it is a tunnel
         carried = proxy is not None and not self._address.tls
         self._form = self._origin if carried else ""
-        self._extra = proxy.headers() if proxy is not None and carried else {}
+        self._extra = _AGENT | (proxy.headers() if proxy is not None and carried else {})
         self._pool = Pool(
             self._address,
             settings.timeouts,
@@ -315,6 +318,7 @@ class S3Store(Store):
         if address_of(parts) != self._address:
             raise WrongRegion(f"{self._where} sends us elsewhere: correct the region or endpoint")
         target = parts.path + ("?" + parts.query if parts.query else "")
+        headers.pop("User-Agent", None)  # it is not signed, and ours is like that of all else
         length = headers.pop("Content-Length", None)
         head = self._head_of(method, target, {"host": self._host, **headers}, len(body))
         if length is not None and int(length) != len(body):

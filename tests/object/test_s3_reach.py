@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 import sys
@@ -219,6 +220,32 @@ def test_bulk_deletes_go_where_all_else_goes(
             store.delete([f"n{index}" for index in range(count)])
     one, many = (head.partition(b"host: ")[2].partition(b"\r\n")[0] for head in heads)
     assert one == many
+
+
+def test_every_request_says_once_whose_it_is(opened: Opener, server: HostileServer) -> None:
+    """Firewalls of clouds refuse those that do not (NoUserAgent_HEADER, say)."""
+    plain = server.script
+
+    def serve(peer: Peer, head: bytes) -> None:
+        if head.startswith(b"POST"):
+            peer.read_body(head)
+            peer.sendall(answer(200, b"<DeleteResult/>"))
+        elif b"list-type" in head:
+            peer.sendall(answer(200, b"<ListBucketResult/>"))
+        else:
+            plain(peer, head)
+
+    server.script = serve
+    store = opened(endpoint=server.endpoint)
+    store.put("name", [memoryview(b"x")])
+    get_body(store)
+    assert list(store.list()) == []
+    store.delete([f"n{index}" for index in range(9)])
+    methods = [head.partition(b" ")[0] for head in server.heads]
+    assert methods == [b"PUT", b"GET", b"GET", b"POST"]
+    assert [re.findall(rb"(?i)\nuser-agent: (\w+)/", head) for head in server.heads] == [
+        [b"kvtier"]
+    ] * 4
 
 
 def test_the_region_is_signed(opened: Opener, server: HostileServer) -> None:
