@@ -131,6 +131,18 @@ class SpeaksNoTLS(TLSRefused):
     setting = "endpoint"
 
 
+class WrongHost(TLSRefused):
+    """The certificate is of a host of another name."""
+
+    setting = "endpoint"
+
+
+class OutOfTime(TLSRefused):
+    """The certificate has ended, or is yet to begin."""
+
+    setting = "clock"
+
+
 class ProxyRefused(Misconfigured):
     setting = "HTTPS_PROXY"
 

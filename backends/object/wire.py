@@ -19,12 +19,14 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from kvtier.backends.object.errors import (
+    OutOfTime,
     ProxyRefused,
     SpeaksNoTLS,
     TimedOut,
     TLSRefused,
     Unavailable,
     WrongEndpoint,
+    WrongHost,
 )
 from kvtier.backends.object.resolver import Resolver
 from kvtier.backends.object.store import Buffer
@@ -32,6 +34,8 @@ from kvtier.backends.object.store import Buffer
 _WAIT_MIN_S = 0.001
 _IOV_MAX = 512
 _TIMEVAL = struct.Struct("@ll")
+_OUT_OF_TIME, _OTHER_HOST = (9, 10), (62, 64)
+"""What OpenSSL says of certificates whose authority may be known."""
 _resolver = Resolver()
 
 
@@ -197,16 +201,22 @@ def _handshake(sock: socket.socket, tls: Trust, address: Address) -> ssl.SSLSock
         return tls.context.wrap_socket(sock, server_hostname=address.host)
     except ssl.SSLCertVerificationError as error:
         tls.learn()
-        raise TLSRefused(
-            f"the certificate of {address} is not trusted ({error.verify_message}): "
-            "name its authority as ca_bundle"
-        ) from error
+        raise _distrust(address, error) from error
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
         raise  # the server went away: weather, not configuration
     except ssl.SSLError as error:
         raise SpeaksNoTLS(
             f"{address} refuses TLS ({error.reason}): is the endpoint http:// rather than https://?"
         ) from error
+
+
+def _distrust(address: Address, error: ssl.SSLCertVerificationError) -> TLSRefused:
+    said = f"the certificate of {address} is not trusted ({error.verify_message})"
+    if error.verify_code in _OTHER_HOST:
+        return WrongHost(f"{said}: write the endpoint as its certificate does, or addressing: path")
+    if error.verify_code in _OUT_OF_TIME:
+        return OutOfTime(f"{said}: have it renewed, if the clock of this machine is right")
+    return TLSRefused(f"{said}: name its authority as ca_bundle")
 
 
 def _left(deadline: float, limit_s: float, address: Address) -> float:

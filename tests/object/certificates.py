@@ -12,11 +12,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 
-def make_certificate(path: Path, name: str = "kvtier tests") -> Path:
-    """A key and a certificate for 127.0.0.1, valid today, trusted by nobody."""
+def make_certificate(
+    path: Path, name: str = "kvtier tests", host: str = "127.0.0.1", day: int = 0
+) -> Path:
+    """A key and a certificate for this host, valid today (or days later), trusted by nobody."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
+    now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=day)
     made = (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -26,7 +28,7 @@ def make_certificate(path: Path, name: str = "kvtier tests") -> Path:
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=1))
         .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))]),
             critical=False,
         )
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)

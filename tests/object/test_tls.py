@@ -9,6 +9,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from certificates import make_certificate
@@ -119,6 +120,32 @@ def test_a_server_that_wants_to_know_who_asks(
     store = opened(endpoint=lone(refuse), ca_bundle=str(certificate))
     with pytest.raises(errors.TLSRefused, match="refuses TLS"):
         get(store)
+
+
+@pytest.mark.parametrize(
+    ("made", "setting", "remedy"),
+    [
+        ({"host": "127.0.0.2"}, "endpoint", "addressing: path"),
+        ({"day": -3}, "clock", "renewed"),
+        ({"day": 3}, "clock", "clock of this machine"),
+    ],
+)
+def test_a_certificate_whose_authority_is_known_is_not_said_to_lack_it(
+    tls_server: HostileServer,
+    context: ssl.SSLContext,
+    opened: Opener,
+    tmp_path: Path,
+    made: dict[str, Any],
+    setting: str,
+    remedy: str,
+) -> None:
+    bundle = make_certificate(tmp_path / "made.pem", **made)
+    context.load_cert_chain(bundle)
+    endpoint = tls_server.endpoint.replace("http:", "https:")
+    with pytest.raises(errors.TLSRefused, match=remedy) as caught:
+        get(opened(endpoint=endpoint, ca_bundle=str(bundle)))
+    assert caught.value.setting == setting
+    assert "ca_bundle" not in str(caught.value)
 
 
 def test_an_authority_that_follows_another_is_believed_without_a_restart(
