@@ -68,13 +68,15 @@ class Decision:
     """How much of a request's hit is taken. It holds as long as the question stays the same: a
     request that waits is asked about in every step, but decided, and counted, once."""
 
-    __slots__ = ("answer", "at_hand", "cramped", "question", "stops")
+    __slots__ = ("answer", "at_hand", "cramped", "missed", "question", "stops")
 
     def __init__(self, at_hand: bool = False) -> None:
         self.at_hand = at_hand
         """Only what need not be waited for is taken, and nobody counts what is looked for: that was
         done before, and did not come in time."""
         self.question: object = None
+        self.missed: list[int] = []
+        """How many blocks each tier was counted to miss: they come and go while a request waits."""
         self.answer = 0
         self.stops: list[int] = []
         self.cramped = False
@@ -111,7 +113,7 @@ class Appraiser:
         if decision.question != question:
             decision.question = question
             if not decision.at_hand:
-                self._tally.looked_up(origins)
+                decision.missed = self._tally.looked_up(origins, decision.missed)
             decision.answer = sum(run.blocks for run in runs)
             if runs and self._costs is not None:
                 decision.answer = self._costs.admit(runs, tokens_per_block, start)
@@ -137,8 +139,10 @@ class Appraiser:
             return decision.answer
         if not same:
             decision.question = question
-            for span, column in zip(spans, () if decision.at_hand else origins, strict=False):
-                self._tally.looked_up(column[start // span.shape.tokens :])
+            if not decision.at_hand:
+                begun = zip((start // span.shape.tokens for span in spans), origins, strict=True)
+                sought = [at for first, column in begun for at in column[first:]]
+                decision.missed = self._tally.looked_up(sought, decision.missed)
         found, decision.cramped = stops(spans, origins, start, limit, room)
         if not same or found != decision.stops:
             decision.stops = found

@@ -78,12 +78,16 @@ class Tally:
             return [sizes[0]] * len(keys)
         return [self._namespace.payload_of(key) for key in keys]
 
-    def looked_up(self, origins: Sequence[int]) -> None:
-        """A request asks for blocks; a tier is asked for those that none above it holds."""
-        missing = len(origins)
-        for tier in range(len(self.misses)):
+    def looked_up(self, origins: Sequence[int], before: Sequence[int] = ()) -> list[int]:
+        """A request asks for blocks; a tier is asked for those that none above it holds. Answers
+        with what each tier missed at most, if that is what it missed `before`, too."""
+        missing = len(origins) - origins.count(JOINING)
+        most = list(before) or [0] * len(self.misses)
+        for tier, known in enumerate(most):
             missing -= origins.count(tier)
-            self.misses[tier] += missing - origins.count(JOINING)
+            most[tier] = max(known, missing)
+            self.misses[tier] += most[tier] - known
+        return most
 
     def found(self, tier: int, keys: Sequence[BlockKey]) -> int:
         """A load takes these from a tier; answers with their bytes."""

@@ -349,6 +349,21 @@ def test_a_request_that_waits_is_counted_once(rig: ChainRig) -> None:
     assert rig.chain.chain_stats().misses == [8 + 4, 0]
 
 
+@pytest.mark.parametrize("ask", ["worth", "reach"])
+def test_a_request_that_waits_while_its_blocks_come_and_go_misses_each_once(ask: str) -> None:
+    rig, keys, decision = ChainRig([8]), make_keys(6), Decision()
+    rig.put(0, keys[:4])
+    for left in (4, 4, 3, 2, 3, 1):
+        rig.tiers[0].forget(keys[left:4])
+        rig.put(0, keys[:left])
+        if ask == "worth":
+            assert rig.chain.worth(keys, CHUNK, 0, decision) == left
+        else:
+            rig.chain.reach([Span(FULL, keys, 1)], 0, 6 * CHUNK, decision)
+        rig.chain.poll()
+    assert rig.chain.chain_stats().misses == [5], "no more than it has asked for"
+
+
 def test_more_room_is_noticed_while_a_request_waits(rig: ChainRig) -> None:
     groups, decision = grouped(rig, 4), Decision()
     held = rig.chain.begin_load(rig.put(0, make_keys(5, start=50)), "other", 1e9)
