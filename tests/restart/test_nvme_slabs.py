@@ -22,7 +22,7 @@ from kvtier.core.disk import Disk
 from kvtier.core.record import Buffer, record_bytes
 from kvtier.core.slab.layout import BAD, ENTRY_BYTES, TABLE_AT, SlabHeader, entry_at
 from kvtier.errors import NotResident
-from kvtier.testing.records import NAMESPACE, make_keys, sealed
+from kvtier.testing.records import NAMESPACE, blank, make_keys, prove, sealed
 from kvtier.types import BlockKey, EventKind, Outcome, Presence, Reservation
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
@@ -132,6 +132,30 @@ def test_what_is_wrong_in_anothers_slab_counts_as_gone_and_not_as_damaged(tmp_pa
     assert other.read(keys) == keys
     mine.close()
     other.close()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_another_has_replaced_while_it_was_read_does_not_count_as_damaged(
+    tmp_path: Path, dies: bool
+) -> None:
+    mine, other = Engine(tmp_path / "kv", blocks=8), Engine(tmp_path / "kv", blocks=8)
+    keys = other.put(make_keys(4))
+    assert mine.hits(keys) == keys
+    spec = mine.tier.prepare_load(keys)
+    assert len(other.put(make_keys(8, start=100))) == 8
+    if dies:
+        other.close()
+    assert mine.hits(keys) == [], "it is known here before the read has ended"
+    records = [blank() for _ in keys]
+    assert mine.handler.load(spec, keys, records) == [Outcome.OK] * 4
+    found = {key: prove(record, key) for key, record in zip(keys, records, strict=True)}
+    assert set(found.values()) == {Outcome.CORRUPT}
+    mine.tier.complete_load(keys, found)
+    stats = mine.tier.stats()
+    assert (stats.corrupt, stats.pinned, stats.quarantined) == (0, 0, 0)
+    mine.close()
+    if not dies:
+        other.close()
 
 
 def test_what_lies_in_anothers_slab_never_goes_here_nor_is_its_slot_used(tmp_path: Path) -> None:

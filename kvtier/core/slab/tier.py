@@ -129,14 +129,13 @@ class SlabTier(Tier):
 
     def _fail(self, key: BlockKey, outcome: Outcome) -> None:
         slot = self._where.get(key)
-        corrupt = outcome is Outcome.CORRUPT
-        if slot is not None and not self._owned(slot):
-            corrupt = False  # its owner may have reused the slot under our eyes
-        self._stats.corrupt += corrupt
-        if slot is not None:
-            if corrupt:
-                self._tainted.add(slot)
-            self._drop([key])
+        if slot is None:  # dropped meanwhile, perhaps because somebody else has used its slot again
+            return
+        # Not if it is another's, who may have reused it under our eyes.
+        if outcome is Outcome.CORRUPT and self._owned(slot):
+            self._stats.corrupt += 1
+            self._tainted.add(slot)
+        self._drop([key])
 
     # -- stores ----------------------------------------------------------------------------
 
