@@ -17,14 +17,16 @@ from kvtier.backends.nvme.keeper import Keeper
 from kvtier.backends.nvme.news import News
 from kvtier.backends.nvme.places import Place, Places
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
+from kvtier.core.cascade import AHEAD_BLOCKS_MAX
 from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.slab import layout
 from kvtier.core.slab.tier import SlabTier, give_back_memory
 from kvtier.types import BlockKey, EventKind, FilePlace, LoadStoreSpec, TierStats
 
 _AHEAD_BYTES = 1 << 30
-"""So much room is made before it is needed, what a burst of stores may ask for; but no more than a
-quarter of the capacity, so that a second engine finds some left."""
+"""So much room is made before it is needed, what a burst of stores may ask for, and for as many
+blocks as are written down ahead of eviction: both would take what is there for want of slabs. But
+no more than a quarter of the capacity, so that a second engine finds some left."""
 
 _AHEAD_SLOTS = 1 << 14
 """More than any burst has blocks: free slots take memory, too."""
@@ -73,8 +75,10 @@ class NvmeTier(SlabTier):
         self._places = Places()
         self._unwritten: set[int] = set()
         """Slots whose entries the keeper has still to write: not to be used before."""
-        ahead = max(keeper.limits.slab_bytes, min(keeper.limits.capacity // 4, _AHEAD_BYTES))
-        self._low_water = max(1, min(ahead // keeper.limits.slot_bytes, _AHEAD_SLOTS))
+        limits = keeper.limits
+        burst = max(_AHEAD_BYTES, AHEAD_BLOCKS_MAX * limits.slot_bytes)
+        ahead = max(limits.slab_bytes, min(limits.capacity // 4, burst))
+        self._low_water = max(1, min(ahead // limits.slot_bytes, _AHEAD_SLOTS))
         self.refresh()
         self._want_room()
         self.refresh()

@@ -8,13 +8,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from nvme_rig import open_files
+from nvme_rig import SLAB_BLOCKS, Engine, open_files
 
+from kvtier.backends.nvme import tier as tier_module
 from kvtier.backends.nvme.folder import Limits, NvmeFolder
 from kvtier.core.disk import AnyPath, Disk, is_locked
 from kvtier.core.record import Buffer, record_bytes
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
-from kvtier.testing.records import NAMESPACE
+from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.types import Outcome
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
 FLOOR = 1 << 30
@@ -108,3 +110,18 @@ def test_a_slab_gets_its_names_while_nobody_else_looks_for_halves(
     monkeypatch.setattr(Path, "rename", watched)
     assert maker.make() == 8
     assert renamed == [".slab", ".table"]
+
+
+def test_a_burst_of_large_blocks_takes_no_others_places_while_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a prompt's first chunk of a large model: each block is a good part of a slab."""
+    monkeypatch.setattr(tier_module, "_AHEAD_BYTES", SLAB_BLOCKS * SLOT)
+    engine = Engine(tmp_path / "kv", blocks=256)
+    old, burst = engine.put(make_keys(4)), make_keys(48, start=100)
+    engine.tier.refresh()
+    taken = engine.tier.prepare_store(burst)
+    assert (taken.keys, taken.evicted) == (burst, [])
+    engine.tier.complete_store(burst, dict.fromkeys(burst, Outcome.CANCELLED))
+    assert engine.read(old) == old
+    engine.close()
