@@ -6,12 +6,13 @@ import functools
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.backends.nvme.copies import Copies
 from kvtier.backends.nvme.folder import SlabFile
 from kvtier.backends.nvme.keeper import Keeper
 from kvtier.backends.nvme.news import News
@@ -73,6 +74,7 @@ class NvmeTier(SlabTier):
         it from beginning, so that what a lookup has found is there a moment later."""
         self._keeper = keeper
         self._places = Places()
+        self._copies = Copies()
         self._unwritten: set[int] = set()
         """Slots whose entries the keeper has still to write: not to be used before."""
         limits = keeper.limits
@@ -94,7 +96,6 @@ class NvmeTier(SlabTier):
     touch = _alone(SlabTier.touch)
     carry_uses = _alone(SlabTier.carry_uses)
     victims = _alone(SlabTier.victims)
-    forget = _alone(SlabTier.forget)
     take_events = _alone(SlabTier.take_events)
 
     # -- news ------------------------------------------------------------------------------
@@ -156,6 +157,7 @@ class NvmeTier(SlabTier):
             found = self._own_blocks(place, layout.read_entries(news.table, slab.header.slots))
             self._events.add(EventKind.REMOVED, before.difference(self._where))
             self._events.add(EventKind.STORED, found.difference(before))
+            self._offer(self._copies.take(before))
         elif news.changes is not None:
             if not place.mine:
                 self._see_changes(place, *news.changes)
@@ -207,20 +209,29 @@ class NvmeTier(SlabTier):
     def _see_changes(self, place: Place, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         """Another process's slab changed: forget what has gone, learn what is new."""
         key_of, where = self._key_of, self._where
-        known = (where, self._reserved, self._doomed)
         now = [(place.base + slot, key) for slot, key in zip(slots, keys, strict=True)]
+        if self._copies:
+            self._copies.take(self._copies.held_in(slot for slot, _ in now))
         gone = []
         for slot, key in now:
             old = key_of[slot]
             if old is not None and old != key and where.get(old) == slot:
                 gone.append(old)
         self._drop(gone)
+        self._offer(now)
+
+    def _offer(self, found: Iterable[tuple[int, BlockKey]]) -> None:
+        """Offer what stands in others' slots, or note it until that can be."""
+        key_of, where = self._key_of, self._where
+        known = (where, self._reserved, self._doomed)
         fresh = []
-        for slot, key in now:
+        for slot, key in found:
             if key and key_of[slot] is None and not any(key in each for each in known):
                 where[key] = slot
                 key_of[slot] = key
                 fresh.append(key)
+            elif key and where.get(key) != slot:
+                self._copies.note(slot, key)
         self._events.add(EventKind.STORED, fresh)
 
     def _forget_place(self, place: Place) -> set[BlockKey]:
@@ -237,6 +248,8 @@ class NvmeTier(SlabTier):
             keys.append(key)
             del self._where[key]
         self._policy.remove(place.slots)
+        if self._copies:
+            self._copies.take(self._copies.held_in(place.slots))
         return set(keys)
 
     def _lose(self, place: Place) -> None:
@@ -245,8 +258,10 @@ class NvmeTier(SlabTier):
         self._foreign = True
         slots = place.slots
         self._unwanted.update(key for key, slot in self._reserved.items() if slot in slots)
-        self._events.add(EventKind.REMOVED, self._forget_place(place))
+        gone = self._forget_place(place)
+        self._events.add(EventKind.REMOVED, gone)
         self._drop_free(place)
+        self._offer(self._copies.take(gone))
 
     def _let_go(self, place: Place, *, remove: bool) -> None:
         """Give a slab up, unless something is on its way into it or out of it."""
@@ -312,6 +327,15 @@ class NvmeTier(SlabTier):
             self._unwritten.add(slot)
             self._keeper.record(place.slab.id, slot - place.base, state, key)
 
+    def _release(self, slots: Sequence[int]) -> None:
+        if not self._copies:
+            super()._release(slots)
+            return
+        keys = [key for slot in slots if (key := self._key_of[slot])]
+        keys += self._copies.held_in(slots)
+        super()._release(slots)
+        self._offer(self._copies.take(keys))
+
     def _make_free(self, slots: Sequence[int]) -> None:
         if self._unwritten:
             slots = [slot for slot in slots if slot not in self._unwritten]
@@ -327,9 +351,15 @@ class NvmeTier(SlabTier):
     # -- the rest --------------------------------------------------------------------------
 
     @_alone
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        self._copies.take(keys)
+        super().forget(keys)
+
+    @_alone
     def clear(self) -> None:
         """Own slabs are given up whole, so that not even what was evicted can be found again."""
         self._take_all_in()
+        self._copies.clear()
         for place in [place for place in self._places.by_slab.values() if place.mine]:
             self._lose(place)
             self._keeper.release(place.slab.id, remove=True)

@@ -133,6 +133,11 @@ class Walker:
         assert own <= times.keys() | tier._unwritten, "a slot is lost"
         assert own.issuperset(free)
         assert not tier._unwritten.union(tier._pins).intersection(free)
+        known = [where, tier._reserved, tier._doomed]
+        for key, slot in tier._copies.slot_of.items():
+            assert slot not in own
+            held = tier._key_of[slot] is not None or any(key in each for each in known)
+            assert held, "a block that could be offered"
         policy = {slot for slot in own if slot in tier._policy}
         assert policy == own.intersection(where.values())
 

@@ -173,9 +173,9 @@ class SlabTier(Tier):
         victims = [self._key_at(slot) for slot in slots]
         for key in victims:
             del where[key]
-        self._release(slots)
         self._stats.evicted += len(victims)
         self._events.add(EventKind.REMOVED, victims)
+        self._release(slots)
         return victims
 
     def complete_store(
@@ -293,8 +293,8 @@ class SlabTier(Tier):
                 free_now.append(slot)
         self._policy.remove(owned)
         self._on_dropped(owned)
-        self._release(free_now)
         self._events.add(EventKind.REMOVED, keys)
+        self._release(free_now)
 
     def _release(self, slots: Sequence[int]) -> None:
         """These slots hold nothing any more; tainted ones go into quarantine."""
