@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import KeysView, Sequence
 
 from kvtier.backends.object.names import GENERATION_MAX
 from kvtier.types import BlockKey
@@ -55,5 +55,6 @@ class Leaving:
         latest = self._of.get(key)
         return 0 if latest is None else (latest[0] + 1) % GENERATION_MAX
 
-    def keys(self) -> set[BlockKey]:
-        return set(self._of)
+    def keys(self) -> KeysView[BlockKey]:
+        """As they are at any time: of millions, after a reset, a copy would take long."""
+        return self._of.keys()
