@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -140,7 +140,7 @@ class NvmeTier(SlabTier):
             return len(news.written)
         if news.gone:
             if place is not None:
-                self._lose(place)
+                self._lose([place])
         elif news.remove is not None:
             if place is not None and place.mine:
                 self._let_go(place, remove=news.remove)
@@ -252,36 +252,38 @@ class NvmeTier(SlabTier):
             self._copies.take(self._copies.held_in(place.slots))
         return set(keys)
 
-    def _lose(self, place: Place) -> None:
-        """A slab has been removed by somebody, or its files have been."""
-        self._places.lose(place)
+    def _lose(self, places: Collection[Place]) -> None:
+        """Slabs have been removed by somebody, or their files have been."""
+        of, gone = self._places.of, set(places)
+        self._unwanted.update(key for key, slot in self._reserved.items() if of(slot) in gone)
+        self._drop_free(places)
         self._foreign = True
-        slots = place.slots
-        self._unwanted.update(key for key, slot in self._reserved.items() if slot in slots)
-        gone = self._forget_place(place)
-        self._events.add(EventKind.REMOVED, gone)
-        self._drop_free(place)
-        self._offer(self._copies.take(gone))
+        for place in places:
+            self._places.lose(place)
+            forgotten = self._forget_place(place)
+            self._events.add(EventKind.REMOVED, forgotten)
+            self._offer(self._copies.take(forgotten))
 
     def _let_go(self, place: Place, *, remove: bool) -> None:
         """Give a slab up, unless something is on its way into it or out of it."""
         if self._busy(place):
             return
         if remove:
-            self._lose(place)
+            self._lose([place])
         else:
             self._own(place, mine=False)
             self._policy.remove(place.slots)
-            self._drop_free(place)
+            self._drop_free([place])
         self._keeper.release(place.slab.id, remove=remove)
 
-    def _drop_free(self, place: Place) -> None:
-        slots = place.slots
+    def _drop_free(self, places: Collection[Place]) -> None:
+        """Not one slab after the other: there may be thousands, and as many slots."""
+        of, gone = self._places.of, set(places)
         for queue in (self._free, self._quarantine):
-            kept = [slot for slot in queue if slot not in slots]
+            kept = [slot for slot in queue if of(slot) not in gone]
             queue.clear()
             queue.extend(kept)
-        self._unwritten.difference_update(slots)
+        self._unwritten = {slot for slot in self._unwritten if of(slot) not in gone}
 
     # -- hooks -----------------------------------------------------------------------------
 
@@ -360,8 +362,9 @@ class NvmeTier(SlabTier):
         """Own slabs are given up whole, so that not even what was evicted can be found again."""
         self._take_all_in()
         self._copies.clear()
-        for place in [place for place in self._places.by_slab.values() if place.mine]:
-            self._lose(place)
+        mine = [place for place in self._places.by_slab.values() if place.mine]
+        self._lose(mine)
+        for place in mine:
             self._keeper.release(place.slab.id, remove=True)
         super().clear()
         self._want_room()
