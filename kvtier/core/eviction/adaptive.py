@@ -338,20 +338,26 @@ class Adaptive(EvictionPolicy):
         runs = self._runs
         queued = runs.queued
         self._queue = deque(filter(queued.__getitem__, self._queue))
-        ranked = runs.unqueued()
+        ranked = self._next_to_rank()
         if not len(ranked):
             return False
-        if len(ranked) > _RANKED_MAX:
-            start = int(ranked.searchsorted(self._ranked_to))
-            if start == len(ranked):
-                start = 0
-            ranked = ranked[start : start + _RANKED_MAX]
-            self._ranked_to = int(ranked[-1]) + 1
         worst = self._worst(ranked, wanted)
         self._queue.extend(worst)
         for run in worst:
             queued[run] = 1
         return True
+
+    def _next_to_rank(self) -> NDArray[np.intp]:
+        """All runs that are not queued, or of very many those whose turn it is, ascending."""
+        runs, start = self._runs, self._ranked_to
+        enough = _RANKED_MAX + 1
+        turn = runs.unqueued(start, len(runs.queued), enough)
+        first = runs.unqueued(0, start, enough - len(turn))
+        if len(first) + len(turn) < enough:
+            return np.concatenate([first, turn])
+        turn = (turn if len(turn) else first)[:_RANKED_MAX]
+        self._ranked_to = int(turn[-1]) + 1
+        return turn
 
     def _worst(self, ranked: NDArray[np.intp], wanted: int) -> list[int]:
         """The first of these runs to go, in order: with so many blocks, or its share of all."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 NO_RUN = -1
 _END = -1
+_RUNS_AT_ONCE = 1 << 14
 
 
 class Runs:
@@ -244,7 +245,16 @@ class Runs:
         """The kind of each run; drop it before anything changes."""
         return np.frombuffer(self.kind, dtype=np.uint8)
 
-    def unqueued(self) -> NDArray[np.intp]:
-        """The numbers of the runs that hold slots and are not queued, ascending."""
-        in_use = self.sizes().astype(np.bool_)
-        return (in_use > np.frombuffer(self.queued, dtype=np.bool_)).nonzero()[0]
+    def unqueued(self, start: int, stop: int, count: int) -> NDArray[np.intp]:
+        """The first so many numbers, from `start` to `stop`, of runs that hold slots and are not
+        queued, ascending. No more of all runs is looked at than it takes."""
+        sizes, queued = self.sizes(), np.frombuffer(self.queued, dtype=np.bool_)
+        found = [np.zeros(0, np.intp)]
+        for at in range(start, stop, _RUNS_AT_ONCE):
+            if count <= 0:
+                break
+            some = slice(at, min(at + _RUNS_AT_ONCE, stop))
+            numbers = (sizes[some].astype(np.bool_) > queued[some]).nonzero()[0][:count]
+            found.append(numbers + at)
+            count -= len(numbers)
+        return np.concatenate(found)
