@@ -13,7 +13,7 @@ from kvtier.backends.object import ObjectSettings, open_for
 from kvtier.backends.object.claim import PREFIX, ended
 from kvtier.backends.object.errors import Forbidden, LengthMismatch, StoreError, Weather
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.manifest import ADDED
+from kvtier.backends.object.manifest import ADDED, Entries
 from kvtier.backends.object.names import (
     description_name,
     parse_block,
@@ -94,6 +94,7 @@ def _down(error: StoreError) -> str:
 
 def _list(place: Place, store: Store, uses_of: str | None, blocks: bool) -> None:
     parts: dict[str, Part] = {}
+    down: StoreError | None = None
     for info in _listed(place, store):
         place.used += info.size
         parsed = parse_block(info.name)
@@ -101,7 +102,7 @@ def _list(place: Place, store: Store, uses_of: str | None, blocks: bool) -> None
             if (told := told_of(info.name)) and not parse_manifest(info.name):
                 place.served[told] = max(info.modified_s, place.served.get(told, 0.0))
             continue
-        name = parsed[0]
+        name, key, _ = parsed
         if blocks:
             place.objects.append(info)
         part = parts.get(name)
@@ -109,15 +110,31 @@ def _list(place: Place, store: Store, uses_of: str | None, blocks: bool) -> None
             part = Part(tier=place.tier, kind=place.kind, namespace=name, in_use=None)
             parts[name] = part
             check_namespaces(parts)
+            down = down or _read_about(place, store, part, uses_of)
         part.blocks += 1
         part.bytes += info.size
         part.add_times(info.modified_s, info.modified_s)
+        hits, used = place.used_blocks.get(name, {}).get(key, (0, 0.0))
+        if hits:
+            part.add_uses(hits, used)
     place.parts = sorted(parts.values(), key=lambda part: -part.bytes)
-    for name, part in parts.items():
+    if down is not None:  # what is listed counts all the same
+        raise down
+
+
+def _read_about(place: Place, store: Store, part: Part, uses_of: str | None) -> StoreError | None:
+    """What tells of a namespace whose first block was listed; why it could not be read, if so."""
+    name = part.namespace
+    try:
         with _told_if_closed(place, name):
             namespace = _describe(place, store, name)
-            if namespace is not None and uses_of is not None and name.startswith(uses_of):
-                _count_uses(place, store, namespace, part)
+            shown = uses_of is not None and name.startswith(uses_of)
+            if shown and namespace and (found := used_blocks(store, namespace)) is not None:
+                place.used_blocks[name] = _by_key(found)
+                part.add_uses(0, 0.0)
+    except StoreError as error:
+        return error
+    return None
 
 
 @contextmanager
@@ -137,17 +154,9 @@ def _listed(place: Place, store: Store) -> Iterator[ObjectInfo]:
             yield info
 
 
-def _count_uses(place: Place, store: Store, namespace: Namespace, part: Part) -> None:
-    found = used_blocks(store, namespace)
-    if found is None:
-        return
-    times = (found["time_us"] / 1e6).tolist()
-    uses = dict(zip(keys_of(found), zip(found["size"].tolist(), times, strict=True), strict=True))
-    place.used_blocks[namespace.id] = uses
-    part.add_uses(0, 0.0)
-    for block in list_blocks(place, namespace.id):
-        if block.hits:
-            part.add_uses(block.hits, block.used or 0.0)
+def _by_key(found: Entries) -> dict[BlockKey, tuple[int, float]]:
+    uses = zip(found["size"].tolist(), (found["time_us"] / 1e6).tolist(), strict=True)
+    return dict(zip(keys_of(found), uses, strict=True))
 
 
 def _describe(place: Place, store: Store, name: str) -> Namespace | None:

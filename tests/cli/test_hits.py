@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from kvtier import Stack
 from kvtier.cli import commands, look_objects
 from kvtier.cli.ls import layout_of
 from kvtier.testing.records import NAMESPACE, make_keys, payload
-from kvtier.types import BlockKey
+from kvtier.types import BlockKey, Namespace
 
 KEYS = make_keys(8)
 
@@ -211,6 +212,37 @@ def test_counts_are_read_only_where_they_are_shown(
     assert not read
     assert commands.run(["ls", "-c", str(stack)]) == 0
     assert read == ["listed"]
+
+
+@pytest.mark.parametrize("words", [["ls"], ["du"]])
+def test_objects_are_looked_at_once_however_many_namespaces_there_are(
+    words: list[str],
+    stack_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And not once for each namespace: over months, versions pile up."""
+    with_store(stack_file, tmp_path / "store")
+    for model in "abcd":
+        namespace = Namespace(facts={"model": model}, group_bytes=NAMESPACE.group_bytes)
+        with Stack.open(stack_file, namespace) as stack:
+            stack.store({key: payload(key, namespace) for key in KEYS})
+            assert stack.settle()
+            stack.load(KEYS[:1])
+    looked: list[str] = []
+    parse = look_objects.parse_block
+
+    def count(name: str) -> tuple[str, BlockKey, int] | None:
+        looked.append(name)
+        return parse(name)
+
+    monkeypatch.setattr(look_objects, "parse_block", count)
+    assert commands.run([*words, "-c", str(stack_file), "--tier", "object", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    parts = (found if words == ["ls"] else found[0])["namespaces"]
+    assert [(part["blocks"], part["hits"]) for part in parts] == [(8, 1)] * 4
+    assert len(looked) == len(set(looked))
 
 
 @pytest.mark.parametrize("how", ["snapshot", "prewarm"])
