@@ -52,17 +52,19 @@ def reclaim(root: Path, mine: Path, capacity: int, wanted: int, keep_s: float, d
     now = time.time()  # which may have been ahead when they were used
     recent = {home.path: home.bytes for home in idle if abs(now - home.used) <= keep_s}
     share = fair_share(capacity, list(recent.values()), 1 + living)
+    used = used_bytes(root)  # looked at once: thousands of slabs may have to go
     removed = False
     for home in sorted(idle, key=lambda each: each.used):
         left = home.bytes
         for table in home.tables:
-            enough = used_bytes(root) <= capacity - wanted
+            enough = used <= capacity - wanted
             if enough or (home.path in recent and left <= share):
                 break
             size = _bytes(table)
             with contextlib.suppress(OSError):  # a folder of that name, say, must stop nothing else
                 remove_slab(disk, table)
                 left -= size
+                used -= size
                 removed = True
         if not slab_files(home.path, TABLE_SUFFIX):
             remove_bare_home(home.path)

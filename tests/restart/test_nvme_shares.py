@@ -10,9 +10,11 @@ import msgspec
 import pytest
 from nvme_rig import Engine
 
-from kvtier.backends.nvme.files import used_at
+from kvtier.backends.nvme import idle
+from kvtier.backends.nvme.files import length, used_at, used_bytes
 from kvtier.backends.nvme.news import changes
 from kvtier.backends.nvme.shares import Shares
+from kvtier.core.disk import Disk
 from kvtier.core.slab import layout
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey
@@ -123,6 +125,28 @@ def test_a_new_owner_says_anew_that_it_starves(rich: Engine, tmp_path: Path) -> 
             shares.tell(fd, hungry=False)
             assert mark.read_bytes() != b"hungry"
         os.close(fd)
+
+
+def test_a_folder_is_weighed_once_however_many_slabs_have_to_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock is held meanwhile: of terabytes that nobody serves, thousands may go at once."""
+    rich = Engine(tmp_path / "kv", blocks=16)
+    rich.put(make_keys(16))
+    rich.close()
+    weighed: list[Path] = []
+
+    def weigh(root: Path) -> int:
+        weighed.append(root)
+        return used_bytes(root)
+
+    monkeypatch.setattr(idle, "used_bytes", weigh)
+    slabs = sorted(rich.root.rglob("*.table"))
+    size = sum(length(slabs[0].with_suffix(suffix)) for suffix in (".table", ".slab"))
+    room = used_bytes(rich.root) - 2 * size
+    assert idle.reclaim(rich.root, rich.root / OTHER.id, room, size, 0.0, Disk())
+    assert len(list(rich.root.rglob("*.table"))) == len(slabs) - 3
+    assert weighed == [rich.root]
 
 
 def table(*entries: bytes) -> bytes:
