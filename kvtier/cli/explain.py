@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
@@ -102,9 +102,10 @@ def explain(
         except KVTierError as error:
             problems[name] = str(error)
             continue
-        held = _held(places, name)
-        for prompt in prompts.known:
-            answers.append(_answer(prompt, name, known, asked, held))
+        asked_for = [chunk_keys(prompt, known[name]) for prompt in prompts.known]
+        held = _held(places, name, {key for each in asked_for for keys in each for key in keys})
+        for prompt, chunks in zip(prompts.known, asked_for, strict=True):
+            answers.append(_answer(prompt, chunks, name, known, asked, held))
     if json:
         rows = {"answers": answers, "problems": problems, "skipped": prompts.skipped}
         troubles = [trouble for place in places for trouble in place.troubles]
@@ -142,11 +143,12 @@ def _asked(
     return max(parts, key=lambda part: (part.in_use is True, part.newest or 0.0)).namespace
 
 
-def _held(places: list[Place], namespace: str) -> dict[BlockKey, list[str]]:
+def _held(places: list[Place], namespace: str, wanted: Set[BlockKey]) -> dict[BlockKey, list[str]]:
+    """The tiers that have these; all that there is may be millions."""
     held: dict[BlockKey, list[str]] = {}
     for place in places:
         for block in blocks_of(place, namespace):
-            if not block.quarantined:
+            if block.key in wanted and not block.quarantined:
                 tiers = held.setdefault(block.key, [])
                 name = f"{place.tier} {place.kind}"
                 if name not in tiers:
@@ -156,13 +158,13 @@ def _held(places: list[Place], namespace: str) -> dict[BlockKey, list[str]]:
 
 def _answer(
     prompt: Prompt,
+    chunks: list[list[BlockKey]],
     name: str,
     known: Mapping[str, Namespace],
     asked: str,
     held: Mapping[BlockKey, list[str]],
 ) -> Answer:
     namespace = known[name]
-    chunks = chunk_keys(prompt, namespace)
     groups = [[at for at, key in enumerate(keys) if key in held] for keys in chunks]
     tiers = [list(dict.fromkeys(t for key in keys for t in held.get(key, []))) for keys in chunks]
     runs = []

@@ -107,8 +107,8 @@ class Place(msgspec.Struct, kw_only=True):
     """Bytes free on the file system."""
     slabs: list[Slab] = []
     parts: list[Part] = []
-    objects: list[Any] = []
-    """What a listing of a store has found: blocks only, as the store's own `ObjectInfo`."""
+    objects: dict[str, list[Any]] = {}
+    """By namespace, the blocks that a listing of a store has found, as its own `ObjectInfo`."""
     manifests: dict[str, npt.NDArray[np.void]] = {}
     """By namespace, what a quick look has found written down of a store's blocks."""
     uses: dict[str, tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]] = {}

@@ -104,7 +104,7 @@ def _list(place: Place, store: Store, uses_of: str | None, blocks: bool) -> None
             continue
         name, key, _ = parsed
         if blocks:
-            place.objects.append(info)
+            place.objects.setdefault(name, []).append(info)
         part = parts.get(name)
         if part is None:
             part = Part(tier=place.tier, kind=place.kind, namespace=name, in_use=None)
@@ -208,24 +208,24 @@ def _namespace_names(store: Store) -> Iterator[str]:
 
 def list_blocks(place: Place, namespace: str = "") -> Iterator[Block]:
     """The blocks that `look_at_store` has listed."""
-    for info in place.objects:
-        parsed = parse_block(info.name)
-        if parsed is None or not parsed[0].startswith(namespace):
-            continue
-        name, key, _ = parsed
+    for name in place.objects:
         uses = place.used_blocks.get(name)
-        hits, used = (None, None) if uses is None else uses.get(key, (0, 0.0))
-        yield Block(
-            tier=place.tier,
-            kind="object",
-            namespace=name,
-            key=key,
-            bytes=info.size,
-            stored_at=info.modified_s,
-            hits=hits,
-            used=used or None,
-            name=info.name,
-        )
+        for info in place.objects[name] if name.startswith(namespace) else ():
+            if (parsed := parse_block(info.name)) is None:
+                continue
+            _, key, _ = parsed
+            hits, used = (None, None) if uses is None else uses.get(key, (0, 0.0))
+            yield Block(
+                tier=place.tier,
+                kind="object",
+                namespace=name,
+                key=key,
+                bytes=info.size,
+                stored_at=info.modified_s,
+                hits=hits,
+                used=used or None,
+                name=info.name,
+            )
 
 
 class StoreProver:

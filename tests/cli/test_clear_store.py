@@ -129,7 +129,7 @@ def test_blocks_are_counted_and_not_kept(
     settings: TierSettings, store: Counting, stack_file: Path
 ) -> None:
     place = look(load(stack_file), 2, blocks=False)[0]
-    assert place.objects == []
+    assert not place.objects
     assert [part.blocks for part in place.parts] == [BLOCKS]
 
 

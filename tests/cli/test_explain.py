@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ import xxhash
 from cli_world import STACK, command, run
 
 from kvtier import Stack
+from kvtier.cli import commands, look_objects
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.testing.records import payload
-from kvtier.types import Namespace, block_key
+from kvtier.types import BlockKey, Namespace, block_key
 from kvtier.vllm import prompts as prompts_module
 from kvtier.vllm.keys import Prompt, chunk_keys, chunk_tokens
 from kvtier.vllm.prompts import read_prompts
@@ -361,6 +363,33 @@ class TestPrewarmWhereKeysCannotBeComputed:
         done = command(*args, "--namespace", self.PICKLED.id)
         assert done.code == 1
         assert "hashes pickles" in done.err
+
+
+def test_each_namespace_is_searched_in_its_own_blocks(
+    stack_file: Path,
+    prompt_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In those of all, a store in which versions have piled up was gone through for each."""
+    stack_file.write_text(
+        f"{stack_file.read_text()}  - {{kind: object, capacity: 64MiB, "
+        f"url: 'file://{tmp_path}/store'}}\n"
+    )
+    for number in range(4):
+        store(stack_file, Namespace(facts=FACTS | {"dtype": f"{number}"}, group_bytes=(4096,)), 5)
+    looked: Counter[str] = Counter()
+    parse = look_objects.parse_block
+
+    def count(name: str) -> tuple[str, BlockKey, int] | None:
+        looked[name] += 1
+        return parse(name)
+
+    monkeypatch.setattr(look_objects, "parse_block", count)
+    assert commands.run(["explain", str(prompt_file), "-c", str(stack_file), "--json"]) == 0
+    assert [each["hits"] for each in json.loads(capsys.readouterr().out)["answers"]] == [5] * 4
+    assert max(looked.values()) == 2, "in the listing, and for its own namespace"
 
 
 def test_a_namespace_that_nothing_describes_does_not_stop_the_others(
