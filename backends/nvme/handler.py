@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _OPEN_SLABS_MAX = 256
+_LOOKED_AT = 8
+"""With each slab that is opened so many others are looked at, whether they are there yet."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
 _NO_SYNC = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP)
@@ -134,6 +136,8 @@ class NvmeHandler(Handler):
         self._disk = disk or Disk()
         self._lock = threading.Lock()
         self._slabs: OrderedDict[int, OpenSlab] = OrderedDict()
+        self._unlooked: list[int] = []
+        """Slabs that may have been removed since they were opened."""
         self._owners: dict[int, int] = {}
         self._unheld: int | None = None
 
@@ -313,8 +317,12 @@ class NvmeHandler(Handler):
                 self._retire(self._slabs.popitem(last=False)[1])
 
     def _drop_deleted(self) -> None:
-        for slab_id in [i for i, slab in self._slabs.items() if slab.deleted()]:
-            self._retire(self._slabs.pop(slab_id))
+        """Not all are looked at each time: in a folder of many slabs most loads open one."""
+        self._unlooked = self._unlooked or list(self._slabs)
+        for slab_id in self._unlooked[:_LOOKED_AT]:
+            if slab_id in self._slabs and self._slabs[slab_id].deleted():
+                self._retire(self._slabs.pop(slab_id))
+        del self._unlooked[:_LOOKED_AT]
 
     def _retire(self, slab: OpenSlab) -> None:
         slab.retired = True

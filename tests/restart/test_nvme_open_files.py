@@ -156,6 +156,38 @@ def test_slabs_that_were_removed_are_closed_before_another_is_opened(tmp_path: P
     engine.close()
 
 
+def test_not_all_open_slabs_are_looked_at_whenever_another_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a folder has more of them than may be open, that is with most loads."""
+    engine = Engine(tmp_path / "kv", blocks=160)
+    engine.keeper.want_room(160)
+    engine.keeper.work(thorough=True)
+    slabs = sorted(engine.keeper._known)
+    assert len(slabs) == 40
+    looked: list[handler_module.OpenSlab] = []
+    deleted = handler_module.OpenSlab.deleted
+
+    def look(slab: handler_module.OpenSlab) -> bool:
+        looked.append(slab)
+        return deleted(slab)
+
+    monkeypatch.setattr(handler_module, "_OPEN_SLABS_MAX", 30)
+    monkeypatch.setattr(handler_module.OpenSlab, "deleted", look)
+    (key,) = make_keys(1)
+    for _ in range(3):
+        for slab in slabs:
+            place = NvmeSpec([slab << SLOT_BITS], engine.keeper.owner)
+            assert engine.handler.load(place, [key], [blank()]) == [Outcome.OK]
+    assert len(looked) <= 8 * 3 * 40
+    for slab in slabs[10:]:  # those that are open
+        engine.keeper.folder.remove_slab(slab)
+    for slab in slabs[:10]:
+        engine.handler.load(NvmeSpec([slab << SLOT_BITS], engine.keeper.owner), [key], [blank()])
+    assert len(engine.handler._slabs) == 10, "all that were removed are closed by then"
+    engine.close()
+
+
 def test_a_file_that_cannot_be_looked_at_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
