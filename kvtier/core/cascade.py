@@ -42,7 +42,13 @@ class Cascade:
         # What is under way is pinned above: all links together leave half of host memory free.
         window = max(1, slots[HOST] // (2 * max(1, len(plans))))
         self._links = [
-            Link(plan, tiers[plan.target].medium, settings[plan.target].queue_blocks, window)
+            Link(
+                plan,
+                tiers[plan.target].medium,
+                settings[plan.target].queue_blocks,
+                window,
+                slots[plan.source],
+            )
             for plan in plans
         ]
         self._into = {link.target: link for link in self._links}

@@ -70,11 +70,16 @@ class Touches:
 class Link:
     """The way into one tier. Bounded: what waits, and what is under way and so holds pins above."""
 
-    def __init__(self, plan: LinkPlan, target: str, queue_blocks: int, window: int) -> None:
+    def __init__(
+        self, plan: LinkPlan, target: str, queue_blocks: int, window: int, above: int = 0
+    ) -> None:
+        """`above` is how many blocks the tier above holds."""
         self.source = plan.source
         self.target = plan.target
         self.write = plan.write
-        self.touches = Touches() if plan.admission is Admission.SECOND_TOUCH else None
+        # What leaves it was used before all that stays: else nothing would be known of it by then.
+        kept = TOUCHES_KEPT + (above if plan.write is WritePolicy.ON_EVICT else 0)
+        self.touches = Touches(kept) if plan.admission is Admission.SECOND_TOUCH else None
         self.stats = LinkStats(target)
         self.pressed = False
         """Whether the tier above took something in since it was last looked at."""

@@ -7,6 +7,7 @@ from chains import KEYS, ChainRig, rule
 from msgspec.structs import replace
 
 from kvtier.backends.memory import MemoryTier
+from kvtier.core import links
 from kvtier.core.settings import Admission, WritePolicy
 from kvtier.testing.records import make_keys
 from kvtier.types import TierStats
@@ -170,3 +171,15 @@ def test_second_touch_demotes_only_what_was_used_twice() -> None:
     assert rig.resident(1, keys[:3])
     (link,) = rig.chain.chain_stats().links
     assert link.drops == {}, "what is not admitted is not lost"
+
+
+@pytest.mark.slow
+def test_what_leaves_a_tier_of_many_blocks_is_known_to_have_been_used_twice() -> None:
+    """Before it goes, more are used than a link remembers otherwise: nothing came down."""
+    count = links.TOUCHES_KEPT + 512
+    rig = ChainRig([count, 512], [rule(), rule(ON_EVICT, SECOND)])
+    keys = make_keys(count)
+    for start in range(0, count, 512):
+        rig.load_once(rig.store(keys[start : start + 512]))
+    rig.settle()
+    assert rig.resident(1, keys) == keys[256:512], "the end of what was used first"
