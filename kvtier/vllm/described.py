@@ -11,6 +11,7 @@ came after a reset, by others.
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from sys import getsizeof
 from typing import Any, NamedTuple
@@ -32,7 +33,8 @@ KnownAs = Callable[[bytes, str], BlockKey]
 """The key by which the tiers know what vLLM knows by this one, of this request."""
 
 _BYTES_MAX = 256 << 20
-_UNTOLD_MAX = 1 << 12
+_UNTOLD_MAX = 1 << 14
+"""A few tiers' queues: so many blocks may be on their way up at once."""
 _BYTES_EACH = 700
 """What a description takes beside its hashes and tokens."""
 
@@ -81,7 +83,8 @@ class DescribedEvents:
         self._bytes = 0
         self._told: dict[BlockKey, _Description] = {}
         """Of blocks that are said to be somewhere, those used last at the end."""
-        self._untold: dict[BlockKey, _Description] = {}
+        # Ordered, because a plain dict finds its oldest entry by passing all that were deleted.
+        self._untold: OrderedDict[BlockKey, _Description] = OrderedDict()
         """Of blocks that are on their way into a tier, or gone from all of them."""
 
     def __len__(self) -> int:
@@ -115,7 +118,7 @@ class DescribedEvents:
         self._untold.pop(key, None)
         self._untold[key] = description
         if len(self._untold) > _UNTOLD_MAX:
-            del self._untold[next(iter(self._untold))]
+            self._untold.popitem(last=False)
 
     # -- what tiers tell -----------------------------------------------------------------------
 

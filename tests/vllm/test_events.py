@@ -222,6 +222,17 @@ def test_a_tier_below_tells_after_one_above() -> None:
 
 
 @importing
+def test_as_many_are_described_as_may_be_on_their_way() -> None:
+    """Of two tiers of which each moves 4096 up: a dozen prompts of 100,000 tokens each."""
+    events, (request, group, at, _) = events_with(10_000), chunk_of(5)
+    keys = [number.to_bytes(32, "big") + bytes(4) for number in range(2 * 4096)]
+    for key in keys:
+        events.record_lookup(request, group, at, key)
+    told = events.take_events([told_of(keys, tier="cpu")])
+    assert {len(each.token_ids) for each in told} == {32}
+
+
+@importing
 def test_a_block_in_two_tiers_is_known_until_both_have_dropped_it() -> None:
     events, chunk = events_with(2), chunk_of(5)
     events.record_store(*chunk)
