@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import ClassVar
 
 from kvtier.core.eviction.ghosts import Ghosts
@@ -20,6 +20,9 @@ _LEAVING = 3
 _GHOSTS = 1
 _SMALL_SHARE = 10
 _USES_MAX = 3
+_CHANCES = 1 << 11
+_CHANCES_EACH = 8
+"""So many slots that were used get another chance at once, and for each that has to go."""
 
 
 class S3FIFO(EvictionPolicy):
@@ -93,8 +96,9 @@ class S3FIFO(EvictionPolicy):
         """Take up to `count` slots out of the two queues."""
         lists = self._lists
         taken: list[int] = []
-        # A count of uses is at most 3: who has not left after four turns is pinned.
-        chances = (_USES_MAX + 1) * len(self)
+        # A count of uses is at most 3: who has not left after four turns is pinned. But all may
+        # have been used, and no request is to wait for four turns of a million.
+        chances = min((_USES_MAX + 1) * len(self), _CHANCES + _CHANCES_EACH * count)
         while len(taken) < count and chances > 0:
             slot = self._choose(pinned)
             if slot == UNKNOWN:
@@ -102,8 +106,9 @@ class S3FIFO(EvictionPolicy):
             else:
                 taken.append(slot)
         if len(taken) < count:
-            left = [*lists.from_coldest(_SMALL), *lists.from_coldest(_MAIN)]
-            for slot in [slot for slot in left if slot not in pinned][: count - len(taken)]:
+            coldest = chain(lists.from_coldest(_MAIN), lists.from_coldest(_SMALL))
+            left = (slot for slot in coldest if slot not in pinned)
+            for slot in list(islice(left, count - len(taken))):
                 lists.unlink(slot)
                 taken.append(slot)
         return taken
