@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_CALL_BYTES = 2 << 20
+_SLOWEST = 4 << 20
+"""Bytes a second: one thread of several gets as many even of a slow disk that engines share."""
 _OPEN_SLABS_MAX = 256
 _LOOKED_AT = 8
 """With each slab that is opened so many others are looked at, whether they are there yet."""
@@ -126,7 +129,9 @@ class NvmeHandler(Handler):
         disk: Disk | None = None,
     ) -> None:
         self.concurrency = threads
-        self.batch_blocks = max(1, min(64, (2 << 20) // record_bytes(namespace.payload_bytes)))
+        record = record_bytes(namespace.payload_bytes)
+        self.batch_blocks = max(1, min(64, _CALL_BYTES // record))
+        self.call_seconds = max(Handler.call_seconds, self.batch_blocks * record / _SLOWEST)
         self._home = root / namespace.id
         self._namespace = namespace
         self._digest = namespace.digest

@@ -21,7 +21,7 @@ from kvtier.core.record import Buffer
 from kvtier.core.settings import ByteSize, Capacity, Durability
 from kvtier.core.slab.layout import SlabHeader
 from kvtier.testing.records import NAMESPACE, blank, make_keys, prove, sealed
-from kvtier.types import BlockKey, Outcome
+from kvtier.types import BlockKey, Namespace, Outcome
 
 CONTEXT = TierContext(NAMESPACE, "handler")
 FILES = (DATA_SUFFIX, TABLE_SUFFIX)
@@ -116,6 +116,17 @@ def test_neighbouring_slots_are_one_call_between_two_entries(tmp_path: Path) -> 
     writes = [call for call in disk.calls if call.startswith("write")]
     assert writes == ["write 1", "write 8", "write 1"]
     assert [call for call in disk.calls if call.startswith("read")][-1] == "read 8"
+
+
+@pytest.mark.parametrize(("block", "seconds"), [(64 << 10, 5), (8 << 20, 5), (80 << 20, 20)])
+def test_a_large_block_may_take_longer_before_the_mover_is_held_to_hang(
+    tmp_path: Path, block: int, seconds: int
+) -> None:
+    """Eight threads that read blocks of 80 MiB from a disk of 100 MB/s need 7 s for each."""
+    namespace = Namespace(facts={}, group_bytes=(block,))
+    handler = NvmeHandler(tmp_path, namespace, threads=8, direct=False, power_safe=False)
+    assert seconds <= handler.call_seconds < seconds + 1
+    handler.close()
 
 
 def test_power_safety_syncs_the_data_before_the_commit(tmp_path: Path) -> None:
