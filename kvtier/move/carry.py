@@ -11,6 +11,7 @@ from kvtier.move.lanes import Batch
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 
 _OF_SOURCES = (Outcome.GONE, Outcome.CORRUPT)
+_OUTCOMES = frozenset(Outcome)
 
 
 class Carrier:
@@ -100,4 +101,7 @@ class Carrier:
 def _complete(outcomes: list[Outcome], spec: LoadStoreSpec) -> list[Outcome]:
     if len(outcomes) != len(spec):
         raise ValueError(f"a handler gave {len(outcomes)} outcomes for {len(spec)} blocks")
+    for outcome in outcomes:
+        if outcome not in _OUTCOMES:  # it would raise where the results are read
+            raise ValueError(f"a handler said {outcome!r} of a block, which is no outcome")
     return outcomes

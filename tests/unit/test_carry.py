@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -108,11 +109,14 @@ def test_a_target_that_lost_its_slot_says_nothing_about_the_source() -> None:
     assert batch.job.outcomes[:BATCH] == [Outcome.IO_ERROR, Outcome.IO_ERROR, *said[2:]]
 
 
-@pytest.mark.parametrize("count", [BATCH - 1, BATCH + 1])
-@pytest.mark.parametrize(
+every_way = pytest.mark.parametrize(
     ("source", "target", "halfway"),
     [(NEAR, HOST, False), (HOST, NEAR, False), (NEAR, FAR, False), (NEAR, FAR, True)],
 )
+
+
+@pytest.mark.parametrize("count", [BATCH - 1, BATCH + 1])
+@every_way
 def test_a_handler_that_miscounts_fails_its_batch_and_no_other_block(
     source: int, target: int, halfway: bool, count: int
 ) -> None:
@@ -123,5 +127,22 @@ def test_a_handler_that_miscounts_fails_its_batch_and_no_other_block(
     miscounting = Scripted([Outcome.OK] * count)
     carrier = Carrier([Host(), miscounting, miscounting], NAMESPACE)
     with pytest.raises(ValueError, match=f"{count} outcomes for {BATCH} blocks"):
+        carrier.carry(batch)
+    assert batch.job.outcomes == [Outcome.IO_ERROR] * BLOCKS
+
+
+@pytest.mark.parametrize("stranger", [None, True, "ok"])
+@every_way
+def test_a_handler_whose_word_is_no_outcome_fails_its_batch_and_no_other_block(
+    source: int, target: int, halfway: bool, stranger: Any
+) -> None:
+    """Such as what it looks up for an error of its medium that it does not know."""
+    batch = batch_from(source, target)
+    if halfway:
+        batch.arrived = True
+        batch.job.outcomes[:BATCH] = [Outcome.OK] * BATCH
+    odd = Scripted([Outcome.OK, stranger, *[Outcome.OK] * (BATCH - 2)])
+    carrier = Carrier([Host(), odd, odd], NAMESPACE)
+    with pytest.raises(ValueError, match=f"said {stranger!r} of a block"):
         carrier.carry(batch)
     assert batch.job.outcomes == [Outcome.IO_ERROR] * BLOCKS
