@@ -18,6 +18,7 @@ from typing import Self
 from kvtier.config import MoverMode, Source, StackConfig, load
 from kvtier.core.backend import TierContext, backend
 from kvtier.core.chain import TierChain
+from kvtier.core.closing import close_all
 from kvtier.core.costs import CostModel
 from kvtier.core.flight import Ticket
 from kvtier.core.record import HEADER_BYTES, Buffer, Header, record_bytes, seal, verify
@@ -66,8 +67,7 @@ class Stack:
             self.host = host
             self.mover = _open_mover(config, self.context, serving=serving)
         except BaseException:
-            for each in [*opened, *tiers]:
-                each.close()
+            close_all([*opened, *tiers])
             raise
         self.chain = TierChain(tiers, config.tiers, self.mover, namespace, costs=costs)
         self._requests = 0
@@ -205,9 +205,7 @@ class Stack:
         if self._closed:  # the numbers of its files may be others' by now
             return
         self._closed = True
-        self.mover.close()
-        self.chain.close()
-        self.host.close()
+        close_all([self.mover, self.chain, self.host])
 
     def __enter__(self) -> Self:
         return self
@@ -228,14 +226,12 @@ def _open_tiers(
             for settings in config.tiers:
                 tiers.append(backend(settings.kind).open_tier(settings, context))
         except MediumInUse:
-            for tier in tiers:
-                tier.close()
+            close_all(tiers)
             if number == _ENGINES_MAX:
                 raise
             continue
         except BaseException:
-            for tier in tiers:
-                tier.close()
+            close_all(tiers)
             raise
         if number > 1:
             logger.warning(_NAME_IN_USE, name, engine)
@@ -252,8 +248,7 @@ def _open_mover(config: StackConfig, context: TierContext, *, serving: bool) -> 
         for settings in config.tiers:
             handlers.append(backend(settings.kind).open_handler(settings, context))
     except BaseException:
-        for handler in handlers:
-            handler.close()
+        close_all(handlers)
         raise
     queues = [settings.queue_blocks for settings in config.tiers]
     return ThreadMover(handlers, context.namespace, queue_blocks=queues)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.core.anonymous import Anonymous
 from kvtier.core.cascade import Cascade
+from kvtier.core.closing import close_all
 from kvtier.core.costs import CostModel
 from kvtier.core.direct import DirectReads
 from kvtier.core.flight import Ticket
@@ -395,5 +396,4 @@ class TierChain(Tier):
     def close(self) -> None:
         """Commit what the mover has finished and close the tiers; close the mover first."""
         self._settle(self._clock(), float("inf"))
-        for tier in self.tiers:
-            tier.close()
+        close_all(self.tiers)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from kvtier.core.closing import close_all
 from kvtier.core.record import record_bytes
 from kvtier.core.tier import Handler, HostHandler
 from kvtier.core.transfer import Mover, MoverStats, Transfer, TransferResult
@@ -128,8 +129,7 @@ class ThreadMover(Mover):
         if any(thread.is_alive() for thread in self._threads):
             log.error("a handler does not return; its threads and files are left behind")
             return
-        for handler in self._handlers:
-            handler.close()
+        close_all(self._handlers)
 
     # ---- the life of a batch, on a lane's thread
 

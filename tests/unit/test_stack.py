@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from array import array
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier import Stack
+from kvtier.backends.memory import MemoryHandler, MemoryTier
 from kvtier.core.record import record_bytes
 from kvtier.errors import ConfigErrors
 from kvtier.move.process import ProcessMover
@@ -131,6 +133,30 @@ def test_a_stack_that_is_closed_twice_closes_nobody_elses_files(tmp_path: Path) 
         others = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]
     for fd in others:
         os.close(fd)
+
+
+@pytest.mark.parametrize("half", [MemoryTier, MemoryHandler])
+def test_a_tier_that_raises_when_it_is_closed_keeps_no_other_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, half: type[MemoryTier | MemoryHandler]
+) -> None:
+    """As one whose server went away may do."""
+    tiers = config(tmp_path)
+    tiers["tiers"].insert(1, {"kind": "memory", "capacity": 8 * SLOT})
+
+    def close(self: object) -> None:
+        raise ConnectionError("the server is gone")
+
+    stack = Stack.open(tiers, NAMESPACE)
+    stack.store(blocks(4))
+    stack.settle()
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(half, "close", close)
+        with pytest.raises(ConnectionError):
+            stack.close()
+    assert [each.name for each in threading.enumerate() if each.name.startswith("kvtier")] == []
+    with Stack.open(tiers, NAMESPACE) as stack:
+        assert stack.context.engine == "unit", "nobody holds its memory"
+        assert stack.load(list(blocks(4))) == blocks(4)
 
 
 def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
