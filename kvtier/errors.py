@@ -72,6 +72,10 @@ class NotResident(KVTierError):
     """A caller asked to load a key that this tier does not hold: look up first."""
 
 
+class NotOpen(KVTierError):
+    """A stack is used that was closed, or that was opened by the process that forked this one."""
+
+
 class MoverError(KVTierError):
     """The mover cannot be started or reached."""
 

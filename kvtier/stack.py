@@ -11,6 +11,7 @@ wait until the bytes have moved.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Self
@@ -24,7 +25,7 @@ from kvtier.core.flight import Ticket
 from kvtier.core.record import HEADER_BYTES, Buffer, Header, record_bytes, seal, verify
 from kvtier.core.tier import Handler, HostHandler, Tier
 from kvtier.core.transfer import Mover
-from kvtier.errors import MediumInUse
+from kvtier.errors import MediumInUse, NotOpen
 from kvtier.move.process import ProcessMover
 from kvtier.move.threads import ThreadMover
 from kvtier.observe.human import size
@@ -44,7 +45,8 @@ _PIECE = 256
 
 
 class Stack:
-    """Tiers, the chain over them, and the mover between them. For one thread at a time."""
+    """Tiers, the chain over them, and the mover between them. For one thread at a time, of the
+    process that opened it: a child that is forked off opens one of its own."""
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class Stack:
             raise
         self.chain = TierChain(tiers, config.tiers, self.mover, namespace, costs=costs)
         self._requests = 0
+        self._process = os.getpid()
         self._closed = False
 
     @classmethod
@@ -100,6 +103,7 @@ class Stack:
         A payload has exactly the size that the namespace states for its group. Keys that are
         resident already, and those without room, are left out.
         """
+        self._check_open()
         for key, payload in blocks.items():
             if len(payload) != self.namespace.payload_of(key):
                 raise ValueError(
@@ -135,6 +139,7 @@ class Stack:
 
         What is not resident, fails, or is later than `seconds` is left out.
         """
+        self._check_open()
         end = time.monotonic() + seconds
         payloads: dict[BlockKey, bytes] = {}
         left = list(dict.fromkeys(keys))
@@ -183,6 +188,7 @@ class Stack:
 
     def settle(self, seconds: float = 60.0) -> bool:
         """Wait until the cascade has nothing left to do; says whether it got there in time."""
+        self._check_open()
         end = time.monotonic() + seconds
         self.chain.poll()
         while not self.chain.settled and time.monotonic() < end:
@@ -201,11 +207,22 @@ class Stack:
         return ", ".join(parts)
 
     def close(self) -> None:
-        """Close everything, once; committed blocks stay in tiers that keep them."""
-        if self._closed:  # the numbers of its files may be others' by now
+        """Close everything, once; committed blocks stay in tiers that keep them. In a process that
+        was forked off it does nothing: locks and files are still the parent's."""
+        if self._closed or self._forked:  # the numbers of its files may be others' by now
             return
         self._closed = True
         close_all([self.mover, self.chain, self.host])
+
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._process
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise NotOpen("this stack is closed: open it again")
+        if self._forked:
+            raise NotOpen("this stack was opened before a fork, by the parent: open one here")
 
     def __enter__(self) -> Self:
         return self

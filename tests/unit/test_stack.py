@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from array import array
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from kvtier import Stack
 from kvtier.backends.memory import MemoryHandler, MemoryTier
 from kvtier.core.record import record_bytes
-from kvtier.errors import ConfigErrors
+from kvtier.errors import ConfigErrors, NotOpen
 from kvtier.move.process import ProcessMover
 from kvtier.observe.human import size
 from kvtier.testing.records import NAMESPACE, make_keys, payload
@@ -157,6 +159,67 @@ def test_a_tier_that_raises_when_it_is_closed_keeps_no_other_open(
     with Stack.open(tiers, NAMESPACE) as stack:
         assert stack.context.engine == "unit", "nobody holds its memory"
         assert stack.load(list(blocks(4))) == blocks(4)
+
+
+def test_a_stack_that_is_closed_says_so(tmp_path: Path) -> None:
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        stack.store(blocks(4))
+    with pytest.raises(NotOpen, match="closed: open it again"):
+        stack.store(blocks(1, start=10))
+    with pytest.raises(NotOpen, match="closed"):
+        stack.load(make_keys(4))
+    with pytest.raises(NotOpen, match="closed"):
+        stack.settle()
+
+
+FORKED = """
+import os, sys
+from pathlib import Path
+from kvtier import Stack
+from kvtier.errors import NotOpen
+from kvtier.testing.records import NAMESPACE, make_keys, payload
+
+folder, mode = Path(sys.argv[1]), sys.argv[2]
+tiers = {
+    "version": 1,
+    "name": "forking",
+    "mover": {"mode": mode},
+    "tiers": [
+        {"kind": "cpu", "path": str(folder), "capacity": "64KiB", "persistence": "discard"},
+        {"kind": "nvme", "path": str(folder / "nvme"), "capacity": "4MiB", "free_floor": 0},
+    ],
+}
+wanted = {key: payload(key) for key in make_keys(8)}
+
+def fill(stack):
+    for key in wanted:
+        stack.store({key: wanted[key]})
+        stack.settle()
+
+with Stack.open(tiers, NAMESPACE) as stack:
+    child = os.fork()
+    if child == 0:
+        try:
+            stack.load(make_keys(1))
+        except NotOpen:
+            sys.exit(7)  # and so out of the block, as whatever a child does that ends like this
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert list(folder.glob("*forking.region")), "the region is the parent's"
+    with Stack.open(tiers, NAMESPACE) as second:
+        assert second.context.engine == "forking-2", "the lock is still the parent's"
+    fill(stack)
+    assert stack.load(list(wanted)) == wanted
+    assert stack.chain.chain_stats().mover.restarts == 0, "and so is the mover"
+"""
+
+
+@pytest.mark.parametrize("mode", ["threads", "process"])
+def test_a_child_that_is_forked_off_leaves_the_stack_to_its_parent(
+    tmp_path: Path, mode: str
+) -> None:
+    command = [sys.executable, "-c", FORKED, tmp_path, mode]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
