@@ -29,7 +29,15 @@ from kvtier.errors import MediumInUse, NotOpen
 from kvtier.move.process import ProcessMover
 from kvtier.move.threads import ThreadMover
 from kvtier.observe.human import size
-from kvtier.types import BlockKey, Namespace, Outcome, Presence, Reservation
+from kvtier.types import (
+    GROUP_BYTES,
+    KEY_BYTES_MAX,
+    BlockKey,
+    Namespace,
+    Outcome,
+    Presence,
+    Reservation,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +113,8 @@ class Stack:
         """
         self._check_open()
         for key, payload in blocks.items():
+            if not GROUP_BYTES < len(key) <= KEY_BYTES_MAX:
+                raise ValueError(f"a key of {len(key)} bytes: make keys with kvtier.block_key")
             if len(payload) != self.namespace.payload_of(key):
                 raise ValueError(
                     f"a payload of {len(payload)} bytes, where the namespace says "

@@ -20,7 +20,7 @@ from kvtier.errors import ConfigErrors, NotOpen
 from kvtier.move.process import ProcessMover
 from kvtier.observe.human import size
 from kvtier.testing.records import NAMESPACE, make_keys, payload
-from kvtier.types import Namespace
+from kvtier.types import BlockKey, Namespace
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
 
@@ -234,6 +234,18 @@ def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
 def test_a_payload_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
     with Stack.open(config(tmp_path), NAMESPACE) as stack, pytest.raises(ValueError, match="8192"):
         stack.store({make_keys(1)[0]: b"short"})
+
+
+@pytest.mark.parametrize("size", [4, 41])
+def test_a_key_that_no_record_can_name_is_refused(tmp_path: Path, size: int) -> None:
+    """It would be taken, found by nobody, and count as damage."""
+    key = BlockKey(bytes(size))
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        with pytest.raises(ValueError, match="block_key"):
+            stack.store({key: bytes(NAMESPACE.payload_of(key))})
+        assert stack.settle()
+        assert stack.load([key]) == {}
+        assert [tier.stats().stored for tier in stack.chain.tiers] == [0, 0]
 
 
 def test_a_payload_that_cannot_be_copied_keeps_no_slot(tmp_path: Path) -> None:
