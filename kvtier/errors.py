@@ -6,11 +6,16 @@ engine's scheduler: a tier answers with a named outcome (`kvtier.types.Outcome`)
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Sequence
 
 
 class KVTierError(Exception):
     """Base of all errors that kvtier raises on purpose."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Python would call the class with the message alone, where it wants to be told more.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigError(KVTierError):
