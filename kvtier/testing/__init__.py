@@ -2,7 +2,15 @@
 
 import sys
 
-SUITES = ("contract", "contract_medium", "fault_suite", "mover", "stateful", "subject")
+SUITES = (
+    "contract",
+    "contract_medium",
+    "contract_moves",
+    "fault_suite",
+    "mover",
+    "stateful",
+    "subject",
+)
 
 if pytest := sys.modules.get("pytest"):
     pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in SUITES))

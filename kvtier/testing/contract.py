@@ -14,7 +14,8 @@ import pytest
 
 from kvtier.errors import MediumError, NotResident
 from kvtier.testing.contract_medium import MediumContract
-from kvtier.testing.records import make_keys
+from kvtier.testing.contract_moves import TransferContract
+from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.testing.subject import Rig, Subject, failures
 from kvtier.types import EventKind, Outcome, Presence, block_key
 
@@ -167,6 +168,7 @@ class CatalogueContract:
         reservation = rig.reserve(new)
         assert reservation.keys == new
         assert sorted(reservation.evicted) == sorted(victims)
+        assert rig.tier.stats().evicted == 3
         assert rig.tier.lookup(reservation.evicted) == [Presence.MISS] * 3
         rig.write(reservation)
         rig.tier.complete_store(new)
@@ -347,10 +349,12 @@ class CatalogueContract:
         assert stats.medium == rig.tier.medium
         assert (stats.blocks, stats.stored) == (4, 4)
         assert (stats.pinned, stats.in_flight) == (3, 1)
-        assert stats.bytes_used > 0
+        assert stats.bytes_used >= 4 * NAMESPACE.payload_bytes
         rig.check_room()
         rig.tier.complete_load(keys[:3])
         rig.tier.complete_store(reserved.keys, failures(reserved.keys, Outcome.DROPPED))
+        assert (rig.tier.stats().pinned, rig.tier.stats().in_flight) == (0, 0)
+        assert (stats.pinned, stats.in_flight) == (3, 1), "they are of their moment"
 
     def test_what_is_free_takes_nobodys_place(self, rig: Rig) -> None:
         rig.put(make_keys(BLOCKS - 2))
@@ -368,5 +372,5 @@ class CatalogueContract:
         assert rig.resident(keys) == keys
 
 
-class TierContract(CatalogueContract, MediumContract):
+class TierContract(CatalogueContract, TransferContract, MediumContract):
     """All that a backend must do, and what its subject says that it does beyond."""

@@ -6,7 +6,6 @@ import ctypes
 import random
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -147,20 +146,6 @@ class MediumContract:
             keys = make_keys(BLOCKS, start=100 * group, group=group)
             assert grouped.put(keys) == keys
             assert grouped.get(keys) == keys
-
-    def test_transfers_run_in_many_threads(self, rig: Rig) -> None:
-        keys = rig.put(make_keys(BLOCKS))
-        spec = rig.tier.prepare_load(keys)
-
-        def load(index: int) -> Outcome:
-            record = blank()
-            place = index % BLOCKS
-            [outcome] = rig.handler.load(spec.select(place, place + 1), [keys[place]], [record])
-            return prove(record, keys[place]) if outcome.ok else outcome
-
-        with ThreadPoolExecutor(4) as threads:
-            assert set(threads.map(load, range(64))) == {Outcome.OK}
-        rig.tier.complete_load(keys)
 
     def test_transfers_leave_no_file_open(self, rig: Rig) -> None:
         opened = []
@@ -312,6 +297,19 @@ class MediumContract:
         rig.tier.flush()
         rig.reopen()  # with pins, which go with the process that held them
         assert rig.get(keys) == keys[2:]
+
+    def test_what_was_cleared_stays_away(self, rig: Rig) -> None:
+        if not self.subject.persistent:
+            return
+        keys = rig.put(make_keys(4))
+        rig.tier.prepare_load(keys[:1])
+        landed = rig.reserve(make_keys(2, start=50))
+        rig.write(landed)
+        rig.tier.clear()
+        rig.tier.flush()
+        rig.reopen()
+        may_revive = landed.keys if self.subject.revives else []
+        assert set(rig.resident(make_keys(100))) <= set(may_revive)
 
     def test_a_smaller_capacity_holds_after_a_restart(self, rig: Rig) -> None:
         keys = rig.put(make_keys(BLOCKS))

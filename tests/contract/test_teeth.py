@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,14 +10,15 @@ import pytest
 from hypothesis import Phase, settings
 from subjects import MemorySubject
 
-from kvtier.backends.memory import MemoryTier
+from kvtier.backends.memory import MemoryHandler, MemoryStore, MemoryTier
 from kvtier.core.backend import TierContext
 from kvtier.core.disk import Disk
+from kvtier.core.record import HEADER_BYTES, Buffer
 from kvtier.core.settings import TierSettings
-from kvtier.testing.contract import CatalogueContract
+from kvtier.testing.contract import CatalogueContract, TierContract
 from kvtier.testing.crash import Books, Broken
 from kvtier.testing.crash_life import Finding
-from kvtier.testing.records import make_keys, prove, sealed
+from kvtier.testing.records import blank, make_keys, prove, sealed
 from kvtier.testing.stateful import SETTINGS, tier_machine
 from kvtier.testing.subject import Rig
 from kvtier.types import (
@@ -129,6 +131,150 @@ def test_the_machine_finds_it(broken: type[MemoryTier]) -> None:
     )
     with pytest.raises((AssertionError, BaseExceptionGroup)):
         machine.TestCase().runTest()
+
+
+class WritesLater(MemoryHandler):
+    """Keeps what it is given until somebody asks for it."""
+
+    kept: tuple[LoadStoreSpec, Sequence[BlockKey], Sequence[Buffer]] | None = None
+
+    def store(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
+    ) -> list[Outcome]:
+        self.kept = spec, keys, records
+        return [Outcome.OK] * len(keys)
+
+    def load(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        if self.kept:
+            super().store(*self.kept)
+        return super().load(spec, keys, into)
+
+
+class ChangesWhatItStores(MemoryHandler):
+    def store(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
+    ) -> list[Outcome]:
+        outcomes = super().store(spec, keys, records)
+        records[0][HEADER_BYTES] ^= 1
+        return outcomes
+
+
+class SharesABuffer(MemoryHandler):
+    """Stores by way of one buffer, with another call in between."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.buffer = blank()
+        self.pair = threading.Barrier(2)
+
+    def store(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
+    ) -> list[Outcome]:
+        self.buffer[:] = records[0]
+        self.pair.wait()
+        return super().store(spec, keys, [self.buffer])
+
+
+class CountsNoEvictions(MemoryTier):
+    def stats(self) -> TierStats:
+        found = super().stats()
+        found.evicted = 0
+        return found
+
+
+class CountsHalf(MemoryTier):
+    def stats(self) -> TierStats:
+        found = super().stats()
+        found.bytes_used //= 2
+        return found
+
+
+class CountsOn(MemoryTier):
+    def stats(self) -> TierStats:
+        super().stats()
+        return self._stats
+
+
+class ClearsForNow(MemoryTier):
+    """What it has cleared comes back when it is opened again."""
+
+    cleared: list[BlockKey] = []
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.complete_store(self.prepare_store(self.cleared).keys)
+
+    def clear(self) -> None:
+        self.cleared.extend(self._resident)
+        super().clear()
+
+
+class HalvesSubject(MemorySubject):
+    """The memory backend with a half of its own."""
+
+    persistent = True
+
+    def __init__(self, half: type[MemoryTier | MemoryHandler]) -> None:
+        self.half = half
+
+    def open_tier(self, settings: TierSettings, context: TierContext, disk: Disk) -> MemoryTier:
+        tier = self.backend.open_tier(settings, context)
+        return self.half(tier.store) if issubclass(self.half, MemoryTier) else tier
+
+    def open_handler(
+        self, settings: TierSettings, context: TierContext, disk: Disk
+    ) -> MemoryHandler:
+        handler = self.backend.open_handler(settings, context)
+        return self.half(handler._store) if issubclass(self.half, MemoryHandler) else handler
+
+
+@pytest.mark.parametrize(
+    ("half", "test"),
+    [
+        (WritesLater, "test_a_store_has_ended_when_it_says_so"),
+        (ChangesWhatItStores, "test_a_store_has_ended_when_it_says_so"),
+        (SharesABuffer, "test_transfers_run_in_many_threads"),
+        (CountsNoEvictions, "test_eviction_makes_room_and_says_what_it_took"),
+        (CountsHalf, "test_stats_count"),
+        (CountsOn, "test_stats_count"),
+        (ClearsForNow, "test_what_was_cleared_stays_away"),
+    ],
+)
+def test_the_contract_finds_it(
+    tmp_path: Path, half: type[MemoryTier | MemoryHandler], test: str
+) -> None:
+    contract = TierContract()
+    contract.subject = HalvesSubject(half)
+    rig = Rig(contract.subject, tmp_path)
+    with pytest.raises(AssertionError):
+        getattr(contract, test)(rig)
+    rig.close()
+
+
+class ForOneThread(MemoryHandler):
+    concurrency = 1
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.callers: set[int] = set()
+
+    def load(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        self.callers.add(threading.get_ident())
+        return super().load(spec, keys, into)
+
+
+def test_the_contract_asks_for_no_more_threads_than_the_mover_has(tmp_path: Path) -> None:
+    contract = TierContract()
+    contract.subject = HalvesSubject(ForOneThread)
+    rig = Rig(contract.subject, tmp_path)
+    contract.test_transfers_run_in_many_threads(rig)
+    assert isinstance(rig.handler, ForOneThread)
+    assert len(rig.handler.callers) == 1
+    rig.close()
 
 
 class FreesBehind(MemoryTier):

@@ -1,0 +1,49 @@
+"""What a handler owes its callers: threads of the mover, and buffers that are host memory."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from kvtier.testing.records import blank, make_keys, prove, sealed
+from kvtier.testing.subject import Rig, Subject
+from kvtier.types import Outcome
+
+BLOCKS = 8
+
+
+class TransferContract:
+    """Calls of a handler, many at once and one after the other."""
+
+    subject: Subject
+
+    def test_transfers_run_in_many_threads(self, rig: Rig) -> None:
+        keys = make_keys(BLOCKS)
+        places = rig.reserve(keys).spec
+
+        def store(place: int) -> list[Outcome]:
+            record = sealed(keys[place])
+            return rig.handler.store(places.select(place, place + 1), [keys[place]], [record])
+
+        def load(index: int) -> Outcome:
+            record, place = blank(), index % BLOCKS
+            [outcome] = rig.handler.load(spec.select(place, place + 1), [keys[place]], [record])
+            return prove(record, keys[place]) if outcome.ok else outcome
+
+        with ThreadPoolExecutor(rig.handler.concurrency) as threads:
+            assert list(threads.map(store, range(BLOCKS))) == [[Outcome.OK]] * BLOCKS
+            rig.tier.complete_store(keys)
+            spec = rig.tier.prepare_load(keys)
+            assert set(threads.map(load, range(8 * BLOCKS))) == {Outcome.OK}
+        rig.tier.complete_load(keys)
+
+    def test_a_store_has_ended_when_it_says_so(self, rig: Rig) -> None:
+        """Its buffers are host memory, which others read meanwhile, and write to afterwards."""
+        keys = make_keys(BLOCKS)
+        reservation = rig.reserve(keys)
+        records = [sealed(key) for key in keys]
+        rig.transfer(keys, reservation.spec, records, loading=False)
+        assert records == [sealed(key) for key in keys], "a handler changes what it stores"
+        for record in records:
+            record[:] = bytes(len(record))
+        rig.tier.complete_store(keys)
+        assert rig.get(keys) == keys
