@@ -94,7 +94,7 @@ def backend(kind: str) -> Backend[Any]:
     (point,) = points
     try:
         found = point.load()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever its package raises, be it for the lack of a device
         raise BackendError(
             f"tier kind {kind!r} ({point.value}) cannot be imported: {error}; "
             "reinstall the package that brings it"

@@ -120,6 +120,7 @@ WRONG: list[tuple[dict[str, object], str, str, str]] = [
     ({"kind": "bnch"}, "$.tiers[0].kind", "no tier kind 'bnch'", 'did you mean "bench"'),
     ({"kind": 5}, "$.tiers[0].kind", "no tier kind 5", "installed are"),
     ({"kind": "broken"}, "$.tiers[0].kind", "cannot be imported", "reinstall"),
+    ({"kind": "raising"}, "$.tiers[0].kind", "cannot be imported: no device", "reinstall"),
     ({"kind": "stranger"}, "$.tiers[0].kind", "does not name a Backend", "correct the package"),
 ]
 
