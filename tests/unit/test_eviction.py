@@ -423,8 +423,9 @@ class TestRegistry:
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-policies\nVersion: 1.0")
         (info / "entry_points.txt").write_text(
             "[kvtier.eviction]\noldest = other_policies:Oldest\nbroken = other_policies:WRONG\n"
-            "lost = other_policies.lost:Lost\n"
+            "lost = other_policies.lost:Lost\nraising = raising_policies:Raising\n"
         )
+        (tmp_path / "raising_policies.py").write_text("raise RuntimeError('no device is here')\n")
         (tmp_path / "other_policies.py").write_text(
             "from kvtier.core.eviction.lru import LRU\n"
             "class Oldest(LRU):\n    name = 'oldest'\n"
@@ -460,7 +461,7 @@ class TestRegistry:
             create_policy("broken")
 
     @pytest.mark.usefixtures("installed")
-    @pytest.mark.parametrize("name", ["broken", "lost"])
+    @pytest.mark.parametrize("name", ["broken", "lost", "raising"])
     def test_a_stack_with_a_policy_that_cannot_be_used_is_refused(
         self, tmp_path: Path, name: str
     ) -> None:

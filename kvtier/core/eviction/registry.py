@@ -39,7 +39,7 @@ def policy_class(name: str) -> type[EvictionPolicy]:
     elif name in _others():
         try:
             found = _others()[name].load()
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # whatever its package raises
             raise ConfigError(
                 ".eviction",
                 f"the eviction policy {name!r} cannot be imported: {error}",
