@@ -53,6 +53,9 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     parts: int = 1
 
     def __post_init__(self) -> None:
+        for name, value in self.facts.items():
+            if not isinstance(value, str):
+                raise ValueError(f"the fact {name!r} is no text: write {str(value)!r}")
         if not self.group_bytes or min(self.group_bytes) <= 0:
             raise ValueError("group_bytes must name at least one positive payload size")
         if len(self.group_bytes) > GROUPS_MAX:

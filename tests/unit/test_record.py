@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -185,6 +187,13 @@ def test_so_is_one_that_is_no_text(fact: bytes) -> None:
     whole = Namespace(facts={"model": "m"}, group_bytes=(4096,)).to_json()
     with pytest.raises(msgspec.ValidationError):
         Namespace.from_json(whole.replace(b'"model": "m"', fact))
+
+
+@pytest.mark.parametrize("value", [32, None, ["a"]])
+def test_facts_that_are_no_texts_are_refused(value: Any) -> None:
+    """What is written down for them could not be read again, so that no command would know it."""
+    with pytest.raises(ValueError, match=f"write {re.escape(repr(str(value)))}"):
+        Namespace(facts={"model": "m", "layers": value}, group_bytes=(4096,))
 
 
 def test_no_description_asks_for_more_than_any_block_has() -> None:
