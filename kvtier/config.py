@@ -104,6 +104,20 @@ def load(
     return _read(_document(source), record_bytes, excused)
 
 
+def check(config: StackConfig, *, record_bytes: int) -> None:
+    """Check a stack that was read without the size of a block, or was not read but made.
+
+    Raises ConfigErrors with all that is wrong.
+    """
+    document = Document()
+    if not 0 < len(config.tiers) <= TIERS_MAX:
+        _miscounted("$.tiers", document)
+    for settings in config.tiers[:1]:
+        _check_host(backend(settings.kind), "$.tiers[0]", document)
+    _check(config.tiers, record_bytes, document, ())
+    document.check()
+
+
 def effective(source: Source) -> dict[str, Any]:
     """What `load` reads from a source, defaults filled in, as plain values for people; it may be
     another machine's.
@@ -160,15 +174,19 @@ def _tiers(
     value: object, place: str, document: Document, found: list[TierSettings | None]
 ) -> object:
     if not isinstance(value, list) or not 0 < len(value) <= TIERS_MAX:
-        document.report(
-            place,
-            f"a stack has 1 to {TIERS_MAX} tiers",
-            "write a list: one mapping a tier, fastest first",
-        )
+        _miscounted(place, document)
         return None
     for index, item in enumerate(value):
         found.append(_tier(item, f"{place}[{index}]", document, host=index == 0))
     return tuple(found)
+
+
+def _miscounted(place: str, document: Document) -> None:
+    document.report(
+        place,
+        f"a stack has 1 to {TIERS_MAX} tiers",
+        "write a list: one mapping a tier, fastest first",
+    )
 
 
 def _tier(value: object, place: str, document: Document, *, host: bool) -> TierSettings | None:
@@ -181,19 +199,24 @@ def _tier(value: object, place: str, document: Document, *, host: bool) -> TierS
     found = _backend(value["kind"], f"{place}.kind", document)
     if found is None:
         return None
-    if host and not found.host:
-        hosts = [kind for kind in kinds() if _is_host(kind)]
-        document.report(
-            f"{place}.kind",
-            f"the first tier must be host memory, and {found.kind} is not",
-            f"put a tier of kind {' or '.join(hosts)} before it",
-        )
+    if host:
+        _check_host(found, place, document)
     settings: TierSettings | None = decode(found.settings, value, place, document)
     if host and settings is not None and settings.write is WritePolicy.ON_EVICT:
         document.report(
             f"{place}.write", "no tier stands above the first one", "write through, or never"
         )
     return settings
+
+
+def _check_host(found: Backend[Any], place: str, document: Document) -> None:
+    if not found.host:
+        hosts = [kind for kind in kinds() if _is_host(kind)]
+        document.report(
+            f"{place}.kind",
+            f"the first tier must be host memory, and {found.kind} is not",
+            f"put a tier of kind {' or '.join(hosts)} before it",
+        )
 
 
 def _backend(kind: object, place: str, document: Document) -> Backend[Any] | None:

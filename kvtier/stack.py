@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from kvtier.config import MoverMode, Source, StackConfig, load
+from kvtier.config import MoverMode, Source, StackConfig, check, load
 from kvtier.core.backend import TierContext, backend
 from kvtier.core.chain import TierChain
 from kvtier.core.closing import close_all
@@ -99,8 +99,11 @@ class Stack:
         of its own where the configuration leaves the choice; `engine` is the name under which
         private media are kept, the configuration's own if it is not given; `near` are the NUMA
         nodes that host memory should come from."""
-        if not isinstance(source, StackConfig):
-            source = load(source, record_bytes=record_bytes(namespace.payload_bytes))
+        size = record_bytes(namespace.payload_bytes)
+        if isinstance(source, StackConfig):
+            check(source, record_bytes=size)
+        else:
+            source = load(source, record_bytes=size)
         return cls(source, namespace, serving=serving, costs=costs, engine=engine, near=near)
 
     # -- for callers that may wait ---------------------------------------------------------

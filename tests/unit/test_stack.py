@@ -11,9 +11,10 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from kvtier import Stack
+from kvtier import Stack, load_config
 from kvtier.backends.memory import MemoryHandler, MemoryTier
 from kvtier.core.record import record_bytes
 from kvtier.errors import ConfigErrors, NotOpen
@@ -263,3 +264,27 @@ def test_a_tier_too_small_for_one_block_is_found_before_anything_is_opened(tmp_p
     with pytest.raises(ConfigErrors, match=r"\$\.tiers\[0\]\.capacity"):
         Stack.open(config(tmp_path, blocks=0), NAMESPACE)
     assert not (tmp_path / "nvme").exists()
+
+
+def test_what_was_read_before_the_size_of_a_block_was_known_is_checked_again(
+    tmp_path: Path,
+) -> None:
+    large = Namespace(facts=NAMESPACE.facts, group_bytes=(8 << 20,))
+    read = load_config(config(tmp_path, blocks=1024))
+    with pytest.raises(ConfigErrors, match=r"\$\.tiers\[1\]\.capacity"):
+        Stack.open(read, large)
+    assert not (tmp_path / "nvme").exists()
+
+
+def test_what_was_made_and_not_read_is_checked_like_a_file(tmp_path: Path) -> None:
+    good = load_config(config(tmp_path))
+    host, lower = good.tiers
+    for tiers, place in [
+        ((), r"\$\.tiers: a stack has 1 to 8"),
+        ((lower,), r"\$\.tiers\[0\]\.kind: the first tier must be host memory"),
+        ((host, lower, lower), r"\$\.tiers\[2\]\.path: \$\.tiers\[1\] uses"),
+    ]:
+        with pytest.raises(ConfigErrors, match=place):
+            Stack.open(msgspec.structs.replace(good, tiers=tiers), NAMESPACE)
+    with Stack.open(good, NAMESPACE) as stack:
+        assert len(stack.store(blocks(2))) == 2
