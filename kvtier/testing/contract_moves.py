@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+from kvtier.testing.elsewhere import load_elsewhere
 from kvtier.testing.records import blank, make_keys, prove, sealed
 from kvtier.testing.subject import Rig, Subject
 from kvtier.types import Outcome
@@ -47,3 +48,12 @@ class TransferContract:
             record[:] = bytes(len(record))
         rig.tier.complete_store(keys)
         assert rig.get(keys) == keys
+
+    def test_another_process_finds_the_medium(self, rig: Rig) -> None:
+        """When an engine serves, handlers are opened in that of the mover."""
+        if not self.subject.persistent:
+            return
+        keys = rig.put(make_keys(1))
+        spec = rig.tier.prepare_load(keys)
+        assert load_elsewhere(rig.settings, rig.context, spec, keys) == [Outcome.OK]
+        rig.tier.complete_load(keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -250,6 +251,16 @@ def test_the_contract_finds_it(
     rig = Rig(contract.subject, tmp_path)
     with pytest.raises(AssertionError):
         getattr(contract, test)(rig)
+    rig.close()
+
+
+def test_a_handler_that_needs_its_tier_beside_it_is_found(tmp_path: Path) -> None:
+    """An engine's is in another process, where it would find nothing, ever."""
+    contract = TierContract()
+    contract.subject = HalvesSubject(MemoryHandler)
+    rig = Rig(contract.subject, tmp_path)
+    with pytest.raises(subprocess.CalledProcessError):
+        contract.test_another_process_finds_the_medium(rig)
     rig.close()
 
 
