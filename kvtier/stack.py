@@ -175,12 +175,15 @@ class Stack:
         """Add what arrives to `payloads`; says which keys there was room to ask for."""
         self._requests += 1
         ticket = self.chain.begin_load(keys, f"stack-{self._requests}", end)
-        while not ticket.landed:
-            self.mover.wait(_WAIT_S)
-            self.chain.poll()
-        found, failed = self._read(ticket)
-        payloads |= found
-        self.chain.end_load(ticket, failed)
+        failed: dict[BlockKey, Outcome] = {}
+        try:
+            while not ticket.landed:
+                self.mover.wait(_WAIT_S)
+                self.chain.poll()
+            found, failed = self._read(ticket)
+            payloads |= found
+        finally:  # Ctrl-C may come, and its slots must not be held for ever
+            self.chain.end_load(ticket, failed)
         self.chain.poll()
         return set(ticket.keys)
 

@@ -19,6 +19,7 @@ from kvtier.backends.memory import MemoryHandler, MemoryTier
 from kvtier.core.record import record_bytes
 from kvtier.errors import ConfigErrors, NotOpen
 from kvtier.move.process import ProcessMover
+from kvtier.move.threads import ThreadMover
 from kvtier.observe.human import size
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey, Namespace
@@ -221,6 +222,28 @@ def test_a_child_that_is_forked_off_leaves_the_stack_to_its_parent(
     command = [sys.executable, "-c", FORKED, tmp_path, mode]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_load_that_is_interrupted_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Ctrl-C in a notebook, say, whose next cell goes on with the stack."""
+
+    def wait(self: ThreadMover, seconds: float) -> bool:
+        raise KeyboardInterrupt
+
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        stack.store(blocks(8))
+        stack.settle()
+        stack.chain.tiers[0].forget(make_keys(4))
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(ThreadMover, "wait", wait)
+            with pytest.raises(KeyboardInterrupt):
+                stack.load(make_keys(8))
+        assert stack.settle()
+        assert stack.chain.tiers[0].stats().pinned == 0
+        assert len(stack.store(blocks(8, start=20))) == 8
+        assert stack.load(make_keys(8)) == blocks(8)
 
 
 def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
