@@ -10,10 +10,12 @@ wait until the bytes have moved.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
 from kvtier.config import MoverMode, Source, StackConfig, check, load
@@ -53,8 +55,11 @@ _PIECE = 256
 
 
 class Stack:
-    """Tiers, the chain over them, and the mover between them. For one thread at a time, of the
-    process that opened it: a child that is forked off opens one of its own."""
+    """Tiers, the chain over them, and the mover between them.
+
+    Threads that call it take turns; the chain itself is for one. It belongs to the process that
+    opened it: a child that is forked off opens one of its own.
+    """
 
     def __init__(
         self,
@@ -83,6 +88,7 @@ class Stack:
         self._requests = 0
         self._process = os.getpid()
         self._closed = False
+        self._turns = threading.RLock()  # a signal's handler may close what it interrupts
 
     @classmethod
     def open(
@@ -114,7 +120,6 @@ class Stack:
         A payload has exactly the size that the namespace states for its group. Keys that are
         resident already, and those without room, are left out.
         """
-        self._check_open()
         for key, payload in blocks.items():
             if not GROUP_BYTES < len(key) <= KEY_BYTES_MAX:
                 raise ValueError(f"a key of {len(key)} bytes: make keys with kvtier.block_key")
@@ -123,14 +128,15 @@ class Stack:
                     f"a payload of {len(payload)} bytes, where the namespace says "
                     f"{self.namespace.payload_of(key)}"
                 )
-        reservation = self.chain.prepare_store(list(blocks))
         written: set[BlockKey] = set()
-        try:
-            self._write(reservation, blocks, written)
-        finally:  # what cannot be written, as memory that is not of bytes, must not keep its slot
-            lost = dict.fromkeys(set(reservation.keys) - written, Outcome.CANCELLED)
-            self.chain.complete_store(reservation.keys, lost)
-        self.chain.poll()
+        with self._turn():
+            reservation = self.chain.prepare_store(list(blocks))
+            try:
+                self._write(reservation, blocks, written)
+            finally:  # what cannot be written, as memory that is not of bytes, must keep no slot
+                lost = dict.fromkeys(set(reservation.keys) - written, Outcome.CANCELLED)
+                self.chain.complete_store(reservation.keys, lost)
+            self.chain.poll()
         return reservation.keys
 
     def _write(
@@ -152,21 +158,21 @@ class Stack:
 
         What is not resident, fails, or is later than `seconds` is left out.
         """
-        self._check_open()
         end = time.monotonic() + seconds
         payloads: dict[BlockKey, bytes] = {}
         left = list(dict.fromkeys(keys))
-        self.chain.touch(left)
-        while left and time.monotonic() < end:
-            piece, left = left[:_PIECE], left[_PIECE:]
-            while piece:
-                found = self.chain.lookup(piece)
-                hits = [key for key, at in zip(piece, found, strict=True) if at is Presence.HIT]
-                taken = self._fetch(hits, end, payloads)
-                if not taken:
-                    break
-                # More than host memory has room for comes when the first have left.
-                piece = [key for key in piece if key not in taken]
+        with self._turn():
+            self.chain.touch(left)
+            while left and time.monotonic() < end:
+                piece, left = left[:_PIECE], left[_PIECE:]
+                while piece:
+                    found = self.chain.lookup(piece)
+                    hits = [key for key, at in zip(piece, found, strict=True) if at is Presence.HIT]
+                    taken = self._fetch(hits, end, payloads)
+                    if not taken:
+                        break
+                    # More than host memory has room for comes when the first have left.
+                    piece = [key for key in piece if key not in taken]
         return payloads
 
     def _fetch(
@@ -204,41 +210,49 @@ class Stack:
 
     def settle(self, seconds: float = 60.0) -> bool:
         """Wait until the cascade has nothing left to do; says whether it got there in time."""
-        self._check_open()
         end = time.monotonic() + seconds
-        self.chain.poll()
-        while not self.chain.settled and time.monotonic() < end:
-            self.mover.wait(_WAIT_S)
+        while not (settled := self._settled()) and time.monotonic() < end:
+            self.mover.wait(_WAIT_S)  # in which others have their turn
+        return settled
+
+    def _settled(self) -> bool:
+        with self._turn():
             self.chain.poll()
-        return self.chain.settled
+            return self.chain.settled
 
     def summary(self) -> str:
         """What each tier holds, and what it may hold."""
         parts = []
-        for tier in self.chain.tiers:
-            tier.lookup([])  # which takes in what has just been found
-            held = tier.stats()
-            room = f"{size(held.bytes_used)} of {size(held.bytes_capacity)}"
-            parts.append(f"{held.medium} {held.blocks:,} blocks ({room})")
+        with self._turn():
+            for tier in self.chain.tiers:
+                tier.lookup([])  # which takes in what has just been found
+                held = tier.stats()
+                room = f"{size(held.bytes_used)} of {size(held.bytes_capacity)}"
+                parts.append(f"{held.medium} {held.blocks:,} blocks ({room})")
         return ", ".join(parts)
 
     def close(self) -> None:
         """Close everything, once; committed blocks stay in tiers that keep them. In a process that
         was forked off it does nothing: locks and files are still the parent's."""
-        if self._closed or self._forked:  # the numbers of its files may be others' by now
+        if self._forked:
             return
-        self._closed = True
-        close_all([self.mover, self.chain, self.host])
+        with self._turns:
+            if not self._closed:  # else the numbers of its files may be others' by now
+                self._closed = True
+                close_all([self.mover, self.chain, self.host])
 
     @property
     def _forked(self) -> bool:
         return os.getpid() != self._process
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise NotOpen("this stack is closed: open it again")
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
         if self._forked:
             raise NotOpen("this stack was opened before a fork, by the parent: open one here")
+        with self._turns:
+            if self._closed:
+                raise NotOpen("this stack is closed: open it again")
+            yield
 
     def __enter__(self) -> Self:
         return self

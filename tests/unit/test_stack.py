@@ -246,6 +246,30 @@ def test_a_load_that_is_interrupted_holds_nothing(
         assert stack.load(make_keys(8)) == blocks(8)
 
 
+def test_threads_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of an application that answers several requests at once."""
+    deeds: list[str] = []
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        stack.store(blocks(8))
+        stack.settle()
+        stack.chain.tiers[0].forget(make_keys(8))
+        other = threading.Thread(target=lambda: deeds.append(f"stored {len(stack.store(more))}"))
+        more, wait = blocks(4, start=20), ThreadMover.wait
+
+        def wait_while_another_thread_comes(mover: ThreadMover, seconds: float) -> bool:
+            if not deeds:
+                deeds.append("loading")
+                other.start()
+                other.join(0.2)  # it must not get on, however long that takes
+            return wait(mover, seconds)
+
+        monkeypatch.setattr(ThreadMover, "wait", wait_while_another_thread_comes)
+        found = stack.load(make_keys(8))
+        other.join()
+        assert found == blocks(8)
+        assert deeds == ["loading", "stored 4"], "it had all of host memory to itself"
+
+
 def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
     with Stack.open(config(tmp_path), NAMESPACE) as stack:
         stack.store(blocks(4))
