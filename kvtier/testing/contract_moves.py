@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from kvtier.testing.elsewhere import load_elsewhere
 from kvtier.testing.records import blank, make_keys, prove, sealed
@@ -48,6 +50,17 @@ class TransferContract:
             record[:] = bytes(len(record))
         rig.tier.complete_store(keys)
         assert rig.get(keys) == keys
+
+    def test_what_is_closed_holds_nothing(self, rig: Rig) -> None:
+        held = []
+        for start in range(0, 10 * BLOCKS, BLOCKS):
+            rig.get(rig.put(make_keys(BLOCKS, start=start)))
+            rig.close()
+            held.append((len(list(Path("/proc/self/fd").iterdir())), threading.active_count()))
+            rig.open()
+        # What is opened once for all later ones is open by the third round.
+        assert held[-1][0] < held[2][0] + 4, f"files stay open: {held}"
+        assert held[-1][1] < held[2][1] + 4, f"threads stay alive: {held}"
 
     def test_another_process_finds_the_medium(self, rig: Rig) -> None:
         """When an engine serves, handlers are opened in that of the mover."""

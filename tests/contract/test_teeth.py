@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
@@ -262,6 +263,32 @@ def test_a_handler_that_needs_its_tier_beside_it_is_found(tmp_path: Path) -> Non
     with pytest.raises(subprocess.CalledProcessError):
         contract.test_another_process_finds_the_medium(rig)
     rig.close()
+
+
+def test_what_a_closed_tier_leaves_behind_is_found(tmp_path: Path) -> None:
+    files: list[int] = []
+    done = threading.Event()
+
+    class KeepsAFile(MemoryTier):
+        def __init__(self, store: MemoryStore) -> None:
+            super().__init__(store)
+            files.append(os.open(os.devnull, os.O_RDONLY))
+
+    class KeepsAThread(MemoryHandler):
+        def __init__(self, store: MemoryStore) -> None:
+            super().__init__(store)
+            threading.Thread(target=done.wait).start()
+
+    for half, left in (KeepsAFile, "files stay open"), (KeepsAThread, "threads stay alive"):
+        contract = TierContract()
+        contract.subject = HalvesSubject(half)
+        rig = Rig(contract.subject, tmp_path)
+        with pytest.raises(AssertionError, match=left):
+            contract.test_what_is_closed_holds_nothing(rig)
+        rig.close()
+    done.set()
+    for file in files:
+        os.close(file)
 
 
 class ForOneThread(MemoryHandler):
