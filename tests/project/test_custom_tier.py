@@ -55,7 +55,8 @@ def test_kvtier_finds_the_new_kind(python: Path) -> None:
 
 
 def test_the_example_keeps_the_contract(python: Path) -> None:
-    said = run(python, "-m", "pytest", "-p", "no:cacheprovider", source(python))
+    strict = ["-W", "error"]  # as its author may want it
+    said = run(python, "-m", "pytest", *strict, "-p", "no:cacheprovider", source(python))
     assert "passed" in said
     assert "skipped" not in said
 

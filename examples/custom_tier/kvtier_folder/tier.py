@@ -53,7 +53,13 @@ class FolderTier(Tier):
         self._events: list[TierEvent] = []
         self._stats = TierStats(self.medium, bytes_capacity=capacity)
         try:
-            self._attach()
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self._lock = _open_private(self._folder / "lock")
+            try:
+                self._attach()
+            except BaseException:
+                self.close()  # or it would stay locked
+                raise
         except OSError as error:
             raise MediumError(f"cannot use {folder}: {error}; free it or name another") from error
 
@@ -61,8 +67,6 @@ class FolderTier(Tier):
 
     def _attach(self) -> None:
         """Lock the folder and take in what earlier processes committed to it."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        self._lock = _open_private(self._folder / "lock")
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for path in self._folder.glob(f"*{PART}"):
             self._disk.unlink(path)
