@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvtier.testing.elsewhere import load_elsewhere
-from kvtier.testing.records import blank, make_keys, prove, sealed
+from kvtier.testing.records import LARGE, blank, make_keys, prove, sealed
 from kvtier.testing.subject import Rig, Subject
 from kvtier.types import Outcome
 
@@ -50,6 +50,13 @@ class TransferContract:
             record[:] = bytes(len(record))
         rig.tier.complete_store(keys)
         assert rig.get(keys) == keys
+
+    def test_a_large_record_comes_back_whole(self, tmp_path: Path) -> None:
+        """As that of most models is: no socket takes or gives it in one piece."""
+        rig = Rig(self.subject, tmp_path, blocks=2, namespace=LARGE)
+        keys = make_keys(1)
+        assert rig.put(keys) == rig.get(keys) == keys
+        rig.close()
 
     def test_what_is_closed_holds_nothing(self, rig: Rig) -> None:
         held = []

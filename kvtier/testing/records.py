@@ -9,6 +9,7 @@ from kvtier.core.record import HEADER_BYTES, Buffer, Header, record_bytes, seal,
 from kvtier.types import BlockKey, Namespace, Outcome, block_key
 
 NAMESPACE = Namespace(facts={"model": "testing"}, group_bytes=(8192,))
+LARGE = Namespace(facts={"model": "large"}, group_bytes=(8 << 20,))
 GROUPED = Namespace(facts={"model": "grouped"}, group_bytes=(8192, 4608, 12, 20480), parts=4)
 
 

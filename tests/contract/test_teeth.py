@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
@@ -263,6 +264,31 @@ def test_a_handler_that_needs_its_tier_beside_it_is_found(tmp_path: Path) -> Non
     with pytest.raises(subprocess.CalledProcessError):
         contract.test_another_process_finds_the_medium(rig)
     rig.close()
+
+
+class ReadsOnce(MemoryHandler):
+    """Takes what a socket gives at first for all."""
+
+    def load(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        for record, buffer in zip(self.views(spec), into, strict=True):
+            server, client = socket.socketpair()
+            with server, client:
+                server.setblocking(False)
+                server.send(record)
+                client.recv_into(buffer)
+        return [Outcome.OK] * len(keys)
+
+
+def test_a_handler_that_moves_only_small_records_is_found(tmp_path: Path) -> None:
+    contract = TierContract()
+    contract.subject = HalvesSubject(ReadsOnce)
+    rig = Rig(contract.subject, tmp_path)
+    assert rig.get(rig.put(make_keys(4))) == make_keys(4)
+    rig.close()
+    with pytest.raises(AssertionError):
+        contract.test_a_large_record_comes_back_whole(tmp_path)
 
 
 def test_what_a_closed_tier_leaves_behind_is_found(tmp_path: Path) -> None:
