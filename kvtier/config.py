@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,6 +31,10 @@ Name = Annotated[
     str,
     msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)", extra={"form": _LETTERS}),
 ]
+
+
+_ENGINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+"""Longer than a stack's name, to which an engine's rank may be added."""
 
 
 class MoverMode(enum.Enum):
@@ -116,6 +121,13 @@ def check(config: StackConfig, *, record_bytes: int) -> None:
         _check_host(backend(settings.kind), "$.tiers[0]", document)
     _check(config.tiers, record_bytes, document, ())
     document.check()
+
+
+def check_engine(name: str) -> None:
+    """Raise ConfigError if an engine cannot be called this: the files of private media are."""
+    if not _ENGINE.fullmatch(name):
+        remedy = "write letters, digits, dots, dashes and underscores, a letter or digit first"
+        raise ConfigError("engine", f"{name!r} can be no part of a file's name", remedy)
 
 
 def effective(source: Source) -> dict[str, Any]:

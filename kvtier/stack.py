@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
-from kvtier.config import MoverMode, Source, StackConfig, check, load
+from kvtier.config import MoverMode, Source, StackConfig, check, check_engine, load
 from kvtier.core.backend import TierContext, backend
 from kvtier.core.chain import TierChain
 from kvtier.core.closing import close_all
@@ -110,6 +110,7 @@ class Stack:
             check(source, record_bytes=size)
         else:
             source = load(source, record_bytes=size)
+        check_engine(engine or source.name)
         return cls(source, namespace, serving=serving, costs=costs, engine=engine, near=near)
 
     # -- for callers that may wait ---------------------------------------------------------

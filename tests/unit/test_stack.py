@@ -17,7 +17,7 @@ import pytest
 from kvtier import Stack, load_config
 from kvtier.backends.memory import MemoryHandler, MemoryTier
 from kvtier.core.record import record_bytes
-from kvtier.errors import ConfigErrors, NotOpen
+from kvtier.errors import ConfigError, ConfigErrors, NotOpen
 from kvtier.move.process import ProcessMover
 from kvtier.move.threads import ThreadMover
 from kvtier.observe.human import size
@@ -321,6 +321,16 @@ def test_what_was_read_before_the_size_of_a_block_was_known_is_checked_again(
     with pytest.raises(ConfigErrors, match=r"\$\.tiers\[1\]\.capacity"):
         Stack.open(read, large)
     assert not (tmp_path / "nvme").exists()
+
+
+@pytest.mark.parametrize("engine", ["model/replica-0", "../up", "two words", "line\n", "x" * 200])
+def test_an_engine_whose_name_names_no_file_is_refused(tmp_path: Path, engine: str) -> None:
+    """Its memory would lie in a folder where nobody looks for what dead engines left behind."""
+    with pytest.raises(ConfigError, match="no part of a file's name"):
+        Stack.open(config(tmp_path), NAMESPACE, engine=engine)
+    assert list((tmp_path / "host").iterdir()) == []
+    with Stack.open(config(tmp_path), NAMESPACE, engine=f"{'x' * 64}-dp15") as stack:
+        assert stack.context.engine.endswith("-dp15")
 
 
 def test_what_was_made_and_not_read_is_checked_like_a_file(tmp_path: Path) -> None:
