@@ -75,5 +75,7 @@ class TransferContract:
             return
         keys = rig.put(make_keys(1))
         spec = rig.tier.prepare_load(keys)
+        rig.handler.close()  # there is one at a time
         assert load_elsewhere(rig.settings, rig.context, spec, keys) == [Outcome.OK]
+        rig.handler = self.subject.open_handler(rig.settings, rig.context, rig.disk)
         rig.tier.complete_load(keys)

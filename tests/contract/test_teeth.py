@@ -18,10 +18,11 @@ from kvtier.core.backend import TierContext
 from kvtier.core.disk import Disk
 from kvtier.core.record import HEADER_BYTES, Buffer
 from kvtier.core.settings import TierSettings
+from kvtier.testing import contract_moves
 from kvtier.testing.contract import CatalogueContract, TierContract
 from kvtier.testing.crash import Books, Broken
 from kvtier.testing.crash_life import Finding
-from kvtier.testing.records import blank, make_keys, prove, sealed
+from kvtier.testing.records import NAMESPACE, blank, make_keys, prove, sealed
 from kvtier.testing.stateful import SETTINGS, tier_machine
 from kvtier.testing.subject import Rig
 from kvtier.types import (
@@ -315,6 +316,31 @@ def test_what_a_closed_tier_leaves_behind_is_found(tmp_path: Path) -> None:
     done.set()
     for file in files:
         os.close(file)
+
+
+def test_the_contract_opens_no_two_handlers_at_once(tmp_path: Path) -> None:
+    """The medium of one may be a file that it locks."""
+
+    class Alone(MemoryHandler):
+        def __init__(self, store: MemoryStore) -> None:
+            super().__init__(store)
+            self.lock = tmp_path / "lock"
+            self.lock.touch(exist_ok=False)
+
+        def close(self) -> None:
+            self.lock.unlink()
+
+    def elsewhere(*question: object) -> list[Outcome]:
+        Alone(MemoryStore(NAMESPACE, 1 << 20)).close()
+        return [Outcome.OK]
+
+    contract = TierContract()
+    contract.subject = HalvesSubject(Alone)
+    rig = Rig(contract.subject, tmp_path)
+    with pytest.MonkeyPatch.context() as meanwhile:
+        meanwhile.setattr(contract_moves, "load_elsewhere", elsewhere)
+        contract.test_another_process_finds_the_medium(rig)
+    rig.close()
 
 
 class ForOneThread(MemoryHandler):
