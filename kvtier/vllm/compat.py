@@ -2,8 +2,8 @@
 but for its worker (errands.py), what it does before it reads its settings (plugin.py), what an
 engine cannot do (limits.py), how layers are shared out (pipeline.py), what it need not look through
 (resting.py), which blocks it gives out (given.py), who constructs a connector (above.py), what
-stands in for its tracker of events (described.py), what it tells no connector (overheard.py) and
-how it knows requests by their names (namesakes.py).
+stands in for its tracker of events (described.py), what it tells no connector (overheard.py), how
+it knows requests by their names (namesakes.py) and which of them are sessions (sessions.py).
 
 Supported are 0.31, 0.32 (the reference) and 0.33.
 """

@@ -34,6 +34,7 @@ from kvtier.vllm.described import DescribedEvents
 from kvtier.vllm.given import Given
 from kvtier.vllm.guard import guarded
 from kvtier.vllm.resting import Resting
+from kvtier.vllm.sessions import Sessions
 from kvtier.vllm.settings import (
     check_caches,
     check_ranks,
@@ -92,16 +93,14 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._looks_ahead = limits.looks_ahead(kv_cache_config)
         self._numbers_media = limits.numbers_media(vllm_config)
         self._blurs_adapters = limits.blurs_adapters(vllm_config)
-        self._blurred = False
+        self._sessions = Sessions(vllm_config, kv_cache_config)
         self._block_tokens = compat.block_tokens(vllm_config, kv_cache_config)
         self._pool: Any = None
         self._given: Given | None = None
-        self._paused = above.pausing()
-        self._spins = above.spins()
-        self._waits = False
+        self._paused, self._spins = above.pausing(), above.spins()
         self._computed = True
         self._fills = vllm_config.cache_config.enable_prefix_caching
-        self._filled = self._stale = False
+        self._waits = self._blurred = self._filled = self._stale = False
         if role.name == "SCHEDULER":
             self._steps = recount.Steps(ranks.world_size)
             orphan.end_with_parent()
@@ -255,6 +254,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         if self._blurs_adapters and not self._blurred:
             self._look_for_blur(scheduler_output)
+        self._stale |= self._sessions.spoil(self, scheduler_output)
         compat.forget_decoded(self, scheduler_output)
         if self._given is not None:
             self._given.tell(self.connector_scheduler, scheduler_output)

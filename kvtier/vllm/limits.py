@@ -64,6 +64,16 @@ def blurs_adapters(vllm_config: Any) -> bool:
     return bool(current_platform.is_cpu() and vllm_config.lora_config is not None)
 
 
+def misreads_sessions(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether vLLM may go on with a session from what is not there: of an answer that ends amid
+    drafts which were right it takes for computed what comes next, unless it schedules ahead; and
+    states have seen the tokens by then that are dropped."""
+    drafts = vllm_config.speculative_config is not None
+    ahead = vllm_config.scheduler_config.async_scheduling
+    kinds = {type(spec).__name__ for spec in compat.layer_specs(kv_cache_config)}
+    return (drafts and not ahead) or any("Mamba" in kind for kind in kinds)
+
+
 def numbers_media(vllm_config: Any) -> bool:
     """Whether vLLM names images and the like by counting them, which says nothing of what they are.
 

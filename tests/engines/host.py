@@ -112,15 +112,18 @@ class Host(Slowed):
         tokens: int,
         steps: int = 0,
         more: list[dict[str, Any]] | None = None,
+        only: int | None = None,
     ) -> list[int]:
         """A session, to whose input more is added after each answer; all its tokens in the end.
-        Its name is always the same; when it has ended, the engine goes on for so many steps."""
+        Its name is always the same; when it has ended, the engine goes on for so many steps. It
+        says `only` this token, if there is one."""
         engine = self._llm.llm_engine
         tasks = engine.get_supported_tasks()
         said: list[int] = []
         for piece, extra in zip(pieces, more or [{}] * len(pieces), strict=True):
             given = {"prompt_token_ids": piece, **_seen(extra)}
             parameters = self._greedy(tokens)
+            parameters.allowed_token_ids = None if only is None else [only]
             request = engine.input_processor.process_inputs(
                 "session", given, parameters, supported_tasks=tasks, resumable=True
             )

@@ -1,0 +1,43 @@
+"""Sessions, to whose input more is added after each answer, as far as vLLM computes them wrong.
+
+Of an answer that ends amid drafts which were right it takes for computed what comes after it; and a
+state has seen tokens that it drops. What it goes on with then is in its own cache, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvtier.vllm import limits
+
+logger = logging.getLogger(__name__)
+
+
+class Sessions:
+    """Keeps nothing of what may have been computed wrong."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        self._misread = limits.misreads_sessions(vllm_config, kv_cache_config)
+        self._shared = vllm_config.cache_config.enable_prefix_caching
+        self._said = False
+
+    def spoil(self, connector: Any, scheduled: Any) -> bool:
+        """Keep nothing of sessions that a step begins or goes on with, nor of anybody who may find
+        in vLLM's own cache what it computes for them: whether others who come may, too."""
+        statuses = connector.connector_scheduler._req_status
+        came = [new.req_id for new in scheduled.scheduled_new_reqs] if self._misread else []
+        sessions = [name for name in came if statuses[name].req.resumable]
+        if not sessions:
+            return False
+        for name in statuses if self._shared else sessions:
+            connector.connector_scheduler.manager.keep_no_more(name)
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "sessions, to whose input more is added, may be computed wrong by vLLM as this "
+                "engine is configured (with states, or with drafts and without scheduling ahead): "
+                "nothing is kept of them%s",
+                ", nor of others until vLLM's own prefix cache is reset" if self._shared else "",
+            )
+        return bool(self._shared)
