@@ -5,31 +5,65 @@ connector counts all blocks of each request that a step begins, those too that i
 engine's own cache and shares with others, to which nobody writes: stores would be waited for, or
 dropped, for nothing, wherever many prompts begin alike. And of a request that has ended it may
 store a window's blocks that were given out long ago.
+
+And vLLM takes blocks for computed, in its own cache, as soon as a request is to compute them. One
+that makes way in the same step for another, because of its priority, computes nothing: its blocks
+would be found by those who come, and what they compute from them be kept.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from kvtier.vllm.guard import guarded
+
 
 class Given:
     """Notes what the engine's pool of blocks gives out, until a step is told of it."""
 
     def __init__(self, pool: Any) -> None:
+        self._pool = pool
         self._blocks: set[int] = set()
-        take = pool.get_new_blocks
+        self._cached: dict[str, set[int]] = {}
+        """What the engine has taken for computed since, by the request that was to do it."""
+        take, cache = pool.get_new_blocks, pool.cache_full_blocks
 
         def get_new_blocks(*arguments: Any, **named: Any) -> Any:
             blocks = take(*arguments, **named)
             self._blocks.update(block.block_id for block in blocks)
             return blocks
 
-        pool.get_new_blocks = get_new_blocks
+        def cache_full_blocks(*arguments: Any, **named: Any) -> None:
+            cache(*arguments, **named)
+            self._note(*arguments, **named)
+
+        pool.get_new_blocks, pool.cache_full_blocks = get_new_blocks, cache_full_blocks
+
+    @guarded(lambda: None)
+    def _note(
+        self,
+        request: Any,
+        blocks: Any,
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        full = blocks[num_cached_blocks:num_full_blocks]
+        self._cached.setdefault(request.request_id, set()).update(each.block_id for each in full)
+
+    @guarded(lambda: None)
+    def _forget_uncomputed(self, scheduled: Any) -> None:
+        """Let nobody find what requests were to compute that have made way for others since."""
+        cached, self._cached = self._cached, {}
+        for name in (scheduled.preempted_req_ids or set()) - scheduled.num_scheduled_tokens.keys():
+            self._pool.evict_blocks(cached.get(name, set()))
 
     def tell(self, scheduler: Any, scheduled: Any) -> None:
         """Let vLLM's side know, as it is about to look at a step's output, what it then finds out
         for itself: what the pool has given, and what running requests have got beside that (blocks
         of their own that they use anew, and copies)."""
+        self._forget_uncomputed(scheduled)
         given, self._blocks = self._blocks, set()
         cached = scheduled.scheduled_cached_reqs
         for name, groups in zip(cached.req_ids, cached.new_block_ids, strict=True):

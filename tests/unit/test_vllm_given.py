@@ -13,10 +13,19 @@ class Pool:
 
     def __init__(self) -> None:
         self.given = 0
+        self.cached: set[int] = set()
 
     def get_new_blocks(self, count: int) -> list[Any]:
         first, self.given = self.given + 1, self.given + count
         return [SimpleNamespace(block_id=block) for block in range(first, self.given + 1)]
+
+    def cache_full_blocks(
+        self, request: Any, blocks: list[Any], num_cached_blocks: int, num_full_blocks: int
+    ) -> None:
+        self.cached |= {each.block_id for each in blocks[num_cached_blocks:num_full_blocks]}
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        self.cached -= block_ids
 
 
 def told(
@@ -24,6 +33,7 @@ def told(
     cached: dict[str, tuple[list[int], ...] | None] | None = None,
     resumed: set[str] | None = None,
     copies: list[int] | None = None,
+    preempted: set[str] | None = None,
 ) -> set[int]:
     """What vLLM's side knows of a step, after it has looked at all blocks of those it begins."""
     cached = cached or {}
@@ -34,6 +44,8 @@ def told(
             resumed_req_ids=resumed or set(),
         ),
         finished_req_ids=set(),
+        preempted_req_ids=preempted,
+        num_scheduled_tokens=dict.fromkeys(cached, 1),
         kv_cache_block_copies=copies and [SimpleNamespace(dst_block_id=block) for block in copies],
     )
     scheduler: Any = SimpleNamespace()
@@ -71,3 +83,31 @@ def test_a_request_that_goes_on_after_a_preemption_names_all_its_blocks() -> Non
 
 def test_targets_of_copies_are_told() -> None:
     assert told(Given(Pool()), copies=[5, 6]) == {5, 6}
+
+
+def test_what_a_request_was_to_compute_that_made_way_is_not_found() -> None:
+    """Of two that are to compute their second blocks, one makes way for the other in that step."""
+    pool = Pool()
+    given = Given(pool)
+    blocks = {name: pool.get_new_blocks(2) for name in ("low", "high")}
+    for name, each in blocks.items():
+        pool.cache_full_blocks(SimpleNamespace(request_id=name), each, 0, 1)
+    told(given, {"low": None, "high": None})
+    for name, each in blocks.items():
+        pool.cache_full_blocks(
+            request=SimpleNamespace(request_id=name),
+            blocks=each,
+            num_cached_blocks=1,
+            num_full_blocks=2,
+        )
+    told(given, {"high": None}, preempted={"low"})
+    assert pool.cached == {1, 3, 4}
+
+
+def test_what_one_computes_that_goes_on_in_the_step_that_preempted_it_is_found() -> None:
+    pool = Pool()
+    given = Given(pool)
+    blocks = pool.get_new_blocks(1)
+    pool.cache_full_blocks(SimpleNamespace(request_id="a"), blocks, 0, 1)
+    told(given, {"a": ([1],)}, resumed={"a"}, preempted={"a"})
+    assert pool.cached == {1}

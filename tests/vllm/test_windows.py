@@ -331,7 +331,7 @@ def test_what_was_passed_over_of_a_window_may_be_anothers_at_the_end() -> None:
         status=RequestStatus.RUNNING,
         is_finished=lambda: request.status is not RequestStatus.RUNNING,
     )
-    pool = Made(get_new_blocks=lambda: [Made(block_id=15)])
+    pool = Made(get_new_blocks=lambda: [Made(block_id=15)], cache_full_blocks=None)
     told = Given(pool)
 
     def step(**said: Any) -> dict[int, list[int]]:
