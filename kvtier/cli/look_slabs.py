@@ -140,7 +140,7 @@ def _look_at_home(place: Place, home: Path, locked: Locked) -> None:
         except (FormatError, OSError) as error:
             _note(place, path, error)
     if namespace is None:
-        rest = f"kvtier clear {home.name[:12]} removes its blocks"
+        rest = f"kvtier clear {home.name[:12]} --tier {place.tier} removes its blocks here"
         if len(place.slabs) == before:  # `clear` knows only what has blocks, or is described
             rest = f"{home} can be removed"
         place.troubles.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -68,6 +69,18 @@ def test_blocks_that_nothing_describes_are_not_bad(stored: Path, tmp_path: Path)
     assert done.code == 1
     assert "nothing says" in done.err
     assert len(objects(stored)) == BLOCKS
+
+
+def test_what_is_said_to_clear_a_folder_clears_no_store(stored: Path, tmp_path: Path) -> None:
+    """Which all servers share, while only this machine's disk lost what describes its blocks."""
+    home = tmp_path / "disk" / "blocks" / NAMESPACE.id
+    (home / "namespace.json").write_text("")
+    said = re.search("kvtier (clear .+) removes its blocks", command("ls", "-c", stored).said)
+    assert said is not None
+    before = objects(stored)
+    command(*said[1].split(), "-c", stored, "--yes")
+    assert not home.exists()
+    assert objects(stored) == before
 
 
 def test_a_look_writes_no_folder(stack_file: Path, tmp_path: Path) -> None:
