@@ -9,16 +9,18 @@ import mmap
 import os
 import resource
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from kvtier.backends.cpu import CpuSettings, huge, room
+from kvtier.backends.cpu.region import plan_region
 from kvtier.backends.nvme import NvmeSettings, slab_bytes
 from kvtier.backends.nvme.files import used_bytes
 from kvtier.backends.nvme.folder import kept_free
 from kvtier.backends.nvme.reader import only_reads
+from kvtier.cli.holdings import Slab
 from kvtier.cli.look_slabs import look_at_regions
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk
@@ -26,7 +28,7 @@ from kvtier.core.mounts import mounted
 from kvtier.core.numa import Topology
 from kvtier.core.settings import Gds, WritePolicy
 from kvtier.device.gds import probe as probe_gds
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, MediumError
 from kvtier.observe import human
 from kvtier.vllm.versions import installed
 
@@ -111,9 +113,7 @@ def check_tier(config: StackConfig, tier: int) -> Iterator[Finding]:
     settings = config.tiers[tier]
     area = f"{tier} {settings.kind}"
     if isinstance(settings, CpuSettings):
-        yield from _check_memory(
-            area, settings, has_region=bool(look_at_regions(tier, config).slabs)
-        )
+        yield from _check_memory(area, settings, look_at_regions(tier, config).slabs)
     elif isinstance(settings, NvmeSettings):
         yield from _check_disk(area, settings)
         if only_reads(Path(settings.path), settings.write):
@@ -134,7 +134,7 @@ def check_tier(config: StackConfig, tier: int) -> Iterator[Finding]:
 # -- host memory -----------------------------------------------------------------------------
 
 
-def _check_memory(area: str, settings: CpuSettings, *, has_region: bool) -> Iterator[Finding]:
+def _check_memory(area: str, settings: CpuSettings, regions: Sequence[Slab]) -> Iterator[Finding]:
     folder = Path(settings.path)
     (kind, _), in_memory = mounted(folder), room.in_memory(folder)
     if in_memory:
@@ -150,7 +150,12 @@ def _check_memory(area: str, settings: CpuSettings, *, has_region: bool) -> Iter
     size = settings.capacity.resolve(disk.total_bytes(folder))
     free = disk.free_bytes(folder)
     sizes = f"{human.size(size)} wanted, {human.size(free)} free in {folder}"
-    if has_region:
+    stays = any(_has_size(region, size) for region in regions)
+    goes = 0 if stays else max((region.bytes for region in regions), default=0)
+    if goes:
+        free += goes
+        sizes += f" and {human.size(goes)} in the region that is made anew for that"
+    if stays:
         yield Finding(area, Level.OK, f"{sizes}, and its region is there already")
     elif free < size:
         yield Finding(
@@ -159,11 +164,11 @@ def _check_memory(area: str, settings: CpuSettings, *, has_region: bool) -> Iter
             f"{sizes}: the region does not fit",
             "lower capacity, or enlarge it: mount -o remount,size=... (containers: --shm-size)",
         )
-    elif (left := room.memory_left()) is not None and in_memory and size > left:
+    elif (left := room.memory_left()) is not None and in_memory and size > left + goes:
         yield Finding(
             area,
             Level.WARN,
-            f"{sizes}, but only {human.size(left)} of memory: the region does not fit",
+            f"{sizes}, but only {human.size(left + goes)} of memory: the region does not fit",
             "lower capacity, raise the container's limit, or remove what is not used (kvtier gc)",
         )
     else:
@@ -179,6 +184,16 @@ def _check_memory(area: str, settings: CpuSettings, *, has_region: bool) -> Iter
     yield _check_locking(area, size)
     if settings.huge_pages:
         yield _check_huge_pages(area, folder)
+
+
+def _has_size(region: Slab, capacity: int) -> bool:
+    """Whether an engine with this capacity takes the region over as it is."""
+    found = region.header
+    try:
+        wanted = plan_region(capacity, found.slot_bytes, found.namespace, discard=False)
+    except MediumError:  # not even one block
+        return False
+    return wanted.slots == found.slots
 
 
 def _check_locking(area: str, size: int) -> Finding:

@@ -110,6 +110,19 @@ def test_a_folder_that_is_another_elsewhere(
     assert finding.remedy == f"write path: {tmp_path}/disk/blocks"
 
 
+def test_a_region_of_another_capacity_is_no_room_for_the_one_that_is_wanted(
+    filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes room for the new one, but an engine does not take it over."""
+    monkeypatch.setattr(Disk, "free_bytes", lambda disk, folder: 1 << 20)
+    text = filled.read_text()
+    for capacity, level in (("4MiB", Level.OK), ("4900KiB", Level.OK), ("6MiB", Level.WARN)):
+        filled.write_text(text.replace("4MiB", capacity))
+        said = levels(filled, 0)
+        assert [said[what] for what in said if " wanted, " in what] == [level]
+    assert any("the region does not fit" in what for what in said)
+
+
 def test_a_region_larger_than_what_is_free(stack_file: Path) -> None:
     stack_file.write_text(stack_file.read_text().replace("4MiB", "100%"))
     found = levels(stack_file, 0)
