@@ -216,6 +216,7 @@ class OwnedRegion:
                 f"a CPU region of {size} bytes does not fit into memory, of which {left} bytes are "
                 "free (on this machine, or below its container's limit): lower the cpu tier's "
                 "capacity, raise the limit, or remove regions that nobody uses (kvtier gc)"
+                + said_of_idle(self.path.parent, [self.path])
             )
         try:
             self._disk.unlink(making)
@@ -236,6 +237,7 @@ class OwnedRegion:
                 f"cannot make a CPU region of {size} bytes in {self.path.parent} "
                 f"({error.strerror}; {free} bytes are free there): lower the cpu tier's capacity, "
                 "or give shared memory more room (in containers: --shm-size)"
+                + said_of_idle(self.path.parent, [self.path])
             ) from error
         return Region.attach(self.path)
 
@@ -314,6 +316,16 @@ def _held(path: Path) -> bool:
 def regions(folder: Path) -> Iterator[Path]:
     """All of this user's regions in a folder."""
     yield from own_files(folder, f"kvtier-*{SUFFIX}")
+
+
+def said_of_idle(folder: Path, own: Sequence[Path]) -> str:
+    """Which regions but these nobody uses now, for those who miss their room. An engine that has
+    got another name leaves one that no command of its stack removes, for `keep_for`."""
+    with contextlib.suppress(OSError):
+        idle = [str(each) for each in regions(folder) if each not in own and not in_use(each)]
+        if idle:
+            return f"; no engine uses {', '.join(idle)} now: remove what none will come back to"
+    return ""
 
 
 def own_files(folder: Path, pattern: str) -> Iterator[Path]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from kvtier.backends.cpu import CpuSettings, huge, room
-from kvtier.backends.cpu.region import plan_region
+from kvtier.backends.cpu.region import plan_region, said_of_idle
 from kvtier.backends.nvme import NvmeSettings, slab_bytes
 from kvtier.backends.nvme.files import used_bytes
 from kvtier.backends.nvme.folder import kept_free
@@ -155,6 +155,7 @@ def _check_memory(area: str, settings: CpuSettings, regions: Sequence[Slab]) -> 
     if goes:
         free += goes
         sizes += f" and {human.size(goes)} in the region that is made anew for that"
+    idle = said_of_idle(folder, [region.data for region in regions])
     if stays:
         yield Finding(area, Level.OK, f"{sizes}, and its region is there already")
     elif free < size:
@@ -162,14 +163,16 @@ def _check_memory(area: str, settings: CpuSettings, regions: Sequence[Slab]) -> 
             area,
             Level.WARN,
             f"{sizes}: the region does not fit",
-            "lower capacity, or enlarge it: mount -o remount,size=... (containers: --shm-size)",
+            "lower capacity, or enlarge it: mount -o remount,size=... (containers: --shm-size)"
+            + idle,
         )
     elif (left := room.memory_left()) is not None and in_memory and size > left + goes:
         yield Finding(
             area,
             Level.WARN,
             f"{sizes}, but only {human.size(left + goes)} of memory: the region does not fit",
-            "lower capacity, raise the container's limit, or remove what is not used (kvtier gc)",
+            "lower capacity, raise the container's limit, or remove what is not used (kvtier gc)"
+            + idle,
         )
     else:
         yield Finding(area, Level.OK, sizes)

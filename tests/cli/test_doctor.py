@@ -29,6 +29,11 @@ def run(stack_file: Path, *args: str, code: int = 0) -> Any:
     return json.loads(done.out)
 
 
+def run_gc(stack_file: Path) -> list[Any]:
+    found: list[Any] = json.loads(command("gc", "-c", stack_file, "--json").out)["found"]
+    return found
+
+
 def levels(stack_file: Path, tier: int) -> dict[str, Level]:
     return {finding.what: finding.level for finding in check_tier(load(stack_file), tier)}
 
@@ -121,6 +126,18 @@ def test_a_region_of_another_capacity_is_no_room_for_the_one_that_is_wanted(
         said = levels(filled, 0)
         assert [said[what] for what in said if " wanted, " in what] == [level]
     assert any("the region does not fit" in what for what in said)
+
+
+def test_host_memory_under_a_name_that_no_engine_has_any_more_is_named(
+    filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not old enough for `gc`, and the stack under its new name does not know it."""
+    filled.write_text(filled.read_text().replace("name: cli", "name: renamed"))
+    old = tmp_path / "host" / f"kvtier-{os.getuid()}-kv-cli.region"
+    assert run_gc(filled) == []
+    monkeypatch.setattr(Disk, "free_bytes", lambda disk, folder: 1 << 20)
+    (finding,) = [each for each in check_tier(load(filled), 0) if "does not fit" in each.what]
+    assert f"no engine uses {old} now" in finding.remedy
 
 
 def test_a_region_larger_than_what_is_free(stack_file: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -339,6 +340,23 @@ def test_too_little_shared_memory_is_explained(tmp_path: Path) -> None:
     with pytest.raises(MediumError, match="lower the cpu tier's capacity"):
         BACKEND.open_tier(huge, CONTEXT)
     assert not list(Path("/dev/shm").glob(f"*{name}*"))
+
+
+def test_who_lacks_room_hears_whose_region_nobody_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    renamed = TierContext(NAMESPACE, "renamed")
+    with opened(tmp_path):
+        old = BACKEND.open_tier(settings(tmp_path), TierContext(NAMESPACE, "old"))
+        old.close()
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(MediumError) as raised:
+            BACKEND.open_tier(settings(tmp_path), renamed)
+    path = tmp_path / f"kvtier-{os.getuid()}-kv-old.region"
+    assert f"no engine uses {path} now" in str(raised.value)
 
 
 def test_huge_pages_are_asked_for_and_their_absence_said(
