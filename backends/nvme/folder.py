@@ -57,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 _MAKING = ".making"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+WHOSE = "give it to the user of the engines (chown -R), and run what copies into it as that user"
 NOBODY = 0
 _SLACK_SHARE = 4
 """This part of a slab is left free above the floor: who fell below it has given a whole one up, and
@@ -106,11 +107,15 @@ class NvmeFolder:
         try:
             yield
         except OSError as error:
-            full = error.errno in _NO_ROOM
+            reason = error.strerror
             remedy = "name a folder where you may write, on a local disk"
+            if error.errno in _NO_ROOM:
+                remedy = "free some room there"
+            elif isinstance(error, PermissionError) and os.access(self.root, os.W_OK | os.X_OK):
+                reason = f"{error.filename}: {reason}"
+                remedy = f"another user has stored there: {WHOSE}"
             raise MediumError(
-                f"cannot use {self.root} for an NVMe tier ({error.strerror}): "
-                + ("free some room there" if full else remedy)
+                f"cannot use {self.root} for an NVMe tier ({reason}): {remedy}"
             ) from error
 
     def _make_home(self) -> None:

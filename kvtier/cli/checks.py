@@ -17,8 +17,8 @@ import msgspec
 from kvtier.backends.cpu import CpuSettings, huge, room
 from kvtier.backends.cpu.region import plan_region, said_of_idle
 from kvtier.backends.nvme import NvmeSettings, slab_bytes
-from kvtier.backends.nvme.files import used_bytes
-from kvtier.backends.nvme.folder import kept_free
+from kvtier.backends.nvme.files import homes, used_bytes
+from kvtier.backends.nvme.folder import WHOSE, kept_free
 from kvtier.backends.nvme.reader import only_reads
 from kvtier.cli.holdings import Slab
 from kvtier.cli.look_slabs import look_at_regions
@@ -122,6 +122,7 @@ def check_tier(config: StackConfig, tier: int) -> Iterator[Finding]:
             if settings.direct:
                 yield _check_direct(area, Path(settings.path))
             yield _check_room(area, settings)
+            yield from _check_owners(area, Path(settings.path))
             yield from _check_gds(area, config.gds, settings)
     elif settings.kind == "object":
         from kvtier.backends.object import ObjectSettings
@@ -340,6 +341,16 @@ def _check_room(area: str, settings: NvmeSettings) -> Finding:
             "lower capacity to what there is, or free some",
         )
     return Finding(area, Level.OK, what)
+
+
+def _check_owners(area: str, root: Path) -> Iterator[Finding]:
+    """What root has copied here is root's, and ends the engines of another user at their start."""
+    found = homes(root) if root.is_dir() else []
+    closed = [str(path) for path in found if not os.access(path, os.R_OK | os.W_OK | os.X_OK)]
+    if closed:
+        more = f" ({len(closed)} in all)" if len(closed) > 1 else ""
+        what = f"{closed[0]} is another user's{more}: no engine of this one serves that model"
+        yield Finding(area, Level.WARN, what, WHOSE)
 
 
 def _rotates(folder: Path) -> bool:

@@ -52,3 +52,18 @@ def test_a_closed_manifest_is_told_of(stored: Path, tmp_path: Path, fresh: Path)
     assert done.code == 0, done.err
     assert served(fresh, OTHER) == BLOCKS
     assert all(path.exists() for path in closed)
+
+
+def test_a_folder_of_another_users_is_named_to_who_may_not_use_it(
+    stored: Path, tmp_path: Path
+) -> None:
+    """Root has copied a model into the folder of another user, whose engine then does not start."""
+    assert command("prewarm", "-c", stored).code == 0
+    home = tmp_path / "disk" / "blocks" / NAMESPACE.id
+    home.chmod(0)
+    done = command("prewarm", "-n", NAMESPACE.id, "-c", stored, rights=False)
+    assert done.code == 1
+    assert f"({home}/owners: Permission denied): another user has stored there" in done.err
+    done = command("doctor", "-c", stored, "--no-measure", rights=False)
+    assert done.code == 0
+    assert f"WARN 1 nvme: {home} is another user's: no engine of this one serves" in done.said
