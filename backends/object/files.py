@@ -248,7 +248,7 @@ class FileStore(Store):
         found: list[_Found | None] = []
         for _ in range(_SCANS_MAX):
             found = []
-            with _mapped(folder):
+            with _mapped(os.path.join(self._root, folder)):
                 try:
                     found.extend(self._entries(folder))
                 except NotADirectoryError:
@@ -390,7 +390,7 @@ def _mapped(what: str) -> Iterator[None]:
             case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
                 raise StoreFull(f"{reason}: free some room or lower the budget") from error
             case errno.EACCES | errno.EPERM | errno.EROFS:
-                raise AccessDenied(f"{reason}: give this user the right to write there") from error
+                raise AccessDenied(f"{reason}: give the right to write and read") from error
             case errno.ENOENT | errno.ENOTDIR:
                 raise NoSuchBucket(f"{reason}: create the folder or correct the url") from error
             case errno.EISDIR | errno.ELOOP | errno.ENAMETOOLONG:

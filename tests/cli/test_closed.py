@@ -67,3 +67,15 @@ def test_a_folder_of_another_users_is_named_to_who_may_not_use_it(
     done = command("doctor", "-c", stored, "--no-measure", rights=False)
     assert done.code == 0
     assert f"WARN 1 nvme: {home} is another user's: no engine of this one serves" in done.said
+
+
+def test_a_model_that_root_has_stored_is_found_by_the_doctor(stored: Path, tmp_path: Path) -> None:
+    """Engines of another user cannot list the store, and go on without it."""
+    closed = tmp_path / "store" / OTHER.id / "blocks"
+    closed.chmod(0)
+    done = command("ls", "-c", stored, rights=False)
+    assert f"{closed}/: Permission denied: give the right to write and read" in done.err
+    done = command("doctor", "-c", stored, "--no-measure", rights=False)
+    assert done.code == 1
+    assert f"BAD 2 object: {closed} may not be read" in done.said
+    assert "chown -R" in done.said
