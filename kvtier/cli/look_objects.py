@@ -9,7 +9,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from kvtier.backends.object import ObjectSettings, open_for
+from kvtier.backends.object import ObjectSettings, capacity_of, open_for
 from kvtier.backends.object.claim import PREFIX, ended
 from kvtier.backends.object.errors import Forbidden, LengthMismatch, StoreError, Weather
 from kvtier.backends.object.journal import Journal
@@ -41,6 +41,7 @@ from kvtier.cli.holdings import (
 )
 from kvtier.config import StackConfig
 from kvtier.core.codec import decode
+from kvtier.core.disk import Disk
 from kvtier.core.record import CODEC_RAW, HEADER_BYTES, Header, record_bytes
 from kvtier.core.settings import TierSettings
 from kvtier.core.slab.layout import keys_of
@@ -66,9 +67,11 @@ def _look(tier: int, config: StackConfig, how: Callable[[Place, Store], None]) -
     settings = config.tiers[tier]
     assert isinstance(settings, ObjectSettings)
     place = Place(tier=tier, kind="object", where=settings.url)
-    if settings.capacity.size is not None:
-        place.capacity = settings.capacity.size.bytes
     folder = local_folder(settings.url)
+    with suppress(OSError):  # its disk may be away
+        place.capacity = capacity_of(settings)
+        if folder is not None:
+            place.free = Disk().free_bytes(folder if folder.exists() else folder.parent)
     if folder is not None and not folder.exists():
         return place  # opening the store would make it
     try:

@@ -91,6 +91,22 @@ def test_all_is_seen(stack: Path) -> None:
     assert [row["record"] for row in run("show", key.hex(), "-c", stack)] == ["good"] * 3
 
 
+def test_how_full_a_folder_is_that_may_take_a_share_of_its_disk(in_a_folder: Path) -> None:
+    """An engine's metrics say it, too."""
+    text = in_a_folder.read_text()
+    in_a_folder.write_text(
+        text.replace("kind: object, capacity: 64MiB", "kind: object, capacity: 50%")
+    )
+    with Stack.open(in_a_folder, NAMESPACE) as stack:
+        allowed = stack.chain.tiers[2].stats().bytes_capacity
+    place = run("du", "-c", in_a_folder)[2]
+    assert place["capacity"] == allowed
+    assert 0 < place["used"] < allowed
+    assert place["free"] > 0
+    said = command("du", "-c", in_a_folder, "--tier", "object").out
+    assert all(word in said for word in ("capacity", "taken", "free there"))
+
+
 def test_a_store_is_not_said_to_be_out_of_use(in_a_folder: Path, hold: Hold) -> None:
     """Which servers have it open, nobody sees from outside."""
     hold(in_a_folder)
