@@ -110,9 +110,11 @@ def _tried(done: Cleared, remove: Callable[[], None]) -> Cleared:
 
 def _remove(config: StackConfig, place: Place, namespace: str) -> None:
     if place.kind == "nvme":
-        root = Path(place.where)
-        if not remove_home(root, root / namespace):
-            raise MediumInUse(f"{root / namespace} is in use: stop its engines first")
+        home = Path(place.where) / namespace
+        if not remove_home(home.parent, home):
+            raise MediumInUse(f"{home} is in use: stop its engines first")
+        if not home.exists():  # nor what could not be read of it
+            place.troubles = [said for said in place.troubles if not said.startswith(f"{home}/")]
     elif place.kind == "object":
         from kvtier.cli.look_objects import remove_namespace
 

@@ -78,7 +78,8 @@ def test_what_is_said_to_clear_a_folder_clears_no_store(stored: Path, tmp_path: 
     said = re.search("kvtier (clear .+) removes its blocks", command("ls", "-c", stored).said)
     assert said is not None
     before = objects(stored)
-    command(*said[1].split(), "-c", stored, "--yes")
+    done = command(*said[1].split(), "-c", stored, "--yes")
+    assert (done.code, done.err) == (0, "")
     assert not home.exists()
     assert objects(stored) == before
 
