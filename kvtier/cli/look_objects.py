@@ -182,7 +182,8 @@ def _read_namespace(place: Place, store: Store, name: str, uses_of: str | None) 
         if any(parse_block(info.name) for info in store.list(f"{name}/")):
             place.troubles.append(
                 f"nothing in {place.where} says what the namespace {name} means: its blocks are "
-                f"left alone; kvtier clear {name[:12]} --tier object removes them"
+                f"left alone; with a stack that has this url, kvtier clear {name[:12]} --tier "
+                "object removes them"
             )
         return
     entries = Journal(store, namespace).everything()

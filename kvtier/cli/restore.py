@@ -51,7 +51,9 @@ def restore(
     target = load(config)
     stack, from_tier = store_of(source, target, to_write=False)
     tier = tier_to_fill(target, into)
-    places = look_at(stack, [from_tier], namespace, strict=True)
+    places = look_at(stack, [from_tier], namespace)
+    if places[0].troubles and not places[0].parts:
+        raise KVTierError(places[0].troubles[0])
     take_in_untold(stack, places, (namespace or "").lower(), room_in(target, tier, size))
     if source is not None and not any(part.blocks for place in places for part in place.parts):
         where = places[0].where

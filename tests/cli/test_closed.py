@@ -79,3 +79,28 @@ def test_a_model_that_root_has_stored_is_found_by_the_doctor(stored: Path, tmp_p
     assert done.code == 1
     assert f"BAD 2 object: {closed} may not be read" in done.said
     assert "chown -R" in done.said
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_model_that_nothing_describes_keeps_no_other_from_being_restored(
+    stored: Path, tmp_path: Path, fresh: Path, lost: bool, named: bool
+) -> None:
+    """A snapshot that was copied in part, or one of whose objects may not be read."""
+    text = tmp_path / "store" / description_name(OTHER.id)
+    text.unlink() if lost else text.chmod(0)
+    words = ["--namespace", NAMESPACE.id] if named else []
+    done = command("restore", "-c", fresh, "--from", stored, *words, rights=False)
+    assert done.code == 1
+    assert OTHER.id[:12] in done.err
+    assert served(fresh) == BLOCKS
+
+
+def test_a_restore_of_which_nothing_is_described_copies_nothing(
+    stored: Path, tmp_path: Path, fresh: Path
+) -> None:
+    for each in (NAMESPACE, OTHER):
+        (tmp_path / "store" / description_name(each.id)).unlink()
+    done = command("restore", "-c", fresh, "--from", stored, "--json")
+    assert (done.code, done.out) == (1, "")
+    assert "says what the namespace" in done.err
