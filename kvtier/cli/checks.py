@@ -307,6 +307,8 @@ def _check_direct(area: str, root: Path) -> Finding:
                 f"{folder} has no O_DIRECT: everything goes through the page cache too",
                 "set direct: false to save the attempt, or use ext4 or xfs",
             )
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # what is there is served all the same
+            return Finding(area, Level.WARN, f"{folder}: {error.strerror}", "free some room there")
         return Finding(area, Level.BAD, f"{folder}: {error.strerror}", "name one that you may use")
     finally:
         if path:

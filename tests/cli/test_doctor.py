@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -144,6 +145,18 @@ def test_a_region_larger_than_what_is_free(stack_file: Path) -> None:
     stack_file.write_text(stack_file.read_text().replace("4MiB", "100%"))
     found = levels(stack_file, 0)
     assert any("does not fit" in what for what, level in found.items() if level is Level.WARN)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_takes_not_one_block_more(
+    filled: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwritev", full)
+    (finding,) = [each for each in check_tier(load(filled), 1) if os.strerror(number) in each.what]
+    assert (finding.level, finding.remedy) == (Level.WARN, "free some room there")
 
 
 @pytest.mark.parametrize("free", [0, 4 << 20])
