@@ -349,9 +349,11 @@ def _check_owners(area: str, root: Path) -> Iterator[Finding]:
     """What root has copied here is root's, and ends the engines of another user at their start."""
     found = homes(root) if root.is_dir() else []
     closed = [str(path) for path in found if not os.access(path, os.R_OK | os.W_OK | os.X_OK)]
+    if (lock := root / "lock").exists() and not os.access(lock, os.R_OK | os.W_OK):
+        closed.insert(0, str(lock))
     if closed:
         more = f" ({len(closed)} in all)" if len(closed) > 1 else ""
-        what = f"{closed[0]} is another user's{more}: no engine of this one serves that model"
+        what = f"{closed[0]} is another user's{more}: engines of this one that use it do not start"
         yield Finding(area, Level.WARN, what, WHOSE)
 
 

@@ -61,12 +61,16 @@ def test_a_folder_of_another_users_is_named_to_who_may_not_use_it(
     assert command("prewarm", "-c", stored).code == 0
     home = tmp_path / "disk" / "blocks" / NAMESPACE.id
     home.chmod(0)
+    (home.parent / "lock").chmod(0)
+    done = command("doctor", "-c", stored, "--no-measure", rights=False)
+    assert f"WARN 1 nvme: {home.parent}/lock is another user's (2 in all)" in done.said
+    (home.parent / "lock").chmod(0o600)
     done = command("prewarm", "-n", NAMESPACE.id, "-c", stored, rights=False)
     assert done.code == 1
     assert f"({home}/owners: Permission denied): another user has stored there" in done.err
     done = command("doctor", "-c", stored, "--no-measure", rights=False)
     assert done.code == 0
-    assert f"WARN 1 nvme: {home} is another user's: no engine of this one serves" in done.said
+    assert f"WARN 1 nvme: {home} is another user's: engines of this one that" in done.said
 
 
 def test_a_model_that_root_has_stored_is_found_by_the_doctor(stored: Path, tmp_path: Path) -> None:
