@@ -50,7 +50,7 @@ class CpuSettings(TierSettings, frozen=True, kw_only=True, tag="cpu"):
     persistence: Persistence = Persistence.KEEP
     """Whether the region outlives the process."""
     keep_for: Duration = Duration(7 * 86400.0)
-    """A region that nobody used for so long is removed by the next engine that starts."""
+    """If nobody used this region for so long, the next engine that starts removes it."""
     huge_pages: bool = False
     """Ask for huge pages; where the system gives none, say why and go on without."""
 
@@ -107,6 +107,7 @@ class CpuBackend(Backend[CpuSettings]):
         )
         huge_pages = settings.huge_pages
         owned = OwnedRegion(path, wanted, disk or Disk(), context.near, huge_pages=huge_pages)
+        owned.region.keep_for(settings.keep_for.seconds)
         if huge_pages and (reason := huge.why_none(folder)):
             logger.warning("the CPU region %s has no huge pages: %s", path, reason)
         return CpuTier(owned, create_policy(settings.eviction), discard=discard)

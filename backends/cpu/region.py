@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 import stat
+import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".region"
 _MAKING = ".making"
+_KEEP_AT = 136
+_KEEP = struct.Struct("<I")
+"""For how many seconds a region that nobody uses is kept: 0 is what older ones say."""
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 """All users share /dev/shm, and may lay a link there that leads anywhere."""
 _DYING_S = 5.0
@@ -94,6 +98,10 @@ class Region:
         self.header = msgspec.structs.replace(self.header, flags=flags)
         page = self.header.pack()
         self.table[: len(page)] = page
+
+    def keep_for(self, seconds: float) -> None:
+        """For its owner: how long others, who may keep theirs for less, leave it alone."""
+        _KEEP.pack_into(self.table, _KEEP_AT, min(max(1, round(seconds)), 0xFFFFFFFF))
 
     def close(self) -> None:
         """Unmap; whoever still holds a view of a record keeps the mapping alive until it drops."""
@@ -339,7 +347,7 @@ def own_files(folder: Path, pattern: str) -> Iterator[Path]:
 
 def leftovers(folder: Path, keep_s: float, now: float) -> list[Path]:
     """Regions that nobody will attach to again: unused, and either meant to be discarded, damaged,
-    or not attached for `keep_s` seconds."""
+    or not attached for as long as their last owner said; `keep_s` seconds, if it said nothing."""
     found = []
     for path in regions(folder):
         try:
@@ -347,7 +355,9 @@ def leftovers(folder: Path, keep_s: float, now: float) -> list[Path]:
                 continue
             with path.open("rb") as file:
                 header = read_header(file.fileno())
-            expired = abs(now - path.stat().st_mtime) > keep_s  # a clock may have been ahead
+                (stated,) = _KEEP.unpack(os.pread(file.fileno(), _KEEP.size, _KEEP_AT))
+            unused_s = abs(now - path.stat().st_mtime)  # a clock may have been ahead
+            expired = unused_s > (stated or keep_s)
             if header.flags & FLAG_DISCARD or expired:
                 found.append(path)
         except (NewerFormat, OSError):

@@ -296,7 +296,7 @@ def test_regions_that_nobody_will_attach_to_are_found(tmp_path: Path) -> None:
         assert leftovers(tmp_path, 0.0, now + 100) == [], "regions in use are nobody's leftovers"
         os.kill(pid, signal.SIGKILL)
     assert leftovers(tmp_path, 3600.0, now) == [], "a kept one may be attached to again"
-    assert len(leftovers(tmp_path, 10.0, now + 100)) == 2, "but not for ever"
+    assert len(leftovers(tmp_path, 10.0, now + 8 * 86400)) == 2, "but not for ever"
 
 
 def test_the_next_engine_removes_leftovers(tmp_path: Path) -> None:
@@ -379,6 +379,30 @@ def test_keep_for_is_the_age_after_which_regions_go(tmp_path: Path, used_at: int
     assert settings(tmp_path).keep_for == Duration(7 * 86400.0)
     with opened(tmp_path):
         assert not path.exists()
+
+
+def test_each_region_is_kept_for_as_long_as_its_own_engine_says(tmp_path: Path) -> None:
+    """Not for as long as the one that starts beside it, or whose stack `gc` is given."""
+    short = msgspec.structs.replace(settings(tmp_path), keep_for=Duration(60.0))
+    tiers = [
+        BACKEND.open_tier(each, TierContext(NAMESPACE, name))
+        for each, name in ((settings(tmp_path), "weeks"), (short, "minutes"))
+    ]
+    now = time.time()
+    for tier in tiers:
+        tier.close()
+    weeks, minutes = (tier.region.path for tier in tiers)
+    assert leftovers(tmp_path, 1.0, now + 3600) == [minutes]
+    assert set(leftovers(tmp_path, 1e9, now + 8 * 86400)) == {weeks, minutes}
+
+
+def test_a_region_of_an_older_version_is_kept_for_as_long_as_is_asked(tmp_path: Path) -> None:
+    with opened(tmp_path) as tier:
+        path = tier.region.path
+        tier.region.table[136:140] = bytes(4)
+    now = time.time()
+    assert leftovers(tmp_path, 7200.0, now + 3600) == []
+    assert leftovers(tmp_path, 60.0, now + 3600) == [path]
 
 
 def test_a_region_that_was_never_finished_is_removed_by_the_next_engine(tmp_path: Path) -> None:
