@@ -35,7 +35,7 @@ from kvtier.errors import FormatError
 from kvtier.types import BlockKey, Namespace
 
 if TYPE_CHECKING:
-    from kvtier.cli.look_objects import StoreProver
+    from kvtier.cli.prove_objects import StoreProver
 
 
 class Proof(enum.Enum):
@@ -131,7 +131,7 @@ class Prover:
             return _prove_slot(block, block.slab)
         with self._opening:  # several threads prove at once
             if block.tier not in self._stores:
-                from kvtier.cli.look_objects import StoreProver
+                from kvtier.cli.prove_objects import StoreProver
 
                 self._stores[block.tier] = StoreProver(self._config.tiers[block.tier])
         return self._stores[block.tier].prove(block, self._namespaces.get(block.namespace))

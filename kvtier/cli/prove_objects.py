@@ -1,0 +1,72 @@
+"""What objects of a store are worth: read whole, and checked."""
+
+from __future__ import annotations
+
+from kvtier.backends.object import ObjectSettings, open_for
+from kvtier.backends.object.errors import LengthMismatch, StoreError
+from kvtier.cli.blocks import Block, Proof, Verdict, is_newer, judge
+from kvtier.core.codec import decode
+from kvtier.core.record import CODEC_RAW, HEADER_BYTES, Header, record_bytes
+from kvtier.core.settings import TierSettings
+from kvtier.errors import FormatError, MediumError
+from kvtier.types import PAYLOAD_BYTES_MAX, Namespace
+
+
+class StoreProver:
+    """Reads objects whole and checks them."""
+
+    def __init__(self, settings: TierSettings) -> None:
+        assert isinstance(settings, ObjectSettings)
+        try:
+            self._store = open_for(settings)
+        except StoreError as error:
+            raise MediumError(str(error)) from error
+
+    def prove(self, block: Block, namespace: Namespace | None) -> Verdict:
+        """What an object is worth, and why it is bad if it is."""
+        if not HEADER_BYTES <= block.bytes <= HEADER_BYTES + PAYLOAD_BYTES_MAX:
+            return Verdict(Proof.BAD, f"an object of {block.bytes} bytes is no record")
+        stored = memoryview(bytearray(block.bytes))
+        try:
+            length = self._store.get_up_to(block.name, [stored])
+        except LengthMismatch as error:
+            return Verdict(Proof.BAD, str(error))
+        except StoreError as error:
+            return Verdict(Proof.UNREAD, str(error))
+        if length is None:
+            return Verdict(Proof.GONE, "it was deleted meanwhile")
+        stored = stored[:length]
+        if is_newer(stored):
+            return Verdict(Proof.NEWER, "written by a newer kvtier")
+        try:
+            return judge(_raw(stored, block, namespace), block)
+        except FormatError as error:
+            return Verdict(Proof.BAD, str(error))
+        except MediumError as error:
+            return Verdict(Proof.UNREAD, str(error))
+
+    def close(self) -> None:
+        """Release connections."""
+        self._store.close()
+
+
+def _raw(stored: memoryview, block: Block, namespace: Namespace | None) -> memoryview:
+    """The record as it is on all other media; raises FormatError if it cannot be one, MediumError
+    if that cannot be told."""
+    header = Header.read(stored)
+    if header.stored_bytes != len(stored) - HEADER_BYTES:
+        raise FormatError("the object is cut short")
+    if header.codec == CODEC_RAW:
+        return stored
+    if namespace is None:
+        # Its description may be lost, or could not be read just now: that is no proof against it.
+        raise MediumError("it is compressed, and nothing says how large its payload should be")
+    if header.payload_bytes != namespace.payload_of(block.key):
+        raise FormatError(f"a payload of {header.payload_bytes} bytes does not fit its namespace")
+    record = memoryview(bytearray(record_bytes(header.payload_bytes)))
+    decode(header.codec, stored[HEADER_BYTES:], record[HEADER_BYTES:][: header.payload_bytes])
+    record[:HEADER_BYTES] = stored[:HEADER_BYTES]
+    header.codec = CODEC_RAW
+    header.stored_bytes = header.payload_bytes
+    header.write(record)
+    return record
