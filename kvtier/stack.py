@@ -267,7 +267,7 @@ def _open_tiers(
 ) -> tuple[TierContext, list[Tier]]:
     """All tiers, under the first engine name whose private media nobody uses."""
     for number in range(1, _ENGINES_MAX + 1):
-        engine = name if number == 1 else f"{name}-{number}"
+        engine = name if number == 1 else f"{name}~{number}"  # as no stack may be called
         context = TierContext(namespace, engine, near)
         tiers: list[Tier] = []
         try:

@@ -62,7 +62,7 @@ def look_at_regions(tier: int, config: StackConfig) -> Place:
 def _names_of(prefix: str, name: str) -> re.Pattern[str]:
     """The files of an engine's region and of its namesakes': of data-parallel ranks, which have
     their number, and of those that found the name in use and got another."""
-    engine = rf"({re.escape(name)}(?:-dp[0-9]{{1,5}})?(?:-[0-9]{{1,3}})?)"
+    engine = rf"({re.escape(name)}(?:-dp[0-9]{{1,5}})?(?:~[0-9]{{1,3}})?)"
     return re.compile(re.escape(prefix) + engine + re.escape(SUFFIX))
 
 

@@ -319,12 +319,16 @@ def test_what_goes_while_it_is_looked_at(kept: Kept) -> None:
 
 
 def test_regions_of_namesakes_are_seen(kept: Kept) -> None:
-    """Of a second engine, and of a server's data-parallel ranks."""
-    for engine in ("cli-2", "cli-dp0", "cli-dp1-2", "clip", "cli-dp", "cli-x"):
+    """Of a second engine, and of a server's data-parallel ranks; not those of another name."""
+    for engine in ("cli-3", "cli-dp0", "clip", "cli-dp", "cli-x"):
         with Stack.open(kept.stack, NAMESPACE, engine=engine):
             pass
+    for engine in ("cli", "cli-dp1"):
+        first = Stack.open(kept.stack, NAMESPACE, engine=engine)
+        Stack.open(kept.stack, NAMESPACE, engine=engine).close()
+        first.close()
     regions = look(load(kept.stack))[0].slabs
-    assert [slab.engine for slab in regions] == ["cli-2", "cli-dp0", "cli-dp1-2", "cli"]
+    assert [slab.engine for slab in regions] == ["cli-dp0", "cli-dp1", "cli-dp1~2", "cli", "cli~2"]
 
 
 def test_a_file_of_the_same_number_elsewhere_is_not_in_use(tmp_path: Path) -> None:

@@ -96,10 +96,10 @@ def test_a_name_in_use_is_said_once_with_what_it_means(
     ):
         assert not caplog.records, "names of their own are nothing to speak of"
         with Stack.open(config(tmp_path), NAMESPACE) as second:
-            assert second.context.engine == "unit-2"
+            assert second.context.engine == "unit~2"
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    for words in ("'unit' is in use", "goes on as 'unit-2'", "restart", "KVTIER_NAME"):
+    for words in ("'unit' is in use", "goes on as 'unit~2'", "restart", "KVTIER_NAME"):
         assert words in record.getMessage()
 
 
@@ -208,7 +208,7 @@ with Stack.open(tiers, NAMESPACE) as stack:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert list(folder.glob("*forking.region")), "the region is the parent's"
     with Stack.open(tiers, NAMESPACE) as second:
-        assert second.context.engine == "forking-2", "the lock is still the parent's"
+        assert second.context.engine == "forking~2", "the lock is still the parent's"
     fill(stack)
     assert stack.load(list(wanted)) == wanted
     assert stack.chain.chain_stats().mover.restarts == 0, "and so is the mover"
