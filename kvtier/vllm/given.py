@@ -38,6 +38,22 @@ class Given:
             self._note(*arguments, **named)
 
         pool.get_new_blocks, pool.cache_full_blocks = get_new_blocks, cache_full_blocks
+        if hasattr(pool, "cache_partial_block"):  # not in all versions
+            self._watch_tails(pool)
+
+    def _watch_tails(self, pool: Any) -> None:
+        cache = pool.cache_partial_block
+
+        def cache_partial_block(*arguments: Any, **named: Any) -> Any:
+            cached = cache(*arguments, **named)
+            self._note_tail(*arguments, **named)
+            return cached
+
+        pool.cache_partial_block = cache_partial_block
+
+    @guarded(lambda: None)
+    def _note_tail(self, request: Any, block: Any, *_: Any, **__: Any) -> None:
+        self._cached.setdefault(request.request_id, set()).add(block.block_id)
 
     @guarded(lambda: None)
     def _note(

@@ -24,6 +24,10 @@ class Pool:
     ) -> None:
         self.cached |= {each.block_id for each in blocks[num_cached_blocks:num_full_blocks]}
 
+    def cache_partial_block(self, request: Any, block: Any, num_tokens: int) -> str:
+        self.cached.add(block.block_id)
+        return f"hash of {num_tokens}"
+
     def evict_blocks(self, block_ids: set[int]) -> None:
         self.cached -= block_ids
 
@@ -102,6 +106,18 @@ def test_what_a_request_was_to_compute_that_made_way_is_not_found() -> None:
         )
     told(given, {"high": None}, preempted={"low"})
     assert pool.cached == {1, 3, 4}
+
+
+def test_nor_is_the_end_of_a_prompt_within_a_block() -> None:
+    """As with a unit that is smaller than a block."""
+    pool = Pool()
+    given = Given(pool)
+    low, high = (SimpleNamespace(request_id=name) for name in ("low", "high"))
+    [one, other] = pool.get_new_blocks(2)
+    assert pool.cache_partial_block(low, block=one, num_tokens=8) == "hash of 8"
+    pool.cache_partial_block(high, block=other, num_tokens=8)
+    told(given, {"high": None}, preempted={"low"})
+    assert pool.cached == {2}
 
 
 def test_what_one_computes_that_goes_on_in_the_step_that_preempted_it_is_found() -> None:
