@@ -17,6 +17,8 @@ SIDE = 8192
 PRODUCTS = 300  # half a second's: longer than loads take beside them
 TURNS, ROUNDS = 5, 24
 """How often disturbance is measured, and rounds of each kind that disturb meanwhile."""
+TURNS_S = 60.0
+"""After so long no other turn is begun: where copies are slow, a few say more than none."""
 JOBS = 8
 """In one round of stores: those that have ended are counted."""
 
@@ -183,6 +185,15 @@ def python_loop() -> float:
     return seconds_of(lambda: [sum(range(5000)) for _ in range(1000)])
 
 
+def _repeated(turn: Callable[[], tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """What several turns say, but for the first, which warms up."""
+    began = time.perf_counter()
+    turns = [turn()]
+    while len(turns) < 2 or (len(turns) <= TURNS and time.perf_counter() < began + TURNS_S):
+        turns.append(turn())
+    return turns[1:]
+
+
 def disturbance(torch: Any, report: Report) -> None:
     """What loads lose while stores run, which go on meanwhile, or a loop in Python, or matrix
     products; and, while both run, a matrix product, a small copy, and a loop in Python."""
@@ -198,8 +209,7 @@ def disturbance(torch: Any, report: Report) -> None:
         computing = duplex.load_beside_products(lambda: products(PRODUCTS)[1])
         return *alone, *beside, computing, *disturbed(), *duplex.beside(disturbed)
 
-    turns = [turn() for _ in range(TURNS + 1)][1:]
-    medians = [statistics.median(column) for column in zip(*turns, strict=True)]
+    medians = [statistics.median(column) for column in zip(*_repeated(turn), strict=True)]
     alone, stores, both, meanwhile, python, computing, *others = medians
     calm, prompt, free, busy, late, shared = others
     link = Link(torch)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import gpu_beside
 from benchmarks.gpu_arena import LOAD, STORE
 from benchmarks.gpu_beside import Duplex
 from kvtier.core.transfer import TransferKind
@@ -99,3 +100,17 @@ def test_what_is_measured_beside_both_directions_is_doubted_once_one_has_ended(
     duplex._stores = [(range(1, 2), duplex._loads)]
     assert duplex.beside(lambda: (1.0,)) == (1.0,)
     assert duplex.outlasted == outlasted
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [(1.0, 5), (25.0, 2), (100.0, 1)])
+def test_slow_turns_are_fewer(monkeypatch: pytest.MonkeyPatch, seconds: float, turns: int) -> None:
+    """A part that is over its limit keeps nothing."""
+    now = 0.0
+
+    def turn() -> tuple[float, ...]:
+        nonlocal now
+        now += seconds
+        return (now,)
+
+    monkeypatch.setattr(gpu_beside.time, "perf_counter", lambda: now)
+    assert gpu_beside._repeated(turn) == [(seconds * (at + 2),) for at in range(turns)]
