@@ -42,7 +42,7 @@ def plan(
     ] = None,
     prompt: _Prompt = 8192,
     kv_dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="vLLM's --kv-cache-dtype, like fp8.")
+        str, typer.Option(metavar="TYPE", help="vLLM's --kv-cache-dtype, like fp8; or a --dtype.")
     ] = "auto",
     ranks: Annotated[int, typer.Option(min=1, max=256, help="Tensor parallel ranks.")] = 1,
     bandwidth: Annotated[

@@ -124,6 +124,8 @@ def _dtype(config: dict[str, Any], place: str, kv_dtype: str) -> str:
     name = kv_dtype
     if kv_dtype == "auto":
         name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        # vLLM serves models of 32 bits with 16, unless it is told otherwise
+        name = {"float32": "bfloat16"}.get(name.removeprefix("torch."), name)
     name = name.removeprefix("torch.")
     if name not in _DTYPE_BYTES:
         raise ConfigError(

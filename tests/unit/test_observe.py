@@ -96,6 +96,11 @@ class TestShapes:
         assert found.load_bytes(1000) == 131072000
         assert found.unknown == []
 
+    @pytest.mark.parametrize("said", ["float32", "torch.float32"])
+    def test_models_of_32_bits_are_served_with_16(self, said: str) -> None:
+        assert shape(LLAMA | {"torch_dtype": said}).token_bytes == 131072
+        assert shape(LLAMA | {"torch_dtype": said}, "float32").token_bytes == 262144
+
     def test_another_data_type(self) -> None:
         assert shape(LLAMA, "fp8").token_bytes == 65536
 
