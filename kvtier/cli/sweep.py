@@ -33,8 +33,9 @@ class RowTier(msgspec.Struct):
     hit_percent: float
     loaded_bytes: int
     written_bytes: int
-    writes_per_day: float
-    """How often a day its whole capacity is written: what wears a disk."""
+    writes_per_day: float | None
+    """How often a day its whole capacity is written: what wears a disk. None for a trace that takes
+    no time."""
 
 
 class Row(msgspec.Struct):
@@ -145,7 +146,7 @@ def _row(
                 hit_percent=_percent(tier.hits, found.references),
                 loaded_bytes=round(tier.hits / size.share) * block_bytes,
                 written_bytes=round(tier.written / size.share) * block_bytes,
-                writes_per_day=tier.written / tier.blocks / days if days and tier.blocks else 0.0,
+                writes_per_day=tier.written / max(1, tier.blocks) / days if days else None,
             )
             for tier in found.tiers
         ],
@@ -188,7 +189,7 @@ def show_sweep(rows: Sequence[Row]) -> None:
                 human.size(tier.capacity),
                 human.size(tier.loaded_bytes),
                 human.size(tier.written_bytes),
-                f"{human.count(tier.writes_per_day)} times",
+                "-" if tier.writes_per_day is None else f"{human.count(tier.writes_per_day)} times",
             ]
             for row in rows
             for kind, tier in zip(kinds, row.tiers, strict=True)

@@ -247,6 +247,18 @@ class TestTrace:
         assert done.code == 0
         assert "200 requests" in done.out
 
+    def test_how_often_a_day_is_not_known_of_a_trace_that_takes_no_time(
+        self, model: Path, stack_file: Path, tmp_path: Path
+    ) -> None:
+        trace = tmp_path / "at_once.jsonl"
+        lines = ({"timestamp": 5000, "hash_ids": [0, 1, number]} for number in range(2, 52))
+        trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        args = ["--trace", trace, "--scale=1"]
+        (row,) = run(model, "-c", stack_file, *GIVEN, *args)["trace"]
+        assert {tier["writes_per_day"] for tier in row["tiers"]} == {None}
+        table = command("plan", model, "-c", stack_file, *GIVEN, *args).out.splitlines()
+        assert [line.split()[-1] for line in table if "nvme" in line][-1] == "-"
+
     def test_a_bad_line_is_named(self, model: Path, stack_file: Path, trace: Path) -> None:
         with trace.open("a") as file:
             file.write("{\n")
