@@ -64,8 +64,9 @@ class BulkClient:
                     continue
                 error = explain_answer(403, code, {}, f"bucket {self._bucket}")
                 key = entry.get("Key")
+                busy = isinstance(error, RateLimited) or code == "ServiceUnavailable"
                 # nobody knows which are deleted, or it is no matter of this one
-                if key not in batch or isinstance(error, RateLimited):
+                if key not in batch or busy:
                     raise error
                 failed[key] = error
         return failed

@@ -337,11 +337,12 @@ def test_a_bulk_delete_says_what_was_not_deleted(scripted: HostileServer, opened
     assert [head[:6] for head in scripted.heads] == [b"POST /", *[b"DELETE"] * 9]
 
 
+@pytest.mark.parametrize("code", ["SlowDown", "ServiceUnavailable"])
 def test_objects_that_a_busy_store_did_not_come_to_are_deleted_by_another_try(
-    scripted: HostileServer,
+    scripted: HostileServer, code: str
 ) -> None:
     """Said of one of them, it is no more a refusal of that one than of all."""
-    busy = REFUSED_DELETE.format("<Key>n3</Key>").replace("AccessDenied", "SlowDown")
+    busy = REFUSED_DELETE.format("<Key>n3</Key>").replace("AccessDenied", code)
     answers = [busy, "<DeleteResult/>"]
 
     def serve(peer: Peer, head: bytes) -> None:
