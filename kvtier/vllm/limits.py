@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import vllm
 from vllm.platforms import current_platform
 
 from kvtier.vllm import compat
+from kvtier.vllm.versions import numbers_of
 
 
 def prefills_whole_only(vllm_config: Any) -> bool:
@@ -66,9 +68,9 @@ def blurs_adapters(vllm_config: Any) -> bool:
 
 def misreads_sessions(vllm_config: Any, kv_cache_config: Any) -> bool:
     """Whether vLLM may go on with a session from what is not there: of an answer that ends amid
-    drafts which were right it takes for computed what comes next, unless it schedules ahead; and
-    states have seen the tokens by then that are dropped."""
-    drafts = vllm_config.speculative_config is not None
+    drafts which were right it takes for computed what comes next, before 0.33 and unless it
+    schedules ahead; and states have seen the tokens by then that are dropped."""
+    drafts = vllm_config.speculative_config is not None and numbers_of(vllm.__version__) < (0, 33)
     ahead = vllm_config.scheduler_config.async_scheduling
     kinds = {type(spec).__name__ for spec in compat.layer_specs(kv_cache_config)}
     return (drafts and not ahead) or any("Mamba" in kind for kind in kinds)

@@ -43,12 +43,16 @@ def installed() -> Installed:
 
 def check_version(version: str) -> None:
     """Raise ConfigError for a vLLM that the connector was not made for."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    numbers = (int(found.group(1)), int(found.group(2))) if found else (0, 0)
-    if not FIRST <= numbers <= LAST:
+    if not FIRST <= numbers_of(version) <= LAST:
         first, last = (".".join(map(str, each)) for each in (FIRST, LAST))
         raise ConfigError(
             "vllm",
             f"this kvtier works with vLLM {first} to {last}, and {version} is installed",
             "install one of them, or a kvtier that knows this one",
         )
+
+
+def numbers_of(version: str) -> tuple[int, int]:
+    """The first two numbers of a version, by which they are ordered."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found.group(1)), int(found.group(2))) if found else (0, 0)

@@ -17,6 +17,7 @@ DRAFTS = {
     "prompt_lookup_min": 2,
 }
 STATES = {"dtype": "bfloat16", "enable_prefix_caching": True}
+WARNING = "nothing is kept of them"
 PIECES = [prompt(112, 60), prompt(212, 900)]
 
 
@@ -34,9 +35,10 @@ def test_an_answer_that_ends_amid_drafts(
         (again,) = engine.generate(prompts=[asked])
         engine.settle()
         mistakes = engine.facts()["mistakes"]
+        warned = WARNING in engine.log.read_text()
     (expected,) = plain_llama.generate(prompts=[asked])
-    assert first["tokens"] != expected["tokens"], "which is why"
-    assert found == expected | {"cached": 0}
+    assert (first["tokens"] != expected["tokens"]) is warned, "vLLM 0.33 computes it right"
+    assert found == expected | {"cached": 0 if warned else 768}
     assert again == expected | {"cached": 768}, "what was computed since is kept"
     assert mistakes == 0
 
@@ -53,11 +55,12 @@ def test_of_such_sessions_nothing_is_kept(
         engine.generate(prompts=[prompt(113, 900)])
         engine.settle()
         facts = engine.facts()
-        assert "nothing is kept" in engine.log.read_text()
+        warned = WARNING in engine.log.read_text()
         engine.forget_engine_cache()
         engine.generate(prompts=[prompt(113, 900)])
         engine.settle()
         kept = engine.facts()["chain"]["tiers"][0]["blocks"]
-    assert [tier["blocks"] for tier in facts["chain"]["tiers"]] == [0, 0]
+    assert warned or family == "llama", "vLLM 0.33 computes drafts right, and states wrong"
+    assert ([tier["blocks"] for tier in facts["chain"]["tiers"]] == [0, 0]) is warned
     assert (facts["mistakes"], facts["pending"]) == (0, 0)
     assert kept > 0, "until that was reset"
