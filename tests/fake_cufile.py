@@ -3,6 +3,7 @@ fails in every way a real one can."""
 
 from __future__ import annotations
 
+import enum
 import os
 import weakref
 from collections.abc import Callable
@@ -12,6 +13,14 @@ from typing import Any
 import numpy as np
 
 from kvtier.core.record import part_sum
+
+
+class CompatMode(enum.IntEnum):
+    """As kvikio's."""
+
+    OFF = 0
+    ON = 1
+    AUTO = 2
 
 
 class FakeStage:

@@ -3,74 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import signal
 import time
 import uuid
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
-from nvme_rig import child, expect
+from cpu_regions import CONTEXT, opened, put, served, settings, writer
 
-from kvtier.backends.cpu import BACKEND, CpuSettings, CpuTier, huge
+from kvtier.backends.cpu import BACKEND, CpuSettings, huge
 from kvtier.backends.cpu.region import (
     Region,
     in_use,
     leftovers,
     read_header,
     regions,
-    remove,
-    unfinished,
 )
 from kvtier.core.backend import TierContext
-from kvtier.core.settings import ByteSize, Capacity, Duration, Persistence
+from kvtier.core.settings import ByteSize, Capacity
 from kvtier.core.slab import layout
 from kvtier.errors import FormatError, MediumError, MediumInUse
-from kvtier.testing.records import NAMESPACE, fill, make_keys, prove
-from kvtier.types import BlockKey, Namespace, Presence
+from kvtier.testing.records import make_keys, prove
+from kvtier.types import Namespace, Presence
 
-CONTEXT = TierContext(NAMESPACE, "test")
 OTHER = TierContext(Namespace(facts={"model": "another"}, group_bytes=(8192,)), "test")
-
-
-def settings(folder: Path, blocks: int = 8, keep: bool = True) -> CpuSettings:
-    size = blocks * (12288 + 64) + 3 * 4096
-    return CpuSettings(
-        path=str(folder),
-        capacity=Capacity(size=ByteSize(size)),
-        eviction="lru",
-        persistence=Persistence.KEEP if keep else Persistence.DISCARD,
-    )
-
-
-@contextlib.contextmanager
-def opened(folder: Path, context: TierContext = CONTEXT, blocks: int = 8) -> Iterator[CpuTier]:
-    tier = BACKEND.open_tier(settings(folder, blocks), context)
-    try:
-        yield tier
-    finally:
-        tier.close()
-
-
-def put(tier: CpuTier, keys: Sequence[BlockKey]) -> None:
-    reservation = tier.prepare_store(keys)
-    for key, slot in zip(reservation.keys, reservation.spec.slots, strict=True):  # type: ignore[attr-defined]
-        fill(tier.region.record(slot), key)
-    tier.complete_store(reservation.keys)
-
-
-def served(tier: CpuTier, keys: Sequence[BlockKey]) -> list[BlockKey]:
-    found = tier.lookup(keys)
-    hits = [key for key, now in zip(keys, found, strict=True) if now is Presence.HIT]
-    spec = tier.prepare_load(hits)
-    for key, slot in zip(hits, spec.slots, strict=True):  # type: ignore[attr-defined]
-        assert prove(tier.region.record(slot), key).ok
-    tier.complete_load(hits)
-    return hits
 
 
 def test_what_was_touched_a_moment_ago_is_not_next_to_go(tmp_path: Path) -> None:
@@ -83,17 +42,6 @@ def test_what_was_touched_a_moment_ago_is_not_next_to_go(tmp_path: Path) -> None
         assert tier.victims(1) == keys[1:2]
         tier.touch(keys[1:2])
         assert tier.prepare_store(make_keys(1, start=50)).evicted == keys[2:3]
-
-
-WRITER = """
-from test_cpu_region import *
-sys.path.insert(0, 'restart')
-tier = BACKEND.open_tier(settings(Path(sys.argv[1])), CONTEXT)
-put(tier, make_keys(5))
-tier.prepare_store(make_keys(2, start=50))
-print('stored', flush=True)
-os.kill(os.getpid(), signal.SIGSTOP)
-"""
 
 
 def test_what_takes_the_room_of_others_lies_in_order(tmp_path: Path) -> None:
@@ -128,13 +76,6 @@ def test_after_a_restart_prompts_still_go_from_their_ends(tmp_path: Path) -> Non
     assert before == keys[::-1]
     with opened(tmp_path) as tier:
         assert tier.victims(8) == before
-
-
-@contextlib.contextmanager
-def writer(folder: Path) -> Iterator[int]:
-    with child("sys.path.insert(0, 'restart')\n" + WRITER, folder) as process:
-        expect(process, "stored")
-        yield process.pid
 
 
 def test_blocks_outlive_a_killed_engine(tmp_path: Path) -> None:
@@ -240,23 +181,6 @@ def test_a_view_that_outlives_its_region_keeps_nobody_from_using_or_removing_it(
     assert list(regions(tmp_path)) == [], "those of others are not ours to remove"
 
 
-def test_a_region_is_in_use_from_its_owner_on_and_nothing_of_his_is_a_leftover(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / f"kvtier-{os.getuid()}-x.region"
-    making, owner = path.with_suffix(".making"), path.with_suffix(".owner")
-    assert not in_use(path)
-    making.touch()
-    assert unfinished(tmp_path) == [path]
-    with owner.open("wb") as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        assert in_use(path)
-        assert unfinished(tmp_path) == []
-    assert unfinished(tmp_path) == [path]
-    path.touch()
-    assert unfinished(tmp_path) == [], "the region is there: it is looked at itself"
-
-
 @pytest.mark.parametrize("restarted", [True, False])
 def test_a_block_that_is_stored_anew_looks_like_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarted: bool
@@ -290,28 +214,6 @@ def test_an_entry_with_an_impossible_key_is_free(tmp_path: Path) -> None:
         assert tier.stats().evicted == 0
 
 
-def test_regions_that_nobody_will_attach_to_are_found(tmp_path: Path) -> None:
-    now = time.time()
-    with opened(tmp_path, TierContext(NAMESPACE, "living")), writer(tmp_path) as pid:
-        assert leftovers(tmp_path, 0.0, now + 100) == [], "regions in use are nobody's leftovers"
-        os.kill(pid, signal.SIGKILL)
-    assert leftovers(tmp_path, 3600.0, now) == [], "a kept one may be attached to again"
-    assert len(leftovers(tmp_path, 10.0, now + 8 * 86400)) == 2, "but not for ever"
-
-
-def test_the_next_engine_removes_leftovers(tmp_path: Path) -> None:
-    old = BACKEND.open_tier(settings(tmp_path, keep=False), TierContext(NAMESPACE, "old"))
-    path = old.region.path
-    old._discard = False  # die without cleaning up
-    old.close()
-    assert path.exists()
-    kept = tmp_path / "kvtier-0-notes.txt"
-    kept.write_text("not a region")
-    with opened(tmp_path):
-        assert not path.exists()
-    assert kept.exists()
-
-
 def test_a_discarded_region_leaves_nothing(tmp_path: Path) -> None:
     BACKEND.open_tier(settings(tmp_path, keep=False), CONTEXT).close()
     assert list(tmp_path.iterdir()) == []
@@ -342,23 +244,6 @@ def test_too_little_shared_memory_is_explained(tmp_path: Path) -> None:
     assert not list(Path("/dev/shm").glob(f"*{name}*"))
 
 
-def test_who_lacks_room_hears_whose_region_nobody_uses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    renamed = TierContext(NAMESPACE, "renamed")
-    with opened(tmp_path):
-        old = BACKEND.open_tier(settings(tmp_path), TierContext(NAMESPACE, "old"))
-        old.close()
-        monkeypatch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(MediumError) as raised:
-            BACKEND.open_tier(settings(tmp_path), renamed)
-    path = tmp_path / f"kvtier-{os.getuid()}-kv-old.region"
-    assert f"no engine uses {path} now" in str(raised.value)
-
-
 def test_huge_pages_are_asked_for_and_their_absence_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -368,62 +253,6 @@ def test_huge_pages_are_asked_for_and_their_absence_said(
         )
         BACKEND.open_tier(wanted, CONTEXT).close()
     assert ("has no huge pages" in caplog.text) == (huge.why_none(tmp_path) is not None)
-
-
-@pytest.mark.parametrize("used_at", [0, 4_000_000_000])
-def test_keep_for_is_the_age_after_which_regions_go(tmp_path: Path, used_at: int) -> None:
-    """So do those of days to come, by a clock that was wrong: they would hold memory till then."""
-    with opened(tmp_path, TierContext(NAMESPACE, "old")) as tier:
-        path = tier.region.path
-    os.utime(path, (used_at, used_at))
-    assert settings(tmp_path).keep_for == Duration(7 * 86400.0)
-    with opened(tmp_path):
-        assert not path.exists()
-
-
-def test_each_region_is_kept_for_as_long_as_its_own_engine_says(tmp_path: Path) -> None:
-    """Not for as long as the one that starts beside it, or whose stack `gc` is given."""
-    short = msgspec.structs.replace(settings(tmp_path), keep_for=Duration(60.0))
-    tiers = [
-        BACKEND.open_tier(each, TierContext(NAMESPACE, name))
-        for each, name in ((settings(tmp_path), "weeks"), (short, "minutes"))
-    ]
-    now = time.time()
-    for tier in tiers:
-        tier.close()
-    weeks, minutes = (tier.region.path for tier in tiers)
-    assert leftovers(tmp_path, 1.0, now + 3600) == [minutes]
-    assert set(leftovers(tmp_path, 1e9, now + 8 * 86400)) == {weeks, minutes}
-
-
-def test_a_region_of_an_older_version_is_kept_for_as_long_as_is_asked(tmp_path: Path) -> None:
-    with opened(tmp_path) as tier:
-        path = tier.region.path
-        tier.region.table[136:140] = bytes(4)
-    now = time.time()
-    assert leftovers(tmp_path, 7200.0, now + 3600) == []
-    assert leftovers(tmp_path, 60.0, now + 3600) == [path]
-
-
-def test_a_region_that_was_never_finished_is_removed_by_the_next_engine(tmp_path: Path) -> None:
-    with opened(tmp_path, TierContext(NAMESPACE, "living")) as tier:
-        making = tier.region.path.with_suffix(".making")
-        making.write_bytes(bytes(4096))
-        dead = tmp_path / making.name.replace("living", "dead")
-        dead.write_bytes(bytes(4096))
-        with opened(tmp_path):
-            assert not dead.exists(), "its maker is"
-            assert making.exists(), "its maker lives"
-
-
-def test_what_others_put_beside_regions_keeps_no_engine_from_starting(tmp_path: Path) -> None:
-    """All users share /dev/shm, and nobody can remove there what is another's."""
-    theirs = tmp_path / f"kvtier-{os.getuid()}-theirs-1.making"
-    theirs.mkdir()
-    with opened(tmp_path) as tier:
-        assert sorted(tmp_path.iterdir()) == sorted(
-            [theirs, tier.region.path, tier.region.path.with_suffix(".owner")]
-        )
 
 
 def test_a_link_in_the_place_of_an_owner_is_not_followed(tmp_path: Path) -> None:
@@ -448,25 +277,6 @@ def test_a_link_in_the_place_of_a_region_is_not_followed(tmp_path: Path) -> None
     with opened(tmp_path) as tier:
         assert not path.is_symlink()
         assert served(tier, make_keys(1)) == []
-
-
-def test_a_region_that_is_used_lately_is_no_leftover(tmp_path: Path) -> None:
-    with opened(tmp_path) as tier:
-        path = tier.region.path
-        os.utime(path, (0, 0))
-        tier.tick()
-        assert time.time() - path.stat().st_mtime < 60
-
-
-def test_what_somebody_has_begun_to_use_is_not_removed(tmp_path: Path) -> None:
-    with opened(tmp_path) as tier:
-        path = tier.region.path
-        assert not remove(path)
-    handler = BACKEND.open_handler(settings(tmp_path), CONTEXT)
-    assert not remove(path)
-    handler.close()
-    assert remove(path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lock_that_was_removed_before_it_was_taken_is_made_again(
@@ -508,10 +318,3 @@ def test_a_folder_in_the_place_of_a_region_is_named(tmp_path: Path) -> None:
     path.mkdir()
     with pytest.raises(MediumError, match=f"{path.name} anew.*: remove it"):
         BACKEND.open_tier(settings(tmp_path), CONTEXT)
-
-
-def test_what_is_no_file_is_no_region_to_look_into(tmp_path: Path) -> None:
-    """To open a pipe that nobody writes to would be to wait for ever."""
-    os.mkfifo(tmp_path / f"kvtier-{os.getuid()}-pipe-1.region")
-    (tmp_path / f"kvtier-{os.getuid()}-link-1.region").symlink_to("/dev/zero")
-    assert leftovers(tmp_path, 0.0, time.time() + 10.0) == []
