@@ -15,6 +15,7 @@ import pytest
 
 from kvtier import Stack
 from kvtier.cli import commands
+from kvtier.core.slab import layout
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
@@ -124,3 +125,26 @@ def no_rights() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
         libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+def flip(file: Path, at: int) -> None:
+    with file.open("r+b") as data:
+        data.seek(at)
+        byte = data.read(1)
+        data.seek(at)
+        data.write(bytes([byte[0] ^ 1]))
+
+
+def one(folder: Path, pattern: str) -> Path:
+    """The one such file; of slabs the one that has blocks."""
+    (found,) = [
+        path
+        for path in folder.rglob(pattern)
+        if path.suffix not in (".slab", ".table") or has_blocks(path.with_suffix(".table"))
+    ]
+    return found
+
+
+def has_blocks(table: Path) -> bool:
+    """Not the table of a spare slab, which an engine that runs may be about to make."""
+    return table.exists() and any(table.read_bytes()[layout.TABLE_AT :])

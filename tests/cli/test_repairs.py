@@ -1,4 +1,4 @@
-"""`kvtier verify`, `gc` and `clear`: what they find, change, and never touch."""
+"""`kvtier gc` and `clear`: what they find, change, and never touch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_world import KVTIER, Hold, command, fill, run, served
+from cli_world import KVTIER, Hold, command, one, run, served
 
 from kvtier import Stack
 from kvtier.cli import look_slabs, rubbish
@@ -20,171 +20,12 @@ from kvtier.cli.holdings import BENCH_MARK, look
 from kvtier.cli.repair import remove_broken
 from kvtier.cli.rubbish import remove_home
 from kvtier.config import load
-from kvtier.core.record import HEADER_BYTES, VERSION, record_bytes
-from kvtier.core.slab import layout
+from kvtier.core.record import record_bytes
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
 OTHER = Namespace(facts={"model": "another"}, group_bytes=(4096,))
-
-
-def flip(file: Path, at: int) -> None:
-    with file.open("r+b") as data:
-        data.seek(at)
-        byte = data.read(1)
-        data.seek(at)
-        data.write(bytes([byte[0] ^ 1]))
-
-
-def one(folder: Path, pattern: str) -> Path:
-    """The one such file; of slabs the one that has blocks."""
-    (found,) = [
-        path
-        for path in folder.rglob(pattern)
-        if path.suffix not in (".slab", ".table") or has_blocks(path.with_suffix(".table"))
-    ]
-    return found
-
-
-def has_blocks(table: Path) -> bool:
-    """Not the table of a spare slab, which an engine that runs may be about to make."""
-    return table.exists() and any(table.read_bytes()[layout.TABLE_AT :])
-
-
-class TestVerify:
-    def test_all_is_well(self, filled: Path) -> None:
-        report = run("verify", "-c", filled)
-        assert report["ok"]
-        assert report["counts"]["good"] == 16
-        assert report["bytes"] == 16 * SLOT
-
-    @pytest.mark.parametrize("at", [0, 20, 50, 88, 128, HEADER_BYTES, HEADER_BYTES + 8191])
-    def test_any_flipped_bit_is_found(self, filled: Path, tmp_path: Path, at: int) -> None:
-        flip(one(tmp_path, "*.slab"), at)
-        report = run("verify", "-c", filled, "--tier", "nvme", code=1)
-        assert report["counts"]["good"] == 7
-        assert len(report["bad"]) == 1
-        assert report["bad"][0]["key"] in {key.hex() for key in make_keys(8)}
-        assert report["bad"][0]["why"]
-
-    def test_what_cannot_be_read_is_said_beside_a_bad_block(
-        self, filled: Path, tmp_path: Path
-    ) -> None:
-        slab = one(tmp_path, "*.slab")
-        flip(slab, HEADER_BYTES)
-        (bad,) = run("verify", "-c", filled, "--tier", "nvme", code=1)["bad"]
-        stray = slab.with_name("ffffffff.table")
-        stray.write_bytes(b"nothing of ours")
-        done = command("show", bad["key"], "-c", filled)
-        assert (done.code, "bad" in done.out) == (1, True)
-        assert str(stray) in done.err
-
-    def test_a_record_of_a_newer_version_is_left_alone(self, filled: Path, tmp_path: Path) -> None:
-        slab = one(tmp_path, "*.slab")
-        with slab.open("r+b") as data:
-            data.seek(8)
-            data.write(bytes([VERSION + 1]))
-        before = slab.read_bytes(), one(tmp_path, "*.table").read_bytes()
-        report = run("verify", "-c", filled, "--tier", "nvme", "--repair")
-        assert report["counts"]["newer"] == 1
-        assert (slab.read_bytes(), one(tmp_path, "*.table").read_bytes()) == before
-
-    @pytest.mark.slow
-    def test_a_sample_reads_so_many(self, filled: Path) -> None:
-        assert run("verify", "-c", filled, "--sample", "3")["counts"]["good"] == 3
-        assert run("verify", "-c", filled, "--sample", "25%")["counts"]["good"] == 4
-        assert run("verify", "-c", filled, "--sample", "1%")["counts"]["good"] == 1
-        assert "write a number" in command("verify", "-c", filled, "--sample", "0%").err
-
-    @pytest.mark.parametrize(
-        "pattern", ["*.slab", pytest.param("*.region", marks=pytest.mark.slow)]
-    )
-    def test_repair_takes_it_out_of_use(self, filled: Path, tmp_path: Path, pattern: str) -> None:
-        slab = one(tmp_path, pattern)
-        flip(slab, slab.read_bytes().index(b"KVTBLK") + HEADER_BYTES)
-        assert len(run("verify", "-c", filled, code=1)["bad"]) == 1
-        report = run("verify", "-c", filled, "--repair")
-        assert (report["ok"], report["repaired"]) == (True, 1)
-        report = run("verify", "-c", filled)
-        assert report["counts"] == report["counts"] | {"bad": 0, "quarantined": 1, "good": 15}
-        assert served(filled) == 8, "the other tier has it still"
-
-    @pytest.mark.slow
-    def test_repair_waits_for_the_owner(self, stack_file: Path, tmp_path: Path, hold: Hold) -> None:
-        engine = hold(stack_file)
-        flip(one(tmp_path, "*.slab"), HEADER_BYTES)
-        table = one(tmp_path, "*.table").read_bytes()
-        done = command("verify", "-c", stack_file, "--repair")
-        assert done.code == 1
-        assert "stop its engine first" in done.err
-        assert one(tmp_path, "*.table").read_bytes() == table
-        engine.communicate("go\n")
-        assert run("verify", "-c", stack_file, "--repair")["repaired"] == 1
-
-    @pytest.mark.parametrize(
-        "size", [100, *(pytest.param(size, marks=pytest.mark.slow) for size in (0, 5000))]
-    )
-    def test_a_table_cut_short_is_removed(self, filled: Path, tmp_path: Path, size: int) -> None:
-        table = one(tmp_path, "*.table")
-        os.truncate(table, size)
-        assert "kvtier verify --repair" in command("verify", "-c", filled).err
-        done = command("verify", "-c", filled, "--repair")
-        assert done.code == 0, done.err
-        assert not table.exists()
-        assert command("verify", "-c", filled).code == 0
-
-    @pytest.mark.slow
-    def test_repair_of_one_namespace_leaves_the_others(self, filled: Path, tmp_path: Path) -> None:
-        with Stack(load(filled), OTHER, engine="other") as stack:
-            assert stack.store({make_keys(1)[0]: bytes(4096)})
-            assert stack.settle()
-        table = one(tmp_path / "disk" / "blocks" / NAMESPACE.id, "*.table")
-        os.truncate(table, 0)
-        done = command("verify", "-c", filled, "--namespace", OTHER.id[:8], "--repair")
-        assert (done.code, table.exists()) == (1, True)
-        assert f"{table}: the slab's header page is cut short; kvtier verify --repair" in done.err
-        assert command("verify", "-c", filled, "-n", NAMESPACE.id[:8], "--repair").code == 0
-        assert not table.exists()
-
-    @pytest.mark.slow
-    def test_a_damaged_description_is_nothing_to_repair(self, filled: Path, tmp_path: Path) -> None:
-        text = tmp_path / "disk" / "blocks" / NAMESPACE.id / "namespace.json"
-        text.write_text("garbage")
-        done = command("verify", "-c", filled, "--repair")
-        assert (done.code, text.read_text()) == (1, "garbage")
-        assert "the next engine that serves it writes it anew" in done.err
-        assert served(filled) == 8
-        assert command("verify", "-c", filled).code == 0
-
-    @pytest.mark.parametrize("blocks", [8, 0])
-    def test_what_is_said_to_remove_a_namespace_removes_it(
-        self, blocks: int, stack_file: Path, tmp_path: Path
-    ) -> None:
-        """One that nobody serves any more, and whose description a loss of power has emptied."""
-        home = tmp_path / "disk" / "blocks" / NAMESPACE.id
-        home.mkdir(parents=True)
-        if blocks:
-            fill(stack_file, blocks)
-        (home / "namespace.json").write_text("")
-        said = command("ls", "-c", stack_file).said
-        if f"and {home} can be removed" in said:
-            shutil.rmtree(home)
-        else:
-            advice = f"kvtier clear {NAMESPACE.id[:12]} --tier 1"
-            assert f"{advice} removes its blocks here" in said
-            done = command(*advice.split()[1:], "-c", stack_file, "--yes")
-            assert "blocks (96 KiB) were removed" in done.out
-        assert not home.exists()
-        assert command("ls", "-c", stack_file).code == 0
-
-    def test_a_damaged_region_is_removed(self, filled: Path, tmp_path: Path) -> None:
-        region = one(tmp_path, "*.region")
-        flip(region, 20)
-        assert command("verify", "-c", filled).code == 1
-        assert command("verify", "-c", filled, "--repair").code == 0
-        assert not region.exists()
-        assert served(filled) == 8
 
 
 class TestGc:
