@@ -31,6 +31,7 @@ _GRACE_S = 20
 _SOCKETS_PATH_MAX = 107 - 1 - 36
 """A socket's path has 107 bytes at most, and vLLM's have a UUID for a name."""
 _PROCESSORS = Path("/proc/cpuinfo")
+_USAGE = "write kvtier serve MODEL --config stack.yaml -- --port 8001"
 _PROMPT = "Tell me about caches. " * 100
 
 
@@ -78,6 +79,10 @@ def _check(config: Path) -> None:
 
 def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
     """What runs vLLM's server with kvtier's connector and these flags of the user's."""
+    if model.startswith("-"):
+        raise ConfigError(
+            model, "stands where the model does", f"{_USAGE}: flags of vLLM's come behind the --"
+        )
     if model.startswith(("/", ".", "~")) and not Path(model).exists():  # no name on a hub does
         raise ConfigError(model, "there is no such model", "name a folder that exists")
     if _value(flags, _MODEL) is not None:

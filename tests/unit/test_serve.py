@@ -37,6 +37,12 @@ def test_a_folder_that_is_not_there(model: str) -> None:
         serve.server_command(model, Path("stack.yaml"), [])
 
 
+def test_a_flag_in_the_place_of_the_model() -> None:
+    """As of who forgets the model, or puts flags of vLLM's before it."""
+    with pytest.raises(ConfigError, match="stands where the model does - write kvtier serve MODEL"):
+        serve.server_command("--port", Path("stack.yaml"), ["8001"])
+
+
 @pytest.mark.parametrize(
     "flags", [["--prefix-caching-hash-algo", "sha256"], ["--prefix-caching-hash-algo=sha256"]]
 )
