@@ -73,7 +73,10 @@ NO_RIGHTS_WITHIN = FINE | dict.fromkeys(DEEDS, RIGHTS)
 for _deed in ("plan", "config check", "config show", "serve"):
     NO_RIGHTS_WITHIN[_deed] = FINE[_deed]
 for _deed in ("prewarm into", "restore", "import"):
-    NO_RIGHTS_WITHIN[_deed] = (1, "name a folder where you may write")
+    NO_RIGHTS_WITHIN[_deed] = (
+        1,
+        "another user has stored there: give it to the user of the engines",
+    )
 OTHERS = FINE | dict.fromkeys(["prewarm from", "snapshot", "export", "clear", "gc", "repair"], MINE)
 OF_NEWER = FINE | dict.fromkeys(
     ["prewarm from", "prewarm prompts", "snapshot", "export", "clear", "gc", "repair"], NEWER

@@ -22,7 +22,7 @@ from kvtier.backends.nvme.files import hold_owner
 from kvtier.backends.object import open_for
 from kvtier.backends.object.claim import PREFIX
 from kvtier.backends.object.names import description_name, uses_prefix
-from kvtier.cli import commands, look_objects, rubbish
+from kvtier.cli import commands, prove_objects, rubbish
 from kvtier.cli.blocks import Proof, Prover, blocks_of
 from kvtier.cli.fill import tier_to_fill
 from kvtier.cli.hold import remove_region, sparing
@@ -240,7 +240,7 @@ def test_an_object_is_not_unpacked_that_is_larger_than_its_model_says(
         header.payload_bytes *= 2
         header.write(record)
         store.put(block.name, [record])
-    monkeypatch.setattr(look_objects, "decode", lambda *_: pytest.fail("it was unpacked"))
+    monkeypatch.setattr(prove_objects, "decode", lambda *_: pytest.fail("it was unpacked"))
     verdict = Prover(config, place.namespaces).prove(block)
     assert (verdict.proof, "does not fit" in verdict.why) == (Proof.BAD, True)
 
