@@ -187,21 +187,26 @@ def test_a_connection_that_was_idle_for_long_is_not_trusted(
     assert len(set(used)) == 2
 
 
-def test_of_a_machine_that_has_gone_without_a_word_no_connection_is_tried_again(
-    server: HostileServer, opened: Opener
-) -> None:
-    """It lost its power, say: nobody closes what was open, and another may have its address."""
-    timeouts = Timeouts(connect_s=10.0, idle_s=0.1, total_s=20.0, upload_s=20.0)
-    store = opened(endpoint=server.endpoint, timeouts=timeouts)
-    together = threading.Barrier(4)
+def use_at_once(server: HostileServer, store: S3Store, count: int) -> None:
+    """So many calls, each of which needs a connection of its own."""
+    together = threading.Barrier(count)
 
     def reply(peer: Peer, head: bytes) -> None:
         together.wait(30)
         peer.sendall(answer(200))
 
     server.script = reply
-    with ThreadPoolExecutor(4) as callers:
-        wait([callers.submit(store.put, "name", [memoryview(b"")]) for _ in range(4)])
+    with ThreadPoolExecutor(count) as callers:
+        wait([callers.submit(store.put, "name", [memoryview(b"")]) for _ in range(count)])
+
+
+def test_of_a_machine_that_has_gone_without_a_word_no_connection_is_tried_again(
+    server: HostileServer, opened: Opener
+) -> None:
+    """It lost its power, say: nobody closes what was open, and another may have its address."""
+    timeouts = Timeouts(connect_s=10.0, idle_s=0.1, total_s=20.0, upload_s=20.0)
+    store = opened(endpoint=server.endpoint, timeouts=timeouts)
+    use_at_once(server, store, 4)
     assert len(store._pool._idle) == 4
     server.script = lambda peer, head: None
     with pytest.raises(errors.TimedOut):
@@ -213,15 +218,7 @@ def test_a_call_that_had_little_time_says_nothing_of_other_connections(
     server: HostileServer, opened: Opener
 ) -> None:
     store = opened(endpoint=server.endpoint, timeouts=Timeouts(10.0, 10.0, 20.0))
-    together = threading.Barrier(2)
-
-    def reply(peer: Peer, head: bytes) -> None:
-        together.wait(30)
-        peer.sendall(answer(200))
-
-    server.script = reply
-    with ThreadPoolExecutor(2) as callers:
-        wait([callers.submit(store.put, "name", [memoryview(b"")]) for _ in range(2)])
+    use_at_once(server, store, 2)
     server.script = lambda peer, head: None
     with pytest.raises(errors.TimedOut):
         store.get("name", [memoryview(bytearray(1))], deadline=time.monotonic() + 0.1)
