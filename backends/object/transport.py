@@ -15,15 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from kvtier.backends.object.errors import ObjectTooLarge, TimedOut, Unavailable, WrongEndpoint
 from kvtier.backends.object.store import Buffer
-from kvtier.backends.object.wire import (
-    Address,
-    Timeouts,
-    Trust,
-    Tunnel,
-    Wire,
-    connect,
-    explain,
-)
+from kvtier.backends.object.wire import Address, Timeouts, Trust, Tunnel, Wire, connect, explain
 
 _BUFFER_BYTES = 16 << 10
 _LINE_BYTES_MAX = 1 << 10

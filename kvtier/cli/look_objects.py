@@ -210,9 +210,11 @@ def _namespace_names(store: Store) -> Iterator[str]:
 
 def list_blocks(place: Place, namespace: str = "") -> Iterator[Block]:
     """The blocks that `look_at_store` has listed."""
-    for name in place.objects:
+    for name, found in place.objects.items():
+        if not name.startswith(namespace):
+            continue
         uses = place.used_blocks.get(name)
-        for info in place.objects[name] if name.startswith(namespace) else ():
+        for info in found:
             if (parsed := parse_block(info.name)) is None:
                 continue
             _, key, _ = parsed
