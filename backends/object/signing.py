@@ -38,6 +38,9 @@ _ATTEMPTS = 2
 _ASKING_S = 8.0
 """And for all else, like a program of the user's, which may never end. Calls that must end sooner
 wait less: who has waited longer for one is held to hang."""
+_HANGS_S = 120.0
+"""Who has not answered for so long never will, and is asked anew; the next has twice as long: what
+hangs is left behind with its thread, and must not become many."""
 _LATE = (
     "credentials are not handed out in time: check the program, the server or the metadata service "
     "that this machine has them from"
@@ -83,6 +86,7 @@ class Signer:
         self._credentials: Any = None
         self._asking: Future[Any] | None = None
         self._asked_at = 0.0
+        self._hangs_after = _HANGS_S
         self._given: tuple[Any, Any] = None, None
         """Credentials, and what they were when somebody has asked for them last."""
         self.session = self._new_session()
@@ -171,7 +175,12 @@ class Signer:
             raise NoCredentials(_LATE) from None
 
     def _begin_to_ask(self) -> Future[Any]:
-        """Under the lock: not once more while somebody is being asked."""
+        """Under the lock: not once more while somebody is being asked, who may yet answer."""
+        asked_for = time.monotonic() - self._asked_at
+        if self._asking is not None and not self._asking.done() and asked_for > self._hangs_after:
+            self._hangs_after *= 2
+            self._start_anew()  # in the old chain all wait for the one who hangs
+            self._asking = None
         if self._asking is None or self._asking.done():
             self._asked_at = time.monotonic()
             self._asking = aside(self._obtain, "kvtier-credentials")
@@ -181,6 +190,7 @@ class Signer:
         found = self._find()
         frozen = found.get_frozen_credentials()
         self._given = found, frozen
+        self._hangs_after = _HANGS_S
         return frozen
 
     def renew(self) -> bool:
@@ -192,11 +202,14 @@ class Signer:
             if time.monotonic() - self._renewed_at < _RENEW_PAUSE_S:
                 return False
             self._renewed_at = time.monotonic()
-            self.session = self._new_session()
-            self._credentials = None
+            self._start_anew()
             return True
         finally:
             self._lock.release()
+
+    def _start_anew(self) -> None:
+        self.session = self._new_session()
+        self._credentials = None
 
     def _new_session(self) -> Any:
         session = vendor("botocore.session").Session(profile=self._profile)

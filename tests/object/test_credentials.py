@@ -370,6 +370,31 @@ def test_a_helper_that_hangs_ahead_of_need(
     assert reading.result() == BODY
 
 
+def test_a_helper_that_hung_once_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(signing, "_ASKING_S", 0.05)
+    monkeypatch.setattr(signing, "_HANGS_S", 0.05)
+    hung = tmp_path / "hung"
+    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
+    said = tmp_path / "said"
+    said.write_text(json.dumps(EXPIRED | {"Expiration": end.isoformat()}))
+    os.mkfifo(hung)
+    helper = tmp_path / "helper"
+    helper.write_text(f"#!/bin/sh\n[ -p {hung} ] && cat {hung}\ncat {said}\n")
+    helper.chmod(0o700)
+    helped(monkeypatch, tmp_path, str(helper))
+    signer = signing.Signer(None, "helped")
+    with pytest.raises(errors.NoCredentials, match="in time"):
+        signer.credentials(math.inf)
+    away = hung.rename(tmp_path / "away")
+    monkeypatch.setattr(signing, "_ASKING_S", 20.0)
+    assert signer.credentials(math.inf).access_key == "A"
+    while _somebody_asks():
+        os.close(os.open(away, os.O_RDWR))
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN"])
 @pytest.mark.parametrize("wrong", ["AKI\u200bD", "AKID\n", "\udcff"])
 def test_credentials_that_were_copied_with_something_else_are_said_so(
