@@ -19,10 +19,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
 from kvtier.config import MoverMode, Source, StackConfig, check, check_engine, load
-from kvtier.core.backend import TierContext, backend
+from kvtier.core.backend import TierContext, backend, kinds
 from kvtier.core.chain import TierChain
 from kvtier.core.closing import close_all
 from kvtier.core.costs import CostModel
+from kvtier.core.fence import Fence
 from kvtier.core.flight import Ticket
 from kvtier.core.record import HEADER_BYTES, Buffer, Header, record_bytes, seal, verify
 from kvtier.core.tier import Handler, HostHandler, Tier
@@ -272,7 +273,9 @@ def _open_tiers(
         tiers: list[Tier] = []
         try:
             for settings in config.tiers:
-                tiers.append(backend(settings.kind).open_tier(settings, context))
+                tier = backend(settings.kind).open_tier(settings, context)
+                fenced = tiers and settings.kind not in kinds(built_in=True)
+                tiers.append(Fence(tier) if fenced else tier)
         except MediumInUse:
             close_all(tiers)
             if number == _ENGINES_MAX:

@@ -382,14 +382,14 @@ class TierChain(Tier):
 
     def chain_stats(self) -> ChainStats:
         """All there is to know, tier by tier and link by link."""
-        now = self._clock()
+        now, healths = self._clock(), (self._load_health, self._store_health)
         return self._tally.stats(
             [tier.stats() for tier in self.tiers],
             self._cascade.stats(),
             self._mover.stats(),
             down=[
-                self._load_health.down(tier, now) or self._store_health.down(tier, now)
-                for tier in range(len(self.tiers))
+                tier.out_of_use or any(health.down(at, now) for health in healths)
+                for at, tier in enumerate(self.tiers)
             ],
         )
 

@@ -218,11 +218,7 @@ class Ledger:
         absent = [key for key in keys if key not in here] if len(pinned) < len(keys) else []
         if not pinned:
             return None, absent
-        try:
-            taken = self._take(target, pinned)
-        except BaseException:  # out of a tier of another package
-            self._tiers[source].complete_load(pinned)
-            raise
+        taken = self._take(target, pinned)
         if len(taken.keys) < len(pinned):
             _, rest = split(pinned, dict.fromkeys(taken.keys, 1))
             self._tiers[source].complete_load(rest)

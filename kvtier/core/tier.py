@@ -38,6 +38,8 @@ class Tier(ABC):
     medium: str
     in_files: bool = False
     """Whether records lie in local files as they are: `files` says where."""
+    out_of_use: bool = False
+    """Whether it has broken these guarantees: it holds and takes nothing more (`Fence`)."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:

@@ -49,6 +49,7 @@ GUARDS = {
     "kvtier/vllm/guard.py": "no exception may reach vLLM's scheduler",
     "kvtier/move/threads.py": "a handler's mistake must not end the thread that moves blocks",
     "kvtier/core/backend.py": "a package of others may raise anything when it is imported",
+    "kvtier/core/fence.py": "and when it is used",
     "kvtier/core/eviction/registry.py": "likewise",
     "kvtier/core/aside.py": "what is raised in a thread is raised where somebody waits for it",
     "backends/nvme/keeper.py": "without its thread no slab is made",

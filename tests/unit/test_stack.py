@@ -16,6 +16,7 @@ import pytest
 
 from kvtier import Stack, load_config
 from kvtier.backends.memory import MemoryHandler, MemoryTier
+from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.core.record import record_bytes
 from kvtier.errors import ConfigError, ConfigErrors, NotOpen
 from kvtier.move.process import ProcessMover
@@ -345,3 +346,18 @@ def test_what_was_made_and_not_read_is_checked_like_a_file(tmp_path: Path) -> No
             Stack.open(msgspec.structs.replace(good, tiers=tiers), NAMESPACE)
     with Stack.open(good, NAMESPACE) as stack:
         assert len(stack.store(blocks(2))) == 2
+
+
+def test_a_tier_of_another_package_may_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(_: object) -> None:
+        raise ConnectionError("the server is gone")
+
+    monkeypatch.setattr("kvtier.stack.kinds", lambda **_: ["cpu"])
+    monkeypatch.setattr(NvmeTier, "tick", away)
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        assert stack.store(blocks(3)) == make_keys(3)
+        assert stack.settle()
+        assert stack.load(make_keys(3)) == blocks(3)
+        assert stack.chain.chain_stats().down == [False, True]
