@@ -96,8 +96,8 @@ def shape_of(values: dict[str, Any], place: str, kv_dtype: str, ranks: int) -> K
     config = {**values, **inner} if isinstance(inner, dict) else values
     if config.get("is_encoder_decoder"):
         raise ConfigError(place, "an encoder-decoder model", "kvtier knows decoder-only models")
-    dtype = _dtype(config, place, kv_dtype)
     kinds, unknown = _layer_kinds(config, place)
+    dtype = _dtype(config, place, kv_dtype, unknown)
     attention, per_layer = _per_layer(config, place, dtype, ranks, unknown)
     window = _number(config, place, "sliding_window", "attention_chunk_size", default=0)
     if not per_layer * (kinds["full"] + kinds["window"]):
@@ -120,8 +120,12 @@ def shape_of(values: dict[str, Any], place: str, kv_dtype: str, ranks: int) -> K
     )
 
 
-def _dtype(config: dict[str, Any], place: str, kv_dtype: str) -> str:
+def _dtype(config: dict[str, Any], place: str, kv_dtype: str, unknown: list[str]) -> str:
     name = kv_dtype
+    if kv_dtype == "auto" and (asked := _quantised(config)):
+        if asked in _DTYPE_BYTES:
+            return asked
+        unknown.append(f"the checkpoint asks for a KV cache of {asked}: it is counted unquantised")
     if kv_dtype == "auto":
         name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
         # vLLM serves models of 32 bits with 16, unless it is told otherwise
@@ -132,6 +136,19 @@ def _dtype(config: dict[str, Any], place: str, kv_dtype: str) -> str:
             place, f"dtype {name!r} is not known", f"one of {', '.join(_DTYPE_BYTES)}"
         )
     return name
+
+
+def _quantised(config: dict[str, Any]) -> str | None:
+    """The data type of KV caches that a quantised checkpoint asks for, and vLLM follows."""
+    outer = config.get("quantization_config")
+    inner = outer.get("quantization") if isinstance(outer, dict) else None
+    for part in [each for each in (inner, outer) if isinstance(each, dict)]:
+        for asked in (part.get("kv_cache_scheme"), part.get("kv_cache_quant_algo")):
+            if isinstance(asked, dict):
+                asked = f"{asked.get('type')}{asked.get('num_bits')}"
+            if asked:
+                return {"float8": "fp8"}.get(str(asked).lower(), str(asked).lower())
+    return None
 
 
 def _per_layer(

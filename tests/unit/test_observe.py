@@ -104,6 +104,34 @@ class TestShapes:
     def test_another_data_type(self) -> None:
         assert shape(LLAMA, "fp8").token_bytes == 65536
 
+    @pytest.mark.parametrize(
+        "quantised",
+        [
+            {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"},
+            {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}},
+            {"quant_method": "modelopt", "kv_cache_scheme": {"type": "float", "num_bits": 8}},
+            {
+                "quant_method": "compressed-tensors",
+                "kv_cache_scheme": {"type": "float", "num_bits": 8, "strategy": "tensor"},
+            },
+        ],
+    )
+    def test_a_checkpoint_that_asks_for_a_quantised_cache(self, quantised: dict[str, Any]) -> None:
+        config = LLAMA | {"quantization_config": quantised}
+        assert shape(config).token_bytes == 65536
+        assert shape(config, "bfloat16").token_bytes == 131072
+
+    def test_a_quantised_checkpoint_with_a_plain_cache(self) -> None:
+        for quantised in [None, {"quant_method": "fp8", "kv_cache_scheme": None}, "fp8"]:
+            found = shape(LLAMA | {"quantization_config": quantised})
+            assert (found.token_bytes, found.unknown) == (131072, [])
+
+    def test_a_cache_in_a_format_that_is_not_known_is_said(self) -> None:
+        asked = {"kv_cache_quant_algo": "NVFP4"}
+        found = shape(LLAMA | {"quantization_config": {"quantization": asked}})
+        assert found.token_bytes == 131072
+        assert "nvfp4" in found.unknown[0]
+
     def test_more_ranks_than_heads_keep_copies(self) -> None:
         assert shape(LLAMA, ranks=8).token_bytes == 131072
         assert shape(LLAMA, ranks=16).token_bytes == 262144
