@@ -109,6 +109,7 @@ class S3Store(Store):
         self._origin = f"{'https' if self._address.tls else 'http'}://{self._host}"
         self._where = f"bucket {settings.bucket} at {self._address}"
         self._deletes = Deletes(bulk, self._delete_one)
+        ca_bundle = settings.ca_bundle or self._signer.ca_bundle
         proxy = proxy_for(self._address)
         # a proxy carries requests to http:// on; to https:// it is a tunnel
         carried = proxy is not None and not self._address.tls
@@ -118,7 +119,7 @@ class S3Store(Store):
             self._address,
             settings.timeouts,
             proxy=proxy,
-            tls=Trust(settings.ca_bundle) if self._address.tls else None,
+            tls=Trust(ca_bundle) if self._address.tls else None,
             keep_max=settings.connections,
         )
 

@@ -94,7 +94,10 @@ class Signer:
             named = self.session.get_config_variable("profile")  # ours, or the environment's
             missing = named is not None and named not in self.session.available_profiles
             # which raises if the profile is missing, and does not name it
-            configured = None if missing else self.session.get_config_variable("region")
+            configured, self.ca_bundle = [
+                None if missing else self.session.get_config_variable(each)
+                for each in ("region", "ca_bundle")
+            ]
         except Exception as error:  # noqa: BLE001 - see `credentials`
             raise unobtainable(error) from None
         if missing:

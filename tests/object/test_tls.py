@@ -43,6 +43,32 @@ def store(tls_server: HostileServer, opened: Opener, certificate: Path) -> S3Sto
     return opened(endpoint=endpoint, ca_bundle=str(certificate))
 
 
+@pytest.mark.parametrize("by", ["environment", "profile"])
+def test_the_authorities_that_other_tools_trust_there(
+    tls_server: HostileServer,
+    opened: Opener,
+    certificate: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    by: str,
+) -> None:
+    if by == "environment":
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+    else:
+        config = tmp_path / "config"
+        config.write_text(f"[default]\nca_bundle = {certificate}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    assert get(opened(endpoint=tls_server.endpoint.replace("http:", "https:"))) is GetOutcome.FOUND
+
+
+def test_the_authorities_of_a_file_that_is_not_there(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/nowhere/authorities.pem")
+    with pytest.raises(errors.TLSRefused, match="/nowhere/authorities"):
+        opened(endpoint="https://127.0.0.1:1")
+
+
 Lone = Callable[[Callable[[socket.socket], None]], str]
 
 
