@@ -183,20 +183,6 @@ class NvmeFolder:
         """When a block of a slab was stored or used last."""
         return used_at(self.table_path(slab_id))
 
-    def hungry_neighbours(self, owner: int) -> tuple[int, set[str]]:
-        """How many owners are alive in the whole folder, and the namespaces of those other than
-        `owner` that wait for room."""
-        count, waiting = 0, set()
-        for path in [path for home in homes(self.root) for path in marks(home)]:
-            if path == owner_path(self.owners, owner):
-                count += 1
-            elif held(path):
-                count += 1
-                with contextlib.suppress(OSError):
-                    if path.read_bytes() == b"hungry":
-                        waiting.add(path.parent.parent.name)
-        return count, waiting
-
     # -- slabs -----------------------------------------------------------------------------
 
     def slab_ids(self) -> set[int]:

@@ -145,9 +145,8 @@ class Keeper:
         except (FileNotFoundError, NotADirectoryError):
             self.folder.establish()
             owner, fd = self.folder.claim()
-            root = self.folder.root
-            self._say_once(f"NVMe folder {root} was removed: starting over in a new one")
-            self._shares.begin_again()
+            self._say_once(f"NVMe folder {self.folder.root} was removed: starting over in another")
+        self._shares.begin_again()
         os.close(self._owner_fd)
         self.owner, self._owner_fd = owner, fd
 
@@ -277,13 +276,14 @@ class Keeper:
         """More slabs, if they are wanted and the budget and the floor allow it."""
         mine = self._mine()
         wanted, self._slots_wanted = self._slots_wanted, 0
+        self._shares.introduce(self._owner_fd)
         if not mine and self.limits.grows:
             wanted = max(wanted, 1)
-        elif not wanted:
+        if not wanted:
             self._shares.tell(self._owner_fd, hungry=False)
+            return
         slots = max(1, self.limits.slab_bytes // self.limits.slot_bytes)
-        cut = self.folder.cut_off(known.slab for known in self._known.values()) if wanted else 0
-        limits = msgspec.structs.replace(self.limits, capacity=self.limits.capacity - cut)
+        limits = self._shares.limits(self.owner, [each.slab for each in self._known.values()])
         while wanted > 0 and not self._stopping:
             slab = self.folder.create_slab(self.owner, slots, limits)
             if slab is None:

@@ -2,63 +2,124 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 
-from kvtier.backends.nvme.files import held, homes, marks, used_bytes
+import msgspec
+
+from kvtier.backends.nvme.files import held, homes, marks, owner_path, used_bytes
 from kvtier.backends.nvme.folder import Limits, NvmeFolder, SlabFile
 from kvtier.backends.nvme.news import News
+from kvtier.core.settings import ByteSize
+
+logger = logging.getLogger(__name__)
+
+_SAID = struct.Struct("<6s2xQ")
+_HUNGRY = b"hungry"
+
+
+class Neighbours(msgspec.Struct):
+    """What those who live in a folder say in their marks."""
+
+    living: int
+    """How many they are, with us."""
+    capacity: int
+    """The largest that one of them allows to all."""
+    starving: set[str] = msgspec.field(default_factory=set)
+    """The namespaces of others that wait for room."""
 
 
 class Shares:
-    """One engine's part of a folder: whether it has too little, or too much while others starve."""
+    """One engine's part of a folder: whether it has too little, or too much while others starve.
+
+    Where settings differ, the largest capacity of those that live counts. By its own, who
+    has less would give up all that it is handed, again and again, until nothing is left.
+    """
 
     def __init__(self, folder: NvmeFolder, limits: Limits) -> None:
         self._folder = folder
         self._limits = limits
-        self._hungry = False
+        self._said: bytes | None = None
+        self._said_larger = False
 
     def begin_again(self) -> None:
         """Its owner's file is a new one, and says nothing."""
-        self._hungry = False
+        self._said = None
+
+    def introduce(self, owner_fd: int) -> None:
+        """Let the neighbours know what we allow to all, before there is anything of ours."""
+        if self._said is None:
+            self.tell(owner_fd, hungry=False)
 
     def tell(self, owner_fd: int, hungry: bool) -> None:
         """Let the neighbours know whether it lacks room."""
-        if hungry != self._hungry:
-            os.pwrite(owner_fd, b"hungry" if hungry else b"\0\0\0\0\0\0", 0)
-            self._hungry = hungry
+        said = _SAID.pack(_HUNGRY if hungry else b"", self._limits.capacity)
+        if said != self._said:
+            os.pwrite(owner_fd, said, 0)
+            self._said = said
+
+    def neighbours(self, owner: int) -> Neighbours:
+        """Who lives in the whole folder."""
+        found = Neighbours(1, self._limits.capacity)
+        mine = owner_path(self._folder.owners, owner)
+        for path in [path for home in homes(self._folder.root) for path in marks(home)]:
+            if path == mine or not held(path):
+                continue
+            found.living += 1
+            with contextlib.suppress(OSError, struct.error):
+                word, capacity = _SAID.unpack(path.read_bytes())
+                found.capacity = max(found.capacity, capacity)
+                if word == _HUNGRY:
+                    found.starving.add(path.parent.parent.name)
+        if found.capacity > self._limits.capacity and not self._said_larger:
+            self._said_larger = True
+            logger.warning(
+                "engines that share %s have different capacities: while one runs with %s, the %s "
+                "of this one do not count; write the same in all stacks",
+                self._folder.root,
+                ByteSize(found.capacity),
+                ByteSize(self._limits.capacity),
+            )
+        return found
+
+    def limits(self, owner: int, slabs: Iterable[SlabFile]) -> Limits:
+        """What counts for new slabs beside these."""
+        capacity = self.neighbours(owner).capacity - self._folder.cut_off(slabs)
+        return msgspec.structs.replace(self._limits, capacity=capacity)
 
     def lacks(self, owner: int, mine: Sequence[SlabFile], more: int) -> bool:
         """Whether so many bytes more, for which there is no room, would be within its share."""
         if not mine:
             return True
-        living, _ = self._folder.hungry_neighbours(owner)
-        return _bytes_of(mine) + more <= self._fair(living)
+        return _bytes_of(mine) + more <= self._fair(self.neighbours(owner))
 
     def excess(self, owner: int, mine: Sequence[SlabFile]) -> News | None:
         """A slab to give away, because neighbours starve, or to give up, because the folder is over
         its limits: the coldest."""
         if not mine:
             return None
-        folder, limits = self._folder, self._limits
-        used = used_bytes(folder.root)
-        over = used > limits.capacity or folder.disk.free_bytes(folder.root) < limits.free_floor
+        folder = self._folder
+        used, found = used_bytes(folder.root), self.neighbours(owner)
+        full = folder.disk.free_bytes(folder.root) < self._limits.free_floor
+        over = full or used > found.capacity
         remove = True
         if not over:
-            if len(mine) == 1:
+            if not found.starving:
                 return None
-            living, starving = folder.hungry_neighbours(owner)
-            if not starving or _bytes_of(mine) <= self._fair(living):
+            if len(mine) == 1 or _bytes_of(mine) <= self._fair(found):
                 return None
-            remove = folder.namespace.id not in starving
+            remove = folder.namespace.id not in found.starving
         return News(min(mine, key=lambda slab: folder.last_used(slab.id)), remove=remove)
 
-    def _fair(self, living: int) -> int:
+    def _fair(self, found: Neighbours) -> int:
         """Of what the folder may hold, or does hold where its disk is full before that, without
         what idle models keep: nobody is there to hand it over."""
         served = [home for home in homes(self._folder.root) if any(map(held, marks(home)))]
         used = sum(map(used_bytes, served))
-        return min(used, self._limits.capacity) // max(1, living)
+        return min(used, found.capacity) // max(1, found.living)
 
 
 def _bytes_of(slabs: Sequence[SlabFile]) -> int:
