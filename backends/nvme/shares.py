@@ -22,7 +22,7 @@ _HUNGRY = b"hungry"
 
 
 class Neighbours(msgspec.Struct):
-    """What those who live in a folder say in their marks."""
+    """What those who store in a folder say in their marks."""
 
     living: int
     """How many they are, with us."""
@@ -35,7 +35,7 @@ class Neighbours(msgspec.Struct):
 class Shares:
     """One engine's part of a folder: whether it has too little, or too much while others starve.
 
-    Where settings differ, the largest capacity of those that live counts. By its own, who
+    Where settings differ, the largest capacity of those that live and store counts. By its own, who
     has less would give up all that it is handed, again and again, until nothing is left.
     """
 
@@ -56,25 +56,26 @@ class Shares:
 
     def tell(self, owner_fd: int, hungry: bool) -> None:
         """Let the neighbours know whether it lacks room."""
-        said = _SAID.pack(_HUNGRY if hungry else b"", self._limits.capacity)
+        capacity = self._limits.capacity if self._limits.grows else 0
+        said = _SAID.pack(_HUNGRY if hungry else b"", capacity)
         if said != self._said:
             os.pwrite(owner_fd, said, 0)
             self._said = said
 
     def neighbours(self, owner: int) -> Neighbours:
-        """Who lives in the whole folder."""
-        found = Neighbours(1, self._limits.capacity)
+        """Who lives in the whole folder. Who only reads has no part of it."""
+        found = Neighbours(int(self._limits.grows), self._limits.capacity)
         mine = owner_path(self._folder.owners, owner)
         for path in [path for home in homes(self._folder.root) for path in marks(home)]:
             if path == mine or not held(path):
                 continue
-            found.living += 1
             with contextlib.suppress(OSError, struct.error):
                 word, capacity = _SAID.unpack(path.read_bytes())
+                found.living += capacity > 0
                 found.capacity = max(found.capacity, capacity)
                 if word == _HUNGRY:
                     found.starving.add(path.parent.parent.name)
-        if found.capacity > self._limits.capacity and not self._said_larger:
+        if found.capacity > self._limits.capacity and self._limits.grows and not self._said_larger:
             self._said_larger = True
             logger.warning(
                 "engines that share %s have different capacities: while one runs with %s, the %s "
@@ -98,18 +99,18 @@ class Shares:
 
     def excess(self, owner: int, mine: Sequence[SlabFile]) -> News | None:
         """A slab to give away, because neighbours starve, or to give up, because the folder is over
-        its limits: the coldest."""
+        its limits: the coldest. Who only reads keeps none from those who store."""
         if not mine:
             return None
-        folder = self._folder
+        folder, grows = self._folder, self._limits.grows
         used, found = used_bytes(folder.root), self.neighbours(owner)
         full = folder.disk.free_bytes(folder.root) < self._limits.free_floor
-        over = full or used > found.capacity
+        over = full or (grows and used > found.capacity)
         remove = True
         if not over:
             if not found.starving:
                 return None
-            if len(mine) == 1 or _bytes_of(mine) <= self._fair(found):
+            if grows and (len(mine) == 1 or _bytes_of(mine) <= self._fair(found)):
                 return None
             remove = folder.namespace.id not in found.starving
         return News(min(mine, key=lambda slab: folder.last_used(slab.id)), remove=remove)

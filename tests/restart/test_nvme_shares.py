@@ -143,6 +143,26 @@ def test_of_different_capacities_the_largest_of_those_that_run_counts(
     small.close()
 
 
+def test_who_only_reads_drops_nothing_and_gives_all_back_to_who_stores(tmp_path: Path) -> None:
+    """Its capacity says nothing: it has taken over what was stored by who is just started again."""
+    first = Engine(tmp_path / "kv", blocks=16)
+    first.put(make_keys(16))
+    reader = Engine(first.root, blocks=4, grows=False)
+    first.close()
+    for _ in range(8):
+        reader.tier.refresh()
+    assert reader.read(make_keys(16)) == make_keys(16)
+    again = Engine(first.root, blocks=16)
+    for start in range(100, 124):
+        reader.tier.refresh()
+        again.keeper._full_until = 0.0
+        again.put(make_keys(1, start=start))
+        again.tier.refresh()
+    assert (len(again.own_slabs), len(reader.own_slabs)) == (4, 0)
+    reader.close()
+    again.close()
+
+
 def test_a_new_owner_says_anew_that_it_starves(rich: Engine, tmp_path: Path) -> None:
     shares = Shares(rich.keeper.folder, rich.keeper.limits)
     for name in ("first", "second"):
