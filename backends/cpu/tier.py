@@ -114,7 +114,7 @@ class CpuTier(SlabTier):
 
     def tick(self) -> None:
         super().tick()
-        now = self._clock()
+        now = time.monotonic()  # a clock that is put back must not keep it from being said
         if now >= self._note_use_at:
             self._note_use_at = now + _NOTE_USE_S
             self._owned_region.note_use()

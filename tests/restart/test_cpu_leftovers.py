@@ -146,6 +146,23 @@ def test_a_region_that_is_used_lately_is_no_leftover(tmp_path: Path) -> None:
         assert time.time() - path.stat().st_mtime < 60
 
 
+def test_a_region_is_used_lately_though_the_clock_was_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one that was made before the machine had the time would be a leftover at once when its
+    engine is killed, for whoever starts first."""
+    now, steady = time.time(), time.monotonic()
+    monkeypatch.setattr(time, "time", lambda: now + 30 * 86400)
+    with opened(tmp_path) as tier:
+        path = tier.region.path
+        tier.tick()
+        os.utime(path, (now + 30 * 86400,) * 2)
+        monkeypatch.setattr(time, "time", lambda: now)
+        monkeypatch.setattr(time, "monotonic", lambda: steady + 2 * 3600)
+        tier.tick()
+        assert abs(path.stat().st_mtime - now) < 60
+
+
 def test_what_somebody_has_begun_to_use_is_not_removed(tmp_path: Path) -> None:
     with opened(tmp_path) as tier:
         path = tier.region.path
