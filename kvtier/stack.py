@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -163,7 +164,9 @@ class Stack:
         end = time.monotonic() + seconds
         payloads: dict[BlockKey, bytes] = {}
         left = list(dict.fromkeys(keys))
-        with self._turn():
+        with self._turn(end) as mine:
+            if not mine:
+                return {}
             self.chain.touch(left)
             while left and time.monotonic() < end:
                 piece, left = left[:_PIECE], left[_PIECE:]
@@ -213,14 +216,15 @@ class Stack:
     def settle(self, seconds: float = 60.0) -> bool:
         """Wait until the cascade has nothing left to do; says whether it got there in time."""
         end = time.monotonic() + seconds
-        while not (settled := self._settled()) and time.monotonic() < end:
+        while not (settled := self._settled(end)) and time.monotonic() < end:
             self.mover.wait(_WAIT_S)  # in which others have their turn
         return settled
 
-    def _settled(self) -> bool:
-        with self._turn():
-            self.chain.poll()
-            return self.chain.settled
+    def _settled(self, end: float) -> bool:
+        with self._turn(end) as mine:
+            if mine:
+                self.chain.poll()
+            return mine and self.chain.settled
 
     def summary(self) -> str:
         """What each tier holds, and what it may hold."""
@@ -248,13 +252,20 @@ class Stack:
         return os.getpid() != self._process
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self, end: float = math.inf) -> Iterator[bool]:
+        """Whether it has come by then: others may wait for a slow tier in theirs."""
         if self._forked:
             raise NotOpen("this stack was opened before a fork, by the parent: open one here")
-        with self._turns:
+        left = max(0.0, end - time.monotonic())
+        if not self._turns.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
+            yield False
+            return
+        try:
             if self._closed:
                 raise NotOpen("this stack is closed: open it again")
-            yield
+            yield True
+        finally:
+            self._turns.release()
 
     def __enter__(self) -> Self:
         return self

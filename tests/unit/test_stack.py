@@ -271,6 +271,33 @@ def test_threads_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert deeds == ["loading", "stored 4"], "it had all of host memory to itself"
 
 
+def test_who_waits_for_a_turn_waits_no_longer_than_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may wait for a store that is down, for as long as its own load may take."""
+    loading, goes_on, wait = threading.Event(), threading.Event(), ThreadMover.wait
+
+    def wait_for_long(mover: ThreadMover, seconds: float) -> bool:
+        loading.set()
+        goes_on.wait(10)
+        return wait(mover, seconds)
+
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        stack.store(blocks(8))
+        stack.settle()
+        stack.chain.tiers[0].forget(make_keys(8))
+        monkeypatch.setattr(ThreadMover, "wait", wait_for_long)
+        other = threading.Thread(target=stack.load, args=(make_keys(8),))
+        other.start()
+        loading.wait()
+        found, settled = stack.load(make_keys(8), seconds=0.01), stack.settle(seconds=0.0)
+        still_loading = not goes_on.is_set() and other.is_alive()
+        goes_on.set()
+        other.join()
+        assert (found, settled, still_loading) == ({}, False, True)
+        assert stack.load(make_keys(8), seconds=float("inf")) == blocks(8)
+
+
 def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
     with Stack.open(config(tmp_path), NAMESPACE) as stack:
         stack.store(blocks(4))
