@@ -24,8 +24,9 @@ class Given:
     def __init__(self, pool: Any) -> None:
         self._pool = pool
         self._blocks: set[int] = set()
-        self._cached: dict[str, set[int]] = {}
-        """What the engine has taken for computed since, by the request that was to do it."""
+        self._cached: dict[int, str] = {}
+        """What the engine has taken for computed since, and the request that was to do it last: one
+        that makes way gives its blocks to the other in the same step."""
         take, cache = pool.get_new_blocks, pool.cache_full_blocks
 
         def get_new_blocks(*arguments: Any, **named: Any) -> Any:
@@ -53,7 +54,7 @@ class Given:
 
     @guarded(lambda: None)
     def _note_tail(self, request: Any, block: Any, *_: Any, **__: Any) -> None:
-        self._cached.setdefault(request.request_id, set()).add(block.block_id)
+        self._cached[block.block_id] = request.request_id
 
     @guarded(lambda: None)
     def _note(
@@ -66,14 +67,15 @@ class Given:
         **__: Any,
     ) -> None:
         full = blocks[num_cached_blocks:num_full_blocks]
-        self._cached.setdefault(request.request_id, set()).update(each.block_id for each in full)
+        self._cached.update((each.block_id, request.request_id) for each in full)
 
     @guarded(lambda: None)
     def _forget_uncomputed(self, scheduled: Any) -> None:
         """Let nobody find what requests were to compute that have made way for others since."""
         cached, self._cached = self._cached, {}
-        for name in (scheduled.preempted_req_ids or set()) - scheduled.num_scheduled_tokens.keys():
-            self._pool.evict_blocks(cached.get(name, set()))
+        gone = (scheduled.preempted_req_ids or set()) - scheduled.num_scheduled_tokens.keys()
+        if gone:
+            self._pool.evict_blocks({block for block, name in cached.items() if name in gone})
 
     def tell(self, scheduler: Any, scheduled: Any) -> None:
         """Let vLLM's side know, as it is about to look at a step's output, what it then finds out

@@ -108,6 +108,19 @@ def test_what_a_request_was_to_compute_that_made_way_is_not_found() -> None:
     assert pool.cached == {1, 3, 4}
 
 
+def test_what_another_computes_in_the_blocks_of_one_that_made_way_is_found() -> None:
+    """It made way because the other had no blocks, and gives it those of its own in that step."""
+    pool = Pool()
+    given = Given(pool)
+    low, high = (SimpleNamespace(request_id=name) for name in ("low", "high"))
+    blocks = pool.get_new_blocks(3)
+    pool.cache_full_blocks(low, blocks, 0, 3)
+    pool.cached = set()  # as they are given out anew
+    pool.cache_full_blocks(high, blocks, 0, 2)
+    told(given, {"high": None}, preempted={"low"})
+    assert pool.cached == {1, 2}
+
+
 def test_nor_is_the_end_of_a_prompt_within_a_block() -> None:
     """As with a unit that is smaller than a block."""
     pool = Pool()
