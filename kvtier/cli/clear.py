@@ -113,10 +113,16 @@ def _remove(config: StackConfig, place: Place, namespace: str) -> None:
         home = Path(place.where) / namespace
         if not remove_home(home.parent, home):
             raise MediumInUse(f"{home} is in use: stop its engines first")
-        if not home.exists():  # nor what could not be read of it
-            place.troubles = [said for said in place.troubles if not said.startswith(f"{home}/")]
+        if not home.exists():
+            _went_too(place, f"{home}/")
     elif place.kind == "object":
-        from kvtier.cli.look_objects import remove_namespace
+        from kvtier.cli.look_objects import closed, remove_namespace
 
         if not remove_namespace(config.tiers[place.tier], namespace):
             raise KVTierError(f"the store kept some objects of {namespace}: try again")
+        _went_too(place, closed(place, namespace))
+
+
+def _went_too(place: Place, begins: str) -> None:
+    """What could not be read of what is gone is no trouble any more."""
+    place.troubles = [said for said in place.troubles if not said.startswith(begins)]

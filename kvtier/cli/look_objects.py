@@ -144,7 +144,12 @@ def _told_if_closed(place: Place, name: str) -> Iterator[None]:
     try:
         yield
     except Forbidden as error:
-        place.troubles.append(f"of the namespace {name[:12]} in {place.where}: {error}")
+        place.troubles.append(f"{closed(place, name)}{error}")
+
+
+def closed(place: Place, name: str) -> str:
+    """How it begins what is said of a namespace of which something may not be read."""
+    return f"of the namespace {name[:12]} in {place.where}: "
 
 
 def _listed(place: Place, store: Store) -> Iterator[ObjectInfo]:

@@ -41,6 +41,17 @@ def test_a_model_whose_description_is_closed_keeps_no_other_away(
     assert served(stored) == BLOCKS
 
 
+def test_what_is_cleared_is_no_trouble_any_more(stored: Path, tmp_path: Path) -> None:
+    """What could not be read of it went with the rest."""
+    (tmp_path / "store" / description_name(OTHER.id)).chmod(0)
+    done = command("clear", NAMESPACE.id, "-c", stored, "--yes", rights=False)
+    assert done.code == 1
+    assert f"of the namespace {OTHER.id[:12]}" in done.err
+    done = command("clear", OTHER.id, "-c", stored, "--yes", rights=False)
+    assert (done.code, done.err) == (0, "")
+    assert not (tmp_path / "store" / OTHER.id).exists()
+
+
 def test_a_closed_manifest_is_told_of(stored: Path, tmp_path: Path, fresh: Path) -> None:
     closed = list((tmp_path / "store" / OTHER.id / "manifest").iterdir())
     for path in closed:
