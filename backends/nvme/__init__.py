@@ -18,10 +18,10 @@ from kvtier.core.folders import standing_folder
 from kvtier.core.record import record_bytes
 from kvtier.core.settings import (
     ByteSize,
-    Count,
     Durability,
     Duration,
     Persistence,
+    Threads,
     TierSettings,
     WritePolicy,
 )
@@ -62,7 +62,7 @@ class NvmeSettings(TierSettings, frozen=True, kw_only=True, tag="nvme"):
     """So long after its last use a model that nobody serves keeps its share of the folder."""
     durability: Durability = Durability.PROCESS
     """Whether a committed block survives the death of processes, or a loss of power too."""
-    threads: Count = 8
+    threads: Threads = 8
     """How many reads and writes are under way at once."""
     direct: bool = True
     """Go around the page cache where the file system allows it."""

@@ -24,7 +24,7 @@ from kvtier.core.codec import Codec, codec_for
 from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy, policy_class
 from kvtier.core.folders import standing_folder
-from kvtier.core.settings import Count, Duration, TierSettings, WritePolicy
+from kvtier.core.settings import Duration, Threads, TierSettings, WritePolicy
 from kvtier.errors import ConfigError, MediumError, NotHere
 from kvtier.types import Namespace
 
@@ -38,7 +38,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-_THREADS_MAX = 1024
 _DURATIONS_MIN = {
     "refresh": Duration(0.01),
     "audit": Duration(0.1),
@@ -83,7 +82,7 @@ class ObjectSettings(TierSettings, frozen=True, kw_only=True, tag="object"):
     """How long to wait for a connection."""
     idle_timeout: Duration = Duration(2.0)
     """How long to wait for the next byte."""
-    threads: Count = 32
+    threads: Threads = 32
     """How many objects are on their way at once."""
     unreachable: Literal["degrade", "refuse"] = "degrade"
     """What to do if the store cannot be used at start: go on without it until it can, or stop."""
@@ -216,10 +215,6 @@ def _check_figures(settings: ObjectSettings) -> None:
         found: Duration | None = getattr(settings, name)
         if found is not None and found.seconds < least.seconds:
             raise ConfigError(f".{name}", f"{found} is too short", f"write at least {least}")
-    if settings.threads > _THREADS_MAX:
-        raise ConfigError(
-            ".threads", f"{settings.threads} threads are too many", f"write at most {_THREADS_MAX}"
-        )
 
 
 def _check_bucket(settings: ObjectSettings, bucket: str) -> None:

@@ -19,11 +19,14 @@ __all__ = [
     "Gds",
     "Persistence",
     "Secret",
+    "Threads",
     "TierSettings",
     "WritePolicy",
 ]
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+"""No medium gains from more, and a machine has only so many."""
 
 
 class WritePolicy(enum.Enum):

@@ -47,7 +47,6 @@ WRONG = [
     ({"age_max": Duration(0.0)}, ".age_max", "1s"),
     ({"connect_timeout": Duration(0.0)}, ".connect_timeout", "1ms"),
     ({"idle_timeout": Duration(0.0)}, ".idle_timeout", "1ms"),
-    ({"threads": 100_000}, ".threads", "1024"),
     ({"eviction": "magic"}, ".eviction", "lru"),
 ]
 

@@ -45,6 +45,8 @@ def test_a_right_stack(tmp_path: Path) -> None:
         ({}, {"free_floor": "-5GiB"}, "$.tiers[1].free_floor"),
         ({}, {"free_floor": "5 GB B"}, "$.tiers[1].free_floor"),
         ({}, {"threads": 0}, "$.tiers[1].threads"),
+        ({}, {"threads": 100_000}, "$.tiers[1].threads"),
+        ({}, {"threads": 100_000, "write": "never"}, "$.tiers[1].threads"),
         ({}, {"durability": "forever"}, "$.tiers[1].durability"),
     ],
 )
