@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from kvtier.backends.cpu.room import in_memory, memory_left
 from kvtier.cli.hold import holding
 from kvtier.cli.holdings import BENCH_MARK
 from kvtier.cli.look_objects import empty_store, local_folder
@@ -262,6 +263,9 @@ def _bench_stack(config: StackConfig, size: Size, index: int | None) -> Iterator
     """Host memory, and tier `index` below it if one is given; gone without a trace afterwards."""
     namespace = Namespace(facts={"bench": secrets.token_hex(8)}, group_bytes=(size.chunk_bytes,))
     room = (record_bytes(size.chunk_bytes) + ENTRY_BYTES) * size.blocks * 2 + _SLACK_BYTES
+    host = folder_of(config.tiers[0])
+    if host is not None:
+        _refuse_without_room(host if host.exists() else host.parent, room)
     tiers = [_private(config.tiers[0], room)]
     # `lower` is a place of our own or nothing, never the tier's own settings: all in it goes.
     folder, lower = None, None
@@ -359,13 +363,20 @@ def _folder_beside(settings: TierSettings, room: int) -> Path | None:
     if near.stat().st_dev != beside.stat().st_dev or not os.access(beside, os.W_OK | os.X_OK):
         beside = near  # the root of a disk: only in it there is room of this disk
     floor = getattr(settings, "free_floor", None)
-    free = Disk().free_bytes(beside) - (floor.bytes if floor is not None else 0)
-    if free < room + room // 8:
-        raise MediumError(
-            f"{beside} has too little free room to measure with {human.size(room + room // 8)}: "
-            "ask for fewer blocks, or free some"
-        )
+    _refuse_without_room(beside, room + room // 8, floor.bytes if floor is not None else 0)
     return Path(tempfile.mkdtemp(prefix=f"{BENCH_MARK}{os.getpid()}-", dir=beside))
+
+
+def _refuse_without_room(folder: Path, wanted: int, kept: int = 0) -> None:
+    """What would be said later is of a capacity that is not the stack's."""
+    free = Disk().free_bytes(folder) - kept
+    if in_memory(folder):  # of which a container may have less
+        free = min(free, memory_left() or free)
+    if free < wanted:
+        raise MediumError(
+            f"{folder} has too little free room to measure with {human.size(wanted)}: free some, "
+            "or measure with fewer blocks (bench --blocks) or not at all (--no-measure)"
+        )
 
 
 def _place(settings: TierSettings) -> str:

@@ -145,7 +145,21 @@ def test_too_little_room_is_said_before(
     stack_file.write_text(stack_file.read_text().replace("free_floor: 0", "free_floor: 8000TiB"))
     assert load(stack_file)
     assert commands.run(["bench", "-c", str(stack_file), *SMALL]) == 1
-    assert "ask for fewer blocks" in capsys.readouterr().err
+    assert "fewer blocks" in capsys.readouterr().err
+
+
+def test_too_little_memory_is_said_of_what_is_measured(
+    stack_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not of the stack's own capacity, which is in order."""
+    text = stack_file.read_text()
+    stack_file.write_text(text.replace("16MiB", "600MiB").replace("4MiB", "600MiB"))
+    asked = ["--chunk", "512MiB", "--blocks", "65536"]  # 32 TiB, and as much again
+    assert commands.run(["bench", "-c", str(stack_file), *asked]) == 1
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'host'} has too little free room to measure with 64" in said
+    assert "fewer blocks" in said
+    assert list((tmp_path / "host").iterdir()) == []
 
 
 class TestAStoreInUse:
