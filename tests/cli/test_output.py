@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,16 @@ def test_a_file_that_cannot_be_written_to_its_end(words: list[str], filled: Path
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"kvtier: {file}: File too large; raise the limit: ulimit -f unlimited\n"
     assert not [path for path in filled.parent.glob("new*") if path.is_file()]
+
+
+def test_python_runs_it_as_a_module_too(filled: Path) -> None:
+    called = [sys.executable, "-m", "kvtier", "ls", "-c", str(filled)]
+    done = subprocess.run(called, capture_output=True, text=True, check=True)
+    assert NAMESPACE.id[:12] in done.stdout
+    called[3] = "lss"
+    done = subprocess.run(called, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Usage: kvtier [" in done.stderr
 
 
 def test_a_folder_that_no_stack_file_can_name(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ SINGLE_FILES = {
     "config": "config",
     "schema": "config",
     "stack": "stack",
+    "__main__": "cli",
 }
 HEAVY = {"torch", "triton", "vllm", "boto3", "botocore", "kvikio", "transformers"}
 MAY_IMPORT_HEAVY = {
