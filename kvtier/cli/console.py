@@ -296,6 +296,8 @@ def print_values(values: Mapping[str, object]) -> None:
         say(f"{name:<{width}}  {value}")
 
 
+_MORE_MEMORY = "free some, or raise the limit (ulimit -v, or the container's)"
+_MORE_THREADS = "raise the limit (ulimit -u and -v, or the container's of pids and memory)"
 _REMEDIES = {
     errno.EACCES: "run this as its owner, or change its rights",
     errno.EPERM: "run this as its owner",
@@ -306,6 +308,8 @@ _REMEDIES = {
     errno.ENAMETOOLONG: "name a shorter one",
     errno.ENOSPC: "free some room there",
     errno.EDQUOT: "free some room there",
+    errno.ENOMEM: _MORE_MEMORY,
+    errno.EMFILE: "raise the limit: ulimit -n",
     errno.EFBIG: "raise the limit: ulimit -f unlimited",
     errno.EROFS: "name a place that can be written to",
 }
@@ -350,6 +354,10 @@ def report_crash(kind: type[BaseException], error: BaseException, trace: Any) ->
     """`sys.excepthook` of the command line: a mistake in kvtier itself, without a traceback."""
     if os.environ.get("KVTIER_TRACEBACK"):
         sys.__excepthook__(kind, error, trace)
+    elif isinstance(error, MemoryError):
+        warn(f"Cannot allocate memory; {_MORE_MEMORY}")
+    elif str(error) == "can't start new thread":  # for which Python has no type of its own
+        warn(f"no more threads can be started here; {_MORE_THREADS}")
     else:
         warn(
             f"a mistake in kvtier: {kind.__name__}: {error}; "

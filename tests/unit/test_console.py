@@ -19,6 +19,12 @@ from cli_world import KVTIER, refused
 from kvtier import __version__
 from kvtier.cli import commands, console, options
 
+SHORT = (
+    "import mmap, resource, threading; "
+    "resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29)); {then}"
+)
+A_THREAD = "threading.stack_size(1 << 30); threading.Thread(target=print).start()"
+
 
 class TestTheFrame:
     @pytest.mark.parametrize("name", commands.COMMANDS)
@@ -93,6 +99,9 @@ class TestTheFrame:
             ("raise PermissionError(13, 'Permission denied', '/x')", 1, "/x: Permission denied"),
             ("raise typer.Exit(1)", 1, ""),
             ("1 / 0", 1, "a mistake in kvtier: ZeroDivisionError"),
+            (SHORT.format(then="bytearray(1 << 30)"), 1, "kvtier: Cannot allocate memory; free"),
+            (SHORT.format(then="mmap.mmap(-1, 1 << 30)"), 1, "kvtier: Cannot allocate memory; fr"),
+            (SHORT.format(then=A_THREAD), 1, "kvtier: no more threads can be started here; raise"),
         ],
     )
     def test_how_a_command_ends(self, body: str, code: int, says: str) -> None:
