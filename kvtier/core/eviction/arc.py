@@ -11,20 +11,20 @@ from collections.abc import Container, Sequence
 from typing import ClassVar
 
 from kvtier.core.eviction.ghosts import Ghosts
-from kvtier.core.eviction.policy import UNKNOWN, EvictionPolicy, fingerprint
-from kvtier.core.eviction.slotlists import NOWHERE, SlotLists
+from kvtier.core.eviction.policy import UNKNOWN, fingerprint
+from kvtier.core.eviction.slotlists import NOWHERE, ListPolicy
 
 _ONCE = 1
 _AGAIN = 2
 
 
-class ARC(EvictionPolicy):
+class ARC(ListPolicy):
     """Shares the room between recency and frequency as the ghosts advise; 37 to 45 bytes a slot."""
 
     name: ClassVar[str] = "arc"
+    lists = 2
 
     def __init__(self, slots: int = 0) -> None:
-        self._lists = SlotLists(2)
         self._prints = array("I")
         self._ghosts = Ghosts(2)
         self._target = 0.0
@@ -33,9 +33,8 @@ class ARC(EvictionPolicy):
 
     def resize(self, slots: int) -> None:
         more = slots - self.slots
+        super().resize(slots)
         if more > 0:
-            self.slots = slots
-            self._lists.resize(slots)
             self._prints.frombytes(bytes(4 * more))
             self._ghosts.resize(slots)
 
@@ -113,20 +112,6 @@ class ARC(EvictionPolicy):
         elif once + again >= ghosts.room:
             ghosts.drop_oldest(_AGAIN if again else _ONCE)
 
-    def remove(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            if self._lists.member_of[slot] != NOWHERE:
-                self._lists.unlink(slot)
-
-    def load(self, slots: Sequence[int], last_used: Sequence[float] | None = None) -> None:
-        self._lists.append_all(_ONCE, slots)
-
-    def __len__(self) -> int:
-        return self._lists.length[_ONCE] + self._lists.length[_AGAIN]
-
-    def __contains__(self, slot: object) -> bool:
-        return isinstance(slot, int) and 0 <= slot < self.slots and self._lists.member_of[slot] > 0
-
     @property
     def nbytes(self) -> int:
-        return self._lists.nbytes + 4 * self.slots + self._ghosts.nbytes
+        return super().nbytes + 4 * self.slots + self._ghosts.nbytes

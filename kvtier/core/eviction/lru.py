@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import ClassVar
 
-from kvtier.core.eviction.policy import UNKNOWN, EvictionPolicy
-from kvtier.core.eviction.slotlists import SlotLists
+from kvtier.core.eviction.policy import UNKNOWN
+from kvtier.core.eviction.slotlists import ListPolicy
 
 _ALL = 1
 
 
-class LRU(EvictionPolicy):
+class LRU(ListPolicy):
     """What has not been used for the longest time goes first; 9 bytes a slot."""
 
     name: ClassVar[str] = "lru"
-
-    def __init__(self, slots: int = 0) -> None:
-        self._lists = SlotLists(1)
-        super().__init__(slots)
-
-    def resize(self, slots: int) -> None:
-        self.slots = max(self.slots, slots)
-        self._lists.resize(slots)
+    lists = 1
 
     def use(
         self,
@@ -44,22 +37,3 @@ class LRU(EvictionPolicy):
                     if len(found) == count:
                         break
         return found
-
-    def remove(self, slots: Sequence[int]) -> None:
-        member_of, unlink = self._lists.member_of, self._lists.unlink
-        for slot in slots:
-            if member_of[slot]:
-                unlink(slot)
-
-    def load(self, slots: Sequence[int], last_used: Sequence[float] | None = None) -> None:
-        self._lists.append_all(_ALL, slots)
-
-    def __len__(self) -> int:
-        return self._lists.length[_ALL]
-
-    def __contains__(self, slot: object) -> bool:
-        return isinstance(slot, int) and 0 <= slot < self.slots and self._lists.member_of[slot] > 0
-
-    @property
-    def nbytes(self) -> int:
-        return self._lists.nbytes

@@ -11,8 +11,8 @@ from itertools import chain, islice
 from typing import ClassVar
 
 from kvtier.core.eviction.ghosts import Ghosts
-from kvtier.core.eviction.policy import UNKNOWN, EvictionPolicy, fingerprint
-from kvtier.core.eviction.slotlists import NOWHERE, SlotLists
+from kvtier.core.eviction.policy import UNKNOWN, fingerprint
+from kvtier.core.eviction.slotlists import NOWHERE, ListPolicy
 
 _SMALL = 1
 _MAIN = 2
@@ -25,7 +25,7 @@ _CHANCES_EACH = 8
 """So many slots that were used get another chance at once, and for each that has to go."""
 
 
-class S3FIFO(EvictionPolicy):
+class S3FIFO(ListPolicy):
     """New blocks wait in a tenth of the room; only those used again move to the rest. 38 to 46
     bytes a slot.
 
@@ -34,9 +34,10 @@ class S3FIFO(EvictionPolicy):
     """
 
     name: ClassVar[str] = "s3fifo"
+    lists = 3
+    loaded_into = _MAIN
 
     def __init__(self, slots: int = 0) -> None:
-        self._lists = SlotLists(3)
         self._uses = bytearray()
         self._prints = array("I")
         self._ghosts = Ghosts(1)
@@ -44,9 +45,8 @@ class S3FIFO(EvictionPolicy):
 
     def resize(self, slots: int) -> None:
         more = slots - self.slots
+        super().resize(slots)
         if more > 0:
-            self.slots = slots
-            self._lists.resize(slots)
             self._uses.extend(bytes(more))
             self._prints.frombytes(bytes(4 * more))
             self._ghosts.resize(slots)
@@ -134,21 +134,6 @@ class S3FIFO(EvictionPolicy):
             return UNKNOWN
         return slot
 
-    def remove(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            if self._lists.member_of[slot] != NOWHERE:
-                self._lists.unlink(slot)
-
-    def load(self, slots: Sequence[int], last_used: Sequence[float] | None = None) -> None:
-        self._lists.append_all(_MAIN, slots)
-
-    def __len__(self) -> int:
-        length = self._lists.length
-        return length[_SMALL] + length[_MAIN] + length[_LEAVING]
-
-    def __contains__(self, slot: object) -> bool:
-        return isinstance(slot, int) and 0 <= slot < self.slots and self._lists.member_of[slot] > 0
-
     @property
     def nbytes(self) -> int:
-        return self._lists.nbytes + 5 * self.slots + self._ghosts.nbytes
+        return super().nbytes + 5 * self.slots + self._ghosts.nbytes

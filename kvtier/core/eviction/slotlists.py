@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 
-from kvtier.core.eviction.policy import UNKNOWN
+from kvtier.core.eviction.policy import UNKNOWN, EvictionPolicy
 
 NOWHERE = 0
 """The list of a slot that is in none."""
@@ -122,3 +123,39 @@ class SlotLists:
             hotter[last] = run[0]
         self._hottest[which] = int(run[-1])
         self.length[which] += len(run)
+
+
+class ListPolicy(EvictionPolicy):
+    """A policy whose resident slots are those in its lists."""
+
+    lists: ClassVar[int]
+    """How many there are."""
+    loaded_into: ClassVar[int] = 1
+    """The one for what a restart found."""
+
+    def __init__(self, slots: int = 0) -> None:
+        self._lists = SlotLists(self.lists)
+        super().__init__(slots)
+
+    def resize(self, slots: int) -> None:
+        self.slots = max(self.slots, slots)
+        self._lists.resize(slots)
+
+    def remove(self, slots: Sequence[int]) -> None:
+        member_of, unlink = self._lists.member_of, self._lists.unlink
+        for slot in slots:
+            if member_of[slot] != NOWHERE:
+                unlink(slot)
+
+    def load(self, slots: Sequence[int], last_used: Sequence[float] | None = None) -> None:
+        self._lists.append_all(self.loaded_into, slots)
+
+    def __len__(self) -> int:
+        return sum(self._lists.length)
+
+    def __contains__(self, slot: object) -> bool:
+        return isinstance(slot, int) and 0 <= slot < self.slots and self._lists.member_of[slot] > 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._lists.nbytes
