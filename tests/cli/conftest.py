@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import object_servers
 import pytest
 from cli_world import HOLDER, STACK, Hold, fill
 
@@ -68,3 +69,15 @@ def filled(stack_file: Path) -> Path:
     """A stack with eight blocks in it that nobody uses."""
     fill(stack_file)
     return stack_file
+
+
+@pytest.fixture
+def server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[object_servers.ServerProcess]:
+    """A store with a bucket named "bucket", and the credentials for it."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", object_servers.ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", object_servers.SECRET_KEY)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with object_servers.rclone(tmp_path) as process:
+        yield process

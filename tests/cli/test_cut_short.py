@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import object_servers
@@ -42,17 +41,6 @@ def spend_or_wait(pace, size):
 Pace.spend = spend_or_wait
 main.main()
 """
-
-
-@pytest.fixture
-def server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[object_servers.ServerProcess]:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", object_servers.ACCESS_KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", object_servers.SECRET_KEY)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    with object_servers.rclone(tmp_path) as process:
-        yield process
 
 
 @pytest.fixture(params=["folder", "rclone"])

@@ -7,14 +7,13 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import object_servers
 import pytest
 from cli_world import Hold, command, run
-from object import object_servers  # type: ignore[attr-defined]
 
 from kvtier import Stack
 from kvtier.backends.object import open_for
@@ -43,17 +42,6 @@ def with_store(stack_file: Path, text: str) -> Path:
 @pytest.fixture
 def in_a_folder(stack_file: Path, tmp_path: Path) -> Path:
     return with_store(stack_file, f'url: "file://{tmp_path}/store"')
-
-
-@pytest.fixture
-def server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[object_servers.ServerProcess]:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", object_servers.ACCESS_KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", object_servers.SECRET_KEY)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    with object_servers.rclone(tmp_path) as process:
-        yield process
 
 
 @pytest.fixture

@@ -26,14 +26,6 @@ LOAD, STORE = TransferKind.LOAD, TransferKind.STORE
 BLOCKS = 64
 
 
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    module = pytest.importorskip("torch")
-    if not module.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return module
-
-
 class Stage:
     """Two groups over four tensors: padded pages, one tensor shared, three blocks a chunk."""
 

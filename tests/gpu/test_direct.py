@@ -40,14 +40,6 @@ def drivers() -> list[str]:
     return ["host", "host proves", "kvikio"]
 
 
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    module = pytest.importorskip("torch")
-    if not module.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return module
-
-
 class Stage:
     """Records of two blocks each, in a file and in slots."""
 
