@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
+from itertools import islice
 
 from kvtier.backends.memory.store import MemorySpec, MemoryStore
 from kvtier.core.events import Events
@@ -127,7 +128,7 @@ class MemoryTier(Tier):
                 self._resident.move_to_end(key)
 
     def victims(self, count: int) -> list[BlockKey]:
-        return [key for key in self._resident if key not in self._pins][:count]
+        return list(islice((key for key in self._resident if key not in self._pins), count))
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         self._drop([key for key in dict.fromkeys(keys) if key in self._resident])

@@ -8,6 +8,7 @@ import os
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -124,12 +125,15 @@ class FolderTier(Tier):
 
     def _make_room(self, size: int, spared: Collection[BlockKey]) -> list[BlockKey]:
         """Evict until `size` bytes fit, if they can."""
+        short = self._stats.bytes_used + size - self._stats.bytes_capacity
         evicted = []
-        for key in [key for key in self._resident if key not in self._pins and key not in spared]:
-            if self._fits(size):
+        for key in self._resident:  # not all of them: there may be a million
+            if short <= 0:
                 break
-            self._drop([key])
-            evicted.append(key)
+            if key not in self._pins and key not in spared:
+                evicted.append(key)
+                short -= self._size(key)
+        self._drop(evicted)
         self._stats.evicted += len(evicted)
         return evicted
 
@@ -218,7 +222,7 @@ class FolderTier(Tier):
                 self._resident.move_to_end(key)
 
     def victims(self, count: int) -> list[BlockKey]:
-        return [key for key in self._resident if key not in self._pins][:count]
+        return list(islice((key for key in self._resident if key not in self._pins), count))
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         self._drop([key for key in dict.fromkeys(keys) if key in self._resident])
