@@ -77,9 +77,9 @@ class Link:
         self.source = plan.source
         self.target = plan.target
         self.write = plan.write
-        # What leaves it was used before all that stays: else nothing would be known of it by then.
-        kept = TOUCHES_KEPT + (above if plan.write is WritePolicy.ON_EVICT else 0)
-        self.touches = Touches(kept) if plan.admission is Admission.SECOND_TOUCH else None
+        # What leaves it was used before all that stays, and what stays may yet be used again.
+        touches = Touches(TOUCHES_KEPT + above)
+        self.touches = touches if plan.admission is Admission.SECOND_TOUCH else None
         self.stats = LinkStats(target)
         self.pressed = False
         """Whether the tier above took something in since it was last looked at."""

@@ -183,3 +183,17 @@ def test_what_leaves_a_tier_of_many_blocks_is_known_to_have_been_used_twice() ->
         rig.load_once(rig.store(keys[start : start + 512]))
     rig.settle()
     assert rig.resident(1, keys) == keys[256:512], "the end of what was used first"
+
+
+@pytest.mark.slow
+def test_what_stays_in_a_tier_of_many_blocks_comes_down_when_it_is_used_again() -> None:
+    """After more others than a link remembers otherwise."""
+    count = links.TOUCHES_KEPT + 512
+    rig = ChainRig([count, 512], [rule(), rule(admission=SECOND)])
+    keys = make_keys(count)
+    for start in range(0, count, 512):
+        rig.store(keys[start : start + 512])
+    assert rig.resident(1, keys) == []
+    rig.load_once(keys[:64])
+    rig.settle()
+    assert rig.resident(1, keys) == keys[:64]
