@@ -92,7 +92,10 @@ class Shares:
         return msgspec.structs.replace(self._limits, capacity=capacity)
 
     def lacks(self, owner: int, mine: Sequence[SlabFile], more: int) -> bool:
-        """Whether so many bytes more, for which there is no room, would be within its share."""
+        """Whether so many bytes more, for which there is no room, would be within its share. None
+        are below its own floor: what neighbours leave it there it would give up at once."""
+        if self._below_floor:
+            return False
         if not mine:
             return True
         return _bytes_of(mine) + more <= self._fair(self.neighbours(owner))
@@ -104,8 +107,7 @@ class Shares:
             return None
         folder, grows = self._folder, self._limits.grows
         used, found = used_bytes(folder.root), self.neighbours(owner)
-        full = folder.disk.free_bytes(folder.root) < self._limits.free_floor
-        over = full or (grows and used > found.capacity)
+        over = self._below_floor or (grows and used > found.capacity)
         remove = True
         if not over:
             if not found.starving:
@@ -114,6 +116,11 @@ class Shares:
                 return None
             remove = folder.namespace.id not in found.starving
         return News(min(mine, key=lambda slab: folder.last_used(slab.id)), remove=remove)
+
+    @property
+    def _below_floor(self) -> bool:
+        folder = self._folder
+        return folder.disk.free_bytes(folder.root) < self._limits.free_floor
 
     def _fair(self, found: Neighbours) -> int:
         """Of what the folder may hold, or does hold where its disk is full before that, without

@@ -209,6 +209,31 @@ def test_the_floor_stops_growth_and_gives_room_back(tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("namespace", [NAMESPACE, OTHER], ids=["same", "other"])
+def test_who_may_have_nothing_for_its_own_floor_takes_nothing_from_others(
+    tmp_path: Path, namespace: Namespace
+) -> None:
+    """It would give up at once what it is handed, until nothing is left of anything."""
+    rich = Engine(tmp_path / "kv", blocks=16)
+    rich.put(make_keys(16))
+    disk = LowDisk()
+    disk.free = 1 << 30
+    poor = Engine(rich.root, blocks=16, namespace=namespace, disk=disk, free_floor=2 << 30)
+    for number in range(8):
+        poor.keeper._full_until = 0.0
+        assert poor.put(make_keys(1, start=100 + number)) == []
+        rich.tier.refresh()
+    assert rich.read(make_keys(16)) == make_keys(16)
+    disk.free = 3 << 30
+    for number in range(8):
+        poor.keeper._full_until = 0.0
+        poor.put(make_keys(1, start=200 + number))
+        rich.tier.refresh()
+    assert poor.own_slabs, "there is room for it again"
+    poor.close()
+    rich.close()
+
+
 def test_an_engine_starts_on_a_full_disk_and_stores_once_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
