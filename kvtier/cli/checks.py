@@ -17,7 +17,7 @@ import msgspec
 from kvtier.backends.cpu import CpuSettings, huge, room
 from kvtier.backends.cpu.region import plan_region, said_of_idle
 from kvtier.backends.nvme import NvmeSettings, slab_bytes
-from kvtier.backends.nvme.files import homes, used_bytes
+from kvtier.backends.nvme.files import TABLE_SUFFIX, homes, slab_files, used_bytes
 from kvtier.backends.nvme.folder import WHOSE, kept_free
 from kvtier.backends.nvme.reader import only_reads
 from kvtier.cli.holdings import Slab
@@ -354,6 +354,11 @@ def _check_owners(area: str, root: Path) -> Iterator[Finding]:
     if closed:
         more = f" ({len(closed)} in all)" if len(closed) > 1 else ""
         what = f"{closed[0]} is another user's{more}: engines of this one that use it do not start"
+        yield Finding(area, Level.WARN, what, WHOSE)
+    tables = [path for home in found for path in slab_files(home, TABLE_SUFFIX)]
+    if tables := [path for path in tables if not os.access(path, os.R_OK)]:
+        more = f" ({len(tables)} in all)" if len(tables) > 1 else ""
+        what = f"{tables[0]} is another user's{more}: engines of this one serve no block of it"
         yield Finding(area, Level.WARN, what, WHOSE)
 
 

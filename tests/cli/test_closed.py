@@ -84,6 +84,19 @@ def test_a_folder_of_another_users_is_named_to_who_may_not_use_it(
     assert f"WARN 1 nvme: {home} is another user's: engines of this one that" in done.said
 
 
+def test_blocks_that_root_has_copied_beside_those_of_another_user_are_found(
+    stored: Path, tmp_path: Path
+) -> None:
+    """Into the folder of a model that is served there already: the engine serves none of them."""
+    assert command("prewarm", "-c", stored).code == 0
+    tables = sorted((tmp_path / "disk" / "blocks" / NAMESPACE.id).glob("*.table"))
+    for table in tables:
+        table.chmod(0)
+    done = command("doctor", "-c", stored, "--no-measure", rights=False)
+    assert f"{tables[0]} is another user's ({len(tables)} in all): engines of this" in done.said
+    assert "chown -R" in done.said
+
+
 def test_a_model_that_root_has_stored_is_found_by_the_doctor(stored: Path, tmp_path: Path) -> None:
     """Engines of another user cannot list the store, and go on without it."""
     closed = tmp_path / "store" / OTHER.id / "blocks"
