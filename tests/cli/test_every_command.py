@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from itertools import count
 from pathlib import Path
 
 import pytest
-from cli_world import KVTIER, Hold, command
+from cli_world import Hold, command
 
 from kvtier import Stack
 from kvtier.testing.records import NAMESPACE, make_keys, payload
@@ -196,17 +195,6 @@ def test_a_tier_takes_a_line_of_a_terminal(filled: Path) -> None:
         assert {line.split()[1] for line in lines} <= {"cpu", "nvme"}
     wide = command("ls", "-c", filled, columns=160).out
     assert wide.split()[:3] == ["tier", "namespace", "model"]
-
-
-@every
-def test_output_into_a_closed_pipe(words: list[str], filled: Path) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        [KVTIER, *words, "-c", filled], stdout=writer, stderr=subprocess.PIPE, text=True
-    )
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
 
 
 @every

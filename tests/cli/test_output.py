@@ -26,6 +26,7 @@ ALL = [
     ["show", NAMESPACE.id],
     ["verify"],
     ["gc"],
+    ["bench", "--chunk", "4KiB", "--blocks", "2", "--rounds", "1"],
     ["doctor", "--no-measure"],
     ["plan", "{model}", "--no-measure", "--bandwidth", "nvme=1GB/s"],
 ]
