@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvtier.core.eviction import UNKNOWN, EvictionPolicy, create_policy
 from kvtier.core.eviction.trace import Request
-from kvtier.core.links import Touches
+from kvtier.core.links import TOUCHES_KEPT, Touches
 from kvtier.core.settings import Admission, WritePolicy
 from kvtier.observe.workers import spread
 from kvtier.types import BlockKey
@@ -58,7 +58,8 @@ class Simulation(msgspec.Struct):
 class _Tier:
     """The catalogue of one simulated tier, through which no more blocks come than `distinct`."""
 
-    def __init__(self, plan: TierPlan, distinct: int) -> None:
+    def __init__(self, plan: TierPlan, distinct: int, above: int) -> None:
+        """`above` is how many blocks the tier above holds."""
         room = min(plan.blocks, distinct)
         self.plan = plan
         self.result = TierResult(plan.kind, plan.blocks)
@@ -69,7 +70,7 @@ class _Tier:
         self._free = list(range(room - 1, -1, -1))
         self._policy: EvictionPolicy = create_policy(plan.eviction, room)
         second = plan.admission is Admission.SECOND_TOUCH
-        self._touches = Touches() if second else None
+        self._touches = Touches(TOUCHES_KEPT + above) if second else None
 
     def request(self, time: float, blocks: Sequence[int], keys: Sequence[bytes]) -> list[int]:
         """Use what is here, and take in what is new if it comes this way; what was evicted."""
@@ -101,6 +102,14 @@ class _Tier:
         if self.plan.write is not WritePolicy.THROUGH:
             wanted = [block for block in wanted if block in self.slot_of]
         return wanted[: max(0, self.plan.blocks - first)]
+
+    def catch(self, time: float, evicted: Sequence[int], name_of: Mapping[int, bytes]) -> list[int]:
+        """Take in what the tier above evicts, if it is to come here; what had to go for it."""
+        left = [block for block in evicted if block not in self.slot_of]
+        if self._touches is not None:
+            twice = set(self._touches.twice([BlockKey(name_of[block]) for block in left]))
+            left = [block for block in left if name_of[block] in twice]
+        return self.take(time, left, [name_of[block] for block in left])
 
     def take(
         self,
@@ -210,14 +219,14 @@ def run_group(trace: Trace, plans: Sequence[TierPlan]) -> Part:
         here = trace.seen_before()
         written = len(here) - int(here.sum())
         return Part([TierResult(plans[0].kind, plans[0].blocks, written=written)], [here.tobytes()])
-    tiers = [_Tier(plan, trace.distinct) for plan in plans]
+    rooms = [0, *(plan.blocks for plan in plans)]
+    tiers = [_Tier(plan, trace.distinct, above) for plan, above in zip(plans, rooms, strict=False)]
     for (time, blocks), keys in zip(trace.requests, trace.keys, strict=True):
         above: list[int] = []
         for tier in tiers:
             gone = tier.request(time, blocks, keys)
             if above and tier.plan.write is WritePolicy.ON_EVICT:
-                left = [block for block in above if block not in tier.slot_of]
-                gone += tier.take(time, left, [trace.name_of[block] for block in left])
+                gone += tier.catch(time, above, trace.name_of)
             if tier.plan.write is not WritePolicy.NEVER:
                 above = gone
     return Part([tier.result for tier in tiers], [bytes(tier.here) for tier in tiers])

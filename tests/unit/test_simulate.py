@@ -64,6 +64,12 @@ class SlowTier:
             self.policy.use(hits, keys, time, ahead=len(wanted))
         return self.take(time, wanted, hits[-1] if hits else UNKNOWN, hits) if wanted else []
 
+    def catches(self, block: int) -> bool:
+        admitted = self.plan.admission is Admission.ALWAYS or bool(
+            self.touches.twice([BlockKey(name(block))])
+        )
+        return admitted and block not in self.slot_of
+
     def take(
         self, time: float, blocks: Sequence[int], after: int = UNKNOWN, pinned: Sequence[int] = ()
     ) -> list[int]:
@@ -105,7 +111,7 @@ def slowly(requests: Sequence[Request], plans: Sequence[TierPlan]) -> list[Count
         for tier in tiers:
             gone = tier.request(time, blocks)
             if tier is not tiers[0] and above and tier.plan.write is WritePolicy.ON_EVICT:
-                gone += tier.take(time, [each for each in above if each not in tier.slot_of])
+                gone += tier.take(time, [each for each in above if tier.catches(each)])
             if tier.plan.write is not WritePolicy.NEVER:
                 above = gone
     return [Counts(tier.hits, tier.written, tier.evicted) for tier in tiers]
@@ -147,6 +153,17 @@ tiers = st.builds(
 def test_the_slow_way_says_the_same(seed: int, plans: list[TierPlan]) -> None:
     requests = conversations(seed, 120)
     assert counts(requests, plans) == slowly(requests, plans)
+
+
+def test_what_was_used_once_does_not_come_down_to_a_tier_that_takes_it_the_second_time() -> None:
+    plans = [
+        TierPlan("above", 2, "lru", WritePolicy.THROUGH, Admission.ALWAYS),
+        TierPlan("below", 9, "lru", WritePolicy.ON_EVICT, Admission.SECOND_TOUCH),
+    ]
+    once = [Request(float(block), (block,)) for block in range(6)]
+    assert simulate(once, plans).tiers[1].written == 0
+    twice = [Request(float(at), (at // 2,)) for at in range(12)]
+    assert simulate(twice, plans).tiers[1].written == 4
 
 
 @pytest.mark.slow
