@@ -172,7 +172,7 @@ class OwnedRegion:
         except BaseException:
             if not path.exists():
                 _owner_path(path).unlink(missing_ok=True)
-            os.close(self._lock)
+            unlock(self._lock)
             raise
 
     def _open(self, wanted: SlabHeader) -> Region:
@@ -284,7 +284,7 @@ class OwnedRegion:
         self.region.close()
         if remove:
             _owner_path(self.path).unlink(missing_ok=True)
-        os.close(self._lock)
+        unlock(self._lock)
 
 
 def _owner_path(path: Path) -> Path:
@@ -292,8 +292,8 @@ def _owner_path(path: Path) -> Path:
 
 
 def lock_owner(path: Path) -> int:
-    """Be the owner of a region, be it there or not, until this file is closed; raises MediumInUse
-    if somebody else is, and OSError."""
+    """Be the owner of a region, be it there or not, until `unlock`; raises MediumInUse if somebody
+    else is, and OSError."""
     owner = _owner_path(path)
     while True:
         fd = os.open(owner, _OPEN | os.O_CREAT, 0o600)
@@ -306,6 +306,12 @@ def lock_owner(path: Path) -> int:
             if os.path.samestat(os.fstat(fd), owner.stat()):
                 return fd
         os.close(fd)  # it was removed before it was locked
+
+
+def unlock(owner: int) -> None:
+    """By word, because a child that was forked off has the file open, too, as long as it lives."""
+    fcntl.flock(owner, fcntl.LOCK_UN)
+    os.close(owner)
 
 
 def in_use(path: Path) -> bool:
@@ -388,5 +394,5 @@ def remove(path: Path) -> bool:
         for victim in (path, path.with_suffix(_MAKING), _owner_path(path)):
             victim.unlink(missing_ok=True)
     finally:
-        os.close(lock)
+        unlock(lock)
     return True

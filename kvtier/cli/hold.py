@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvtier.backends.cpu.region import lock_owner
+from kvtier.backends.cpu.region import lock_owner, unlock
 from kvtier.backends.nvme.files import is_empty, is_newer, let_go, marks
 from kvtier.backends.nvme.folder import NvmeFolder
 from kvtier.core.disk import Disk, is_locked, lock_within
@@ -133,7 +133,7 @@ def region_held(path: Path) -> Iterator[None]:
     except MediumInUse:
         raise used from None
     with contextlib.ExitStack() as held:
-        held.callback(os.close, owner)
+        held.callback(unlock, owner)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:  # somebody else has just removed it, and needs no lock

@@ -176,7 +176,7 @@ def test_a_stack_that_is_closed_says_so(tmp_path: Path) -> None:
 
 
 FORKED = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from kvtier import Stack
 from kvtier.errors import NotOpen
@@ -213,6 +213,20 @@ with Stack.open(tiers, NAMESPACE) as stack:
     fill(stack)
     assert stack.load(list(wanted)) == wanted
     assert stack.chain.chain_stats().mover.restarts == 0, "and so is the mover"
+
+tiers["tiers"][0]["persistence"] = "keep"
+with Stack.open(tiers, NAMESPACE) as stack:
+    fill(stack)
+    child = os.fork()
+    if child == 0:
+        signal.pause()  # as one that works on for long
+try:
+    with Stack.open(tiers, NAMESPACE) as again:
+        assert again.context.engine == "forking", "a child keeps nothing that its parent has closed"
+        assert again.load(list(wanted)) == wanted
+finally:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 """
 
 
