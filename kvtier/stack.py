@@ -137,8 +137,9 @@ class Stack:
             try:
                 self._write(reservation, blocks, written)
             finally:  # what cannot be written, as memory that is not of bytes, must keep no slot
-                lost = dict.fromkeys(set(reservation.keys) - written, Outcome.CANCELLED)
-                self.chain.complete_store(reservation.keys, lost)
+                if not self._closed:  # by a signal's handler, which may end this process
+                    lost = dict.fromkeys(set(reservation.keys) - written, Outcome.CANCELLED)
+                    self.chain.complete_store(reservation.keys, lost)
             self.chain.poll()
         return reservation.keys
 
@@ -194,7 +195,8 @@ class Stack:
             found, failed = self._read(ticket)
             payloads |= found
         finally:  # Ctrl-C may come, and its slots must not be held for ever
-            self.chain.end_load(ticket, failed)
+            if not self._closed:
+                self.chain.end_load(ticket, failed)
         self.chain.poll()
         return set(ticket.keys)
 

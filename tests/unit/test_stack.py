@@ -261,6 +261,29 @@ def test_a_load_that_is_interrupted_holds_nothing(
         assert stack.load(make_keys(8)) == blocks(8)
 
 
+@pytest.mark.parametrize("deed", ["load", "store"])
+def test_a_handler_of_signals_may_close_what_it_interrupts_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deed: str
+) -> None:
+    """As one of SIGTERM does."""
+    stack = Stack.open(config(tmp_path), NAMESPACE)
+    stack.store(blocks(8))
+    stack.settle()
+    stack.chain.tiers[0].forget(make_keys(8))
+
+    def end(*_: object) -> None:
+        stack.close()
+        raise SystemExit
+
+    monkeypatch.setattr(ThreadMover, "wait", end)
+    monkeypatch.setattr(stack.host, "views", end)
+    with pytest.raises(SystemExit):
+        stack.load(make_keys(8)) if deed == "load" else stack.store(blocks(4, start=20))
+    monkeypatch.undo()
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        assert stack.load(make_keys(8)) == blocks(8)
+
+
 def test_threads_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of an application that answers several requests at once."""
     deeds: list[str] = []
