@@ -83,10 +83,11 @@ class Stack:
             assert isinstance(host, HostHandler), "the configuration puts host memory first"
             self.host = host
             self.mover = _open_mover(config, self.context, serving=serving)
+            opened.insert(0, self.mover)
+            self.chain = TierChain(tiers, config.tiers, self.mover, namespace, costs=costs)
         except BaseException:
             close_all([*opened, *tiers])
             raise
-        self.chain = TierChain(tiers, config.tiers, self.mover, namespace, costs=costs)
         self._requests = 0
         self._process = os.getpid()
         self._closed = False

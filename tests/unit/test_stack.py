@@ -23,7 +23,7 @@ from kvtier.move.process import ProcessMover
 from kvtier.move.threads import ThreadMover
 from kvtier.observe.human import size
 from kvtier.testing.records import NAMESPACE, make_keys, payload
-from kvtier.types import BlockKey, Namespace
+from kvtier.types import BlockKey, Namespace, TierStats
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
 
@@ -333,6 +333,24 @@ def test_who_waits_for_a_turn_waits_no_longer_than_was_said(
         other.join()
         assert (found, settled, still_loading) == ({}, False, True)
         assert stack.load(make_keys(8), seconds=float("inf")) == blocks(8)
+
+
+def test_a_tier_that_raises_when_it_is_asked_first_keeps_no_other_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = config(tmp_path)
+    tiers["tiers"].insert(1, {"kind": "memory", "capacity": 8 * SLOT})
+
+    def stats(self: MemoryTier) -> TierStats:
+        raise ConnectionError("the server is gone")
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(MemoryTier, "stats", stats)
+        with pytest.raises(ConnectionError):
+            Stack.open(tiers, NAMESPACE)
+    assert [each.name for each in threading.enumerate() if each.name.startswith("kvtier")] == []
+    with Stack.open(tiers, NAMESPACE) as stack:
+        assert stack.context.engine == "unit", "nobody holds its memory"
 
 
 def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
