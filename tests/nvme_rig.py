@@ -29,6 +29,16 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
+class LowDisk(Disk):
+    """Reports as much free room as the test says."""
+
+    def __init__(self, free: int = 1 << 40) -> None:
+        self.free = free
+
+    def free_bytes(self, path: Path) -> int:
+        return self.free
+
+
 class Engine:
     """A tier with its handler. No keeper thread: a test says when the keeper works."""
 

@@ -275,10 +275,10 @@ class NvmeFolder:
 
     def _slots_at_most(self, slots_max: int, limits: Limits) -> int:
         used = used_bytes(self.root)
-        room = self._bound(limits, used) - used
+        room = self.bound(limits, used) - used
         return min(slots_max, _slots_in(room, limits.slot_bytes), SLOTS_MAX)
 
-    def _bound(self, limits: Limits, used: int) -> int:
+    def bound(self, limits: Limits, used: int) -> int:
         """What the folder may hold, or can where its disk is full before that."""
         free = self.disk.free_bytes(self.root) - kept_free(limits.free_floor, limits.slab_bytes)
         return min(limits.capacity, used + free)
@@ -350,7 +350,7 @@ class NvmeFolder:
                 take_away(self.disk, path)
 
     def _reclaim(self, limits: Limits) -> bool:
-        bound = self._bound(limits, used_bytes(self.root))
+        bound = self.bound(limits, used_bytes(self.root))
         wanted, keep_s = limits.slab_bytes, limits.keep_s
         return reclaim(self.root, self.home, bound, wanted, keep_s, self.disk)
 

@@ -281,11 +281,11 @@ class Keeper:
             wanted = max(wanted, 1)
         if not wanted:
             self._shares.tell(self._owner_fd, hungry=False)
-            return
         slots = max(1, self.limits.slab_bytes // self.limits.slot_bytes)
-        limits = self._shares.limits(self.owner, [each.slab for each in self._known.values()])
         while wanted > 0 and not self._stopping:
-            slab = self.folder.create_slab(self.owner, slots, limits)
+            known = [each.slab for each in self._known.values()]
+            limits = self._shares.limits(self.owner, mine, known)
+            slab = self.folder.create_slab(self.owner, slots, limits) if limits else None
             if slab is None:
                 self._full_until = time.monotonic() + self._between
                 lacks = self._shares.lacks(self.owner, mine, slots * self.limits.slot_bytes)

@@ -86,9 +86,15 @@ class Shares:
             )
         return found
 
-    def limits(self, owner: int, slabs: Iterable[SlabFile]) -> Limits:
-        """What counts for new slabs beside these."""
-        capacity = self.neighbours(owner).capacity - self._folder.cut_off(slabs)
+    def limits(
+        self, owner: int, mine: Sequence[SlabFile], slabs: Iterable[SlabFile]
+    ) -> Limits | None:
+        """What counts for one more slab beside these; None if others wait for the room."""
+        found = self.neighbours(owner)
+        more = _bytes_of(mine) + self._limits.slab_bytes
+        if mine and found.starving and more > self._fair(found):
+            return None
+        capacity = found.capacity - self._folder.cut_off(slabs)
         return msgspec.structs.replace(self._limits, capacity=capacity)
 
     def lacks(self, owner: int, mine: Sequence[SlabFile], more: int) -> bool:
@@ -123,11 +129,14 @@ class Shares:
         return folder.disk.free_bytes(folder.root) < self._limits.free_floor
 
     def _fair(self, found: Neighbours) -> int:
-        """Of what the folder may hold, or does hold where its disk is full before that, without
-        what idle models keep: nobody is there to hand it over."""
-        served = [home for home in homes(self._folder.root) if any(map(held, marks(home)))]
-        used = sum(map(used_bytes, served))
-        return min(used, found.capacity) // max(1, found.living)
+        """Of what the folder may hold, or can where its disk is full before that, without what idle
+        models keep: nobody is there to hand it over. What is left to others counts, be it taken
+        yet or not: else giving would go on until they do."""
+        used = used_bytes(self._folder.root)
+        idle = [home for home in homes(self._folder.root) if not any(map(held, marks(home)))]
+        limits = msgspec.structs.replace(self._limits, capacity=found.capacity)
+        room = self._folder.bound(limits, used) - sum(map(used_bytes, idle))
+        return max(0, room) // max(1, found.living)
 
 
 def _bytes_of(slabs: Sequence[SlabFile]) -> int:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from nvme_rig import SLAB_BLOCKS, Engine, child, expect
+from nvme_rig import SLAB_BLOCKS, Engine, LowDisk, child, expect
 
 from kvtier.backends.nvme.files import is_empty, used_bytes
 from kvtier.backends.nvme.idle import reclaim
@@ -181,16 +181,6 @@ def test_who_only_reads_takes_no_room(tmp_path: Path) -> None:
         assert reader.read(make_keys(8)) == keys
         reader.close()
         assert set(old.root.rglob("*.table")) == made
-
-
-class LowDisk(Disk):
-    """Reports as much free room as the test says."""
-
-    def __init__(self) -> None:
-        self.free = 1 << 40
-
-    def free_bytes(self, path: Path) -> int:
-        return self.free
 
 
 def test_the_floor_stops_growth_and_gives_room_back(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from nvme_rig import Engine
+from nvme_rig import Engine, LowDisk
 
 from kvtier.backends.nvme import idle
 from kvtier.backends.nvme.files import length, used_at, used_bytes
+from kvtier.backends.nvme.folder import NvmeFolder
 from kvtier.backends.nvme.news import changes
 from kvtier.backends.nvme.shares import Shares
 from kvtier.core.disk import Disk
@@ -80,8 +81,12 @@ def test_where_the_disk_is_full_before_the_capacity_is_reached_what_is_there_is_
 ) -> None:
     (poor,) = starving(rich)
     limits = msgspec.structs.replace(rich.keeper.limits, capacity=1 << 40)
-    shares, mine = Shares(rich.keeper.folder, limits), rich.keeper._mine()
+    disk = LowDisk(free=limits.slab_bytes // 2)
+    shares, mine = Shares(NvmeFolder(rich.root, NAMESPACE, disk), limits), rich.keeper._mine()
     assert shares.excess(rich.keeper.owner, mine) is not None
+    assert shares.excess(rich.keeper.owner, mine[:2]) is None
+    disk.free = 1 << 40
+    assert shares.excess(rich.keeper.owner, mine) is None, "there is room for all"
     poor.close()
 
 
@@ -141,6 +146,26 @@ def test_of_different_capacities_the_largest_of_those_that_run_counts(
         small.tier.refresh()
     assert 0 < used_bytes(small.root) <= small.capacity, "its own, once it is alone"
     small.close()
+
+
+def test_who_waits_for_room_and_does_not_take_it_costs_others_no_more_than_its_part(
+    tmp_path: Path,
+) -> None:
+    """As one that is stopped, or so busy with its start that its keeper has no turn."""
+    rich = Engine(tmp_path / "kv", blocks=32)
+    rich.put(make_keys(32))
+    (poor,) = starving(rich)
+    rounds(rich)
+    kept = rich.own_slabs
+    assert len(kept) == 4
+    rounds(rich)
+    assert rich.own_slabs == kept, "nothing goes for what is not taken"
+    for number in range(16):
+        poor.keeper._full_until = 0.0
+        poor.put(make_keys(1, start=number))
+    assert len(poor.own_slabs) == 4, "its part was left to it"
+    poor.close()
+    rich.close()
 
 
 def test_who_only_reads_drops_nothing_and_gives_all_back_to_who_stores(tmp_path: Path) -> None:
