@@ -373,11 +373,14 @@ class NvmeHandler(Handler):
 
     def _stop_acting(self) -> None:
         """For owners whose mark was taken away, be it with the whole folder, which may come back:
-        their slabs may be another's by now, and for each there would be a descriptor for ever."""
+        their slabs may be another's by now, and for each there would be a descriptor for ever. Of a
+        folder that came back as a copy, what is open belongs to the one that is gone."""
         for owner, fd in list(self._owners.items()):
             with contextlib.suppress(OSError):  # of what cannot be looked at nobody knows
                 if not has_name(fd, owner_path(self._home / "owners", owner)):
                     os.close(self._owners.pop(owner))
+                    while self._slabs:
+                        self._retire(self._slabs.popitem()[1])
 
     def close(self) -> None:
         with self._lock:

@@ -217,6 +217,25 @@ def test_whose_folder_comes_back_as_a_copy_owns_its_slabs_before_others_do(tmp_p
     neighbour.close()
 
 
+def test_what_is_stored_after_a_copy_has_come_back_is_in_the_copy(tmp_path: Path) -> None:
+    """Files of the old folder are open still, and from a disk that was off they are of no use."""
+    root, away = tmp_path / "kv", tmp_path / "away"
+    engine = Engine(root, blocks=8)
+    keys, new = make_keys(8), make_keys(8, start=100)
+    engine.put(keys)
+    root.rename(away)
+    shutil.copytree(away, root)
+    before = {path: path.read_bytes() for path in away.rglob("*.slab")}
+    assert engine.put(new) == new
+    assert {path: path.read_bytes() for path in away.rglob("*.slab")} == before
+    neighbour = Engine(root, blocks=8)
+    found = neighbour.read(new)
+    assert found
+    assert found == engine.hits(new)
+    engine.close()
+    neighbour.close()
+
+
 @pytest.fixture
 def other_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder on another file system than the test's own."""
