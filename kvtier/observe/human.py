@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_RATES = ("KB/s", "MB/s", "GB/s")
 _COUNTS = ("", "k", "M", "G", "T")
 _TIMES = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def size(number: float) -> str:
     """A number of bytes, like "1.5 GiB"."""
-    step = 0  # what would be shown as 1024 of a unit is 1 of the next
-    while abs(number) >= 1023.5 and step < len(_SIZES) - 1:
-        number, step = number / 1024, step + 1
-    return f"{_digits(number)} {_SIZES[step]}"
+    return " ".join(_scaled(number, 1024, _SIZES))
 
 
 def rate(bytes_per_second: float) -> str:
     """Bytes a second, in the decimal units in which links and disks are sold."""
-    if bytes_per_second >= 1e9:
-        return f"{_digits(bytes_per_second / 1e9)} GB/s"
-    return f"{_digits(bytes_per_second / 1e6)} MB/s"
+    return " ".join(_scaled(bytes_per_second / 1000, 1000, _RATES))
 
 
 def count(number: float) -> str:
     """A number of things, like "1.5M"."""
-    step = 0
-    while abs(number) >= 999.5 and step < len(_COUNTS) - 1:
-        number, step = number / 1000, step + 1
-    return f"{_digits(number)}{_COUNTS[step]}"
+    return "".join(_scaled(number, 1000, _COUNTS))
 
 
 def duration(seconds: float) -> str:
     """A length of time in the largest unit of which it holds one."""
     for unit, name in _TIMES:
-        if seconds >= unit:
+        if seconds >= 0.9995 * unit:
             return f"{_digits(seconds / unit)} {name}"
     return "0 s" if seconds <= 0 else f"{seconds * 1e9:.0f} ns"
 
@@ -50,6 +45,14 @@ def bar(part: float, whole: float, width: int) -> str:
     full = int(filled)
     rest = eighths[int((filled - full) * 8)] if full < width else ""
     return ("█" * full + rest.strip()).ljust(width, "·")
+
+
+def _scaled(number: float, step: int, units: Sequence[str]) -> tuple[str, str]:
+    """A number in the largest unit of which it holds one."""
+    at = 0  # what would be shown as 1024 of a unit is 1 of the next
+    while abs(number) >= step - 0.5 and at < len(units) - 1:
+        number, at = number / step, at + 1
+    return _digits(number), units[at]
 
 
 def _digits(number: float) -> str:

@@ -39,7 +39,14 @@ class TestHuman:
 
     @pytest.mark.parametrize(
         ("seconds", "text"),
-        [(0, "0 s"), (1.5e-7, "150 ns"), (2e-3, "2 ms"), (90, "1.5 min"), (172800, "2 d")],
+        [
+            (0, "0 s"),
+            (1.5e-7, "150 ns"),
+            (2e-3, "2 ms"),
+            (0.9999, "1 s"),
+            (90, "1.5 min"),
+            (2 * 86400, "2 d"),
+        ],
     )
     def test_durations(self, seconds: float, text: str) -> None:
         assert human.duration(seconds) == text
@@ -47,6 +54,8 @@ class TestHuman:
     def test_rates_counts_and_shares(self) -> None:
         assert human.rate(2.5e9) == "2.5 GB/s"
         assert human.rate(80e6) == "80 MB/s"
+        assert human.rate(999.9e6) == "1 GB/s"
+        assert human.rate(2000) == "2 KB/s"
         assert human.count(999) == "999"
         assert human.count(999_900) == "1M"
         assert human.count(1_500_000) == "1.5M"
