@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+GRACE_S = 0.1
+"""Word of a load's end takes a moment to arrive."""
+
 
 class Line:
     """y = base + slope * x, from samples that fade; an outlier alone does not move it.
@@ -122,8 +125,6 @@ class LinkRate:
     """One link: its line (seconds by bytes), what is under way on it, and what was decided."""
 
     _OVERDUE = 2.0
-    _GRACE = 0.1
-    """Word of a load's end takes a moment to arrive."""
     _ABANDONED = 300.0
     """No load lives so long: whoever started it will not report its end."""
 
@@ -157,7 +158,7 @@ class LinkRate:
             self.queued -= oldest.bytes
             return 1.0
         age = self.collected - oldest.since
-        if age <= oldest.expected * self._OVERDUE + self._GRACE:
+        if age <= oldest.expected * self._OVERDUE + GRACE_S:
             return 1.0
         return age / oldest.expected
 

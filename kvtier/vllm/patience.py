@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvtier.core.costs import CostModel
+from kvtier.core.rates import GRACE_S
 
 PATIENCE_S = 1.0
 """How long a request waits for room where it is not known how long its prompt takes to compute."""
-GRACE_S = 0.1
-"""Word of a load's end takes a moment to arrive."""
 _LATE = 2.0
 """A load that others hold up may take somewhat longer than expected; this one is late."""
 

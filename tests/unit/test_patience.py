@@ -27,9 +27,10 @@ from kvtier.core.costs import CostModel
 from kvtier.core.disk import Disk
 from kvtier.core.flight import Ticket
 from kvtier.core.offers import Shape
+from kvtier.core.rates import GRACE_S
 from kvtier.types import BlockKey, Outcome
 from kvtier.vllm.manager import ChainManager
-from kvtier.vllm.patience import GRACE_S, Patience
+from kvtier.vllm.patience import Patience
 from kvtier.vllm.protocol import Errand, Report
 
 
