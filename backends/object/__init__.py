@@ -14,7 +14,7 @@ from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.limits import Limits, Spared
 from kvtier.backends.object.open import StoreSettings, open_store, place_of
 from kvtier.backends.object.reader import Reader
-from kvtier.backends.object.s3 import PUT_BYTES_MAX, S3Settings, check_reach
+from kvtier.backends.object.s3 import S3Settings, check_reach
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.store import Store
 from kvtier.backends.object.tier import ObjectTier
@@ -104,12 +104,6 @@ class ObjectBackend(Backend[ObjectSettings]):
         _check_figures(settings)
         if folder is not None:
             standing_folder(folder, ".url", only_read=_only_read(settings))
-        if folder is None and record_bytes is not None and record_bytes > PUT_BYTES_MAX:
-            raise ConfigError(
-                ".url",
-                f"a block has {record_bytes} bytes; a bucket takes {PUT_BYTES_MAX} in one request",
-                "make blocks smaller, or use a file:/// url",
-            )
         self._check_capacity(settings, folder, record_bytes or 4096)
         if folder is None:
             _check_bucket(settings, bucket)

@@ -51,7 +51,6 @@ from kvtier.backends.object.store import (
 from kvtier.backends.object.transport import Pool, Response
 from kvtier.backends.object.wire import Timeouts, Trust
 
-PUT_BYTES_MAX = 5 << 30
 _ERROR_BODY_BYTES_MAX = 64 << 10
 _PAGE_BYTES_MAX = 8 << 20
 _PAGES_MAX = 1 << 20
@@ -134,21 +133,19 @@ class S3Store(Store):
         if_absent: bool = False,
         deadline: float | None = None,
     ) -> PutOutcome:
-        size = sum(view.nbytes for view in buffers)
-        if size > PUT_BYTES_MAX:
-            raise ObjectTooLarge(f"{name} has {size} bytes; an S3 object takes {PUT_BYTES_MAX}")
         end = self._end(deadline)
         if if_absent and self._conditional:
             with contextlib.suppress(UnknownRequest):
-                return self._put(name, buffers, size, {"if-none-match": "*"}, end)
-            outcome = self._put(name, buffers, size, {}, end)
+                return self._put(name, buffers, {"if-none-match": "*"}, end)
+            outcome = self._put(name, buffers, {}, end)
             self._conditional = False  # content-addressed names make overwriting harmless
             return outcome
-        return self._put(name, buffers, size, {}, end)
+        return self._put(name, buffers, {}, end)
 
     def _put(
-        self, name: str, buffers: Sequence[Buffer], size: int, extra: dict[str, str], end: float
+        self, name: str, buffers: Sequence[Buffer], extra: dict[str, str], end: float
     ) -> PutOutcome:
+        size = sum(view.nbytes for view in buffers)
         head = self._request("PUT", name, extra, size, end)
         with self._pool.exchange("PUT", head, buffers, end) as answer:
             if answer.status in (200, 201, 204):

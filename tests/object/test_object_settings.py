@@ -60,15 +60,6 @@ def test_what_cannot_work_is_refused(more: dict[str, Any], place: str, remedy: s
     assert "hidden" not in str(caught.value)
 
 
-def test_blocks_that_no_request_can_carry_are_refused(tmp_path: Path) -> None:
-    large = settings(capacity=Capacity.parse("10TiB"))
-    BACKEND.check(large, 5 << 30)
-    with pytest.raises(ConfigError, match="in one request") as caught:
-        BACKEND.check(large, (5 << 30) + 1)
-    assert "smaller" in caught.value.remedy
-    BACKEND.check(settings(url=f"file://{tmp_path}/new", capacity=Capacity.parse("10TiB")), 6 << 30)
-
-
 def test_what_can_work_is_taken(tmp_path: Path) -> None:
     BACKEND.check(settings(), RECORD)
     BACKEND.check(settings(url=f"file://{tmp_path}/new", capacity=Capacity.parse("10%")), RECORD)
