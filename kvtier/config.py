@@ -262,6 +262,7 @@ def _check(
 ) -> None:
     """What no type can say: tiers against this machine, and against each other."""
     owners: dict[str, str] = {}
+    folders: dict[Path, str] = {}
     for index, settings in enumerate(tiers):
         if settings is None:
             continue
@@ -291,3 +292,17 @@ def _check(
                     f"{owners[identity]} uses {identity} too",
                     "give each tier a place of its own",
                 )
+            if (folder := found.folder(settings)) is not None:
+                folders[folder.resolve()] = place
+    _check_nested(owners, folders, document)
+
+
+def _check_nested(owners: dict[str, str], folders: dict[Path, str], document: Document) -> None:
+    """All that lies in a tier's folder counts against its capacity, and soon leaves it no room."""
+    for identity, place in owners.items():
+        for folder in set(Path(identity).parents) & set(folders):
+            document.report(
+                place,
+                f"{identity} lies in {folder}, where all counts as {folders[folder]}'s",
+                f"name one outside of {folder}",
+            )

@@ -138,6 +138,24 @@ def test_a_store_in_the_folder_of_a_tier(tmp_path: Path) -> None:
     load(source | {"tiers": [*source["tiers"][:2], store | {"url": f"file://{tmp_path}/store"}]})
 
 
+@pytest.mark.parametrize(
+    "inner",
+    [
+        {"kind": "object", "url": "file://{folder}/blocks/store", "capacity": "1GiB"},
+        {"kind": "nvme", "path": "{folder}/blocks/more", "capacity": "1GiB"},
+    ],
+)
+def test_a_tier_within_the_folder_of_another(tmp_path: Path, inner: dict[str, str]) -> None:
+    """The other would find its whole capacity taken, and keep nothing."""
+    (tmp_path / "blocks").mkdir()
+    tier = {name: value.format(folder=tmp_path) for name, value in inner.items()}
+    source = stack(tmp_path, {}, {})
+    with pytest.raises(ConfigErrors) as caught:
+        load(source | {"tiers": [*source["tiers"], tier]})
+    assert caught.value.errors[0].place == "$.tiers[2]"
+    assert f"lies in {tmp_path}/blocks, where all counts as $.tiers[1]'s" in str(caught.value)
+
+
 def test_checking_leaves_nothing_behind(tmp_path: Path) -> None:
     load(stack(tmp_path, {}, {}), record_bytes=RECORD)
     assert list(tmp_path.iterdir()) == []
