@@ -14,6 +14,8 @@ from typing import Any
 
 from kvtier.vllm.guard import guarded
 
+_WEIGHTS = ("weight", "param", "state_dict")
+"""How calls name weights: TRL's `update_named_param`, say, and ROLL's `update_parameter`."""
 _READS = ("compute", "get", "check", "init", "shutdown", "list", "save", "report", "verify", "log")
 """How names of calls begin that speak of weights, and do not change them."""
 
@@ -75,7 +77,8 @@ def changes_weights(method: Any) -> bool:
     """Whether workers are called to take other weights, as far as the name of the call tells: one
     of vLLM's, or what others have added to its workers."""
     name = method if isinstance(method, str) else getattr(method, "__name__", "")
-    return "weight" in name and not name.lstrip("_").startswith(_READS)
+    speaks = any(word in name for word in _WEIGHTS)
+    return speaks and not name.lstrip("_").startswith(_READS)
 
 
 @guarded(lambda: False)

@@ -404,6 +404,9 @@ def test_calls_by_which_weights_change() -> None:
         "reload_weights",
         "finish_weight_update",
         "start_draft_weight_update",
+        "update_named_param",
+        "update_parameter_in_bucket",
+        "load_state_dict",
     ]
     for call in (*changing, "_load_weight_shard", load_weights):
         assert changes_weights(call), call
@@ -412,6 +415,7 @@ def test_calls_by_which_weights_change() -> None:
         *harmless,
         "save_sharded_state",
         "save_weights",
+        "get_named_params",
         "log_weights",
         "_get_weight_version",
         "determine_available_memory",
