@@ -14,8 +14,11 @@ from typing import Any
 
 from kvtier.vllm.guard import guarded
 
-_WEIGHTS = ("weight", "param", "state_dict")
-"""How calls name weights: TRL's `update_named_param`, say, and ROLL's `update_parameter`."""
+_WEIGHTS = (
+    *("weight", "param", "state_dict", "load_state", "bucket"),
+    *("checkpoint", "ckpt", "load_model", "update_model"),
+)
+"""How calls name weights: TRL's `update_named_param`, say, and ROLL's `broadcast_bucket`."""
 _READS = ("compute", "get", "check", "init", "shutdown", "list", "save", "report", "verify", "log")
 """How names of calls begin that speak of weights, and do not change them."""
 

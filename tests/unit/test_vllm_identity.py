@@ -407,6 +407,9 @@ def test_calls_by_which_weights_change() -> None:
         "update_named_param",
         "update_parameter_in_bucket",
         "load_state_dict",
+        "broadcast_bucket",
+        "reload_model",
+        "load_checkpoint",
     ]
     for call in (*changing, "_load_weight_shard", load_weights):
         assert changes_weights(call), call
@@ -416,6 +419,9 @@ def test_calls_by_which_weights_change() -> None:
         "save_sharded_state",
         "save_weights",
         "get_named_params",
+        "save_checkpoint",
+        "compile_or_warm_up_model",
+        "supports_models",
         "log_weights",
         "_get_weight_version",
         "determine_available_memory",
