@@ -64,6 +64,16 @@ class Loads(enum.Enum):
     """All of them."""
 
 
+class Sleep(enum.Enum):
+    """What becomes of all that is stored when an engine sleeps, or pauses and clears its caches."""
+
+    FORGET = "forget"
+    """It goes, in all tiers: other weights may be read meanwhile in ways that nobody sees."""
+    KEEP = "keep"
+    """It is found again. Nothing changes the weights but vLLM's own calls for that, and others
+    whose names say so."""
+
+
 class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one file says: the tiers of a stack, fastest first, and what they share."""
 
@@ -76,6 +86,8 @@ class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     with a shorter window, or with states, take fewer."""
     loads: Loads = Loads.WORTHWHILE
     """Which hits an engine loads: those that cost less than recomputing them, or all."""
+    sleep: Sleep = Sleep.FORGET
+    """Whether what is stored is found again when an engine that has slept wakes up."""
     gds: Gds = Gds.AUTO
     """Whether blocks go from a local disk straight into GPU memory (GPUDirect Storage)."""
     mover: MoverSettings = MoverSettings()

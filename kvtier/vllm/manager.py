@@ -378,20 +378,22 @@ class ChainManager:
         """Whether nobody asks for anything, and nothing is under way."""
         return not (self._requests or self.has_pending_work)
 
-    def reset(self) -> None:
-        """The engine's weights may have changed: nothing stored so far is served any more.
+    def reset(self, keep: bool = False) -> None:
+        """The engine's weights may have changed: nothing stored so far is served any more. Or it
+        only pauses, and all is to be kept.
 
         A new epoch in all keys from now on: what this process stores will not be found by one that
         starts with the weights on disk, which may be others. Nor is anything kept of requests that
         are there already: theirs may be of both weights, and vLLM offers even blocks that they
         have long given to others, because a window has moved on.
         """
-        self._epoch = os.urandom(16)
-        self.chain.clear()
+        if not keep:
+            self._epoch = os.urandom(16)
+            self.chain.clear()
+            logger.info("cache reset: all tiers are empty, and later blocks are for this run only")
         for state in self._requests.values():
             state.positions, state.hits, state.joined = -1, None, None
             state.kept = state.waits = state.expected = False
-        logger.info("cache reset: all tiers were emptied, and later blocks are for this run only")
 
     def close(self) -> None:
         """Close the stack."""

@@ -8,6 +8,7 @@ it takes for computed what that step was to compute, in its own cache, too.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -61,6 +62,15 @@ def listen() -> None:
             connector.engine_forgot()
         return done
 
+    clear = EngineCore._reset_caches
+
+    @functools.wraps(clear)
+    def clear_caches(core: Any, *arguments: Any, **named: Any) -> Any:
+        with contextlib.ExitStack() as pausing:
+            for connector in _connectors(core):
+                pausing.enter_context(connector.connector_scheduler.manager.pausing())
+            return clear(core, *arguments, **named)
+
     @functools.wraps(on_fault)
     def go_on(sentinel: Any, exc: Exception) -> None:
         on_fault(sentinel, exc)
@@ -74,6 +84,7 @@ def listen() -> None:
     EngineCoreSentinel.on_fault = go_on
     EngineCore.collective_rpc, EngineCore.reset_prefix_cache = collective_rpc, reset_prefix_cache
     EngineCore.add_lora, EngineCore.remove_lora = add_lora, remove_lora
+    EngineCore._reset_caches = clear_caches
 
 
 def changes_weights(method: Any) -> bool:

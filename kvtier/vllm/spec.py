@@ -6,9 +6,10 @@ and what goes wrong behind it is a miss or a store that did not happen.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -75,7 +76,8 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
             ranks=ranks,
             costs=costs,
         )
-        return VllmManager(manager, events=config.enable_kv_cache_events)
+        keeps = stack.sleep is stack_config.Sleep.KEEP
+        return VllmManager(manager, events=config.enable_kv_cache_events, keeps=keeps)
 
     def get_worker(self, kv_caches: Any) -> Any:
         config = self.config
@@ -98,10 +100,11 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
 class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     """vLLM's manager: asks ours, and answers in vLLM's words."""
 
-    def __init__(self, manager: ChainManager, *, events: bool) -> None:
+    def __init__(self, manager: ChainManager, *, events: bool, keeps: bool) -> None:
         self._manager = manager
         self._meter = Meter(manager)
         self._events = events
+        self._keeps, self._pauses = keeps, False
         self.adapters = Adapters()
         self._salts: dict[str, bytes | None] = {}
         self._with_holes: Holes = lambda _keys, _context: set()
@@ -288,9 +291,18 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     def has_pending_work(self) -> bool:
         return self._manager.has_pending_work or self._meter.due
 
+    @contextlib.contextmanager
+    def pausing(self) -> Iterator[None]:
+        """A reset within this is for a pause, and what is stored may be kept."""
+        self._pauses = True
+        try:
+            yield
+        finally:
+            self._pauses = False
+
     @guarded(lambda: None)
     def reset_cache(self) -> None:
-        self._manager.reset()
+        self._manager.reset(keep=self._keeps and self._pauses)
 
     @guarded(list)
     def take_events(self) -> Iterable[Any]:

@@ -258,6 +258,44 @@ def test_other_weights(sleeper: Sleeper) -> None:
     sleeper.known(0)
 
 
+def test_who_wakes_with_the_same_weights_may_keep_all(sleeper: Sleeper) -> None:
+    """If its stack says so; what has other weights, or is told to forget, forgets all the same."""
+    sleeper.engine.kill()
+    sleeper.start = lambda: sleeper.world.engine(  # type: ignore[method-assign]
+        sleeper.own, stack=sleeper.world.stack(load_deadline="10min") | {"sleep": "keep"}
+    )
+    sleeper.engine = sleeper.start()
+    sleeper.known(0)
+    assert sleeper.engine.sleep(level=1) == 0
+    sleeper.wake()
+    assert sleeper.ask(0) == HIT
+    sleeper.engine.settle()
+    sleeper.engine.kill()
+    sleeper.engine = sleeper.start()
+    assert sleeper.ask(0) == HIT
+
+    sleeper.engine.slow_stores(pause=PAUSE_S)
+    sleeper.engine.begin(prompt=PROMPTS[2], tokens=TOKENS)
+    sleeper.engine.abort()
+    assert sleeper.engine.sleep(level=1) == 0
+    sleeper.engine.slow_stores(pause=0)
+    sleeper.wake()
+    sleeper.ask(2)  # what was under way may be there or not; it is right
+
+    assert sleeper.engine.sleep(level=2) == 0
+    sleeper.engine.take_weights(folder=str(sleeper.other))
+    sleeper.weights = sleeper.other
+    sleeper.wake()
+    assert sleeper.ask(0) == 0
+    sleeper.known(0)
+    assert sleeper.engine.forget_everything()
+    assert sleeper.ask(0) == 0
+    sleeper.engine.take_weights(folder=str(sleeper.own))
+    sleeper.weights = sleeper.own
+    assert sleeper.engine.forget_everything()
+    sleeper.known(1)
+
+
 def test_other_weights_without_a_word(sleeper: Sleeper) -> None:
     """Nobody resets what is kept, but only what vLLM itself keeps: old blocks are not served."""
     for weights in (sleeper.other, sleeper.own):
