@@ -15,7 +15,7 @@ from kvtier.core.record import record_bytes
 from kvtier.observe import human
 from kvtier.observe.svg import bars
 
-app = console.new_app("Measure the tiers of a stack.")
+app = console.new_app()
 
 
 @app.command(

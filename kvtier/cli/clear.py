@@ -20,7 +20,7 @@ from kvtier.core.slab.layout import committed
 from kvtier.errors import KVTierError, MediumInUse
 from kvtier.observe import human
 
-app = console.new_app("Remove blocks.")
+app = console.new_app()
 
 
 class Cleared(msgspec.Struct):

@@ -128,6 +128,7 @@ def load(name: str) -> Any:
         each.cls = _Command
     command = typer.main.get_command(module.app)
     command.name = name
+    command.help = command.help or COMMANDS[name]
     return command
 
 

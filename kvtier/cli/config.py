@@ -17,7 +17,7 @@ from kvtier.core.values import Capacity
 from kvtier.errors import ConfigError, ConfigErrors, KVTierError
 from kvtier.schema import json_schema, reference
 
-app = console.new_app("Check, show and start stack files.")
+app = console.new_app()
 
 _File = Annotated[
     Path | None, typer.Argument(metavar="FILE", help="The stack: a YAML file.", show_default=False)

@@ -44,10 +44,9 @@ _GAP = 2
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
-def new_app(help_text: str) -> typer.Typer:
+def new_app() -> typer.Typer:
     """The Typer of one command; with a single function in it, it is the command itself."""
     return typer.Typer(
-        help=help_text,
         no_args_is_help=False,
         add_completion=False,
         rich_markup_mode=None,

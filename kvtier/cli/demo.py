@@ -28,7 +28,7 @@ from kvtier.vllm import tiny_model
 from kvtier.vllm.server import NotStarted, Server
 from kvtier.vllm.versions import installed
 
-app = console.new_app("See what it is good for: a prompt cold, warm, after a crash.")
+app = console.new_app()
 
 _MEDIA = ("cpu", "nvme")
 _CHUNK_TOKENS = 128

@@ -15,7 +15,7 @@ from kvtier.config import StackConfig, load
 from kvtier.errors import KVTierError
 from kvtier.observe import human
 
-app = console.new_app("Look for what is wrong, and say what to do.")
+app = console.new_app()
 
 _SIZE = Size(chunk_bytes=1 << 20, blocks=32, rounds=1)
 _SLOW_BYTES_PER_S = 100e6

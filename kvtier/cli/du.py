@@ -9,7 +9,7 @@ from kvtier.cli.holdings import Place, look, picture
 from kvtier.config import load
 from kvtier.observe import human
 
-app = console.new_app("Show how full each tier is.")
+app = console.new_app()
 
 _SLABS_SHOWN = 16
 _UNKNOWN = "unknown"

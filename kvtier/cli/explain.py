@@ -20,7 +20,7 @@ from kvtier.types import BlockKey, Namespace
 from kvtier.vllm.keys import Prompt, chunk_keys, chunk_tokens
 from kvtier.vllm.prompts import read_prompts
 
-app = console.new_app("Say why a prompt hits or misses.")
+app = console.new_app()
 
 
 class Run(msgspec.Struct):

@@ -22,7 +22,7 @@ from kvtier.core.record import record_bytes
 from kvtier.errors import KVTierError
 from kvtier.types import BlockKey
 
-app = console.new_app("Write blocks to a file.")
+app = console.new_app()
 
 _THREADS = 8
 

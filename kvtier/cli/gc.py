@@ -15,7 +15,7 @@ from kvtier.config import load
 from kvtier.errors import KVTierError
 from kvtier.observe import human
 
-app = console.new_app("Remove what nobody will ask for again.")
+app = console.new_app()
 
 
 class Row(msgspec.Struct):

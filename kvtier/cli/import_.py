@@ -17,7 +17,7 @@ from kvtier.cli.pack import PackReader
 from kvtier.config import load
 from kvtier.core.record import record_bytes
 
-app = console.new_app("Take blocks in from a file.")
+app = console.new_app()
 
 
 @app.command(name="import", epilog="Example: kvtier import blocks.kvpack -c stack.yaml")

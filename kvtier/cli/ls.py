@@ -18,7 +18,7 @@ from kvtier.errors import KVTierError
 from kvtier.observe import human
 from kvtier.types import Namespace, group_of
 
-app = console.new_app("List what a stack holds.")
+app = console.new_app()
 
 _LIMIT = 100
 _LIMIT_MAX = 10**9

@@ -18,7 +18,7 @@ from kvtier.core.runs import DEVICE
 from kvtier.observe import human
 from kvtier.observe.kv_shape import read_shape
 
-app = console.new_app("Say what a stack is worth for a model.")
+app = console.new_app()
 
 _MEASURED_BYTES = 64 << 20
 _BLOCK_BYTES_MAX = 32 << 20

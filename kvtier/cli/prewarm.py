@@ -16,7 +16,7 @@ from kvtier.config import load
 from kvtier.errors import KVTierError
 from kvtier.vllm.prompts import read_prompts
 
-app = console.new_app("Fill a tier before it is asked.")
+app = console.new_app()
 
 
 @app.command(

@@ -20,7 +20,7 @@ from kvtier.cli.told import take_in_untold
 from kvtier.config import load
 from kvtier.errors import KVTierError
 
-app = console.new_app("Copy a snapshot back into a stack.")
+app = console.new_app()
 
 
 @app.command(

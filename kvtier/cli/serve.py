@@ -18,7 +18,7 @@ from kvtier.config import load
 from kvtier.errors import ConfigError, ConfigErrors
 from kvtier.vllm.versions import SERVER, installed
 
-app = console.new_app("Serve a model with vLLM, its KV cache kept in a stack.")
+app = console.new_app()
 
 _MODEL = "--model"
 _TRANSFER = "--kv-transfer-config"

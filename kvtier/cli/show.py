@@ -17,7 +17,7 @@ from kvtier.errors import KVTierError
 from kvtier.observe import human
 from kvtier.types import Difference, Namespace, group_of
 
-app = console.new_app("Show one namespace or one block.")
+app = console.new_app()
 
 _DIGITS_MIN = 4
 _BLOCKS_MAX = 64

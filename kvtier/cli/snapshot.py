@@ -13,7 +13,7 @@ from kvtier.core.backend import backend
 from kvtier.core.settings import TierSettings
 from kvtier.errors import ConfigError
 
-app = console.new_app("Copy what a stack holds to an object store.")
+app = console.new_app()
 
 
 @app.command(

@@ -20,7 +20,7 @@ from kvtier.config import StackConfig, load
 from kvtier.errors import KVTierError, MediumInUse
 from kvtier.observe import human
 
-app = console.new_app("Check every record of a stack.")
+app = console.new_app()
 
 _THREADS = 4
 _SHOWN = 50

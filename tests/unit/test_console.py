@@ -182,7 +182,7 @@ import signal, sys, time, types, typer
 from kvtier.cli import commands, console, options, main
 from kvtier.errors import KVTierError
 module = types.ModuleType("kvtier.cli.try")
-module.app = console.new_app("Try.")
+module.app = console.new_app()
 @module.app.command()
 def run() -> None:
     {body}
@@ -271,7 +271,7 @@ class TestConsole:
 
     def test_a_config_option_reads_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[Path] = []
-        app = console.new_app("Try.")
+        app = console.new_app()
 
         @app.command()
         def run(config: options.ConfigOption) -> None:
