@@ -9,7 +9,7 @@ from kvtier.backends.memory.handler import MemoryHandler
 from kvtier.backends.memory.store import MemorySpec, MemoryStore
 from kvtier.backends.memory.tier import MemoryTier
 from kvtier.core.backend import Backend, TierContext
-from kvtier.core.settings import Capacity, TierSettings
+from kvtier.core.settings import Capacity, TierSettings, check_capacity
 from kvtier.errors import ConfigError, MediumError
 
 __all__ = [
@@ -48,13 +48,7 @@ class MemoryBackend(Backend[MemorySettings]):
             raise ConfigError(
                 ".eviction", f"the memory tier has no {settings.eviction!r}", 'write "lru"'
             )
-        size = _resolve(settings.capacity)
-        if size < (record_bytes or 1):
-            raise ConfigError(
-                ".capacity",
-                f"{settings.capacity} holds not one block",
-                f"write at least {record_bytes or 1} bytes",
-            )
+        check_capacity(settings.capacity, _resolve(settings.capacity), record_bytes or 1)
 
     def open_tier(self, settings: MemorySettings, context: TierContext) -> MemoryTier:
         store = MemoryStore(context.namespace, _resolve(settings.capacity))

@@ -24,9 +24,9 @@ from kvtier.core.settings import (
     Threads,
     TierSettings,
     WritePolicy,
+    check_capacity,
 )
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
-from kvtier.core.values import no_unit
 from kvtier.errors import ConfigError, NotHere, NotWritable
 
 __all__ = [
@@ -84,13 +84,7 @@ class NvmeBackend(Backend[NvmeSettings]):
             return
         total = Disk().total_bytes(_folder_to_write(settings))
         size = settings.capacity.resolve(total)
-        least = _least(record_bytes or 4096)
-        if size < least:
-            raise ConfigError(
-                ".capacity",
-                f"{settings.capacity} holds not one block",
-                f"write at least {least} bytes{no_unit(size)}",
-            )
+        check_capacity(settings.capacity, size, _least(record_bytes or 4096))
         if size > total:
             raise NotHere(
                 ".capacity",

@@ -24,7 +24,7 @@ from kvtier.core.codec import Codec, codec_for
 from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy, policy_class
 from kvtier.core.folders import standing_folder
-from kvtier.core.settings import Duration, Threads, TierSettings, WritePolicy
+from kvtier.core.settings import Duration, Threads, TierSettings, WritePolicy, check_capacity
 from kvtier.errors import ConfigError, MediumError, NotHere
 from kvtier.types import Namespace
 
@@ -115,13 +115,7 @@ class ObjectBackend(Backend[ObjectSettings]):
             raise ConfigError(
                 ".capacity", "a bucket has no size of its own", 'write a size, like "2TiB"'
             )
-        size = capacity_of(settings)
-        if size < record_bytes:
-            raise ConfigError(
-                ".capacity",
-                f"{settings.capacity} holds not one block",
-                f"write at least {record_bytes} bytes",
-            )
+        check_capacity(settings.capacity, capacity_of(settings), record_bytes)
 
     def open_tier(
         self,

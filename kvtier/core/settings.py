@@ -7,7 +7,8 @@ from typing import Annotated
 
 import msgspec
 
-from kvtier.core.values import ByteSize, Capacity, Duration, Secret
+from kvtier.core.values import ByteSize, Capacity, Duration, Secret, no_unit
+from kvtier.errors import ConfigError
 
 __all__ = [
     "Admission",
@@ -22,6 +23,7 @@ __all__ = [
     "Threads",
     "TierSettings",
     "WritePolicy",
+    "check_capacity",
 ]
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
@@ -106,3 +108,13 @@ class TierSettings(
     def kind(self) -> str:
         """The backend's name, as it stands in the file."""
         return str(self.__struct_config__.tag)
+
+
+def check_capacity(capacity: Capacity, size: int, least: int) -> None:
+    """Raise ConfigError if a capacity, which is so many bytes here, is less than a block takes."""
+    if size < least:
+        raise ConfigError(
+            ".capacity",
+            f"{capacity} holds not one block",
+            f"write at least {least} bytes{no_unit(size)}",
+        )

@@ -40,6 +40,7 @@ WRONG = [
     ({"url": "file:///there%00"}, ".url", "s3://bucket/prefix"),
     ({"capacity": Capacity.parse("80%")}, ".capacity", "2TiB"),
     ({"capacity": Capacity.parse("1KiB")}, ".capacity", str(RECORD)),
+    ({"capacity": Capacity.parse(2)}, ".capacity", "a number without a unit is bytes"),
     ({"region": "eu west"}, ".region", "eu-west-1"),
     ({"ca_bundle": "/no/such/file"}, ".ca_bundle", "PEM"),
     ({"refresh": Duration(0.0)}, ".refresh", "10ms"),

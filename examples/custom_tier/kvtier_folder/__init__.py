@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvtier.core.backend import Backend, TierContext
 from kvtier.core.disk import Disk
-from kvtier.core.settings import TierSettings
+from kvtier.core.settings import TierSettings, check_capacity
 from kvtier.errors import ConfigError
 from kvtier_folder.handler import FolderHandler
 from kvtier_folder.medium import FolderSpec
@@ -38,12 +38,7 @@ class FolderBackend(Backend[FolderSettings]):
         parent = Path(settings.path).parent
         if not os.access(parent, os.W_OK):
             raise ConfigError(".path", f"{parent} cannot be written", "create it, or name another")
-        if self._capacity(settings) < (record_bytes or 1):
-            raise ConfigError(
-                ".capacity",
-                f"{settings.capacity} holds not one block",
-                f"write at least {record_bytes or 1} bytes",
-            )
+        check_capacity(settings.capacity, self._capacity(settings), record_bytes or 1)
 
     def open_tier(
         self, settings: FolderSettings, context: TierContext, disk: Disk | None = None
