@@ -241,8 +241,9 @@ def _check_init(folder: str, name: str | None, bucket: str | None) -> None:
             store = place_of(bucket).folder
         except WrongEndpoint as error:
             raise typer.BadParameter(str(error), param_hint="--bucket") from None
-        if store is not None and store.resolve() == Path(folder).expanduser().resolve():
-            problem = "that is the folder of the NVMe tier; name another"
+        home = Path(folder).expanduser().resolve()
+        if store is not None and store.resolve().is_relative_to(home):
+            problem = "that is in the folder of the NVMe tier; name another"
             raise typer.BadParameter(problem, param_hint="--bucket")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -53,8 +54,9 @@ def snapshot(
 def _check_apart(config: StackConfig, store: TierSettings) -> None:
     """Objects in a disk tier's folder would count there, and lose what describes them to `clear`;
     raises ConfigError."""
-    where = backend(store.kind).identity(store)
+    where = str(backend(store.kind).identity(store))
     for tier, settings in enumerate(config.tiers):
-        if settings.kind != "object" and backend(settings.kind).identity(settings) == where:
-            kept = f"is where tier {tier} ({settings.kind}) keeps its blocks"
-            raise ConfigError(str(where), kept, "name another")
+        home = backend(settings.kind).identity(settings)
+        if settings.kind != "object" and home and Path(where).is_relative_to(home):
+            kept = f"lies where tier {tier} ({settings.kind}) keeps its blocks"
+            raise ConfigError(where, kept, "name another")

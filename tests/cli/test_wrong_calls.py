@@ -56,6 +56,7 @@ WRONG = [
     ("ls --config=", 2, "(env var: 'KVTIER_CONFIG'): an empty text names no file"),
     ("prewarm --from= -c {stack}", 2, "'--from': an empty text names no file"),
     ("snapshot --to= -c {stack}", 2, "'--to': an empty text names no store"),
+    ("config init --folder {folder} --bucket file://{folder}/x", 2, "that is in the folder of"),
     ("config init --name a/b", 2, "--name: 'a/b' cannot name an engine"),
     ("config init --memory 0", 2, "--memory: a size of nothing"),
     ("config init --memory 120%", 2, "--memory: '120%' is not a share of a medium"),
@@ -206,10 +207,11 @@ def test_no_snapshot_goes_where_the_stack_itself_keeps_blocks(filled: Path) -> N
     other = filled.with_name("other.yaml")
     host = filled.read_text().partition("  - {kind: nvme")[0]
     other.write_text(f'{host}  - {{kind: object, capacity: 64MiB, url: "file://{blocks}/"}}\n')
-    for to in (f"file://{blocks}", other):
+    for to in (f"file://{blocks}", f"file://{blocks}/more", other):
         done = command("snapshot", "-c", filled, "--to", to)
         assert done.code == 2
-        assert f"{blocks}: is where tier 1 (nvme) keeps its blocks - name another" in done.err
+        assert str(blocks) in done.err
+        assert ": lies where tier 1 (nvme) keeps its blocks - name another" in done.err
     assert sorted(blocks.rglob("*")) == before
 
 

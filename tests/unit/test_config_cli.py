@@ -231,7 +231,7 @@ class TestInit:
         ("args", "says"),
         [
             (["--folder", "~nobody.has.this.name/kv"], "--folder: there is no home"),
-            (["--folder", "kv", "--bucket", "file://{here}/kv"], "--bucket: that is the folder"),
+            (["--folder", "kv", "--bucket", "file://{here}/kv"], "--bucket: that is in the folder"),
             (["x.yaml", "--folder", "x.yaml"], "--folder: that is the stack file itself"),
             (["x.yaml", "--folder", __file__], "--folder: that is a file; name a folder"),
         ],
