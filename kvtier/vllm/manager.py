@@ -380,14 +380,14 @@ class ChainManager:
 
     def reset(self, keep: bool = False) -> None:
         """The engine's weights may have changed: nothing stored so far is served any more. Or it
-        only pauses, and all is to be kept.
+        only pauses, and all is to be kept but what is being stored: its memory may go amid that.
 
-        A new epoch in all keys from now on: what this process stores will not be found by one that
-        starts with the weights on disk, which may be others. Nor is anything kept of requests that
-        are there already: theirs may be of both weights, and vLLM offers even blocks that they
-        have long given to others, because a window has moved on.
+        New keys are not found by who starts with the weights on disk. Nothing is kept of requests
+        that are there: it may be of both weights, and vLLM offers even what windows have left.
         """
-        if not keep:
+        if keep:
+            self.distrust_stores()
+        else:
             self._epoch = os.urandom(16)
             self.chain.clear()
             logger.info("cache reset: all tiers are empty, and later blocks are for this run only")

@@ -187,6 +187,19 @@ def test_nothing_is_kept_of_a_request_that_was_there_before_a_reset(stack: Stack
     assert not asking.manager.has_pending_work
 
 
+def test_who_pauses_keeps_all_but_what_is_being_stored(stack: Stack) -> None:
+    """The device's memory may go amid that, and be copied all the same."""
+    asking = manager(stack, FULL)
+    ends = asking.keys(5)
+    stored(stack, dict(list(ends.items())[:3]))
+    asking.manager.on_new_request("before")
+    taken, errand = asking.manager.prepare_store(list(ends), "before")
+    assert len(taken) == 2
+    asking.manager.reset(keep=True)
+    asking.manager.report(errand.number, Report(1))
+    assert asking.hit("after", ends, 5 * CHUNK) == 3 * CHUNK
+
+
 def test_nothing_is_kept_of_a_request_whose_keys_do_not_tell_enough(stack: Stack) -> None:
     asking = manager(stack, FULL)
     ends = asking.keys(3)
