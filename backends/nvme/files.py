@@ -153,15 +153,17 @@ def remove_bare_home(path: Path) -> None:
 
 
 def used_bytes(root: Path) -> int:
-    """Bytes of all files below the folder: what counts against the capacity. One that cannot be
-    looked at counts nothing, here as below: it must not keep slabs from being made."""
+    """Bytes of all files below the folder, but for the marks of owners: what counts against the
+    capacity. Who joins must not make it too much; and a file that cannot be looked at counts
+    nothing, here as below: it must not keep slabs from being made."""
     total, folders = 0, [str(root)]
     while folders:
         with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
                     if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
+                        if entry.name != "owners":
+                            folders.append(entry.path)
                     else:
                         total += entry.stat(follow_symlinks=False).st_size
     return total

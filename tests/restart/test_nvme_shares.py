@@ -168,6 +168,17 @@ def test_who_waits_for_room_and_does_not_take_it_costs_others_no_more_than_its_p
     rich.close()
 
 
+def test_who_joins_a_folder_that_is_full_to_the_last_byte_costs_no_slab(rich: Engine) -> None:
+    """Its mark takes no room from what is stored."""
+    full = used_bytes(rich.root)
+    limits = msgspec.structs.replace(rich.keeper.limits, capacity=full)
+    reader = Engine(rich.root, grows=False)
+    reader.keeper.work(thorough=True)
+    assert used_bytes(rich.root) == full
+    assert Shares(rich.keeper.folder, limits).excess(rich.keeper.owner, rich.keeper._mine()) is None
+    reader.close()
+
+
 def test_who_only_reads_drops_nothing_and_gives_all_back_to_who_stores(tmp_path: Path) -> None:
     """Its capacity says nothing: it has taken over what was stored by who is just started again."""
     first = Engine(tmp_path / "kv", blocks=16)
