@@ -128,11 +128,10 @@ class Signer:
         reads what they say.
         """
         asked_at = time.monotonic()
-        known = self._credentials
+        known, frozen = self._given
         if known is not None and not _ends_within(known, _MANDATORY_S):
             with contextlib.suppress(Exception):
-                if (at_hand := self._at_hand(known)) is not None:
-                    return _sound(at_hand)
+                return _sound(self._at_hand(known, frozen))
         left = min(deadline - asked_at, threading.TIMEOUT_MAX)
         if not self._lock.acquire(timeout=max(0.0, left)):
             raise NoCredentials(_LATE)
@@ -152,7 +151,7 @@ class Signer:
         finally:
             self._lock.release()
 
-    def _at_hand(self, known: Any) -> Any:
+    def _at_hand(self, known: Any, frozen: Any) -> Any:
         """These, which are still good. Where they end soon others are asked for, and not waited
         for: that may hang, or go wrong."""
         if not _ends_within(known, _AHEAD_S):
@@ -164,8 +163,7 @@ class Signer:
                     self._begin_to_ask()
             finally:
                 self._lock.release()
-        given, frozen = self._given
-        return frozen if given is known else None
+        return frozen
 
     def _ask(self, deadline: float) -> Any:
         """Under the lock. Who has waited long enough leaves the answer to those who come."""
@@ -206,6 +204,7 @@ class Signer:
                 return False
             self._renewed_at = time.monotonic()
             self._start_anew()
+            self._given = None, None
             return True
         finally:
             self._lock.release()

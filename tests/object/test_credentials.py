@@ -395,6 +395,30 @@ def test_a_helper_that_hung_once_is_started_again(
         time.sleep(0.02)
 
 
+def test_credentials_stay_in_use_while_a_helper_that_hangs_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What it said before is good for minutes more, however long it hangs ahead of need."""
+    for name, value in (("_AGAIN_S", 0.0), ("_ASKING_S", 0.05), ("_HANGS_S", 0.0)):
+        monkeypatch.setattr(signing, name, value)
+    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=AHEAD_S)
+    said = tmp_path / "said"
+    said.write_text(json.dumps(EXPIRED | {"Expiration": end.isoformat()}))
+    helped(monkeypatch, tmp_path, f"cat {said}")
+    signer = signing.Signer(None, "helped")
+    signer.credentials(math.inf)
+    while _somebody_asks():
+        time.sleep(0.02)
+    said.unlink()
+    os.mkfifo(said)
+    try:
+        assert [signer.credentials(math.inf).access_key for _ in range(4)] == ["A"] * 4
+    finally:
+        while _somebody_asks():
+            os.close(os.open(said, os.O_RDWR))
+            time.sleep(0.02)
+
+
 @pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN"])
 @pytest.mark.parametrize("wrong", ["AKI\u200bD", "AKID\n", "\udcff"])
 def test_credentials_that_were_copied_with_something_else_are_said_so(
