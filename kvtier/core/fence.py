@@ -98,7 +98,7 @@ class Fence(Tier):
         self._ask(lambda: self._tier.touch(keys, start), None)
 
     def victims(self, count: int) -> list[BlockKey]:
-        return self._ask(lambda: self._tier.victims(count), [])
+        return self._ask(lambda: list(self._tier.victims(count)), [])
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         self._try(lambda: self._tier.forget(keys), None)  # always: it may outlive this process
@@ -107,17 +107,23 @@ class Fence(Tier):
         self._try(self._tier.clear, None)
 
     def take_events(self) -> list[TierEvent]:
-        return self._ask(self._tier.take_events, [])
+        return self._ask(lambda: list(self._tier.take_events()), [])
 
     def stats(self) -> TierStats:
-        self._stats = self._ask(self._tier.stats, self._stats)
+        self._stats = self._ask(self._count, self._stats)
         return self._stats
+
+    def _count(self) -> TierStats:
+        found = self._tier.stats()
+        if not isinstance(found, TierStats):
+            raise TypeError(f"stats are a TierStats, not {found!r}")
+        return found
 
     def give_up(self, keys: Sequence[BlockKey]) -> None:
         self._ask(lambda: self._tier.give_up(keys), None)
 
     def arrived(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        return self._ask(lambda: self._tier.arrived(keys), [])
+        return self._ask(lambda: list(self._tier.arrived(keys)), [])
 
     def files(self, spec: LoadStoreSpec) -> list[FilePlace]:
         none = [FilePlace("", 0)] * len(spec)  # which whoever reads it finds out

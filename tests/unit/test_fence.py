@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -130,6 +130,30 @@ def test_what_is_no_answer_counts_like_what_is_raised(
     assert fence.out_of_use
     assert rig.resident(2, KEYS[:2]) == KEYS[:2]
     rig.assert_quiet()
+
+
+def nothing(*_: object) -> None:
+    """As a method does that was never finished."""
+
+
+def only_looks_well(*_: object) -> Iterator[Any]:
+    raise ConnectionError("the server is gone")
+    yield
+
+
+@pytest.mark.parametrize("wrong", [nothing, only_looks_well])
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [("victims", (2,)), ("take_events", ()), ("arrived", (KEYS[:1],)), ("stats", ())],
+)
+def test_what_cannot_be_gone_through_is_no_answer(
+    method: str, arguments: tuple[Any, ...], wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, fence = fenced_rig([4, 8])
+    usual = getattr(fence, method)(*arguments)
+    monkeypatch.setattr(rig.tiers[1], method, wrong)
+    assert getattr(fence, method)(*arguments) == usual
+    assert fence.out_of_use
 
 
 def test_a_tier_that_misses_is_in_order() -> None:
