@@ -12,6 +12,7 @@ from kvtier.cli import console
 from kvtier.cli.outlook import Expectation
 from kvtier.config import StackConfig
 from kvtier.core.eviction.trace import Request
+from kvtier.core.links import TOUCHES_KEPT
 from kvtier.core.record import record_bytes
 from kvtier.observe import human
 from kvtier.observe.sample import sample
@@ -105,7 +106,12 @@ class _Size(NamedTuple):
             blocks = max(1, round(whole * self.share)) if whole else 0
             plans.append(
                 TierPlan(
-                    settings.kind, blocks, settings.eviction, settings.write, settings.admission
+                    settings.kind,
+                    blocks,
+                    settings.eviction,
+                    settings.write,
+                    settings.admission,
+                    remembers=round(TOUCHES_KEPT * self.share),
                 )
             )
         return plans

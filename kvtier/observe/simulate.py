@@ -29,6 +29,8 @@ class TierPlan(msgspec.Struct, frozen=True):
     eviction: str
     write: WritePolicy
     admission: Admission
+    remembers: int = TOUCHES_KEPT
+    """Of so many blocks second_touch knows the uses, and of as many as the tier above holds."""
 
 
 class TierResult(msgspec.Struct):
@@ -58,8 +60,7 @@ class Simulation(msgspec.Struct):
 class _Tier:
     """The catalogue of one simulated tier, through which no more blocks come than `distinct`."""
 
-    def __init__(self, plan: TierPlan, distinct: int, above: int) -> None:
-        """`above` is how many blocks the tier above holds."""
+    def __init__(self, plan: TierPlan, distinct: int) -> None:
         room = min(plan.blocks, distinct)
         self.plan = plan
         self.result = TierResult(plan.kind, plan.blocks)
@@ -70,7 +71,7 @@ class _Tier:
         self._free = list(range(room - 1, -1, -1))
         self._policy: EvictionPolicy = create_policy(plan.eviction, room)
         second = plan.admission is Admission.SECOND_TOUCH
-        self._touches = Touches(TOUCHES_KEPT + above) if second else None
+        self._touches = Touches(plan.remembers) if second else None
 
     def request(self, time: float, blocks: Sequence[int], keys: Sequence[bytes]) -> list[int]:
         """Use what is here, and take in what is new if it comes this way; what was evicted."""
@@ -219,8 +220,7 @@ def run_group(trace: Trace, plans: Sequence[TierPlan]) -> Part:
         here = trace.seen_before()
         written = len(here) - int(here.sum())
         return Part([TierResult(plans[0].kind, plans[0].blocks, written=written)], [here.tobytes()])
-    rooms = [0, *(plan.blocks for plan in plans)]
-    tiers = [_Tier(plan, trace.distinct, above) for plan, above in zip(plans, rooms, strict=False)]
+    tiers = [_Tier(plan, trace.distinct) for plan in plans]
     for (time, blocks), keys in zip(trace.requests, trace.keys, strict=True):
         above: list[int] = []
         for tier in tiers:
@@ -284,6 +284,13 @@ def simulate_all(
 
 
 def _tasks(trace: Trace, plans: Sequence[TierPlan]) -> list[_Task]:
-    """What has to be run; what a tier is called makes no difference, so it is left out."""
-    nameless = [msgspec.structs.replace(plan, kind="") for plan in plans]
-    return [(trace, group) for group in groups_of(nameless)]
+    """What has to be run. What a tier is called makes no difference, so it is left out; what feeds
+    it makes one only to how much it remembers."""
+    told, above = [], 0
+    for plan in plans:
+        second = plan.admission is Admission.SECOND_TOUCH
+        remembers = plan.remembers + above if second else 0
+        told.append(msgspec.structs.replace(plan, kind="", remembers=remembers))
+        if plan.write is not WritePolicy.NEVER:
+            above = plan.blocks
+    return [(trace, group) for group in groups_of(told)]

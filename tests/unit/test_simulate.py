@@ -166,6 +166,20 @@ def test_what_was_used_once_does_not_come_down_to_a_tier_that_takes_it_the_secon
     assert simulate(twice, plans).tiers[1].written == 4
 
 
+@pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.ON_EVICT])
+@pytest.mark.parametrize("between", [(), (WritePolicy.NEVER,)])
+def test_uses_are_remembered_for_as_many_blocks_as_the_tier_above_holds(
+    write: WritePolicy, between: tuple[WritePolicy, ...]
+) -> None:
+    """As by a running stack."""
+    above = TierPlan("above", 6, "lru", WritePolicy.THROUGH, Admission.ALWAYS)
+    read = [TierPlan("read", 1, "lru", each, Admission.ALWAYS) for each in between]
+    below = TierPlan("below", 9, "lru", write, Admission.SECOND_TOUCH, remembers=2)
+    order = [*range(8), 0, *range(10, 16)]
+    requests = [Request(float(at), (block,)) for at, block in enumerate(order)]
+    assert simulate(requests, [above, *read, below]).tiers[-1].written == 1
+
+
 @pytest.mark.slow
 def test_a_long_trace_under_the_default_policy() -> None:
     requests = conversations(3, 1500)
