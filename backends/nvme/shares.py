@@ -52,7 +52,8 @@ class Shares:
     def introduce(self, owner_fd: int) -> None:
         """Let the neighbours know what we allow to all, before there is anything of ours."""
         if self._said is None:
-            self.tell(owner_fd, hungry=False)
+            with contextlib.suppress(OSError):  # on a full disk there is no room for a word either
+                self.tell(owner_fd, hungry=False)
 
     def tell(self, owner_fd: int, hungry: bool) -> None:
         """Let the neighbours know whether it lacks room."""

@@ -11,7 +11,7 @@ import pytest
 from nvme_rig import Engine, LowDisk
 
 from kvtier.backends.nvme import idle
-from kvtier.backends.nvme.files import length, used_at, used_bytes
+from kvtier.backends.nvme.files import hold_owner, length, owner_path, used_at, used_bytes
 from kvtier.backends.nvme.folder import NvmeFolder
 from kvtier.backends.nvme.news import changes
 from kvtier.backends.nvme.shares import Shares
@@ -197,6 +197,23 @@ def test_who_only_reads_drops_nothing_and_gives_all_back_to_who_stores(tmp_path:
     assert (len(again.own_slabs), len(reader.own_slabs)) == (4, 0)
     reader.close()
     again.close()
+
+
+def test_on_a_full_disk_no_room_is_asked_for_again_at_once(tmp_path: Path) -> None:
+    """There is none for a word to the neighbours either."""
+    engine = Engine(tmp_path / "kv", disk=LowDisk(free=0))
+    keeper = engine.keeper
+    mark = owner_path(keeper.folder.owners, keeper.owner)
+    mark.unlink()
+    mark.symlink_to("/dev/full")
+    os.close(keeper._owner_fd)
+    keeper._owner_fd = hold_owner(keeper.folder.owners, keeper.owner)
+    keeper._shares.begin_again()
+    keeper._full_until = 0.0
+    keeper.work(thorough=True)
+    keeper.want_room(1)
+    assert not keeper._slots_wanted, "each store would have the whole folder looked through"
+    engine.close()
 
 
 def test_a_new_owner_says_anew_that_it_starves(rich: Engine, tmp_path: Path) -> None:
