@@ -6,6 +6,7 @@ cache cannot be told at all is a ConfigError.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -87,6 +88,10 @@ def read_shape(folder: Path, kv_dtype: str = "auto", ranks: int = 1) -> KVShape:
         raise ConfigError(str(path), f"is no JSON: {error}", "name a model's folder") from error
     if not isinstance(values, dict):
         raise ConfigError(str(path), "is no JSON object", "name a model's folder")
+    if values.get("quantization_config") is None:  # ModelOpt before 0.31 has it beside
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            beside = read_bounded(path.with_name("hf_quant_config.json"), _CONFIG_BYTES_MAX)
+            values["quantization_config"] = json.loads(beside)
     return shape_of(values, str(path), kv_dtype, ranks)
 
 
@@ -140,7 +145,7 @@ def _dtype(config: dict[str, Any], place: str, kv_dtype: str, unknown: list[str]
 
 def _quantised(config: dict[str, Any]) -> str | None:
     """The data type of KV caches that a quantised checkpoint asks for, and vLLM follows."""
-    outer = config.get("quantization_config")
+    outer = config.get("quantization_config") or config.get("compression_config")
     inner = outer.get("quantization") if isinstance(outer, dict) else None
     for part in [each for each in (inner, outer) if isinstance(each, dict)]:
         for asked in (part.get("kv_cache_scheme"), part.get("kv_cache_quant_algo")):

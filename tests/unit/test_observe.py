@@ -129,6 +129,7 @@ class TestShapes:
         config = LLAMA | {"quantization_config": quantised}
         assert shape(config).token_bytes == 65536
         assert shape(config, "bfloat16").token_bytes == 131072
+        assert shape(LLAMA | {"compression_config": quantised}).token_bytes == 65536
 
     def test_a_quantised_checkpoint_with_a_plain_cache(self) -> None:
         for quantised in [None, {"quant_method": "fp8", "kv_cache_scheme": None}, "fp8"]:
@@ -219,6 +220,19 @@ class TestShapes:
     def test_what_is_not_understood_is_refused(self, config: dict[str, Any], says: str) -> None:
         with pytest.raises(ConfigError, match=says):
             shape(config)
+
+    def test_a_checkpoint_that_asks_for_it_in_a_file_of_its_own(self, tmp_path: Path) -> None:
+        """As those of ModelOpt before 0.31 do."""
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+        beside = tmp_path / "hf_quant_config.json"
+        beside.write_text(json.dumps({"quantization": {"kv_cache_quant_algo": "FP8"}}))
+        assert read_shape(tmp_path).token_bytes == 65536
+        plain = LLAMA | {"quantization_config": {"quant_method": "fp8"}}
+        (tmp_path / "config.json").write_text(json.dumps(plain))
+        assert read_shape(tmp_path).token_bytes == 131072, "vLLM does not look there then"
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+        beside.write_text("{")
+        assert read_shape(tmp_path).token_bytes == 131072
 
     def test_files(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(LLAMA))
