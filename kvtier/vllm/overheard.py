@@ -20,8 +20,11 @@ _WEIGHTS = (
     *("checkpoint", "ckpt", "load_model", "update_model"),
 )
 """How calls name weights: TRL's `update_named_param`, say, and ROLL's `broadcast_bucket`."""
-_READS = ("compute", "get", "check", "init", "shutdown", "list", "save", "report", "verify", "log")
-"""How names of calls begin that speak of weights, and do not change them."""
+_READS = {
+    *("compute", "get", "check", "init", "initialize", "shutdown", "list", "save", "report"),
+    *("verify", "log"),
+}
+"""The first words of names of calls that speak of weights, and do not change them."""
 
 
 @functools.cache
@@ -90,9 +93,10 @@ def listen() -> None:
 def changes_weights(method: Any) -> bool:
     """Whether workers are called to take other weights, as far as the name of the call tells: one
     of vLLM's, or what others have added to its workers."""
-    name = method if isinstance(method, str) else getattr(method, "__name__", "")
+    called = getattr(method, "func", method)  # of a partial
+    name = (called if isinstance(called, str) else getattr(called, "__name__", "")).lower()
     speaks = any(word in name for word in _WEIGHTS)
-    return speaks and not name.lstrip("_").startswith(_READS)
+    return speaks and name.lstrip("_").split("_")[0] not in _READS
 
 
 @guarded(lambda: False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -410,8 +411,12 @@ def test_calls_by_which_weights_change() -> None:
         "broadcast_bucket",
         "reload_model",
         "load_checkpoint",
+        "checkpoint_engine_update",
+        "logits_head_weights_update",
+        "updateWeights",
     ]
-    for call in (*changing, "_load_weight_shard", load_weights):
+    with_some = partial(load_weights, 7)
+    for call in (*changing, "_load_weight_shard", load_weights, with_some):
         assert changes_weights(call), call
     harmless = ["compute_weight_checksums", "init_weight_transfer_engine", "get_weight_version"]
     for call in (
@@ -424,6 +429,9 @@ def test_calls_by_which_weights_change() -> None:
         "supports_models",
         "log_weights",
         "_get_weight_version",
+        "check_weights",
+        "initialize_weight_transfer",
+        "check",
         "determine_available_memory",
         lambda worker: None,
         7,
