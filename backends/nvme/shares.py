@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import struct
+import time
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -30,6 +31,8 @@ class Neighbours(msgspec.Struct):
     """The largest that one of them allows to all."""
     starving: set[str] = msgspec.field(default_factory=set)
     """The namespaces of others that wait for room."""
+    served: bool = False
+    """Whether one of the others stores for our own namespace."""
 
 
 class Shares:
@@ -74,6 +77,7 @@ class Shares:
                 word, capacity = _SAID.unpack(path.read_bytes())
                 found.living += capacity > 0
                 found.capacity = max(found.capacity, capacity)
+                found.served |= capacity > 0 and path.parent.parent == self._folder.home
                 if word == _HUNGRY:
                     found.starving.add(path.parent.parent.name)
         if found.capacity > self._limits.capacity and self._limits.grows and not self._said_larger:
@@ -109,7 +113,7 @@ class Shares:
 
     def excess(self, owner: int, mine: Sequence[SlabFile]) -> News | None:
         """A slab to give away, because neighbours starve, or to give up, because the folder is over
-        its limits: the coldest. Who only reads keeps none from those who store."""
+        its limits: the coldest."""
         if not mine:
             return None
         folder, grows = self._folder, self._limits.grows
@@ -117,12 +121,21 @@ class Shares:
         over = self._below_floor or (grows and used > found.capacity)
         remove = True
         if not over:
-            if not found.starving:
-                return None
-            if grows and (len(mine) == 1 or _bytes_of(mine) <= self._fair(found)):
+            if not found.starving or self._keeps(mine, found):
                 return None
             remove = folder.namespace.id not in found.starving
         return News(min(mine, key=lambda slab: folder.last_used(slab.id)), remove=remove)
+
+    def _keeps(self, mine: Sequence[SlabFile], found: Neighbours) -> bool:
+        """Whether what we have is within our share. Who only reads has none, but for that of its
+        model while nobody stores for that: it is kept as if nobody read it."""
+        if self._limits.grows:
+            return len(mine) == 1 or _bytes_of(mine) <= self._fair(found)
+        used = max(self._folder.last_used(slab.id) for slab in mine)
+        if found.served or abs(time.time() - used) > self._limits.keep_s:
+            return False
+        with_it = msgspec.structs.replace(found, living=found.living + 1)
+        return used_bytes(self._folder.home) <= self._fair(with_it)
 
     @property
     def _below_floor(self) -> bool:

@@ -123,7 +123,8 @@ def rounds(*engines: Engine, count: int = 24) -> None:
     for number in range(count):
         for index, engine in enumerate(engines):
             engine.keeper._full_until = 0.0
-            engine.put(make_keys(1, start=1000 * (number + 1) + 500 * index))
+            if engine.keeper.limits.grows:
+                engine.put(make_keys(1, start=1000 * (number + 1) + 500 * index))
             engine.tier.refresh()
 
 
@@ -197,6 +198,25 @@ def test_who_only_reads_drops_nothing_and_gives_all_back_to_who_stores(tmp_path:
     assert (len(again.own_slabs), len(reader.own_slabs)) == (4, 0)
     reader.close()
     again.close()
+
+
+@pytest.mark.parametrize(("keep_s", "kept"), [(1000.0, 2), (0.0, 0)])
+def test_who_only_reads_keeps_the_share_of_a_model_that_is_started_again(
+    tmp_path: Path, keep_s: float, kept: int
+) -> None:
+    """As it would be kept if nobody read it."""
+    first = Engine(tmp_path / "kv", blocks=16, keep_s=keep_s)
+    first.put(make_keys(16))
+    reader = Engine(first.root, grows=False, keep_s=keep_s)
+    first.close()
+    other = Engine(first.root, blocks=16, namespace=OTHER, keep_s=keep_s)
+    rounds(other, reader)
+    assert (len(reader.own_slabs), len(other.own_slabs)) == (kept, 4 - kept)
+    again = Engine(first.root, blocks=16, keep_s=keep_s)
+    rounds(again, other, reader)
+    assert [len(each.own_slabs) for each in (again, other, reader)] == [2, 2, 0]
+    for engine in (reader, other, again):
+        engine.close()
 
 
 def test_on_a_full_disk_no_room_is_asked_for_again_at_once(tmp_path: Path) -> None:
