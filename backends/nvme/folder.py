@@ -260,7 +260,7 @@ class NvmeFolder:
         self._sweep()
         slot_bytes = limits.slot_bytes
         slots = self._slots_at_most(slots_max, limits)
-        if slots < slots_max and self._reclaim(limits):
+        if slots < slots_max and self.reclaim(limits, limits.slab_bytes):
             slots = self._slots_at_most(slots_max, limits)
         if slots < 1:
             return None
@@ -349,10 +349,10 @@ class NvmeFolder:
             for path in halves(home):
                 take_away(self.disk, path)
 
-    def _reclaim(self, limits: Limits) -> bool:
+    def reclaim(self, limits: Limits, wanted: int) -> bool:
+        """Under the lock: have those whom nobody serves make room for so much; whether any did."""
         bound = self.bound(limits, used_bytes(self.root))
-        wanted, keep_s = limits.slab_bytes, limits.keep_s
-        return reclaim(self.root, self.home, bound, wanted, keep_s, self.disk)
+        return reclaim(self.root, self.home, bound, wanted, limits.keep_s, self.disk)
 
 
 class Limits(msgspec.Struct, frozen=True):

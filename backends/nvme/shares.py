@@ -113,12 +113,16 @@ class Shares:
 
     def excess(self, owner: int, mine: Sequence[SlabFile]) -> News | None:
         """A slab to give away, because neighbours starve, or to give up, because the folder is over
-        its limits: the coldest."""
+        its limits: the coldest. Of those whom nobody serves all goes first that is not theirs."""
         if not mine:
             return None
         folder, grows = self._folder, self._limits.grows
         used, found = used_bytes(folder.root), self.neighbours(owner)
         over = self._below_floor or (grows and used > found.capacity)
+        if over and grows:
+            with folder.locked():
+                if folder.reclaim(self._of_all(found), 0):
+                    return None
         remove = True
         if not over:
             if not found.starving or self._keeps(mine, found):
@@ -148,9 +152,11 @@ class Shares:
         yet or not: else giving would go on until they do."""
         used = used_bytes(self._folder.root)
         idle = [home for home in homes(self._folder.root) if not any(map(held, marks(home)))]
-        limits = msgspec.structs.replace(self._limits, capacity=found.capacity)
-        room = self._folder.bound(limits, used) - sum(map(used_bytes, idle))
+        room = self._folder.bound(self._of_all(found), used) - sum(map(used_bytes, idle))
         return max(0, room) // max(1, found.living)
+
+    def _of_all(self, found: Neighbours) -> Limits:
+        return msgspec.structs.replace(self._limits, capacity=found.capacity)
 
 
 def _bytes_of(slabs: Sequence[SlabFile]) -> int:

@@ -109,6 +109,38 @@ def test_what_an_idle_model_keeps_is_not_counted_as_what_the_living_have(tmp_pat
     second.close()
 
 
+class SmallDisk(LowDisk):
+    """With room for what lies in one folder, less what others have filled since."""
+
+    def __init__(self, root: Path, room: int) -> None:
+        super().__init__(room)
+        self.root = root
+
+    def free_bytes(self, path: Path) -> int:
+        return self.free - used_bytes(self.root)
+
+
+@pytest.mark.parametrize("less", ["capacity", "room"])
+def test_what_is_served_goes_after_what_nobody_serves(tmp_path: Path, less: str) -> None:
+    """Where there is less room than there was."""
+    root = tmp_path / "kv"
+    disk = SmallDisk(root, 1 << 40)
+    idle = Engine(root, blocks=32, namespace=OTHER)
+    idle.put(make_keys(16))
+    idle.close()
+    engine = Engine(root, blocks=32, disk=disk)
+    engine.put(make_keys(8))
+    if less == "capacity":
+        engine.close()
+        engine = Engine(root, blocks=16, disk=disk)
+    else:
+        disk.free = used_bytes(root) * 5 // 8
+    for _ in range(12):
+        engine.tier.refresh()
+    assert engine.hits(make_keys(8)) == make_keys(8)
+    engine.close()
+
+
 def test_who_has_its_share_lacks_nothing(rich: Engine) -> None:
     shares, mine = Shares(rich.keeper.folder, rich.keeper.limits), rich.keeper._mine()
     (poor,) = starving(rich)
