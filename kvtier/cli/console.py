@@ -305,6 +305,8 @@ _REMEDIES = {
     errno.ENOTDIR: "name one in a folder that exists",
     errno.EISDIR: "name a file",
     errno.ENAMETOOLONG: "name a shorter one",
+    errno.ENOTCONN: "mount it again",
+    errno.ESTALE: "mount it again",
     errno.ENOSPC: "free some room there",
     errno.EDQUOT: "free some room there",
     errno.ENOMEM: _MORE_MEMORY,

@@ -146,10 +146,25 @@ def look(
     How often blocks of a store were used is read only of the namespaces that begin with `uses_of`.
     """
     return [
-        _reader(settings, quick, blocks, uses_of)(index, config)
+        _seen(_reader(settings, quick, blocks, uses_of), index, config)
         for index, settings in enumerate(config.tiers)
         if tier is None or index == tier
     ]
+
+
+def _seen(read: Reader, tier: int, config: StackConfig) -> Place:
+    """A tier as far as it can be seen: a disk that is dead hides no other."""
+    settings = config.tiers[tier]
+    try:
+        return read(tier, config)
+    except OSError as error:
+        where, troubles = where_of(settings), [said_of(error)]
+        return Place(tier=tier, kind=settings.kind, where=where, troubles=troubles, unseen=True)
+
+
+def where_of(settings: TierSettings) -> str:
+    """Where a tier keeps its blocks, as its settings say it."""
+    return str(getattr(settings, "path", None) or getattr(settings, "url", None) or "")
 
 
 def _reader(settings: TierSettings, quick: bool, blocks: bool, uses_of: str | None) -> Reader:

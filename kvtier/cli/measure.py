@@ -22,7 +22,7 @@ import msgspec
 
 from kvtier.backends.cpu.room import in_memory, memory_left
 from kvtier.cli.hold import holding
-from kvtier.cli.holdings import BENCH_MARK
+from kvtier.cli.holdings import BENCH_MARK, where_of
 from kvtier.cli.look_objects import empty_store, local_folder
 from kvtier.cli.opening import opened, uninterrupted
 from kvtier.cli.trials import new_bench
@@ -106,7 +106,9 @@ def measure(
     found: list[Measured] = []
     for index, settings in enumerate(config.tiers):
         if index in without:
-            found.append(Measured(tier=settings.kind, place=_place(settings), note="not asked for"))
+            found.append(
+                Measured(tier=settings.kind, place=where_of(settings), note="not asked for")
+            )
             continue
         tell(settings.kind)
         if index == 0:
@@ -114,17 +116,17 @@ def measure(
                 found.append(_measure_host(stack, settings, size))
             continue
         if settings.write is WritePolicy.NEVER:
-            found.append(Measured(tier=settings.kind, place=_place(settings), note="only read"))
+            found.append(Measured(tier=settings.kind, place=where_of(settings), note="only read"))
             continue
         if not _has_room_beside(settings):
             note = "nothing can be measured beside what it holds"
-            found.append(Measured(tier=settings.kind, place=_place(settings), note=note))
+            found.append(Measured(tier=settings.kind, place=where_of(settings), note=note))
             continue
         try:
             with _bench_stack(config, size, index) as stack:
                 result = _measure_lower(stack, settings, size)
         except MediumDown as error:
-            result = Measured(tier=settings.kind, place=_place(settings), blocks=size.blocks)
+            result = Measured(tier=settings.kind, place=where_of(settings), blocks=size.blocks)
             result.note = str(error)
         found.append(result)
     return found
@@ -144,7 +146,7 @@ class Blocks:
 
 
 def _measure_host(stack: Stack, settings: TierSettings, size: Size) -> Measured:
-    result = Measured(tier=settings.kind, place=_place(settings))
+    result = Measured(tier=settings.kind, place=where_of(settings))
     stores, loads, singles = [], [], []
     target = bytearray(size.chunk_bytes)
     for number in range(size.rounds + 1):
@@ -173,7 +175,7 @@ def _measure_host(stack: Stack, settings: TierSettings, size: Size) -> Measured:
 
 
 def _measure_lower(stack: Stack, settings: TierSettings, size: Size) -> Measured:
-    result = Measured(tier=settings.kind, place=_place(settings))
+    result = Measured(tier=settings.kind, place=where_of(settings))
     host, lower = stack.chain.tiers
     _warm_up(stack, size)
     stores, loads, singles = [], [], []
@@ -377,7 +379,3 @@ def _refuse_without_room(folder: Path, wanted: int, kept: int = 0) -> None:
             f"{folder} has too little free room to measure with {human.size(wanted)}: free some, "
             "or measure with fewer blocks (bench --blocks) or not at all (--no-measure)"
         )
-
-
-def _place(settings: TierSettings) -> str:
-    return str(getattr(settings, "path", None) or getattr(settings, "url", None) or "")

@@ -1,11 +1,11 @@
-"""What of a store may not be read keeps nothing else from being copied."""
+"""What may not be read, or cannot be, keeps nothing else from being seen and copied."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from cli_world import command, served
+from cli_world import STACK, command, fill, served
 
 from kvtier import Stack
 from kvtier.backends.object.names import description_name
@@ -28,6 +28,32 @@ def stored(stack_file: Path, tmp_path: Path) -> Path:
     for tier in ("cpu", "nvme"):
         assert command("clear", "-c", stack_file, "--tier", tier, "--yes").code == 0
     return stack_file
+
+
+@pytest.mark.parametrize("closed", ["cpu", "nvme", "object"])
+def test_what_cannot_be_reached_hides_nothing_else(closed: str, tmp_path: Path) -> None:
+    """As of a disk that has died: what the other tiers have can still be seen, and taken out."""
+    for kind in ("cpu", "nvme", "object"):
+        (tmp_path / kind).mkdir()
+    (tmp_path / "cpu" / "in").mkdir()
+    stack = tmp_path / "stack.yaml"
+    stack.write_text(
+        STACK.format(host=tmp_path / "cpu" / "in", blocks=tmp_path / "nvme" / "in")
+        + f'  - {{kind: object, capacity: 64MiB, url: "file://{tmp_path}/object/in"}}\n'
+    )
+    fill(stack)
+    trouble = f"kvtier: {tmp_path / closed / 'in'}: Permission denied"
+    (tmp_path / closed).chmod(0)
+    try:
+        for words in ("ls", "du", "verify", f"export {tmp_path}/out.kvpack"):
+            done = command(*words.split(), "-c", stack, rights=False)
+            assert (done.code, done.err[: len(trouble)]) == (1, trouble)
+        assert command("config", "check", stack, "--elsewhere", rights=False).code == 0
+    finally:
+        (tmp_path / closed).chmod(0o700)
+    assert command("clear", "-c", stack, "--yes").code == 0
+    assert command("import", tmp_path / "out.kvpack", "-c", stack).code == 0
+    assert served(stack) == BLOCKS
 
 
 def test_a_model_whose_description_is_closed_keeps_no_other_away(
