@@ -70,8 +70,12 @@ def doctor(
 def _findings(config: StackConfig) -> Iterator[Finding]:
     yield from check_machine()
     yield from check_order(config)
-    for tier in range(len(config.tiers)):
-        yield from check_tier(config, tier)
+    for tier, settings in enumerate(config.tiers):
+        try:
+            yield from check_tier(config, tier)
+        except OSError as error:  # its disk may be failing: that is no matter of the others
+            what, _, remedy = console.said_of(error).partition("; ")
+            yield Finding(f"{tier} {settings.kind}", Level.BAD, what, remedy)
 
 
 def _measure(config: StackConfig, measured: list[Measured]) -> Iterator[Finding]:

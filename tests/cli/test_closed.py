@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,17 @@ def test_what_cannot_be_reached_hides_nothing_else(closed: str, tmp_path: Path) 
     assert command("clear", "-c", stack, "--yes").code == 0
     assert command("import", tmp_path / "out.kvpack", "-c", stack).code == 0
     assert served(stack) == BLOCKS
+
+
+def test_the_doctor_goes_on_where_a_disk_cannot_be_looked_at(stored: Path, tmp_path: Path) -> None:
+    blocks = tmp_path / "disk" / "blocks"
+    blocks.chmod(0o300)
+    done = command("doctor", "-c", stored, "--json", rights=False)
+    assert done.code == 1
+    found = json.loads(done.out)["findings"]
+    (bad,) = [each for each in found if each["level"] == "bad"]
+    assert (bad["area"], bad["what"]) == ("1 nvme", f"{blocks}: Permission denied")
+    assert "2 object" in {each["area"] for each in found}
 
 
 def test_a_model_whose_description_is_closed_keeps_no_other_away(
