@@ -372,8 +372,8 @@ def _folder_beside(settings: TierSettings, room: int) -> Path | None:
 def _refuse_without_room(folder: Path, wanted: int, kept: int = 0) -> None:
     """What would be said later is of a capacity that is not the stack's."""
     free = Disk().free_bytes(folder) - kept
-    if in_memory(folder):  # of which a container may have less
-        free = min(free, memory_left() or free)
+    if in_memory(folder) and (left := memory_left()) is not None:  # a container may have less
+        free = min(free, left)
     if free < wanted:
         raise MediumError(
             f"{folder} has too little free room to measure with {human.size(wanted)}: free some, "

@@ -162,6 +162,15 @@ def test_too_little_memory_is_said_of_what_is_measured(
     assert list((tmp_path / "host").iterdir()) == []
 
 
+def test_where_no_memory_is_left_nothing_is_measured(
+    stack_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure, "in_memory", lambda folder: True)
+    monkeypatch.setattr(measure, "memory_left", lambda: 0)
+    assert commands.run(["bench", "-c", str(stack_file), *SMALL]) == 1
+    assert "too little free room" in capsys.readouterr().err
+
+
 class TestAStoreInUse:
     """What lies in a tier's own store is never what measuring removes."""
 
