@@ -50,6 +50,15 @@ class Sleeper:
         self.engine.forget_engine_cache()
         assert self.ask(number) == HIT
 
+    def sleep_amid_stores(self, number: int) -> None:
+        """And wake up again."""
+        self.engine.slow_stores(pause=PAUSE_S)
+        self.engine.begin(prompt=PROMPTS[number], tokens=TOKENS)
+        self.engine.abort()
+        assert self.engine.sleep(level=1) == 0
+        self.engine.slow_stores(pause=0)
+        self.wake()
+
     def wake(self) -> None:
         self.engine.spoil_device()
         assert self.engine.wake_up()
@@ -119,12 +128,7 @@ def test_a_pause_does_not_wait_for_the_tiers_below(sleeper: Sleeper) -> None:
 def test_sleep_while_it_stores(sleeper: Sleeper) -> None:
     """When it sleeps nothing is copied; and what was copied out is not served afterwards."""
     sleeper.known(0)
-    sleeper.engine.slow_stores(pause=PAUSE_S)
-    sleeper.engine.begin(prompt=PROMPTS[2], tokens=TOKENS)
-    sleeper.engine.abort()
-    assert sleeper.engine.sleep(level=1) == 0
-    sleeper.engine.slow_stores(pause=0)
-    sleeper.wake()
+    sleeper.sleep_amid_stores(2)
     assert [sleeper.ask(0), sleeper.ask(2)] == [0, 0]
     sleeper.known(0)
     sleeper.known(2)
@@ -274,12 +278,7 @@ def test_who_wakes_with_the_same_weights_may_keep_all(sleeper: Sleeper) -> None:
     sleeper.engine = sleeper.start()
     assert sleeper.ask(0) == HIT
 
-    sleeper.engine.slow_stores(pause=PAUSE_S)
-    sleeper.engine.begin(prompt=PROMPTS[2], tokens=TOKENS)
-    sleeper.engine.abort()
-    assert sleeper.engine.sleep(level=1) == 0
-    sleeper.engine.slow_stores(pause=0)
-    sleeper.wake()
+    sleeper.sleep_amid_stores(2)
     sleeper.ask(2)  # what was under way may be there or not; it is right
 
     assert sleeper.engine.sleep(level=2) == 0
