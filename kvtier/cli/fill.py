@@ -96,7 +96,8 @@ def copy_all(
     prompts: list[Prompt] | None = None,
 ) -> list[Copied]:
     """Fill a tier with what places hold, one namespace after the other: all of it, or what these
-    prompts would ask for. Of several namespaces those are skipped of which that cannot be told."""
+    prompts would ask for. Of several namespaces those are skipped of which that cannot be told, or
+    that the tier does not take."""
     most, room = room_in(target, tier, size), room_in(target, tier, None)
     pace = Pace(rate)
     done: list[Copied] = []
@@ -124,23 +125,28 @@ def copy_all(
                 result.missing = len(keys) - len(choice)
             sizes = sizes_in(target.tiers[tier], described)
             some_before = any(each.asked for each in done)
-            found = len(choice)
-            allowed = min(most, room)
+            found, allowed = len(choice), min(most, room)
             choice = choice.cut(allowed, sizes) if some_before else first_of(choice, allowed, sizes)
-            most -= int(choice.room(sizes).sum())
-            room -= taken_by(choice, target.tiers[tier], sizes)
             result.asked = len(choice)
             result.left = found - len(choice)
             if not choice:
                 continue
             reader = ChoiceReader(source, choice, described)
-            with (
-                open_sink(target, tier, described, reader, pace, before) as sink,
-                console.progress("copying", len(choice), "blocks") as bar,
-            ):
-                sink.fill(pieces_of(choice, sink.piece), result, bar)
-                sink.carry_uses(choice.used())
+            try:
+                with (
+                    open_sink(target, tier, described, reader, pace, before) as sink,
+                    console.progress("copying", len(choice), "blocks") as bar,
+                ):
+                    sink.fill(pieces_of(choice, sink.piece), result, bar)
+                    sink.carry_uses(choice.used())
+            except KVTierError as error:  # its folder may be another user's, and the next one not
+                if len(names) == 1:
+                    raise
+                result.skipped = str(error)
+                continue
             sink.check(result)
+            most -= int(choice.room(sizes).sum())
+            room -= taken_by(choice, target.tiers[tier], sizes)
             settings = target.tiers[tier]
             if isinstance(settings, NvmeSettings) and name != names[-1]:
                 spared.enter_context(sparing(Path(settings.path), described))
@@ -184,11 +190,12 @@ def report(
     done: Sequence[Copied], places: Sequence[Place], json: bool, *, may_skip: bool = False
 ) -> None:
     """Say what was copied; ends with a failure if something is missing. `may_skip`: it is none to
-    skip a namespace, unless there is no other."""
+    skip a namespace of which nothing was asked for, unless there is no other."""
     skipped = [each for each in done if each.skipped]
     rest = [each for each in done if not each.skipped]
     troubles = [trouble for place in places for trouble in place.troubles]
-    ok = not troubles and all(each.whole for each in (rest if rest and may_skip else done))
+    excused = [each for each in skipped if rest and may_skip and not each.asked]
+    ok = not troubles and all(each.whole or each in excused for each in done)
     if json:
         console.print_json({"ok": ok, "namespaces": done, "troubles": troubles})
     elif not done and not troubles:

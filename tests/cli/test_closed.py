@@ -170,3 +170,21 @@ def test_a_restore_of_which_nothing_is_described_copies_nothing(
     done = command("restore", "-c", fresh, "--from", stored, "--json")
     assert (done.code, done.out) == (1, "")
     assert "says what the namespace" in done.err
+
+
+def test_a_model_that_a_tier_does_not_take_keeps_no_other_away(
+    stored: Path, tmp_path: Path, fresh: Path
+) -> None:
+    """Its folder is another user's."""
+    words = ["restore", "-c", fresh, "--from", f"file://{tmp_path}/store", "--json"]
+    for closed, other in ((OTHER, NAMESPACE), (NAMESPACE, OTHER)):  # be it the first or the last
+        assert command(*words, "--namespace", closed.id).code == 0
+        home = fresh.parent / "blocks" / closed.id
+        home.chmod(0)
+        done = command(*words, rights=False)
+        home.chmod(0o700)
+        assert done.code == 1
+        assert f"namespace {closed.id[:12]} is skipped: cannot use" in done.err
+        copied = {each["namespace"]: each["copied"] for each in json.loads(done.out)["namespaces"]}
+        assert copied == {closed.id: 0, other.id: BLOCKS}
+        assert command("clear", "-c", fresh, "--yes").code == 0
