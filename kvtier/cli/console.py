@@ -301,6 +301,8 @@ _REMEDIES = {
     errno.EACCES: "run this as its owner, or change its rights",
     errno.EPERM: "run this as its owner",
     errno.EIO: "its disk may be failing: see dmesg",
+    errno.EBADMSG: "its file system is damaged: see dmesg",
+    errno.EUCLEAN: "its file system is damaged: see dmesg",
     errno.ENOENT: "name one that exists",
     errno.ENOTDIR: "name one in a folder that exists",
     errno.EISDIR: "name a file",

@@ -32,6 +32,8 @@ from kvtier.errors import FormatError, NewerFormat
 from kvtier.types import NAMESPACE_BYTES_MAX
 
 _SLAB_ID = re.compile(r"[0-9a-f]{8}")
+_NO_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
+"""What is there is no file of ours; all else says that a file cannot be read just now."""
 
 
 def look_at_regions(tier: int, config: StackConfig) -> Place:
@@ -191,8 +193,8 @@ def _trouble(path: Path, error: FormatError | OSError) -> str:
         return f"{path}: {error}; kvtier verify --repair removes it"
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"{path}: {error.strerror}; run this as its owner"
-    if error.errno == errno.EIO:
-        return said_of(error)
     if isinstance(error, FileNotFoundError):
         return f"{path} has no namespace.json; it is left alone: remove it if it is nobody's"
-    return f"{path}: {error.strerror}; it is left alone: remove it if it is nobody's"
+    if error.errno in _NO_FILE:
+        return f"{path}: {error.strerror}; it is left alone: remove it if it is nobody's"
+    return said_of(error)

@@ -109,6 +109,25 @@ def test_a_file_that_its_disk_does_not_give_is_not_said_to_be_nobodys(filled: Pa
     assert (done.code, done.err) == (1, f"kvtier: {table}: {FAILING}\n")
 
 
+@pytest.mark.parametrize("number", [errno.EUCLEAN, errno.EBADMSG, errno.ESTALE])
+def test_nor_is_one_in_a_damaged_file_system(
+    number: int, filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As XFS says it where a checksum of its own is wrong, and NFS of what it has lost."""
+    read = os.pread
+
+    def read_no_table(fd: int, size: int, at: int) -> bytes:
+        if Path(f"/proc/self/fd/{fd}").readlink().suffix == ".table":
+            raise OSError(number, os.strerror(number))
+        return read(fd, size, at)
+
+    monkeypatch.setattr(os, "pread", read_no_table)
+    assert commands.run(["ls", "-c", str(filled)]) == 1
+    err = capsys.readouterr().err
+    assert f".table: {os.strerror(number)}; " in err
+    assert "remove it" not in err
+
+
 def test_a_copy_is_whole_without_its_statistics(
     filled: Path,
     tmp_path: Path,
