@@ -63,6 +63,7 @@ def test_the_service_of_systemd(monkeypatch: pytest.MonkeyPatch) -> None:
     found = understood(shlex.split(after))
     assert found["rest"] == ["--port", "8000"]
     assert unit["KillMode"] == "mixed"
+    assert unit["Restart"] == "always", "vLLM's server ends with 0 when its engine has died"
     text = (DEPLOY / "kvtier.service").read_text()
     assert f"Environment=HOME=/var/cache/{unit['CacheDirectory']}\n" in text, "vLLM writes there"
 
