@@ -128,6 +128,15 @@ def test_alerts_and_dashboard_name_metrics_that_exist() -> None:
     assert used <= series().keys()
 
 
+def test_the_share_of_hits_is_of_all_that_was_asked_for() -> None:
+    # What is left where it is, because loading takes longer, is neither a hit nor a miss.
+    panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
+    (share,) = [each for each in panels if each["title"].startswith("Blocks that were hit")]
+    _, _, asked = share["targets"][0]["expr"].partition(" / ")
+    kinds = ("hit", "miss", "left")
+    assert {f"kvtier:{kind}_blocks_total" for kind in kinds} == set(_METRIC.findall(asked))
+
+
 def test_and_labels_that_these_have() -> None:
     known = series()
     for expression, shown in expressions():
