@@ -137,6 +137,12 @@ def test_the_share_of_hits_is_of_all_that_was_asked_for() -> None:
     assert {f"kvtier:{kind}_blocks_total" for kind in kinds} == set(_METRIC.findall(asked))
 
 
+def test_what_a_tier_dropped_is_not_said_to_lack_room_alone() -> None:
+    # A write that failed counts there, too (docs/VLLM.md): more room would not help.
+    (shown,) = [shown for text, shown in expressions() if "dropped_blocks" in text]
+    assert shown == "{{tier}}: no room, or failed"
+
+
 def test_alerts_on_single_events_see_one_before_the_first_scrape() -> None:
     # increase() sees nothing of a counter that was 1 when Prometheus met it, of a bad start, say.
     single = [text for text, _ in expressions() if re.match(r"increase\(.*\) > 0", text)]
