@@ -33,6 +33,9 @@ class Router(BaseHTTPRequestHandler):
         self.pass_on(b"")
 
     def do_POST(self) -> None:
+        if self.headers["Transfer-Encoding"]:
+            self.send_error(411, "send a body with its length, not in chunks")
+            return
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
         self.pass_on(self.handed_over(body) if self.path in PROMPTS else body)
 
@@ -47,7 +50,7 @@ class Router(BaseHTTPRequestHandler):
             with self.send(self.computes, json.dumps(asked).encode()) as answer:
                 said = json.loads(answer.read())
             request["kv_transfer_params"] = said["kv_transfer_params"]
-        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
             self.log_message("not computed ahead: %s: %s", type(error).__name__, error)
             return body
         return json.dumps(request).encode()
@@ -69,7 +72,9 @@ class Router(BaseHTTPRequestHandler):
         headers = {"Content-Type": "application/json"}
         if key := self.headers["Authorization"]:
             headers["Authorization"] = key
-        connection = http.client.HTTPConnection(urlsplit(server).netloc, timeout=TIMEOUT_S)
+        url = urlsplit(server)
+        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        connection = kind(url.netloc, timeout=TIMEOUT_S)
         connection.request(self.command, self.path, body or None, headers)
         return connection.getresponse()
 

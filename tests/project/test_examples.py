@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -72,22 +75,43 @@ def test_ask_takes_an_address_alone_and_leaves_empty_lines_out(tmp_path: Path) -
     ]
 
 
+COMPLETIONS = "/v1/completions"
+
+
+@contextmanager
+def routing(*servers: str) -> Iterator[str]:
+    """A router before these; where it takes completions."""
+    command = [sys.executable, str(EXAMPLES / "router.py"), *servers, "--port", "0"]
+    router = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert router.stdout is not None
+        yield f"{router.stdout.readline().strip()}{COMPLETIONS}"
+    finally:
+        router.kill()
+        router.communicate()
+
+
 def test_servers_behind_a_router_are_shown_the_key() -> None:
-    path = "/v1/completions"
     with (
-        stand_in({path: {"kv_transfer_params": {}}}) as (first, computed),
-        stand_in({path: {"text": "yes"}}) as (second, answered),
+        stand_in({COMPLETIONS: {"kv_transfer_params": {}}}) as (first, computed),
+        stand_in({COMPLETIONS: {"text": "yes"}}) as (second, answered),
+        routing(f"http://{first}", f"http://{second}") as url,
     ):
-        servers = [f"http://{first}", f"http://{second}"]
-        command = [sys.executable, str(EXAMPLES / "router.py"), *servers, "--port", "0"]
-        router = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        try:
-            assert router.stdout is not None
-            url = f"{router.stdout.readline().strip()}{path}"
-            request = urllib.request.Request(url, b"{}", {"Authorization": "Bearer key"})
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                assert json.load(answer) == {"text": "yes"}
-        finally:
-            router.kill()
-            router.communicate()
-    assert computed == answered == [(path, "Bearer key")]
+        request = urllib.request.Request(url, b"{}", {"Authorization": "Bearer key"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer) == {"text": "yes"}
+    assert computed == answered == [(COMPLETIONS, "Bearer key")]
+
+
+def test_a_router_passes_on_what_is_no_prompt_and_takes_no_body_for_an_empty_one() -> None:
+    with (
+        stand_in({}) as (first, computed),
+        stand_in({COMPLETIONS: {"text": "yes"}}) as (second, answered),
+        routing(f"http://{first}", f"http://{second}") as url,
+    ):
+        with urllib.request.urlopen(urllib.request.Request(url, b"[5]"), timeout=60) as answer:
+            assert json.load(answer) == {"text": "yes"}
+        in_chunks = urllib.request.Request(url, iter([b"{}"]))
+        with pytest.raises(urllib.error.HTTPError, match="411"):
+            urllib.request.urlopen(in_chunks, timeout=60)
+    assert (len(computed), len(answered)) == (0, 1)
