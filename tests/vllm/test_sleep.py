@@ -35,8 +35,8 @@ class Sleeper:
         self.weights = self.own
         self.engine = self.start()
 
-    def start(self) -> Engine:
-        return self.world.engine(self.own, stack=self.world.stack(load_deadline="10min"))
+    def start(self, **more: str) -> Engine:
+        return self.world.engine(self.own, stack=self.world.stack(load_deadline="10min") | more)
 
     def ask(self, number: int) -> int:
         """The tokens of a prompt that were not computed; the answer must be right."""
@@ -58,6 +58,11 @@ class Sleeper:
         assert self.engine.sleep(level=1) == 0
         self.engine.slow_stores(pause=0)
         self.wake()
+
+    def take(self, weights: Path) -> None:
+        """Have it read these while it runs."""
+        self.engine.take_weights(folder=str(weights))
+        self.weights = weights
 
     def wake(self) -> None:
         self.engine.spoil_device()
@@ -243,14 +248,12 @@ def test_other_weights(sleeper: Sleeper) -> None:
     for a new start with the weights on disk."""
     sleeper.known(0)
     assert sleeper.engine.sleep(level=2) == 0
-    sleeper.engine.take_weights(folder=str(sleeper.other))
-    sleeper.weights = sleeper.other
+    sleeper.take(sleeper.other)
     sleeper.wake()
     assert sleeper.ask(0) == 0
     sleeper.known(0)
 
-    sleeper.engine.take_weights(folder=str(sleeper.own))
-    sleeper.weights = sleeper.own
+    sleeper.take(sleeper.own)
     assert sleeper.engine.forget_everything()
     assert sleeper.ask(0) == 0
     sleeper.known(0)
@@ -260,47 +263,13 @@ def test_other_weights(sleeper: Sleeper) -> None:
     sleeper.engine = sleeper.start()
     assert sleeper.ask(0) == 0
     sleeper.known(0)
-
-
-def test_who_wakes_with_the_same_weights_may_keep_all(sleeper: Sleeper) -> None:
-    """If its stack says so; what has other weights, or is told to forget, forgets all the same."""
-    sleeper.engine.kill()
-    sleeper.start = lambda: sleeper.world.engine(  # type: ignore[method-assign]
-        sleeper.own, stack=sleeper.world.stack(load_deadline="10min") | {"sleep": "keep"}
-    )
-    sleeper.engine = sleeper.start()
-    sleeper.known(0)
-    assert sleeper.engine.sleep(level=1) == 0
-    sleeper.wake()
-    assert sleeper.ask(0) == HIT
-    sleeper.engine.settle()
-    sleeper.engine.kill()
-    sleeper.engine = sleeper.start()
-    assert sleeper.ask(0) == HIT
-
-    sleeper.sleep_amid_stores(2)
-    sleeper.ask(2)  # what was under way may be there or not; it is right
-
-    assert sleeper.engine.sleep(level=2) == 0
-    sleeper.engine.take_weights(folder=str(sleeper.other))
-    sleeper.weights = sleeper.other
-    sleeper.wake()
-    assert sleeper.ask(0) == 0
-    sleeper.known(0)
-    assert sleeper.engine.forget_everything()
-    assert sleeper.ask(0) == 0
-    sleeper.engine.take_weights(folder=str(sleeper.own))
-    sleeper.weights = sleeper.own
-    assert sleeper.engine.forget_everything()
-    sleeper.known(1)
 
 
 def test_other_weights_without_a_word(sleeper: Sleeper) -> None:
     """Nobody resets what is kept, but only what vLLM itself keeps: old blocks are not served."""
     for weights in (sleeper.other, sleeper.own):
         sleeper.known(1)
-        sleeper.engine.take_weights(folder=str(weights))
-        sleeper.weights = weights
+        sleeper.take(weights)
         assert sleeper.engine.forget_engine_cache()
         assert sleeper.ask(1) == 0
         sleeper.known(1)
@@ -309,15 +278,13 @@ def test_other_weights_without_a_word(sleeper: Sleeper) -> None:
 def test_what_the_engine_kept_of_other_weights_is_not_stored(sleeper: Sleeper) -> None:
     """Its own cache still serves it to who asks before that is reset, too."""
     sleeper.known(2)
-    sleeper.engine.take_weights(folder=str(sleeper.other))
+    sleeper.take(sleeper.other)
     (found,) = sleeper.engine.generate(prompts=[PROMPTS[2]], tokens=TOKENS)
     assert found["cached"] == HIT, "computed with the weights before"
     assert sleeper.engine.forget_engine_cache()
-    sleeper.weights = sleeper.other
     assert sleeper.ask(2) == 0
     sleeper.known(2)
-    sleeper.engine.take_weights(folder=str(sleeper.own))
-    sleeper.weights = sleeper.own
+    sleeper.take(sleeper.own)
     assert sleeper.engine.forget_engine_cache()
 
 
@@ -329,14 +296,40 @@ def test_what_was_loaded_when_other_weights_came_is_not_stored(sleeper: Sleeper)
     engine.hold_loads()
     engine.begin(prompt=PROMPTS[3], tokens=TOKENS, steps=1)
     engine.let_loads_go()
-    engine.take_weights(folder=str(sleeper.other))
+    sleeper.take(sleeper.other)
     engine.end()
     (found,) = engine.generate(prompts=[PROMPTS[3]], tokens=TOKENS)
     assert found["cached"] == HIT, "computed with the weights before"
     assert engine.forget_engine_cache()
-    sleeper.weights = sleeper.other
     assert sleeper.ask(3) == 0
     sleeper.known(3)
-    engine.take_weights(folder=str(sleeper.own))
-    sleeper.weights = sleeper.own
+    sleeper.take(sleeper.own)
     assert engine.forget_engine_cache()
+
+
+def test_who_wakes_with_the_same_weights_may_keep_all(sleeper: Sleeper) -> None:
+    """If its stack says so; what has other weights, or is told to forget, forgets all the same."""
+    sleeper.engine.kill()
+    sleeper.engine = sleeper.start(sleep="keep")
+    sleeper.known(0)
+    assert sleeper.engine.sleep(level=1) == 0
+    sleeper.wake()
+    assert sleeper.ask(0) == HIT
+    sleeper.engine.settle()
+    sleeper.engine.kill()
+    sleeper.engine = sleeper.start(sleep="keep")
+    assert sleeper.ask(0) == HIT
+
+    sleeper.sleep_amid_stores(2)
+    sleeper.ask(2)  # what was under way may be there or not; it is right
+
+    assert sleeper.engine.sleep(level=2) == 0
+    sleeper.take(sleeper.other)
+    sleeper.wake()
+    assert sleeper.ask(0) == 0
+    sleeper.known(0)
+    assert sleeper.engine.forget_everything()
+    assert sleeper.ask(0) == 0
+    sleeper.take(sleeper.own)
+    assert sleeper.engine.forget_everything()
+    sleeper.known(1)
