@@ -11,7 +11,7 @@ import object_servers
 import pytest
 from certificates import make_certificate
 from hostile import PATIENT, store_at
-from object_servers import HostileServer, Opener, ServerProcess, answer
+from object_servers import HostileServer, Opener, ServerProcess, serve_body
 
 from kvtier.backends.object.s3 import S3Settings, S3Store
 
@@ -37,8 +37,8 @@ def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def server() -> Iterator[HostileServer]:
-    """A server that does what a test's script says."""
-    with HostileServer(lambda peer, head: peer.sendall(answer(500))) as server:
+    """A server that does what a test's script says; without one it takes and answers all."""
+    with HostileServer(serve_body) as server:
         yield server
 
 

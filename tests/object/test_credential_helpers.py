@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -20,18 +19,11 @@ from object_servers import (
     HostileServer,
     Opener,
     get_body,
-    serve_body,
 )
 
 from kvtier.backends.object import errors, signing
 
 pytestmark = pytest.mark.s3
-
-
-@pytest.fixture
-def server() -> Iterator[HostileServer]:
-    with HostileServer(serve_body) as server:
-        yield server
 
 
 def helped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, helper: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,11 @@ from object_servers import (
     answer,
     error_body,
     get_body,
-    serve_body,
 )
 
 from kvtier.backends.object import errors, signing
 
 pytestmark = pytest.mark.s3
-
-
-@pytest.fixture
-def server() -> Iterator[HostileServer]:
-    with HostileServer(serve_body) as server:
-        yield server
 
 
 def test_credentials_may_come_after_the_start(

@@ -38,12 +38,6 @@ pytestmark = pytest.mark.s3
 
 
 @pytest.fixture
-def server() -> Iterator[HostileServer]:
-    with HostileServer(serve_body) as server:
-        yield server
-
-
-@pytest.fixture
 def tls_server(certificate: Path) -> Iterator[HostileServer]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
