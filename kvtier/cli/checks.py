@@ -351,15 +351,14 @@ def _check_owners(area: str, root: Path) -> Iterator[Finding]:
     closed = [str(path) for path in found if not os.access(path, os.R_OK | os.W_OK | os.X_OK)]
     if (lock := root / "lock").exists() and not os.access(lock, os.R_OK | os.W_OK):
         closed.insert(0, str(lock))
-    if closed:
-        more = f" ({len(closed)} in all)" if len(closed) > 1 else ""
-        what = f"{closed[0]} is another user's{more}: engines of this one that use it do not start"
-        yield Finding(area, Level.WARN, what, WHOSE)
     tables = [path for home in found for path in slab_files(home, TABLE_SUFFIX)]
-    if tables := [path for path in tables if not os.access(path, os.R_OK)]:
-        more = f" ({len(tables)} in all)" if len(tables) > 1 else ""
-        what = f"{tables[0]} is another user's{more}: engines of this one serve no block of it"
-        yield Finding(area, Level.WARN, what, WHOSE)
+    unread = [str(path) for path in tables if not os.access(path, os.R_OK)]
+    costs = "that use it do not start", "serve no block of it"
+    for paths, cost in zip((closed, unread), costs, strict=True):
+        if paths:
+            more = f" ({len(paths)} in all)" if len(paths) > 1 else ""
+            what = f"{paths[0]} is another user's{more}: engines of this one {cost}"
+            yield Finding(area, Level.WARN, what, WHOSE)
 
 
 def _rotates(folder: Path) -> bool:
