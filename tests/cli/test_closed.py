@@ -13,6 +13,8 @@ from kvtier.backends.object.names import description_name
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = 8
 OTHER = Namespace(facts={"model": "another"}, group_bytes=(4096,))
 

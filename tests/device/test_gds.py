@@ -69,6 +69,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it still runs
 def test_an_attempt_that_cannot_be_killed_is_not_waited_for(tmp_path: Path) -> None:
     """As one that a driver holds in the kernel; here another process does, as debuggers do."""

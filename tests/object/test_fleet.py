@@ -122,6 +122,7 @@ def test_a_server_with_a_larger_capacity_leaves_others_of_its_model_theirs(
     assert fleet.stored > before, "and it stores"
 
 
+@pytest.mark.slow
 def test_a_server_with_a_smaller_capacity_empties_nothing_and_stores(store: Weather) -> None:
     """One that comes to where the others' models have filled more than it may."""
     fleet = Fleet(store, 1, capacity_blocks=256, blocks_a_second=10.0)
