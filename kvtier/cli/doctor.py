@@ -12,7 +12,8 @@ from kvtier.cli import console, options
 from kvtier.cli.checks import Finding, Level, check_machine, check_order, check_tier
 from kvtier.cli.measure import Measured, Size, measure
 from kvtier.config import StackConfig, load
-from kvtier.errors import KVTierError
+from kvtier.core.backend import backend
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.observe import human
 
 app = console.new_app()
@@ -41,7 +42,7 @@ def doctor(
     What is tried leaves no trace, and a running engine does not notice. Exit code 1 if something
     will not work; what only could be better is no failure.
     """
-    stack = load(config)
+    stack = load(config, to_write=False)  # what lacks the right to write is a finding
     findings: list[Finding] = []
     for finding in _findings(stack):
         findings.append(finding)
@@ -72,7 +73,10 @@ def _findings(config: StackConfig) -> Iterator[Finding]:
     yield from check_order(config)
     for tier, settings in enumerate(config.tiers):
         try:
+            backend(settings.kind).check(settings, None)
             yield from check_tier(config, tier)
+        except ConfigError as error:
+            yield Finding(f"{tier} {settings.kind}", Level.BAD, error.problem, error.remedy)
         except OSError as error:  # its disk may be failing: that is no matter of the others
             what, _, remedy = console.said_of(error).partition("; ")
             yield Finding(f"{tier} {settings.kind}", Level.BAD, what, remedy)

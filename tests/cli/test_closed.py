@@ -33,8 +33,8 @@ def stored(stack_file: Path, tmp_path: Path) -> Path:
     return stack_file
 
 
-@pytest.mark.parametrize("closed", ["cpu", "nvme", "object"])
-def test_what_cannot_be_reached_hides_nothing_else(closed: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("area", ["0 cpu", "1 nvme", "2 object"])
+def test_what_cannot_be_reached_hides_nothing_else(area: str, tmp_path: Path) -> None:
     """As of a disk that has died: what the other tiers have can still be seen, and taken out."""
     for kind in ("cpu", "nvme", "object"):
         (tmp_path / kind).mkdir()
@@ -45,6 +45,7 @@ def test_what_cannot_be_reached_hides_nothing_else(closed: str, tmp_path: Path) 
         + f'  - {{kind: object, capacity: 64MiB, url: "file://{tmp_path}/object/in"}}\n'
     )
     fill(stack)
+    closed = area.split()[1]
     trouble = f"kvtier: {tmp_path / closed / 'in'}: Permission denied"
     (tmp_path / closed).chmod(0)
     try:
@@ -52,6 +53,10 @@ def test_what_cannot_be_reached_hides_nothing_else(closed: str, tmp_path: Path) 
             done = command(*words.split(), "-c", stack, rights=False)
             assert (done.code, done.err[: len(trouble)]) == (1, trouble)
         assert command("config", "check", stack, "--elsewhere", rights=False).code == 0
+        done = command("doctor", "-c", stack, "--json", rights=False)
+        found = json.loads(done.out)["findings"]
+        assert {each["area"] for each in found if each["level"] == "bad"} == {area}
+        assert {each["area"] for each in found} > {"0 cpu", "1 nvme", "2 object"}
     finally:
         (tmp_path / closed).chmod(0o700)
     assert command("clear", "-c", stack, "--yes").code == 0

@@ -49,7 +49,6 @@ DEEDS = {
     "prewarm": "prewarm -c {stack}",
     "snapshot": "snapshot -c {stack}",
     "snapshot into": "snapshot -c {out}/stack.yaml --to file://{kept}/store",
-    "doctor": "doctor -c {stack}",
     "config check": "config check {stack}",
 }
 # Makes its first argument a read-only mount that only the rest of the words see.
@@ -146,6 +145,18 @@ def test_deeds_are_refused(words: str, run: Run, kept: Kept) -> None:
     done = run(words)
     assert done.code == 2
     assert "no right to write" in done.err or "is mounted read-only" in done.err
+    assert kept.state() == before
+
+
+def test_the_doctor_finds_it(run: Run, kept: Kept) -> None:
+    before = kept.state()
+    done = run("doctor -c {stack} --json")
+    assert (done.code, done.err) == (1, "")
+    found = json.loads(done.out)["findings"]
+    bad = {each["area"]: each["what"] for each in found if each["level"] == "bad"}
+    assert bad.keys() == {"0 cpu", "1 nvme", "2 object"}
+    said = ("may write", "right to write", "is mounted read-only")
+    assert all(any(words in what for words in said) for what in bad.values())
     assert kept.state() == before
 
 
