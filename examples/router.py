@@ -13,6 +13,7 @@ import argparse
 import http.client
 import json
 import sys
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,10 +35,18 @@ class Router(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         if self.headers["Transfer-Encoding"]:
-            self.send_error(411, "send a body with its length, not in chunks")
-            return
-        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            body = b"".join(self.chunks())
+        else:
+            body = self.rfile.read(int(self.headers["Content-Length"] or 0))
         self.pass_on(self.handed_over(body) if self.path in PROMPTS else body)
+
+    def chunks(self) -> Iterator[bytes]:
+        """A body whose length nobody said, to its end."""
+        while size := int(self.rfile.readline().partition(b";")[0], 16):
+            yield self.rfile.read(size)
+            self.rfile.readline()
+        while self.rfile.readline().strip():
+            pass
 
     def handed_over(self, body: bytes) -> bytes:
         """The request with what the server says that has computed its prompt; or as it came."""
