@@ -22,9 +22,11 @@ _WEIGHTS = (
 """How calls name weights: TRL's `update_named_param`, say, and ROLL's `broadcast_bucket`."""
 _READS = {
     *("compute", "get", "check", "init", "initialize", "shutdown", "list", "save", "report"),
-    *("verify", "log"),
+    *("verify", "log", "supports"),
 }
 """The first words of names of calls that speak of weights, and do not change them."""
+_OTHERS = ("checkpoint_prepare", "checkpoint_restore")
+"""What vLLM calls around a checkpoint of its processes, which has the weights as they are."""
 
 
 @functools.cache
@@ -96,7 +98,7 @@ def changes_weights(method: Any) -> bool:
     called = getattr(method, "func", method)  # of a partial
     name = (called if isinstance(called, str) else getattr(called, "__name__", "")).lower()
     speaks = any(word in name for word in _WEIGHTS)
-    return speaks and name.lstrip("_").split("_")[0] not in _READS
+    return speaks and name not in _OTHERS and name.lstrip("_").split("_")[0] not in _READS
 
 
 @guarded(lambda: False)
