@@ -116,14 +116,13 @@ class Shares:
         its limits: the coldest. Of those whom nobody serves all goes first that is not theirs."""
         if not mine:
             return None
-        folder, grows = self._folder, self._limits.grows
-        used, found = used_bytes(folder.root), self.neighbours(owner)
-        over = self._below_floor or (grows and used > found.capacity)
-        if over and grows:
+        folder, found = self._folder, self.neighbours(owner)
+        over, remove = self._over(found), True
+        if over and self._limits.grows:
             with folder.locked():
                 if folder.reclaim(self._of_all(found), 0):
                     return None
-        remove = True
+                over = self._over(found)  # or have others done that, while we waited for the lock
         if not over:
             if not found.starving or self._keeps(mine, found):
                 return None
@@ -140,6 +139,11 @@ class Shares:
             return False
         with_it = msgspec.structs.replace(found, living=found.living + 1)
         return used_bytes(self._folder.home) <= self._fair(with_it)
+
+    def _over(self, found: Neighbours) -> bool:
+        """Whether the folder is over its limits. Who only reads does not know its capacity."""
+        too_much = self._limits.grows and used_bytes(self._folder.root) > found.capacity
+        return too_much or self._below_floor
 
     @property
     def _below_floor(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,6 +140,30 @@ def test_what_is_served_goes_after_what_nobody_serves(tmp_path: Path, less: str)
         engine.tier.refresh()
     assert engine.hits(make_keys(8)) == make_keys(8)
     engine.close()
+
+
+def test_while_others_have_those_whom_nobody_serves_make_room_nobody_else_gives_up_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for the folder's lock meanwhile looks once more."""
+    idle = Engine(tmp_path / "kv", blocks=32, namespace=OTHER)
+    idle.put(make_keys(16))
+    idle.close()
+    one = Engine(idle.root, blocks=32)
+    one.put(make_keys(16))
+    limits = msgspec.structs.replace(one.keeper.limits, capacity=used_bytes(idle.root) - 1)
+    folder = one.keeper.folder
+    locked = folder.locked
+
+    def locked_by_another_before() -> contextlib.AbstractContextManager[None]:
+        monkeypatch.setattr(folder, "locked", locked)
+        assert folder.reclaim(limits, 0)
+        return locked()
+
+    monkeypatch.setattr(folder, "locked", locked_by_another_before)
+    assert Shares(folder, limits).excess(one.keeper.owner, one.keeper._mine()) is None
+    assert used_bytes(idle.root) <= limits.capacity
+    one.close()
 
 
 def test_who_has_its_share_lacks_nothing(rich: Engine) -> None:
