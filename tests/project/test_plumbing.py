@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -72,6 +73,37 @@ def test_what_is_installed_is_not_installed_again(source_tree: Path, tmp_path: P
     with (project / "constraints.txt").open("a") as file:
         file.write("more==1\n")
     assert "pip install" in plan()
+
+
+def made(target: str, folder: Path, python: str) -> subprocess.CompletedProcess[str]:
+    """Make a target of the Makefile alone, in a folder without anything, with such a Python."""
+    (folder / "Makefile").write_bytes((ROOT / "Makefile").read_bytes())
+    program = folder / "python"
+    program.write_text(f"#!/bin/sh\n{python}\n")
+    program.chmod(0o755)
+    command = ["make", "-C", folder, f"PYTHON={program}", target]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("target", ["venv", "venv-vllm"])
+def test_a_python_that_is_too_old_makes_no_environment(target: str, tmp_path: Path) -> None:
+    older = "import sys; sys.version_info = (3, 10)"
+    done = made(target, tmp_path, f'[ "$1" != -c ] || exec {sys.executable} -c "{older}; $2"')
+    assert done.returncode != 0
+    assert "kvtier needs Python 3.11 or newer" in done.stderr
+    assert {each.name for each in tmp_path.iterdir()} == {"Makefile", "python"}
+
+
+@pytest.mark.parametrize("folder", [".venv", ".venv-vllm"])
+def test_an_environment_that_was_left_without_pip_is_made_again(
+    folder: str, tmp_path: Path
+) -> None:
+    # As on Debian without python3-venv, which is installed then, or after Ctrl-C.
+    begun = tmp_path / folder / "bin" / "python"
+    begun.parent.mkdir(parents=True)
+    begun.symlink_to(sys.executable)
+    done = made(folder.removeprefix("."), tmp_path, '[ "$1" = -c ] || { echo "$@"; exit 1; }')
+    assert f"\n-m venv {folder}\n" in f"\n{done.stdout}"
 
 
 def test_ci_runs_the_tests() -> None:
