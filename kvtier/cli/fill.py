@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -285,7 +286,7 @@ def store_of(
             BACKEND.check(settings, None)
         except ConfigError as error:
             if to_write or not isinstance(error, NotWritable):
-                shown = "this url" if "@" in text else text  # which may hold a password
+                shown = "this url" if re.search("[@?]", text) else text  # a password, a signature
                 raise ConfigError(shown, error.problem, error.remedy) from error
         folder = local_folder(text)
         if not to_write and folder is not None and not folder.exists():

@@ -49,6 +49,7 @@ WRONG = [
     ("prewarm --from s3://bucket/kv -c {stack}", 2, "--from: names a stack file; what copies"),
     ("clera -c {stack}", 2, "Did you mean 'clear'"),
     ("snapshot --to s3://me:secret@bucket/x -c {stack}", 2, "a user name stands in the url"),
+    ("restore --from https://bucket/x?sig=secret -c {stack}", 2, "this url names no store"),
     ("config init --bucket http://bucket", 2, "--bucket: this url names no store"),
     ("config init --bucket s3://me:secret@bucket", 2, "--bucket: a user name"),
     ("config init {stack}.new --folder=", 2, "'--folder': an empty text names no folder"),
