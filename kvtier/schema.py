@@ -241,8 +241,9 @@ ones. The same settings as nested dicts (an inline stack) mean the same.
 - A **size** is a number and a unit: `64GiB`, `512MiB`, `2TB`. A **share** is a percentage of the
   medium: `80%`. A **duration** is a number and a unit: `250ms`, `10s`.
 - `${NAME}` in a value is the environment's value of NAME, `${NAME:-default}` has a default for
-  when it is not set or empty, and `$${` stands for a plain `${`. What comes from the environment is
-  shown nowhere: messages and listings name the variable instead.
+  when it is not set or empty, and `$${` stands for a plain `${`. What is said of the file, and
+  `config show`, name the variable and not what comes from it. Once a tier is used, its path or url
+  is named like any other, in listings and logs.
 - An unknown key is an error, and so is everything else that nothing would read.
 - Write whole paths: others begin where a server or command is started, not beside the file.
 - `# yaml-language-server: $schema=./schema.json` in the first line lets an editor complete and

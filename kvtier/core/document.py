@@ -2,7 +2,7 @@
 
 Read from YAML text or from nested dicts. `${NAME}` in a text is the environment's value of NAME,
 `${NAME:-default}` has a default, and `$${` stands for a plain `${`. What came from the environment
-is never shown again: messages and listings name the variable.
+is not shown in what is said of the document, nor when it is printed: the variable is named.
 """
 
 from __future__ import annotations
