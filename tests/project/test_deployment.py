@@ -75,6 +75,8 @@ def test_the_manifest_of_kubernetes(tmp_path: Path) -> None:
     stack.write_text(re.sub(r"(\d+)GiB", r"\1MiB", text))  # it is that of another machine
     kinds = [tier.kind for tier in load(stack).tiers]
     assert kinds == ["cpu", "nvme", "object"]
+    # By itself Kubernetes starts the new pod first, which waits for the GPU of the old one.
+    assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
     pod = deployment["spec"]["template"]["spec"]
     (first,), (server,) = pod["initContainers"], pod["containers"]
     shell, _, otherwise = first["command"][2].partition("||")
