@@ -28,7 +28,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm bench-crowd bench-trace venv-vllm check fix lint docs lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-sanitize gpu-needs gpu-wheels
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm bench-crowd bench-trace venv-vllm check fix lint docs lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -120,22 +120,50 @@ GPU_TESTS   = $(PYTHON) -m pytest -q -c /dev/null --rootdir . -p no:cacheprovide
 SANITIZER  ?= $(firstword $(shell command -v compute-sanitizer) \
 	$(wildcard /usr/local/cuda/bin/compute-sanitizer /opt/nvidia/*/*/compute-sanitizer))
 
+# But for those tests that only take time or provoke errors, and without torch's cache, so that it
+# sees where every tensor ends.
+GPU_CHECKED = $(or $(SANITIZER),compute-sanitizer) --tool memcheck --report-api-errors no --error-exitcode 9 \
+	$(GPU_TESTS) -k "not sees_what and not refused and not attempt and not captures"
+GPU_LIMIT   = timeout --signal=INT --kill-after=10
+
 bench-gpu: gpu-needs
 	@status=0; export PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1; \
-	timeout --signal=INT --kill-after=10 150 $(GPU_TESTS) || status=1; \
+	$(GPU_LIMIT) 150 $(GPU_TESTS) || status=1; \
 	$(PYTHON) -m benchmarks.gpu || status=1; exit $$status
 
 # Other numbers for the copies' buffers and kernels, in some four minutes.
 bench-gpu-sweep: gpu-needs
 	PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu_sweep
 
-# The same tests, but for those that only take time or provoke errors, under NVIDIA's checker of
-# memory accesses. Without torch's cache, so that it sees where every tensor ends.
+# The same tests under NVIDIA's checker of memory accesses.
 gpu-sanitize: gpu-needs
 	@[ -n "$(SANITIZER)" ] || { echo "no compute-sanitizer here: SANITIZER=path of it"; exit 1; }
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=$(GPU_PATH) timeout 480 $(SANITIZER) \
-		--tool memcheck --report-api-errors no --error-exitcode 9 \
-		$(GPU_TESTS) -k "not sees_what and not refused and not attempt and not captures"
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=$(GPU_PATH) timeout 480 $(GPU_CHECKED)
+
+# All of these in one command, for a device that is there for minutes: LIMIT_S, in seconds, is for all
+# of it. What is behind the others is worth less, and gets what they leave; what each says, and its
+# figures, are in RESULTS at any time.
+LIMIT_S ?= 840
+RESULTS ?= gpu-results
+
+gpu-all: gpu-needs
+	@mkdir -p $(RESULTS); end=$$(($$(date +%s) + $(LIMIT_S))); \
+	export PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1; \
+	step() { \
+		name=$$1; limit=$$2; shift 2; began=$$(date +%s); left=$$((end - began)); \
+		[ $$limit -le $$left ] || limit=$$left; \
+		if [ $$limit -lt 40 ]; then echo "== $$name: no time left"; else \
+			JSON=$(RESULTS)/$$name.json LIMIT_S=$$((limit - 20)) $(GPU_LIMIT) $$limit "$$@" \
+				&& how=whole || how="FAILED ($$?)"; \
+			echo "== $$name: $$how, $$(($$(date +%s) - began)) s"; \
+		fi 2>&1 | tee $(RESULTS)/$$name.log; \
+	}; \
+	step tests 150 $(GPU_TESTS); \
+	step figures 290 $(PYTHON) -m benchmarks.gpu; \
+	step checked 180 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(GPU_CHECKED); \
+	step sweep 320 $(PYTHON) -m benchmarks.gpu_sweep; \
+	cd $(RESULTS) && grep -h '^== ' tests.log figures.log checked.log sweep.log; \
+	[ $$(cat *.log | grep -c '^== .*: whole') = 4 ]
 
 gpu-needs:
 	@missing=$$(PYTHONPATH=.gpu-site $(PYTHON) -c 'import sys, importlib.util as util; \

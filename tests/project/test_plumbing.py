@@ -106,6 +106,39 @@ def test_an_environment_that_was_left_without_pip_is_made_again(
     assert f"\n-m venv {folder}\n" in f"\n{done.stdout}"
 
 
+_STANDS_FOR_PYTHON = """#!/bin/sh
+case "$*" in
+*pytest*) echo "tests${PYTORCH_NO_CUDA_MEMORY_CACHING:+, without the cache}";;
+*benchmarks.gpu) echo "figures, $LIMIT_S s" > $JSON; exit 3;;
+*benchmarks.gpu_sweep) echo "sweep" > $JSON;;
+esac
+"""
+_STANDS_FOR_A_CHECKER = """#!/bin/sh
+while [ "$1" != "$PYTHON" ]; do shift; done
+"$@"
+"""
+
+
+def test_what_fails_on_a_gpu_keeps_nothing_of_the_rest_from_running(tmp_path: Path) -> None:
+    """One is there for minutes, and some of what runs on it has never met one."""
+    programs = {"python": _STANDS_FOR_PYTHON, "checker": _STANDS_FOR_A_CHECKER}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    named = {"PYTHON": tmp_path / "python", "SANITIZER": tmp_path / "checker", "RESULTS": tmp_path}
+    command = ["make", "gpu-all", "LIMIT_S=100", *(f"{key}={each}" for key, each in named.items())]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, "something failed"
+    said = [line.rpartition(", ")[0] for line in done.stdout.splitlines()[-4:]]
+    wanted = ["tests: whole", "figures: FAILED (3)", "checked: whole", "sweep: whole"]
+    assert said == [f"== {each}" for each in wanted]
+    assert (tmp_path / "checked.log").read_text().startswith("tests, without the cache\n")
+    assert re.fullmatch(r"figures, \d+ s\n", (tmp_path / "figures.json").read_text())
+    assert (tmp_path / "sweep.json").read_text() == "sweep\n"
+    done = subprocess.run([*command, "LIMIT_S=1"], cwd=ROOT, capture_output=True, check=False)
+    assert done.stdout.decode().count("no time left") == 2 * 4
+
+
 def test_ci_runs_the_tests() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)

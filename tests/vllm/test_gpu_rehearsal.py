@@ -40,11 +40,32 @@ from benchmarks import gpu_arena, gpu_beside, gpu_kernels, gpu_sweep
 gpu_arena.RECORD_BYTES, gpu_beside.SIDE, gpu_beside.ROUNDS = 1 << 20, 32, 4
 gpu_sweep.SIZE, gpu_sweep.PAGES, gpu_sweep.TURNS = 2 << 20, [64 << 10], 1
 gpu_kernels.ROUNDS, gpu_kernels.BYTES_MAX = 1, 1 << 20
-gpu_sweep.SECONDS = gpu_sweep.PART_SECONDS = 600.0  # processors may be busy here
+gpu_sweep.SECONDS = gpu_sweep.VARIANT_SECONDS = 600.0  # processors may be busy here
 gpu_sweep.VARIANTS = [each for each in gpu_sweep.VARIANTS if each.title in TITLES]
 before = gpu_sweep.staging._EACH_WAY
 gpu_sweep.main()
 assert gpu_sweep.staging._EACH_WAY == before
+"""
+
+_HURRIED = """
+import pretend_cuda
+from benchmarks import gpu_sweep
+
+now, begun = 0.0, []
+
+def run_part(part, report, seconds):
+    global now
+    title = part.args[1].title
+    begun.append(title)
+    now += seconds if title == "2 loads at once" else 25.0
+    return title != "2 loads at once"
+
+gpu_sweep.run_part, gpu_sweep.time.perf_counter = run_part, lambda: now
+try:
+    gpu_sweep.main()
+except SystemExit as end:
+    print(end)
+print(begun[-1], len(begun), now)
 """
 
 
@@ -91,3 +112,13 @@ def test_the_sweep(tmp_path: Path) -> None:
     assert "as they are: store, pages of 64 KiB" in figures
     assert "as they are: gathering 1 MiB of pages of 16 KiB takes" in figures
     assert "8 buffers of 16 MiB: a product loses meanwhile" in figures
+
+
+def test_a_sweep_with_little_time_ends_as_it_began() -> None:
+    """With the usual numbers, whatever was left out, and whoever hung."""
+    said = python("-c", _HURRIED, LIMIT_S="250").splitlines()
+    assert "8 buffers of 16 MiB: no time left" in said
+    assert said[-2:] == [
+        "these variants failed: 2 loads at once",
+        "as they are, again 8 235.0",
+    ]
