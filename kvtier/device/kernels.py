@@ -144,7 +144,7 @@ def _move(
         page = (base + stride * block).to(tl.pointer_type(tl.int64))
         staged = buffer + row.to(tl.int64) * part_words + start
         begin = unit % segments * segment_words
-        end = tl.where(block >= 0, tl.minimum(size, begin + segment_words), 0)
+        end = tl.where(block >= 0, tl.minimum(size.to(tl.int32), begin + segment_words), 0)
         for at in range(0, longest, steps * together):
             word = begin + at + thread % together
             if out:
@@ -164,38 +164,54 @@ def _scramble(total, key):
     return ((total ^ ((total >> 47) & 0x1FFFF)) ^ key) * 0x9E3779B1
 
 
+@triton.jit
+def _tile(unit, units, part_bytes, pieces, longest, piece_bytes: tl.constexpr, tile: tl.constexpr):
+    """How many whole blocks it has, where they lie in the buffer, and where their sums go."""
+    tiles = (longest + tile - 1) // tile
+    piece, first = unit // tiles, unit % tiles * tile
+    start = (piece % pieces).to(tl.int64) * piece_bytes
+    size = tl.where(piece % pieces == pieces - 1, part_bytes - start, piece_bytes)
+    whole = ((size - 1) // 1024).to(tl.int32) - first
+    source = ((piece // pieces).to(tl.int64) * part_bytes + start) // 8 + first * 128
+    return tl.where(unit < units, whole, 0), source, (piece.to(tl.int64) * longest + first) * 8
+
+
+@triton.jit
+def _words_from(source, inside):
+    values = ()
+    for stripe in tl.static_range(16):
+        values += (tl.load(source + stripe * 8, mask=inside),)
+    return values
+
+
 @triton.jit(do_not_specialize=["buffer", "parts", "part_bytes", "pieces", "longest"])
 def _add_blocks(
     buffer, numbers, totals, parts, part_bytes, pieces, longest,
     piece_bytes: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """The sums of all blocks of all pieces; a piece has room for `longest` of them."""
+    """The sums of all whole blocks of all pieces; a piece has room for `longest` of them."""
     # Words are pairs, because each of the eight of a stripe is also added to the other one's total.
     pair = tl.arange(0, 4 * tile)[:, None]
     lane = pair % 4 * 2 + tl.arange(0, 2)[None, :]
-    tiles = (longest + tile - 1) // tile
+    block = pair // 4
+    units = parts * pieces * ((longest + tile - 1) // tile)
     unit = tl.program_id(0)
-    while unit < parts * pieces * tiles:
-        piece = unit // tiles
-        start = (piece % pieces).to(tl.int64) * piece_bytes
-        size = tl.where(piece % pieces == pieces - 1, part_bytes - start, piece_bytes)
-        stripes = ((size - 1) // 64).to(tl.int32)
-        block = unit % tiles * tile + pair // 4
-        data = buffer + ((piece // pieces).to(tl.int64) * part_bytes + start) // 8
-        values = ()
-        for stripe in tl.static_range(16):
-            inside = block * 16 + stripe < stripes
-            values += (tl.load(data + block * 128 + stripe * 8 + lane, mask=inside, other=0),)
+    whole, source, to = _tile(unit, units, part_bytes, pieces, longest, piece_bytes, tile)
+    values = _words_from(buffer + source + block * 128 + lane, block < whole)
+    while unit < units:
+        unit += tl.num_programs(0)
+        # For the next round: so all of them are on their way at once, which compilers see to only
+        # if none is of use in this one, and if they share a condition.
+        coming, source, later = _tile(unit, units, part_bytes, pieces, longest, piece_bytes, tile)
+        ahead = _words_from(buffer + source + block * 128 + lane, block < coming)
         total = tl.zeros((4 * tile, 2), tl.int64)
         added = tl.zeros((4 * tile, 2), tl.int64)
         for stripe in tl.static_range(16):
-            product = _product(values[stripe] ^ tl.load(numbers + _STRIPES + stripe + lane))
-            total += tl.where(block * 16 + stripe < stripes, product, 0)
+            total += _product(values[stripe] ^ tl.load(numbers + _STRIPES + stripe + lane))
             added += values[stripe]
         total += tl.sum(added, axis=1, keep_dims=True) - added
-        to = totals + (piece.to(tl.int64) * longest + block) * 8 + lane
-        tl.store(to, total, mask=block * 16 <= stripes)
-        unit += tl.num_programs(0)
+        tl.store(totals + to + block * 8 + lane, total, mask=block < whole)
+        whole, to, values = coming, later, ahead
 
 
 @triton.jit
@@ -211,26 +227,35 @@ def _finish(
     buffer, numbers, totals, sums, parts, part_bytes, pieces, longest,
     piece_bytes: tl.constexpr, chains: tl.constexpr, ahead: tl.constexpr,
 ):  # fmt: skip
-    """The checksums of pieces from the sums of their blocks."""
+    """The checksums of pieces from the sums of whole blocks, and what is behind these."""
     at = tl.program_id(0) * chains + tl.arange(0, chains)
     piece = tl.minimum(at, parts * pieces - 1)[:, None]
     lane = tl.arange(0, 8)[None, :]
     start = (piece % pieces).to(tl.int64) * piece_bytes
     size = tl.where(piece % pieces == pieces - 1, part_bytes - start, piece_bytes)
-    full = ((size - 1) // 1024).to(tl.int32)
+    whole = ((size - 1) // 1024).to(tl.int32)
     source = totals + piece.to(tl.int64) * longest * 8 + lane
     key = tl.load(numbers + _SCRAMBLE + lane)
     total = tl.load(numbers + lane) + tl.zeros((chains, 8), tl.int64)
     values = _totals_from(source, ahead)
-    for block in range(0, longest - 1, ahead):
+    for block in range(0, longest, ahead):
         # For the next round, so that nothing waits for them; those behind the piece are not used.
         coming = _totals_from(source + (block + ahead) * 8, ahead)
         for step in tl.static_range(ahead):
             scrambled = _scramble(total + values[step], key)
-            total = tl.where(block + step < full, scrambled, total)
+            total = tl.where(block + step < whole, scrambled, total)
         values = coming
-    total += tl.load(source + full * 8)
-    data = buffer + ((piece // pieces).to(tl.int64) * part_bytes + start + size - 64) // 8
+    data = buffer + ((piece // pieces).to(tl.int64) * part_bytes + start) // 8
+    stripes = ((size - 1) // 64).to(tl.int32) - whole * 16
+    for stripe in tl.static_range(15):
+        inside, at_stripe = stripe < stripes, data + whole * 128 + stripe * 8
+        product = _product(
+            tl.load(at_stripe + lane, mask=inside, other=0)
+            ^ tl.load(numbers + _STRIPES + stripe + lane)
+        )
+        total += tl.where(inside, product, 0)
+        total += tl.load(at_stripe + (lane ^ 1), mask=inside, other=0)
+    data += (size - 64) // 8
     value = tl.load(data + lane)
     total += _product(value ^ tl.load(numbers + _LAST + lane))
     total += tl.load(data + (lane ^ 1))
@@ -306,6 +331,6 @@ def digest(
 
 
 def _blocks(part_bytes: int) -> int:
-    """The most blocks of 1 KiB that a piece of such a part has."""
+    """The most whole blocks of 1 KiB that a piece of such a part has; one where there are none."""
     longest = part_bytes if pieces_of(part_bytes) == 1 else PIECE_BYTES + TAIL_BYTES - 1
-    return (longest - 1) // 1024 + 1
+    return max(1, (longest - 1) // 1024)

@@ -91,6 +91,7 @@ def test_the_kernels_move_pages_and_take_the_checksums_of_records() -> None:
 
 
 _COMPILED = """
+import re
 import subprocess
 from pathlib import Path
 import torch
@@ -101,8 +102,22 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 from kvtier.device import kernels
 
-builds = {}
-usage = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+builds, together = {}, {"_move": 8, "_add_blocks": 16}
+tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+def said(option):
+    return subprocess.check_output([tool, option, "cubin"], text=True)
+
+def used_early(lines, many):
+    loads = [at for at, line in enumerate(lines) if re.search(r"@!?P[0-9] LDG", line)][-many:]
+    coming = set()
+    for line in lines[loads[0] : loads[-1]]:
+        named = [int(number) for number in re.findall(r"\\bR([0-9]+)", line)]
+        if re.search("P[0-9] LDG", line):
+            coming |= {named[0], named[0] + 1}
+        elif coming & {*named}:
+            return line
+    return None
 
 class Launched:
     def __init__(self, function):
@@ -133,9 +148,12 @@ class Launched:
             target = GPUTarget("cuda", generation, 32)
             built = triton.compile(source, target=target, options={"num_warps": num_warps})
             Path("cubin").write_bytes(built.asm["cubin"])
-            used = subprocess.check_output([usage, "-res-usage", "cubin"], text=True)
-            assert "STACK:0" in used, f"registers go to memory: {used}"
-            print(self.function.fn.__name__, *fixed.values(), generation)
+            assert "STACK:0" in said("-res-usage"), "registers go to memory"
+            name = self.function.fn.__name__
+            if name in together:
+                early = used_early(said("-sass").splitlines(), together[name])
+                assert early is None, f"waits for a word before all are on their way: {early}"
+            print(name, *fixed.values(), generation)
 
 for name in ("_bring", "_move", "_add_blocks", "_finish"):
     setattr(kernels, name, Launched(getattr(kernels, name)))
