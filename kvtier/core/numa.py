@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import platform
 from collections.abc import Collection, Mapping, Sequence
@@ -114,7 +115,11 @@ def place(memory: Buffer, nodes: Collection[int]) -> str | None:
         ctypes.c_ulong(_NODES_MAX),
         ctypes.c_ulong(0),
     )
-    return os.strerror(ctypes.get_errno()) if failed else None
+    if not failed:
+        return None
+    reason = os.strerror(ctypes.get_errno())
+    hint = " (in Docker: --cap-add SYS_NICE)" if ctypes.get_errno() == errno.EPERM else ""
+    return reason + hint
 
 
 def bind_thread(cores: Collection[int]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -113,6 +115,26 @@ def test_nothing_to_choose(tmp_path: Path, nodes: str, gpus: list[tuple[str, str
 def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
     found = Topology(tmp_path / "nothing")
     assert (found.nodes, found.gpus(), found.near(0, 8, {})) == ([], [], ())
+
+
+# As Docker's own profile does to who has not CAP_SYS_NICE: `mbind` fails, all else goes on.
+FILTERED = """
+import ctypes, struct
+from kvtier.core import numa
+number = numa._MBIND[numa.platform.machine()]
+if_it_is, refused, allowed = 0x15, 0x00050000 | 1, 0x7FFF0000
+steps = [(0x20, 0, 0, 0), (if_it_is, 0, 1, number), (6, 0, 0, refused), (6, 0, 0, allowed)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code)))
+libc = ctypes.CDLL(None)
+assert not libc.prctl(38, 1, 0, 0, 0) and not libc.prctl(22, 2, program, 0, 0)
+print(numa.place(memoryview(bytearray(4096)), [0]))
+"""
+
+
+def test_a_container_that_may_not_place_memory_is_told_what_it_lacks() -> None:
+    done = subprocess.run([sys.executable, "-c", FILTERED], capture_output=True, text=True)
+    assert done.stdout == "Operation not permitted (in Docker: --cap-add SYS_NICE)\n", done.stderr
 
 
 def test_memory_is_placed_or_there_is_a_reason() -> None:
