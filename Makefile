@@ -170,7 +170,7 @@ gpu-needs:
 		print(*(name for name in sys.argv[1:] if not util.find_spec(name)))' $(GPU_NEEDS)) && { \
 	[ -z "$$missing" ] || $(PYTHON) -m pip install --quiet --target .gpu-site $$missing \
 		$(if $(wildcard .gpu-wheels),--no-index --find-links .gpu-wheels); }
-	@PYTHONPATH=.gpu-site $(PYTHON) -c 'import kvikio' 2>/dev/null || \
+	-@PYTHONPATH=.gpu-site $(PYTHON) -c 'import kvikio' 2>/dev/null || \
 	[ -z "$(GPU_KVIKIO)" ] || $(PYTHON) -m pip install --quiet --no-index --no-deps \
 		--upgrade --target .gpu-site $(GPU_KVIKIO)
 

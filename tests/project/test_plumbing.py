@@ -108,9 +108,10 @@ def test_an_environment_that_was_left_without_pip_is_made_again(
 
 _STANDS_FOR_PYTHON = """#!/bin/sh
 case "$*" in
-*pytest*) echo "tests${PYTORCH_NO_CUDA_MEMORY_CACHING:+, without the cache}";;
+*"-m pytest"*) echo "tests${PYTORCH_NO_CUDA_MEMORY_CACHING:+, without the cache}";;
 *benchmarks.gpu) echo "figures, $LIMIT_S s" > $JSON; exit 3;;
 *benchmarks.gpu_sweep) echo "sweep" > $JSON;;
+*kvikio*) exit 1;;
 esac
 """
 _STANDS_FOR_A_CHECKER = """#!/bin/sh
@@ -126,6 +127,7 @@ def test_what_fails_on_a_gpu_keeps_nothing_of_the_rest_from_running(tmp_path: Pa
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     named = {"PYTHON": tmp_path / "python", "SANITIZER": tmp_path / "checker", "RESULTS": tmp_path}
+    named["GPU_KVIKIO"] = tmp_path / "kvikio.whl"  # which cannot be installed there
     command = ["make", "gpu-all", "LIMIT_S=100", *(f"{key}={each}" for key, each in named.items())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2, "something failed"
