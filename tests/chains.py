@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvtier.backends.memory import MemoryHandler, MemorySettings, MemoryStore, MemoryTier
+from kvtier.backends.memory.store import MemorySpec
 from kvtier.core.chain import TierChain
 from kvtier.core.costs import CostModel
 from kvtier.core.ledger import Ledger
@@ -19,7 +20,7 @@ from kvtier.core.settings import (
 )
 from kvtier.core.transfer import Mover, MoverStats, Transfer, TransferKind, TransferResult
 from kvtier.testing.records import NAMESPACE, fill, make_keys, prove
-from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Presence
+from kvtier.types import BlockKey, FilePlace, LoadStoreSpec, Outcome, Presence
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
 LOAD_DEADLINE, STORE_DEADLINE, REST = 10.0, 60.0, 30.0
@@ -99,6 +100,16 @@ class ScriptedMover(Mover):
         return [transfer for transfer in self.queue if transfer.kind is TransferKind.STORE]
 
 
+class InFiles(MemoryTier):
+    """Whose records readers fetch themselves: each lies in the file of its slot."""
+
+    in_files = True
+
+    def files(self, spec: LoadStoreSpec) -> list[FilePlace]:
+        assert isinstance(spec, MemorySpec)
+        return [FilePlace("slots", slot) for slot in spec.slots]
+
+
 def rule(
     write: WritePolicy = WritePolicy.THROUGH,
     admission: Admission = Admission.ALWAYS,
@@ -129,9 +140,13 @@ class ChainRig:
         *,
         costs: CostModel | None = None,
         clock: Callable[[], float] | None = None,
+        in_files: Collection[int] = (),
     ) -> None:
         self.now = 1000.0
-        self.tiers = [MemoryTier(MemoryStore(NAMESPACE, count * SLOT)) for count in slots]
+        self.tiers = [
+            (InFiles if at in in_files else MemoryTier)(MemoryStore(NAMESPACE, count * SLOT))
+            for at, count in enumerate(slots)
+        ]
         self.handlers = [MemoryHandler(tier.store) for tier in self.tiers]
         self.mover = ScriptedMover(self.handlers)
         self.chain = TierChain(

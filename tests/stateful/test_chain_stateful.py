@@ -20,7 +20,7 @@ from hypothesis.stateful import rule as step
 from kvtier.core.flight import Ticket
 from kvtier.core.settings import Admission, WritePolicy
 from kvtier.errors import NotResident
-from kvtier.testing.records import make_keys
+from kvtier.testing.records import make_keys, prove
 from kvtier.types import BlockKey, EventKind, Outcome, Presence, Reservation
 
 UNIVERSE = make_keys(8)
@@ -44,6 +44,7 @@ class ChainMachine(RuleBasedStateMachine):
         admits=st.tuples(admissions, admissions),
         near=some_keys,
         far=some_keys,
+        in_files=st.sets(st.sampled_from([1, 2])),
     )
     def begin(
         self,
@@ -51,9 +52,10 @@ class ChainMachine(RuleBasedStateMachine):
         admits: tuple[Admission, ...],
         near: list[BlockKey],
         far: list[BlockKey],
+        in_files: set[int],
     ) -> None:
         rules = [rule(write, admit, 5) for write, admit in zip(writes, admits, strict=True)]
-        self.rig = ChainRig(SLOTS, [rule(), *rules])
+        self.rig = ChainRig(SLOTS, [rule(), *rules], in_files=in_files)
         for index, tier in enumerate(self.rig.tiers):
             tier.medium = f"tier{index}"
         self.chain = self.rig.chain
@@ -122,7 +124,7 @@ class ChainMachine(RuleBasedStateMachine):
     def load_what_is_a_hit(self, keys: list[BlockKey], request: str, patience: int) -> None:
         hits = self.look_up(keys)
         self.chain.touch(hits)
-        refusing = not self.rig.mover.accepting
+        refusing = self.rig.mover.down or not self.rig.mover.accepting
         ticket = self.chain.begin_load(hits, request, self.rig.now + patience)
         assert refusing or not ticket.missing, "lookup promised what could not be taken in"
         self.keep(ticket, hits)
@@ -141,8 +143,10 @@ class ChainMachine(RuleBasedStateMachine):
         self.chain.complete_load(keys[1::2])
 
     def keep(self, ticket: Ticket, asked: list[BlockKey]) -> None:
-        assert list(ticket.keys) == [key for key in asked if key not in ticket.missing]
-        assert len(ticket.keys) + len(ticket.missing) == len(asked)
+        elsewhere = {*ticket.missing, *ticket.files}
+        assert list(ticket.keys) == [key for key in asked if key not in elsewhere]
+        assert elsewhere.union(ticket.keys) == set(asked)
+        assert not ticket.files.keys() & set(ticket.missing)
         assert set(ticket.keys) == {*ticket.pinned, *ticket.pending}
         self.tickets.append(ticket)
         if ticket.pending:
@@ -152,8 +156,13 @@ class ChainMachine(RuleBasedStateMachine):
     @step(which=number, fails=st.one_of(st.just({}), bad_keys))
     def end(self, which: int, fails: dict[BlockKey, Outcome]) -> None:
         ended = self.tickets.pop(which % len(self.tickets))
-        self.chain.end_load(ended, {k: o for k, o in fails.items() if k in ended.keys})
+        read = {*ended.keys, *ended.files}
+        self.chain.end_load(ended, {k: o for k, o in fails.items() if k in read})
         self.unreported = [ticket for ticket in self.unreported if ticket is not ended]
+
+    @step(able=st.booleans())
+    def say_whether_files_can_be_read(self, able: bool) -> None:
+        self.chain.read_directly(able)
 
     @step(everything=st.sampled_from([False, False, True]), keys=some_keys)
     def lose(self, everything: bool, keys: list[BlockKey]) -> None:
@@ -166,6 +175,13 @@ class ChainMachine(RuleBasedStateMachine):
             self.dead |= set(keys) - {key for one in self.storing for key in one.keys}
 
     # the mover, and time
+
+    @step(down=st.booleans())
+    def end_or_begin_again(self, down: bool) -> None:
+        if down:
+            self.rig.mover.fail_all(Outcome.DROPPED)
+        self.rig.mover.down = down
+        self.poll()
 
     @precondition(lambda self: self.rig.mover.queue)
     @step(which=number, fails=st.one_of(st.just({}), bad_keys))
@@ -209,6 +225,15 @@ class ChainMachine(RuleBasedStateMachine):
                     assert owners[spec.slots[0]] == key
 
     @invariant()
+    def every_record_lies_in_the_file_that_its_ticket_names(self) -> None:
+        for ticket in self.tickets:
+            for tier, keys in ticket.pinned_files:
+                for key in keys:
+                    slot = ticket.files[key].at
+                    assert self.rig.tiers[tier].store.owners[slot] == key
+                    assert prove(self.rig.tiers[tier].store.record(slot), key).ok
+
+    @invariant()
     def no_slot_of_a_transfer_is_used_for_anything_else(self) -> None:
         for transfer in self.rig.mover.queue:
             for tier, spec in (
@@ -238,7 +263,7 @@ class ChainMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
             return
-        self.rig.mover.accepting = True
+        self.rig.mover.accepting, self.rig.mover.down = True, False
         for ticket in self.tickets:
             self.chain.end_load(ticket)
         self.tickets, self.unreported = [], []

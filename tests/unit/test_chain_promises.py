@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 from chains import KEYS, SLOT, ChainRig, rule
 
-from kvtier.backends.memory import MemoryTier
-from kvtier.core.chain import TierChain
 from kvtier.core.costs import CostModel
 from kvtier.core.plan import HOST
 from kvtier.core.runs import DEVICE
 from kvtier.core.settings import WritePolicy
 from kvtier.core.tally import direct
 from kvtier.errors import NotResident
-from kvtier.testing.records import NAMESPACE
-from kvtier.types import FilePlace, LoadStoreSpec, Outcome, Presence
+from kvtier.types import Outcome, Presence
 
 HIT, PENDING, MISS = Presence.HIT, Presence.PENDING, Presence.MISS
 READ_ONLY = [rule(), rule(WritePolicy.NEVER), rule(WritePolicy.NEVER)]
@@ -160,17 +157,9 @@ def test_loads_without_requests_are_counted_pin_by_pin(rig: ChainRig) -> None:
     rig.assert_quiet()
 
 
-class InFiles(MemoryTier):
-    in_files = True
-
-    def files(self, spec: LoadStoreSpec) -> list[FilePlace]:
-        return [FilePlace("nowhere", at) for at in range(len(spec))]
-
-
 def test_what_is_read_from_files_takes_no_slot_that_was_promised() -> None:
-    rig = ChainRig([2, 4, 4], READ_ONLY)
-    rig.tiers[1] = InFiles(rig.tiers[1].store)
-    chain = TierChain(rig.tiers, READ_ONLY, rig.mover, NAMESPACE, clock=lambda: rig.now)
+    rig = ChainRig([2, 4, 4], READ_ONLY, in_files=[1])
+    chain = rig.chain
     chain.read_directly(True)
     keys = [*rig.put(1, KEYS[:1]), *rig.put(2, KEYS[1:3])]
     first = chain.begin_load(keys[:1], "a", FAR)
@@ -185,9 +174,8 @@ def test_what_is_read_from_files_takes_no_slot_that_was_promised() -> None:
 def test_a_read_that_ends_when_files_are_read_no_more_says_nothing_of_the_mover() -> None:
     """Readers say in one breath that a read has failed late, and that they will read no more."""
     costs = CostModel(clock=lambda: 1000.0)
-    rig = ChainRig([4, 4], READ_ONLY[:2])
-    rig.tiers[1] = InFiles(rig.tiers[1].store)
-    chain = TierChain(rig.tiers, READ_ONLY[:2], rig.mover, NAMESPACE, costs=costs)
+    rig = ChainRig([4, 4], READ_ONLY[:2], costs=costs, in_files=[1])
+    chain = rig.chain
     chain.read_directly(True)
     keys = rig.put(1, KEYS[:2])
     ticket = chain.begin_load(keys, "a", FAR)
