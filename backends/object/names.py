@@ -36,6 +36,11 @@ def block_name(namespace: str, key: BlockKey, generation: int = 0) -> str:
     return f"{namespace}/blocks/{text[:2]}/{text[2:4]}/{text}-{generation}"
 
 
+def blocks_prefix(namespace: str, digits: str = "") -> str:
+    """How the names of blocks begin whose keys begin with these digits: four at least, or none."""
+    return f"{namespace}/blocks/" + (digits and f"{digits[:2]}/{digits[2:4]}/{digits}")
+
+
 def parse_block(name: str) -> tuple[str, BlockKey, int] | None:
     """Namespace, key and generation of a block's object; None for anything else."""
     found = _BLOCK.fullmatch(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -83,12 +83,13 @@ class Block(msgspec.Struct, kw_only=True):
         return self.name if self.slab is None else f"{self.slab.data}:{self.slot}"
 
 
-def blocks_of(place: Place, namespace: str = "") -> Iterator[Block]:
-    """The blocks of a place, or those of one namespace in it."""
+def blocks_of(place: Place, namespace: str = "", begins: Sequence[str] = ("",)) -> Iterator[Block]:
+    """The blocks of a place, or those of one namespace in it. A store is asked for no others than
+    those whose keys begin with one of these digits."""
     if place.kind == "object":
         from kvtier.cli.look_objects import list_blocks
 
-        yield from list_blocks(place, namespace)
+        yield from list_blocks(place, namespace, begins)
     for slab in place.slabs:
         if slab.namespace.startswith(namespace):
             yield from _blocks_of_slab(place, slab)

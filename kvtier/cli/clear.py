@@ -54,7 +54,7 @@ def clear(
     that share it; engines that meet the gap count a miss. Exit code 1 if anything stays.
     """
     stack = load(config)
-    places = look(stack, options.tier_of(tier, stack), blocks=False)
+    places = look(stack, options.tier_of(tier, stack))
     chosen = "" if namespace is None else find_namespace(places, namespace)
     parts = [
         (place, part)

@@ -28,7 +28,7 @@ def du(
     exit code is 1 then.
     """
     stack = load(config, to_write=False)
-    places = look(stack, options.tier_of(tier, stack), blocks=False, uses_of="")
+    places = look(stack, options.tier_of(tier, stack), uses_of="")
     if json:
         console.print_json([_plain(place) for place in places])
     else:

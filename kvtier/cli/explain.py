@@ -22,6 +22,9 @@ from kvtier.vllm.prompts import read_prompts
 
 app = console.new_app()
 
+_LISTED_AT_ONCE = 1000
+"""Objects, by one request to a store."""
+
 
 class Run(msgspec.Struct):
     """Neighbouring chunks that are in the same tiers."""
@@ -147,7 +150,10 @@ def _held(places: list[Place], namespace: str, wanted: Set[BlockKey]) -> dict[Bl
     """The tiers that have these; all that there is may be millions."""
     held: dict[BlockKey, list[str]] = {}
     for place in places:
-        for block in blocks_of(place, namespace):
+        there = sum(part.blocks for part in place.parts if part.namespace == namespace)
+        few = len(wanted) * _LISTED_AT_ONCE < there  # then single ones take fewer requests
+        begins = [key.hex() for key in wanted] if few else [""]
+        for block in blocks_of(place, namespace, begins):
             if block.key in wanted and not block.quarantined:
                 tiers = held.setdefault(block.key, [])
                 name = f"{place.tier} {place.kind}"

@@ -54,7 +54,7 @@ def gc(
     could not be removed or read.
     """
     stack = load(config)
-    places = look(stack, options.tier_of(tier, stack), blocks=False)
+    places = look(stack, options.tier_of(tier, stack))
     rows, refused = _collect(find(stack, places, idle), dry_run)
     if json:
         troubles = [trouble for place in places for trouble in place.troubles]

@@ -93,6 +93,10 @@ class Part(msgspec.Struct, kw_only=True):
         self.used = max(used, self.used or 0.0) or None
 
 
+def _nothing(_prefixes: Iterable[str]) -> Iterable[Any]:
+    return ()
+
+
 class Place(msgspec.Struct, kw_only=True):
     """One tier's medium, seen from outside."""
 
@@ -107,8 +111,9 @@ class Place(msgspec.Struct, kw_only=True):
     """Bytes free on the file system."""
     slabs: list[Slab] = []
     parts: list[Part] = []
-    objects: dict[str, list[Any]] = {}
-    """By namespace, the blocks that a listing of a store has found, as its own `ObjectInfo`."""
+    list_objects: Callable[[Iterable[str]], Iterable[Any]] = _nothing
+    """Lists anew what lies in a store below these prefixes, as its own `ObjectInfo`: of millions
+    nobody holds a list."""
     manifests: dict[str, npt.NDArray[np.void]] = {}
     """By namespace, what a quick look has found written down of a store's blocks."""
     uses: dict[str, tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]] = {}
@@ -137,16 +142,17 @@ def look(
     tier: int | None = None,
     *,
     quick: bool = False,
-    blocks: bool = True,
+    count: bool = True,
     uses_of: str | None = None,
 ) -> list[Place]:
     """Every tier of a stack, or one; `quick` believes what is written down of a store's objects.
-    Without `blocks` those of a store are only counted: of millions the list takes much memory.
+    Unless they are to be counted, it is asked for no more of a store than which namespaces have
+    blocks: to list millions takes minutes.
 
     How often blocks of a store were used is read only of the namespaces that begin with `uses_of`.
     """
     return [
-        _seen(_reader(settings, quick, blocks, uses_of), index, config)
+        _seen(_reader(settings, quick, count, uses_of), index, config)
         for index, settings in enumerate(config.tiers)
         if tier is None or index == tier
     ]
@@ -167,10 +173,10 @@ def where_of(settings: TierSettings) -> str:
     return str(getattr(settings, "path", None) or getattr(settings, "url", None) or "")
 
 
-def _reader(settings: TierSettings, quick: bool, blocks: bool, uses_of: str | None) -> Reader:
+def _reader(settings: TierSettings, quick: bool, count: bool, uses_of: str | None) -> Reader:
     from kvtier.cli import look_objects, look_slabs
 
-    look_at_store = partial(look_objects.look_at_store, blocks=blocks)
+    look_at_store = partial(look_objects.look_at_store, count=count)
 
     readers: dict[str, Reader] = {
         "cpu": look_slabs.look_at_regions,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -15,6 +15,7 @@ from kvtier.backends.object.errors import Forbidden, StoreError, Weather
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, Entries
 from kvtier.backends.object.names import (
+    blocks_prefix,
     description_name,
     parse_block,
     parse_manifest,
@@ -50,9 +51,9 @@ _PASSES_MAX = 8
 """An engine may go on writing where all is deleted."""
 
 
-def look_at_store(tier: int, config: StackConfig, *, uses_of: str | None, blocks: bool) -> Place:
-    """All blocks below a url, by a listing; a store that is down is a trouble, not an error."""
-    return _look(tier, config, partial(_list, uses_of=uses_of, blocks=blocks))
+def look_at_store(tier: int, config: StackConfig, *, uses_of: str | None, count: bool) -> Place:
+    """What is below a url, by a listing; a store that is down is a trouble, not an error."""
+    return _look(tier, config, partial(_count if count else _name, uses_of=uses_of))
 
 
 def look_at_manifests(tier: int, config: StackConfig, *, uses_of: str | None) -> Place:
@@ -65,6 +66,7 @@ def _look(tier: int, config: StackConfig, how: Callable[[Place, Store], None]) -
     settings = config.tiers[tier]
     assert isinstance(settings, ObjectSettings)
     place = Place(tier=tier, kind="object", where=settings.url)
+    place.list_objects = partial(_objects, place, settings)
     folder = local_folder(settings.url)
     with suppress(OSError):  # its disk may be away
         place.capacity = capacity_of(settings)
@@ -93,7 +95,31 @@ def _down(error: StoreError) -> str:
     return f"{error}; {look if isinstance(error, Weather) else 'see kvtier doctor'}"
 
 
-def _list(place: Place, store: Store, uses_of: str | None, blocks: bool) -> None:
+def _objects(
+    place: Place, settings: ObjectSettings, prefixes: Iterable[str]
+) -> Iterator[ObjectInfo]:
+    try:
+        with closing(open_for(settings)) as store:
+            for prefix in prefixes:
+                yield from store.list(prefix)
+    except StoreError as error:  # since it was looked at, or as then
+        if (said := _down(error)) not in place.troubles:
+            place.troubles.append(said)
+
+
+def _name(place: Place, store: Store, uses_of: str | None) -> None:
+    """Which namespaces have blocks, by the first of each."""
+    down: StoreError | None = None
+    for name in bounded(_namespace_names(store), NAMESPACES_MAX, "namespaces"):
+        if any(parse_block(info.name) for info in store.list(blocks_prefix(name))):
+            part = Part(tier=place.tier, kind=place.kind, namespace=name, in_use=None)
+            place.parts.append(part)
+            down = _read_about(place, store, part, uses_of) or down
+    if down is not None:
+        raise down
+
+
+def _count(place: Place, store: Store, uses_of: str | None) -> None:
     parts: dict[str, Part] = {}
     down: StoreError | None = None
     for info in _listed(place, store):
@@ -104,8 +130,6 @@ def _list(place: Place, store: Store, uses_of: str | None, blocks: bool) -> None
                 place.served[told] = max(info.modified_s, place.served.get(told, 0.0))
             continue
         name, key, _ = parsed
-        if blocks:
-            place.objects.setdefault(name, []).append(info)
         part = parts.get(name)
         if part is None:
             part = Part(tier=place.tier, kind=place.kind, namespace=name, in_use=None)
@@ -213,13 +237,13 @@ def _namespace_names(store: Store) -> Iterator[str]:
         after = f"{name}0"  # behind all that begins with the name and "/"
 
 
-def list_blocks(place: Place, namespace: str = "") -> Iterator[Block]:
-    """The blocks that `look_at_store` has listed."""
-    for name, found in place.objects.items():
+def list_blocks(place: Place, namespace: str, begins: Sequence[str]) -> Iterator[Block]:
+    """The blocks of namespaces that begin so, with keys that begin with one of these digits."""
+    for name in sorted(part.namespace for part in place.parts):
         if not name.startswith(namespace):
             continue
         uses = place.used_blocks.get(name)
-        for info in found:
+        for info in place.list_objects([blocks_prefix(name, digits) for digits in begins]):
             if (parsed := parse_block(info.name)) is None:
                 continue
             _, key, _ = parsed

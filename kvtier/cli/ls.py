@@ -52,8 +52,8 @@ def ls(
     options.only_with("NAMESPACE", namespace, limit=limit)
     stack = load(config, to_write=False)
     uses_of = "" if namespace is None else namespace.lower()
-    blocks = namespace is not None
-    places = look(stack, options.tier_of(tier, stack), blocks=blocks, uses_of=uses_of)
+    count = namespace is None
+    places = look(stack, options.tier_of(tier, stack), count=count, uses_of=uses_of)
     if namespace is None:
         _list_namespaces(places, json)
     else:

@@ -15,7 +15,7 @@ from kvtier.cli.ls import age, count, find_namespace, in_use
 from kvtier.config import StackConfig, load
 from kvtier.errors import KVTierError
 from kvtier.observe import human
-from kvtier.types import Difference, Namespace, group_of
+from kvtier.types import KEY_BYTES_MAX, Difference, Namespace, group_of
 
 app = console.new_app()
 
@@ -46,14 +46,14 @@ def show(
             f"give at least {_DIGITS_MIN} hexadecimal digits", param_hint="KEY|NAMESPACE"
         )
     stack = load(config, to_write=False)
-    places = look(stack, uses_of="")
+    places = look(stack, count=False, uses_of="")
     known = known_namespaces(places)
     ids = known.keys() | {part.namespace for place in places for part in place.parts}
-    namespaces = [each for each in ids if each.startswith(text)]
     bad = False
-    if namespaces:
+    if any(each.startswith(text) for each in ids):
         name = find_namespace(places, text)
-        _show_namespace(name, known, places, json)
+        places = look(stack, uses_of="")
+        _show_namespace(name, known_namespaces(places), places, json)
     else:
         bad = _show_blocks(stack, places, known, text, json)
     console.end_with_troubles(places)
@@ -134,7 +134,7 @@ def _show_blocks(
     """Show all whose keys begin like this; whether one of them is bad."""
     found: list[Block] = []
     for place in places:
-        for block in blocks_of(place):
+        for block in blocks_of(place, begins=[text[: 2 * KEY_BYTES_MAX]]):
             if block.key.hex().startswith(text):
                 found.append(block)
         if len(found) > _BLOCKS_MAX:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvtier.backends.object import manifest
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
-from kvtier.backends.object.names import parse_block
+from kvtier.backends.object.names import blocks_prefix, parse_block
 from kvtier.backends.object.stated import Stated
 from kvtier.backends.object.store import ObjectInfo, Store
 from kvtier.backends.object.uses import count_uses
@@ -90,7 +90,7 @@ def _take_in(place: Place, part: Part, store: Store) -> None:
     stated = Stated(Journal(store, namespace).everything())
     pieces = [place.manifests[part.namespace]]
     with console.progress(f"listing {place.where}:", 0, "objects") as bar:
-        listed = store.list(f"{part.namespace}/blocks/")
+        listed = store.list(blocks_prefix(part.namespace))
         while some := list(islice(listed, _AT_ONCE)):
             bar.advance(len(some))
             pieces.append(_untold(some, stated))

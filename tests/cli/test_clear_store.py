@@ -1,18 +1,21 @@
-"""Clearing a store of more blocks than anybody wants to hold in memory."""
+"""Looking at and clearing a store of more blocks than anybody wants to hold in memory."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from kvtier.backends.object.errors import AccessDenied, StoreError
+from kvtier.backends.object.errors import AccessDenied, StoreError, Unavailable
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.names import block_name
 from kvtier.backends.object.store import ObjectInfo
-from kvtier.cli import look_objects
+from kvtier.cli import commands, look_objects
+from kvtier.cli.blocks import blocks_of
 from kvtier.cli.holdings import look
 from kvtier.cli.look_objects import empty_store, remove_namespace
 from kvtier.config import load
@@ -24,15 +27,16 @@ AT_ONCE = 100
 
 
 class Counting(FileStore):
-    """Knows the most names that were listed and not deleted yet."""
+    """Knows how many names were listed, and the most that were and not deleted yet."""
 
     deletes_at_once = AT_ONCE
     by_number = False
+    lost_after = math.inf
     protected = ""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.waiting = self.most = 0
+        self.waiting = self.most = self.listed = 0
 
     def list(
         self, prefix: str = "", *, after: str = "", deadline: float | None = None
@@ -45,6 +49,9 @@ class Counting(FileStore):
             else:  # a page is what stands there now, behind as many as were listed before
                 page, rest = found[position : position + AT_ONCE], found[position + AT_ONCE :]
             for info in page:
+                if self.listed >= self.lost_after:
+                    raise Unavailable("it is away")
+                self.listed += 1
                 self.waiting += 1
                 self.most = max(self.most, self.waiting)
                 yield info
@@ -128,9 +135,36 @@ def test_somebody_who_goes_on_writing_is_not_waited_for(
 def test_blocks_are_counted_and_not_kept(
     settings: TierSettings, store: Counting, stack_file: Path
 ) -> None:
-    place = look(load(stack_file), 2, blocks=False)[0]
-    assert not place.objects
+    place = look(load(stack_file), 2)[0]
     assert [part.blocks for part in place.parts] == [BLOCKS]
+    counted = store.listed
+    assert next(blocks_of(place)).key in make_keys(BLOCKS)
+    assert store.listed == counted + 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["ls", NAMESPACE.id, "--limit", "5"], 0),
+        (["show", make_keys(1)[0].hex()[:12]], 1),  # it is empty, and so bad
+        (["show", "f" * 300], 1),
+    ],
+)
+def test_nothing_is_listed_that_is_not_asked_for(
+    words: list[str], code: int, settings: TierSettings, store: Counting, stack_file: Path
+) -> None:
+    assert commands.run([*words, "--config", str(stack_file)]) == code
+    assert store.listed < 20
+
+
+def test_a_store_that_is_lost_while_it_is_looked_through_is_said(
+    settings: TierSettings, store: Counting, stack_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.lost_after = 2 * BLOCKS - 1  # it is listed to count, and to check
+    assert commands.run(["verify", "--config", str(stack_file), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["counts"]["bad"] == BLOCKS - 1
+    assert "it is away" in found["troubles"][0]
 
 
 def test_what_is_not_kvtiers_stays_and_what_is_a_newer_ones_with_its_description(

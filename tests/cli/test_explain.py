@@ -12,7 +12,7 @@ import xxhash
 from cli_world import STACK, command, run
 
 from kvtier import Stack
-from kvtier.cli import commands, look_objects
+from kvtier.cli import commands, explain, look_objects
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.testing.records import payload
 from kvtier.types import BlockKey, Namespace, block_key
@@ -390,6 +390,25 @@ def test_each_namespace_is_searched_in_its_own_blocks(
     assert commands.run(["explain", str(prompt_file), "-c", str(stack_file), "--json"]) == 0
     assert [each["hits"] for each in json.loads(capsys.readouterr().out)["answers"]] == [5] * 4
     assert max(looked.values()) == 2, "in the listing, and for its own namespace"
+
+
+def test_of_a_large_store_single_blocks_are_asked_for(
+    stack_file: Path, prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack_file.write_text(
+        "version: 1\ntiers: [{kind: memory, capacity: 4MiB}, "
+        f"{{kind: object, capacity: 64MiB, url: 'file://{tmp_path}/store'}}]\n"
+    )
+    store(stack_file, Namespace(facts=FACTS, group_bytes=(4096,)), 5)
+    listed: list[str] = []
+    prefix = look_objects.blocks_prefix
+    monkeypatch.setattr(
+        look_objects, "blocks_prefix", lambda *words: listed.append(words[1]) or prefix(*words)
+    )
+    monkeypatch.setattr(explain, "_LISTED_AT_ONCE", 0)
+    assert commands.run(["explain", str(prompt_file), "-c", str(stack_file)]) == 0
+    assert len(listed) > 1
+    assert all(len(key) == 2 * 36 for key in listed)
 
 
 def test_a_namespace_that_nothing_describes_does_not_stop_the_others(
