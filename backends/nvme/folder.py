@@ -14,7 +14,8 @@ import fcntl
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -78,6 +79,9 @@ class SlabFile(msgspec.Struct, frozen=True):
 class NvmeFolder:
     """One namespace's part of a folder, and the folder-wide rules it obeys."""
 
+    settled_ns = 2_500_000_000
+    """Times of folders are coarse, on some disks two seconds: what follows may bear the same."""
+
     def __init__(self, root: Path, namespace: Namespace, disk: Disk) -> None:
         self.root = root
         self.disk = disk
@@ -85,6 +89,8 @@ class NvmeFolder:
         self.home = root / namespace.id
         self.owners = self.home / "owners"
         self._device: int | None = None
+        self._slab_ids: Set[int] = frozenset()
+        self._listed_at = 0
         self.establish()
 
     def establish(self) -> None:
@@ -185,15 +191,26 @@ class NvmeFolder:
 
     # -- slabs -----------------------------------------------------------------------------
 
-    def slab_ids(self) -> set[int]:
-        """The slabs that are there now, whole."""
-        return {int(digits, 16) for digits in whole(self.home)}
+    def slab_ids(self) -> Set[int]:
+        """The slabs that are there now, whole. There may be thousands, and somebody asks again and
+        again: they are listed anew only if files have come or gone."""
+        now, changed = time.time_ns(), 0  # not later: what changes meanwhile may bear the same time
+        with contextlib.suppress(OSError):
+            changed = self.home.stat().st_mtime_ns
+        if not changed or changed != self._listed_at:
+            self._slab_ids = frozenset(int(digits, 16) for digits in whole(self.home))
+            self._listed_at = changed if abs(now - changed) > self.settled_ns else 0
+        return self._slab_ids
 
     def data_path(self, slab_id: int) -> Path:
         return self.home / f"{slab_id:08x}{DATA_SUFFIX}"
 
     def table_path(self, slab_id: int) -> Path:
         return self.home / f"{slab_id:08x}{TABLE_SUFFIX}"
+
+    def changed_ns(self, slab_id: int) -> int:
+        """When a slab's table was written to last; raises OSError."""
+        return os.stat(f"{self.home}/{slab_id:08x}{TABLE_SUFFIX}").st_mtime_ns  # noqa: PTH116 - slow
 
     def read_table(self, slab_id: int) -> tuple[SlabFile, bytes]:
         """Header and entries of a slab; raises FormatError or OSError if they are not in order."""

@@ -194,7 +194,7 @@ class Keeper:
             return
         now = time.time_ns()  # not later: what changes after the look may bear the same time
         try:
-            changed = self.folder.table_path(slab_id).stat().st_mtime_ns
+            changed = self.folder.changed_ns(slab_id)
             if known is not None and known.changed_ns == changed:
                 return
             slab, table = self.folder.read_table(slab_id)
@@ -364,9 +364,8 @@ class Keeper:
     def _write_uses(self, now: float, at_once: bool) -> None:
         if at_once or now >= self._next_uses:
             self._next_uses = now + _USES_S
-            mine = [slab_id for slab_id, known in self._known.items() if known.mine]
-            tables = {slab_id: self.folder.table_path(slab_id) for slab_id in mine}
-            self.uses.write(self.folder.disk, tables)
+            mine = {slab_id for slab_id, known in self._known.items() if known.mine}
+            self.uses.write(self.folder.disk, mine, self.folder.table_path)
 
     def _hand_over(self, slab_id: int, remove: bool) -> None:
         with self.folder.locked():

@@ -32,6 +32,9 @@ def only_reads(path: Path, write: WritePolicy) -> bool:
 class FolderToRead(NvmeFolder):
     """One namespace's part of a folder in which nothing is ever written."""
 
+    settled_ns = 1 << 63
+    """Never: it may be another machine's, and not say when something has come."""
+
     def establish(self) -> None:
         """Say what is in the way; raises MediumError where blocks are that cannot be read."""
         if not self.home.is_dir():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK
@@ -41,26 +41,30 @@ class Uses:
         """The blocks in these places were used so often elsewhere, and then at last."""
         self._carried.append(used)
 
-    def write(self, disk: Disk, tables: Mapping[int, Path]) -> None:
+    def write(self, disk: Disk, mine: Set[int], table_of: Callable[[int], Path]) -> None:
         """Write down what was noted of these slabs, the only ones that are ours to write to."""
         while self._carried:
-            self._write(disk, tables, self._carried.popleft())
+            self._write(disk, mine, table_of, self._carried.popleft())
         counts: Counter[int] = Counter()
         while self._noted:
             counts.update(self._noted.popleft())
         now = int(self._clock())
         noted = {place: (count, now) for place, count in counts.most_common(_SLOTS_MAX)}
-        self._write(disk, tables, noted)
+        self._write(disk, mine, table_of, noted)
 
     def _write(
-        self, disk: Disk, tables: Mapping[int, Path], used: Mapping[int, tuple[int, int]]
+        self,
+        disk: Disk,
+        mine: Set[int],
+        table_of: Callable[[int], Path],
+        used: Mapping[int, tuple[int, int]],
     ) -> None:
         slabs: dict[int, dict[int, tuple[int, int]]] = {}
         for place, counted in used.items():
-            if place >> SLOT_BITS in tables:
+            if place >> SLOT_BITS in mine:
                 slabs.setdefault(place >> SLOT_BITS, {})[place & SLOT_MASK] = counted
         for slab_id, slots in slabs.items():
-            self._write_slab(disk, tables[slab_id], slots)
+            self._write_slab(disk, table_of(slab_id), slots)
 
     def _write_slab(self, disk: Disk, table: Path, used: Mapping[int, tuple[int, int]]) -> None:
         fd = disk.open(table)

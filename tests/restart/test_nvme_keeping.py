@@ -77,6 +77,43 @@ def test_a_namespace_that_was_reclaimed_while_it_opened_is_made_again(tmp_path: 
     os.close(fd)
 
 
+def test_a_folder_is_listed_again_only_if_slabs_came_or_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be thousands, and their keepers look many times a second."""
+    one = Engine(tmp_path / "kv", blocks=64)
+    home, long_ago = one.keeper.folder.home, 10**9
+    listed: list[object] = []
+    list_folder = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or list_folder(path))
+    one.keeper._look_around()
+    os.utime(home, (long_ago, long_ago))
+    one.keeper._look_around()
+    listed.clear()
+    for _ in range(3):
+        one.keeper._look_around()
+    assert home not in listed
+    other = Engine(tmp_path / "kv", blocks=64)
+    keys = make_keys(2)
+    other.put(keys)
+    assert one.hits(keys) == keys
+    other.close()
+    one.close()
+
+
+def test_a_change_right_after_a_listing_is_seen(tmp_path: Path) -> None:
+    """Though the folder's time, which may be coarse, says that there was none."""
+    folder = NvmeFolder(tmp_path / "kv", NAMESPACE, Disk())
+    owner, fd = folder.claim()
+    folder.slab_ids()
+    changed = folder.home.stat().st_mtime_ns
+    slab = folder.create_slab(owner, 8, LIMITS)
+    assert slab is not None
+    os.utime(folder.home, ns=(changed, changed))
+    assert folder.slab_ids() == {slab.id}
+    os.close(fd)
+
+
 def test_news_for_an_idle_engine_is_bounded(tmp_path: Path) -> None:
     idle, busy = Engine(tmp_path / "kv", blocks=16), Engine(tmp_path / "kv", blocks=16)
     keys = make_keys(300)
