@@ -32,8 +32,9 @@ no more than a quarter of the capacity, so that a second engine finds some left.
 _AHEAD_SLOTS = 1 << 14
 """More than any burst has blocks: free slots take memory, too."""
 
-_NEWS_SLOTS = 1 << 14
-"""About so many entries are taken in by one call: the death of a neighbour may be a million."""
+_NEWS_SLOTS = 1 << 11
+"""About so many entries are taken in by one call, in some two milliseconds: the death of a
+neighbour may be a million."""
 
 _IDLE_S = 5.0
 """Who has not been asked for so long may not be asked again soon: the keeper takes news in itself,
@@ -123,9 +124,9 @@ class NvmeTier(SlabTier):
         elif now - self._idle_since >= _IDLE_S and self.mutex.acquire(blocking=False):
             try:
                 self._taking = True
-                if not self._asked:
+                while self._keeper.news and not self._asked:
                     self._take_some_in()
-                    self._events.fold()
+                self._events.fold()
             finally:
                 self._taking = False
                 self.mutex.release()

@@ -166,6 +166,27 @@ def test_a_tier_that_is_being_asked_is_left_alone(
     engine.close()
 
 
+def test_much_news_is_taken_in_a_little_at_each_call_but_at_once_if_nobody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "_NEWS_SLOTS", 1)
+    keys = make_keys(12)
+    heir, dying = Engine(tmp_path / "kv", blocks=24), Engine(tmp_path / "kv", blocks=24)
+    assert dying.put(keys) == keys
+    dying.close()
+    heir.keeper.work(thorough=True)
+    slabs = len(heir.keeper.news)
+    assert slabs >= 3
+    heir.tier.tick()
+    assert len(heir.keeper.news) == slabs - 1
+    monkeypatch.setattr(tier_module, "_IDLE_S", 0.0)
+    for _ in range(2):
+        heir.keeper.when_idle()
+    assert not heir.keeper.news
+    assert heir.read(keys) == keys
+    heir.close()
+
+
 def test_who_asks_while_the_keeper_takes_news_in_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -321,7 +321,7 @@ def test_more_slabs_than_any_engine_makes_can_be_numbered(tmp_path: Path) -> Non
 
 def test_much_news_is_taken_in_over_several_calls(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "kv", blocks=4)
-    count = 10_000
+    count = 1_500
     keys = make_keys(4 * count)
     for number in range(4):
         mine = keys[number * count : (number + 1) * count]
