@@ -22,6 +22,8 @@ _ROWS_AT_ONCE = 512
 """So much news is taken in by one call: long work is spread over many."""
 _DROPS_AT_ONCE = 128
 _HANDLES_MIN = 1024
+_HANDLES_MAX = 1 << 14
+"""More at once, of millions, would keep a request waiting."""
 
 
 class ObjectCatalogue(SlabTier):
@@ -212,7 +214,7 @@ class ObjectCatalogue(SlabTier):
         idle = self._idle
         if len(idle) < count:
             first = len(self._key_of)
-            more = max(_HANDLES_MIN, first // 2, count)
+            more = max(_HANDLES_MIN, min(first // 2, _HANDLES_MAX), count)
             self._key_of.extend([None] * more)
             self._sizes.extend([0] * more)
             self._times.extend([0.0] * more)

@@ -211,3 +211,11 @@ def test_what_a_removal_on_its_way_takes_is_told_by_the_same_audit_if_it_is_ther
     shared.tier.tick()
     assert shared.offered
     assert shared.counted() == (RECORD, 0, 0)
+
+
+def test_room_for_more_blocks_is_made_a_little_at_a_time(shared: Shared) -> None:
+    """Half as many again, of millions, kept a request waiting."""
+    shared.tier._handles(100_000)
+    known = len(shared.tier._key_of)
+    shared.tier._handles(known - 100_000 + 1)
+    assert 0 < len(shared.tier._key_of) - known < 20_000

@@ -28,6 +28,7 @@ from kvtier.core.eviction.kinds import (
     shared_kind,
 )
 from kvtier.core.eviction.replay import replay
+from kvtier.core.eviction.runs import Runs
 from kvtier.core.eviction.slotlists import NOWHERE
 from kvtier.core.eviction.trace import Request, read_trace
 from kvtier.errors import ConfigError
@@ -173,6 +174,18 @@ class TestHistory:
         dice = random.Random(3)
         watched = History(Forecast(1, 1)).sample([dice.getrandbits(32) for _ in range(4000)])
         assert 900 < len(watched) < 1100
+
+
+class TestRuns:
+    def test_room_for_more_is_made_a_little_at_a_time(self) -> None:
+        """A quarter of millions kept a request waiting."""
+        runs = Runs()
+        runs._reserve(200_000)
+        runs._free.clear()
+        runs._reserve(1)
+        assert 0 < len(runs._free) < 20_000
+        runs._reserve(100_000)
+        assert len(runs._free) >= 100_000
 
 
 class TestKinds:

@@ -52,7 +52,7 @@ class Runs:
         missing = runs - len(self._free)
         if missing > 0:
             have = len(self.queued)
-            more = max(64, have // 4, missing)
+            more = max(64, min(have // 4, _RUNS_AT_ONCE), missing)
             for column in (self.tail, self.size, self.depth, self.fresh, self.before):
                 column.frombytes(bytes(more * column.itemsize))
             self.queued.extend(bytes(more))
