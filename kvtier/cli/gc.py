@@ -54,7 +54,8 @@ def gc(
     could not be removed or read.
     """
     stack = load(config)
-    places = look(stack, options.tier_of(tier, stack))
+    # Of a store that is for what is idle alone: for all else it is listed anyway.
+    places = look(stack, options.tier_of(tier, stack), count=idle is not None)
     rows, refused = _collect(find(stack, places, idle), dry_run)
     if json:
         troubles = [trouble for place in places for trouble in place.troubles]

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.backends import object as object_tier
 from kvtier.backends.object.errors import AccessDenied, StoreError, Unavailable
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.names import block_name
 from kvtier.backends.object.store import ObjectInfo
-from kvtier.cli import commands, look_objects
+from kvtier.cli import commands, look_objects, trials
 from kvtier.cli.blocks import blocks_of
 from kvtier.cli.holdings import look
 from kvtier.cli.look_objects import empty_store, remove_namespace
@@ -140,6 +141,21 @@ def test_blocks_are_counted_and_not_kept(
     counted = store.listed
     assert next(blocks_of(place)).key in make_keys(BLOCKS)
     assert store.listed == counted + 1
+
+
+@pytest.mark.parametrize(("words", "times"), [([], 1), (["--idle", "30d"], 2)])
+def test_gc_lists_a_store_once_unless_it_looks_for_what_is_idle(
+    words: list[str],
+    times: int,
+    settings: TierSettings,
+    store: Counting,
+    stack_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (object_tier, trials):
+        monkeypatch.setattr(module, "open_for", lambda settings: store)
+    assert commands.run(["gc", "--dry-run", "--config", str(stack_file), *words]) == 0
+    assert times * BLOCKS <= store.listed < times * BLOCKS + 20
 
 
 @pytest.mark.parametrize(
