@@ -255,9 +255,10 @@ class NvmeTier(SlabTier):
 
     def _lose(self, places: Collection[Place]) -> None:
         """Slabs have been removed by somebody, or their files have been."""
-        of, gone = self._places.of, set(places)
-        self._unwanted.update(key for key, slot in self._reserved.items() if of(slot) in gone)
-        self._drop_free(places)
+        of, mine = self._places.of, {place for place in places if place.mine}
+        if mine:  # of others, of which thousands may go one after the other, there is nothing here
+            self._unwanted.update(key for key, slot in self._reserved.items() if of(slot) in mine)
+            self._drop_free(mine)
         self._foreign = True
         for place in places:
             self._places.lose(place)

@@ -333,6 +333,25 @@ def test_much_news_is_taken_in_over_several_calls(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_for_others_slabs_that_go_nobody_looks_through_what_is_free_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a neighbour's reset thousands go, one after the other."""
+    mine, other = Engine(tmp_path / "kv", blocks=32), Engine(tmp_path / "kv", blocks=32)
+    keys = make_keys(12)
+    assert other.put(keys) == mine.hits(keys) == keys
+    looked: list[object] = []
+    monkeypatch.setattr(mine.tier, "_drop_free", looked.append)
+    other.tier.clear()
+    other.keeper.work()
+    mine.keeper.work()
+    mine.tier.tick()
+    assert mine.tier.lookup(keys) == [Presence.MISS] * len(keys)
+    assert not looked
+    other.close()
+    mine.close()
+
+
 def test_a_slab_that_is_being_removed_is_not_broken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
