@@ -284,8 +284,10 @@ class Keeper:
         self._next_audit = min(self._next_audit, now + 1.2 * turns * self.limits.audit_s)
 
     def _join(self) -> None:
-        """Not at every look if the store will not have it: that may be gigabytes."""
-        if self._steady() >= self._next_join:
+        """About one of all who share the namespace in the time of a look: what many join at once is
+        there as often afterwards, and is joined again. And not at every look if the store will not
+        have it: that may be gigabytes."""
+        if self._steady() >= self._next_join and random.random() * self._writers < 1:
             self._next_join = self._steady() + self.limits.audit_s
             self._journal.join(self._purged_before)
             self._next_join = 0.0

@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import os
+import random
 import threading
 import time
 import tracemalloc
@@ -174,6 +175,22 @@ def test_of_what_has_all_been_deleted_not_each_is_asked_for(tmp_path: Path) -> N
         tier.tick()
     assert tier.lookup(keys) == [Presence.MISS] * 1000
     assert asked <= 5
+    keeper.close()
+
+
+@pytest.mark.parametrize(("writers", "least", "most"), [(1, 400, 400), (40, 1, 40)])
+def test_manifests_are_joined_by_one_of_many_at_a_time(
+    store: ListedStore, monkeypatch: pytest.MonkeyPatch, writers: int, least: int, most: int
+) -> None:
+    """Forty who joined at once left the state there 38 times, all of which was joined again."""
+    monkeypatch.setattr(keeper_module, "random", random.Random(1))
+    keeper, _ = opened(store)
+    keeper._writers = writers
+    joined: list[float] = []
+    monkeypatch.setattr(keeper._journal, "join", joined.append)
+    for _ in range(400):
+        keeper._join()
+    assert least <= len(joined) <= most
     keeper.close()
 
 
