@@ -39,9 +39,10 @@ class _Queued(NamedTuple):
 STORES_SHARE = 0.4
 """The part of the time for which stores may be on the link while loads are on it. Loads lose up to
 18 % while something crosses it the other way, and are to lose less than 10 %."""
-LOADS_AT_ONCE = 8
+LOADS_AT_ONCE = 3
 """Loads that may be on the link together. What the engine itself copies may have to wait for all of
-them; two would keep the link busy if threads were never late."""
+them. Two would keep the link busy if threads were never late; three do where they are half a
+millisecond late. All four would, on a link that they share, also end together, and leave it."""
 
 
 class Turns:

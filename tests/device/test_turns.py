@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.device.staged import STORES_SHARE, Turns
+from kvtier.device.staged import LOADS_AT_ONCE, STORES_SHARE, Turns
 
 NEVER_S = 30.0
 
@@ -51,6 +51,16 @@ def test_loads_wait_for_nothing() -> None:
     turns = Turns()
     with turns.store(), turns.load(), turns.load():
         pass
+
+
+def test_one_load_too_many_waits_until_another_has_left_the_link() -> None:
+    """What the engine copies waits for all that are there."""
+    turns = Turns()
+    with contextlib.ExitStack() as there:
+        for _ in range(LOADS_AT_ONCE):
+            there.enter_context(turns.load())
+        assert not turns._room.acquire(blocking=False)
+    together(turns.load().__enter__)
 
 
 def test_beside_a_load_stores_go_one_after_the_other() -> None:
