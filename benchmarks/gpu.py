@@ -28,7 +28,7 @@ from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.plan import Blocks
 
 TURN_BYTES = 4 << 30
-PAGES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20]
+PAGES = [16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 10]
 IDENTITY_PAGES = 1_000_000
 IDENTITY_RECORDS = 512
 SECONDS = float(os.environ.get("LIMIT_S", 270.0))

@@ -1,4 +1,5 @@
-"""How long each step of a batch takes on the device, while nothing else is there."""
+"""How long each step of a batch takes, on the device and as the host sees it, while nothing else is
+there."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_arena import chunk_of, even_layout
+from benchmarks.gpu_arena import chunk_of, even_layout, seconds_of
 from benchmarks.report import Report
 from kvtier.device.cuda import Cuda
 from kvtier.device.cuda_copy import CudaCopier
@@ -50,7 +51,19 @@ def steps_of_a_batch(torch: Any, report: Report, title: str = "") -> None:
         del held
         return float(start.elapsed_time(stop)) * 1000
 
+    def seen(step: Callable[[], object]) -> float:
+        """Microseconds until a thread that began it and sleeps meanwhile goes on."""
+
+        def whole() -> None:
+            held = step()
+            stage.record().synchronize()
+            del held
+
+        return seconds_of(whole) * 1e6
+
     for name, step in steps.items():
-        middle = statistics.median([taken(step) for _ in range(ROUNDS + 1)][1:])
-        report.add(f"{title}{name} {rows * size >> 20} MiB of pages of 16 KiB takes", middle, "us")
+        what = f"{title}{name} {rows * size >> 20} MiB of pages of 16 KiB takes"
+        for whose, clock in (("", taken), (" the thread that waits", seen)):
+            middle = statistics.median([clock(step) for _ in range(ROUNDS + 1)][1:])
+            report.add(f"{what}{whose}", middle, "us")
     del pool

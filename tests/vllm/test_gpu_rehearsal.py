@@ -108,9 +108,10 @@ def test_the_sweep(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     python("-c", _SWEEP, JSON=str(file))
     figures = [figure["name"] for figure in json.loads(file.read_text())]
-    assert len(figures) == 26
+    assert len(figures) == 36
     assert "as they are: store, pages of 64 KiB" in figures
     assert "as they are: gathering 1 MiB of pages of 16 KiB takes" in figures
+    assert "as they are: sending 1 MiB of pages of 16 KiB takes the thread that waits" in figures
     assert "8 buffers of 16 MiB: a product loses meanwhile" in figures
 
 
