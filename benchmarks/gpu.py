@@ -23,6 +23,7 @@ from benchmarks.gpu_beside import disturbance
 from benchmarks.gpu_disk import one_hop
 from benchmarks.gpu_kernels import steps_of_a_batch
 from benchmarks.gpu_parts import PART_SECONDS, answer_of, run_part
+from benchmarks.gpu_timeline import timeline
 from benchmarks.report import Report
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.plan import Blocks
@@ -180,6 +181,7 @@ def main() -> None:
         "steps": steps_of_a_batch,
         "disturbance": disturbance,
         "disk": disk,
+        "timeline": timeline,
         "page by page": unstaged,
     }
     failed = []

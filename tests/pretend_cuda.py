@@ -67,6 +67,29 @@ class Graph:
         pass
 
 
+class Profile:
+    """What torch's profiler records of a device: two copies."""
+
+    def __init__(self, activities: list[Any]) -> None:
+        assert activities == [torch.profiler.ProfilerActivity.CUDA]
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def export_chrome_trace(self, path: str) -> None:
+        assert path.endswith(".json.gz")
+        with open(path, "wb") as file:
+            file.write(b"traced")
+
+    def events(self) -> list[Any]:
+        ways = ("HtoD (Pinned -> Device)", "DtoH (Device -> Pinned)")
+        time = SimpleNamespace(start=1.0, end=2.0)
+        return [SimpleNamespace(name=f"Memcpy {way}", time_range=time) for way in ways]
+
+
 class Cudart:
     """The runtime that kvtier calls by itself (ctypes), and the part that torch offers."""
 
@@ -202,6 +225,7 @@ def install() -> None:
     }
     for name, value in pretended.items():
         setattr(torch.cuda, name, value)
+    torch.profiler.profile = Profile
     for name in ("empty", "zeros", "randint"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     randn = _on_cpu(torch.randn)

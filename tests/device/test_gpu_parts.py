@@ -17,6 +17,8 @@ import pytest
 from benchmarks import gpu_beside
 from benchmarks.gpu_arena import LOAD, STORE
 from benchmarks.gpu_beside import Duplex
+from benchmarks.gpu_timeline import Span, tell
+from benchmarks.report import Report
 from kvtier.core.transfer import TransferKind
 from kvtier.device.plan import Blocks
 
@@ -114,3 +116,20 @@ def test_slow_turns_are_fewer(monkeypatch: pytest.MonkeyPatch, seconds: float, t
 
     monkeypatch.setattr(gpu_beside.time, "perf_counter", lambda: now)
     assert gpu_beside._repeated(turn) == [(seconds * (at + 2),) for at in range(turns)]
+
+
+def test_a_timeline_says_how_long_the_link_is_idle_and_what_is_there_at_once() -> None:
+    spans = [
+        Span("Memcpy HtoD (Pinned -> Device)", 10.0, 20.0),
+        Span("_move", 15.0, 18.0),
+        Span("Memcpy HtoD (Pinned -> Device)", 12.0, 16.0),
+        Span("Memcpy HtoD (Pinned -> Device)", 25.0, 30.0),
+        Span("_move", 25.0, 30.0),
+    ]
+    report = Report("a timeline")
+    tell(report, "loads", spans)
+    assert [(figure.name, figure.value) for figure in report.figures] == [
+        ("loads: copies to the device are on the link", 75.0),
+        ("loads: copies to the device at once", 19 / 15),
+        ("loads: _move takes", 4.0),
+    ]

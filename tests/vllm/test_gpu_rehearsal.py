@@ -20,12 +20,12 @@ _SMALL = """
 import pretend_cuda
 import torch
 from host_reads import HostDriver
-from benchmarks import gpu, gpu_arena, gpu_beside, gpu_disk, gpu_kernels
+from benchmarks import gpu, gpu_arena, gpu_beside, gpu_disk, gpu_kernels, gpu_timeline
 gpu_arena.RECORD_BYTES = 1 << 20
 gpu.TURN_BYTES, gpu.PAGES = 2 << 20, [16 << 10, 64 << 10]
 gpu.IDENTITY_PAGES, gpu.IDENTITY_RECORDS = 500, 8
 gpu_beside.SIZE, gpu_beside.SIDE, gpu_beside.TURNS, gpu_beside.ROUNDS = 8 << 20, 32, 1, 4
-gpu_kernels.ROUNDS, gpu_kernels.BYTES_MAX = 1, 1 << 20
+gpu_kernels.ROUNDS, gpu_kernels.BYTES_MAX, gpu_timeline.SIZE = 1, 1 << 20, 8 << 20
 gpu.SECONDS = gpu.PART_SECONDS = 600.0  # processors may be busy here
 gpu_disk.DISK_BYTES = 8 << 20
 gpu_disk.probe = lambda folder: None
@@ -102,6 +102,8 @@ def test_the_benchmark(tmp_path: Path) -> None:
     assert "one hop, of the sum of its halves" in figures
     assert figures["disk to GPU directly"]["value"] > 0
     assert "GPUDirect Storage: works here" in said
+    assert figures["timeline of loads: copies to the device at once"]["value"] == 1
+    assert (tmp_path / "figures.loads-beside-stores.json.gz").exists()
 
 
 def test_the_sweep(tmp_path: Path) -> None:
