@@ -240,13 +240,14 @@ def without_hits(connector: Any, request: Any, computed: int) -> tuple[int | Non
 
 def mend_groups(connector: Any) -> None:
     """Leave out what vLLM keeps of a hybrid model's prompt behind its last whole chunk: it is never
-    found here, and a request whose `max_offload_tokens` end before it would end the engine. And ask
-    of a window for the tokens before the next one alone: with that itself vLLM may want a chunk
-    more than it keeps."""
+    found here, and a request whose `max_offload_tokens` end before it would end the engine. Ask of
+    a window for the tokens before the next one alone: with that itself vLLM may want a chunk more
+    than it keeps. And let hits end with a drafter as without: vLLM takes a chunk off what it is
+    told of, for better guesses, and no state or window may be kept there."""
     scheduler = connector.connector_scheduler
-    groups = tuple(_without_next(group) for group in scheduler.config.kv_group_configs)
+    groups = [group._replace(is_eagle_group=False) for group in scheduler.config.kv_group_configs]
     scheduler.config = scheduler.config._replace(
-        supports_partial_tail=False, kv_group_configs=groups
+        supports_partial_tail=False, kv_group_configs=tuple(map(_without_next, groups))
     )
 
 
