@@ -50,8 +50,11 @@ def to_fill(settings: TierSettings) -> TierSettings:
 
 def check_host_memory(config: StackConfig, tier: int, namespace: Namespace) -> None:
     """Host memory holds one namespace: filling it with another would be the end of the first, and
-    raises KVTierError."""
-    for slab in look(config, tier)[0].slabs:
+    raises KVTierError; so does what cannot be looked at."""
+    (place,) = look(config, tier)
+    if place.unseen:
+        raise KVTierError(place.troubles[0])
+    for slab in place.slabs:
         blocks = len(committed(slab.entries()))
         if slab.engine == config.name and slab.namespace != namespace.id and blocks:
             raise KVTierError(

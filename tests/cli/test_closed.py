@@ -75,6 +75,20 @@ def test_the_doctor_goes_on_where_a_disk_cannot_be_looked_at(stored: Path, tmp_p
     assert "2 object" in {each["area"] for each in found}
 
 
+def test_host_memory_that_cannot_be_looked_at_is_not_filled(
+    stored: Path, stack_file: Path, tmp_path: Path
+) -> None:
+    """Another model's blocks may lie there, and would be gone."""
+    fill(stack_file)
+    words = ["prewarm", "-c", stored, "--into", "cpu", "--namespace", OTHER.id]
+    (tmp_path / "host").chmod(0o300)
+    done = command(*words, rights=False)
+    (tmp_path / "host").chmod(0o700)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(f"kvtier: {tmp_path / 'host'}: Permission denied; ")
+    assert f"holds {BLOCKS} blocks of the namespace {NAMESPACE.id[:12]}" in command(*words).err
+
+
 def test_a_model_whose_description_is_closed_keeps_no_other_away(
     stored: Path, tmp_path: Path
 ) -> None:
