@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,12 +19,12 @@ from kvtier.vllm.protocol import Report
 _EVERY_S = 0.5
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
-_DOWN = "kvtier:tier_down"
+_DOWN, _MISSES = "kvtier:tier_down", "kvtier:miss_blocks"
 
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:hit_blocks": ("Blocks that loads found in a tier", ("tier",)),
     "kvtier:hit_bytes": ("Bytes that loads found in a tier", ("tier",)),
-    "kvtier:miss_blocks": (
+    _MISSES: (
         "Blocks that requests asked for and neither a tier nor those above it held",
         ("tier",),
     ),
@@ -65,6 +66,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:waiting_blocks": ("Blocks that wait to be written to a tier", ("tier",)),
 }
 _TRANSFER = "kvtier:transfer_seconds"
+_JOINED: dict[str, Callable[..., float]] = {_DOWN: max, _MISSES: min}
 
 
 def definitions(extra_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,12 +91,13 @@ def latest_gauges(metric_types: Mapping[Any, Any]) -> dict[Any, Any]:
 def _by_label(
     rows: Iterator[tuple[str, tuple[str, ...], float]],
 ) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Tiers of one kind share their labels: their counts and sizes are added up, and one that is
-    down is not hidden by another that is well."""
+    """Tiers of one kind share their labels: their counts and sizes are added up, but one that is
+    down is not hidden by another that is well, and what the next one had was not missed."""
     found: dict[tuple[str, tuple[str, ...]], float] = {}
     for name, labels, value in rows:
-        before = found.get((name, labels), 0)
-        found[name, labels] = max(before, value) if name == _DOWN else before + value
+        join: Callable[..., float] = _JOINED.get(name, operator.add)
+        known = found.get((name, labels))
+        found[name, labels] = value if known is None else join(known, value)
     return found
 
 
@@ -158,7 +161,7 @@ class Meter:
             label = (tier.medium,)
             yield "kvtier:hit_blocks", label, found.hits[index]
             yield "kvtier:hit_bytes", label, found.hit_bytes[index]
-            yield "kvtier:miss_blocks", label, found.misses[index]
+            yield _MISSES, label, found.misses[index]
             yield "kvtier:stored_blocks", label, tier.stored
             yield "kvtier:evicted_blocks", label, tier.evicted
             yield "kvtier:corrupt_blocks", label, tier.corrupt

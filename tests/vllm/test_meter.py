@@ -135,11 +135,12 @@ def test_tiers_of_one_kind_are_told_together(tmp_path: Path) -> None:
         stack.store({key: bytes(8192) for key in make_keys(4)})
         assert stack.settle()
         found = stack.chain.chain_stats()
-        found.down = [False, True, False]
+        found.down, found.misses = [False, True, False], [4, 3, 1]
         stack.chain.chain_stats = lambda: found  # type: ignore[method-assign]
         now[0] += 1
         then = meter.read().reduce()
         assert then["kvtier:tier_down:('nvme',)"] == 1, "the other one is well"
+        assert then["kvtier:miss_blocks:('nvme',)"] == 1, "what the second one had is no miss"
         assert then["kvtier:stored_blocks:('nvme',)"] == 8
         assert then["kvtier:written_bytes:('nvme',)"] == 8 * SLOT
         assert then["kvtier:blocks:('nvme',)"] == 8
