@@ -64,9 +64,9 @@ class Arrivals:
             state.lacking = lacking[-1]
             return True
         state.expected = False
-        self._doubt = min(2 * self._doubt, _DOUBT_MAX) if lacking else 1
-        if lacking:
+        if lacking and self._doubt < _DOUBT_MAX:  # else of each request, as long as nothing comes
             logger.info("request %s: what another engine has computed did not come", request)
+        self._doubt = min(2 * self._doubt, _DOUBT_MAX) if lacking else 1
         return False
 
     def _is_worth(self, state: RequestState, start: int, stop: int) -> bool:

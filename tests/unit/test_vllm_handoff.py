@@ -114,6 +114,30 @@ def test_it_waits_no_longer_than_computing_takes(disk: Stack, known: bool) -> No
     assert engine.waits("again", not_there), "since things come"
 
 
+def test_that_nothing_comes_is_not_said_of_every_request(
+    disk: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where two engines share nothing, by mistake, each request would be a line in the log."""
+    caplog.set_level("INFO", "kvtier.vllm.handoff")
+    engine = Answering(disk, (FULL,))
+
+    def in_vain(number: int) -> int:
+        for name in map(str, range(number, number + 20)):
+            ends = engine.asking.keys(8, first=100 * int(name))
+            engine.comes(name)
+            assert engine.waits(name, ends)
+            engine.now[0] += COMPUTING
+            assert not engine.waits(name, ends)
+        return len(caplog.messages)
+
+    assert in_vain(0) == 3
+    there = engine.asking.keys(8, first=10_000)
+    engine.comes("there")
+    stored(disk, there)
+    assert not engine.waits("there", there)
+    assert in_vain(20) == 6, "that one came, and the next do not, is news"
+
+
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_what_is_there_need_not_be_computed(disk: Stack, shapes: tuple[Shape, ...]) -> None:
     """All but the end of a long prompt."""
