@@ -50,7 +50,8 @@ class NotHere(ConfigError):
 
 
 class NotWritable(NotHere):
-    """A place that the configuration names cannot be written to; who only looks needs not."""
+    """A place that the configuration names cannot be written to, or has not the room; who only
+    looks needs neither."""
 
 
 class BackendError(KVTierError):

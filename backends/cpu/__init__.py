@@ -81,7 +81,7 @@ class CpuBackend(Backend[CpuSettings]):
             raise ConfigError(".capacity", problem, remedy + no_unit(size)) from error
         total = Disk().total_bytes(folder)
         if size > total:
-            raise NotHere(
+            raise NotWritable(
                 ".capacity",
                 f"{settings.capacity} is more than the whole of {settings.path}",
                 f"write at most {ByteSize.within(total)}, or enlarge that tmpfs",

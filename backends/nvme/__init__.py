@@ -27,7 +27,7 @@ from kvtier.core.settings import (
     check_capacity,
 )
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
-from kvtier.errors import ConfigError, NotHere, NotWritable
+from kvtier.errors import ConfigError, NotWritable
 
 __all__ = [
     "BACKEND",
@@ -86,7 +86,7 @@ class NvmeBackend(Backend[NvmeSettings]):
         size = settings.capacity.resolve(total)
         check_capacity(settings.capacity, size, _least(record_bytes or 4096))
         if size > total:
-            raise NotHere(
+            raise NotWritable(
                 ".capacity",
                 f"{settings.capacity} is more than the whole file system of {settings.path}",
                 f"write at most {ByteSize.within(total)}, or a share like 80%",

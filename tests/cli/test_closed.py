@@ -89,6 +89,19 @@ def test_host_memory_that_cannot_be_looked_at_is_not_filled(
     assert f"holds {BLOCKS} blocks of the namespace {NAMESPACE.id[:12]}" in command(*words).err
 
 
+@pytest.mark.parametrize("capacity", ["4MiB", "16MiB"])
+def test_who_only_looks_needs_no_room(capacity: str, tmp_path: Path) -> None:
+    """Where a disk is not mounted, say, or /dev/shm is that of another container."""
+    (tmp_path / "host").mkdir()
+    stack = tmp_path / "stack.yaml"
+    stack.write_text(STACK.format(host=tmp_path / "host", blocks=tmp_path / "blocks"))
+    fill(stack)
+    stack.write_text(stack.read_text().replace(capacity, "1000TiB"))
+    for words in ("ls", "du", "verify", f"export {tmp_path}/out.kvpack"):
+        assert command(*words.split(), "-c", stack).code == 0
+    assert (command("config", "check", stack).code, command("doctor", "-c", stack).code) == (2, 1)
+
+
 def test_a_model_whose_description_is_closed_keeps_no_other_away(
     stored: Path, tmp_path: Path
 ) -> None:

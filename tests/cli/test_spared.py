@@ -93,7 +93,7 @@ def test_a_look_writes_no_folder(stack_file: Path, tmp_path: Path) -> None:
 
 def test_an_idle_namespace_of_a_store_that_is_served_again(stored: Path, tmp_path: Path) -> None:
     config = load(stored)
-    places = look(config, 2, blocks=False)
+    places = look(config, 2)
     assert places[0].parts[0].newest is not None
     places[0].parts[0].newest = 1.0
     places[0].served.clear()
@@ -304,7 +304,7 @@ def test_who_only_reads_has_no_say_in_how_much_others_keep_and_for_how_long(
     nvme = msgspec.structs.replace(nvme, write=write)
     store = msgspec.structs.replace(store, write=write, age_max=Duration(1.0))
     config = msgspec.structs.replace(found, tiers=(host, nvme, store))
-    places = look(config, blocks=False)
+    places = look(config)
     places[1].capacity = places[1].used - 1
     goes = [each.what for each in rubbish.find(config, places, None)]
     beyond = ["slab beyond the capacity, written longest ago", f"{BLOCKS} blocks that are too old"]
