@@ -3,11 +3,13 @@
 python examples/ask.py http://127.0.0.1:8000 examples/prompts.jsonl
 
 Waits until the server is up. A line of the file is {"prompt": "..."} or {"messages": [...]}.
+Who has given a key to the server by VLLM_API_KEY sets that here, too.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -22,7 +24,10 @@ UP_S = 300
 
 def get(url: str, body: object = None) -> str:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("VLLM_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(url, data, headers)
     with urllib.request.urlopen(request, timeout=600) as answer:
         return str(answer.read().decode())
 
@@ -67,10 +72,7 @@ def main(server: str, file: Path) -> None:
         before = hits(server)
         begin = time.monotonic()
         body = {"model": model, "max_tokens": 8, "temperature": 0} | request
-        try:
-            usage = json.loads(get(f"{server}/v1/{path}", body))["usage"]
-        except HTTPError as error:
-            sys.exit(f"prompt {number}: {server} answers {error.code}: {error.read().decode()}")
+        usage = json.loads(get(f"{server}/v1/{path}", body))["usage"]
         seconds = time.monotonic() - begin
         cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
         now = hits(server)
@@ -88,5 +90,7 @@ if __name__ == "__main__":
     try:
         address = sys.argv[1].rstrip("/")
         main(address if "://" in address else f"http://{address}", Path(sys.argv[2]))
+    except HTTPError as error:
+        sys.exit(f"{error.url} answers {error.code}: {error.read().decode()}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -35,16 +36,20 @@ Asked = tuple[str, str | None, bytes]
 
 
 @contextmanager
-def stand_in(answers: dict[str, object]) -> Iterator[tuple[str, list[Asked]]]:
-    """A server that has an answer for each path; with what it was asked for, by which key, and
-    what it was sent."""
+def stand_in(
+    answers: dict[str, object], key: str | None = None
+) -> Iterator[tuple[str, list[Asked]]]:
+    """A server that has an answer for each path, below /v1 for who has the key if there is one;
+    with what it was asked for, by which key, and what it was sent."""
     asked: list[Asked] = []
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"] or 0))
-            asked.append((self.path, self.headers["Authorization"], body))
-            self.send_response(200)
+            given = self.headers["Authorization"]
+            asked.append((self.path, given, body))
+            shut = key is not None and self.path.startswith("/v1/") and given != key
+            self.send_response(401 if shut else 200)
             self.end_headers()
             self.wfile.write(json.dumps(answers.get(self.path)).encode())
 
@@ -76,6 +81,22 @@ def test_ask_takes_an_address_alone_and_leaves_empty_lines_out(tmp_path: Path) -
         "prompt 1: 7 tokens",
         "prompt 2: 7 tokens",
     ]
+
+
+def test_ask_shows_the_key_that_a_server_asks_for(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one"}\n')
+    usage = {"prompt_tokens": 7, "prompt_tokens_details": None}
+    answers = {"/v1/models": {"data": [{"id": "m"}]}, COMPLETIONS: {"usage": usage}}
+    with stand_in(answers, key="Bearer key") as (address, _):
+        command = [sys.executable, str(EXAMPLES / "ask.py"), address, str(file)]
+        for key, says in (("key", "prompt 1: 7 tokens"), ("other", "/v1/models answers 401")):
+            environment = os.environ | {"VLLM_API_KEY": key}
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=60, env=environment
+            )
+            assert says in done.stdout + done.stderr
+            assert "Traceback" not in done.stderr
 
 
 COMPLETIONS = "/v1/completions"
