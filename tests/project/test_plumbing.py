@@ -131,7 +131,8 @@ def test_what_fails_on_a_gpu_keeps_nothing_of_the_rest_from_running(tmp_path: Pa
     command = ["make", "gpu-all", "LIMIT_S=100", *(f"{key}={each}" for key, each in named.items())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2, "something failed"
-    said = [line.rpartition(", ")[0] for line in done.stdout.splitlines()[-4:]]
+    told = [line for line in done.stdout.splitlines() if line.startswith("== ")]
+    said = [line.rpartition(", ")[0] for line in told[-4:]]
     wanted = ["tests: whole", "figures: FAILED (3)", "checked: whole", "sweep: whole"]
     assert said == [f"== {each}" for each in wanted]
     assert (tmp_path / "checked.log").read_text().startswith("tests, without the cache\n")
