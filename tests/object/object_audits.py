@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.limits import Limits
 from kvtier.backends.object.manifest import ADDED, pack_entries
 from kvtier.backends.object.names import block_name
+from kvtier.backends.object.store import ObjectInfo
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
 from kvtier.testing.records import NAMESPACE, make_keys
@@ -20,6 +21,25 @@ from kvtier.types import BlockKey
 
 RECORD = 12288
 CAPACITY = 1 << 40
+
+
+class ListedStore(FileStore):
+    """A folder of manifests beside blocks that only a listing knows."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.blocks: list[ObjectInfo] = []
+
+    def hold(self, keys: list[BlockKey], modified_s: float = 1e9) -> None:
+        names = [block_name(NAMESPACE.id, key) for key in keys]
+        self.blocks = [ObjectInfo(name, RECORD, modified_s) for name in names]
+
+    def list(
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+    ) -> Iterator[ObjectInfo]:
+        if prefix:
+            return super().list(prefix, after=after, deadline=deadline)
+        return iter(self.blocks)
 
 
 class LockedStore(FileStore):
