@@ -29,12 +29,14 @@ def bench(
         typer.Option(
             parser=options.parse_block,
             metavar="SIZE",
-            help="One block's payload.",
+            help="Payload of one block.",
             show_default="1MiB",
         ),
     ] = 1 << 20,
-    blocks: Annotated[int, typer.Option(min=1, max=65536, help="Blocks in one round.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, max=100, help="Rounds; medians are shown.")] = 3,
+    blocks: Annotated[int, typer.Option(min=1, max=65536, help="Blocks in each round.")] = 64,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=100, help="Rounds, of which medians are shown.")
+    ] = 3,
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a plot of the rates, as SVG.")
     ] = None,
@@ -42,10 +44,10 @@ def bench(
 ) -> None:
     """Store, load and check synthetic blocks in every tier.
 
-    The data of the stack, and an engine that runs on it, are left alone: the blocks go to a region
-    and to folders of their own, which are removed afterwards. A store counts from the call until
-    the last block is in that tier, a load until it is in host memory and proved. Exit code 1 if a
-    block did not come back, or not with its own bytes.
+    It does not touch the stack's data or an engine that runs on it: its blocks go to memory and
+    folders of their own, which are removed afterwards. A store is timed from the call until the
+    last block is in that tier, a load until it is in host memory and proved. Exit code 1 if a block
+    did not come back, or came with other bytes.
     """
     stack = load(config, record_bytes=record_bytes(chunk))
     plots.check(svg)

@@ -42,16 +42,16 @@ def clear(
     config: options.ConfigOption,
     namespace: Annotated[
         str | None,
-        typer.Argument(metavar="NAMESPACE", help="Only this one; its first digits will do."),
+        typer.Argument(metavar="NAMESPACE", help="Only this namespace; its first digits will do."),
     ] = None,
     tier: options.TierOption = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Remove all blocks of a stack, of one of its tiers or of one namespace; asks first.
+    """Remove all blocks of a stack, of one tier, or of one namespace. It asks first.
 
-    What a running engine uses stays: stop it first. Objects in a store go even so, for all servers
-    that share it; engines that meet the gap count a miss. Exit code 1 if anything stays.
+    What a running engine uses stays: stop it first. Objects in a store are removed all the same,
+    for all servers that share it, which then count misses. Exit code 1 if anything stays.
     """
     stack = load(config)
     places = look(stack, options.tier_of(tier, stack))

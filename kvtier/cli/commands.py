@@ -154,7 +154,9 @@ def _print_version(wanted: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        typer.Option("--version", is_eager=True, callback=_print_version, help="Print it."),
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Keep an LLM server's KV cache: on GPU, CPU memory, NVMe and an object store."""

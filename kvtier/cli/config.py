@@ -28,7 +28,7 @@ _Config = Annotated[
         *("--config", "-c"),
         envvar="KVTIER_CONFIG",
         metavar="FILE",
-        help="The same, as other commands are told.",
+        help="The same as FILE, in the way of all other commands.",
     ),
 ]
 _BuiltIn = Annotated[
@@ -50,13 +50,16 @@ def check(
     ] = None,
     elsewhere: Annotated[
         bool,
-        typer.Option("--elsewhere", help="It is another machine's: this one need not have room."),
+        typer.Option(
+            "--elsewhere", help="For a file of another machine: do not check for room here."
+        ),
     ] = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Say everything that is wrong with a stack, with its place in the file; exit code 2 if so.
+    """List everything that is wrong with a stack, each with its place in the file; exit code 2 if
+    anything is.
 
-    What may be right for another user, like the name of an AWS profile, is a warning.
+    What may be right for another user, like the name of an AWS profile, is only a warning.
     """
     record_bytes = None if block_size is None else _block(block_size, "--block-size")
     path = _named(context, file, config)
@@ -116,7 +119,7 @@ def show(
     config: _Config = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Print what a stack comes to, defaults included; values of the environment by their names."""
+    """Print a stack with all its defaults; values of the environment appear by name."""
     values = effective(_named(context, file, config))
     if json:
         console.print_json(values)
@@ -148,17 +151,18 @@ def print_reference(built_in: _BuiltIn = False) -> None:
 )
 def init(
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="Where to write it; else it is printed.")
+        Path | None,
+        typer.Argument(metavar="FILE", help="Where to write it; else it goes to standard output."),
     ] = None,
     folder: Annotated[
         str, typer.Option(metavar="FOLDER", help="Where the NVMe tier keeps its blocks.")
     ] = "~/.cache/kvtier",
     name: Annotated[
-        str | None, typer.Option(help="The engine's name: each of one machine has its own.")
+        str | None, typer.Option(help="The engine's name; each engine of a machine needs its own.")
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE|P%", help="Shared memory to use; else a quarter of all."),
+        typer.Option(metavar="SIZE|P%", help="Shared memory to use; else a quarter of it."),
     ] = None,
     disk: Annotated[
         str | None, typer.Option(metavar="SIZE|P%", help="Disk to use; else most of what is free.")

@@ -33,14 +33,17 @@ _NOT_MEASURED = Finding(
 def doctor(
     config: options.ConfigOption,
     do_measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Also store and load some blocks.")
+        bool,
+        typer.Option(
+            "--measure/--no-measure", help="Also time how fast blocks are stored and loaded."
+        ),
     ] = True,
     json: options.JsonOption = False,
 ) -> None:
     """Look at memory, disks, stores and versions, and measure every tier.
 
-    What is tried leaves no trace, and a running engine does not notice. Exit code 1 if something
-    will not work; what only could be better is no failure.
+    It leaves nothing behind, and a running engine does not notice. Exit code 1 if something will
+    not work; what could only be better does not count.
     """
     stack = load(config, to_write=False)  # what lacks the right to write is a finding
     findings: list[Finding] = []

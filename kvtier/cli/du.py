@@ -21,11 +21,11 @@ def du(
     tier: options.TierOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Show capacity, room taken, and what the slabs hold: "·" is free, "█" full, "x" quarantined.
+    """Show how full each tier is, and what its slabs hold: "·" is free, "█" full, "x" quarantined.
 
-    Files count with their length against a tier's capacity, blocks or not. Nothing is opened: a
-    running engine does not notice. What could not be read is "unknown", and null for programs; the
-    exit code is 1 then.
+    Files count against a tier's capacity with their whole length, used or not. It reads from
+    outside: a running engine does not notice. What could not be read is "unknown" (null in JSON),
+    and the exit code is 1 then.
     """
     stack = load(config, to_write=False)
     places = look(stack, options.tier_of(tier, stack), uses_of="")

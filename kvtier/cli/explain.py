@@ -61,15 +61,13 @@ def explain(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="PROMPT_FILE", help="A text; or .jsonl with prompt, messages or tokens."
+            metavar="PROMPT_FILE", help="A text, or .jsonl with prompt, messages or tokens."
         ),
     ],
     config: options.ConfigOption,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="FOLDER", help="Which to ask about, and its tokenizer; else the namespace's."
-        ),
+        typer.Option(metavar="FOLDER", help="The model, with its tokenizer; else the namespace's."),
     ] = None,
     namespace: Annotated[
         str | None,
@@ -77,12 +75,12 @@ def explain(
             "--namespace",
             "-n",
             metavar="NAMESPACE",
-            help="The one asked about; else one of the model's, or in use.",
+            help="Compare with this one; else the model's, or the one in use.",
         ),
     ] = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Say for every chunk of a prompt its key and the tiers that have it, in every namespace, and
+    """Show the key of every chunk of a prompt and the tiers that have it, in every namespace, and
     in which facts the others differ.
 
     Keys are computed as vLLM computes them, with cache salts and LoRA adapters; prompts with images

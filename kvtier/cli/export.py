@@ -29,18 +29,18 @@ _THREADS = 8
 
 @app.command(epilog="Example: kvtier export blocks.kvpack -c stack.yaml --namespace 3f2a")
 def export(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What to write.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
     config: options.ConfigOption,
     namespace: options.NamespaceOption = None,
     tier: options.TierOption = None,
     size: options.SizeOption = None,
     hottest: options.HottestOption = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
     json: options.JsonOption = False,
 ) -> None:
     """Write every block of a namespace to one file, each proved, the newest first.
 
-    The stack may be in use. The file is there when it is whole, or not at all.
+    The stack may be in use. The file appears when it is complete, or not at all.
     """
     stack = load(config, to_write=False)
     _check_target(file, force)

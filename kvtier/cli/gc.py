@@ -33,22 +33,22 @@ class Row(msgspec.Struct):
 def gc(
     config: options.ConfigOption,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+        bool, typer.Option("--dry-run", help="Only show what would be removed.")
     ] = False,
     idle: Annotated[
         float | None,
         typer.Option(
             parser=options.parse_duration,
             metavar="AGE",
-            help="Also namespaces and CPU memory of this stack that no engine used for so long.",
+            help="Also namespaces and this stack's CPU memory, if unused for so long.",
         ),
     ] = None,
     tier: options.TierOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Remove regions that nobody will come back to, files that dead processes were making, slabs
-    beyond the capacity, what measurements that were killed left on disks and in stores, and what
-    told of namespaces of a store that have no block left.
+    """Remove what nobody will ask for again: CPU memory that no engine will come back to,
+    unfinished files of dead processes, slabs beyond the capacity, what killed measurements left on
+    disks and in stores, and descriptions of namespaces of a store that have no block left.
 
     What a running engine uses stays, and so does what is not kvtier's. Exit code 1 if something
     could not be removed or read.

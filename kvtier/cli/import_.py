@@ -22,7 +22,7 @@ app = console.new_app()
 
 @app.command(name="import", epilog="Example: kvtier import blocks.kvpack -c stack.yaml")
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What kvtier export wrote.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that kvtier export wrote.")],
     config: options.ConfigOption,
     into: IntoOption = None,
     rate: options.RateOption = None,
@@ -30,8 +30,8 @@ def import_(
 ) -> None:
     """Store the blocks of a file in a tier; every one is proved first.
 
-    An engine that shares the tier finds them at once. What is there already is left alone. Exit
-    code 1 if something could not be taken in.
+    An engine that shares the tier finds them at once. Nothing is stored twice. Exit code 1 if
+    something could not be taken in.
     """
     target = load(config)
     tier = tier_to_fill(target, into)

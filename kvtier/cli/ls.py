@@ -33,21 +33,24 @@ def ls(
     config: options.ConfigOption,
     namespace: Annotated[
         str | None,
-        typer.Argument(metavar="NAMESPACE", help="List its blocks; the first digits will do."),
+        typer.Argument(
+            metavar="NAMESPACE", help="List the blocks of this one; its first digits will do."
+        ),
     ] = None,
     tier: options.TierOption = None,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, max=_LIMIT_MAX, help=f"At most so many blocks; else {_LIMIT}."),
+        typer.Option(min=1, max=_LIMIT_MAX, help=f"Show no more blocks than this; else {_LIMIT}."),
     ] = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Say what lies where, without opening anything: a running engine does not notice.
+    """List what each tier holds, by namespace; or the blocks of one namespace.
 
-    The layout: type of the values, ranks (tp, pp), and tokens in a block of the engine, times such
-    blocks in one that is stored.
+    The column of the layout has the type of the values, the ranks (tp, pp), and how many tokens an
+    engine's block has, times how many of these are stored as one block.
 
-    Exit code 1 if something could not be read.
+    It reads from outside: a running engine does not notice. Exit code 1 if something could not be
+    read.
     """
     options.only_with("NAMESPACE", namespace, limit=limit)
     stack = load(config, to_write=False)

@@ -63,29 +63,32 @@ ConfigOption = Annotated[
 TierOption = Annotated[
     str | None,
     typer.Option(
-        "--tier", "-t", metavar="TIER", help="Only this one: its number, 0 first, or its kind."
+        "--tier", "-t", metavar="TIER", help="Only this tier: its kind, or its number from 0."
     ),
 ]
 NamespaceOption = Annotated[
     str | None,
     typer.Option(
-        "--namespace", "-n", metavar="NAMESPACE", help="Only this one; its first digits will do."
+        "--namespace",
+        "-n",
+        metavar="NAMESPACE",
+        help="Only this namespace; its first digits will do.",
     ),
 ]
 RateOption = Annotated[
     int | None,
     typer.Option(
-        "--rate", parser=parse_rate, metavar="RATE", help="At most so fast, like 200MB/s."
+        "--rate", parser=parse_rate, metavar="RATE", help="No faster than this, like 200MB/s."
     ),
 ]
 SizeOption = Annotated[
     int | None,
     typer.Option(
-        "--size", parser=parse_size, metavar="SIZE", help="The first blocks, at most so many bytes."
+        "--size", parser=parse_size, metavar="SIZE", help="No more than this, like 20GiB."
     ),
 ]
 HottestOption = Annotated[
-    bool, typer.Option("--hottest", help="The most used blocks first, not the newest.")
+    bool, typer.Option("--hottest", help="The most used blocks first, instead of the newest.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 

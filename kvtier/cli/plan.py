@@ -24,7 +24,9 @@ _MEASURED_BYTES = 64 << 20
 _BLOCK_BYTES_MAX = 32 << 20
 _SIZES = "0.25,0.5,1,2,4"
 _BLOCK_TOKENS = 512
-_Prompt = Annotated[int, typer.Option(min=1, max=10**9, help="The length that times are for.")]
+_Prompt = Annotated[
+    int, typer.Option(min=1, max=10**9, help="Length of the prompt that times are for.")
+]
 
 
 @app.command(
@@ -38,7 +40,7 @@ def plan(
     config: options.ConfigOption,
     prefill: Annotated[
         float | None,
-        typer.Option(min=1, max=1e12, help="Tokens a second that the engine computes."),
+        typer.Option(min=1, max=1e12, help="How many prompt tokens a second the engine computes."),
     ] = None,
     prompt: _Prompt = 8192,
     kv_dtype: Annotated[
@@ -49,7 +51,7 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="TIER=RATE[,LATENCY]",
-            help="Instead of measuring, like nvme=3GB/s,1ms; device is the way to the GPU.",
+            help="A rate to use unmeasured, like nvme=3GB/s,1ms; device is the copy to the GPU.",
         ),
     ] = None,
     do_measure: Annotated[
@@ -58,7 +60,7 @@ def plan(
     trace: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Requests to simulate: JSON lines, timestamp and hash_ids."
+            metavar="FILE", help="Requests to simulate: JSON lines with timestamp and hash_ids."
         ),
     ] = None,
     block_tokens: Annotated[
@@ -72,17 +74,20 @@ def plan(
         ),
     ] = None,
     exact: Annotated[
-        bool, typer.Option("--exact", help="All sizes on all of a long trace, not on a sample.")
+        bool,
+        typer.Option(
+            "--exact", help="Simulate all sizes with all of a long trace, not with a sample."
+        ),
     ] = False,
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plot the simulation, as SVG.")
     ] = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Say how many tokens each tier holds, from which length on loading beats recomputing, and the
-    time to the first token; with a trace, hits by tier over a sweep of sizes.
+    """Say how many tokens each tier holds, from which length on loading beats recomputing, and how
+    long the first token takes; with a trace, hits by tier for several sizes.
 
-    The answer is arithmetic on measured or given rates. What it leaves out is said.
+    The answer is computed from rates that are measured or given, and says what it leaves out.
     """
     factors = _factors(_SIZES if scale is None else scale)
     simulation = {"scale": scale, "block_tokens": block_tokens, "exact": exact, "svg": svg}

@@ -47,10 +47,10 @@ def prewarm(
 ) -> None:
     """Copy blocks into a tier, from the tiers below it or from another stack, the newest first.
 
-    An engine that shares the tier finds them at once, without a restart. What is there already is
-    left alone, so it can be interrupted and run again. Every block is proved when it is read and
-    when it is loaded. Of prompts it is said how many blocks the source does not have, and in which
-    namespaces that cannot be computed. Exit code 1 if something could not be copied.
+    An engine that shares the tier finds them at once, without a restart. Nothing is copied twice,
+    so you can interrupt it and run it again. Every block is proved when it is read, and again when
+    it is loaded. With prompts it says how many of their blocks the source lacks, and for which
+    namespaces keys cannot be computed. Exit code 1 if something could not be copied.
     """
     options.only_with("--prompts", prompts, model=model)
     if source is not None and re.match(r"\w+:/", str(source)):

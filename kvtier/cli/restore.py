@@ -32,7 +32,9 @@ def restore(
     source: Annotated[
         str | None,
         typer.Option(
-            "--from", metavar="URL|FILE", help="A store, or a stack with one; else its own."
+            "--from",
+            metavar="URL|FILE",
+            help="A store, or a stack that has one; else this stack's own.",
         ),
     ] = None,
     into: IntoOption = None,
@@ -44,9 +46,9 @@ def restore(
 ) -> None:
     """Copy blocks from an object store into a tier, the newest first.
 
-    It is prewarm from a store that is not in the stack, which is listed, too: who stored there may
-    have been cut off before it was written down. Exit code 1 if something could not be copied, or
-    where --from says there is nothing.
+    Unlike prewarm it also lists the store, to find what was stored there by a command that was cut
+    off before it wrote that down. Exit code 1 if something could not be copied, or if there is
+    nothing where --from says.
     """
     target = load(config)
     stack, from_tier = store_of(source, target, to_write=False)

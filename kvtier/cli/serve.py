@@ -48,7 +48,7 @@ def serve(
 ) -> None:
     """Check the stack and vLLM's version, then become vLLM's server (at a terminal: run it).
 
-    Everything after `--` is passed on to vLLM as it stands.
+    Everything after `--` is passed on to vLLM unchanged.
     """
     _check(config)
     vllm = installed()

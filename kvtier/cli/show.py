@@ -34,11 +34,11 @@ def show(
     config: options.ConfigOption,
     json: options.JsonOption = False,
 ) -> None:
-    """Show the facts that a namespace stands for and in which the others of its model differ, or
+    """Show the facts that a namespace stands for, and those in which others of its model differ; or
     every copy of a block, read and checked.
 
-    Nothing is opened: a running engine does not notice. Exit code 1 if nothing was found, or a copy
-    of the block is bad.
+    It reads from outside: a running engine does not notice. Exit code 1 if nothing was found, or if
+    a copy of the block is bad.
     """
     text = what.lower()
     if len(text) < _DIGITS_MIN or set(text) - set("0123456789abcdef"):

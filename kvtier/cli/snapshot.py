@@ -26,7 +26,9 @@ def snapshot(
     to: Annotated[
         str | None,
         typer.Option(
-            "--to", metavar="URL|FILE", help="A store, or a stack with one; else this stack's own."
+            "--to",
+            metavar="URL|FILE",
+            help="A store, or a stack that has one; else this stack's own.",
         ),
     ] = None,
     namespace: options.NamespaceOption = None,
@@ -37,8 +39,8 @@ def snapshot(
 ) -> None:
     """Copy blocks of host memory and disks to an object store, the newest first.
 
-    The stack may be in use: a running engine does not notice. What the store has already is left
-    alone. Exit code 1 if something could not be copied.
+    The stack may be in use: a running engine does not notice. Nothing is copied twice. Exit code 1
+    if something could not be copied.
     """
     stack = load(config, to_write=to is None)
     target, tier = store_of(to, stack)

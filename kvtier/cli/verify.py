@@ -54,13 +54,15 @@ def verify(
     sample: Annotated[
         str | None,
         typer.Option(
-            parser=_parse_sample, metavar="N|P%", help="Only so many blocks, drawn at random."
+            parser=_parse_sample, metavar="N|P%", help="Only so many blocks, chosen at random."
         ),
     ] = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Take out of use what is bad.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Quarantine or remove what is bad.")
+    ] = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Read blocks and check header, key, namespace and checksums of each.
+    """Read blocks, and check the header, key, namespace and checksums of each.
 
     Without --repair nothing is written, and a running engine does not notice. With it, bad blocks
     are quarantined, broken slabs and bad objects removed, where no running engine owns them. What a
