@@ -74,10 +74,7 @@ def plan(
         ),
     ] = None,
     exact: Annotated[
-        bool,
-        typer.Option(
-            "--exact", help="Simulate all sizes with all of a long trace, not with a sample."
-        ),
+        bool, typer.Option("--exact", help="Use all of a long trace for all sizes, no sample.")
     ] = False,
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plot the simulation, as SVG.")

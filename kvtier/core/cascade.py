@@ -63,16 +63,18 @@ class Cascade:
     def used_again(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Those of a prompt's that host memory has, so that it is not the first to use them, if any
         link wants to know: it may load none of them, because the engine itself still has them."""
-        if all(link.touches is None for link in self._links):
+        if not any(link.listens for link in self._links):
             return []
         here = self._tiers[HOST].lookup(keys)
         return [key for key, at in zip(keys, here, strict=True) if at is Presence.HIT]
 
-    def used(self, keys: Sequence[BlockKey]) -> None:
+    def used(self, keys: Sequence[BlockKey], now: float) -> None:
         """A request has used these, or loads them."""
         for link in self._links:
+            if link.touches is None and self._health.down(link.target, now):
+                continue
             again = link.used(keys)
-            if again:  # what is popular is there long since, and must not take others' places
+            if again:  # what it has by now must not take others' places
                 lacking = self._lacking(link, again)
                 link.offer(len(lacking), lacking)
 
@@ -98,6 +100,7 @@ class Cascade:
             if self._health.down(link.target, now):
                 keys = link.take(link.backlog)
                 link.drop("down", len(keys))
+                link.missed(keys)
                 self._pass_on(link, keys)
                 link.pressed = False
                 continue
@@ -116,6 +119,9 @@ class Cascade:
         self._health.observe(transfer.target, result.outcomes, now)
         self.committed(transfer.target, move.committed)
         refused = [key for key, outcome in move.failed.items() if outcome in _TARGET_FAILS]
+        # What is full would take the bytes of each, use by use, before it refuses them again.
+        full = Outcome.NO_SPACE
+        link.missed(key for key in refused if move.failed[key] is not full)
         self._pass_on(link, refused)
         if refused and not move.committed:  # not again before something else wants room above
             link.pressed = False
@@ -134,7 +140,9 @@ class Cascade:
         for source in dict.fromkeys((HOST, link.source)):
             if keys:
                 keys, left = self._carry(link, source, keys, now)
-                self._pass_on(link, self._lacking(link, left))
+                lacking = self._lacking(link, left)
+                link.missed(lacking)
+                self._pass_on(link, lacking)
         if keys:  # what was used while it was on its way up, from there or past it, is not gone
             here = self._tiers[HOST].lookup(self._lacking(link, keys))
             link.drop("gone", here.count(Presence.MISS))
@@ -171,6 +179,7 @@ class Cascade:
             else:
                 self._ledger.refuse(transfer)
                 link.drop("refused", len(transfer.keys))
+                link.missed(transfer.keys)
         settled = {*absent, *(transfer.keys if transfer is not None else ())}
         left = [key for key in keys if key not in settled] if len(settled) < len(keys) else []
         return absent, left

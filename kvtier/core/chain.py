@@ -302,7 +302,7 @@ class TierChain(Tier):
         if ids:
             self._mover.cancel(ids)
         for _ in range(min(STEP_USES, len(self._uses))):
-            self._cascade.used(self._uses.popleft())
+            self._cascade.used(self._uses.popleft(), now)
         for _ in range(min(STEP_USES, len(self._touches))):
             keys, start = self._touches.popleft()
             for tier in self.tiers[HOST + 1 :]:

@@ -13,6 +13,7 @@ from kvtier.types import BlockKey, Outcome
 
 FINGERPRINT_BYTES = 12
 TOUCHES_KEPT = 1 << 16
+MISSED_KEPT = 1 << 16
 
 
 class LinkStats(msgspec.Struct):
@@ -83,6 +84,7 @@ class Link:
         self.stats = LinkStats(target)
         self.pressed = False
         """Whether the tier above took something in since it was last looked at."""
+        self._missed: OrderedDict[BlockKey, None] = OrderedDict()
         self._waiting: deque[BlockKey] = deque()
         self._queued: set[BlockKey] = set()
         self._queue_blocks = queue_blocks
@@ -108,8 +110,26 @@ class Link:
     def used(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
         """A request has used these, wherever they were; answers with those that are to be offered
         for it, unless the tier has them."""
-        again = self.touches.note(keys) if self.touches is not None else []
-        return again if self.write is WritePolicy.THROUGH else []
+        if self.touches is not None:
+            again = self.touches.note(keys)
+            return again if self.write is WritePolicy.THROUGH else []
+        again = [key for key in keys if key in self._missed] if self._missed else []
+        for key in again:
+            self._missed.pop(key, None)
+        return again
+
+    @property
+    def listens(self) -> bool:
+        """Whether it matters to this link what is used."""
+        return self.touches is not None or bool(self._missed)
+
+    def missed(self, keys: Iterable[BlockKey]) -> None:
+        """The tier was down, or had no room, when these came: whoever uses one of them offers it
+        again. Of very many the oldest are forgotten."""
+        if self.write is WritePolicy.THROUGH and self.touches is None:
+            self._missed.update(dict.fromkeys(keys))
+            while len(self._missed) > MISSED_KEPT:
+                self._missed.popitem(last=False)
 
     def admitted(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
         """Those that this link would take."""
@@ -118,10 +138,12 @@ class Link:
     def offer(self, offered: int, admitted: Sequence[BlockKey]) -> None:
         """Let those that are admitted of so many wait to be written, as far as there is room."""
         fresh = [key for key in admitted if key not in self._queued]
-        taken = fresh[: self._queue_blocks - len(self._waiting)]
+        room = self._queue_blocks - len(self._waiting)
+        taken, left = fresh[:room], fresh[room:]
         self.stats.offered += offered
         self.stats.admitted += len(taken)
-        self.drop("full", len(fresh) - len(taken))
+        self.drop("full", len(left))
+        self.missed(left)
         self._waiting.extend(taken)
         self._queued.update(taken)
 
@@ -132,8 +154,11 @@ class Link:
         return keys
 
     def forget(self, keys: Iterable[BlockKey] | None = None) -> None:
-        """Do not write these (None: any) that wait."""
-        gone = self._queued & set(keys) if keys is not None else set(self._queued)
+        """Do not write these (None: any) that wait, or were missed."""
+        asked = None if keys is None else set(keys)
+        for key in self._missed.keys() & (self._missed if asked is None else asked):
+            del self._missed[key]
+        gone = self._queued & (self._queued if asked is None else asked)
         if gone:
             self._waiting = deque(key for key in self._waiting if key not in gone)
             self._queued -= gone

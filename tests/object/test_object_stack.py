@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from object_servers import SECRET_KEY, ServerProcess
 from kvtier import Stack
 from kvtier.core.record import record_bytes
 from kvtier.testing.records import NAMESPACE, make_keys, payload
-from kvtier.types import BlockKey
+from kvtier.types import BlockKey, Presence
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
 
@@ -84,3 +85,28 @@ def test_a_dead_bucket_leaves_the_rest_serving(
         assert stack.load(list(wanted)) == wanted
     assert "object store" in caplog.text
     assert SECRET_KEY not in caplog.text
+
+
+@pytest.mark.s3
+def test_what_was_stored_while_a_bucket_was_dead_comes_there_when_it_is_used(
+    tmp_path: Path, own_rclone: ServerProcess
+) -> None:
+    more = {"endpoint": own_rclone.endpoint, "store_deadline": "2s"}
+    here = stack_of(tmp_path / "here", "s3://bucket/p", mode="process", nvme=True, **more)
+    there = stack_of(tmp_path / "there", "s3://bucket/p", mode="threads", nvme=False, **more)
+    wanted = blocks(4)
+    with Stack.open(here, NAMESPACE) as stack:
+        own_rclone.kill()
+        assert len(stack.store(wanted)) == 4
+        assert stack.settle()
+        assert stack.chain.tiers[-1].lookup(list(wanted)) == [Presence.MISS] * 4
+        stack.chain._store_health._rest = 0.0  # as if half a minute went by
+        own_rclone.start()
+        for _ in range(200):
+            assert stack.load(list(wanted)) == wanted
+            assert stack.settle()
+            if stack.chain.tiers[-1].lookup(list(wanted)) == [Presence.HIT] * 4:
+                break
+            threading.Event().wait(0.05)  # the circuit lets a trial through after a second
+    with Stack.open(there, NAMESPACE) as stack:
+        assert stack.load(list(wanted)) == wanted

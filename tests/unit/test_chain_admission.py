@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from chains import KEYS, ChainRig, rule
+from chains import KEYS, REST, ChainRig, rule
 from msgspec.structs import replace
 
 from kvtier.backends.memory import MemoryTier
 from kvtier.core import links
 from kvtier.core.settings import Admission, WritePolicy
 from kvtier.testing.records import make_keys
-from kvtier.types import TierStats
+from kvtier.types import Outcome, TierStats
 
 THROUGH, ON_EVICT, NEVER = WritePolicy.THROUGH, WritePolicy.ON_EVICT, WritePolicy.NEVER
 SECOND = Admission.SECOND_TOUCH
@@ -197,3 +197,64 @@ def test_what_stays_in_a_tier_of_many_blocks_comes_down_when_it_is_used_again() 
     rig.load_once(keys[:64])
     rig.settle()
     assert rig.resident(1, keys) == keys[:64]
+
+
+def test_what_came_while_a_tier_was_down_comes_there_when_it_is_used() -> None:
+    rig = ChainRig([16, 16])
+    for key in KEYS[:3]:
+        rig.store([key])
+        rig.chain.poll()
+        rig.mover.fail_all(Outcome.IO_ERROR)
+        rig.chain.poll()
+    rig.store(KEYS[3:6])
+    rig.chain.poll()
+    rig.load_once(KEYS[:6])
+    rig.chain.poll()
+    (link,) = rig.chain.chain_stats().links
+    assert (link.drops, rig.mover.queue) == ({"down": 3}, []), "nothing is offered to who is down"
+    rig.now += REST
+    rig.load_once(KEYS[:2])
+    rig.chain.touch(KEYS[3:5])  # the engine has these itself, and loads them from nobody
+    rig.settle()
+    assert rig.resident(1, KEYS[:6]) == [*KEYS[:2], *KEYS[3:5]]
+    rig.load_once(KEYS[:6])
+    rig.settle()
+    assert rig.resident(1, KEYS[:6]) == KEYS[:6]
+    rig.assert_quiet()
+
+
+def test_what_found_no_room_in_a_queue_or_a_tier_comes_there_when_it_is_used() -> None:
+    rig = ChainRig([32, 8], [rule(), rule(queue_blocks=4)])
+    rig.put(1, KEYS[20:26])
+    rig.tiers[1].prepare_load(KEYS[20:26])
+    rig.store(KEYS[:6])
+    rig.settle()
+    assert rig.resident(1, KEYS[:6]) == KEYS[:2]
+    rig.tiers[1].complete_load(KEYS[20:26])
+    rig.load_once(KEYS[:6])
+    rig.settle()
+    assert rig.resident(1, KEYS[:6]) == KEYS[:6]
+    rig.assert_quiet()
+
+
+@pytest.mark.parametrize("how", ["full", "forgotten", "cleared", "evicted"])
+def test_what_is_not_offered_again(how: str) -> None:
+    """What is full says so after it has taken the bytes; and what went on purpose stays gone."""
+    rig = ChainRig([8, 16])
+    keys = rig.store(KEYS[:2])
+    rig.chain.poll()
+    rig.mover.fail_all(Outcome.NO_SPACE if how == "full" else Outcome.DROPPED)
+    rig.settle()
+    if how == "forgotten":
+        rig.chain.forget(keys)
+    elif how == "cleared":
+        rig.chain.clear()
+    elif how == "evicted":
+        rig.put(1, keys)
+        rig.load_once(keys)
+        rig.settle()
+        rig.tiers[1].forget(keys)
+    rig.put(0, keys)
+    rig.load_once(keys)
+    rig.settle()
+    assert rig.resident(1, keys) == []

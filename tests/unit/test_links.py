@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.core.health import DOUBLINGS, KEYS_KEPT, Health
-from kvtier.core.links import Link, Touches
+from kvtier.core.links import MISSED_KEPT, Link, Touches
 from kvtier.core.plan import LinkPlan
 from kvtier.core.settings import Admission, WritePolicy
 from kvtier.testing.records import make_keys
@@ -112,6 +112,19 @@ def test_a_link_forgets() -> None:
     link.committed(KEYS[:4])
     link.forget()
     assert link.backlog == 0
+
+
+def test_a_link_remembers_a_bounded_number_that_it_missed() -> None:
+    link = open_link()
+    assert not link.listens
+    keys = make_keys(MISSED_KEPT + 2)
+    link.missed(keys)
+    assert link.listens
+    assert link.used(keys[:4]) == keys[2:4], "the oldest are forgotten"
+    assert link.used(keys[:4]) == [], "and each is offered once"
+    evicting = open_link(WritePolicy.ON_EVICT)
+    evicting.missed(keys[:4])
+    assert evicting.used(keys[:4]) == []
 
 
 def test_a_link_that_waits_for_eviction_is_offered_nothing() -> None:
