@@ -33,6 +33,7 @@ def parts_of(endpoint: str) -> SplitResult:
         usable = False
     if not usable or not endpoint.isascii() or "@" in parts.netloc or parts.query or parts.fragment:
         raise WrongEndpoint(
-            "this is no endpoint: write https://host:port, without a user or password in it"
+            "what the stack, AWS_ENDPOINT_URL or the AWS config file names is no endpoint: write "
+            "https://host:port, without a user or password in it"
         )
     return parts
