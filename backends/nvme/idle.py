@@ -31,6 +31,9 @@ from kvtier.backends.nvme.files import (
 )
 from kvtier.core.disk import Disk
 
+_HOLD_S = 2.0
+"""Others wait for the folder's lock meanwhile, ten seconds at most: what is left goes next time."""
+
 
 class IdleHome(msgspec.Struct, frozen=True):
     """A namespace without a live owner."""
@@ -44,7 +47,7 @@ class IdleHome(msgspec.Struct, frozen=True):
 
 def reclaim(root: Path, mine: Path, capacity: int, wanted: int, keep_s: float, disk: Disk) -> bool:
     """Under the folder's lock: remove slabs of idle namespaces until so much of the capacity is
-    free; says whether anything was removed.
+    free, or others have waited long enough; says whether anything was removed.
 
     Who was used within `keep_s` keeps a fair share of the capacity.
     """
@@ -53,11 +56,11 @@ def reclaim(root: Path, mine: Path, capacity: int, wanted: int, keep_s: float, d
     recent = {home.path: home.bytes for home in idle if abs(now - home.used) <= keep_s}
     share = fair_share(capacity, list(recent.values()), 1 + living)
     used = used_bytes(root)  # looked at once: thousands of slabs may have to go
-    removed = False
+    removed, end = False, time.monotonic() + _HOLD_S
     for home in sorted(idle, key=lambda each: each.used):
         left = home.bytes
         for table in home.tables:
-            enough = used <= capacity - wanted
+            enough = used <= capacity - wanted or (removed and time.monotonic() > end)
             if enough or (home.path in recent and left <= share):
                 break
             size = _bytes(table)

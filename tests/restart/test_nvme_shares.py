@@ -329,6 +329,32 @@ def test_a_folder_is_weighed_once_however_many_slabs_have_to_go(
     assert weighed == [rich.root]
 
 
+def test_a_slow_disk_does_not_hold_a_folder_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of slabs may have to go, and who waits longer than ten seconds gives up."""
+    rich = Engine(tmp_path / "kv", blocks=16)
+    rich.put(make_keys(16))
+    rich.close()
+    now = 0.0
+
+    class SlowDisk(Disk):
+        def unlink(self, path: str | Path) -> None:
+            nonlocal now
+            now += 1.5
+            super().unlink(path)
+
+    monkeypatch.setattr(idle.time, "monotonic", lambda: now)
+    slabs = len(list(rich.root.rglob("*.table")))
+    assert slabs > 2
+    while idle.reclaim(rich.root, rich.root / OTHER.id, 1 << 30, 1 << 30, 0.0, SlowDisk()):
+        assert now <= 3.0
+        slabs -= 1
+        assert len(list(rich.root.rglob("*.table"))) == slabs
+        now = 0.0
+    assert slabs == 0
+
+
 def table(*entries: bytes) -> bytes:
     return bytes(layout.TABLE_AT) + b"".join(entries)
 
