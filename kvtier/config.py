@@ -41,9 +41,9 @@ class MoverMode(enum.Enum):
     """Where bytes are moved."""
 
     AUTO = "auto"
-    """In a process when an engine serves, on threads in the command line and in tests."""
+    """In a process when an engine serves; on threads in commands and in tests."""
     PROCESS = "process"
-    """In a process of its own, so that nothing there can hold up or take down the engine."""
+    """In a separate process, so that nothing there can hold up or take down the engine."""
     THREADS = "threads"
     """On threads of this process."""
 
@@ -59,19 +59,19 @@ class Loads(enum.Enum):
     """Which hits are loaded."""
 
     WORTHWHILE = "worthwhile"
-    """Those that cost less to load than to recompute, by the speeds of late."""
+    """Those that cost less to load than to recompute, by recent speeds."""
     ALWAYS = "always"
     """All of them."""
 
 
 class Sleep(enum.Enum):
-    """What becomes of all that is stored when an engine sleeps, or pauses and clears its caches."""
+    """What becomes of stored blocks when an engine sleeps, or pauses and clears its caches."""
 
     FORGET = "forget"
-    """It goes, in all tiers: other weights may be read meanwhile in ways that nobody sees."""
+    """They go, in all tiers: other weights may be read meanwhile in ways that kvtier cannot see."""
     KEEP = "keep"
-    """It is found again. Nothing changes the weights but vLLM's own calls for that, and others
-    whose names say so."""
+    """They are found again: for engines whose weights are changed only by vLLM's own calls for
+    that, and by others whose names say so."""
 
 
 class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,20 +80,20 @@ class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     version: Literal[1]
     """The version of this format."""
     name: Name = "default"
-    """Names this engine among those of one machine: each has CPU memory of its own."""
+    """The name of this engine on its machine: each name has CPU memory of its own."""
     chunk_tokens: Count = 256
     """How many tokens one stored block covers: a multiple of the engine's own block size. Models
     with a shorter window, or with states, take fewer."""
     loads: Loads = Loads.WORTHWHILE
     """Which hits an engine loads: those that cost less than recomputing them, or all."""
     sleep: Sleep = Sleep.FORGET
-    """Whether what is stored is found again when an engine that has slept wakes up."""
+    """Whether an engine that has slept finds its stored blocks again when it wakes up."""
     gds: Gds = Gds.AUTO
     """Whether blocks go from a local disk straight into GPU memory (GPUDirect Storage)."""
     mover: MoverSettings = MoverSettings()
     """How bytes are moved between the tiers."""
     tiers: tuple[TierSettings, ...]
-    """The tiers in the order in which they are asked; the first is host memory."""
+    """The tiers, in the order in which they are asked; the first must be host memory."""
 
 
 Source = Mapping[str, object] | Path | str

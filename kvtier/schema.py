@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from kvtier.config import Loads, MoverMode, StackConfig
+from kvtier.config import Loads, MoverMode, Sleep, StackConfig
 from kvtier.core.backend import backend
 from kvtier.core.settings import (
     Admission,
@@ -31,6 +31,7 @@ from kvtier.core.values import Value, schema_hook, show_hook
 
 _WORDS: dict[str, type[enum.Enum]] = {
     "loads": Loads,
+    "sleep": Sleep,
     "gds": Gds,
     "write": WritePolicy,
     "admission": Admission,
@@ -235,17 +236,19 @@ _HEAD = """\
 <!-- Made by `kvtier config reference`; `make docs` writes it again. -->
 
 A stack is one YAML file. `kvtier config init` writes one for this machine, `kvtier config check`
-says what is wrong with one, `kvtier config show` prints what it comes to, and `configs/` has ready
-ones. The same settings as nested dicts (an inline stack) mean the same.
+says what is wrong with one, `kvtier config show` prints one with everything filled in, and
+`configs/` has ready ones. An inline stack (nested dicts) has the same settings, which mean the
+same.
 
 - A **size** is a number and a unit: `64GiB`, `512MiB`, `2TB`. A **share** is a percentage of the
   medium: `80%`. A **duration** is a number and a unit: `250ms`, `10s`.
-- `${NAME}` in a value is the environment's value of NAME, `${NAME:-default}` has a default for
-  when it is not set or empty, and `$${` stands for a plain `${`. What is said of the file, and
-  `config show`, name the variable and not what comes from it. Once a tier is used, its path or url
-  is named like any other, in listings and logs.
-- An unknown key is an error, and so is everything else that nothing would read.
-- Write whole paths: others begin where a server or command is started, not beside the file.
+- `${NAME}` in a value stands for the environment variable NAME, `${NAME:-default}` has a default
+  for when it is unset or empty, and `$${` stands for a plain `${`. Messages about the file, and
+  `config show`, name the variable, not its value. Once a tier is used, its path or url appears
+  in listings and logs like any other.
+- An unknown key is an error, and so is everything else that kvtier would not read.
+- Write absolute paths: a relative one starts from the folder in which the server or command was
+  started, not from that of the file.
 - `# yaml-language-server: $schema=./schema.json` in the first line lets an editor complete and
   check; `kvtier config schema` prints that schema, with the tier kinds of other packages too.
 
@@ -255,5 +258,5 @@ ones. The same settings as nested dicts (an inline stack) mean the same.
 _TIERS = """\
 ## tiers
 
-Each tier has a `kind` and these settings, and those of its kind:
+Each tier has a `kind`, these settings, and those of its kind:
 """

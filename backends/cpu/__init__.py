@@ -44,15 +44,15 @@ class CpuSettings(TierSettings, frozen=True, kw_only=True, tag="cpu"):
     """Blocks in shared memory: the tier that engines copy from and to."""
 
     path: str = "/dev/shm"
-    """A folder on tmpfs in which the region lies."""
+    """The folder, on tmpfs, that holds the region."""
     name: str = "kv"
-    """Names the region: a restarted engine finds its blocks under the same name."""
+    """The name of the region: a restarted engine finds its blocks under the same name."""
     persistence: Persistence = Persistence.KEEP
     """Whether the region outlives the process."""
     keep_for: Duration = Duration(7 * 86400.0)
-    """If nobody used this region for so long, the next engine that starts removes it."""
+    """If no engine has used the region for this long, the next engine that starts removes it."""
     huge_pages: bool = False
-    """Ask for huge pages; where the system gives none, say why and go on without."""
+    """Ask for huge pages; if the system gives none, log why and go on without."""
 
 
 class CpuBackend(Backend[CpuSettings]):

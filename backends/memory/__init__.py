@@ -27,7 +27,7 @@ class MemorySettings(TierSettings, frozen=True, kw_only=True, tag="memory"):
     """Blocks in the memory of one process: the reference that the other tiers are held against."""
 
     name: str = "memory"
-    """Tells two tiers of this kind in one stack apart."""
+    """Tells apart two tiers of this kind in one stack."""
     eviction: str = "lru"
 
 

@@ -55,17 +55,17 @@ class NvmeSettings(TierSettings, frozen=True, kw_only=True, tag="nvme"):
     path: str
     """The folder; it is made if its parent exists. Everything in it counts against `capacity`."""
     free_floor: ByteSize = ByteSize(1 << 30)
-    """Room that must stay free on the file system, whatever the capacity says."""
+    """How much must stay free on the file system, whatever `capacity` says."""
     persistence: Persistence = Persistence.KEEP
     """Whether blocks outlive the process."""
     keep_for: Duration = Duration(3 * 86400.0)
-    """So long after its last use a model that nobody serves keeps its share of the folder."""
+    """For how long after its last use a model that is not served keeps its share of the folder."""
     durability: Durability = Durability.PROCESS
-    """Whether a committed block survives the death of processes, or a loss of power too."""
+    """Whether a committed block survives only the death of processes, or a loss of power too."""
     threads: Threads = 8
     """How many reads and writes are under way at once."""
     direct: bool = True
-    """Go around the page cache where the file system allows it."""
+    """Bypass the page cache where the file system allows it."""
 
 
 class NvmeBackend(Backend[NvmeSettings]):

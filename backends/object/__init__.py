@@ -49,10 +49,10 @@ _DURATIONS_MIN = {
 
 
 class ObjectSettings(TierSettings, frozen=True, kw_only=True, tag="object"):
-    """Blocks in an S3 bucket or in a folder, shared by every server that names the same url.
+    """Blocks in an S3 bucket or in a folder, shared by all servers with the same url.
 
-    Credentials never stand here: they come from the environment, a profile or a role, as for every
-    other AWS tool.
+    Credentials are never written here: they come from the environment, a profile or a role, as for
+    every other AWS tool.
     """
 
     url: str
@@ -60,30 +60,30 @@ class ObjectSettings(TierSettings, frozen=True, kw_only=True, tag="object"):
     endpoint: str | None = None
     """An S3-compatible server, like https://minio.example:9000; without it, AWS."""
     region: str | None = None
-    """The bucket's region, if the environment and the profile do not name it."""
+    """The bucket's region, if neither the environment nor the profile names it."""
     addressing: Literal["auto", "path", "virtual"] = "auto"
     """Whether the bucket is in the path or in the host name; auto: the host for AWS, else path."""
     ca_bundle: str | None = None
-    """A file with the certificates of the authorities to trust, if not what AWS_CA_BUNDLE or the
-    profile names, or the system's."""
+    """A file with the certificates of the authorities to trust; without it, what AWS_CA_BUNDLE or
+    the profile names, or the system's."""
     profile: str | None = None
     """The AWS profile to take credentials from."""
     conditional_put: bool = True
-    """Ask the store to refuse a block that is there already (If-None-Match)."""
+    """Ask the store to refuse a block that it already has (If-None-Match)."""
     codec: Literal["auto", "none", "zstd", "split-zstd"] = "auto"
-    """How payloads are compressed; auto: not in a folder, else by what suits the data type."""
+    """How payloads are compressed; auto: none in a folder, else what suits the data type."""
     age_max: Duration | None = None
-    """Blocks that were stored longer ago are deleted."""
+    """Blocks that were stored longer ago than this are deleted."""
     refresh: Duration = Duration(5.0)
     """How often to look at what other servers have added and removed."""
     audit: Duration = Duration(600.0)
-    """How often one of all servers lists everything: finds what nobody has written down."""
+    """How often one of the servers lists everything, to find what no server has written down."""
     connect_timeout: Duration = Duration(1.0)
     """How long to wait for a connection."""
     idle_timeout: Duration = Duration(2.0)
     """How long to wait for the next byte."""
     threads: Threads = 32
-    """How many objects are on their way at once."""
+    """How many objects are transferred at once."""
     unreachable: Literal["degrade", "refuse"] = "degrade"
     """What to do if the store cannot be used at start: go on without it until it can, or stop."""
 

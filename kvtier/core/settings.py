@@ -48,23 +48,23 @@ class Admission(enum.Enum):
     ALWAYS = "always"
     """Every one."""
     SECOND_TOUCH = "second_touch"
-    """Those that were used a second time: spares the medium what is never asked for again."""
+    """Those that are used a second time: it spares the medium what is never asked for again."""
 
 
 class Persistence(enum.Enum):
     """Whether blocks outlive the process."""
 
     KEEP = "keep"
-    """They do: the next start serves them."""
+    """Yes: the next start serves them."""
     DISCARD = "discard"
-    """They do not: what a process leaves behind is removed."""
+    """No: what a process leaves behind is removed."""
 
 
 class Durability(enum.Enum):
     """What a committed block survives."""
 
     PROCESS = "process"
-    """The death of processes; after a loss of power it is a miss."""
+    """The death of processes; after a loss of power the block may be a miss."""
     POWER = "power"
     """A loss of power too; every commit waits for the device."""
 
@@ -73,11 +73,11 @@ class Gds(enum.Enum):
     """Whether blocks are read from a local disk straight into GPU memory."""
 
     AUTO = "auto"
-    """Where a real attempt works; elsewhere say why not, and go through pinned memory."""
+    """Yes, if a real attempt works; otherwise log why not, and go through pinned memory."""
     REQUIRE = "require"
-    """Or the engine does not start."""
+    """Yes, or the engine does not start."""
     OFF = "off"
-    """Always through pinned memory."""
+    """No: always through pinned memory."""
 
 
 class TierSettings(
@@ -89,16 +89,16 @@ class TierSettings(
     """
 
     capacity: Capacity
-    """How many bytes this tier may take, in all and at every moment."""
+    """How many bytes this tier may take in all, at any moment."""
     eviction: str = "adaptive"
-    """What must go when the tier is full: the name of an eviction policy."""
+    """The eviction policy, by name: it decides which blocks go when the tier is full."""
     write: WritePolicy = WritePolicy.THROUGH
     """When a block that the tier above holds is written to this one."""
     admission: Admission = Admission.ALWAYS
     """Which of the blocks offered are taken."""
     queue_blocks: Count = 4096
-    """How many blocks may wait to be moved in or out; stores beyond it are dropped, and blocks
-    beyond it are no hits."""
+    """How many blocks may wait to be moved in or out. Beyond it, stores are dropped and blocks are
+    not hits."""
     load_deadline: Duration = Duration(10.0)
     """A load that takes longer is given up, and its blocks are recomputed."""
     store_deadline: Duration = Duration(60.0)
