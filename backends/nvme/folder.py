@@ -40,7 +40,7 @@ from kvtier.backends.nvme.files import (
 from kvtier.backends.nvme.idle import reclaim
 from kvtier.backends.nvme.kin import differs_in
 from kvtier.backends.nvme.lock import FolderBusy, folder_locked
-from kvtier.core.disk import Disk
+from kvtier.core.disk import Disk, read_all
 from kvtier.core.record import Buffer
 from kvtier.core.slab.layout import (
     ENTRY_BYTES,
@@ -231,13 +231,10 @@ class NvmeFolder:
         return SlabFile(header, OWNER.unpack_from(table, OWNER_AT)[0]), bytes(table)
 
     def _read(self, fd: int, size: int) -> Buffer:
-        """The first bytes of a file, however many reads they take."""
-        left = into = memoryview(bytearray(size))
-        while left:
-            done = self.disk.readv(fd, [left], size - len(left))
-            if not done:
-                raise FormatError("the table is cut short")
-            left = left[done:]
+        """The first bytes of a file."""
+        into = memoryview(bytearray(size))
+        if read_all(self.disk, fd, [into], 0) < size:
+            raise FormatError("the table is cut short")
         return into
 
     def write_owner(self, slab_id: int, owner: int) -> None:

@@ -27,7 +27,7 @@ from kvtier.backends.nvme.files import (
 )
 from kvtier.backends.nvme.lock import has_name
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
-from kvtier.core.disk import Disk
+from kvtier.core.disk import Disk, read_all, write_all
 from kvtier.core.record import Buffer, record_bytes
 from kvtier.core.slab import layout
 from kvtier.core.tier import Handler
@@ -215,21 +215,8 @@ class NvmeHandler(Handler):
         self, slab: OpenSlab, slot: int, keys: Sequence[BlockKey], into: Sequence[Buffer]
     ) -> Outcome:
         for at, buffers in self._pieces(slab, slot, keys, into):
-            wanted = sum(map(len, buffers))
-            if self._disk.readv(slab.data_fd, buffers, at) != wanted:
-                return self._read_rest(slab, buffers, at)
-        return Outcome.OK
-
-    def _read_rest(self, slab: OpenSlab, buffers: Sequence[Buffer], at: int) -> Outcome:
-        """After a short read: buffer by buffer, until the file really ends."""
-        for buffer in buffers:
-            done = 0
-            while done < len(buffer):
-                count = self._disk.readv(slab.data_fd, [buffer[done:]], at + done)
-                if count <= 0:
-                    return Outcome.GONE
-                done += count
-            at += len(buffer)
+            if read_all(self._disk, slab.data_fd, buffers, at) != sum(map(len, buffers)):
+                return Outcome.GONE
         return Outcome.OK
 
     def _store_run(
@@ -237,7 +224,7 @@ class NvmeHandler(Handler):
     ) -> Outcome:
         self._write_entries(slab, slot, keys, layout.RESERVED)
         for at, buffers in self._pieces(slab, slot, keys, records):
-            self._write_all(slab.data_fd, buffers, at)
+            write_all(self._disk, slab.data_fd, buffers, at)
         if self._power_safe:
             self._disk.sync(slab.data_fd)
         self._write_entries(slab, slot, keys, layout.VALID)
@@ -263,21 +250,7 @@ class NvmeHandler(Handler):
     ) -> None:
         now = int(time.time())
         entries = layout.pack_entries(state, keys, 0, now)
-        self._write_all(slab.table_fd, [memoryview(entries)], layout.entry_at(slot))
-
-    def _write_all(self, fd: int, buffers: Sequence[Buffer], at: int) -> None:
-        wanted = sum(map(len, buffers))
-        done = self._disk.writev(fd, buffers, at)
-        while done < wanted:
-            skip = done
-            for buffer in buffers:
-                if skip < len(buffer):
-                    break
-                skip -= len(buffer)
-            count = self._disk.writev(fd, [buffer[skip:]], at + done)
-            if count <= 0:
-                raise OSError(errno.EIO, "the device takes no more")
-            done += count
+        write_all(self._disk, slab.table_fd, [memoryview(entries)], layout.entry_at(slot))
 
     def _pieces(
         self, slab: OpenSlab, slot: int, keys: Sequence[BlockKey], buffers: Sequence[Buffer]

@@ -45,11 +45,10 @@ from kvtier.backends.object.store import (
     is_name,
     wrong_length,
 )
-from kvtier.core.disk import Disk
+from kvtier.core.disk import Disk, read_all, write_all
 
 _TMP = ".tmp-"
 _TMP_OF = re.compile(r"\.tmp-([0-9a-f]{32})-")
-_IOV_MAX = 512
 _SCANS_MAX = 8
 _DELETES_AT_ONCE = 32
 """Few enough to end soon where each takes a network's time: in between claims are renewed."""
@@ -110,7 +109,7 @@ class FileStore(Store):
             raise Conflict(f"{folder} keeps vanishing: others delete there at this moment")
         try:
             try:
-                self._write_all(fd, buffers)
+                write_all(self._disk, fd, buffers, 0)
             finally:
                 self._disk.close(fd)  # over a network this may be what finds the disk full
         except OSError:
@@ -189,9 +188,8 @@ class FileStore(Store):
             try:
                 size = os.fstat(fd).st_size
                 wanted = min(sum(view.nbytes for view in into), size - offset)
-                if not fits(size) or (
-                    self._read_all(fd, first_bytes(into, wanted), offset) != wanted
-                ):
+                some = first_bytes(into, wanted)
+                if not fits(size) or read_all(self._disk, fd, some, offset) != wanted:
                     raise wrong_length(name, size)
             finally:
                 self._disk.close(fd)
@@ -318,22 +316,6 @@ class FileStore(Store):
                         removed += 1
             yield removed
 
-    def _write_all(self, fd: int, buffers: Sequence[Buffer]) -> None:
-        rest = [view.cast("B") for view in buffers if view.nbytes]
-        offset = 0
-        while rest:
-            written = self._disk.writev(fd, rest[:_IOV_MAX], offset)
-            offset += written
-            rest = _advance(rest, written)
-
-    def _read_all(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        rest = [view.cast("B") for view in buffers if view.nbytes]
-        start = offset
-        while rest and (count := self._disk.readv(fd, rest[:_IOV_MAX], offset)):
-            offset += count
-            rest = _advance(rest, count)
-        return offset - start
-
     def _path(self, name: str) -> str:
         return os.path.join(self._root, check_name(name))
 
@@ -350,15 +332,6 @@ def _info(name: str, found: os.stat_result) -> ObjectInfo:
 def _holds_names(folder: str) -> bool:
     """Whether a name may lie there: others' folders may be deeper than can be walked through."""
     return is_name(f"{folder}x")
-
-
-def _advance(rest: Sequence[Buffer], count: int) -> list[Buffer]:
-    """What is left of these buffers behind their first `count` bytes."""
-    for index, view in enumerate(rest):
-        if count < len(view):
-            return [view[count:], *rest[index + 1 :]]
-        count -= len(view)
-    return []
 
 
 def _is_abandoned(temporary: str, older_than_s: float) -> bool:

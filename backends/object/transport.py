@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from kvtier.backends.object.errors import ObjectTooLarge, TimedOut, Unavailable, WrongEndpoint
 from kvtier.backends.object.store import Buffer
 from kvtier.backends.object.wire import Address, Timeouts, Trust, Tunnel, Wire, connect, explain
+from kvtier.core.record import behind
 
 _BUFFER_BYTES = 16 << 10
 _LINE_BYTES_MAX = 1 << 10
@@ -131,13 +132,9 @@ class _Connection:
         return self._answer(method, deadline)
 
     def _send(self, buffers: list[Buffer], deadline: float) -> None:
-        rest = [view.cast("B") for view in buffers if view.nbytes]
+        rest = behind(buffers, 0)
         while rest:
-            sent = self._wire.send(rest, self._wait_s(deadline))
-            while rest and sent >= len(rest[0]):
-                sent -= len(rest.pop(0))
-            if sent:
-                rest[0] = rest[0][sent:]
+            rest = behind(rest, self._wire.send(rest, self._wait_s(deadline)))
 
     def _answer(self, method: str, deadline: float) -> Response:
         for _ in range(_INTERIM_ANSWERS_MAX):

@@ -14,10 +14,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.core.record import Buffer
+from kvtier.core.record import Buffer, behind
 
 AnyPath = str | os.PathLike[str]
 
+_BUFFERS_MAX = 512
+"""The system takes 1024 in one call."""
 _LOOK_S = 0.002
 """How often a lock is tried that others hold: mostly for as long as it takes to rename a file."""
 
@@ -91,6 +93,27 @@ class Disk:
         """Size of the file system of `path`."""
         info = os.statvfs(path)
         return info.f_blocks * info.f_frsize
+
+
+def read_all(disk: Disk, fd: int, into: Sequence[Buffer], offset: int) -> int:
+    """Fill these buffers, in as many reads as it takes; answers with the bytes that there were: if
+    the file ends before, fewer than they hold."""
+    start, rest = offset, behind(into, 0)
+    while rest and (count := disk.readv(fd, rest[:_BUFFERS_MAX], offset)) > 0:
+        offset += count
+        rest = behind(rest, count)
+    return offset - start
+
+
+def write_all(disk: Disk, fd: int, data: Sequence[Buffer], offset: int) -> None:
+    """Write all of these buffers, in as many writes as it takes."""
+    rest = behind(data, 0)
+    while rest:
+        count = disk.writev(fd, rest[:_BUFFERS_MAX], offset)
+        if count <= 0:
+            raise OSError(errno.EIO, "the device takes no more")
+        offset += count
+        rest = behind(rest, count)
 
 
 def read_bounded(path: Path, most: int) -> bytes:

@@ -93,6 +93,15 @@ class Header:
         return Header(BlockKey(key[:key_len]), namespace, payload, parts, codec, stored)
 
 
+def behind(buffers: Sequence[Buffer], count: int) -> list[Buffer]:
+    """What these buffers hold behind their first `count` bytes."""
+    for index, view in enumerate(buffers):
+        if count < view.nbytes:
+            return [view.cast("B")[count:], *buffers[index + 1 :]]
+        count -= view.nbytes
+    return []
+
+
 def padded(size: int) -> int:
     """`size` rounded up to what direct I/O can move."""
     return -(-size // ALIGN) * ALIGN
