@@ -166,12 +166,6 @@ def _write_removed(
         return
     if described.id != namespace:
         return
-    count = len(objects)
-    entries = manifest.pack_entries(
-        manifest.REMOVED,
-        [key for key, _ in objects],
-        [generation for _, generation in objects],
-        [0] * count,
-        [now_us] * count,
-    )
+    keys, generations = zip(*objects, strict=True)
+    entries = manifest.pack_entries(manifest.REMOVED, keys, generations, 0, now_us)
     Journal(store, described).append(entries)

@@ -79,11 +79,11 @@ _BEHIND_KEY = (
 def pack_entries(
     kind: int,
     keys: Sequence[BlockKey],
-    generations: Sequence[int],
-    sizes: Sequence[int],
-    times_us: Sequence[int],
+    generations: Sequence[int] | int,
+    sizes: Sequence[int] | int,
+    times_us: Sequence[int] | int,
 ) -> Entries:
-    """Entries of one kind, from columns."""
+    """Entries of one kind, from columns, or from one number for all."""
     entries = np.zeros(len(keys), ENTRY)
     entries["kind"] = kind
     entries["key_bytes"] = [len(key) for key in keys]
@@ -97,8 +97,7 @@ def pack_entries(
 
 def objects_of(keys: Sequence[BlockKey], generations: Sequence[int]) -> Entries:
     """Entries that say nothing about these objects: to look for others about them."""
-    none = [0] * len(keys)
-    return pack_entries(0, keys, generations, none, none)
+    return pack_entries(0, keys, generations, 0, 0)
 
 
 def same_objects(some: Entries, others: Entries) -> npt.NDArray[np.bool_]:

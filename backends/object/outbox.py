@@ -93,7 +93,7 @@ class Outbox:
     ) -> float:
         """Write down soon that these blocks are there; since when, in seconds of the epoch."""
         now_us = self.now_us()
-        entries = manifest.pack_entries(ADDED, keys, generations, sizes, [now_us] * len(keys))
+        entries = manifest.pack_entries(ADDED, keys, generations, sizes, now_us)
         self._entries.append((entries, sum(sizes)))
         return now_us / 1e6
 
@@ -106,8 +106,7 @@ class Outbox:
         """Write down soon that these blocks must not be found again: as they are now, or as they
         were at a time (of the epoch)."""
         at_us = self.now_us() if known_s is None else int(known_s * 1e6) + 2
-        sizes, times_us = [0] * len(keys), [at_us] * len(keys)
-        entries = manifest.pack_entries(REMOVED, keys, generations, sizes, times_us)
+        entries = manifest.pack_entries(REMOVED, keys, generations, 0, at_us)
         for start in range(0, len(entries), _ENTRIES_MAX):
             self._entries.append((entries[start : start + _ENTRIES_MAX], 0))
 

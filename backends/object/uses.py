@@ -94,8 +94,8 @@ class Uses:
         chosen = dict(nlargest(_JOINED_MAX, used.items(), key=itemgetter(1)))
         if chosen:
             counts, times = zip(*chosen.values(), strict=True)
-            columns = list(chosen), [0] * len(chosen), counts, [int(at * 1e6) for at in times]
-            self._put(manifest.pack_entries(USED, *columns))
+            times_us = [int(at * 1e6) for at in times]
+            self._put(manifest.pack_entries(USED, list(chosen), 0, counts, times_us))
             self._join()
 
     def count(self) -> None:
@@ -119,9 +119,8 @@ class Uses:
         pieces = []
         counts = iter(self._counts.items())
         while some := dict(islice(counts, CHUNK)):
-            none = [0] * len(some)
-            columns = list(some), none, list(some.values()), [now_us] * len(some)
-            pieces.append(manifest.pack_entries(USED, *columns))
+            keys, uses = list(some), list(some.values())
+            pieces.append(manifest.pack_entries(USED, keys, 0, uses, now_us))
             self._rest()
         self._put(np.concatenate(pieces))
         self._counts.clear()
