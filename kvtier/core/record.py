@@ -157,17 +157,6 @@ def seal(record: Buffer, header: Header) -> None:
         seal_part(record, index, record[start : start + size])
 
 
-def check_header(record: Buffer, key: BlockKey, namespace: bytes, payload_max: int) -> Outcome:
-    """Whether the header proves `key` of `namespace`, with a payload that fits."""
-    try:
-        header = Header.read(record)
-    except FormatError:
-        return Outcome.CORRUPT
-    if header.key != key or header.namespace != namespace or header.payload_bytes > payload_max:
-        return Outcome.CORRUPT
-    return Outcome.OK
-
-
 def check_part(record: Buffer, index: int, part: Buffer) -> bool:
     """Whether `part` has the checksum the header states for it."""
     return stated_sum(record, index) == part_sum(part)
@@ -175,11 +164,13 @@ def check_part(record: Buffer, index: int, part: Buffer) -> bool:
 
 def verify(record: Buffer, key: BlockKey, namespace: bytes) -> Outcome:
     """Header and payload of a raw record, proved in full: the check behind every load."""
-    outcome = check_header(record, key, namespace, len(record) - HEADER_BYTES)
-    if not outcome.ok:
-        return outcome
-    header = Header.read(record)
-    if header.codec != CODEC_RAW:
+    try:
+        header = Header.read(record)
+    except FormatError:
+        return Outcome.CORRUPT
+    if header.key != key or header.namespace != namespace or header.codec != CODEC_RAW:
+        return Outcome.CORRUPT
+    if header.payload_bytes > len(record) - HEADER_BYTES:
         return Outcome.CORRUPT
     size = header.payload_bytes // header.parts
     for index in range(header.parts):
