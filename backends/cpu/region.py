@@ -56,8 +56,7 @@ class Region:
         self.path = path
         self.header = header
         self._fd = fd
-        size = header.data_at + header.slots * header.slot_bytes
-        self._map = mmap.mmap(fd, size)
+        self._map = mmap.mmap(fd, header.data_end)
         self._view = memoryview(self._map)
         self.table = self._view[: header.table_bytes]
         self.data = self._view[header.data_at :]
@@ -86,7 +85,7 @@ class Region:
 
     def state(self, slot: int) -> int:
         """The state byte of a slot's entry."""
-        return self.table[TABLE_AT + slot * ENTRY_BYTES]
+        return self.table[entry_at(slot)]
 
     def entry(self, slot: int) -> bytes:
         """A slot's entry as it stands: who copies a record compares it before and after."""
@@ -117,11 +116,11 @@ class Region:
 def read_header(fd: int) -> SlabHeader:
     """The checked header of a region whose file is as long as it says."""
     header = SlabHeader.unpack(os.pread(fd, TABLE_AT, 0))
-    size = header.data_at + header.slots * header.slot_bytes
     if header.data_at < header.table_bytes or header.data_at % ALIGN:
         raise FormatError("the region's header is inconsistent")
-    if os.fstat(fd).st_size < size:
-        raise FormatError(f"the region is cut short: {os.fstat(fd).st_size} bytes of {size}")
+    size = os.fstat(fd).st_size
+    if size < header.data_end:
+        raise FormatError(f"the region is cut short: {size} bytes of {header.data_end}")
     return header
 
 
@@ -136,7 +135,7 @@ def plan_region(capacity: int, slot_bytes: int, namespace: bytes, *, discard: bo
     return SlabHeader(
         slots=slots,
         slot_bytes=slot_bytes,
-        data_at=padded(TABLE_AT + slots * ENTRY_BYTES),
+        data_at=padded(entry_at(slots)),
         slab_id=0,
         namespace=namespace,
         flags=FLAG_DISCARD if discard else 0,
@@ -216,7 +215,7 @@ class OwnedRegion:
         return None
 
     def _create(self, header: SlabHeader) -> Region:
-        size = header.data_at + header.slots * header.slot_bytes
+        size = header.data_end
         making = self.path.with_suffix(_MAKING)
         left = room.memory_left() if room.in_memory(self.path.parent) else None
         if left is not None and size > left:  # the system would not refuse, but kill somebody

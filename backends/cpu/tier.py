@@ -96,7 +96,7 @@ class CpuTier(SlabTier):
     def _state_of(self, key: BlockKey) -> int | None:
         """What the table says of a reserved key: movers and workers write there, too."""
         slot = self._reserved.get(key)
-        return None if slot is None else self._table[layout.TABLE_AT + slot * layout.ENTRY_BYTES]
+        return None if slot is None else self._table[layout.entry_at(slot)]
 
     def _on_quarantined(self, slot: int, key: BlockKey) -> None:
         self._set_state([slot], layout.BAD)

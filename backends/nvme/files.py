@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 
 from kvtier.core.disk import Disk, is_locked, lock_within
-from kvtier.core.slab.layout import ENTRY_BYTES, SLOTS_MAX, TABLE_AT, SlabHeader
+from kvtier.core.slab.layout import ENTRY_BYTES, SLOTS_MAX, TABLE_AT, SlabHeader, entry_at
 from kvtier.errors import FormatError, NewerFormat
 
 DATA_SUFFIX = ".slab"
@@ -20,7 +20,7 @@ TABLE_SUFFIX = ".table"
 _HOLD_S = 0.1
 """Who asks whether an owner is `held` holds it himself for a moment."""
 _PIECE_BYTES = 1 << 16
-_TABLE_BYTES_MAX = TABLE_AT + SLOTS_MAX * ENTRY_BYTES
+_TABLE_BYTES_MAX = entry_at(SLOTS_MAX)
 _NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 _HOME = re.compile(r"[0-9a-f]{32}")
 _MARK = re.compile(r"[0-9a-f]{8}")
@@ -218,14 +218,12 @@ def is_empty(table: Path) -> bool:
 
 def is_newer(table: Path) -> bool:
     """Whether a newer kvtier wrote a slab: it is left alone."""
-    try:
+    with contextlib.suppress(FormatError, OSError):
         fd = os.open(table, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             SlabHeader.unpack(os.pread(fd, TABLE_AT, 0))
+        except NewerFormat:
+            return True
         finally:
             os.close(fd)
-    except NewerFormat:
-        return True
-    except (FormatError, OSError):
-        return False
     return False

@@ -225,8 +225,7 @@ class NvmeFolder:
             table = self._read(fd, header.table_bytes)
         finally:
             self.disk.close(fd)
-        data_bytes = self.data_path(slab_id).lstat().st_size
-        if data_bytes < header.slots * header.slot_bytes:
+        if self.data_path(slab_id).lstat().st_size < header.data_end:
             raise FormatError(f"{self.data_path(slab_id)} is cut short")
         return SlabFile(header, OWNER.unpack_from(table, OWNER_AT)[0]), bytes(table)
 
@@ -390,7 +389,7 @@ def kept_free(free_floor: int, slab_bytes: int) -> int:
 
 
 def _file_sizes(header: SlabHeader) -> tuple[int, int]:
-    return header.slots * header.slot_bytes, header.table_bytes
+    return header.data_end, header.table_bytes
 
 
 def _slots_in(room: int, slot_bytes: int) -> int:

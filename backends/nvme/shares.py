@@ -164,4 +164,4 @@ class Shares:
 
 
 def _bytes_of(slabs: Sequence[SlabFile]) -> int:
-    return sum(slab.header.slots * slab.header.slot_bytes for slab in slabs)
+    return sum(slab.header.data_end for slab in slabs)

@@ -159,7 +159,7 @@ def _slab(path: Path, locked: Locked) -> Slab:
     data = path.with_suffix(DATA_SUFFIX)
     if path.stat().st_size < header.table_bytes:
         raise FormatError("it is cut short")
-    if data.stat().st_size < header.slot_at(header.slots):
+    if data.stat().st_size < header.data_end:
         raise FormatError(f"{data.name} is cut short")
     (owner,) = OWNER.unpack_from(page, OWNER_AT)
     in_use = is_locked(path.parent / "owners" / f"{owner:08x}", locked)

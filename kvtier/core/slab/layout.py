@@ -122,11 +122,16 @@ class SlabHeader(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def table_bytes(self) -> int:
         """Header page and table together."""
-        return TABLE_AT + self.slots * ENTRY_BYTES
+        return entry_at(self.slots)
 
     def slot_at(self, slot: int) -> int:
         """Where a slot's record begins in the data file."""
         return self.data_at + slot * self.slot_bytes
+
+    @property
+    def data_end(self) -> int:
+        """Where the last record ends in the data file."""
+        return self.slot_at(self.slots)
 
 
 def entry_at(slot: int) -> int:
@@ -181,7 +186,7 @@ def ends_first(slots: Sequence[int], last_used: Sequence[float]) -> list[int]:
 
 def entry_key(table: Buffer, slot: int) -> BlockKey:
     """The key that stands in an entry."""
-    at = TABLE_AT + slot * ENTRY_BYTES
+    at = entry_at(slot)
     return BlockKey(bytes(table[at + 24 : at + 24 + min(table[at + 1], KEY_BYTES_MAX)]))
 
 
