@@ -8,7 +8,7 @@ from kvtier.backends.cpu.region import Region
 from kvtier.backends.cpu.tier import CpuSpec
 from kvtier.core.record import Buffer
 from kvtier.core.slab import layout
-from kvtier.core.tier import HostHandler
+from kvtier.core.tier import HostHandler, own_spec
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome
 
 
@@ -19,11 +19,10 @@ class CpuHandler(HostHandler):
         self.region = region
 
     def views(self, spec: LoadStoreSpec) -> list[Buffer]:
-        data, size = self.region.data, self.region.header.slot_bytes
-        return [data[slot * size : (slot + 1) * size] for slot in _slots(spec)]
+        return [self.region.record(slot) for slot in own_spec(spec, CpuSpec).slots]
 
     def landed(self, spec: LoadStoreSpec, index: int, outcome: Outcome) -> None:
-        slot = _slots(spec)[index]
+        slot = own_spec(spec, CpuSpec).slots[index]
         if self.region.state(slot) == layout.RESERVED:
             state = layout.ARRIVED if outcome.ok else layout.FAILED
             self.region.table[layout.entry_at(slot)] = state
@@ -32,7 +31,7 @@ class CpuHandler(HostHandler):
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
     ) -> list[Outcome]:
         outcomes = []
-        for slot, key, buffer in zip(_slots(spec), keys, into, strict=True):
+        for slot, key, buffer in zip(own_spec(spec, CpuSpec).slots, keys, into, strict=True):
             before = self.region.entry(slot)
             record = self.region.record(slot)
             buffer[: len(record)] = record
@@ -45,7 +44,7 @@ class CpuHandler(HostHandler):
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
     ) -> list[Outcome]:
         outcomes = []
-        for slot, key, record in zip(_slots(spec), keys, records, strict=True):
+        for slot, key, record in zip(own_spec(spec, CpuSpec).slots, keys, records, strict=True):
             if layout.entry_key(self.region.table, slot) != key:
                 outcomes.append(Outcome.GONE)
                 continue
@@ -55,9 +54,3 @@ class CpuHandler(HostHandler):
 
     def close(self) -> None:
         self.region.close()
-
-
-def _slots(spec: LoadStoreSpec) -> list[int]:
-    if not isinstance(spec, CpuSpec):
-        raise TypeError(f"a CPU tier cannot reach {type(spec).__name__}")
-    return spec.slots

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvtier.backends.memory.store import MemorySpec, MemoryStore
 from kvtier.core.record import Buffer
-from kvtier.core.tier import HostHandler
+from kvtier.core.tier import HostHandler, own_spec
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome
 
 
@@ -20,7 +20,7 @@ class MemoryHandler(HostHandler):
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
     ) -> list[Outcome]:
         outcomes = []
-        for slot, key, buffer in zip(_slots(spec), keys, into, strict=True):
+        for slot, key, buffer in zip(own_spec(spec, MemorySpec).slots, keys, into, strict=True):
             if self._store.owners.get(slot) != key:
                 outcomes.append(Outcome.GONE)
                 continue
@@ -33,7 +33,7 @@ class MemoryHandler(HostHandler):
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
     ) -> list[Outcome]:
         outcomes = []
-        for slot, key, record in zip(_slots(spec), keys, records, strict=True):
+        for slot, key, record in zip(own_spec(spec, MemorySpec).slots, keys, records, strict=True):
             if self._store.owners.get(slot) != key:
                 outcomes.append(Outcome.GONE)
                 continue
@@ -42,13 +42,7 @@ class MemoryHandler(HostHandler):
         return outcomes
 
     def views(self, spec: LoadStoreSpec) -> list[Buffer]:
-        return [self._store.record(slot) for slot in _slots(spec)]
+        return [self._store.record(slot) for slot in own_spec(spec, MemorySpec).slots]
 
     def landed(self, spec: LoadStoreSpec, index: int, outcome: Outcome) -> None:
-        self._store.landed[_slots(spec)[index]] = outcome
-
-
-def _slots(spec: LoadStoreSpec) -> list[int]:
-    if not isinstance(spec, MemorySpec):
-        raise TypeError(f"a memory tier cannot reach {type(spec).__name__}")
-    return spec.slots
+        self._store.landed[own_spec(spec, MemorySpec).slots[index]] = outcome

@@ -30,7 +30,7 @@ from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
 from kvtier.core.disk import Disk, read_all, write_all
 from kvtier.core.record import Buffer, record_bytes
 from kvtier.core.slab import layout
-from kvtier.core.tier import Handler
+from kvtier.core.tier import Handler, own_spec
 from kvtier.errors import FormatError
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 
@@ -151,16 +151,15 @@ class NvmeHandler(Handler):
     def load(
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
     ) -> list[Outcome]:
-        return self._each_run(_places(spec), keys, into, self._load_run)
+        return self._each_run(own_spec(spec, NvmeSpec).places, keys, into, self._load_run)
 
     def store(
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
     ) -> list[Outcome]:
-        places = _places(spec)
-        assert isinstance(spec, NvmeSpec)
-        if not self._acting_for(spec.owner):
-            return [Outcome.DROPPED] * len(places)
-        outcomes = self._each_run(places, keys, records, self._store_run)
+        own = own_spec(spec, NvmeSpec)
+        if not self._acting_for(own.owner):
+            return [Outcome.DROPPED] * len(own)
+        outcomes = self._each_run(own.places, keys, records, self._store_run)
         # A slab that is gone is the target's trouble: GONE would speak of the record to store.
         return [Outcome.DROPPED if each is Outcome.GONE else each for each in outcomes]
 
@@ -363,9 +362,3 @@ class NvmeHandler(Handler):
             for owner, fd in self._owners.items():
                 let_go(self._home / "owners", owner, fd)
             self._owners.clear()
-
-
-def _places(spec: LoadStoreSpec) -> list[int]:
-    if not isinstance(spec, NvmeSpec):
-        raise TypeError(f"an NVMe tier cannot reach {type(spec).__name__}")
-    return spec.places

@@ -22,6 +22,7 @@ from kvtier.core.cascade import AHEAD_BLOCKS_MAX
 from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.slab import layout
 from kvtier.core.slab.tier import SlabTier, give_back_memory
+from kvtier.core.tier import own_spec
 from kvtier.types import BlockKey, EventKind, FilePlace, LoadStoreSpec, TierStats
 
 _AHEAD_BYTES = 1 << 30
@@ -293,11 +294,10 @@ class NvmeTier(SlabTier):
         return NvmeSpec(self._places.where(slots), self._keeper.owner)
 
     def files(self, spec: LoadStoreSpec) -> list[FilePlace]:
-        assert isinstance(spec, NvmeSpec)
         folder, size = self._keeper.folder, self.slot_bytes
         return [
             FilePlace(str(folder.data_path(place >> SLOT_BITS)), (place & SLOT_MASK) * size)
-            for place in spec.places
+            for place in own_spec(spec, NvmeSpec).places
         ]
 
     def _owned(self, slot: int) -> bool:

@@ -13,7 +13,7 @@ from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.store import Store
 from kvtier.core.codec import Codec, decode, encode
 from kvtier.core.record import HEADER_BYTES, Buffer, Header
-from kvtier.core.tier import Handler
+from kvtier.core.tier import Handler, own_spec
 from kvtier.errors import FormatError
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 
@@ -50,7 +50,7 @@ class ObjectHandler(Handler):
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
     ) -> list[Outcome]:
         deadline = time.monotonic() + self._load_s
-        generations = _own(spec).generations
+        generations = own_spec(spec, ObjectSpec).generations
         return [
             _outcome(self._load, key, generation, record, deadline)
             for key, generation, record in zip(keys, generations, into, strict=True)
@@ -70,7 +70,7 @@ class ObjectHandler(Handler):
     def store(
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
     ) -> list[Outcome]:
-        own = _own(spec)
+        own = own_spec(spec, ObjectSpec)
         deadline = time.monotonic() + min(self._store_s, max(0.0, own.until - clock()))
         victims = [name for names in own.instead_of for name in names]
         if victims:
@@ -99,12 +99,6 @@ class ObjectHandler(Handler):
 
     def close(self) -> None:
         self._store.close()
-
-
-def _own(spec: LoadStoreSpec) -> ObjectSpec:
-    if not isinstance(spec, ObjectSpec):
-        raise TypeError(f"an object tier cannot reach {type(spec).__name__}")
-    return spec
 
 
 def _check_lease(until: float) -> None:

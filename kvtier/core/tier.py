@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from kvtier.core.record import Buffer
 from kvtier.types import (
@@ -21,6 +22,8 @@ from kvtier.types import (
     TierEvent,
     TierStats,
 )
+
+Spec = TypeVar("Spec", bound=LoadStoreSpec)
 
 
 class Tier(ABC):
@@ -161,6 +164,13 @@ class Handler(ABC):
 
     def close(self) -> None:  # noqa: B027 - not every medium has something to release
         """Release files and connections."""
+
+
+def own_spec(spec: LoadStoreSpec, kind: type[Spec]) -> Spec:
+    """A spec in the words of one's own medium; raises TypeError if it is in another's."""
+    if not isinstance(spec, kind):
+        raise TypeError(f"a tier of the kind {kind.medium} cannot reach {type(spec).__name__}")
+    return spec
 
 
 class HostHandler(Handler):
