@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 
 from kvtier.backends.object.catalogue import ObjectCatalogue
 from kvtier.backends.object.keeper import Keeper
@@ -19,6 +18,7 @@ from kvtier.backends.object.leaving import Object
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.record import HEADER_BYTES
+from kvtier.core.tier import own_spec
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Reservation, TierStats
 
 
@@ -55,8 +55,8 @@ class ObjectTier(ObjectCatalogue):
         reservation = super().prepare_store(keys, evict=evict)
         self._budget.give_back()
         taken = reservation.keys
-        assert isinstance(reservation.spec, ObjectSpec)
-        reservation.spec.until = self._until
+        spec = own_spec(reservation.spec, ObjectSpec)
+        spec.until = self._until
         self._want(len(reservation.evicted), self._stats.dropped - dropped)
         victims, self._victims = self._victims, []
         if victims and not taken:
@@ -66,8 +66,7 @@ class ObjectTier(ObjectCatalogue):
             for index, victim in enumerate(victims):
                 key = taken[min(index, len(taken) - 1)]
                 self._instead_of.setdefault(key, []).append(victim)
-            names = [self._names(self._instead_of.get(key, [])) for key in taken]
-            reservation.spec.instead_of = names
+            spec.instead_of = [self._names(self._instead_of.get(key, [])) for key in taken]
         return reservation
 
     def _want(self, evicted: int, dropped: int) -> None:
@@ -121,13 +120,6 @@ class ObjectTier(ObjectCatalogue):
             self._idle.append(self._free.pop())
         self._free.extend(self._handles(count - len(self._free)))
 
-    def _hold(self, key: BlockKey, slot: int, generation: int, size: int, at: float) -> None:
-        self._budget.reserve(size)
-        self._sizes[slot] = size
-        self._times[slot] = at
-        if generation:
-            self._generation[key] = generation
-
     def _fail(self, key: BlockKey, outcome: Outcome) -> None:
         self._stats.corrupt += outcome is Outcome.CORRUPT
         if key not in self._where:
@@ -155,10 +147,13 @@ class ObjectTier(ObjectCatalogue):
     def _on_reserved(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         now = self._clock()
         for slot, key in zip(slots, keys, strict=True):
-            generation = self._leaving.next_generation(key)
             size = HEADER_BYTES + self._namespace.payload_of(key)
-            self._hold(key, slot, generation, size, now)
+            self._budget.reserve(size)
+            self._sizes[slot] = size
+            self._times[slot] = now
             self._untold.add(slot)
+            if generation := self._leaving.next_generation(key):
+                self._generation[key] = generation
 
     def _on_committed(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         self._untold.difference_update(slots)
@@ -215,4 +210,4 @@ class ObjectTier(ObjectCatalogue):
         stats.bytes_used = self._budget.used
         stats.bytes_capacity = self._budget.capacity
         stats.free = max(0, self._budget.cap - self._budget.used) // self.slot_bytes
-        return copy(stats)
+        return stats
