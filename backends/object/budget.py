@@ -78,9 +78,10 @@ class Budget:
         self._shared = capacity
         """What all writers of the namespace may hold, by the last offer."""
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._standing = Standing()
-        self._serial = 0
+        self.serial = 0
+        """How often what may be used was lowered: what was agreed before that no longer holds."""
         self.settled = 0
         """Of what was reserved, how much has been settled since the beginning."""
         self._pending = 0
@@ -111,7 +112,7 @@ class Budget:
         """Room for blocks that may be reserved next: for how many of so many, and until when they
         may be written. The rest must be given back."""
         with self._lock:
-            self._give_back()
+            self.give_back()
             now = self._standing
             if self._clock() >= now.lease_until:
                 return 0, 0.0
@@ -133,12 +134,10 @@ class Budget:
             return min(blocks, max(0, now.claim - self._pending) // self._block_bytes)
 
     def give_back(self) -> None:
+        """What was held and not used may be held again."""
         with self._lock:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        self._credit += self._held
-        self._held = 0
+            self._credit += self._held
+            self._held = 0
 
     def reserve(self, size: int) -> None:
         """Use what is held for a block that is about to be written."""
@@ -163,7 +162,7 @@ class Budget:
     def hear(self, standing: Standing) -> None:
         """A claim has been found to fit, and all that was written down then is counted here."""
         with self._lock:
-            if standing.serial != self._serial:
+            if standing.serial != self.serial:
                 return  # our claim has been lowered since
             self._standing = standing
             taken = self.used + self.dying + self.hidden + standing.dead + standing.others
@@ -207,13 +206,13 @@ class Budget:
                 claim = max(self.capacity // _ALONE_SHARE, _ALONE_MIN)
             else:
                 if self._standing.alone:
-                    self._withdraw()
+                    self.withdraw()
                 most = max(self._block_bytes, cap // (_AHEAD_SHARE * writers))
                 least = max(self._block_bytes, self._ready(writers))
                 ahead = min(most, max(least, 4 * self._demand))
                 claim = self._pending + self._held + ahead
                 if claim < self._promised:
-                    self._serial += 1
+                    self.serial += 1
                     self._credit = min(self._credit, ahead)
             self._promised = claim
             return claim
@@ -226,12 +225,9 @@ class Budget:
     def withdraw(self) -> None:
         """Nothing may be reserved until the next claim has been heard of."""
         with self._lock:
-            self._withdraw()
-
-    def _withdraw(self) -> None:
-        self._serial += 1
-        self._credit = 0
-        self._standing = Standing(cap=self._standing.cap)
+            self.serial += 1
+            self._credit = 0
+            self._standing = Standing(cap=self._standing.cap)
 
     def lower(self, cap: int) -> int:
         """Let other namespaces have more, but not what is already filled; what is kept."""
@@ -240,10 +236,6 @@ class Budget:
             bound = self.used + self.dying + self.hidden + max(0, self._credit) + self._held
             bound += now.dead + now.others
             kept = max(cap, bound)
-            self._serial += 1
+            self.serial += 1
             self._standing = msgspec.structs.replace(now, cap=min(now.cap, kept))
             return kept
-
-    @property
-    def serial(self) -> int:
-        return self._serial
