@@ -304,11 +304,11 @@ class Claims:
     def _buriable(self, seen: Mapping[str, Writer]) -> list[str]:
         """Claims of the dead, but not of a namespace in which others live: they must look first."""
         living = {one.claim.namespace for one in seen.values() if one.alive}
-        own = living - {self._namespace}
+        elsewhere = living - {self._namespace}
         return [
             name
             for one in seen.values()
-            if not one.alive and one.claim.namespace not in own
+            if not one.alive and one.claim.namespace not in elsewhere
             for name in one.names
         ]
 

@@ -34,7 +34,7 @@ class Proxy(NamedTuple):
 
     def tunnel(self, sock: socket.socket, to: Address, left_s: Callable[[], float]) -> None:
         """Have all further bytes passed on to this address."""
-        place = f"[{to.host}]:{to.port}" if ":" in to.host else f"{to.host}:{to.port}"
+        place = to.place
         fields = "".join(f"{name}: {value}\r\n" for name, value in self.headers().items())
         sock.settimeout(left_s())
         sock.sendall(f"CONNECT {place} HTTP/1.1\r\nhost: {place}\r\n{fields}\r\n".encode("latin-1"))
@@ -59,7 +59,7 @@ class Proxy(NamedTuple):
 def proxy_for(address: Address) -> Proxy | None:
     """The proxy on the way to this address, by HTTP_PROXY, HTTPS_PROXY and NO_PROXY."""
     found = vendor("botocore.utils").get_environ_proxies(str(address))
-    url = found.get("https" if address.tls else "http")
+    url = found.get(address.scheme)
     if not url:
         return None
     try:
@@ -71,13 +71,11 @@ def proxy_for(address: Address) -> Proxy | None:
         raise _no_proxy(f"a proxy is not spoken to by {parts.scheme or 'such a scheme'}")
     if not parts.hostname:
         raise _no_proxy("it names no host")
+    where = Address(parts.hostname, port, False)
     if parts.username is None:
-        return Proxy(Address(parts.hostname, port, False))
+        return Proxy(where)
     user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-    return Proxy(
-        Address(parts.hostname, port, False),
-        "Basic " + base64.b64encode(user.encode()).decode(),
-    )
+    return Proxy(where, "Basic " + base64.b64encode(user.encode()).decode())
 
 
 def _no_proxy(problem: str) -> ProxyRefused:

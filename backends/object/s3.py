@@ -101,11 +101,8 @@ class S3Store(Store):
         self._address, base = address(endpoint, settings.bucket, style)
         self._bucket_target = base.rstrip("/") or "/"
         self._base = base + quote(self._prefix, safe="/-_.~")
-        default_port = self._address.port == (443 if self._address.tls else 80)
-        host = self._address.host
-        host = f"[{host}]" if ":" in host else host
-        self._host = host if default_port else f"{host}:{self._address.port}"
-        self._origin = f"{'https' if self._address.tls else 'http'}://{self._host}"
+        self._host = self._address.place.removesuffix(":443" if self._address.tls else ":80")
+        self._origin = f"{self._address.scheme}://{self._host}"
         self._where = f"bucket {settings.bucket} at {self._address}"
         self._deletes = Deletes(bulk, self._delete_one)
         ca_bundle = settings.ca_bundle or self._signer.ca_bundle

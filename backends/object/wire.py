@@ -56,9 +56,18 @@ class Address(NamedTuple):
     port: int
     tls: bool
 
-    def __str__(self) -> str:
+    @property
+    def scheme(self) -> str:
+        return "https" if self.tls else "http"
+
+    @property
+    def place(self) -> str:
+        """Host and port, as they stand in a url."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
+        return f"{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.place}"
 
 
 class Wire(ABC):
