@@ -75,8 +75,7 @@ class ARC(ListPolicy):
         return True
 
     def victims(self, count: int, pinned: Container[int] = ()) -> list[int]:
-        once = (slot for slot in self._lists.from_coldest(_ONCE) if slot not in pinned)
-        again = (slot for slot in self._lists.from_coldest(_AGAIN) if slot not in pinned)
+        once, again = self._unpinned(_ONCE, pinned), self._unpinned(_AGAIN, pinned)
         left = self._lists.length[_ONCE]
         found: list[int] = []
         while len(found) < count:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from itertools import islice
 from typing import ClassVar
 
 from kvtier.core.eviction.policy import UNKNOWN
@@ -29,11 +30,4 @@ class LRU(ListPolicy):
         self._lists.place(_ALL, slots, after)
 
     def victims(self, count: int, pinned: Container[int] = ()) -> list[int]:
-        found: list[int] = []
-        if count > 0:
-            for slot in self._lists.from_coldest(_ALL):
-                if slot not in pinned:
-                    found.append(slot)
-                    if len(found) == count:
-                        break
-        return found
+        return list(islice(self._unpinned(_ALL, pinned), max(count, 0)))

@@ -75,8 +75,7 @@ class S3FIFO(ListPolicy):
 
     def victims(self, count: int, pinned: Container[int] = ()) -> list[int]:
         lists = self._lists
-        leaving = (slot for slot in lists.from_coldest(_LEAVING) if slot not in pinned)
-        known = list(islice(leaving, max(count, 0)))
+        known = list(islice(self._unpinned(_LEAVING, pinned), max(count, 0)))
         more = self._take(count - len(known), pinned)
         for slot in more:
             lists.append(_LEAVING, slot)
@@ -106,8 +105,7 @@ class S3FIFO(ListPolicy):
             else:
                 taken.append(slot)
         if len(taken) < count:
-            coldest = chain(lists.from_coldest(_MAIN), lists.from_coldest(_SMALL))
-            left = (slot for slot in coldest if slot not in pinned)
+            left = chain(self._unpinned(_MAIN, pinned), self._unpinned(_SMALL, pinned))
             for slot in list(islice(left, count - len(taken))):
                 lists.unlink(slot)
                 taken.append(slot)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -146,6 +146,10 @@ class ListPolicy(EvictionPolicy):
         for slot in slots:
             if member_of[slot] != NOWHERE:
                 unlink(slot)
+
+    def _unpinned(self, which: int, pinned: Container[int]) -> Iterator[int]:
+        """The slots of a list that may go, from cold to hot."""
+        return (slot for slot in self._lists.from_coldest(which) if slot not in pinned)
 
     def load(self, slots: Sequence[int], last_used: Sequence[float] | None = None) -> None:
         self._lists.append_all(self.loaded_into, slots)
