@@ -222,7 +222,7 @@ class SlabTier(Tier):
             if hits < len(keys):
                 self._expect(keys[max(0, hits - 1) :])
                 behind = [where[key] for key in keys[hits:] if key in where]
-                self._note_uses([slot for slot in behind if self._owned(slot)])
+                self._note_uses(self._own_among(behind))
             used = keys[:hits]
             slots = [where[key] for key in used]
             if self._foreign:
@@ -282,15 +282,13 @@ class SlabTier(Tier):
     def _drop(self, keys: Sequence[BlockKey]) -> None:
         """Stop offering resident keys, for good: unlike an eviction this is written down."""
         free_now: list[int] = []
-        owned: list[int] = []
-        for key in keys:
-            slot = self._where.pop(key)
-            if not self._foreign or self._owned(slot):
-                owned.append(slot)
+        slots = [self._where.pop(key) for key in keys]
+        for key, slot in zip(keys, slots, strict=True):
             if slot in self._pins:
                 self._doomed[key] = slot
             else:
                 free_now.append(slot)
+        owned = self._own_among(slots)
         self._policy.remove(owned)
         self._on_dropped(owned)
         self._events.add(EventKind.REMOVED, keys)
@@ -298,7 +296,7 @@ class SlabTier(Tier):
 
     def _release(self, slots: Sequence[int]) -> None:
         """These slots hold nothing any more; tainted ones go into quarantine."""
-        usable = [slot for slot in slots if self._owned(slot)] if self._foreign else list(slots)
+        usable = self._own_among(slots)
         if self._tainted:
             tainted = [slot for slot in usable if slot in self._tainted]
             usable = [slot for slot in usable if slot not in self._tainted]
@@ -313,6 +311,9 @@ class SlabTier(Tier):
             usable.append(self._quarantine.popleft())
         if usable:
             self._make_free(usable)
+
+    def _own_among(self, slots: Sequence[int]) -> list[int]:
+        return [slot for slot in slots if self._owned(slot)] if self._foreign else list(slots)
 
     # -- bookkeeping -----------------------------------------------------------------------
 
