@@ -74,7 +74,7 @@ class Cascade:
             if link.touches is None and self._health.down(link.target, now):
                 continue
             again = link.used(keys)
-            if again:  # what it has by now must not take others' places
+            if again:  # most of them are there already, and must take up no room in the queue
                 lacking = self._lacking(link, again)
                 link.offer(len(lacking), lacking)
 
@@ -161,9 +161,9 @@ class Cascade:
         link.pressed = not all_of_them
         if keys:
             under_way = link.stats.in_flight
-            # As they were stored, not as they leave: a tier takes what comes first for a head.
+            # Victims come tail first, but a tier takes what it is given first for a prompt's head.
             self._carry(link, link.source, keys[::-1], now)
-            if link.stats.in_flight == under_way:  # nor would they be taken in the next step
+            if link.stats.in_flight == under_way:  # none was taken: try again when that may help
                 link.pressed = False
 
     def _carry(

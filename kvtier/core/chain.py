@@ -89,6 +89,7 @@ class TierChain(Tier):
         self._cascade = Cascade(
             self.tiers, settings, self._slots, self._ledger, mover, self._store_health
         )
+        # By origin: those of plan that are no tier's (NOWHERE, COMING, JOINING) count from the end.
         self._names = [*[Presence.HIT] * len(tiers), Presence.HIT, Presence.PENDING, Presence.MISS]
         self._anonymous = Anonymous(self._ledger)
         self._ended: list[Ticket] = []

@@ -90,7 +90,7 @@ class DirectReads:
             self._tally.failed(tier, bad.values())
             if self._costs is not None and seconds > 0:
                 size = sum(self._tally.sizes(keys)) if bad else bytes_read
-                # Not the link that a load would take now: readers may have given it up with this.
+                # Not by `tally.links`: this may have been the last read around host memory.
                 link = direct(self._tally.moved[tier])
                 self._costs.observe_load(link, size, seconds, not bad)
                 seconds = 0.0

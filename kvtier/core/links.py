@@ -78,7 +78,8 @@ class Link:
         self.source = plan.source
         self.target = plan.target
         self.write = plan.write
-        # What leaves it was used before all that stays, and what stays may yet be used again.
+        # What is evicted above was used before all that stays there: to know then whether it was
+        # used twice, uses have to be remembered for as many blocks more as that tier holds.
         touches = Touches(TOUCHES_KEPT + above)
         self.touches = touches if plan.admission is Admission.SECOND_TOUCH else None
         self.stats = LinkStats(target)
@@ -109,7 +110,7 @@ class Link:
 
     def used(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
         """A request has used these, wherever they were; answers with those that are to be offered
-        for it, unless the tier has them."""
+        now, because it was their second use or the tier missed them, unless it has them."""
         if self.touches is not None:
             again = self.touches.note(keys)
             return again if self.write is WritePolicy.THROUGH else []

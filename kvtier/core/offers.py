@@ -53,7 +53,7 @@ class Room(NamedTuple):
 
     slots: int
     promised: Container[BlockKey]
-    """Their slots are not counted any more."""
+    """Keys whose slots are taken off `slots` already."""
     slotless: Container[int]
     """Tiers whose blocks do not come through host memory."""
     queues: Mapping[int, int]

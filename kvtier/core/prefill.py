@@ -13,7 +13,8 @@ _TELLING_TOKENS = 64
 _SURE_TOKENS = 512
 """A step of so many is mostly computing."""
 _SHORT = 4
-"""Of the steps that recomputing takes, those that are so many times shorter are not believed."""
+"""A step is not believed that is so many times shorter than the longest one, and than the longest
+hit asked about."""
 _DOUBT = 0.25
 """The share of what they take that is believed where nothing but short steps has been seen."""
 _ASKED_KEPT = 0.98

@@ -35,7 +35,8 @@ class Promises:
         self._queued: Counter[int] = Counter()
         """Blocks promised from each lower tier; some of them may be under way already."""
         self._withheld = [0] * len(queues)
-        """The same, and slots, of requests that wait, and were not asked about once more."""
+        """Host slots, and blocks of each lower tier, that are kept for requests which wait and are
+        not asked about again in this step."""
         self.kept = ledger.promised
 
     @property

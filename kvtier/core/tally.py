@@ -79,8 +79,9 @@ class Tally:
         return [self._namespace.payload_of(key) for key in keys]
 
     def looked_up(self, origins: Sequence[int], before: Sequence[int] = ()) -> list[int]:
-        """A request asks for blocks; a tier is asked for those that none above it holds. Answers
-        with what each tier missed at most, if that is what it missed `before`, too."""
+        """A request asks for blocks; a tier is asked for those that none above it holds. One that
+        was asked about `before` counts only for what is missed beyond that. Answers with the most
+        that each tier has missed, to be given as `before` the next time."""
         missing = len(origins) - origins.count(JOINING)
         most = list(before) or [0] * len(self.misses)
         for tier, known in enumerate(most):

@@ -36,7 +36,8 @@ BAD = 4
 FAILED = 5
 """What was to arrive never will; whoever waits for it may go on."""
 
-# state, key length, reserved, generation, stored at (seconds since 1970), uses, spare, key
+# state, key length, reserved, generation, stored at (seconds since 1970), 12 bytes for what is
+# spare and for statistics (used at, uses), key
 _ENTRY = struct.Struct(f"<BBHII12x{KEY_BYTES_MAX}s")
 assert _ENTRY.size == ENTRY_BYTES
 ENTRY_DTYPE = np.dtype(
@@ -54,7 +55,8 @@ ENTRY_DTYPE = np.dtype(
 )
 
 USES_AT = 16
-"""Where in an entry its statistics stand: a word of its own, because nothing depends on it."""
+"""Where in an entry its statistics stand: eight bytes that are written without the rest, and that
+no comparison looks at."""
 USES = struct.Struct("<II")
 USES_MAX = 0xFFFFFFFF
 

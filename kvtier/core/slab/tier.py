@@ -41,7 +41,8 @@ _EXPECTED_MAX = 1 << 16
 
 
 def give_back_memory() -> None:
-    """Return to the system what reading large tables has left free: a third of the total else."""
+    """Return to the system what reading large tables has left free: the process would keep it, a
+    third of all that it has."""
     with contextlib.suppress(AttributeError):  # a C library without it keeps what it has
         ctypes.CDLL(None).malloc_trim(0)
 
