@@ -40,13 +40,13 @@ SUFFIX = ".region"
 _MAKING = ".making"
 _KEEP_AT = 136
 _KEEP = struct.Struct("<I")
-"""For how many seconds a region that nobody uses is kept: 0 is what older ones say."""
+"""For how many seconds a region that nobody uses is kept; 0 if its maker died before it said so."""
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 """All users share /dev/shm, and may lay a link there that leads anywhere."""
 _DYING_S = 5.0
 """How long a new owner waits for processes of a killed engine to disappear."""
 _ASKING_S = 0.2
-"""Who asks whether a lock is held has it himself for a moment, which nobody may take for a use."""
+"""How long to try for a lock: who only asks whether it is held takes it for a moment."""
 
 
 class Region:

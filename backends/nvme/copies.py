@@ -1,5 +1,6 @@
 """Blocks in others' slabs that are not offered from there: they are known from elsewhere, too, or
-somebody still reads what stood in their slot before. Nobody tells of them twice."""
+somebody still reads what stood in their slot before. They are noted until that ends: a keeper tells
+of each change once."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from kvtier.errors import FormatError, NewerFormat
 DATA_SUFFIX = ".slab"
 TABLE_SUFFIX = ".table"
 _HOLD_S = 0.1
-"""Who asks whether an owner is `held` holds it himself for a moment."""
+"""How long to try for an owner's lock: who asks whether it is `held` takes it for a moment."""
 _PIECE_BYTES = 1 << 16
 _TABLE_BYTES_MAX = entry_at(SLOTS_MAX)
 _NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)

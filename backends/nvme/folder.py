@@ -60,9 +60,10 @@ _MAKING = ".making"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WHOSE = "give it to the user of the engines (chown -R), and run what copies into it as that user"
 NOBODY = 0
+"""The owner of a slab that was let go of, so that others adopt it."""
 _SLACK_SHARE = 4
-"""This part of a slab is left free above the floor: who fell below it has given a whole one up, and
-would for the next little thing that somebody else writes there if it were made again at once."""
+"""This part of a slab is left free above the floor. Who has fallen below the floor gives up a whole
+slab: if that were made again at once, it would go for the next little thing that others write."""
 
 
 class SlabFile(msgspec.Struct, frozen=True):
@@ -80,7 +81,8 @@ class NvmeFolder:
     """One namespace's part of a folder, and the folder-wide rules it obeys."""
 
     settled_ns = 2_500_000_000
-    """Times of folders are coarse, on some disks two seconds: what follows may bear the same."""
+    """A listing is kept only if the folder had not changed for so long: times are coarse, on some
+    disks two seconds, and what comes after the listing may leave the same."""
 
     def __init__(self, root: Path, namespace: Namespace, disk: Disk) -> None:
         self.root = root

@@ -36,7 +36,8 @@ _LOOK_S = 0.02
 _LOOK_SHARE = 10
 """A look around takes at most one part in so many of a core, however many slabs there are."""
 _WORK_SHARE = 20
-"""So does what is rarer, which takes longer: it runs beside the engine's own thread."""
+"""And housekeeping one part in so many, all of it together: it takes longer at a time, and the
+engine's own thread waits meanwhile."""
 _NEWS_MAX = 64
 """A tier that is not asked takes nothing in. What happens meanwhile is one difference later on."""
 _HOUSEKEEPING_S = 1.0
@@ -252,9 +253,8 @@ class Keeper:
         slab, table = self.folder.read_table(slab_id)
         if slab.owner != self.owner and self.folder.alive(slab.owner):
             return
-        if slab.header.flags & layout.FLAG_DISCARD or slab.header.slot_bytes != (
-            self.limits.slot_bytes
-        ):
+        header = slab.header
+        if header.flags & layout.FLAG_DISCARD or header.slot_bytes != self.limits.slot_bytes:
             self.folder.remove_slab(slab_id)
             return
         self.folder.write_owner(slab_id, self.owner)

@@ -26,12 +26,13 @@ from kvtier.core.tier import own_spec
 from kvtier.types import BlockKey, EventKind, FilePlace, LoadStoreSpec, TierStats
 
 _AHEAD_BYTES = 1 << 30
-"""So much room is made before it is needed, what a burst of stores may ask for, and for as many
-blocks as are written down ahead of eviction: both would take what is there for want of slabs. But
-no more than a quarter of the capacity, so that a second engine finds some left."""
+"""Slabs are made before they are needed: with room for so much, which a burst of stores may bring,
+or for as many blocks as are written down ahead of eviction, if that is more. Both would evict for
+want of it. But never for more than a quarter of the capacity, so that a second engine finds some
+left."""
 
 _AHEAD_SLOTS = 1 << 14
-"""More than any burst has blocks: free slots take memory, too."""
+"""At most so many slots are made ahead, more than any burst has blocks: they take memory, too."""
 
 _NEWS_SLOTS = 1 << 11
 """About so many entries are taken in by one call, in some two milliseconds: the death of a

@@ -104,8 +104,8 @@ class _Seen:
         self.foreign: list[_Foreign] = []
         self.own_bytes = 0
         self._case = case
-        # what is said to be removed later than that would lie there uncounted until then: it is
-        # offered
+        # a removal of a later time is by a clock that is wrong: until then the object would lie
+        # there and count for nobody, so it is offered
         self._latest = case.now + manifest.SKEW_US / 1e6
         self._there = np.zeros(len(case.stated.entries), np.bool_)
         """Of which of the stated entries the objects are there."""

@@ -28,9 +28,10 @@ _READY_SHARE = 64
 what there is no room for is lost to the store."""
 
 UNLIMITED = 1 << 60
-"""A capacity that is none: of who fills a store by hand, beside others that have one."""
+"""The capacity of who fills a store by hand: none, beside others that have one."""
 _AHEAD_OF_UNLIMITED = 64 << 20
-"""What he says that he may hold beyond what he has: about what comes until he says so again."""
+"""What such a writer tells others that it may hold beyond what it has: about as much as it stores
+before it tells them again."""
 
 
 def clock() -> float:
@@ -99,8 +100,8 @@ class Budget:
         return self._standing.cap
 
     def told(self, cap: int) -> int:
-        """What to tell other namespaces of this cap: who has none takes nobody's room by what he
-        might take."""
+        """What to tell other namespaces of this cap. A writer without a limit would leave them no
+        room: it tells what it has, and a little more."""
         return cap if self.capacity < UNLIMITED else min(cap, self.used + _AHEAD_OF_UNLIMITED)
 
     @property

@@ -35,9 +35,10 @@ _HEAD_READ_BYTES = 64 << 10
 _LISTINGS_MAX = 4
 _PILE = 16
 """So many manifests of similar size are joined into one."""
-_TOLD_MAX = 1 << 17
 _PILE_MAX = 1024
 """And no more at once: the list of what a manifest covers must fit into `_HEAD_READ_BYTES`."""
+_TOLD_MAX = 1 << 17
+"""So many of the entries that were told last are known again in a manifest that joins others."""
 _Closed = StoreError | NewerFormat
 """Why a manifest is left alone."""
 

@@ -27,20 +27,21 @@ _RENEW_PAUSE_S = 10.0
 _MANDATORY_S = 60.0
 """Credentials with less time left than this must be refreshed before they are used."""
 _AHEAD_S = 910.0
-"""With less than this, botocore asks for others whenever it is asked for these; a moment sooner."""
+"""With less time left, botocore asks for others each time that it is asked for these, and whoever
+asks it waits: a moment sooner they are asked for here, and nobody waits."""
 _AGAIN_S = 30.0
-"""So long who was asked ahead of need is not asked again: many hand out what ends in a quarter of
-an hour, or the same until shortly before its end."""
+"""The shortest time between two times of asking ahead of need: many hand out credentials that never
+have more than a quarter of an hour left, or the same ones until shortly before their end."""
 _CONNECT_S = 2.0
 _READ_S = 5.0
 _ATTEMPTS = 2
 """For the services that hand out credentials: botocore would wait for minutes."""
 _ASKING_S = 8.0
-"""And for all else, like a program of the user's, which may never end. Calls that must end sooner
-wait less: who has waited longer for one is held to hang."""
+"""How long a call waits for all else, like a program of the user's, which may never end: less where
+its own deadline comes first."""
 _HANGS_S = 120.0
-"""Who has not answered for so long never will, and is asked anew; the next has twice as long: what
-hangs is left behind with its thread, and must not become many."""
+"""Who has not answered for so long never will, and is asked anew. The next one has twice as long:
+each that hangs leaves a thread behind, and these must not become many."""
 _LATE = (
     "credentials are not handed out in time: check the program, the server or the metadata service "
     "that this machine has them from"

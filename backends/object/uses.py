@@ -43,7 +43,7 @@ _PILE = 16
 """So many lists are joined into one."""
 _LISTS_MAX = 64
 _LISTS_BYTES_MAX = 24 << 20
-"""Of all that are read at once: more than a sum and those that are not joined to it yet have."""
+"""Of all that are read at once: more than one sum has, and the lists that are not in it yet."""
 _COUNT_MAX = (1 << 32) - 1
 
 
