@@ -94,8 +94,7 @@ class CpuBackend(Backend[CpuSettings]):
     ) -> CpuTier:
         folder = Path(settings.path)
         path = region_path(settings, context)
-        left = leftovers(folder, settings.keep_for.seconds, time.time()) + unfinished(folder)
-        for each in left:
+        for each in leftovers(folder, time.time()) + unfinished(folder):
             if each != path and remove(each):
                 logger.info("CPU region %s is removed: nobody uses it any more", each)
         discard = settings.persistence is Persistence.DISCARD

@@ -40,7 +40,8 @@ SUFFIX = ".region"
 _MAKING = ".making"
 _KEEP_AT = 136
 _KEEP = struct.Struct("<I")
-"""For how many seconds a region that nobody uses is kept; 0 if its maker died before it said so."""
+"""For how many seconds a region that nobody uses is kept; 0 if its maker died before it said so,
+and so before anything was stored there."""
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 """All users share /dev/shm, and may lay a link there that leads anywhere."""
 _DYING_S = 5.0
@@ -350,9 +351,9 @@ def own_files(folder: Path, pattern: str) -> Iterator[Path]:
                 yield path
 
 
-def leftovers(folder: Path, keep_s: float, now: float) -> list[Path]:
+def leftovers(folder: Path, now: float) -> list[Path]:
     """Regions that nobody will attach to again: unused, and either meant to be discarded, damaged,
-    or not attached for as long as their last owner said; `keep_s` seconds, if it said nothing."""
+    or not attached for as long as their last owner said."""
     found = []
     for path in regions(folder):
         try:
@@ -360,10 +361,9 @@ def leftovers(folder: Path, keep_s: float, now: float) -> list[Path]:
                 continue
             with path.open("rb") as file:
                 header = read_header(file.fileno())
-                (stated,) = _KEEP.unpack(os.pread(file.fileno(), _KEEP.size, _KEEP_AT))
+                (keep_s,) = _KEEP.unpack(os.pread(file.fileno(), _KEEP.size, _KEEP_AT))
             unused_s = abs(now - path.stat().st_mtime)  # a clock may have been ahead
-            expired = unused_s > (stated or keep_s)
-            if header.flags & FLAG_DISCARD or expired:
+            if header.flags & FLAG_DISCARD or unused_s > keep_s:
                 found.append(path)
         except (NewerFormat, OSError):
             continue

@@ -88,13 +88,13 @@ def _as_far_as(place: Place, found: Iterator[Rubbish]) -> Iterator[Rubbish]:
 
 
 def _of_regions(settings: CpuSettings, place: Place, idle_s: float | None) -> Iterator[Rubbish]:
-    folder, keep_s = Path(settings.path), settings.keep_for.seconds
-    left = leftovers(folder, keep_s, time.time())
+    folder = Path(settings.path)
+    left = leftovers(folder, time.time())
     for path in left:
         with contextlib.suppress(FileNotFoundError):  # removed since it was listed
             size = path.stat().st_size
             what = "region that nobody will come back to"
-            yield Rubbish(what, str(path), size, partial(_remove_left, folder, path, keep_s))
+            yield Rubbish(what, str(path), size, partial(_remove_left, folder, path))
     own = [slab.data for slab in place.slabs if slab.data not in left]
     for path in own:  # regions of other stacks may lie beside them, and were not asked about
         with contextlib.suppress(FileNotFoundError):  # removed since it was listed
@@ -109,8 +109,8 @@ def _of_regions(settings: CpuSettings, place: Place, idle_s: float | None) -> It
             yield from _unless_used(path, "lock without its region")
 
 
-def _remove_left(folder: Path, path: Path, keep_s: float) -> bool:
-    return path in leftovers(folder, keep_s, time.time()) and remove(path)
+def _remove_left(folder: Path, path: Path) -> bool:
+    return path in leftovers(folder, time.time()) and remove(path)
 
 
 def _idle_region(path: Path, idle_s: float | None) -> bool:

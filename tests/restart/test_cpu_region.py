@@ -228,7 +228,7 @@ def test_whether_a_region_is_kept_is_up_to_its_last_owner(tmp_path: Path, keep: 
             put(tier, make_keys(3))
         assert served(tier, make_keys(3)) == make_keys(3), "taken over"
         tier._owned_region.close(remove=False)  # as a death leaves it
-    assert bool(leftovers(tmp_path, 3600.0, time.time())) is not keep
+    assert bool(leftovers(tmp_path, time.time())) is not keep
 
 
 def test_a_handler_needs_an_owner_first(tmp_path: Path) -> None:
