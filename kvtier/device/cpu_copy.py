@@ -21,7 +21,7 @@ from kvtier.device.accelerator import ERRORS
 from kvtier.device.jobs import DeviceCopier, Host, Job, JobResult, Prover
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.work import Batch, Desk, Work
-from kvtier.types import BlockKey, Outcome
+from kvtier.types import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -191,17 +191,16 @@ class CpuCopier(DeviceCopier):
         return outcomes
 
     def _store(self, work: Work, row: int) -> Outcome:
-        key, slot, group = _record(work, row)
+        key, slot, group = work.record(row)
         prover = self._prover
         if not prover.reserved(slot, key).ok:
             return Outcome.GONE
         ids, skip = _blocks(work, row)
         self._pages.gather(group, ids, skip, prover.part(slot, group))
-        prover.seal(slot, key, group)
-        return prover.reserved(slot, key)
+        return prover.complete(slot, key, group)
 
     def _load(self, work: Work, row: int, *, copy: bool) -> Outcome:
-        key, slot, group = _record(work, row)
+        key, slot, group = work.record(row)
         prover = self._prover
         stamp = prover.stamp(slot)
         outcome = prover.arrived(slot, key)
@@ -214,11 +213,6 @@ class CpuCopier(DeviceCopier):
             ids, skip = _blocks(work, row)
             self._pages.scatter(group, ids, skip, prover.part(slot, group))
         return outcome if prover.unchanged(slot, stamp) else Outcome.GONE
-
-
-def _record(work: Work, row: int) -> tuple[BlockKey, int, int]:
-    """A record's key, slot and group."""
-    return work.job.keys[row], work.job.slots[row], work.groups[row]
 
 
 def _blocks(work: Work, row: int) -> tuple[list[int], int]:

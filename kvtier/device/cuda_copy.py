@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from kvtier.device.jobs import DeviceCopier, Host, Job, JobResult, Prover
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Copies, Ints, Pieces, describe
 from kvtier.device.staged import StagedPath
-from kvtier.device.work import Batch, Desk, each_row, failed, head
+from kvtier.device.work import Batch, Desk, each_row, failed, head, unchanged
 from kvtier.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ class _Flight(NamedTuple):
     batch: Batch
     outcomes: list[Outcome]
     """So far: the rows that are OK are being copied."""
-    stamps: list[bytes]
+    stamps: dict[int, bytes]
+    """Of a load's rows, from before they were proved."""
     event: Event | None
     held: object
     """What must live until the event."""
@@ -209,23 +211,21 @@ class CudaCopier(DeviceCopier):
         while (batch := self._desk.next(self._desk.load)) is not None:
             if self._loads.by_stage(self._staged.load, batch):
                 continue
-            stamps = [self._prover.stamp(slot) for slot in _slots(batch)]
+            slots = batch.work.job.slots
+            stamps = {row: self._prover.stamp(slots[row]) for row in batch.rows}
             outcomes = head(each_row(batch, self._prove), batch.work.failed)
             flight = self._queue(self._loads, batch, outcomes, self._loads.lane.to_device, stamps)
             self._loads.flights.put(flight)
 
     def _prove(self, batch: Batch, row: int) -> Outcome:
-        key, slot = batch.work.job.keys[row], batch.work.job.slots[row]
+        key, slot, group = batch.work.record(row)
         outcome = self._prover.arrived(slot, key)
-        return self._prover.verify(slot, key, batch.group) if outcome.ok else outcome
+        return self._prover.verify(slot, key, group) if outcome.ok else outcome
 
     def _land_loads(self) -> None:
         while (flight := self._loads.flights.get()) is not None:
-            outcomes = self._landed(flight)
-            for index, slot in enumerate(_slots(flight.batch)):
-                if outcomes[index].ok and not self._prover.unchanged(slot, flight.stamps[index]):
-                    outcomes[index] = Outcome.GONE
-            self._desk.finish(flight.batch, outcomes)
+            same = partial(unchanged, self._prover, flight.stamps)
+            self._desk.finish(flight.batch, each_row(flight.batch, same, self._landed(flight)))
 
     # -- from the device -------------------------------------------------------------------
 
@@ -234,27 +234,23 @@ class CudaCopier(DeviceCopier):
             if self._stores.by_stage(self._staged.store, batch):
                 continue
             outcomes = each_row(batch, self._reserved)
-            flight = self._queue(self._stores, batch, outcomes, self._stores.lane.to_host, [])
+            flight = self._queue(self._stores, batch, outcomes, self._stores.lane.to_host, {})
             self._stores.flights.put(flight)
 
     def _reserved(self, batch: Batch, row: int) -> Outcome:
-        job = batch.work.job
-        return self._prover.reserved(job.slots[row], job.keys[row])
+        key, slot, _ = batch.work.record(row)
+        return self._prover.reserved(slot, key)
 
     def _land_stores(self) -> None:
         while (flight := self._stores.flights.get()) is not None:
             batch, outcomes = flight.batch, self._landed(flight)
             self._desk.released(batch)
-            sealed = each_row(batch, self._seal)
-            for index, outcome in enumerate(sealed):
-                if outcomes[index].ok:
-                    outcomes[index] = outcome
-            self._desk.finish(batch, outcomes, released=True)
+            self._desk.finish(batch, each_row(batch, self._seal, outcomes), released=True)
         self._stores.flights.put(None)  # for the next of these threads
 
     def _seal(self, batch: Batch, row: int) -> Outcome:
-        job = batch.work.job
-        return self._prover.complete(job.slots[row], job.keys[row], batch.group)
+        key, slot, group = batch.work.record(row)
+        return self._prover.complete(slot, key, group)
 
     # -- both ------------------------------------------------------------------------------
 
@@ -264,7 +260,7 @@ class CudaCopier(DeviceCopier):
         batch: Batch,
         outcomes: list[Outcome],
         copy: Callable[[Copies], object],
-        stamps: list[bytes],
+        stamps: dict[int, bytes],
     ) -> _Flight:
         """Queue the copies of the rows that are OK."""
         rows = np.array([row for row, each in zip(batch.rows, outcomes, strict=True) if each.ok])
@@ -304,7 +300,3 @@ class CudaCopier(DeviceCopier):
             logger.exception("the device failed a %s", flight.batch.work.job.kind.value)
             return failed(flight.outcomes)
         return flight.outcomes
-
-
-def _slots(batch: Batch) -> list[int]:
-    return [batch.work.job.slots[row] for row in batch.rows]

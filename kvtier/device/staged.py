@@ -20,7 +20,7 @@ from kvtier.device.accelerator import ERRORS, Event, Stage
 from kvtier.device.jobs import Prover
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Ints
-from kvtier.device.work import Batch, Desk, each_row, failed, head, or_failed
+from kvtier.device.work import Batch, Desk, each_row, failed, head, or_failed, unchanged
 from kvtier.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -106,30 +106,23 @@ class StagedPath:
         self._desk.finish(batch, or_failed(batch, partial(self._load, batch, stage)))
 
     def _load(self, batch: Batch, stage: Stage) -> list[Outcome]:
-        slots = [batch.work.job.slots[row] for row in batch.rows]
-        stamps = [self._prover.stamp(slot) for slot in slots]
-        outcomes = each_row(batch, self._arrived)
-        fetched = _good(batch, outcomes)
-        if fetched:
-            outcomes = self._prove(batch, stage, fetched, outcomes)
-        outcomes = head(outcomes, batch.work.failed)
-        placed = _good(batch, outcomes)
-        if placed:
-            outcomes = self._place(batch, stage, fetched, placed, outcomes)
-        for index, slot in enumerate(slots):
-            if outcomes[index].ok and not self._prover.unchanged(slot, stamps[index]):
-                outcomes[index] = Outcome.GONE
-        return outcomes
+        slots = batch.work.job.slots
+        stamps = {row: self._prover.stamp(slots[row]) for row in batch.rows}
+        arrived = each_row(batch, self._arrived)
+        proved = head(self._prove(batch, stage, arrived), batch.work.failed)
+        placed = self._place(batch, stage, arrived, proved)
+        return each_row(batch, partial(unchanged, self._prover, stamps), placed)
 
     def _arrived(self, batch: Batch, row: int) -> Outcome:
-        key, slot = batch.work.job.keys[row], batch.work.job.slots[row]
+        key, slot, group = batch.work.record(row)
         outcome = self._prover.arrived(slot, key)
-        return self._prover.header(slot, key, batch.group) if outcome.ok else outcome
+        return self._prover.header(slot, key, group) if outcome.ok else outcome
 
-    def _prove(
-        self, batch: Batch, stage: Stage, rows: list[int], outcomes: list[Outcome]
-    ) -> list[Outcome]:
-        """Fetch these rows; what the checksums of their bytes, there, make of them."""
+    def _prove(self, batch: Batch, stage: Stage, arrived: list[Outcome]) -> list[Outcome]:
+        """Fetch what has arrived; what the checksums of its bytes, there, make of it."""
+        rows = _good(batch, arrived)
+        if not rows:
+            return arrived
 
         def fetch() -> object:
             return stage.fetch(batch.group, self._parts(batch, rows))
@@ -141,34 +134,30 @@ class StagedPath:
             fine = _ended(batch, _queue(batch, stage, fetch))
         # Only now: a kernel that waits for the link may hold up what comes behind it (`_reach`).
         if not (fine and _ended(batch, _queue(batch, stage, add_up))):
-            return failed(outcomes)
+            return failed(arrived)
         sums = dict(zip(rows, stage.sums(batch.group, len(rows)), strict=True))
 
         def proved(batch: Batch, row: int) -> Outcome:
-            if row not in sums:
-                return Outcome.GONE
             right = sums[row] == self._prover.stated(batch.work.job.slots[row])
             return Outcome.OK if right else Outcome.CORRUPT
 
-        found = each_row(batch, proved)
-        return [new if old.ok else old for old, new in zip(outcomes, found, strict=True)]
+        return each_row(batch, proved, arrived)
 
     def _place(
-        self,
-        batch: Batch,
-        stage: Stage,
-        fetched: list[int],
-        placed: list[int],
-        outcomes: list[Outcome],
+        self, batch: Batch, stage: Stage, arrived: list[Outcome], proved: list[Outcome]
     ) -> list[Outcome]:
+        """Copy what is proved from the buffer, where all that has arrived lies, to its pages."""
+        fetched, good = _good(batch, arrived), _good(batch, proved)
+        if not good:
+            return proved
         ids = self._ids(batch, fetched)
-        ids[~np.isin(fetched, placed)] = -1
+        ids[~np.isin(fetched, good)] = -1
 
         def place() -> None:
             _reach(batch)
             stage.scatter(batch.group, ids)
 
-        return outcomes if _ended(batch, _queue(batch, stage, place)) else failed(outcomes)
+        return proved if _ended(batch, _queue(batch, stage, place)) else failed(proved)
 
     # -- from the device -------------------------------------------------------------------
 
@@ -203,8 +192,8 @@ class StagedPath:
         self._desk.finish(batch, outcomes, released=bool(rows))
 
     def _reserved(self, batch: Batch, row: int) -> Outcome:
-        job = batch.work.job
-        return self._prover.reserved(job.slots[row], job.keys[row])
+        key, slot, _ = batch.work.record(row)
+        return self._prover.reserved(slot, key)
 
     def _seal(
         self, batch: Batch, stage: Stage, rows: list[int], outcomes: list[Outcome]
@@ -212,13 +201,10 @@ class StagedPath:
         sums = dict(zip(rows, stage.sums(batch.group, len(rows)), strict=True))
 
         def seal(batch: Batch, row: int) -> Outcome:
-            if row not in sums:
-                return Outcome.GONE
-            job = batch.work.job
-            return self._prover.complete(job.slots[row], job.keys[row], batch.group, sums[row])
+            key, slot, group = batch.work.record(row)
+            return self._prover.complete(slot, key, group, sums[row])
 
-        sealed = each_row(batch, seal)
-        return [new if old.ok else old for old, new in zip(outcomes, sealed, strict=True)]
+        return each_row(batch, seal, outcomes)
 
     # -- both ------------------------------------------------------------------------------
 

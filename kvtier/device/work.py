@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from kvtier.device.accelerator import ERRORS
 from kvtier.device.jobs import Busy, Job, JobResult, Prover
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Pieces, cut, whole
-from kvtier.types import Outcome, group_of
+from kvtier.types import BlockKey, Outcome, group_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,10 @@ class Work:
         """A record of this load was not what it should be: the others are looked at, not copied."""
         self.moved = self.read = 0
         self.started = now
+
+    def record(self, row: int) -> tuple[BlockKey, int, int]:
+        """A row's key, slot and group."""
+        return self.job.keys[row], self.job.slots[row], self.groups[row]
 
     @property
     def loading(self) -> bool:
@@ -83,17 +87,27 @@ class Batch(NamedTuple):
         return self.work.reading if self.from_files else self.work.copying
 
 
-def each_row(batch: Batch, step: Callable[[Batch, int], Outcome]) -> list[Outcome]:
-    """One step for every row, in order."""
+def each_row(
+    batch: Batch, step: Callable[[Batch, int], Outcome], so_far: Sequence[Outcome] = ()
+) -> list[Outcome]:
+    """One step for every row, in order; for none that is not good any more, if it is said how the
+    rows have fared so far."""
     outcomes = []
-    for row in batch.rows:
-        try:
-            outcome = step(batch, row)
-        except ERRORS:
-            logger.exception("a %s of the engine failed", batch.work.job.kind.value)
-            outcome = Outcome.IO_ERROR
+    for row, outcome in zip(batch.rows, so_far or [Outcome.OK] * len(batch.rows), strict=True):
+        if outcome.ok:
+            try:
+                outcome = step(batch, row)
+            except ERRORS:
+                logger.exception("a %s of the engine failed", batch.work.job.kind.value)
+                outcome = Outcome.IO_ERROR
         outcomes.append(outcome)
     return outcomes
+
+
+def unchanged(prover: Prover, stamps: Mapping[int, bytes], batch: Batch, row: int) -> Outcome:
+    """OK if a row's slot still holds the record that it held when these stamps were taken."""
+    same = prover.unchanged(batch.work.job.slots[row], stamps[row])
+    return Outcome.OK if same else Outcome.GONE
 
 
 def or_failed(batch: Batch, step: Callable[[], list[Outcome]]) -> list[Outcome]:
@@ -175,11 +189,8 @@ class Desk:
         if job.files and (not self._reads_files or max(job.files) >= len(pieces)):
             raise ValueError("the job names files that cannot be read straight into the device")
         work = Work(job, pieces, mark, self._clock())
-        key_groups = self._layout.key_groups
-        if any(
-            group_of(key) != key_groups[group]
-            for key, group in zip(job.keys, work.groups, strict=True)
-        ):
+        groups = [self._layout.key_groups[group] for group in work.groups]
+        if [group_of(key) for key in job.keys] != groups:
             raise ValueError("the keys are of other groups than the blocks")
         if not work.loading:
             self._drop_holes(work)
