@@ -203,7 +203,8 @@ class Desk:
 
     def _drop_holes(self, work: Work) -> None:
         """A record is a whole chunk or nothing. Where a group's blocks are not whole chunks, some
-        are missing, and nobody can tell any more which of them belong to which key."""
+        are missing: that shifts all blocks behind them, and nobody can tell any more which of them
+        belong to which key."""
         partial = set(work.pieces.group[~whole(self._layout, work.pieces)].tolist())
         for row in [row for row in work.waiting if work.groups[row] in partial]:
             work.waiting.remove(row)

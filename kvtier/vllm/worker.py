@@ -25,7 +25,7 @@ from kvtier.device.jobs import DeviceCopier, Job, JobResult
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Blocks
 from kvtier.errors import KVTierError
-from kvtier.types import Outcome, group_of
+from kvtier.types import Outcome
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
 
 logger = logging.getLogger(__name__)
@@ -86,10 +86,6 @@ class RankWorker:
 
     def store(self, job_id: int, errand: Errand, blocks: Blocks) -> None:
         """Copy blocks out of the device; reported later, like everything that goes wrong."""
-        if not self._whole(errand, blocks):
-            # A hole in a chunk would shift all blocks behind it.
-            self._fail(job_id, errand, Outcome.DROPPED)
-            return
         self._submit(job_id, errand, blocks, TransferKind.STORE)
 
     def load(self, job_id: int, errand: Errand, blocks: Blocks, mark: object = None) -> None:
@@ -138,19 +134,6 @@ class RankWorker:
                 logger.warning("a %s of %d blocks failed: %s", kind.value, len(errand.keys), error)
             self._numbers.pop(job_id, None)
             self._fail(job_id, errand, Outcome.IO_ERROR)
-
-    def _whole(self, errand: Errand, blocks: Blocks) -> bool:
-        """Whether every group gives all blocks of as many chunks as it has keys."""
-        keys = dict.fromkeys(self._group_ids, 0)
-        for key in errand.keys:
-            group = group_of(key)
-            if group not in keys:
-                return False
-            keys[group] += 1
-        return all(
-            size == keys[group] * self._per_chunk and (not size or start % self._per_chunk == 0)
-            for group, size, start in zip(self._group_ids, blocks.sizes, blocks.starts, strict=True)
-        )
 
     def _fail(self, job_id: int, errand: Errand, outcome: Outcome) -> None:
         failures = dict.fromkeys(range(len(errand.keys)), outcome)

@@ -46,7 +46,7 @@ class Rank:
         ]
         refs = [SimpleNamespace(tensor_idx=at, page_size_bytes=PAGE) for at in range(layers)]
         self.worker = RankWorker(
-            SimpleNamespace(tensors=tensors, group_data_refs=[refs]),
+            SimpleNamespace(tensors=tensors, group_data_refs=[refs] * groups),
             blocks_per_chunk=per_chunk,
             group_ids=list(range(groups)),
             rank=rank,
@@ -164,29 +164,37 @@ def test_a_device_that_cannot_be_used_is_told_once(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "starts", "group", "outcome"),
+    ("sizes", "starts", "group", "stored"),
     [
-        ([4, 0], [2, 1], 0, Outcome.IO_ERROR),
-        ([3, 0], [0, 0], 0, Outcome.DROPPED),
-        ([4, 0], [1, 0], 0, Outcome.DROPPED),
-        ([2, 2], [0, 0], 0, Outcome.DROPPED),
-        ([4, 0], [0, 0], 7, Outcome.DROPPED),
+        ([4, 0], [2, 1], 0, True),
+        ([3, 0], [0, 0], 0, False),
+        ([2, 0], [0, 0], 0, False),
+        ([4, 0], [1, 0], 0, False),
+        ([2, 2], [0, 0], 0, False),
+        ([4, 0], [0, 0], 7, False),
     ],
-    ids=["whole", "a block short", "within a chunk", "of another group", "of no group"],
+    ids=[
+        *("whole", "a block short", "a chunk short"),
+        *("within a chunk", "of another group", "of no group"),
+    ],
 )
 def test_chunks_with_holes_are_not_stored(
-    sizes: list[int], starts: list[int], group: int, outcome: Outcome
+    tmp_path: Path, sizes: list[int], starts: list[int], group: int, stored: bool
 ) -> None:
-    """Those that are whole fail later, since there is no region."""
-    rank = Rank(0, per_chunk=2, groups=2)
-    geometry = Geometry(b"", (RANKS * LAYERS * PAGE,) * 2, RANKS)
+    namespace = Namespace(facts={"model": "none"}, group_bytes=(2 * LAYERS * PAGE,) * 2)
+    rank = Rank(0, alike=True, per_chunk=2, groups=2)
     keys = [*make_keys(1), *make_keys(1, start=1, group=group)]
-    errand = Errand(5, "/nowhere", geometry, keys, [0, 1], 0.0)
-    rank.worker.store(1, errand, Blocks(np.arange(sum(sizes)), sizes, starts))
-    (ended,) = rank.worker.poll()
-    assert (ended.number, ended.ok, ended.report.ranks) == (5, False, 1)
-    assert ended.report.failures == {0: outcome, 1: outcome}
-    assert not ended.report.reads_files, "nobody knows yet"
+    with Stack.open(stack_in(tmp_path, namespace), namespace) as stack:
+        manager = ChainManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
+        taken, errand = manager.prepare_store(keys, "a")
+        assert len(taken) == 2
+        rank.worker.store(1, errand, Blocks(np.arange(sum(sizes)), sizes, starts))
+        ended = rank.ended(1)
+        assert (ended.number, ended.ok, ended.report.ranks) == (errand.number, stored, 1)
+        assert set(ended.report.failures) == (set() if stored else {0, 1})
+        manager.report(errand.number, ended.report)
+        assert not manager.has_pending_work
+        rank.worker.close()
 
 
 def test_a_load_of_which_a_block_was_not_taken_in_fails() -> None:
@@ -197,6 +205,7 @@ def test_a_load_of_which_a_block_was_not_taken_in_fails() -> None:
     (ended,) = rank.worker.poll()
     assert not ended.ok
     assert ended.report.failures == dict.fromkeys(range(2), Outcome.DROPPED)
+    assert not ended.report.reads_files, "nobody knows yet"
 
 
 def test_each_errand_goes_to_the_region_that_it_names(tmp_path: Path) -> None:
