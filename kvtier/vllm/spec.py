@@ -7,11 +7,12 @@ and what goes wrong behind it is a miss or a store that did not happen.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvtier import config as stack_config
 from kvtier.backends.cpu import CpuHandler
@@ -34,6 +35,8 @@ from kvtier.vllm.worker import Ended, RankWorker, blocks_of
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Holes = Callable[[Collection[bytes], Any], set[bytes]]
 """Tells which of these chunks of a request are not whole."""
 
@@ -97,6 +100,21 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
         )
 
 
+def _passed_on(
+    method: Callable[Concatenate[ChainManager, P], R], instead: Callable[[], Any] = lambda: None
+) -> Callable[Concatenate[Any, P], R]:
+    """A method of our manager's, for a caller who holds vLLM's: guarded, and the same otherwise."""
+
+    @guarded(instead)
+    @functools.wraps(method)
+    def passed_on(self: Any, /, *arguments: P.args, **named: P.kwargs) -> R:
+        # Found by its name, not called directly: tests put others in its place.
+        answer: R = getattr(self._manager, method.__name__)(*arguments, **named)
+        return answer
+
+    return passed_on
+
+
 class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     """vLLM's manager: asks ours, and answers in vLLM's words."""
 
@@ -114,50 +132,21 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self._manager.shapes = shapes
         self._with_holes = with_holes
 
+    # -- what vLLM does not ask, and our connector does
+
+    asks = _passed_on(ChainManager.asks)
+    expect = _passed_on(ChainManager.expect)
+    hands_over = _passed_on(ChainManager.hands_over, lambda: False)
+    still_waits = _passed_on(ChainManager.still_waits, lambda: False)
+    put_off = _passed_on(ChainManager.put_off)
+    scheduled = _passed_on(ChainManager.scheduled)
+    uses = _passed_on(ChainManager.uses)
+    junction = _passed_on(ChainManager.junction, lambda: 0)
+    give_up = _passed_on(ChainManager.give_up)
+    keep_no_more = _passed_on(ChainManager.keep_no_more)
+    distrust_stores = _passed_on(ChainManager.distrust_stores)
+
     # -- loads
-
-    @guarded(lambda: None)
-    def asks(self, request: str, start: int, limit: int, scarce: bool) -> None:
-        """The engine is about to look up what it could load between these tokens; `scarce` if it
-        may lack the blocks for it."""
-        self._manager.asks(request, start, limit, scarce)
-
-    @guarded(lambda: None)
-    def expect(self, request: str) -> None:
-        """Another engine has computed its prompt."""
-        self._manager.expect(request)
-
-    @guarded(lambda: False)
-    def hands_over(self, request: str) -> bool:
-        """Whether another engine finds what this one has computed for it."""
-        return self._manager.hands_over(request)
-
-    @guarded(lambda: False)
-    def still_waits(
-        self, request: str, ends: Mapping[bytes, int], loading: Collection[bytes]
-    ) -> bool:
-        """Whether it was told to ask again, and has to wait on."""
-        return self._manager.still_waits(request, ends, loading)
-
-    @guarded(lambda: None)
-    def put_off(self, request: str, loading: Collection[bytes] = ()) -> None:
-        """The engine asks about it again when something has been copied."""
-        self._manager.put_off(request, loading)
-
-    @guarded(lambda: None)
-    def scheduled(self, request: str) -> None:
-        """The engine has blocks for it."""
-        self._manager.scheduled(request)
-
-    @guarded(lambda: None)
-    def uses(self, request: str, ends: Mapping[bytes, int]) -> None:
-        """The engine has looked up what it could load of all that."""
-        self._manager.uses(request, ends)
-
-    @guarded(lambda: 0)
-    def junction(self, request: str) -> int:
-        """Where prompts part that begin like this one, if nothing is kept for those who come."""
-        return self._manager.junction(request)
 
     @guarded(lambda: compat.LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
@@ -211,11 +200,6 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self._manager.step_began(*prompt_tokens(scheduled))
 
     @guarded(lambda: None)
-    def give_up(self) -> int | None:
-        """An errand of a load that is not worth waiting for any longer."""
-        return self._manager.give_up()
-
-    @guarded(lambda: None)
     def step_ended(self) -> None:
         """The oldest step that began has ended."""
         self._manager.pace.ended()
@@ -242,11 +226,6 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         """So many exceptions were caught in workers."""
         self._meter.mistook(mistakes)
 
-    @guarded(lambda: None)
-    def distrust_stores(self) -> None:
-        """The engine has computed something from blocks that were never loaded."""
-        self._manager.distrust_stores()
-
     # -- the life of requests and of the engine
 
     def on_new_request(self, req_context: Any) -> Any:
@@ -267,11 +246,6 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     def keep_nothing(self, request: str) -> None:
         """The keys of a request that is about to be added do not tell enough."""
         self._salts[request] = None
-
-    @guarded(lambda: None)
-    def keep_no_more(self, request: str) -> None:
-        """This request has failed: vLLM takes all of its prompt for computed."""
-        self._manager.keep_no_more(request)
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:
