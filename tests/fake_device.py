@@ -59,9 +59,6 @@ class FakeStream:
     def to_device(self, copies: Copies) -> object:
         return self._copy(copies.device.tolist(), copies.host.tolist(), copies.sizes.tolist())
 
-    def within(self, copies: Copies) -> object:
-        return self.to_device(copies)
-
     def to_host(self, copies: Copies) -> object:
         return self._copy(copies.host.tolist(), copies.device.tolist(), copies.sizes.tolist())
 

@@ -35,10 +35,8 @@ class Lane(Protocol):
         """Hold what follows until an event of another stream of this device."""
 
     def to_device(self, copies: Copies) -> object:
-        """Queue copies from host memory; keep what is returned until they are done."""
-
-    def within(self, copies: Copies) -> object:
-        """Queue copies whose host side is memory of the device, too; keep what is returned."""
+        """Queue copies from host memory, in whose place there may be a buffer on the device; keep
+        what is returned until they are done."""
 
     def to_host(self, copies: Copies) -> object:
         """Queue copies to host memory; keep what is returned until they are done."""

@@ -129,9 +129,6 @@ class _CudaLane:
     def to_device(self, copies: Copies) -> object:
         return self._copy(copies.device, copies.host, copies.sizes, True)
 
-    def within(self, copies: Copies) -> object:
-        return self.to_device(copies)
-
     def to_host(self, copies: Copies) -> object:
         return self._copy(copies.host, copies.device, copies.sizes, False)
 

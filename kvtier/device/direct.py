@@ -114,14 +114,13 @@ class DirectLoader:
         namespace: bytes,
         *,
         stages: int | None = None,
-        disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._layout = layout
         self._driver = driver
         self._namespace = namespace
-        self._disk = disk or Disk()
+        self._disk = Disk()
         self._clock = clock
         self._sleep = sleep
         self._stopped = False

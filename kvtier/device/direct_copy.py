@@ -115,7 +115,7 @@ class DirectPath:
             records = np.array([landing.record], np.int64)
             copies = describe(self._layout, work.job.blocks, pieces, records)
             self._lane.after(work.mark)
-            held = self._lane.within(copies)
+            held = self._lane.to_device(copies)
         except ERRORS:
             logger.exception("the device refused a load")
             outcome, held = Outcome.IO_ERROR, None

@@ -13,8 +13,6 @@ from typing import Any, Self
 
 import msgspec
 
-from kvtier.types import Namespace
-
 
 class DeviceTensor(msgspec.Struct, frozen=True):
     """Pages of one tensor: block `b` begins at `base + b * stride`."""
@@ -134,13 +132,3 @@ class DeviceLayout(msgspec.Struct, frozen=True, dict=True):
             missing = page - sum(ref.page_bytes for ref in refs)
             groups.append(refs + refs[-1:] * max(0, missing // refs[-1].page_bytes))
         return msgspec.structs.replace(self, groups=tuple(groups))
-
-    def check(self, namespace: Namespace) -> None:
-        """Raise ValueError unless the namespace states this geometry, group by group."""
-        sizes = namespace.group_bytes
-        stated = tuple(sizes[min(group, len(sizes) - 1)] for group in self.key_groups)
-        if (stated, namespace.parts) != (self.group_bytes, self.parts):
-            raise ValueError(
-                f"the namespace states payloads {stated} in {namespace.parts} parts, the KV caches "
-                f"have {self.group_bytes} in {self.parts}"
-            )

@@ -161,9 +161,8 @@ def configuration_of(hf_config: Any) -> str:
     return json.dumps(named, indent=2, sort_keys=True) + "\n"  # as it is written otherwise
 
 
-def _digest(text: str | bytes) -> str:
-    data = text.encode() if isinstance(text, str) else text
-    return hashlib.sha256(data).hexdigest()[:32]
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _stated(config: Any, *names: str) -> str:

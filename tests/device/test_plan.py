@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
 from device_worlds import World, jobs, pages, worlds
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.plan import Blocks, cut, describe, whole
-from kvtier.types import Namespace
 
 FAR = 1 << 40
 """Records lie so far apart in these tests that an address names record and offset."""
@@ -155,20 +153,11 @@ def test_groups_must_use_something_and_all_have_a_name_or_none() -> None:
             DeviceLayout(tensors, groups, group_ids=names)
 
 
-def test_a_namespace_must_state_this_geometry() -> None:
+def test_a_record_is_as_long_as_all_parts_of_it() -> None:
     layout = DeviceLayout(
         (DeviceTensor(0, 4, 8, 8),), ((PageRef(0, 8),), (PageRef(0, 4),)), 2, 0, 2
     )
     assert layout.group_bytes == (32, 16)
-    layout.check(Namespace(facts={}, group_bytes=(32, 16), parts=2))
-    with pytest.raises(ValueError, match="32, 16"):
-        layout.check(Namespace(facts={}, group_bytes=(32,), parts=2))
-    with pytest.raises(ValueError, match=r"in 1 parts, .* in 2"):
-        layout.check(Namespace(facts={}, group_bytes=(32, 16)))
-    named = msgspec.structs.replace(layout, group_ids=(0, 2))
-    named.check(Namespace(facts={}, group_bytes=(32, 8, 16), parts=2))
-    with pytest.raises(ValueError, match="32, 8"):
-        named.check(Namespace(facts={}, group_bytes=(32, 16, 8), parts=2))
 
 
 @given(st.data())
