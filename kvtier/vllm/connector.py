@@ -87,9 +87,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
             extra["offload_prompt_only"] = True
         stack = read_stack(extra)
         _set_chunk(extra, stack, vllm_config, kv_cache_config)
-        self._without_hits = limits.prefills_whole_only(vllm_config) or limits.returns_experts(
-            vllm_config
-        )
+        self._without_hits = limits.uses_nothing(vllm_config)
         self._looks_ahead = limits.looks_ahead(kv_cache_config)
         self._numbers_media = limits.numbers_media(vllm_config)
         self._blurs_adapters = limits.blurs_adapters(vllm_config)
@@ -98,9 +96,16 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._pool: Any = None
         self._given: Given | None = None
         self._paused, self._spins = above.pausing(), above.spins()
+        self._waits = False
+        """It spins, and this step computes nothing."""
         self._computed = True
-        self._fills = vllm_config.cache_config.enable_prefix_caching
-        self._waits = self._blurred = self._filled = self._stale = False
+        """Since its weights changed last; if not, nothing is kept that others make wrong."""
+        self._blurred = False
+        """What requests without an adapter compute is not to be stored any more."""
+        self._has_cache = vllm_config.cache_config.enable_prefix_caching
+        self._cache_filled = self._cache_stale = False
+        """Whether vLLM's own prefix cache may hold blocks, and whether some of these may be wrong:
+        nothing is stored then of requests that come, until it is reset."""
         if role.name == "SCHEDULER":
             self._steps = recount.Steps(ranks.world_size)
             orphan.end_with_parent()
@@ -142,27 +147,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
         if warning := identity.check_hash(algorithm, persistent=persistent):
             logger.warning("%s", warning)
-        if limits.prefills_whole_only(vllm_config):
-            logger.warning(
-                "prompts are computed as a whole only, because this model pools over all tokens, "
-                "or vLLM's MLA for this CPU (without AMX) cannot do else: nothing that is kept can "
-                "be used here"
-            )
-        if limits.looks_ahead(kv_cache_config):
-            logger.warning(
-                "tokens of this model's prompts see those that come later, so that no prompt can "
-                "begin with what was computed for another: nothing is kept"
-            )
-        if limits.returns_experts(vllm_config):
-            logger.warning(
-                "answers tell by which experts each token was computed, which nobody knows of what "
-                "was loaded: nothing that is kept is used here (--enable-return-routed-experts)"
-            )
-        if limits.awaits_embeddings(vllm_config):
-            logger.warning(
-                "clients may send embeddings in place of images, and a request that leaves them "
-                "out ends the engine: see docs/VLLM.md, Embeddings from clients"
-            )
+        for limit in limits.to_be_told(vllm_config, kv_cache_config):
+            logger.warning("%s", limit)
         payloads, blocks, parts = compat.chunk_sizes(vllm_config, kv_cache_config)
         tokens = compat.block_tokens(vllm_config, kv_cache_config)
         facts = identity.facts_of(vllm_config, blocks, extra.get("weights"), tokens)
@@ -202,7 +188,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         compat.heed_whole_chunks(self, request)
         if self._hands_over and handoff.is_expected(request.kv_transfer_params):
             self._manager.expect(request.request_id)
-        if self._stale or (self._blurred and request.lora_request is None):
+        if self._cache_stale or (self._blurred and request.lora_request is None):
             self._manager.keep_no_more(request.request_id)
 
     def get_num_new_matched_tokens(
@@ -234,7 +220,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         return self._pool is None or self._pool.get_num_free_blocks() < 2 * needed
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._filled = self._fills  # by what is computed, or loaded; by other connectors, too
+        # With what is computed, or loaded, be it by another connector.
+        self._cache_filled = self._has_cache
         self._manager.scheduled(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -254,7 +241,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         if self._blurs_adapters and not self._blurred:
             self._look_for_blur(scheduler_output)
-        self._stale |= self._sessions.spoil(self, scheduler_output)
+        self._cache_stale |= self._sessions.spoil(self, scheduler_output)
         compat.forget_decoded(self, scheduler_output)
         if self._given is not None:
             self._given.tell(self.connector_scheduler, scheduler_output)
@@ -324,17 +311,17 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         if self._computed:
             with compat.manager_locked(self):
                 self._manager.reset_cache()
-        if self._filled and not self._stale:
+        if self._cache_filled and not self._cache_stale:
             logger.warning(
                 "other weights were read, and vLLM's own prefix cache may have blocks of those "
                 "before: nothing is stored until it is reset"
             )
-        self._computed, self._stale = False, self._filled
+        self._computed, self._cache_stale = False, self._cache_filled
 
     def step_failed(self) -> None:
         """The engine goes on, and all its requests have been aborted; of the other steps that were
         under way nothing is heard, either."""
-        self._stale = self._filled
+        self._cache_stale = self._cache_filled
         self._steps.lost()
         with compat.manager_locked(self):
             self._manager.steps_lost()
@@ -342,7 +329,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
 
     def engine_forgot(self) -> None:
         """vLLM's own prefix cache was emptied."""
-        self._filled = self._stale = False
+        self._cache_filled = self._cache_stale = False
 
     @guarded(lambda: None)
     def reads_adapter(self, adapter: Any) -> None:

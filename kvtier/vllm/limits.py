@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import vllm
@@ -9,6 +10,36 @@ from vllm.platforms import current_platform
 
 from kvtier.vllm import compat
 from kvtier.vllm.versions import numbers_of
+
+
+def to_be_told(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
+    """Those of which its user has to know, a sentence each."""
+    if prefills_whole_only(vllm_config):
+        yield (
+            "prompts are computed as a whole only, because this model pools over all tokens, or "
+            "vLLM's MLA for this CPU (without AMX) cannot do else: nothing that is kept can be "
+            "used here"
+        )
+    if looks_ahead(kv_cache_config):
+        yield (
+            "tokens of this model's prompts see those that come later, so that no prompt can begin "
+            "with what was computed for another: nothing is kept"
+        )
+    if returns_experts(vllm_config):
+        yield (
+            "answers tell by which experts each token was computed, which nobody knows of what was "
+            "loaded: nothing that is kept is used here (--enable-return-routed-experts)"
+        )
+    if awaits_embeddings(vllm_config):
+        yield (
+            "clients may send embeddings in place of images, and a request that leaves them out "
+            "ends the engine: see docs/VLLM.md, Embeddings from clients"
+        )
+
+
+def uses_nothing(vllm_config: Any) -> bool:
+    """Whether no request can make use of what is kept."""
+    return prefills_whole_only(vllm_config) or returns_experts(vllm_config)
 
 
 def prefills_whole_only(vllm_config: Any) -> bool:
