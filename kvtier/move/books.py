@@ -13,7 +13,8 @@ from kvtier.types import Outcome
 class Books:
     """Admission and counters of a mover. Not locked: each mover calls it under its own lock.
 
-    A host tier has no queue: its memory is the buffer of the medium at the other end.
+    A host tier has no queue: its memory is the buffer of the medium at the other end. Loads are
+    counted against loads alone, stores against all, so that stores never crowd loads out.
     """
 
     def __init__(self, host: Sequence[bool], queue_blocks: Sequence[int] | None) -> None:

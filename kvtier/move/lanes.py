@@ -54,7 +54,7 @@ class Job:
         return self.active == 0 and self.next == self.size
 
     def cut(self, count: int, now: float, verdict: Outcome | None = None) -> Batch:
-        """Start the next blocks; with a verdict they end that way instead of being moved."""
+        """Start the next blocks."""
         start, stop = self.next, self.next + count
         if self.active == 0:
             self.busy_since = now
@@ -72,7 +72,9 @@ class Job:
 
 
 class Batch:
-    """Consecutive blocks of a job that one thread moves in one call."""
+    """Consecutive blocks of a job that one thread moves in one call; of a staged job in two, first
+    from the source into `buffers`, then, when they have `arrived` there, on to the target. With a
+    `verdict` they are not moved, but end that way."""
 
     __slots__ = ("arrived", "buffers", "job", "start", "stop", "verdict")
 

@@ -71,11 +71,14 @@ class ProcessMover(Mover):
         self._grace_seconds = grace_seconds
         self._lock = threading.Lock()
         self._waiting = threading.Lock()
+        """Held by whoever is in `wait`."""
         # Both are known once the first process has opened its tiers.
         self._books: Books
         self._call_seconds: dict[TransferKind, list[float]]
         self._link: Link | None = None
+        """None while there is no process."""
         self._lost = False
+        """Nor will there be one in a moment."""
         self._flights: dict[int, Flight] = {}
         self._results: list[TransferResult] = []
         self._closed = False
@@ -83,8 +86,12 @@ class ProcessMover(Mover):
         self._failure: MoverError | None = None
         self._started = threading.Event()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Set when the supervisor has something to do: to send what the socket did not take, or to
+        end."""
         self._ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Set while there are results that the supervisor took in, and nobody has polled."""
         self._arrivals = select.epoll()
+        """What `wait` sleeps on: `_ready`, and the socket, on which results arrive."""
         self._arrivals.register(self._ready, select.EPOLLIN)
         self._supervisor = threading.Thread(
             target=self._supervise, name="kvtier-mover-supervisor", daemon=True
