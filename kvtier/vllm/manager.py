@@ -137,7 +137,7 @@ class ChainManager:
     def _answer(self, request: str, state: RequestState, ends: Mapping[bytes, int]) -> set[bytes]:
         """Decide on all of a request: its hits, and whether it waits."""
         state.arrange(self.shapes, ends, self._epoch)
-        state.spare, state.shortage, state.joined = self._room.spare(), None, None
+        state.spare, state.shortage, state.joined = self.chain.promises.spare(), None, None
         state.waits = self._arrivals.awaits(request, state, self.shapes)
         state.hits = set() if state.waits else self._look_up(state)
         if not state.waits and state.decision.cramped and self._loading:

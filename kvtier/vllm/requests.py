@@ -26,9 +26,9 @@ class Column(NamedTuple):
 class Shortage(NamedTuple):
     """The room that there was for a load when its request was told to wait for more."""
 
-    start: int
-    limit: int
+    asked: tuple[int, int]
     end: int
+    """Where the hit would end that it waits for."""
     spare: Sequence[int]
     taken: Sequence[int]
     """What of it was promised to the request all the same: nobody who asks later is to have it."""
@@ -37,8 +37,7 @@ class Shortage(NamedTuple):
 class Joined(NamedTuple):
     """What a request asked for when it was put off for a block that is loaded for another."""
 
-    start: int
-    limit: int
+    asked: tuple[int, int]
     key: bytes
     """The block, as vLLM knows it."""
     taken: Sequence[int]
@@ -89,6 +88,11 @@ class RequestState(msgspec.Struct):
     """The last block of those that it waits for: until that has come, no other is asked for."""
     sources: Mapping[bytes, int] = {}
     """The tiers that the blocks of its load come from."""
+
+    @property
+    def asked(self) -> tuple[int, int]:
+        """Between which tokens the engine asks for a hit."""
+        return self.start, self.limit
 
     def known_as(self, keys: Sequence[bytes], epoch: bytes) -> list[BlockKey]:
         """The keys as the tiers know them: with the request's salt and the epoch in them."""

@@ -16,7 +16,7 @@ from kvtier.vllm.requests import Joined, RequestState, Shortage
 
 
 class Room:
-    """Knows what is spare, and whether it is worth waiting for more."""
+    """Knows whether it is worth waiting for more of it."""
 
     def __init__(
         self, promises: Promises, patience: Patience, crowd: Crowd, clock: Callable[[], float]
@@ -26,18 +26,32 @@ class Room:
         self._crowd = crowd
         self._clock = clock
 
-    def spare(self) -> list[int]:
-        """What can still be promised in this step."""
-        return self._promises.spare()
-
     def awaits(self, request: str, state: RequestState, end: int) -> bool:
         """Whether a request, of whose prompt up to `end` not all could be promised, had better
         wait: there will be more room soon."""
         if state.waits_since is None:
             state.waits_since = self._clock()
         end, taken = min(state.limit, end), self._taken(state.spare)
-        state.shortage = Shortage(state.start, state.limit, end, state.spare, taken)
-        return self._waits(request, state)
+        state.shortage = Shortage(state.asked, end, state.spare, taken)
+        return self._waits(request, state.waits_since, state.start, end)
+
+    def still_awaits(self, request: str, state: RequestState) -> bool:
+        """Whether it would be told so again: it asks for the same, and nothing was set free."""
+        since, short = state.waits_since, state.shortage
+        if since is None or short is None or short.asked != state.asked:
+            return False
+        if any(now > then for now, then in zip(self._promises.spare(), short.spare, strict=True)):
+            return False
+        waits = self._waits(request, since, state.start, short.end)
+        if waits:
+            self._promises.withhold(short.taken)
+        return waits
+
+    def _waits(self, request: str, since: float, start: int, end: int) -> bool:
+        waits = self._patience.for_room(since, start, end)
+        if waits:
+            self._crowd.told_to_wait(request)
+        return waits
 
     def joins(
         self, state: RequestState, shapes: Mapping[int, Shape], loading: Collection[bytes]
@@ -45,40 +59,17 @@ class Room:
         """vLLM puts off a request with hits: for one of the blocks that are being loaded."""
         key = state.shared(shapes, loading)
         if key is not None:
-            taken = self._taken(state.spare)
-            state.joined = Joined(state.start, state.limit, key, taken)
+            state.joined = Joined(state.asked, key, self._taken(state.spare))
 
     def still_joins(self, state: RequestState, loading: Collection[bytes]) -> bool:
         """Whether it will be put off again: it asks for the same, and that block is not here."""
         joined = state.joined
-        asked = (state.start, state.limit)
-        if joined is None or joined.key not in loading or (joined.start, joined.limit) != asked:
+        if joined is None or joined.key not in loading or joined.asked != state.asked:
             return False
         self._promises.withhold(joined.taken)
         return True
 
     def _taken(self, spare: Sequence[int]) -> list[int]:
         """How much was promised since so much was spare."""
-        pairs = zip(spare, self.spare(), strict=True)
+        pairs = zip(spare, self._promises.spare(), strict=True)
         return [max(0, before - left) for before, left in pairs]
-
-    def still_awaits(self, request: str, state: RequestState) -> bool:
-        """Whether it would be told so again: it asks for the same, and nothing was set free."""
-        short = state.shortage
-        if short is None or (short.start, short.limit) != (state.start, state.limit):
-            return False
-        if any(now > then for now, then in zip(self.spare(), short.spare, strict=True)):
-            return False
-        waits = self._waits(request, state)
-        if waits:
-            self._promises.withhold(short.taken)
-        return waits
-
-    def _waits(self, request: str, state: RequestState) -> bool:
-        since, short = state.waits_since, state.shortage
-        if since is None or short is None:
-            return False
-        waits = self._patience.for_room(since, short.start, short.end)
-        if waits:
-            self._crowd.told_to_wait(request)
-        return waits
