@@ -38,7 +38,7 @@ class Work:
         self.waiting = deque(row for row in range(len(pieces)) if row not in job.files)
         """Rows with a slot that have not begun; those without are `unread`."""
         self.unread = deque(sorted(job.files))
-        self.outcomes: list[Outcome | None] = [None] * len(pieces)
+        self.outcomes = [Outcome.CANCELLED] * len(pieces)
         self.copying, self.reading = Busy(), Busy()
         self.holding = 0
         """Running rows that still touch the device."""
@@ -221,14 +221,13 @@ class Desk:
         has begun is waited for: its buffer is gone for as long as it takes. Drop what has not
         begun of a store."""
         with self._lock:
-            for work in [each for each in self._stores if each.job.id == id]:
-                work.give_up(Outcome.DROPPED)
-                self._settle(work)
-            for work in [each for each in self._loads if each.job.id == id]:
+            for work in [each for each in [*self._loads, *self._stores] if each.job.id == id]:
                 slots = work.job.slots
-                if work.unread or any(self._prover.pending(slots[row]) for row in work.waiting):
+                if not work.loading:
+                    work.give_up(Outcome.DROPPED)
+                elif work.unread or any(self._prover.pending(slots[row]) for row in work.waiting):
                     work.give_up(Outcome.CANCELLED)
-                    self._settle(work)
+                self._settle(work)
 
     def wait(self, ids: Collection[int]) -> None:
         """Sleep until these jobs no longer touch the device."""
@@ -388,7 +387,7 @@ class Desk:
             JobResult(
                 id=work.job.id,
                 kind=work.job.kind,
-                outcomes=[outcome or Outcome.CANCELLED for outcome in work.outcomes],
+                outcomes=work.outcomes,
                 bytes_moved=work.moved,
                 seconds=self._clock() - work.started,
                 busy_seconds=work.copying.seconds,
