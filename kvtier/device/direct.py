@@ -44,7 +44,7 @@ class DirectFile(Protocol):
         """Close it; no read may be under way."""
 
 
-class Stage(Protocol):
+class DirectStage(Protocol):
     """A buffer on the device."""
 
     buffer: object
@@ -60,7 +60,7 @@ class DirectDriver(Protocol):
     def open(self, path: Path) -> DirectFile:
         """Open a file; raises one of `ERRORS`."""
 
-    def stages(self, count: int, size: int) -> Sequence[Stage]:
+    def stages(self, count: int, size: int) -> Sequence[DirectStage]:
         """Make staging buffers, at most so many; raises RuntimeError where there is no room."""
 
     def release(self) -> None:
@@ -80,14 +80,14 @@ class Landing(NamedTuple):
     at the device address `record`."""
 
     outcome: Outcome
-    stage: Stage | None = None
+    stage: DirectStage | None = None
     record: int = 0
 
 
 class _Flight(NamedTuple):
     future: DirectFuture
     file: DirectFile
-    stage: Stage
+    stage: DirectStage
     size: int
 
 
@@ -159,7 +159,7 @@ class DirectLoader:
             return Landing(outcome)
         return Landing(outcome, flight.stage, flight.stage.address - self._span(read.group)[0])
 
-    def give_back(self, stage: Stage) -> None:
+    def give_back(self, stage: DirectStage) -> None:
         """A handed buffer has been copied from, and may be used again."""
         self._free.append(stage)
 

@@ -19,7 +19,7 @@ import numpy as np
 from kvtier.core.record import part_sum
 from kvtier.core.settings import Gds
 from kvtier.device.cuda import runtime
-from kvtier.device.direct import DirectDriver, DirectFile, DirectLoader, Stage
+from kvtier.device.direct import DirectDriver, DirectFile, DirectLoader, DirectStage
 from kvtier.device.layout import DeviceLayout
 from kvtier.errors import MediumError
 
@@ -176,7 +176,7 @@ class KvikioDriver:
         file: DirectFile = self._kvikio.CuFile(path, "r")
         return file
 
-    def stages(self, count: int, size: int) -> Sequence[Stage]:
+    def stages(self, count: int, size: int) -> Sequence[DirectStage]:
         """Buffers in memory of their own: torch's allocator shares one piece among many tensors,
         and what is registered for direct reads is always the whole piece. Fewer than asked for,
         or RuntimeError, where that would leave the model little."""

@@ -163,13 +163,11 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
             return sources.EXTERNAL_UNSPECIFIED
         return sources.HOST if tier == 0 else sources.DISK
 
+    _prepare_load = _passed_on(ChainManager.prepare_load)
+
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Any:
         errand = self._prepare_load(keys, req_context.req_id) or _hopeless(keys)
         return errands.ErrandSpec(errand)
-
-    @guarded(lambda: None)
-    def _prepare_load(self, keys: Collection[bytes], request: str) -> Errand | None:
-        return self._manager.prepare_load(keys, request)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """The workers' reports have ended the load already, one way or the other."""
@@ -228,13 +226,11 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
 
     # -- the life of requests and of the engine
 
+    @guarded(compat.RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> Any:
-        self._begin(req_context.req_id)
-        return compat.RequestOffloadingContext()
-
-    @guarded(lambda: None)
-    def _begin(self, request: str) -> None:
+        request = req_context.req_id
         self._manager.on_new_request(request, self._salts.pop(request, b""))
+        return compat.RequestOffloadingContext()
 
     @guarded(lambda: None)
     def remember_adapter(self, request: str, adapter: Any) -> None:
