@@ -74,7 +74,7 @@ class Turns:
 
     @contextmanager
     def store(self) -> Iterator[None]:
-        """When a store may be on the link."""
+        """Meanwhile a store is on the link, which it may have to wait for."""
         if not self._loads:
             yield
             return

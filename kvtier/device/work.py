@@ -33,7 +33,7 @@ class Work:
         self.job = job
         self.pieces = pieces
         self.mark = mark
-        """Where in the engine's own order the job was given: what a copier makes of it."""
+        """How far the engine's own work had come when the job was given, as the copier says it."""
         self.groups: list[int] = pieces.group.tolist()
         self.waiting = deque(row for row in range(len(pieces)) if row not in job.files)
         """Rows with a slot that have not begun; those without are `unread`."""
@@ -120,7 +120,8 @@ def or_failed(batch: Batch, step: Callable[[], list[Outcome]]) -> list[Outcome]:
 
 
 def head(outcomes: list[Outcome], failed: bool) -> list[Outcome]:
-    """What is good, but comes after something that is not, is not copied any more."""
+    """Cancel rows that are good so far, but come after one that is not: of a load that has failed
+    no more is copied."""
     kept = []
     for outcome in outcomes:
         kept.append(Outcome.CANCELLED if failed and outcome.ok else outcome)
@@ -129,7 +130,7 @@ def head(outcomes: list[Outcome], failed: bool) -> list[Outcome]:
 
 
 def failed(outcomes: list[Outcome]) -> list[Outcome]:
-    """The device did not do it."""
+    """What becomes of a batch that the device has not moved."""
     return [Outcome.IO_ERROR if outcome.ok else outcome for outcome in outcomes]
 
 
@@ -362,13 +363,13 @@ class Desk:
         work.failed = True
 
     def _arrived(self, work: Work) -> list[int]:
-        """The first waiting rows that are no longer on their way."""
+        """The first waiting rows whose records have arrived, or never will: a batch of them."""
         slots, pending = work.job.slots, self._prover.pending
         rows = islice(work.waiting, max(self._AHEAD, *self._at_once))
         return self._alike(work, (row for row in rows if not pending(slots[row])))
 
     def _alike(self, work: Work, rows: Iterable[int]) -> list[int]:
-        """The first of these that make a batch."""
+        """The first of these, as many as are of one group and fit into a batch."""
         batch: list[int] = []
         for row in rows:
             if batch and work.groups[row] != work.groups[batch[0]]:

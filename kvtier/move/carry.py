@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvtier.core.record import Buffer, verify
 from kvtier.core.tier import Handler, HostHandler
 from kvtier.move.lanes import Batch
-from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
+from kvtier.types import LoadStoreSpec, Namespace, Outcome
 
 _OF_SOURCES = (Outcome.GONE, Outcome.CORRUPT)
 _OUTCOMES = frozenset(Outcome)
@@ -48,25 +48,17 @@ class Carrier:
                 target.landed(transfer.target_spec, index, outcome)
 
     def _load(self, batch: Batch, source: Handler, target: HostHandler) -> None:
-        job, start = batch.job, batch.start
-        spec = job.transfer.target_spec
-        keys = job.transfer.keys[start : batch.stop]
-        records = target.views(spec.select(start, batch.stop))
-        for index, outcome in enumerate(self._read(batch, source, keys, records), start):
-            if outcome is Outcome.OK:
-                outcome = verify(records[index - start], keys[index - start], self._digest)
-            job.outcomes[index] = outcome
+        spec = batch.job.transfer.target_spec
+        records = target.views(spec.select(batch.start, batch.stop))
+        for index, outcome in self._read(batch, source, records):
+            batch.job.outcomes[index] = outcome
             target.landed(spec, index, outcome)
 
     def _fetch(self, batch: Batch, source: Handler) -> None:
-        job, start = batch.job, batch.start
-        keys = job.transfer.keys[start : batch.stop]
-        for index, outcome in enumerate(self._read(batch, source, keys, batch.buffers), start):
-            if outcome is Outcome.OK:
-                outcome = verify(batch.buffers[index - start], keys[index - start], self._digest)
-            elif outcome not in _OF_SOURCES:  # words about the target, which nobody has asked yet
-                outcome = Outcome.DROPPED
-            job.outcomes[index] = outcome
+        for index, outcome in self._read(batch, source, batch.buffers):
+            # Others would blame the target, which has not been asked yet.
+            told = outcome.ok or outcome in _OF_SOURCES
+            batch.job.outcomes[index] = outcome if told else Outcome.DROPPED
 
     def _deliver(self, batch: Batch, target: Handler) -> None:
         if batch.job.transfer.deadline <= time.monotonic():
@@ -78,10 +70,16 @@ class Carrier:
             self._store(batch, start, stop, target, batch.buffers[start:stop])
 
     def _read(
-        self, batch: Batch, source: Handler, keys: Sequence[BlockKey], into: Sequence[Buffer]
-    ) -> list[Outcome]:
-        spec = batch.job.transfer.source_spec.select(batch.start, batch.stop)
-        return _complete(source.load(spec, keys, into), spec)
+        self, batch: Batch, source: Handler, into: Sequence[Buffer]
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Read a batch's records; each is verified when it is asked for."""
+        transfer = batch.job.transfer
+        spec = transfer.source_spec.select(batch.start, batch.stop)
+        keys = transfer.keys[batch.start : batch.stop]
+        outcomes = _checked(source.load(spec, keys, into), spec)
+        read = zip(outcomes, into, keys, strict=True)
+        for index, (outcome, record, key) in enumerate(read, batch.start):
+            yield index, verify(record, key, self._digest) if outcome.ok else outcome
 
     def _store(
         self, batch: Batch, start: int, stop: int, target: Handler, records: Sequence[Buffer]
@@ -90,7 +88,7 @@ class Carrier:
         first, end = batch.start + start, batch.start + stop
         spec = job.transfer.target_spec.select(first, end)
         keys = job.transfer.keys[first:end]
-        outcomes = _complete(target.store(spec, keys, records), spec)
+        outcomes = _checked(target.store(spec, keys, records), spec)
         # GONE and CORRUPT are words about a source, for which it may have to answer: a target
         # that lost its slot has merely failed.
         job.outcomes[first:end] = [
@@ -98,7 +96,8 @@ class Carrier:
         ]
 
 
-def _complete(outcomes: list[Outcome], spec: LoadStoreSpec) -> list[Outcome]:
+def _checked(outcomes: list[Outcome], spec: LoadStoreSpec) -> list[Outcome]:
+    """What a handler has answered, which is somebody else's code, perhaps."""
     if len(outcomes) != len(spec):
         raise ValueError(f"a handler gave {len(outcomes)} outcomes for {len(spec)} blocks")
     for outcome in outcomes:

@@ -30,7 +30,8 @@ class Orders:
     given_up: int | None = None
     """The errand of a load to wait for no longer."""
     again: dict[int, Job] | None = None
-    """If what they have said since is lost: the jobs that they were given since, by number."""
+    """If steps were lost: the jobs that began with them, by number. Workers are to say of each how
+    it ended, though they may have said so before."""
 
 
 @dataclass
@@ -143,7 +144,7 @@ class Unheard:
         self._now[self._numbered] = said
 
     def again(self) -> list[Said]:
-        """Say all of it in this step."""
+        """Say all of it in this step once more; what that is."""
         self._now.update((number, said) for _, number, said in self._said)
         self._said = deque((self._step, number, said) for _, number, said in self._said)
         return list(self._now.values())

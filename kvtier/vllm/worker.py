@@ -68,6 +68,7 @@ class RankWorker:
         self._caches, self._part, self._parts = caches, part, parts
         self._per_chunk = blocks_per_chunk
         self._writes = rank == 0 or not alike
+        """Else what this rank has to store is written by the first."""
         self._pipelined = pipelined
         self._group_ids = list(group_ids)
         self._open_copier = open_copier or device_of(caches, gds, folders)
@@ -81,6 +82,7 @@ class RankWorker:
         """Jobs whose blocks the engine may have written to before they were copied out."""
         self._ended: list[Ended] = []
         self._said = ""
+        """The last reason for a failure that was logged."""
 
     # -- jobs ------------------------------------------------------------------------------
 
