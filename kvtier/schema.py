@@ -17,28 +17,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from kvtier.config import Loads, MoverMode, Sleep, StackConfig
+from kvtier.config import StackConfig
 from kvtier.core.backend import backend
-from kvtier.core.settings import (
-    Admission,
-    Durability,
-    Gds,
-    Persistence,
-    TierSettings,
-    WritePolicy,
-)
+from kvtier.core.settings import TierSettings
 from kvtier.core.values import Value, schema_hook, show_hook
 
-_WORDS: dict[str, type[enum.Enum]] = {
-    "loads": Loads,
-    "sleep": Sleep,
-    "gds": Gds,
-    "write": WritePolicy,
-    "admission": Admission,
-    "persistence": Persistence,
-    "durability": Durability,
-    "mode": MoverMode,
-}
 _ABSENT = object()
 _TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path"}
 
@@ -135,11 +118,22 @@ def reference(names: Sequence[str]) -> str:
         parts.append(f"### kind: {name}\n\n{_doc(settings)}\n")
         parts.extend(_tables(settings, "####", own))
     parts.append("## Words\n")
-    for name, words in _WORDS.items():
-        parts.append(f"`{name}`: {_doc(words)}\n")
+    structs: list[type[msgspec.Struct]] = [StackConfig, TierSettings]
+    structs += (backend(name).settings for name in names)
+    for setting, words in dict.fromkeys(pair for struct in structs for pair in _words(struct)):
         texts = descriptions(words)
-        parts.append("".join(f"- `{each.value}`: {texts[each.name]}\n" for each in words))
+        parts.append(f"`{setting}`: {_doc(words)}\n")
+        parts.append("".join(f"- `{each.value}`: {texts.get(each.name, '')}\n" for each in words))
     return "\n".join(parts)
+
+
+def _words(kind: type[msgspec.Struct]) -> Iterator[tuple[str, type[enum.Enum]]]:
+    """The settings of a struct, and of the structs in it, whose values are words."""
+    for field in msgspec.structs.fields(kind):
+        if _is_enum(field.type):
+            yield field.encode_name, field.type
+        elif _is_struct(field.type):
+            yield from _words(field.type)
 
 
 @cache
@@ -209,7 +203,7 @@ def _type(kind: Any) -> str:
         return " ".join(f"`{value}`" for value in get_args(kind))
     if get_origin(kind) is Annotated or hasattr(kind, "__metadata__"):
         return _type(get_args(kind)[0])
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+    if _is_enum(kind):
         return " ".join(f"`{each.value}`" for each in kind)
     if isinstance(kind, type) and issubclass(kind, Value):
         return {"ByteSize": "size", "Capacity": "size or share"}.get(
@@ -220,6 +214,10 @@ def _type(kind: Any) -> str:
     if _is_struct(kind):
         return "mapping"
     return _TYPES.get(kind, "list" if get_origin(kind) in (list, tuple) else "mapping")
+
+
+def _is_enum(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, enum.Enum)
 
 
 def _is_struct(kind: object) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 
 from kvtier.config import StackConfig
@@ -88,6 +90,10 @@ def test_the_reference_has_all_settings_and_words(other_tiers: None) -> None:
     assert "| `write` | `through` `on_evict` `never` | `on_evict` |" in text
     assert "| `tries` | whole number | `3` |" in text
     assert "- `second_touch`: " in text
+    for field in msgspec.structs.fields(StackConfig):
+        if isinstance(field.type, type) and issubclass(field.type, enum.Enum):
+            assert f"\n`{field.name}`: " in text
+            assert all(f"\n- `{word.value}`: " in text for word in field.type)
     for name in StackConfig.__struct_fields__:
         assert f"| `{name}` |" in text
 
