@@ -77,9 +77,7 @@ def clear(
     kept = [each for each in done if each.kept]
     for each in kept:
         console.warn(each.kept)
-    console.end_with_troubles(places)
-    if kept:
-        raise typer.Exit(console.EXIT_FAILURE)
+    console.end_with_troubles(places, failed=bool(kept))
 
 
 def _named(place: Place) -> str:

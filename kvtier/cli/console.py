@@ -221,9 +221,14 @@ def _end_question() -> None:
         print(file=sys.stderr)
 
 
-def end_with_troubles(places: Iterable[Place]) -> None:
-    """Say what could not be read, and end with a failure if there is any of it."""
-    if _warn_of_troubles(places):
+def troubles_of(places: Iterable[Place]) -> list[str]:
+    """What could not be read of all these."""
+    return [trouble for place in places for trouble in place.troubles]
+
+
+def end_with_troubles(places: Iterable[Place], *, failed: bool = False) -> None:
+    """Say what could not be read; end with a failure if there is any of it, or something failed."""
+    if _warn_of_troubles(places) or failed:
         raise typer.Exit(EXIT_FAILURE)
 
 
@@ -234,7 +239,7 @@ def looked_at(places: Iterable[Place]) -> str:
 
 
 def _warn_of_troubles(places: Iterable[Place]) -> bool:
-    troubles = [trouble for place in places for trouble in place.troubles]
+    troubles = troubles_of(places)
     for trouble in troubles:
         warn(trouble)
     return bool(troubles)

@@ -109,15 +109,13 @@ def explain(
             answers.append(_answer(prompt, chunks, name, known, asked, held))
     if json:
         rows = {"answers": answers, "problems": problems, "skipped": prompts.skipped}
-        troubles = [trouble for place in places for trouble in place.troubles]
-        console.print_json({"asked": asked, **rows, "troubles": troubles})
+        console.print_json({"asked": asked, **rows, "troubles": console.troubles_of(places)})
     else:
         _show(answers, problems)
         say_two_names(known)
         prompts.say_skipped(console.warn)
-    console.end_with_troubles(places)
-    if not any(answer.hits for answer in answers if answer.namespace == asked):
-        raise typer.Exit(console.EXIT_FAILURE)
+    hit = any(answer.hits for answer in answers if answer.namespace == asked)
+    console.end_with_troubles(places, failed=not hit)
 
 
 def _asked(

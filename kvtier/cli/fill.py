@@ -194,7 +194,7 @@ def report(
     skip a namespace of which nothing was asked for, unless there is no other."""
     skipped = [each for each in done if each.skipped]
     rest = [each for each in done if not each.skipped]
-    troubles = [trouble for place in places for trouble in place.troubles]
+    troubles = console.troubles_of(places)
     excused = [each for each in skipped if rest and may_skip and not each.asked]
     ok = not troubles and all(each.whole or each in excused for each in done)
     if json:
@@ -222,9 +222,7 @@ def report(
         console.warn(f"all {asked} blocks are gone that the source says it has: see kvtier verify")
     elif not all(each.whole for each in rest) and not untold:
         console.warn("some blocks are missing: run it again, or see kvtier verify and kvtier du")
-    console.end_with_troubles(places)
-    if not ok:
-        raise typer.Exit(console.EXIT_FAILURE)
+    console.end_with_troubles(places, failed=not ok)
 
 
 def _show(done: Sequence[Copied]) -> None:

@@ -58,8 +58,8 @@ def gc(
     places = look(stack, options.tier_of(tier, stack), count=idle is not None)
     rows, refused = _collect(find(stack, places, idle), dry_run)
     if json:
-        troubles = [trouble for place in places for trouble in place.troubles]
-        console.print_json({"dry_run": dry_run, "found": rows, "troubles": troubles + refused})
+        troubles = console.troubles_of(places) + refused
+        console.print_json({"dry_run": dry_run, "found": rows, "troubles": troubles})
     elif rows:
         _show(rows, dry_run)
     elif not refused:
@@ -67,9 +67,7 @@ def gc(
         console.say("there is nothing to remove" + (" in what can be seen" if unseen else ""))
     for said in refused:
         console.warn(said)
-    console.end_with_troubles(places)
-    if refused:
-        raise typer.Exit(console.EXIT_FAILURE)
+    console.end_with_troubles(places, failed=bool(refused))
 
 
 def _collect(rubbish: Iterable[Rubbish], dry_run: bool) -> tuple[list[Row], list[str]]:

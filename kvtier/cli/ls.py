@@ -88,8 +88,7 @@ def _list_namespaces(places: list[Place], json: bool) -> None:
             | {"facts": known[part.namespace].facts if part.namespace in known else None}
             for part in parts
         ]
-        troubles = [trouble for place in places for trouble in place.troubles]
-        console.print_json({"namespaces": rows, "troubles": troubles})
+        console.print_json({"namespaces": rows, "troubles": console.troubles_of(places)})
     elif not parts:
         unseen = any(place.troubles for place in places)
         console.say("nothing is stored " + ("in what can be seen" if unseen else "here yet"))
@@ -199,7 +198,7 @@ def _list_blocks(places: list[Place], namespace: str, limit: int, json: bool) ->
             }
             for block in blocks
         ]
-        troubles = [trouble for place in places for trouble in place.troubles]
+        troubles = console.troubles_of(places)
         console.print_json(
             {"namespace": namespace, "blocks": rows, "more": more, "troubles": troubles}
         )

@@ -56,9 +56,7 @@ def show(
         _show_namespace(name, known_namespaces(places), places, json)
     else:
         bad = _show_blocks(stack, places, known, text, json)
-    console.end_with_troubles(places)
-    if bad:
-        raise typer.Exit(console.EXIT_FAILURE)
+    console.end_with_troubles(places, failed=bad)
 
 
 def _show_namespace(
@@ -76,7 +74,7 @@ def _show_namespace(
                 "parts": namespace.parts if namespace else None,
                 "tiers": msgspec.to_builtins(parts),
                 "differs": msgspec.to_builtins(apart),
-                "troubles": [trouble for place in places for trouble in place.troubles],
+                "troubles": console.troubles_of(places),
             }
         )
         return

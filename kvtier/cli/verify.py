@@ -152,7 +152,7 @@ def _repair(
 def _report(
     found: Found, places: list[Place], repaired: int | None, left: list[str], json: bool
 ) -> None:
-    troubles = [trouble for place in places for trouble in place.troubles] + left
+    troubles = console.troubles_of(places) + left
     for block, why in found.unread[:_SHOWN]:
         troubles.append(f"{block.where}: cannot be read: {why}")
     ok = not (troubles or len(found.bad) > (repaired or 0))
