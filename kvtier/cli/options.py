@@ -36,15 +36,15 @@ def parse_block(text: str | int) -> int:
     return size
 
 
-def parse_rate(text: str | int) -> int:
+def parse_rate(text: str) -> int:
     """The value of an option that is a rate, like 200MB/s, in bytes a second."""
     try:
-        return parse_size(text.removesuffix("/s") if isinstance(text, str) else text)
+        return parse_size(text.removesuffix("/s"))
     except typer.BadParameter:
         raise typer.BadParameter(f"{text!r} is no rate; write one like 200MB/s") from None
 
 
-def parse_duration(text: str | float) -> float:
+def parse_duration(text: str) -> float:
     """The value of an option that is a length of time, like 30d, in seconds."""
     from kvtier.core.values import Duration
 

@@ -12,7 +12,6 @@ import stat
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Self
 
 from kvtier.cli.blocks import entry_of
 from kvtier.cli.choice import Choice, Origin
@@ -23,27 +22,14 @@ from kvtier.core.backend import TierContext, backend
 from kvtier.core.record import Buffer, record_bytes
 from kvtier.core.slab.layout import VALID, runs
 from kvtier.core.tier import Handler
-from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
+from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome, SlotSpec
 
 _BATCH_BYTES = 2 << 20
 _FILE_THREADS = 8
 
 
-class Numbers(LoadStoreSpec, tag="numbers"):
+class Numbers(SlotSpec):
     """Blocks by number: rows of a choice, or places in a file."""
-
-    medium: ClassVar[str] = "numbers"
-    numbers: list[int]
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def select(self, start: int, stop: int) -> Self:
-        return type(self)(self.numbers[start:stop])
-
-    @classmethod
-    def join(cls, pieces: Sequence[Self]) -> Self:
-        return cls([number for piece in pieces for number in piece.numbers])
 
 
 class Reader(Handler):
@@ -59,7 +45,7 @@ class Reader(Handler):
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
     ) -> list[Outcome]:
         assert isinstance(spec, Numbers)
-        outcomes = self.read(spec.numbers, keys, into)
+        outcomes = self.read(spec.slots, keys, into)
         unread = [
             index
             for index, outcome in enumerate(outcomes)
