@@ -15,7 +15,7 @@ from kvtier import __version__
 from kvtier.cli import console, main
 from kvtier.errors import KVTierError
 
-# Name, and what it does. The command is the Typer `app` of the file with its name in this folder.
+# Name, and what it does. The command is the Typer `app` of the file with that name in this folder.
 COMMANDS = {
     "config": "Check, show and start stack files.",
     "serve": "Serve a model with vLLM, its KV cache kept in a stack.",
@@ -36,7 +36,6 @@ COMMANDS = {
     "plan": "Say what a stack is worth for a model.",
     "bench": "Measure the tiers of a stack.",
 }
-
 
 _NAMED = {
     "FILE": "file",
@@ -122,7 +121,7 @@ def _exit_codes() -> Iterator[None]:
 
 def load(name: str) -> Any:
     """Import one command."""
-    file = "import_" if name == "import" else name.replace("-", "_")
+    file = "import_" if name == "import" else name  # no module can have a keyword's name
     module = import_module(f"kvtier.cli.{file}")
     for each in module.app.registered_commands:
         each.cls = _Command

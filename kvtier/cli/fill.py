@@ -163,21 +163,14 @@ def description(config: StackConfig, places: Sequence[Place], name: str) -> Name
         seen = {place.tier for place in places}
         others = [tier for tier in range(len(config.tiers)) if tier not in seen]
         places = [*places, *look_at(config, others, name)]
-    return _describe(places, name)
-
-
-def _describe(places: Sequence[Place], name: str) -> Namespace:
-    """A namespace's description; raises KVTierError where it is nowhere to be found."""
-    found = known_namespaces(places).get(name)
-    if found is None:
-        for place in places:
-            if place.troubles:
-                raise KVTierError(place.troubles[0])
-        raise KVTierError(
-            f"nothing in this stack says what the namespace {name} means: its namespace.json lies "
-            "beside the blocks on a disk or in a store, and there is none"
-        )
-    return found
+    if found := known_namespaces(places).get(name):
+        return found
+    if troubles := console.troubles_of(places):
+        raise KVTierError(troubles[0])
+    raise KVTierError(
+        f"nothing in this stack says what the namespace {name} means: its namespace.json lies "
+        "beside the blocks on a disk or in a store, and there is none"
+    )
 
 
 def keys_of(prompts: Sequence[Prompt], namespace: Namespace) -> set[BlockKey]:

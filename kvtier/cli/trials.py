@@ -10,7 +10,6 @@ from contextlib import closing
 import msgspec
 
 from kvtier.backends.object import ObjectSettings, open_for
-from kvtier.backends.object.store import Store
 from kvtier.cli.look_objects import delete_objects, empty_store
 
 _BENCH = "kvtier-bench-"
@@ -33,18 +32,14 @@ def new_probe() -> str:
 def left_behind(settings: ObjectSettings) -> dict[str, int]:
     """Names of benches' places and of the doctor's objects that nobody uses any more, and how many
     bytes each has. Raises StoreError."""
-    with closing(open_for(settings)) as store:
-        return _left_behind(store)
-
-
-def _left_behind(store: Store) -> dict[str, int]:
     sizes: dict[str, int] = {}
     latest: dict[str, float] = {}
-    for prefix in (_BENCH, _DOCTOR):
-        for info in store.list(prefix):
-            name = info.name.partition("/")[0] if prefix == _BENCH else info.name
-            sizes[name] = sizes.get(name, 0) + info.size
-            latest[name] = max(info.modified_s, latest.get(name, 0.0))
+    with closing(open_for(settings)) as store:
+        for prefix in (_BENCH, _DOCTOR):
+            for info in store.list(prefix):
+                name = info.name.partition("/")[0] if prefix == _BENCH else info.name
+                sizes[name] = sizes.get(name, 0) + info.size
+                latest[name] = max(info.modified_s, latest.get(name, 0.0))
     now = time.time()
     return {name: size for name, size in sizes.items() if now - latest[name] > _OLD_S}
 

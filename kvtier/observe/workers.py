@@ -8,6 +8,7 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -42,7 +43,7 @@ def spread(
         while left or workers:
             while left and len(workers) < cores:
                 number, task = left.pop()
-                worker = _Worker(number, lambda task=task: function(task))  # type: ignore[misc]
+                worker = _Worker(number, partial(function, task))
                 workers[worker.pipe] = worker
             ready, _, _ = select.select(list(workers), [], [])
             for pipe in ready:
