@@ -19,8 +19,8 @@ import msgspec
 from kvtier.cli.beside import alone, check_host_memory, to_fill
 from kvtier.cli.choice import Choice
 from kvtier.cli.console import Progress, warn
+from kvtier.cli.interrupts import uninterrupted
 from kvtier.cli.look_objects import carry_uses
-from kvtier.cli.opening import uninterrupted
 from kvtier.cli.reader import Numbers, Reader
 from kvtier.cli.told import Ledger
 from kvtier.config import StackConfig

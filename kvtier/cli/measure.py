@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ import msgspec
 from kvtier.backends.cpu.room import in_memory, memory_left
 from kvtier.cli.hold import holding
 from kvtier.cli.holdings import BENCH_MARK, where_of
+from kvtier.cli.interrupts import uninterrupted
 from kvtier.cli.look_objects import empty_store, local_folder
-from kvtier.cli.opening import opened, uninterrupted
 from kvtier.cli.trials import new_bench
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk
@@ -105,29 +105,21 @@ def measure(
     is next."""
     found: list[Measured] = []
     for index, settings in enumerate(config.tiers):
+        result = Measured(tier=settings.kind, place=where_of(settings))
         if index in without:
-            found.append(
-                Measured(tier=settings.kind, place=where_of(settings), note="not asked for")
-            )
-            continue
-        tell(settings.kind)
-        if index == 0:
-            with _bench_stack(config, size, None) as stack:
-                found.append(_measure_host(stack, settings, size))
-            continue
-        if settings.write is WritePolicy.NEVER:
-            found.append(Measured(tier=settings.kind, place=where_of(settings), note="only read"))
-            continue
-        if not _has_room_beside(settings):
-            note = "nothing can be measured beside what it holds"
-            found.append(Measured(tier=settings.kind, place=where_of(settings), note=note))
-            continue
-        try:
-            with _bench_stack(config, size, index) as stack:
-                result = _measure_lower(stack, settings, size)
-        except MediumDown as error:
-            result = Measured(tier=settings.kind, place=where_of(settings), blocks=size.blocks)
-            result.note = str(error)
+            result.note = "not asked for"
+        elif index and settings.write is WritePolicy.NEVER:
+            result.note = "only read"
+        elif index and not _has_room_beside(settings):
+            result.note = "nothing can be measured beside what it holds"
+        else:
+            tell(settings.kind)
+            try:
+                with _bench_stack(config, size, index) as stack:
+                    (_measure_lower if index else _measure_host)(stack, size, result)
+            except MediumDown as error:  # what was measured until then says nothing
+                result = Measured(tier=settings.kind, place=where_of(settings), blocks=size.blocks)
+                result.note = str(error)
         found.append(result)
     return found
 
@@ -145,8 +137,7 @@ class Blocks:
         self.keys = list(self.payloads)
 
 
-def _measure_host(stack: Stack, settings: TierSettings, size: Size) -> Measured:
-    result = Measured(tier=settings.kind, place=where_of(settings))
+def _measure_host(stack: Stack, size: Size, result: Measured) -> None:
     stores, loads, singles = [], [], []
     target = bytearray(size.chunk_bytes)
     for number in range(size.rounds + 1):
@@ -171,11 +162,9 @@ def _measure_host(stack: Stack, settings: TierSettings, size: Size) -> Measured:
             stores.append(stored)
             loads.append(loaded)
     _conclude(result, size, stores, loads, singles)
-    return result
 
 
-def _measure_lower(stack: Stack, settings: TierSettings, size: Size) -> Measured:
-    result = Measured(tier=settings.kind, place=where_of(settings))
+def _measure_lower(stack: Stack, size: Size, result: Measured) -> None:
     host, lower = stack.chain.tiers
     _warm_up(stack, size)
     stores, loads, singles = [], [], []
@@ -203,7 +192,6 @@ def _measure_lower(stack: Stack, settings: TierSettings, size: Size) -> Measured
     if not result.good:
         result.note = f"not stored: {drops[0]}" if drops else "not all came back"
     _conclude(result, size, stores, loads, singles)
-    return result
 
 
 def _warm_up(stack: Stack, size: Size) -> None:
@@ -261,8 +249,8 @@ def _conclude(
 
 
 @contextmanager
-def _bench_stack(config: StackConfig, size: Size, index: int | None) -> Iterator[Stack]:
-    """Host memory, and tier `index` below it if one is given; gone without a trace afterwards."""
+def _bench_stack(config: StackConfig, size: Size, index: int) -> Iterator[Stack]:
+    """Host memory, and below it tier `index` if that is another; gone without trace afterwards."""
     namespace = Namespace(facts={"bench": secrets.token_hex(8)}, group_bytes=(size.chunk_bytes,))
     room = (record_bytes(size.chunk_bytes) + ENTRY_BYTES) * size.blocks * 2 + _SLACK_BYTES
     host = folder_of(config.tiers[0])
@@ -273,7 +261,7 @@ def _bench_stack(config: StackConfig, size: Size, index: int | None) -> Iterator
     folder, lower = None, None
     held, told = ExitStack(), False  # who is told to end does so, whatever cannot be removed
     try:
-        if index is not None:
+        if index:
             with uninterrupted():
                 folder = _folder_beside(config.tiers[index], room)
                 if folder is not None:  # for as long as it is held, `gc` leaves it alone
@@ -281,8 +269,7 @@ def _bench_stack(config: StackConfig, size: Size, index: int | None) -> Iterator
             lower = _lower(config.tiers[index], room, folder)
             tiers.append(lower)
         measured = msgspec.structs.replace(config, tiers=tuple(tiers))
-        engine = f"bench-{os.getpid()}"
-        with opened(lambda: Stack(measured, namespace, engine=engine), _empty) as stack:
+        with _opened(measured, namespace) as stack:
             yield stack
     except KeyboardInterrupt:
         told = True
@@ -296,10 +283,20 @@ def _bench_stack(config: StackConfig, size: Size, index: int | None) -> Iterator
                 _empty_store(lower)
 
 
-def _empty(stack: Stack) -> None:
-    stack.chain.clear()
-    for tier in stack.chain.tiers:
-        tier.flush()
+@contextmanager
+def _opened(config: StackConfig, namespace: Namespace) -> Iterator[Stack]:
+    """A stack that is emptied before it is closed: Ctrl-C or `kill` leaves nothing half open."""
+    stack: Stack | None = None
+    try:
+        with uninterrupted():
+            stack = Stack(config, namespace, engine=f"bench-{os.getpid()}")
+        yield stack
+    finally:
+        if stack is not None:
+            with uninterrupted(), closing(stack):
+                stack.chain.clear()
+                for tier in stack.chain.tiers:
+                    tier.flush()
 
 
 def _empty_store(settings: TierSettings) -> None:

@@ -169,7 +169,7 @@ runpy.run_path("{script}", run_name="__main__")
 """
 
 PUT_OFF = """
-    from kvtier.cli.opening import uninterrupted
+    from kvtier.cli.interrupts import uninterrupted
     now = 0.0
     with uninterrupted(lambda: now):
         for now in ({presses}):

@@ -1,4 +1,4 @@
-"""Opening stacks so that Ctrl-C or `kill`, at whatever instant, leaves nothing half open."""
+"""What Ctrl-C or `kill` must not cut in two, like the opening of a stack."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from types import FrameType
 
 from kvtier.cli.main import ENDING, EXIT_INTERRUPTED
-from kvtier.stack import Stack
 
 _AGAIN_S = 1.0
 """Ctrl-C so long after the first one is another one: some wrappers pass one on twice."""
@@ -44,23 +43,3 @@ def uninterrupted(clock: Callable[[], float] = time.monotonic) -> Iterator[None]
             signal.signal(each, handler)
     for number in pending[:1]:
         signal.raise_signal(number)
-
-
-@contextmanager
-def opened(
-    open_it: Callable[[], Stack], leave: Callable[[Stack], None] | None = None
-) -> Iterator[Stack]:
-    """A stack, and what is to be done with it before it is closed."""
-    stack: Stack | None = None
-    try:
-        with uninterrupted():
-            stack = open_it()
-        yield stack
-    finally:
-        if stack is not None:
-            with uninterrupted():
-                try:
-                    if leave is not None:
-                        leave(stack)
-                finally:
-                    stack.close()
