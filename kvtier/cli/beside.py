@@ -9,6 +9,7 @@ import msgspec
 
 from kvtier.backends.nvme import NvmeSettings
 from kvtier.backends.nvme.files import used_bytes
+from kvtier.backends.object.budget import UNLIMITED
 from kvtier.cli.console import warn
 from kvtier.cli.hold import filling
 from kvtier.cli.holdings import look
@@ -41,8 +42,6 @@ def to_fill(settings: TierSettings) -> TierSettings:
         room = max(capacity_of(settings), used_bytes(Path(settings.path)))
         return msgspec.structs.replace(taking, capacity=Capacity(ByteSize(room)))
     if settings.kind == "object":
-        from kvtier.backends.object.budget import UNLIMITED
-
         unlimited = Capacity(ByteSize(UNLIMITED))
         return msgspec.structs.replace(taking, capacity=unlimited, age_max=None)
     return taking

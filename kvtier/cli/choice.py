@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.backends.object.names import block_name
 from kvtier.cli.blocks import Block
 from kvtier.cli.holdings import Place, Slab
 from kvtier.core.slab.layout import committed, keys_of
@@ -94,8 +95,6 @@ class Choice:
 
     def blocks(self) -> Iterator[Block]:
         """One by one, as `Prover` takes them."""
-        from kvtier.backends.object.names import block_name
-
         for start in range(0, len(self), _PIECE):
             rows = self._rows[start : start + _PIECE]
             for key, row in zip(keys_of(rows), rows, strict=True):

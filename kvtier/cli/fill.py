@@ -12,11 +12,14 @@ import msgspec
 import typer
 
 from kvtier.backends.nvme import NvmeSettings, slab_bytes
+from kvtier.backends.object import BACKEND, ObjectSettings
+from kvtier.backends.object.budget import UNLIMITED
 from kvtier.cli import console, options
 from kvtier.cli.choice import Choice, choose
 from kvtier.cli.copying import Copied, Pace, open_sink, pieces_of
 from kvtier.cli.hold import sparing
 from kvtier.cli.holdings import Place, known_namespaces, look
+from kvtier.cli.look_objects import local_folder
 from kvtier.cli.ls import find_namespace
 from kvtier.cli.outlook import capacity_of
 from kvtier.cli.reader import ChoiceReader
@@ -268,10 +271,6 @@ def store_of(
 ) -> tuple[StackConfig, int]:
     """The object tier that a url, another stack file, or the stack itself names."""
     if text is not None and "://" in text:
-        from kvtier.backends.object import BACKEND, ObjectSettings
-        from kvtier.backends.object.budget import UNLIMITED
-        from kvtier.cli.look_objects import local_folder
-
         settings = ObjectSettings(url=text, capacity=Capacity(ByteSize(UNLIMITED)))
         try:
             BACKEND.check(settings, None)

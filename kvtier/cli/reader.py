@@ -13,6 +13,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Sequence
 
+from kvtier.backends.object.spec import ObjectSpec
 from kvtier.cli.blocks import entry_of
 from kvtier.cli.choice import Choice, Origin
 from kvtier.cli.holdings import Slab
@@ -118,8 +119,6 @@ class ChoiceReader(Reader):
         slab = self._choice.origins[origin].slab
         if slab is not None:
             return read_slots(slab, places, into)
-        from kvtier.backends.object.spec import ObjectSpec
-
         return self._stores[origin].load(ObjectSpec(places), keys, into)
 
     def used_again(self, number: int, key: BlockKey) -> bool:
