@@ -11,7 +11,6 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,9 +133,6 @@ class Place(msgspec.Struct, kw_only=True):
     """Nobody knows what is there: its counts and sums say nothing."""
 
 
-Reader = Callable[[int, StackConfig], Place]
-
-
 def look(
     config: StackConfig,
     tier: int | None = None,
@@ -152,56 +148,46 @@ def look(
     How often blocks of a store were used is read only of the namespaces that begin with `uses_of`.
     """
     return [
-        _seen(_reader(settings, quick, count, uses_of), index, config)
-        for index, settings in enumerate(config.tiers)
+        _look_at(index, config, quick, count, uses_of)
+        for index in range(len(config.tiers))
         if tier is None or index == tier
     ]
 
 
-def _seen(read: Reader, tier: int, config: StackConfig) -> Place:
+def _look_at(
+    tier: int, config: StackConfig, quick: bool, count: bool, uses_of: str | None
+) -> Place:
     """A tier as far as it can be seen: a disk that is dead hides no other."""
+    from kvtier.cli import look_objects, look_slabs
+
     settings = config.tiers[tier]
+    place = Place(tier=tier, kind=settings.kind, where=where_of(settings), unseen=True)
     try:
-        return read(tier, config)
+        match settings.kind:
+            case "cpu":
+                return look_slabs.look_at_regions(tier, config)
+            case "nvme":
+                return look_slabs.look_at_folder(tier, config)
+            case "object" if quick:
+                return look_objects.look_at_manifests(tier, config, uses_of=uses_of)
+            case "object":
+                return look_objects.look_at_store(tier, config, uses_of=uses_of, count=count)
+            case "memory":
+                place.where = "memory of each process"
+            case kind:
+                place.where = ""
+                place.troubles.append(
+                    f"what a tier of kind {kind} holds cannot be seen from outside: an engine's "
+                    "/metrics say how much; where a command has --tier, that leaves it out"
+                )
     except OSError as error:
-        where, troubles = where_of(settings), [said_of(error)]
-        return Place(tier=tier, kind=settings.kind, where=where, troubles=troubles, unseen=True)
+        place.troubles.append(said_of(error))
+    return place
 
 
 def where_of(settings: TierSettings) -> str:
     """Where a tier keeps its blocks, as its settings say it."""
     return str(getattr(settings, "path", None) or getattr(settings, "url", None) or "")
-
-
-def _reader(settings: TierSettings, quick: bool, count: bool, uses_of: str | None) -> Reader:
-    from kvtier.cli import look_objects, look_slabs
-
-    look_at_store = partial(look_objects.look_at_store, count=count)
-
-    readers: dict[str, Reader] = {
-        "cpu": look_slabs.look_at_regions,
-        "nvme": look_slabs.look_at_folder,
-        "object": partial(
-            look_objects.look_at_manifests if quick else look_at_store,
-            uses_of=uses_of,
-        ),
-        "memory": _private,
-    }
-    return readers.get(settings.kind, _unknown)
-
-
-def _private(tier: int, config: StackConfig) -> Place:
-    where = "memory of each process"
-    return Place(tier=tier, kind=config.tiers[tier].kind, where=where, unseen=True)
-
-
-def _unknown(tier: int, config: StackConfig) -> Place:
-    kind = config.tiers[tier].kind
-    trouble = (
-        f"what a tier of kind {kind} holds cannot be seen from outside: an engine's /metrics say "
-        "how much; where a command has --tier, that leaves it out"
-    )
-    return Place(tier=tier, kind=kind, where="", troubles=[trouble], unseen=True)
 
 
 def known_namespaces(places: Iterable[Place]) -> dict[str, Namespace]:
@@ -289,6 +275,17 @@ class Locked(NamedTuple):
     mounted: set[int]
     """All devices that are mounted."""
 
+    def has(self, path: Path) -> bool:
+        """Whether a live process holds this file."""
+        try:
+            status = path.stat()
+        except OSError:
+            return False
+        if status.st_dev in self.mounted:
+            return (status.st_dev, status.st_ino) in self.files
+        # Some file systems (btrfs) answer a device here that the kernel's lists do not know.
+        return any(inode == status.st_ino for _, inode in self.files)
+
 
 def locked_files() -> Locked:
     """What is locked now.
@@ -309,15 +306,3 @@ def locked_files() -> Locked:
             major, minor = line.split()[2].split(b":")
             found.mounted.add(os.makedev(int(major), int(minor)))
     return found
-
-
-def is_locked(path: Path, locked: Locked) -> bool:
-    """Whether a live process holds this file."""
-    try:
-        status = path.stat()
-    except OSError:
-        return False
-    if status.st_dev in locked.mounted:
-        return (status.st_dev, status.st_ino) in locked.files
-    # Some file systems (btrfs) answer a device here that the kernel's lists do not know.
-    return any(inode == status.st_ino for _, inode in locked.files)

@@ -20,7 +20,6 @@ from kvtier.cli.holdings import (
     Place,
     Slab,
     count_parts,
-    is_locked,
     locked_files,
     read_file,
     read_namespace,
@@ -70,7 +69,7 @@ def _names_of(prefix: str, name: str) -> re.Pattern[str]:
 
 def _look_at_region(place: Place, path: Path, engine: str, locked: Locked) -> None:
     place.used += path.stat().st_size
-    used = is_locked(path, locked) or is_locked(path.with_suffix(".owner"), locked)
+    used = locked.has(path) or locked.has(path.with_suffix(".owner"))
     try:
         header = _region_header(path)
     except (FormatError, OSError) as error:
@@ -162,7 +161,7 @@ def _slab(path: Path, locked: Locked) -> Slab:
     if data.stat().st_size < header.data_end:
         raise FormatError(f"{data.name} is cut short")
     (owner,) = OWNER.unpack_from(page, OWNER_AT)
-    in_use = is_locked(path.parent / "owners" / f"{owner:08x}", locked)
+    in_use = locked.has(path.parent / "owners" / f"{owner:08x}")
     return Slab(table=path, data=data, header=header, in_use=in_use, engine=f"{owner:08x}")
 
 

@@ -19,7 +19,7 @@ from cli_world import STACK, Done, Hold, command, no_rights
 from kvtier import Stack
 from kvtier.cli import commands
 from kvtier.cli.blocks import blocks_of
-from kvtier.cli.holdings import Locked, is_locked, locked_files, look
+from kvtier.cli.holdings import Locked, locked_files, look
 from kvtier.config import load
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Presence
@@ -347,10 +347,10 @@ def test_a_file_of_the_same_number_elsewhere_is_not_in_use(tmp_path: Path) -> No
     path = tmp_path / "file"
     path.touch()
     status = path.stat()
-    assert not is_locked(path, locked_files())
+    assert not locked_files().has(path)
     with path.open() as file:
         fcntl.flock(file, fcntl.LOCK_SH)
-        assert is_locked(path, locked_files())
+        assert locked_files().has(path)
     others = {(status.st_dev + 1, status.st_ino), (status.st_dev, status.st_ino + 1)}
-    assert not is_locked(path, Locked(others, {status.st_dev}))
-    assert is_locked(path, Locked(others, set())), "as on btrfs, whose devices have two numbers"
+    assert not Locked(others, {status.st_dev}).has(path)
+    assert Locked(others, set()).has(path), "as on btrfs, whose devices have two numbers"
