@@ -22,7 +22,7 @@ from kvtier.cli.console import Progress, warn
 from kvtier.cli.interrupts import uninterrupted
 from kvtier.cli.look_objects import carry_uses
 from kvtier.cli.reader import Numbers, Reader
-from kvtier.cli.told import Ledger
+from kvtier.cli.told import Expected
 from kvtier.config import StackConfig
 from kvtier.core.backend import TierContext, backend
 from kvtier.core.record import record_bytes
@@ -132,16 +132,16 @@ class Sink:
         namespace: Namespace,
         pace: Pace,
         carry_uses: CarryUses,
-        ledger: Ledger | None = None,
+        expected: Expected | None = None,
     ) -> None:
         self._tier = tier
         self._carry_uses = carry_uses
-        self._ledger = ledger
+        self._expected = expected
         self._mover = mover
         self._reader = reader
         self._namespace = namespace
         self._pace = pace
-        self._flights: dict[int, tuple[list[BlockKey], list[int]]] = {}
+        self._flights: dict[int, Piece] = {}
         self._ids = count()
         self.stored: list[BlockKey] = []
         """What was not there before, and is there once all is filled."""
@@ -173,8 +173,8 @@ class Sink:
         left = self._lacking(keys)
         lacking = set(left)
         here = [key for key in keys if key not in lacking]
-        if self._ledger is not None:
-            self._ledger.expect(here)
+        if self._expected is not None:
+            self._expected.add(here)
         (self._pin if self._evicting else self._here.extend)(here)
         result.already_there += len(here)
         bar.advance(len(here))
@@ -199,8 +199,8 @@ class Sink:
     ) -> set[BlockKey]:
         """Reserve room for what there is room for, set it on its way, and say what that is."""
         reserved = self._tier.prepare_store(keys, evict=self._evicting)
-        if self._ledger is not None:
-            self._ledger.drop(reserved.evicted)
+        if self._expected is not None:
+            self._expected.drop(reserved.evicted)
         if not reserved.keys:
             return set()
         numbers = [number_of[key] for key in reserved.keys]
@@ -277,8 +277,8 @@ class Sink:
             gone = set(lost)
             kept = [key for key in keys if key not in gone]
             self.stored += kept
-            if self._ledger is not None:
-                self._ledger.expect(kept)
+            if self._expected is not None:
+                self._expected.add(kept)
             result.not_stored += len(lost)
             result.copied += len(keys) - len(lost)
             result.bytes += sum(map(self._namespace.payload_of, keys))
@@ -316,8 +316,8 @@ class Sink:
 
     def check(self, result: Copied) -> None:
         """Ask a store, once all is closed, whether it tells of what was copied."""
-        if self._ledger is not None:
-            result.untold = self._ledger.untold()
+        if self._expected is not None:
+            result.untold = self._expected.untold()
 
 
 @contextmanager
@@ -379,8 +379,8 @@ def _open(
     except BaseException:
         opened.close()
         raise
-    carry, ledger = opened.carry_uses, None
+    carry, expected = opened.carry_uses, None
     if settings.kind == "object":
         carry = partial(carry_uses, settings, namespace)
-        ledger = Ledger(config.tiers[tier], namespace)
-    return Sink(opened, mover, reader, namespace, pace, carry, ledger)
+        expected = Expected(config.tiers[tier], namespace)
+    return Sink(opened, mover, reader, namespace, pace, carry, expected)

@@ -32,18 +32,18 @@ from kvtier.types import BlockKey, Namespace
 _AT_ONCE = 4096
 
 
-class Ledger:
+class Expected:
     """The blocks that a store should tell of once a copy has ended: eight bytes of each."""
 
     def __init__(self, settings: TierSettings, namespace: Namespace) -> None:
         self._settings = settings
         self._namespace = namespace
-        self._expected = [_marks([])]
+        self._there = [_marks([])]
         self._dropped = [_marks([])]
 
-    def expect(self, keys: Sequence[BlockKey]) -> None:
+    def add(self, keys: Sequence[BlockKey]) -> None:
         """These are there."""
-        self._expected.append(_marks(keys))
+        self._there.append(_marks(keys))
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
         """These had to make room."""
@@ -52,7 +52,7 @@ class Ledger:
     def untold(self) -> int:
         """How many of them no manifest tells of: nobody will find them but by a listing. All, if
         the manifests cannot be read."""
-        expected = np.setdiff1d(np.concatenate(self._expected), np.concatenate(self._dropped))
+        expected = np.setdiff1d(np.concatenate(self._there), np.concatenate(self._dropped))
         if not len(expected):
             return 0
         try:

@@ -24,7 +24,7 @@ from kvtier.cli.console import Progress
 from kvtier.cli.copying import Copied, Pace, open_sink, pieces_of
 from kvtier.cli.holdings import look
 from kvtier.cli.reader import ChoiceReader
-from kvtier.cli.told import Ledger
+from kvtier.cli.told import Expected
 from kvtier.config import load
 from kvtier.testing.records import NAMESPACE, make_keys
 
@@ -197,14 +197,14 @@ def test_what_made_room_need_not_be_told_of(store: FileStore, tmp_path: Path, fi
         f"{filled.read_text()}  - {{kind: object, url: {store.root.as_uri()}, capacity: 1GiB}}\n"
     )
     keys = make_keys(3)
-    ledger = Ledger(load(filled).tiers[2], NAMESPACE)
-    ledger.expect(keys)
-    assert ledger.untold() == 3
-    ledger.drop(keys[:2])
-    assert ledger.untold() == 1
+    expected = Expected(load(filled).tiers[2], NAMESPACE)
+    expected.add(keys)
+    assert expected.untold() == 3
+    expected.drop(keys[:2])
+    assert expected.untold() == 1
     entries = pack_entries(ADDED, keys, [0, 0, 7], [1, 1, 1], [1, 1, 1])
     Journal(store, NAMESPACE).append(entries)
-    assert ledger.untold() == 0
+    assert expected.untold() == 0
 
 
 def test_who_is_told_to_end_waits_for_no_listing(
