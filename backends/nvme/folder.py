@@ -92,7 +92,7 @@ class NvmeFolder:
         self.owners = self.home / "owners"
         self._device: int | None = None
         self._slab_ids: Set[int] = frozenset()
-        self._listed_at = 0
+        self._listed_at = -1
         self.establish()
 
     def establish(self) -> None:
@@ -194,14 +194,14 @@ class NvmeFolder:
     # -- slabs -----------------------------------------------------------------------------
 
     def slab_ids(self) -> Set[int]:
-        """The slabs that are there now, whole. There may be thousands, and somebody asks again and
-        again: they are listed anew only if files have come or gone."""
+        """The slabs that are there now, whole. There may be thousands: they are listed anew only if
+        files have come or gone, or there was none. No time says when a closed folder opens."""
         now, changed = time.time_ns(), 0  # not later: what changes meanwhile may bear the same time
         with contextlib.suppress(OSError):
             changed = self.home.stat().st_mtime_ns
-        if not changed or changed != self._listed_at:
+        if not self._slab_ids or changed != self._listed_at:
             self._slab_ids = frozenset(int(digits, 16) for digits in whole(self.home))
-            self._listed_at = changed if abs(now - changed) > self.settled_ns else 0
+            self._listed_at = changed if abs(now - changed) > self.settled_ns else -1
         return self._slab_ids
 
     def data_path(self, slab_id: int) -> Path:

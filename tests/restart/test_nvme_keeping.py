@@ -8,6 +8,8 @@ import itertools
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -16,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cli_world import no_rights
 from nvme_rig import Engine, open_files
 
 from kvtier.backends.nvme import keeper as keeper_module
@@ -112,6 +115,34 @@ def test_a_change_right_after_a_listing_is_seen(tmp_path: Path) -> None:
     os.utime(folder.home, ns=(changed, changed))
     assert folder.slab_ids() == {slab.id}
     os.close(fd)
+
+
+CLOSED_FOR_A_WHILE = """
+import os, sys
+from pathlib import Path
+from kvtier.backends.nvme.folder import Limits, NvmeFolder
+from kvtier.core.disk import Disk
+from kvtier.testing.records import NAMESPACE
+folder = NvmeFolder(Path(sys.argv[1]), NAMESPACE, Disk())
+owner, _ = folder.claim()
+folder.create_slab(owner, 8, Limits(1 << 20, 0, slot_bytes=1 << 14, slab_bytes=1 << 17))
+os.utime(folder.home, (10**9, 10**9))
+folder.home.chmod(0)
+print(len(folder.slab_ids()))
+folder.home.chmod(0o700)
+print(len(folder.slab_ids()))
+"""
+
+
+def test_a_folder_that_was_closed_for_a_while_is_listed_again(tmp_path: Path) -> None:
+    """Its time does not say that it is open: as after a `chown -R`, and another."""
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSED_FOR_A_WHILE, str(tmp_path / "kv")],
+        capture_output=True,
+        text=True,
+        preexec_fn=no_rights,
+    )
+    assert (done.stdout, done.stderr) == ("0\n1\n", "")
 
 
 def test_news_for_an_idle_engine_is_bounded(tmp_path: Path) -> None:
