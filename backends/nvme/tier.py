@@ -48,9 +48,10 @@ S = TypeVar("S", bound="NvmeTier")
 
 
 def _alone(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Keep the keeper from taking news in meanwhile."""
+    """Keep the keeper from taking news in meanwhile, and from going on with it before."""
 
     def call(tier: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        tier._asked = True
         with tier.mutex:
             return method(tier, *args, **kwargs)
 
@@ -388,9 +389,9 @@ class NvmeTier(SlabTier):
     def flush(self) -> None:
         self._keeper.flush()
 
-    @_alone
     def stats(self) -> TierStats:
-        stats = super().stats()
+        with self.mutex:
+            stats = super().stats()
         stats.bytes_capacity = self._keeper.limits.capacity
         return stats
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +25,7 @@ from kvtier.backends.nvme import keeper as keeper_module
 from kvtier.backends.nvme import tier as tier_module
 from kvtier.backends.nvme.folder import NOBODY, Limits, NvmeFolder
 from kvtier.backends.nvme.news import News
+from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.core.disk import Disk
 from kvtier.core.record import record_bytes
 from kvtier.core.slab import layout
@@ -241,6 +242,60 @@ def test_who_asks_while_the_keeper_takes_news_in_waits(
     engine.keeper.when_idle()
     asking.join()
     assert found == [Presence.MISS] * 4
+    engine.close()
+
+
+class Door:
+    """A lock that says when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.waited_for = threading.Event()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        if self._lock.acquire(blocking=False):
+            return True
+        self.waited_for.set()
+        return blocking and self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@pytest.mark.parametrize(
+    "call", [NvmeTier.tick, lambda tier: tier.complete_store([])], ids=["tick", "commit"]
+)
+def test_who_goes_on_while_the_keeper_takes_much_in_waits_for_a_little_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[NvmeTier], None]
+) -> None:
+    """Also who does not begin with a lookup, as after a long step."""
+    monkeypatch.setattr(tier_module, "_NEWS_SLOTS", 1)
+    engine = Engine(tmp_path / "kv", blocks=4)
+    tier, news, door = engine.tier, engine.keeper.news, Door()
+    tier.mutex = door  # type: ignore[assignment]
+    going_on = threading.Thread(target=call, args=[tier])
+    take_in = tier._take_in
+
+    def meanwhile(each: News) -> int:
+        if not door.waited_for.is_set():
+            going_on.start()
+            door.waited_for.wait()
+        return take_in(each)
+
+    monkeypatch.setattr(tier, "_take_in", meanwhile)
+    slab = next(iter(tier._places.by_slab.values())).slab
+    news.extend([News(slab, gone=True)] * 50)
+    engine.keeper.when_idle()
+    tier._idle_since -= 10
+    engine.keeper.when_idle()
+    going_on.join()
+    assert len(news) > 40
     engine.close()
 
 
