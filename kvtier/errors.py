@@ -50,8 +50,8 @@ class NotHere(ConfigError):
 
 
 class NotWritable(NotHere):
-    """A place that the configuration names cannot be written to, or has not the room; who only
-    looks needs neither."""
+    """A place that the configuration names is not there, cannot be written to, or has not the
+    room; who only looks needs none of that."""
 
 
 class BackendError(KVTierError):

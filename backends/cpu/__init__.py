@@ -72,7 +72,7 @@ class CpuBackend(Backend[CpuSettings]):
             )
         folder = Path(settings.path)
         if not settings.path or not folder.is_dir():
-            raise _no_place(NotHere, settings)
+            raise _no_place(NotWritable if settings.path else NotHere, settings)
         size = _capacity(settings)
         try:
             plan_region(size, record_bytes or HEADER_BYTES, bytes(16), discard=False)

@@ -68,10 +68,9 @@ def _look(tier: int, config: StackConfig, how: Callable[[Place, Store], None]) -
     place = Place(tier=tier, kind="object", where=settings.url)
     place.list_objects = partial(_objects, place, settings)
     folder = local_folder(settings.url)
-    with suppress(OSError):  # its disk may be away
-        place.capacity = capacity_of(settings)
-        if folder is not None:
-            place.free = Disk().free_bytes(folder if folder.exists() else folder.parent)
+    place.capacity = capacity_of(settings)
+    if folder is not None:
+        place.free = Disk().free_bytes(folder if folder.exists() else folder.parent)
     if folder is not None and not folder.exists():
         return place  # opening the store would make it
     try:

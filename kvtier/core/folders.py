@@ -6,15 +6,14 @@ import os
 import re
 from pathlib import Path
 
-from kvtier.errors import ConfigError, NotHere, NotWritable
+from kvtier.errors import ConfigError, NotWritable
 
 _SHORT = re.compile(r"^~(?=/|$)|\$([A-Za-z_][A-Za-z0-9_]*)")
 """What a shell would replace."""
 
 
 def standing_folder(folder: Path, place: str, *, only_read: bool = False) -> Path:
-    """The folder, or the one it will be made in; raises NotHere if nothing can be kept there,
-    NotWritable if only this user or this mount is in the way.
+    """The folder, or the one it will be made in; raises NotWritable if nothing can be kept there.
 
     `place` names the setting that it comes from. One that is there may be `only_read`.
     """
@@ -24,9 +23,9 @@ def standing_folder(folder: Path, place: str, *, only_read: bool = False) -> Pat
         raise ConfigError(place, f"{short[0]} stands for nothing here", f'write "{meant}"')
     if folder.is_symlink() and standing is not folder:
         problem = f"{folder} is a link to a folder that is not there"
-        raise NotHere(place, problem, f"make {folder.readlink()}, or correct the link")
+        raise NotWritable(place, problem, f"make {folder.readlink()}, or correct the link")
     if not standing.is_dir():
-        raise NotHere(place, f"{standing} is not a folder", "make it, or name one that exists")
+        raise NotWritable(place, f"{standing} is not a folder", "make it, or name one that exists")
     if only_read and standing is folder:
         return standing
     if not os.access(standing, os.W_OK | os.X_OK):

@@ -102,6 +102,36 @@ def test_who_only_looks_needs_no_room(capacity: str, tmp_path: Path) -> None:
     assert (command("config", "check", stack).code, command("doctor", "-c", stack).code) == (2, 1)
 
 
+@pytest.mark.parametrize(
+    ("lacks", "code", "away"), [("folder", 1, {"1 nvme", "2 object"}), ("target", 0, {"1 nvme"})]
+)
+def test_a_disk_that_is_not_mounted_hides_no_other_tier(
+    lacks: str, code: int, away: set[str], tmp_path: Path
+) -> None:
+    """The folder that was made on it is not there, or where a link leads to."""
+    (tmp_path / "host").mkdir()
+    (tmp_path / "disk").mkdir()
+    blocks = tmp_path / "disk" / "blocks"
+    stored = "store" if lacks == "target" else "disk/store"
+    stack = tmp_path / "stack.yaml"
+    store = f'  - {{kind: object, capacity: 64MiB, url: "file://{tmp_path}/{stored}"}}\n'
+    stack.write_text(STACK.format(host=tmp_path / "host", blocks=blocks) + store)
+    fill(stack)
+    (tmp_path / "disk").rename(tmp_path / "away")
+    if lacks == "target":
+        (tmp_path / "disk").mkdir()
+        blocks.symlink_to(tmp_path / "mounted" / "blocks")
+    for words in ("ls", "du", "verify"):
+        done = command(*words.split(), "-c", stack)
+        assert (done.code, done.err.count("No such file")) == (code, 2 * code)
+    assert NAMESPACE.id[:12] in command("ls", "-c", stack).out
+    assert command("config", "check", stack).code == 2
+    done = command("doctor", "-c", stack, "--json")
+    found = json.loads(done.out)["findings"]
+    assert {each["area"] for each in found if each["level"] == "bad"} == away
+    assert {each["area"] for each in found} > {"0 cpu", "1 nvme", "2 object"}
+
+
 def test_a_model_whose_description_is_closed_keeps_no_other_away(
     stored: Path, tmp_path: Path
 ) -> None:
