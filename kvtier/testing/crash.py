@@ -271,8 +271,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engines", type=int, default=1, help="writers at once (a shared medium)")
     options = parser.parse_args()
+    subject = load_subject(options.subject)
+    if options.engines > 1 and not subject.shared:
+        parser.error(f"--engines {options.engines}: {options.subject} says that it is not shared")
     with tempfile.TemporaryDirectory(prefix="kvtier-crash-") as folder:
-        subject = load_subject(options.subject)
         campaign = Campaign(subject, Path(folder), options.seed, options.engines)
         try:
             campaign.run(options.kills)

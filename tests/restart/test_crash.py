@@ -35,6 +35,11 @@ def test_a_medium_that_is_reached_without_a_disk_dies_too() -> None:
     assert said.startswith("6 deaths (1 by call, 3 by step, 2 by time)")
 
 
+def test_who_does_not_share_a_medium_is_not_blamed_for_it() -> None:
+    with pytest.raises(AssertionError, match="subjects:CPU says that it is not shared"):
+        campaign("subjects:CPU", kills=4, seed=1, engines=3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 3])
 @pytest.mark.parametrize("subject", ["subjects:CPU", "subjects:NVME"])
