@@ -98,7 +98,7 @@ class Keeper:
         self._known: Known = lambda: iter(())
         self.uses = Uses(self._store, namespace, limits.audit_s, self._breath.rest, steady)
         self._listing = False
-        self._puzzles = Puzzles(_log)
+        self.puzzles = Puzzles(_log)
 
     def want_room(self) -> None:
         """Other namespaces leave too little room."""
@@ -160,6 +160,8 @@ class Keeper:
                     self._look()
                 elif self.budget.pressed or now >= due:  # amid deletes others were only listened to
                     self._write_down()
+                if audits or looks:
+                    self.puzzles.over()
             except Unfinished:
                 return  # `close` waits
             except Exception as error:  # noqa: BLE001 - without this thread nothing is stored
@@ -177,7 +179,7 @@ class Keeper:
             self._audit_at = list_at + self._turn_s(self._writers)
         if isinstance(error, EndlessListing | StoreFull):  # which no weather ends, after a listing
             self._next_audit = self._audit_at = now + self.limits.audit_s
-        self._puzzles.survived(error)
+        self.puzzles.survived(error)
 
     def _turn_s(self, writers: int) -> float:
         """How long to leave it to others who share the namespace, if there are any."""

@@ -14,9 +14,12 @@ class Puzzles:
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._said: set[type[Exception]] = set()
+        self.unsolved = False
+        """Whether it has not gone well since."""
 
     def survived(self, error: Exception) -> None:
         """The thread goes on, and will try again."""
+        self.unsolved = True
         endless = isinstance(error, EndlessListing)
         if (isinstance(error, StoreError) and not endless) or type(error) in self._said:
             self._log.debug("object tier: %s", error)
@@ -26,3 +29,7 @@ class Puzzles:
             self._log.warning("the object store is not listed to its end: %s", error)
             return
         self._log.error("object tier: what it does in the background failed", exc_info=error)
+
+    def over(self) -> None:
+        """It has tried again, and all went well."""
+        self.unsolved = False

@@ -194,6 +194,7 @@ class ObjectTier(ObjectCatalogue):
     def tick(self) -> None:
         super().tick()
         self._catch_up()
+        self.unwell = self._keeper.puzzles.unsolved
 
     def refresh(self) -> None:
         self._keeper.refresh()

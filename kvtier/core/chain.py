@@ -309,7 +309,8 @@ class TierChain(Tier):
             for tier in self.tiers[HOST + 1 :]:
                 tier.touch(keys, start)
         self._cascade.step(now)
-        self._load_health.tick(now)
+        for health in (self._load_health, self._store_health):
+            health.tick(now, self.tiers)
         for tier in self.tiers:
             tier.tick()
         self.promises.end()

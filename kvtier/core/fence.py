@@ -131,6 +131,7 @@ class Fence(Tier):
 
     def tick(self) -> None:
         self._ask(self._tier.tick, None)
+        self.unwell = self._ask(lambda: bool(self._tier.unwell), False)
 
     # Not for an engine's scheduler: what goes wrong here is for who has called.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
+from kvtier.core.tier import Tier
 from kvtier.types import BlockKey, Outcome
 
 _TIER_FAILS = (Outcome.IO_ERROR, Outcome.TIMEOUT)
@@ -24,6 +25,7 @@ class Health:
         self._strikes = strikes
         self._failing = [0] * tiers
         self._down_until = [0.0] * tiers
+        self._unwell = [False] * tiers
         self._resting: list[OrderedDict[BlockKey, float]] = [OrderedDict() for _ in range(tiers)]
 
     def down(self, tier: int, now: float) -> bool:
@@ -56,8 +58,14 @@ class Health:
             if beyond >= 0:
                 self._down_until[tier] = now + self._rest * 2.0 ** min(beyond, DOUBLINGS)
 
-    def tick(self, now: float) -> None:
-        """Ask again for what has rested long enough: it rests in the order in which it failed."""
+    def tick(self, now: float, tiers: Sequence[Tier] = ()) -> None:
+        """Ask again for what has rested long enough, in the order in which it failed; and a tier at
+        once that knows itself to be well again: if it then fails, it rests as at first."""
+        for at, tier in enumerate(tiers):
+            if self._unwell[at] and not tier.unwell:
+                self._down_until[at] = 0.0
+                self._failing[at] = min(self._failing[at], self._strikes - 1)
+            self._unwell[at] = tier.unwell
         for resting in self._resting:
             while resting and next(iter(resting.values())) <= now:
                 resting.popitem(last=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,31 @@ def test_what_was_stored_while_a_bucket_was_dead_comes_there_when_it_is_used(
             threading.Event().wait(0.05)  # the circuit lets a trial through after a second
     with Stack.open(there, NAMESPACE) as stack:
         assert stack.load(list(wanted)) == wanted
+
+
+@pytest.mark.s3
+def test_a_bucket_that_comes_back_is_asked_again_at_once(
+    tmp_path: Path,
+    own_rclone: ServerProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What has failed again and again rests, for a quarter of an hour in the end; but not when it
+    is known to be well."""
+    more = {"endpoint": own_rclone.endpoint, "refresh": "100ms", "store_deadline": "1s"}
+    config = stack_of(tmp_path, "s3://bucket/p", mode="threads", nvme=False, **more)
+    with Stack.open(config, NAMESPACE) as stack:
+        own_rclone.kill()
+        start = 0
+        while not stack.chain.chain_stats().down[-1]:
+            stack.store(blocks(4, start))
+            assert stack.settle()
+            start += 4
+        now = time.monotonic()
+        monkeypatch.setattr(stack.chain, "_clock", lambda: now)  # no rest ends by itself
+        while caplog.text.count("object store unwell") < 2:  # to the keeper as to the mover
+            time.sleep(0.01)
+        own_rclone.start()
+        while stack.chain.chain_stats().down[-1]:
+            stack.chain.poll()
+            time.sleep(0.01)

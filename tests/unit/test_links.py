@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from chains import ChainRig, rule
+from chains import SLOT, ChainRig, rule
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.backends.memory import MemoryStore, MemoryTier
 from kvtier.core.health import DOUBLINGS, KEYS_KEPT, Health
 from kvtier.core.links import MISSED_KEPT, Link, Touches
 from kvtier.core.plan import LinkPlan
 from kvtier.core.settings import Admission, WritePolicy
-from kvtier.testing.records import make_keys
+from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Outcome, block_key
 
 KEYS = make_keys(8)
@@ -206,6 +207,23 @@ def test_a_block_that_arrives_while_a_tier_rests_ends_its_rest() -> None:
     assert health.down(0, 1.0)
     health.observe(0, [Outcome.IO_ERROR, Outcome.OK], 1.0)
     assert not health.down(0, 1.0)
+
+
+def test_a_tier_that_is_well_again_is_tried_once_at_once() -> None:
+    tier = MemoryTier(MemoryStore(NAMESPACE, SLOT))
+    tier.unwell = True
+    health = Health(1, 30.0)
+    for now in (0.0, 0.0, 0.0, 30.0, 90.0):
+        health.observe(0, [Outcome.TIMEOUT], now)
+    health.tick(91.0, [tier])
+    assert health.down(0, 209.9)
+    tier.unwell = False
+    health.tick(92.0, [tier])
+    assert not health.down(0, 92.0)
+    health.observe(0, [Outcome.TIMEOUT], 92.0)
+    health.tick(93.0, [tier])
+    assert health.down(0, 121.9)
+    assert not health.down(0, 122.0), "as at first"
 
 
 def test_a_key_that_fails_again_rests_anew_and_holds_up_no_other() -> None:
