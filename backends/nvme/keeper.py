@@ -80,14 +80,13 @@ class Keeper:
         self._mutex = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
-        self._look_took = 0.0
-        self._next_housekeeping = 0.0
+        self._look_took = self._next_housekeeping = self._next_uses = self._full_until = 0.0
         self._between = _HOUSEKEEPING_S
-        self._next_uses = 0.0
+        self.unwell = False
+        """Whether the last round came to nothing."""
         self._thread: threading.Thread | None = None
         self._said: set[str] = set()
         self._broken: set[int] = set()
-        self._full_until = 0.0
 
     def start(self) -> None:
         """Begin to work in the background."""
@@ -114,7 +113,9 @@ class Keeper:
         with self._mutex:
             try:
                 self._round(thorough)
+                self.unwell = False
             except Exception as error:  # noqa: BLE001 - without this thread no slab is made
+                self.unwell = True
                 self._complain(error)
 
     def _round(self, thorough: bool) -> None:

@@ -377,6 +377,7 @@ class NvmeTier(SlabTier):
     def tick(self) -> None:
         super().tick()
         self._catch_up()
+        self.unwell = self._keeper.unwell
 
     def refresh(self) -> None:
         with self.mutex:

@@ -390,7 +390,7 @@ class TierChain(Tier):
             self._cascade.stats(),
             self._mover.stats(),
             down=[
-                tier.out_of_use or any(health.down(at, now) for health in healths)
+                tier.out_of_use or tier.unwell or any(health.down(at, now) for health in healths)
                 for at, tier in enumerate(self.tiers)
             ],
         )

@@ -52,7 +52,7 @@ class ChainStats(msgspec.Struct):
     failures: list[dict[str, int]]
     """Blocks that could not be loaded from each tier, by outcome."""
     down: list[bool]
-    """Whether each tier is left alone for a while, because it failed again and again."""
+    """Whether each tier is left alone, because it failed again and again, or is unwell."""
 
 
 class Tally:

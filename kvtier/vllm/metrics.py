@@ -58,7 +58,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:bytes_capacity": ("A tier's capacity", ("tier",)),
     "kvtier:pinned_blocks": ("Blocks being read", ("tier",)),
     "kvtier:quarantined_blocks": ("Blocks whose place is not used again", ("tier",)),
-    _DOWN: ("1 while a tier is left alone because it fails", ("tier",)),
+    _DOWN: ("1 while a tier fails, or is left alone because it has", ("tier",)),
     "kvtier:link_bytes_per_second": ("Measured speed of the way from a tier", ("link",)),
     "kvtier:link_latency_seconds": ("Measured time that each load over a link takes", ("link",)),
     "kvtier:prefill_tokens_per_second": ("Measured speed of computing prompts", ()),

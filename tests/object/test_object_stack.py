@@ -114,6 +114,22 @@ def test_what_was_stored_while_a_bucket_was_dead_comes_there_when_it_is_used(
 
 
 @pytest.mark.s3
+def test_a_dead_bucket_is_told_of_though_nobody_asks_it_for_anything(
+    tmp_path: Path, own_rclone: ServerProcess
+) -> None:
+    """Whose claim has lapsed has no room there, and so no store fails that could tell."""
+    more = {"endpoint": own_rclone.endpoint, "refresh": "100ms"}
+    config = stack_of(tmp_path, "s3://bucket/p", mode="threads", nvme=False, **more)
+    with Stack.open(config, NAMESPACE) as stack:
+        for act, down in ((own_rclone.kill, True), (own_rclone.start, False)):
+            assert stack.chain.chain_stats().down == [False, not down]
+            act()
+            while stack.chain.chain_stats().down[-1] is not down:
+                stack.chain.poll()
+                time.sleep(0.01)
+
+
+@pytest.mark.s3
 def test_a_bucket_that_comes_back_is_asked_again_at_once(
     tmp_path: Path,
     own_rclone: ServerProcess,

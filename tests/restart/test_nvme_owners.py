@@ -260,6 +260,8 @@ def test_where_a_disk_was_taken_off_the_one_below_is_not_filled(
     mounted.mkdir()
     assert engine.read(keys) == []
     assert engine.put(make_keys(1, start=100)) == []
+    engine.tier.tick()
+    assert engine.tier.unwell
     assert not list(mounted.iterdir())
     assert caplog.text.count("its disk is gone") == 1
     assert "starting over" not in caplog.text
@@ -269,4 +271,6 @@ def test_where_a_disk_was_taken_off_the_one_below_is_not_filled(
     new = make_keys(8, start=200)
     assert engine.put(new) == new
     assert engine.read(new) == new
+    engine.tier.tick()
+    assert not engine.tier.unwell
     engine.close()
