@@ -189,6 +189,8 @@ class Adapters:
                 self._give_up(doubtful, f"shares its number, {number}, with that in {folder}")
 
     def _give_up(self, folder: Path, why: str) -> None:
+        if self._known.get(folder, (None, b""))[1] is None:
+            return  # and said so
         logger.warning(
             "the adapter in %s %s: nothing is kept for it until the engine is started again",
             folder,

@@ -102,6 +102,21 @@ def test_nobody_knows_which_of_two_adapters_of_one_number_is_meant(tmp_path: Pat
     assert salts.began("second", named(other))
 
 
+def test_that_nothing_is_kept_for_an_adapter_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests with the first may come yet when the other has its number."""
+    folders = [adapter(tmp_path / "a", 1), adapter(tmp_path / "b", 2)]
+    salts = Adapters()
+    for turn in range(6):
+        assert salts.began(str(turn), named(folders[turn % 2])) is None or not turn
+    said = [record.getMessage() for record in caplog.records]
+    assert [sum(f"the adapter in {folder}" in each for each in said) for folder in folders] == [
+        1,
+        1,
+    ]
+
+
 def test_an_adapter_that_is_not_to_be_seen_is_another_when_it_is_read_again(tmp_path: Path) -> None:
     salts = Adapters()
     found = [salts.began("a", named(tmp_path)), salts.began("b", named(tmp_path, number=2))]
