@@ -71,7 +71,8 @@ class Cascade:
     def used(self, keys: Sequence[BlockKey], now: float) -> None:
         """A request has used these, or loads them."""
         for link in self._links:
-            if link.touches is None and self._health.down(link.target, now):
+            down = self._tiers[link.target].unwell or self._health.down(link.target, now)
+            if down and link.touches is None:
                 continue
             again = link.used(keys)
             if again:  # most of them are there already, and must take up no room in the queue

@@ -82,8 +82,7 @@ class TierChain(Tier):
         )
         self._direct = DirectReads(tiers, self._ledger, self._load_health, self._tally, costs)
         queues = [rule.queue_blocks for rule in settings]
-        host, slots = tiers[HOST], self._slots[HOST]
-        self.promises = Promises(host, slots, queues, self._ledger, self._direct)
+        self.promises = Promises(tiers[HOST], self._slots[HOST], queues, self._ledger, self._direct)
         # Apart from loads: what can no longer be written to may well be read.
         self._store_health = Health(len(tiers), rest_seconds)
         self._cascade = Cascade(
