@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def read_prompts(file: Path, model: str | None) -> Prompts:
         raise ConfigError(
             str(file), f"cannot be read: {error.strerror}", "name a file of prompts"
         ) from error
-    tokenizer = _Lazy(model)
+    tokenizer = cache(partial(_load_tokenizer, model))  # when a prompt is text
     if file.suffix != ".jsonl":
         return Prompts([Prompt(_tokens_of(_Line(prompt=_decode(file, data)), tokenizer))])
     decoder, prompts = msgspec.json.Decoder(_Line), Prompts()
@@ -99,7 +99,7 @@ def _decode(file: Path, data: bytes) -> str:
         raise ConfigError(str(file), "is no UTF-8 text", "name a file of prompts") from error
 
 
-def _prompt_of(line: _Line, tokenizer: _Lazy) -> Prompt:
+def _prompt_of(line: _Line, tokenizer: Callable[[], Any]) -> Prompt:
     if line.multi_modal_data is not None:
         raise Unknowable("it has images or other media, whose keys only the engine can compute")
     if line.tools is not None:
@@ -122,40 +122,31 @@ def _fingerprint(path: str) -> bytes:
     return fingerprint_adapter(folder)
 
 
-class _Lazy:
-    """The model's tokenizer, loaded when a prompt is text."""
-
-    def __init__(self, model: str | None) -> None:
-        self._model = model
-        self._tokenizer: Any = None
-
-    def get(self) -> Any:
-        """The tokenizer; raises KVTierError where there is none."""
-        if self._tokenizer is None:
-            if self._model is None:
-                raise KVTierError("a text needs a tokenizer: name the model's folder with --model")
-            try:
-                from transformers import AutoTokenizer
-            except ImportError as error:
-                raise KVTierError(
-                    "a text needs a tokenizer: run this where vLLM is installed, or give tokens"
-                ) from error
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self._model, local_files_only=True)
-            except (OSError, ValueError) as error:
-                reason = str(error).partition("\n")[0]
-                raise KVTierError(f"{self._model} has no tokenizer here: {reason}") from error
-        return self._tokenizer
+def _load_tokenizer(model: str | None) -> Any:
+    """The model's tokenizer; raises KVTierError where there is none."""
+    if model is None:
+        raise KVTierError("a text needs a tokenizer: name the model's folder with --model")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise KVTierError(
+            "a text needs a tokenizer: run this where vLLM is installed, or give tokens"
+        ) from error
+    try:
+        return AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise KVTierError(f"{model} has no tokenizer here: {reason}") from error
 
 
-def _tokens_of(line: _Line, tokenizer: _Lazy) -> list[int]:
+def _tokens_of(line: _Line, tokenizer: Callable[[], Any]) -> list[int]:
     if line.tokens is not None:
         return line.tokens
     if line.messages is not None:
         messages = [message | {"content": _content(message)} for message in line.messages]
-        text = _render(tokenizer.get(), messages)
-        return _plain(tokenizer.get().encode(text, add_special_tokens=False))
-    return _plain(tokenizer.get().encode(line.prompt or ""))
+        text = _render(tokenizer(), messages)
+        return _plain(tokenizer().encode(text, add_special_tokens=False))
+    return _plain(tokenizer().encode(line.prompt or ""))
 
 
 def _render(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
