@@ -123,19 +123,13 @@ class StagedPath:
         rows = _good(batch, arrived)
         if not rows:
             return arrived
-
-        def fetch() -> object:
-            return stage.fetch(batch.group, self._parts(batch, rows))
-
-        def add_up() -> None:
-            stage.digest(batch.group, len(rows))
-
+        group = batch.group
         with self._turns.load():
-            fine = _ended(batch, _queue(batch, stage, fetch))
+            fine = _done(batch, stage, lambda: stage.fetch(group, self._parts(batch, rows)))
         # Only now: a kernel that waits for the link may hold up what comes behind it (`_reach`).
-        if not (fine and _ended(batch, _queue(batch, stage, add_up))):
+        if not (fine and _done(batch, stage, lambda: stage.digest(group, len(rows)))):
             return failed(arrived)
-        sums = dict(zip(rows, stage.sums(batch.group, len(rows)), strict=True))
+        sums = dict(zip(rows, stage.sums(group, len(rows)), strict=True))
 
         def proved(batch: Batch, row: int) -> Outcome:
             right = sums[row] == self._prover.stated(batch.work.job.slots[row])
@@ -157,34 +151,30 @@ class StagedPath:
             _reach(batch)
             stage.scatter(batch.group, ids)
 
-        return proved if _ended(batch, _queue(batch, stage, place)) else failed(proved)
+        return proved if _done(batch, stage, place) else failed(proved)
 
     # -- from the device -------------------------------------------------------------------
 
     def store(self, batch: Batch, stage: Stage) -> None:
         """Pages to the buffer, which is all that the engine waits for, and on to the slots."""
         outcomes = each_row(batch, self._reserved)
-        rows = _good(batch, outcomes)
+        group, rows = batch.group, _good(batch, outcomes)
 
         def leave() -> None:
             _reach(batch)
-            stage.gather(batch.group, self._ids(batch, rows))
-
-        def add_up() -> None:
-            stage.digest(batch.group, len(rows))
-
-        def send() -> object:
-            return stage.send(batch.group, self._parts(batch, rows))
+            stage.gather(group, self._ids(batch, rows))
 
         if rows:
             left = _queue(batch, stage, leave)
-            summed = _queue(batch, stage, add_up) if left.whole else left
+            summed = left
+            if left.whole:
+                summed = _queue(batch, stage, lambda: stage.digest(group, len(rows)))
             fine = _ended(batch, left)
             self._desk.released(batch)
             fine = _ended(batch, summed) and fine
             if fine:
                 with self._turns.store():
-                    fine = _ended(batch, _queue(batch, stage, send))
+                    fine = _done(batch, stage, lambda: stage.send(group, self._parts(batch, rows)))
             if fine:
                 outcomes = or_failed(batch, partial(self._seal, batch, stage, rows, outcomes))
             else:
@@ -234,6 +224,11 @@ def _reach(batch: Batch) -> None:
 
 def _good(batch: Batch, outcomes: list[Outcome]) -> list[int]:
     return [row for row, outcome in zip(batch.rows, outcomes, strict=True) if outcome.ok]
+
+
+def _done(batch: Batch, stage: Stage, step: Callable[[], object]) -> bool:
+    """Give something to the device, and wait; whether all of it was done."""
+    return _ended(batch, _queue(batch, stage, step))
 
 
 def _queue(batch: Batch, stage: Stage, step: Callable[[], object]) -> _Queued:

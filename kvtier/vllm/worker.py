@@ -134,8 +134,7 @@ class RankWorker:
             if str(error) != self._said:  # else once a request, for ever
                 self._said = str(error)
                 logger.warning("a %s of %d blocks failed: %s", kind.value, len(errand.keys), error)
-            self._numbers.pop(job_id, None)
-            self._fail(job_id, errand, Outcome.IO_ERROR)
+            self.abandon(job_id, errand)
 
     def _fail(self, job_id: int, errand: Errand, outcome: Outcome) -> None:
         failures = dict.fromkeys(range(len(errand.keys)), outcome)
@@ -153,7 +152,7 @@ class RankWorker:
                 self._copier.give_up(job_id)
 
     def abandon(self, job_id: int, errand: Errand) -> None:
-        """Something unforeseen kept this job from being submitted."""
+        """Report that a job failed which the copier does not have."""
         self._numbers.pop(job_id, None)
         self._fail(job_id, errand, Outcome.IO_ERROR)
 
@@ -274,12 +273,9 @@ def device_of(caches: Any, gds: Gds, folders: Sequence[Path]) -> OpenCopier:
     index = device.index or 0
 
     def attempt(folder: Path) -> str | None:
-        on_gpu = device.type == "cuda"
-        return (
-            probe(folder, device=index)
-            if on_gpu
-            else f"the KV tensors are on a {device.type} device"
-        )
+        if device.type != "cuda":
+            return f"the KV tensors are on a {device.type} device"
+        return probe(folder, device=index)
 
     access = DirectAccess(gds, folders, attempt, lambda: KvikioDriver(index))
     if gds is Gds.REQUIRE:
