@@ -70,12 +70,6 @@ def cut(layout: DeviceLayout, blocks: Blocks) -> Pieces:
     return Pieces(*np.concatenate(columns, axis=1)) if columns else Pieces(*_EMPTY)
 
 
-def whole(layout: DeviceLayout, pieces: Pieces) -> npt.NDArray[np.bool_]:
-    """Which pieces are whole chunks: only those can be stored."""
-    mask: npt.NDArray[np.bool_] = pieces.length == layout.blocks_per_chunk
-    return mask
-
-
 def describe(layout: DeviceLayout, blocks: Blocks, pieces: Pieces, records: Ints) -> Copies:
     """The copies of pieces whose records lie at these addresses, neighbours merged."""
     columns = []

@@ -15,7 +15,7 @@ from kvtier.core.transfer import TransferKind
 from kvtier.device.accelerator import ERRORS
 from kvtier.device.jobs import Busy, Job, JobResult, Prover
 from kvtier.device.layout import DeviceLayout
-from kvtier.device.plan import Pieces, cut, whole
+from kvtier.device.plan import Pieces, cut
 from kvtier.types import BlockKey, Outcome, group_of
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,8 @@ class Desk:
         """A record is a whole chunk or nothing. Where a group's blocks are not whole chunks, some
         are missing: that shifts all blocks behind them, and nobody can tell any more which of them
         belong to which key."""
-        partial = set(work.pieces.group[~whole(self._layout, work.pieces)].tolist())
+        pieces = work.pieces
+        partial = set(pieces.group[pieces.length < self._layout.blocks_per_chunk].tolist())
         for row in [row for row in work.waiting if work.groups[row] in partial]:
             work.waiting.remove(row)
             work.outcomes[row] = Outcome.DROPPED

@@ -73,13 +73,11 @@ class Link:
         """Have it open its tiers; raises MoverError if it cannot, not in time, or interrupted."""
         self.send(frame(hello))
         until = time.monotonic() + seconds
-        messages: list[Answer] = []
-        while not messages:
+        while True:
             self.flush()
             if self.watch(until - time.monotonic(), interrupt, reading=True):
                 raise MoverError("the mover was closed while its process started")
-            messages = self.receive()
-            if messages:
+            if messages := self.receive():
                 break
             if self.gone:
                 raise MoverError(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.plan import Blocks, cut, describe, whole
+from kvtier.device.plan import Blocks, cut, describe
 
 FAR = 1 << 40
 """Records lie so far apart in these tests that an address names record and offset."""
@@ -63,7 +63,7 @@ def test_pieces_cover_the_job_and_know_what_is_whole(data: st.DataObject) -> Non
     seen: dict[int, int] = {}
     for page in pages(layout, blocks):
         seen[page.record] = seen.get(page.record, 0) + 1
-    for index, is_whole in enumerate(whole(layout, pieces).tolist()):
+    for index, is_whole in enumerate((pieces.length == layout.blocks_per_chunk).tolist()):
         refs = len(layout.groups[pieces.group[index]])
         assert is_whole == (seen[index] == refs * layout.blocks_per_chunk)
 
