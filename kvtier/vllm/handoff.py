@@ -55,35 +55,32 @@ class Arrivals:
 
     def awaits(self, request: str, state: RequestState, shapes: Mapping[int, Shape]) -> bool:
         """Whether a request that the engine asks about is to wait."""
-        if not state.expected or len(self._chain.tiers) == 1:  # nobody else has its only tier
+        expected = state.expected
+        if expected is None or len(self._chain.tiers) == 1:  # nobody else has its only tier
             return False
         begins, stop = state.furthest(shapes)
         places = self._chain.locate(list(begins))
         lacking = [key for key, at in zip(begins, places, strict=True) if at in _AWAY]
-        if lacking and self._is_worth(state, begins[lacking[0]], stop):
-            state.lacking = lacking[-1]
-            return True
-        state.expected = False
+        if lacking:
+            expected.lacking = lacking[-1]
+            expected.until = expected.since + self._patience(begins[lacking[0]], stop)
+            if self._clock() < expected.until:
+                return True
+        state.expected = None
         if lacking and self._doubt < _DOUBT_MAX:  # else of each request, as long as nothing comes
             logger.info("request %s: what another engine has computed did not come", request)
         self._doubt = min(2 * self._doubt, _DOUBT_MAX) if lacking else 1
         return False
 
-    def _is_worth(self, state: RequestState, start: int, stop: int) -> bool:
-        """Whether to wait on, if what lies between these tokens is not there."""
-        state.expected_until = state.expected_since + self._patience(start, stop)
-        return self._clock() < state.expected_until
-
     def _patience(self, start: int, stop: int) -> float:
+        """How long to wait, if what lies between these tokens is not there."""
         computing = self._costs.recompute_seconds(start, stop) if self._costs else None
         return max(computing or 0.0, WAIT_S) / self._doubt
 
     def still_waits(self, state: RequestState) -> bool:
         """Whether nothing has changed for a request that waits: asked in each step, of many that
         may have long prompts."""
-        lacking, state.lacking = state.lacking, None
-        if not state.expected or lacking is None or self._clock() >= state.expected_until:
+        expected = state.expected
+        if expected is None or expected.lacking is None or self._clock() >= expected.until:
             return False
-        if self._chain.locate([lacking])[0] in _AWAY:
-            state.lacking = lacking
-        return state.lacking is not None
+        return self._chain.locate([expected.lacking])[0] in _AWAY

@@ -26,7 +26,7 @@ from kvtier.vllm.pace import Pace
 from kvtier.vllm.patience import Patience
 from kvtier.vllm.pending import Pending
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
-from kvtier.vllm.requests import RequestState
+from kvtier.vllm.requests import Expected, RequestState
 from kvtier.vllm.room import Room
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class ChainManager:
         """It has its blocks: for a load, or to be computed."""
         self._crowd.scheduled(request)
         state = self._state(request)
-        state.waits_since, state.expected, state.joined = None, False, None
+        state.waits_since = state.expected = state.joined = None
 
     def lookup(self, key: bytes, request: str, ends: Mapping[bytes, int]) -> bool | None:
         """Whether a block is here, can be taken in, and is worth its load; None if the request had
@@ -146,8 +146,8 @@ class ChainManager:
 
     def expect(self, request: str) -> None:
         """Another engine has computed its prompt: what is not here yet is on its way to a tier."""
-        state = self._state(request)
-        state.expected, state.expected_since = self.hands_over(request), self._clock()
+        if self.hands_over(request):
+            self._state(request).expected = Expected(self._clock())
 
     def hands_over(self, request: str) -> bool:
         """Whether other engines find its blocks: after a reset this one has keys of its own."""
@@ -230,9 +230,8 @@ class ChainManager:
         ticket = self.chain.begin_load(state.as_it_grows(wanted), request, deadline)
         slots = dict(zip(ticket.keys, getattr(ticket.spec, "slots", ()), strict=True))
         errand = self._errand(wanted, [slots.get(key, NO_SLOT) for key in wanted], deadline)
-        errand.files = {
-            at: ticket.files[key] for at, key in enumerate(wanted) if key in ticket.files
-        }
+        files = ticket.files
+        errand.files = {at: files[key] for at, key in enumerate(wanted) if key in files}
         self._pending[errand.number] = Pending(request, wanted, self._ranks, ticket)
         lower = ticket.lower_tiers()
         if lower and state.columns:
@@ -392,8 +391,9 @@ class ChainManager:
             self.chain.clear()
             logger.info("cache reset: all tiers are empty, and later blocks are for this run only")
         for state in self._requests.values():
-            state.positions, state.hits, state.joined = -1, None, None
-            state.kept = state.waits = state.expected = False
+            state.positions = -1
+            state.hits = state.joined = state.expected = None
+            state.kept = state.waits = False
 
     def close(self) -> None:
         """Close the stack."""

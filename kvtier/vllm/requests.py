@@ -44,6 +44,16 @@ class Joined(NamedTuple):
     """The room that was promised to the request."""
 
 
+class Expected(msgspec.Struct):
+    """Of a request whose prompt another engine has computed, until all of that is in a tier, or is
+    not waited for any more."""
+
+    since: float
+    until: float = 0.0
+    lacking: BlockKey | None = None
+    """The last block of those that it waits for: until that has come, no other is asked for."""
+
+
 class RequestState(msgspec.Struct):
     """What is known of one of the engine's requests."""
 
@@ -80,12 +90,7 @@ class RequestState(msgspec.Struct):
     """The room that there was when it was looked up last."""
     joined: Joined | None = None
     """Where vLLM puts it off, though it is told of hits."""
-    expected: bool = False
-    """Another engine has computed its prompt, and not all of it has come into a tier."""
-    expected_since: float = 0.0
-    expected_until: float = 0.0
-    lacking: BlockKey | None = None
-    """The last block of those that it waits for: until that has come, no other is asked for."""
+    expected: Expected | None = None
     sources: Mapping[bytes, int] = {}
     """The tiers that the blocks of its load come from."""
 
