@@ -66,27 +66,9 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_version(vllm.__version__)
         _share_log()
-        transfers = above.transfer_configs(vllm_config)
-        self._hands_over = len(transfers) == 1  # else another connector does
-        for transfer in transfers:
-            check_role(transfer.kv_role)
-            transfer.kv_load_failure_policy = "recompute"  # a request does not end with its load
-        ranks = vllm_config.parallel_config
-        check_ranks(ranks.distributed_executor_backend, ranks.world_size, ranks.nnodes_within_dp)
-        hisparse = getattr(vllm_config.attention_config, "hisparse_config", None)
-        check_caches(hisparse, limits.overflows(vllm_config))
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        extra.update(_OURS)
-        for name, instead in _IGNORED.items():
-            if extra.pop(name, 0):
-                logger.warning("%s is ignored: %s", name, instead)
-        if limits.decodes_otherwise(vllm_config) and not extra.get("offload_prompt_only", True):
-            logger.warning(
-                "offload_prompt_only is true: what this model decodes sees less than in a prompt"
-            )
-            extra["offload_prompt_only"] = True
-        stack = read_stack(extra)
-        _set_chunk(extra, stack, vllm_config, kv_cache_config)
+        stack = _settle(vllm_config, kv_cache_config)
+        # Else another connector brings prompts from engine to engine.
+        self._hands_over = len(above.transfer_configs(vllm_config)) == 1
         self._without_hits = limits.uses_nothing(vllm_config)
         self._looks_ahead = limits.looks_ahead(kv_cache_config)
         self._numbers_media = limits.numbers_media(vllm_config)
@@ -107,10 +89,10 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         """Whether vLLM's own prefix cache may hold blocks, and whether some of these may be wrong:
         nothing is stored then of requests that come, until it is reset."""
         if role.name == "SCHEDULER":
-            self._steps = recount.Steps(ranks.world_size)
+            self._steps = recount.Steps(vllm_config.parallel_config.world_size)
             orphan.end_with_parent()
             overheard.listen()
-            self._introduce(vllm_config, kv_cache_config, stack, extra)
+            self._introduce(vllm_config, kv_cache_config, stack)
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_worker is not None:
             self.connector_worker = errands.FailureTolerantWorker(
@@ -131,13 +113,9 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 compat.track_events(self, DescribedEvents(self._manager.known_as, kinds))
 
     @staticmethod
-    def _introduce(
-        vllm_config: Any,
-        kv_cache_config: Any,
-        stack: StackConfig,
-        extra: dict[str, Any],
-    ) -> None:
+    def _introduce(vllm_config: Any, kv_cache_config: Any, stack: StackConfig) -> None:
         """Say who this engine is, before the scheduler's side is built."""
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         for setting in unread(extra):
             logger.warning("%s", setting)
         persistent = any(
@@ -363,6 +341,31 @@ def _share_log() -> None:
     for handler in theirs.handlers:
         ours.addHandler(handler)
     ours.setLevel(theirs.level)
+
+
+def _settle(vllm_config: Any, kv_cache_config: Any) -> StackConfig:
+    """Refuse an engine that cannot be served, and settle what vLLM's side and ours both read;
+    answers with the stack."""
+    for transfer in above.transfer_configs(vllm_config):
+        check_role(transfer.kv_role)
+        transfer.kv_load_failure_policy = "recompute"  # a request does not end with its load
+    ranks = vllm_config.parallel_config
+    check_ranks(ranks.distributed_executor_backend, ranks.world_size, ranks.nnodes_within_dp)
+    hisparse = getattr(vllm_config.attention_config, "hisparse_config", None)
+    check_caches(hisparse, limits.overflows(vllm_config))
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    extra.update(_OURS)
+    for name, instead in _IGNORED.items():
+        if extra.pop(name, 0):
+            logger.warning("%s is ignored: %s", name, instead)
+    if limits.decodes_otherwise(vllm_config) and not extra.get("offload_prompt_only", True):
+        logger.warning(
+            "offload_prompt_only is true: what this model decodes sees less than in a prompt"
+        )
+        extra["offload_prompt_only"] = True
+    stack = read_stack(extra)
+    _set_chunk(extra, stack, vllm_config, kv_cache_config)
+    return stack
 
 
 def _set_chunk(extra: dict[str, Any], stack: StackConfig, vllm_config: Any, kv_cache: Any) -> None:
