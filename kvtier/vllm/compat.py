@@ -239,11 +239,15 @@ def without_hits(connector: Any, request: Any, computed: int) -> tuple[int | Non
 
 
 def mend_groups(connector: Any) -> None:
-    """Leave out what vLLM keeps of a hybrid model's prompt behind its last whole chunk: it is never
-    found here, and a request whose `max_offload_tokens` end before it would end the engine. Ask of
-    a window for the tokens before the next one alone: with that itself vLLM may want a chunk more
-    than it keeps. And let hits end with a drafter as without: vLLM takes a chunk off what it is
-    told of, for better guesses, and no state or window may be kept there."""
+    """Change three things that vLLM's side does with cache groups.
+
+    - Of a hybrid model's prompt it keeps what is behind the last whole chunk, too. That is never
+      found here, and a request whose `max_offload_tokens` end before it would end the engine.
+    - Of a window it asks for the tokens before the next one, and for that one itself, for which it
+      may want a chunk more than it keeps. Those before are enough.
+    - With a drafter it takes a chunk off each hit, for better guesses. No state or window may be
+      kept where the hit ends then, so it ends as without a drafter.
+    """
     scheduler = connector.connector_scheduler
     groups = [group._replace(is_eagle_group=False) for group in scheduler.config.kv_group_configs]
     scheduler.config = scheduler.config._replace(

@@ -49,8 +49,9 @@ class ErrandMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
 
 
 def hear(output: Any, steps: Steps) -> dict[int, Report]:
-    """Tell vLLM what of this output of its workers was not heard before, and no more, because it
-    counts: and which loads have ended by that. Answers what became of errands."""
+    """Leave in this output of vLLM's workers only what was not heard before, because vLLM counts
+    how many of them say a thing; and of loads those that have ended on all ranks by that. Answers
+    what became of errands."""
     said = getattr(output.kv_connector_worker_meta, "said", {})
     if not said:
         return {}

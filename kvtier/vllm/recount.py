@@ -155,6 +155,6 @@ class Unheard:
         return self._now.values()
 
     def take(self) -> dict[int, Said]:
-        """The same, by number; it is on its way then."""
+        """The same, by number, to be sent: it is not said again unasked."""
         now, self._now = self._now, {}
         return now
