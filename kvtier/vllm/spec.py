@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 Holes = Callable[[Collection[bytes], Any], set[bytes]]
 """Tells which of these chunks of a request are not whole."""
 
@@ -101,15 +102,18 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
 
 
 def _passed_on(
-    method: Callable[Concatenate[ChainManager, P], R], instead: Callable[[], Any] = lambda: None
+    method: Callable[Concatenate[T, P], R],
+    instead: Callable[[], Any] = lambda: None,
+    *,
+    to: str = "_manager",
 ) -> Callable[Concatenate[Any, P], R]:
-    """A method of our manager's, for a caller who holds vLLM's: guarded, and the same otherwise."""
+    """A method of our manager or worker, for a caller who has vLLM's: guarded, else the same."""
 
     @guarded(instead)
     @functools.wraps(method)
     def passed_on(self: Any, /, *arguments: P.args, **named: P.kwargs) -> R:
         # Found by its name, not called directly: tests put others in its place.
-        answer: R = getattr(self._manager, method.__name__)(*arguments, **named)
+        answer: R = getattr(getattr(self, to), method.__name__)(*arguments, **named)
         return answer
 
     return passed_on
@@ -299,6 +303,11 @@ class VllmWorker(compat.OffloadingWorker):  # type: ignore[misc]
         self._worker = worker
         self._mark: object = None
 
+    give_up = _passed_on(RankWorker.give_up, to="_worker")
+    abandon = _passed_on(RankWorker.abandon, to="_worker")
+    make_way = _passed_on(RankWorker.make_way, to="_worker")
+    wait = _passed_on(RankWorker.wait, to="_worker")
+
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         if not self._submit(self._worker.store, job_id, dst_spec.errand, src_spec):
             self._worker.abandon(job_id, dst_spec.errand)
@@ -328,16 +337,6 @@ class VllmWorker(compat.OffloadingWorker):  # type: ignore[misc]
         """What begins from now on comes after all that the engine has given its device to do."""
         self._mark = None
 
-    @guarded(lambda: None)
-    def give_up(self, number: int) -> None:
-        """Wait no longer for what has not arrived of an errand's load."""
-        self._worker.give_up(number)
-
-    @guarded(lambda: None)
-    def abandon(self, job_id: int, errand: Errand) -> None:
-        """A job that never came here ends as one that could not be submitted."""
-        self._worker.abandon(job_id, errand)
-
     @guarded(list)
     def take_ended(self) -> list[Ended]:
         """Jobs that ended since the last call, with what became of their errands."""
@@ -349,15 +348,6 @@ class VllmWorker(compat.OffloadingWorker):  # type: ignore[misc]
             compat.TransferResult(ended.job_id, ended.ok, ended.report.bytes_moved, ended.seconds)
             for ended in self.take_ended()
         ]
-
-    @guarded(lambda: None)
-    def make_way(self, job_ids: set[int]) -> None:
-        """Return when the engine may write to the device blocks of these jobs."""
-        self._worker.make_way(job_ids)
-
-    @guarded(lambda: None)
-    def wait(self, job_ids: set[int]) -> None:
-        self._worker.wait(job_ids)
 
     @guarded(lambda: None)
     def shutdown(self) -> None:
