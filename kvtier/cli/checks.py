@@ -20,7 +20,7 @@ from kvtier.backends.nvme import NvmeSettings, slab_bytes
 from kvtier.backends.nvme.files import TABLE_SUFFIX, homes, slab_files, used_bytes
 from kvtier.backends.nvme.folder import WHOSE, kept_free
 from kvtier.backends.nvme.reader import only_reads
-from kvtier.cli.holdings import Slab
+from kvtier.cli.holdings import Slab, standing
 from kvtier.cli.look_slabs import look_at_regions
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk
@@ -225,7 +225,7 @@ def _check_huge_pages(area: str, folder: Path) -> Finding:
 
 def _check_disk(area: str, settings: NvmeSettings) -> Iterator[Finding]:
     root = Path(settings.path)
-    folder = _standing(root)
+    folder = standing(root)
     if not root.is_absolute():
         yield Finding(
             area,
@@ -256,10 +256,6 @@ def _check_disk(area: str, settings: NvmeSettings) -> Iterator[Finding]:
         )
 
 
-def _standing(root: Path) -> Path:
-    return root if root.is_dir() else root.parent
-
-
 def _check_gds(area: str, mode: Gds, settings: NvmeSettings) -> Iterator[Finding]:
     """Try what workers would: to read a file straight into GPU memory."""
     if mode is Gds.OFF:
@@ -286,7 +282,7 @@ def _check_gds(area: str, mode: Gds, settings: NvmeSettings) -> Iterator[Finding
 
 def _check_direct(area: str, root: Path) -> Finding:
     """Write and read a block around the page cache, in a file that has no name by then."""
-    folder = _standing(root)
+    folder = standing(root)
     block = mmap.mmap(-1, _BLOCK)
     path = ""
     try:
@@ -317,7 +313,7 @@ def _check_direct(area: str, root: Path) -> Finding:
 
 
 def _check_room(area: str, settings: NvmeSettings) -> Finding:
-    disk, folder = Disk(), _standing(Path(settings.path))
+    disk, folder = Disk(), standing(Path(settings.path))
     size = settings.capacity.resolve(disk.total_bytes(folder))
     used = used_bytes(Path(settings.path)) if Path(settings.path).is_dir() else 0
     kept = kept_free(settings.free_floor.bytes, slab_bytes(size))

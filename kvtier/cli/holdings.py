@@ -242,6 +242,11 @@ def picture(slab: Slab, width: int) -> str:
 # -- files, as somebody reads them who trusts none of them -----------------------------------
 
 
+def standing(folder: Path) -> Path:
+    """A tier's folder, or as long as nobody has made it, the one in which it will be."""
+    return folder if folder.is_dir() else folder.parent
+
+
 def read_file(path: Path, most: int, at: int = 0) -> bytes:
     """At most so many bytes of an ordinary file; raises OSError for anything else."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -39,6 +39,7 @@ from kvtier.cli.holdings import (
     Part,
     Place,
     read_namespace,
+    standing,
 )
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk
@@ -70,7 +71,7 @@ def _look(tier: int, config: StackConfig, how: Callable[[Place, Store], None]) -
     folder = local_folder(settings.url)
     place.capacity = capacity_of(settings)
     if folder is not None:
-        place.free = Disk().free_bytes(folder if folder.exists() else folder.parent)
+        place.free = Disk().free_bytes(standing(folder))
     if folder is not None and not folder.exists():
         return place  # opening the store would make it
     try:

@@ -23,6 +23,7 @@ from kvtier.cli.holdings import (
     locked_files,
     read_file,
     read_namespace,
+    standing,
 )
 from kvtier.config import StackConfig
 from kvtier.core.disk import Disk
@@ -90,13 +91,12 @@ def look_at_folder(tier: int, config: StackConfig) -> Place:
     assert isinstance(settings, NvmeSettings)
     root = Path(settings.path)
     disk = Disk()
-    standing = root if root.is_dir() else root.parent
     place = Place(
         tier=tier,
         kind="nvme",
         where=str(root),
-        capacity=settings.capacity.resolve(disk.total_bytes(standing)),
-        free=disk.free_bytes(standing),
+        capacity=settings.capacity.resolve(disk.total_bytes(standing(root))),
+        free=disk.free_bytes(standing(root)),
     )
     if not root.is_dir():
         return place

@@ -22,7 +22,7 @@ import msgspec
 
 from kvtier.backends.cpu.room import in_memory, memory_left
 from kvtier.cli.hold import holding
-from kvtier.cli.holdings import BENCH_MARK, where_of
+from kvtier.cli.holdings import BENCH_MARK, standing, where_of
 from kvtier.cli.interrupts import uninterrupted
 from kvtier.cli.look_objects import empty_store, local_folder
 from kvtier.cli.trials import new_bench
@@ -255,7 +255,7 @@ def _bench_stack(config: StackConfig, size: Size, index: int) -> Iterator[Stack]
     room = (record_bytes(size.chunk_bytes) + ENTRY_BYTES) * size.blocks * 2 + _SLACK_BYTES
     host = folder_of(config.tiers[0])
     if host is not None:
-        _refuse_without_room(host if host.exists() else host.parent, room)
+        _refuse_without_room(standing(host), room)
     tiers = [_private(config.tiers[0], room)]
     # `lower` is a place of our own or nothing, never the tier's own settings: all in it goes.
     folder, lower = None, None
@@ -357,7 +357,7 @@ def _folder_beside(settings: TierSettings, room: int) -> Path | None:
     home = folder_of(settings)
     if home is None:
         return None
-    near = home if home.exists() else home.parent
+    near = standing(home)
     beside = home.parent
     if near.stat().st_dev != beside.stat().st_dev or not os.access(beside, os.W_OK | os.X_OK):
         beside = near  # the root of a disk: only in it there is room of this disk
