@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from benchmarks.memory import memory
 from benchmarks.report import Report
 from kvtier.backends.nvme import NvmeTier
 from kvtier.backends.nvme.folder import Limits, NvmeFolder
@@ -78,14 +79,14 @@ def look_up(folder: Path, count: int) -> dict[str, float]:
     order = np.random.default_rng(1).permutation(count).tolist()
     present = [present[i] for i in order]
     gc.collect()
-    before = private_bytes()
+    before = memory("RssAnon")
     start = time.perf_counter()
     tier = open_tier(folder)
     found = tier.lookup([present[0], absent[0]])
     opened = time.perf_counter() - start
     assert found == [Presence.HIT, Presence.MISS]
     gc.collect()
-    grown = private_bytes() - before
+    grown = memory("RssAnon") - before
     singles, batches, misses = [], [], []
     for _ in range(5):
         start = time.perf_counter()
@@ -107,14 +108,6 @@ def look_up(folder: Path, count: int) -> dict[str, float]:
         "hit": statistics.median(batches) * 1e6,
         "miss": statistics.median(misses) * 1e6,
     }
-
-
-def private_bytes() -> int:
-    """Memory that is this process's own."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no RssAnon in /proc/self/status")
 
 
 def measure_catalogue(report: Report, folder: Path) -> None:

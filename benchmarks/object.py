@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import queue
-import re
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from typing import Any
 import boto3
 from botocore.config import Config
 
+from benchmarks.memory import memory
 from benchmarks.report import Report
 from kvtier.backends.object import manifest
 from kvtier.backends.object.files import FileStore
@@ -217,17 +217,10 @@ def print_memory(client: str, endpoint: str) -> None:
     mover = CLIENTS[client](endpoint)
     runner = Runner(size)
     runner.run(mover.get, 4096, IN_FLIGHT)
-    before = _status_kib("VmRSS")
+    before = memory("VmRSS")
     runner.run(mover.get, size, 4 * IN_FLIGHT)
-    print((_status_kib("VmHWM") - before) / 1024)
+    print((memory("VmHWM") - before) / 2**20)
     runner.close()
-
-
-def _status_kib(field: str) -> int:
-    """Resident memory now (VmRSS) or at its peak (VmHWM)."""
-    found = re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found.group(1))
 
 
 def knowing(report: Report) -> None:

@@ -34,6 +34,7 @@ from typing import Any
 
 from object_servers import ACCESS_KEY, SECRET_KEY, rclone
 
+from benchmarks.memory import memory
 from benchmarks.report import Report
 from kvtier.backends.object import open_for
 from kvtier.cli.choice import Choice, choose
@@ -245,9 +246,7 @@ def plain_client(world: World, stack: Path) -> float:
 def peak_bytes(pid: int) -> int:
     """The most memory that a process has had so far, together with the children that it has."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    own = next((line.split()[1] for line in lines if line.startswith("VmHWM:")), "0")
-    return int(own) * 1024 + sum(peak_bytes(int(child)) for child in children)
+    return memory("VmHWM", pid) + sum(peak_bytes(int(child)) for child in children)
 
 
 def command(world: World, name: str, stack: Path, into: str) -> None:
