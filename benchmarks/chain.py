@@ -4,7 +4,7 @@ Measured per call, with the tiers that are named on the left and a mover that ca
 the blocks are where they are, and only their bookkeeping counts. Lookup, plan and prepare together
 (`lookup`, `worth` and `begin_load`) shall stay under one millisecond.
 
-    python benchmarks/chain.py            JSON=result.json python benchmarks/chain.py
+    python -m benchmarks.chain              JSON=result.json python -m benchmarks.chain
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import gc
 import hashlib
 import itertools
-import json
 import os
 import statistics
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.report import Report
 from kvtier.core.backend import TierContext, backend
 from kvtier.core.chain import TierChain
 from kvtier.core.costs import CostModel
@@ -174,14 +174,13 @@ STEPS = ("worth", "lookup", "begin_load", "total", "poll after", "end_load")
 
 
 def main() -> None:
-    """Interleave stacks and cases, print a table, write JSON where the environment says."""
+    """Interleave stacks and cases; print a table of the steps, and report their sums."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--stacks", nargs="+", default=["memory,memory", "cpu,nvme"])
     arguments = parser.parse_args()
     rounds = arguments.rounds
     stacks = [stack.split(",") for stack in arguments.stacks]
-    results = []
     with tempfile.TemporaryDirectory(prefix="kvtier-chain-") as folder:
         benches = [Bench(kinds, Path(folder)) for kinds in stacks]
         try:
@@ -196,22 +195,16 @@ def main() -> None:
                 bench.chain.close()
         print(f"{BLOCKS} blocks: {TOKENS} tokens in chunks of {CHUNK}; median us over {rounds}")
         print(f"{'stack':<16} {'case':<26}" + "".join(f"{step:>12}" for step in STEPS))
+        totals = {}
         for bench in benches:
             for case in CASES:
                 row = [statistics.median(bench.samples[case, step][WARM_UP:]) for step in STEPS]
                 print(f"{bench.name:<16} {case:<26}" + "".join(f"{value:12.0f}" for value in row))
-                total = row[STEPS.index("total")]
-                results.append(
-                    {
-                        "name": f"chain.{bench.name}.{case}".replace(" ", "_"),
-                        "value": round(total, 1),
-                        "unit": "us",
-                        "target": TARGET_US,
-                        "met": total < TARGET_US,
-                    }
-                )
-    if path := os.environ.get("JSON"):
-        Path(path).write_text(json.dumps(results, indent=2) + "\n")
+                totals[f"{bench.name}, {case}"] = row[STEPS.index("total")]
+        report = Report("lookup, plan and prepare together")
+        for name, total in totals.items():
+            report.at_most(name, total, "us", TARGET_US)
+        report.finish()
 
 
 if __name__ == "__main__":
