@@ -278,7 +278,8 @@ def print_table(
 
     if len(columns) > _FOLDED_COLUMNS and not fits(columns, rows):
         for index, row in enumerate(rows):
-            say() if index else None
+            if index:
+                say()
             print_values(dict(zip(columns, row, strict=True)))
         return
     right = (0, _GAP - 1, 0, 0)  # beside it stands what would be the line between two columns

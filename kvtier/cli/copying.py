@@ -145,7 +145,7 @@ class Sink:
         self._ids = count()
         self.stored: list[BlockKey] = []
         """What was not there before, and is there once all is filled."""
-        self._here: list[BlockKey] = []  # before, and asked for
+        self._here: list[BlockKey] = []  # what was asked for, and was there before
         self._evicting = False
         self._full = False
         room = _PIECE_BYTES
@@ -175,7 +175,10 @@ class Sink:
         here = [key for key in keys if key not in lacking]
         if self._expected is not None:
             self._expected.add(here)
-        (self._pin if self._evicting else self._here.extend)(here)
+        if self._evicting:
+            self._pin(here)
+        else:
+            self._here += here
         result.already_there += len(here)
         bar.advance(len(here))
         give_up = time.monotonic() + _ROOM_S

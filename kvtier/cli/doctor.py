@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import msgspec
@@ -47,18 +47,19 @@ def doctor(
     """
     stack = load(config, to_write=False)  # what lacks the right to write is a finding
     findings: list[Finding] = []
-    for finding in _findings(stack):
-        findings.append(finding)
-        if not json:
-            _show(finding)
     measured: list[Measured] = []
-    bad = any(finding.level is Level.BAD for finding in findings)
-    if do_measure:
-        for finding in [_NOT_MEASURED] if bad else _measure(stack, measured):
+
+    def tell(found: Iterable[Finding]) -> bool:
+        """Show what is found as it comes; whether something of all so far will not work."""
+        for finding in found:
             findings.append(finding)
             if not json:
                 _show(finding)
-    bad = any(finding.level is Level.BAD for finding in findings)
+        return any(finding.level is Level.BAD for finding in findings)
+
+    bad = tell(_findings(stack))
+    if do_measure:
+        bad = tell([_NOT_MEASURED] if bad else _measure(stack, measured))
     if json:
         console.print_json(
             {

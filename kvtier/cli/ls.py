@@ -109,7 +109,8 @@ def _print_by_namespace(columns: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         by_name.setdefault("  ".join(row[1:4]), []).append([row[0], *row[4:]])
     for index, (name, own) in enumerate(by_name.items()):
-        console.say() if index else None
+        if index:
+            console.say()
         console.say_wrapped(name, 2)
         console.print_table([columns[0], *columns[4:]], own, numbers=columns[4:9])
 

@@ -12,10 +12,11 @@ import stat
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import groupby
 
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.cli.blocks import entry_of
-from kvtier.cli.choice import Choice, Origin
+from kvtier.cli.choice import Choice
 from kvtier.cli.holdings import Slab
 from kvtier.cli.measure import patient
 from kvtier.config import StackConfig
@@ -103,14 +104,10 @@ class ChoiceReader(Reader):
         origins, places = self._choice.places(numbers)
         outcomes: list[Outcome] = []
         start = 0
-        while start < len(origins):
-            origin = origins[start]
-            stop = start + 1
-            while stop < len(origins) and origins[stop] == origin:
-                stop += 1
-            some = slice(start, stop)
+        for origin, neighbours in groupby(origins):
+            some = slice(start, start + len(list(neighbours)))
             outcomes += self._read_from(origin, places[some], keys[some], into[some])
-            start = stop
+            start = some.stop
         return outcomes
 
     def _read_from(
@@ -123,11 +120,11 @@ class ChoiceReader(Reader):
 
     def used_again(self, number: int, key: BlockKey) -> bool:
         (origin,), (slot,) = self._choice.places([number])
-        where: Origin = self._choice.origins[origin]
-        if where.slab is None:
+        slab = self._choice.origins[origin].slab
+        if slab is None:
             return False
         try:
-            state, found = entry_of(where.slab, slot)
+            state, found = entry_of(slab, slot)
         except OSError:
             return True  # the whole slab is gone
         return state != VALID or found != key

@@ -163,8 +163,7 @@ class Rig:
 
     def get(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Load what is a hit all the way; the keys whose right bytes arrived."""
-        found = self.tier.lookup(keys)
-        hits = [key for key, now in zip(keys, found, strict=True) if now is Presence.HIT]
+        hits = self.resident(keys)
         outcomes = self.read(hits, self.tier.prepare_load(hits))
         failed = {key: outcome for key, outcome in outcomes.items() if not outcome.ok}
         self.tier.complete_load(hits, failed)
