@@ -168,10 +168,10 @@ def _look_at(
                 return look_slabs.look_at_regions(tier, config)
             case "nvme":
                 return look_slabs.look_at_folder(tier, config)
-            case "object" if quick:
-                return look_objects.look_at_manifests(tier, config, uses_of=uses_of)
             case "object":
-                return look_objects.look_at_store(tier, config, uses_of=uses_of, count=count)
+                return look_objects.look_at_store(
+                    tier, config, quick=quick, count=count, uses_of=uses_of
+                )
             case "memory":
                 place.where = "memory of each process"
             case kind:

@@ -52,18 +52,14 @@ _PASSES_MAX = 8
 """An engine may go on writing where all is deleted."""
 
 
-def look_at_store(tier: int, config: StackConfig, *, uses_of: str | None, count: bool) -> Place:
-    """What is below a url, by a listing; a store that is down is a trouble, not an error."""
-    return _look(tier, config, partial(_count if count else _name, uses_of=uses_of))
+def look_at_store(
+    tier: int, config: StackConfig, *, quick: bool, count: bool, uses_of: str | None
+) -> Place:
+    """What is below a url; a store that is down is a trouble, not an error.
 
-
-def look_at_manifests(tier: int, config: StackConfig, *, uses_of: str | None) -> Place:
-    """What is written down of the blocks below a url: read in a moment where a listing takes
-    minutes, and without what a writer that died could not write down any more."""
-    return _look(tier, config, partial(_read_manifests, uses_of=uses_of))
-
-
-def _look(tier: int, config: StackConfig, how: Callable[[Place, Store], None]) -> Place:
+    `quick`: what is written down of the blocks, read in a moment where a listing takes minutes, and
+    without what a writer that died could not write down any more.
+    """
     settings = config.tiers[tier]
     assert isinstance(settings, ObjectSettings)
     place = Place(tier=tier, kind="object", where=settings.url)
@@ -74,19 +70,13 @@ def _look(tier: int, config: StackConfig, how: Callable[[Place, Store], None]) -
         place.free = Disk().free_bytes(standing(folder))
     if folder is not None and not folder.exists():
         return place  # opening the store would make it
+    look = _read_manifests if quick else _count if count else _name
     try:
-        store = open_for(settings)
-    except StoreError as error:
-        place.troubles.append(_down(error))
-        place.unseen = True
-        return place
-    try:
-        how(place, store)
+        with closing(open_for(settings)) as store:
+            look(place, store, uses_of)
     except StoreError as error:
         place.troubles.append(_down(error))
         place.unseen = not place.parts
-    finally:
-        store.close()
     return place
 
 
