@@ -33,8 +33,8 @@ def alone(settings: TierSettings) -> AbstractContextManager[None]:
 
 
 def to_fill(settings: TierSettings) -> TierSettings:
-    """A tier as a copy opens it. Where a stack only reads, how much others keep there, and for how
-    long, is up to them: what is there already is not too much."""
+    """A tier as a copy opens it. In one that the stack only reads, how much others keep, and for
+    how long, is up to them: nothing goes for what this stack says of that."""
     taking = patient(settings)
     if settings.write is not WritePolicy.NEVER:
         return taking

@@ -38,7 +38,7 @@ _OUTPUT = "standard output"
 _FILE_COLUMNS = 160
 _FOLDED_COLUMNS = 3
 _NAME_COLUMNS = 40
-"""Behind a name that is longer, which may be anybody's, the others are not filled up to its end."""
+"""Names are filled up to the longest, at most to this: any may come from elsewhere, and be long."""
 _GAP = 2
 """Between two columns of a table."""
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -200,8 +200,8 @@ def confirm(question: str, yes: bool) -> None:
 
 
 def _typed(question: str) -> str:
-    """The line that is typed, nothing at its end. To read is to miss a signal that comes just
-    before: it would be heard of when something is typed."""
+    """The line that is typed; nothing at the end of the input. A signal that comes just before a
+    read would be heard of only when something is typed, so it is waited for both."""
     heard, hear = os.pipe()
     os.set_blocking(hear, False)
     before = signal.set_wakeup_fd(hear)
@@ -282,7 +282,7 @@ def print_table(
                 say()
             print_values(dict(zip(columns, row, strict=True)))
         return
-    right = (0, _GAP - 1, 0, 0)  # beside it stands what would be the line between two columns
+    right = (0, _GAP - 1, 0, 0)  # the rest of the gap is where rich would draw a line
     table = Table(box=box.SIMPLE_HEAD, padding=right, pad_edge=False, show_edge=False)
     for name in columns:
         table.add_column(

@@ -72,8 +72,8 @@ def sizes_in(settings: TierSettings, namespace: Namespace) -> list[int]:
 
 
 def taken_by(choice: Choice, settings: TierSettings, sizes: Sequence[int]) -> int:
-    """How many bytes of a tier these blocks take from others: of a disk whole slabs, as far as they
-    are of one namespace."""
+    """How much room these blocks of one namespace take from others: on a disk whole slabs, because
+    each slab holds blocks of one."""
     if not isinstance(settings, NvmeSettings):
         return int(choice.room(sizes).sum())
     (slot_bytes,) = sizes

@@ -35,7 +35,7 @@ def holding(folder: Path) -> Iterator[None]:
 
 
 def folder_held(folder: Path) -> bool:
-    """Whether a live process is `holding` it; also of what is another user's, or no folder."""
+    """Whether a live process is `holding` it; another user's, or no folder, counts as held."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (PermissionError, NotADirectoryError):
@@ -63,8 +63,8 @@ def filling(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sparing(root: Path, namespace: Namespace) -> Iterator[None]:
-    """Keep what was copied into an NVMe folder from making room for the namespace that is copied
-    next: one that somebody acts for gives none. What was made ahead for it, and is empty, goes."""
+    """Meanwhile a namespace that was copied into an NVMe folder gives no room to the one that is
+    copied next: only those that no process acts for do. Its slabs that are still empty go."""
     folder = NvmeFolder(root, namespace, Disk())
     owner, fd = folder.claim()
     try:

@@ -141,11 +141,11 @@ def look(
     count: bool = True,
     uses_of: str | None = None,
 ) -> list[Place]:
-    """Every tier of a stack, or one; `quick` believes what is written down of a store's objects.
-    Unless they are to be counted, it is asked for no more of a store than which namespaces have
-    blocks: to list millions takes minutes.
+    """Every tier of a stack, or one.
 
-    How often blocks of a store were used is read only of the namespaces that begin with `uses_of`.
+    A store is listed, which takes minutes where it has millions of objects. `quick` reads what is
+    written down of its blocks instead. Without `count` it is only asked which namespaces have
+    blocks. How often its blocks were used is read of the namespaces that begin with `uses_of`.
     """
     return [
         _look_at(index, config, quick, count, uses_of)

@@ -313,8 +313,8 @@ def _delete_below(
 ) -> tuple[int, bool]:
     """Delete all objects that begin so, and that are to go by their names, while they are listed,
     because there may be millions; `last` goes when nothing else is left. How many others there are,
-    and whether all went that should. It is listed again until nothing is found: a store may go on
-    by number, and what is deleted behind it moves what comes."""
+    and whether all went that should. It is listed again until nothing is found: in a store that
+    counts its way through a listing, each deletion makes it skip an object."""
     with console.progress("removing", 0, "objects") as bar:
         for _ in range(_PASSES_MAX):
             found = kept = others = 0

@@ -360,14 +360,14 @@ def _folder_beside(settings: TierSettings, room: int) -> Path | None:
     near = standing(home)
     beside = home.parent
     if near.stat().st_dev != beside.stat().st_dev or not os.access(beside, os.W_OK | os.X_OK):
-        beside = near  # the root of a disk: only in it there is room of this disk
+        beside = near  # it is the root of a disk, or nothing may be written beside it
     floor = getattr(settings, "free_floor", None)
     _refuse_without_room(beside, room + room // 8, floor.bytes if floor is not None else 0)
     return Path(tempfile.mkdtemp(prefix=f"{BENCH_MARK}{os.getpid()}-", dir=beside))
 
 
 def _refuse_without_room(folder: Path, wanted: int, kept: int = 0) -> None:
-    """What would be said later is of a capacity that is not the stack's."""
+    """Opening the tier would refuse, too, but speak of a capacity that the user never wrote."""
     free = Disk().free_bytes(folder) - kept
     if in_memory(folder) and (left := memory_left()) is not None:  # a container may have less
         free = min(free, left)

@@ -107,7 +107,7 @@ def _begin(making: Path) -> int:
         except OSError:
             os.close(fd)
             raise
-        os.close(fd)  # it has just got its own name, or was given up
+        os.close(fd)  # who wrote it has just renamed or removed it: begin anew
 
 
 def _pack_uses(used: Mapping[BlockKey, tuple[int, float]]) -> bytes:

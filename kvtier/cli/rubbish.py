@@ -161,7 +161,8 @@ def _of_folder(
 
 
 def _of_benches(root: Path, seen: set[Path]) -> Iterator[Rubbish]:
-    """In folders that another tier of the stack has not looked through already."""
+    """What measurements left in a tier's folder or beside it; `seen` are folders in which that was
+    looked for already, for another tier."""
     for folder in {root, root.parent} - seen:
         seen.add(folder)
         for path in sorted(folder.glob(f"{BENCH_MARK}*")):

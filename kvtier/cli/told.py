@@ -111,8 +111,8 @@ def _take_in(place: Place, part: Part, store: Store) -> None:
 
 
 def _untold(listed: Sequence[ObjectInfo], stated: Stated) -> Entries:
-    """Entries for those of these objects that are blocks, and that nothing tells of: not of what
-    was removed and whose deletion failed."""
+    """Entries for those of these objects that are blocks and that nothing tells of. What is there
+    because its deletion failed is told of: as removed."""
     blocks = [(info, parsed) for info in listed if (parsed := parse_block(info.name))]
     entries = manifest.pack_entries(
         ADDED,

@@ -16,7 +16,7 @@ _BENCH = "kvtier-bench-"
 _DOCTOR = "kvtier-doctor/"
 _OLD_S = 2 * 3600.0
 """Who measures renews a claim each minute, and the doctor needs seconds: after an hour there is
-nobody any more. Clocks may be wrong by another."""
+nobody any more. The other hour is for clocks that are wrong."""
 
 
 def new_bench() -> str:

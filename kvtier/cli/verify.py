@@ -92,7 +92,8 @@ def _sample_size(text: str, total: int) -> int:
 
 
 def _draw(blocks: Iterable[Block], total: int, wanted: int) -> Iterator[Block]:
-    """So many of all blocks, each as likely as any other; all that is new while it runs too."""
+    """Draw some of all blocks, each as likely as any other. If all are wanted, those that are
+    stored meanwhile are, too."""
     chance = random.Random()
     for block in blocks:
         if wanted >= total or chance.random() * total < wanted:

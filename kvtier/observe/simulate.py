@@ -30,7 +30,7 @@ class TierPlan(msgspec.Struct, frozen=True):
     write: WritePolicy
     admission: Admission
     remembers: int = TOUCHES_KEPT
-    """Of so many blocks second_touch knows the uses, and of as many as the tier above holds."""
+    """So many blocks second_touch remembers, and as many more as the tier above holds."""
 
 
 class TierResult(msgspec.Struct):
@@ -245,7 +245,7 @@ _Task = tuple[Trace, tuple[TierPlan, ...]]
 
 
 def put_together(trace: Trace, plans: Sequence[TierPlan], parts: Sequence[Part]) -> Simulation:
-    """Of the longest prefix that the tiers hold together, who serves which block."""
+    """Who serves which block: of each request the longest prefix that the tiers hold together."""
     done = [tier for part in parts for tier in part.tiers]
     having = [np.frombuffer(each, bool) for part in parts for each in part.here]
     found = np.logical_or.reduce([np.zeros(trace.references, bool), *having])
