@@ -51,7 +51,7 @@ _ASKING_S = 0.2
 
 
 class Region:
-    """A mapped region. `table` and `slots` are views of shared memory, valid until `close`."""
+    """A mapped region. `table` and `data` are views of shared memory, valid until `close`."""
 
     def __init__(self, path: Path, fd: int, header: SlabHeader) -> None:
         self.path = path

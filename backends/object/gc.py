@@ -7,6 +7,7 @@ never touched.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from array import array
 from collections import defaultdict
@@ -19,9 +20,9 @@ from kvtier.backends.object import bare, manifest
 from kvtier.backends.object.bare import Bare
 from kvtier.backends.object.errors import Forbidden
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.names import description_name, parse_block
-from kvtier.backends.object.store import Store, read_object
-from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey, Namespace
+from kvtier.backends.object.names import parse_block
+from kvtier.backends.object.store import Store, read_description
+from kvtier.types import BlockKey
 
 _CRASHED_S = 3600.0
 """A temporary file that has not been touched for so long has no writer any more."""
@@ -159,13 +160,10 @@ def _write_removed(
 ) -> None:
     """Tell the servers of a namespace; where its description is unreadable they find out by
     themselves."""
-    try:
-        text = read_object(store, description_name(namespace), NAMESPACE_BYTES_MAX)
-        described = Namespace.from_json(bytes(text or b""))
-    except (Forbidden, msgspec.DecodeError, ValueError):
-        return
-    if described.id != namespace:
-        return
-    keys, generations = zip(*objects, strict=True)
-    entries = manifest.pack_entries(manifest.REMOVED, keys, generations, 0, now_us)
-    Journal(store, described).append(entries)
+    described = None
+    with contextlib.suppress(Forbidden):
+        described = read_description(store, namespace)
+    if described is not None:
+        keys, generations = zip(*objects, strict=True)
+        entries = manifest.pack_entries(manifest.REMOVED, keys, generations, 0, now_us)
+        Journal(store, described).append(entries)

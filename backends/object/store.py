@@ -18,9 +18,10 @@ from kvtier.backends.object.errors import (
     EndlessListing,
     InvalidName,
     LengthMismatch,
-    ObjectTooLarge,
     StoreError,
 )
+from kvtier.backends.object.names import description_name
+from kvtier.types import NAMESPACE_BYTES_MAX, Namespace
 
 Buffer = memoryview
 _Listed = TypeVar("_Listed")
@@ -189,16 +190,15 @@ def check_namespaces(listed: Sized) -> None:
         raise EndlessListing(f"more than {NAMESPACES_MAX} namespaces are listed: {OWN_PREFIX}")
 
 
-def read_object(store: Store, name: str, bytes_max: int) -> bytearray | None:
-    """The whole of a small object whose size is not known, None if it is not there."""
-    info = store.head(name)
-    if info is None:
+def read_description(store: Store, namespace: str) -> Namespace | None:
+    """What a namespace's description says; None if there is none, or none that fits its name."""
+    text = memoryview(bytearray(NAMESPACE_BYTES_MAX))
+    try:
+        length = store.get_up_to(description_name(namespace), [text])
+        found = Namespace.from_json(bytes(text[: length or 0]))
+    except (LengthMismatch, msgspec.ValidationError):
         return None
-    if info.size > bytes_max:
-        raise ObjectTooLarge(f"{name} has {info.size} bytes, more than the {bytes_max} allowed")
-    data = bytearray(info.size)
-    outcome = store.get(name, [memoryview(data)])
-    return data if outcome is GetOutcome.FOUND else None
+    return found if found.id == namespace else None
 
 
 def first_bytes(buffers: Sequence[Buffer], count: int) -> list[Buffer]:

@@ -29,7 +29,7 @@ from kvtier.backends.object.store import (
     Store,
     bounded,
     check_namespaces,
-    read_object,
+    read_description,
 )
 from kvtier.backends.object.uses import Uses, count_uses, used_blocks
 from kvtier.cli import console
@@ -38,7 +38,6 @@ from kvtier.cli.holdings import (
     NAMESPACE_ID,
     Part,
     Place,
-    read_namespace,
     standing,
 )
 from kvtier.config import StackConfig
@@ -46,7 +45,7 @@ from kvtier.core.disk import Disk
 from kvtier.core.settings import TierSettings
 from kvtier.core.slab.layout import keys_of
 from kvtier.errors import ConfigError, MediumError
-from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey, Namespace
+from kvtier.types import BlockKey, Namespace
 
 _PASSES_MAX = 8
 """An engine may go on writing where all is deleted."""
@@ -180,8 +179,7 @@ def _by_key(found: Entries) -> dict[BlockKey, tuple[int, float]]:
 
 
 def _describe(place: Place, store: Store, name: str) -> Namespace | None:
-    text = read_object(store, description_name(name), NAMESPACE_BYTES_MAX)
-    namespace = None if text is None else read_namespace(bytes(text), name)
+    namespace = read_description(store, name)
     if namespace is not None:
         place.namespaces[name] = namespace
     return namespace

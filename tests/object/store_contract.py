@@ -7,19 +7,11 @@ import time
 
 import pytest
 
-from kvtier.backends.object.errors import (
-    InvalidName,
-    LengthMismatch,
-    ObjectTooLarge,
-    StoreError,
-    TimedOut,
-)
-from kvtier.backends.object.store import (
-    GetOutcome,
-    PutOutcome,
-    Store,
-    read_object,
-)
+from kvtier.backends.object.errors import InvalidName, LengthMismatch, StoreError, TimedOut
+from kvtier.backends.object.names import description_name
+from kvtier.backends.object.store import GetOutcome, PutOutcome, Store, read_description
+from kvtier.testing.records import GROUPED, NAMESPACE
+from kvtier.types import NAMESPACE_BYTES_MAX
 
 HOSTILE_NAMES = [
     "",
@@ -119,7 +111,6 @@ class StoreContract:
         assert get(store, "no/such/object", 10) is None
         assert store.get("no", [memoryview(bytearray(4))], offset=4) is GetOutcome.MISSING
         assert store.head("no/such/object") is None
-        assert read_object(store, "no/such/object", 100) is None
 
     def test_head_tells_size_and_age(self, store: Store) -> None:
         before = time.time()
@@ -129,11 +120,14 @@ class StoreContract:
         assert (info.name, info.size) == ("aged", 123)
         assert before - 5 < info.modified_s < time.time() + 5
 
-    def test_read_object_is_bounded(self, store: Store) -> None:
-        store.put("small", [view(b"hello")])
-        assert bytes(read_object(store, "small", 5) or b"") == b"hello"
-        with pytest.raises(ObjectTooLarge):
-            read_object(store, "small", 4)
+    def test_a_description_is_read_if_it_is_one_and_fits_its_name(self, store: Store) -> None:
+        assert read_description(store, NAMESPACE.id) is None
+        text = NAMESPACE.to_json()
+        for other in (b"", b"{", GROUPED.to_json(), text + b" " * NAMESPACE_BYTES_MAX):
+            store.put(description_name(NAMESPACE.id), [view(other)])
+            assert read_description(store, NAMESPACE.id) is None
+        store.put(description_name(NAMESPACE.id), [view(text)])
+        assert read_description(store, NAMESPACE.id) == NAMESPACE
 
     def test_overwriting(self, store: Store) -> None:
         store.put("twice", [view(b"one")])

@@ -18,12 +18,12 @@ from kvtier.backends.object.errors import StoreError, Unavailable
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifest import REMOVED
-from kvtier.backends.object.names import block_name, parse_block
+from kvtier.backends.object.names import block_name, description_name, parse_block
 from kvtier.backends.object.store import ObjectInfo
 from kvtier.core.slab.layout import keys_of
 from kvtier.testing.records import GROUPED, NAMESPACE, make_keys
 from kvtier.testing.subject import Rig
-from kvtier.types import BlockKey, Namespace, block_key
+from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey, Namespace, block_key
 
 RECORD = 12288
 
@@ -208,6 +208,17 @@ def test_what_is_too_old_makes_room_for_what_is_not(rig: Rig) -> None:
             zip(reasons, names, strict=True)
         )
         assert found.doomed_bytes == (2 + len(over)) * RECORD
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", GROUPED.to_json(), NAMESPACE.to_json() + b" " * NAMESPACE_BYTES_MAX]
+)
+def test_blocks_go_though_nothing_says_what_they_mean(rig: Rig, text: bytes) -> None:
+    """Or what says so is of another namespace, or longer than anything that we wrote."""
+    rig.put(make_keys(3))
+    (rig.folder / "store" / description_name(NAMESPACE.id)).write_bytes(text)
+    store = FileStore(rig.folder / "store")
+    assert gc.collect(store, gc.survey(store, 0, None, time.time())) == (3, 0)
 
 
 def test_what_could_not_be_deleted_is_not_said_to_be_gone(rig: Rig) -> None:
