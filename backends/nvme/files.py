@@ -121,12 +121,10 @@ def let_go(owners: Path, owner: int, fd: int) -> None:
     os.close(fd)
 
 
-def take_away(disk: Disk, path: Path) -> bool:
+def take_away(disk: Disk, path: Path) -> None:
     """Remove rubbish, if that can be done: a folder of that name, say, must stop nothing else."""
     with contextlib.suppress(OSError):
         disk.unlink(path)
-        return True
-    return False
 
 
 def remove_slab(disk: Disk, table: Path) -> None:

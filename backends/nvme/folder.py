@@ -273,7 +273,6 @@ class NvmeFolder:
     def _plan_slab(self, slots_max: int, limits: Limits) -> SlabHeader | None:
         """Under the lock: the largest slab that there is room for."""
         self._sweep()
-        slot_bytes = limits.slot_bytes
         slots = self._slots_at_most(slots_max, limits)
         if slots < slots_max and self.reclaim(limits, limits.slab_bytes):
             slots = self._slots_at_most(slots_max, limits)
@@ -281,7 +280,7 @@ class NvmeFolder:
             return None
         return SlabHeader(
             slots=slots,
-            slot_bytes=slot_bytes,
+            slot_bytes=limits.slot_bytes,
             data_at=0,
             slab_id=self._new_id(),
             namespace=self.namespace.digest,
@@ -291,7 +290,8 @@ class NvmeFolder:
     def _slots_at_most(self, slots_max: int, limits: Limits) -> int:
         used = used_bytes(self.root)
         room = self.bound(limits, used) - used
-        return min(slots_max, _slots_in(room, limits.slot_bytes), SLOTS_MAX)
+        fitting = max(0, room - TABLE_AT) // (limits.slot_bytes + ENTRY_BYTES)
+        return min(slots_max, fitting, SLOTS_MAX)
 
     def bound(self, limits: Limits, used: int) -> int:
         """What the folder may hold, or can where its disk is full before that."""
@@ -392,7 +392,3 @@ def kept_free(free_floor: int, slab_bytes: int) -> int:
 
 def _file_sizes(header: SlabHeader) -> tuple[int, int]:
     return header.data_end, header.table_bytes
-
-
-def _slots_in(room: int, slot_bytes: int) -> int:
-    return max(0, room - TABLE_AT) // (slot_bytes + ENTRY_BYTES)

@@ -195,18 +195,15 @@ class Signer:
         self._hangs_after = _HANGS_S
         return frozen
 
-    def renew(self) -> bool:
-        """Ask the chain again, at most every few seconds, and not while it is being asked; whether
-        it will be asked."""
+    def renew(self) -> None:
+        """Ask the chain again, at most every few seconds, and not while it is being asked."""
         if not self._lock.acquire(blocking=False):
-            return False
+            return
         try:
-            if time.monotonic() - self._renewed_at < _RENEW_PAUSE_S:
-                return False
-            self._renewed_at = time.monotonic()
-            self._start_anew()
-            self._given = None, None
-            return True
+            if time.monotonic() - self._renewed_at >= _RENEW_PAUSE_S:
+                self._renewed_at = time.monotonic()
+                self._start_anew()
+                self._given = None, None
         finally:
             self._lock.release()
 

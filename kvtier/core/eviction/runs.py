@@ -68,7 +68,7 @@ class Runs:
         depth: int,
         fresh: int = 0,
         before: int = _END,
-    ) -> int:
+    ) -> None:
         """A new run of slots that are in none, the head of the prefix first."""
         if not self._free:
             self._reserve(1)
@@ -93,7 +93,6 @@ class Runs:
         self.kind[run] = kind
         self.queued[run] = 0
         self.resident += count
-        return run
 
     def extend(self, run: int, slots: Sequence[int], now: float, kind: int, fresh: int) -> None:
         """Put slots that are in no run behind the tail of this one, which counts as used now."""
