@@ -343,7 +343,7 @@ def said_of_idle(folder: Path, own: Sequence[Path]) -> str:
 
 
 def own_files(folder: Path, pattern: str) -> Iterator[Path]:
-    """Whoever shares the folder may put there what has such a name, too: that is not ours."""
+    """This user's files with such names: whoever shares the folder may put others there."""
     for path in sorted(folder.glob(pattern)):
         with contextlib.suppress(OSError):
             found = path.lstat()

@@ -39,7 +39,8 @@ _WORK_SHARE = 20
 """And housekeeping one part in so many, all of it together: it takes longer at a time, and the
 engine's own thread waits meanwhile."""
 _NEWS_MAX = 64
-"""A tier that is not asked takes nothing in. What happens meanwhile is one difference later on."""
+"""With more that the tier has not taken in, the keeper does not look: nobody may ask for days, and
+what happens meanwhile is one difference later on."""
 _HOUSEKEEPING_S = 1.0
 _GIVEN_ROUNDS = 3
 """So long what was given away is left to those who starve, before it is taken back."""

@@ -103,8 +103,8 @@ class Shares:
         return msgspec.structs.replace(self._limits, capacity=capacity)
 
     def lacks(self, owner: int, mine: Sequence[SlabFile], more: int) -> bool:
-        """Whether so many bytes more, for which there is no room, would be within its share. None
-        are below its own floor: what neighbours leave it there it would give up at once."""
+        """Whether so many bytes more, for which there is no room, would be within its share. Never
+        below its own floor: what neighbours left to it there it would give up at once."""
         if self._below_floor:
             return False
         if not mine:
@@ -112,8 +112,8 @@ class Shares:
         return _bytes_of(mine) + more <= self._fair(self.neighbours(owner))
 
     def excess(self, owner: int, mine: Sequence[SlabFile]) -> News | None:
-        """A slab to give away, because neighbours starve, or to give up, because the folder is over
-        its limits: the coldest. Of those whom nobody serves all goes first that is not theirs."""
+        """The coldest slab: to give away because neighbours starve, or to give up because the
+        folder is over its limits. Before that, idle models lose what is beyond their share."""
         if not mine:
             return None
         folder, found = self._folder, self.neighbours(owner)
@@ -151,9 +151,9 @@ class Shares:
         return folder.disk.free_bytes(folder.root) < self._limits.free_floor
 
     def _fair(self, found: Neighbours) -> int:
-        """Of what the folder may hold, or can where its disk is full before that, without what idle
-        models keep: nobody is there to hand it over. What is left to others counts, be it taken
-        yet or not: else giving would go on until they do."""
+        """An equal part of what the folder may hold, or can where its disk is full before that,
+        without what idle models keep: nobody is there to hand that over. Room that was left to
+        others counts before they take it, too: else giving would go on until they do."""
         used = used_bytes(self._folder.root)
         idle = [home for home in homes(self._folder.root) if not any(map(held, marks(home)))]
         room = self._folder.bound(self._of_all(found), used) - sum(map(used_bytes, idle))

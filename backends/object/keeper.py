@@ -168,8 +168,8 @@ class Keeper:
                 self._weather(error, self._steady() - began)
 
     def _weather(self, error: Exception, took_s: float = 0.0) -> None:
-        """Not again before the next look, nor all servers at once when it is over; and a listing
-        that failed after minutes not before as many have gone by: each page is paid for."""
+        """Try again, but not before the next look, nor all servers at once when it is over; and
+        what was listed for minutes in vain only after as many more: each page is paid for."""
         now = self._steady()
         self._next_look = now + self.limits.refresh_s
         list_at = max(self._next_look, now + min(took_s, self.limits.audit_s))
@@ -371,7 +371,7 @@ class Keeper:
             self._listing = False
 
     def _amid_deletes(self) -> None:
-        """Others must not take us for dead."""
+        """Renew our claim, and look, when that is due: others must not take us for dead."""
         if self._steady() >= self._next_look and not self._stopping:
             self._see_others()
 

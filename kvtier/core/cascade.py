@@ -55,14 +55,15 @@ class Cascade:
         ledger.watched = {link.source for link in self._links if link.write is WritePolicy.ON_EVICT}
 
     def committed(self, tier: int, keys: Sequence[BlockKey], origin: int | None = None) -> None:
-        """A tier has these now; with an `origin`, from there, and what is below has them too."""
+        """A tier has these now. If they came up from a lower one, the `origin`, only tiers above
+        that may lack them."""
         for link in self._links:
             if link.source == tier and (origin is None or link.target < origin):
                 link.committed(self._lacking(link, keys))
 
     def used_again(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Those of a prompt's that host memory has, so that it is not the first to use them, if any
-        link wants to know: it may load none of them, because the engine itself still has them."""
+        """Those of a prompt's keys that host memory has: it is not the first to use them, though it
+        may load none, because the engine itself still has them. None if no link asks for it."""
         if not any(link.listens for link in self._links):
             return []
         here = self._tiers[HOST].lookup(keys)

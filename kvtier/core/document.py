@@ -21,6 +21,7 @@ FILE_BYTES_MAX = 1 << 20
 NODES_MAX = 20_000
 DEPTH_MAX = 32
 _SHORT = 4
+"""A shorter value of the environment is hidden only where it stands: it may be part of any word."""
 
 _VARIABLE = re.compile(r"\$?\$\{([^}]*)(\}?)")
 _INSIDE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::-((?:(?!\$\{).)*))?", re.DOTALL)

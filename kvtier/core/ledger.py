@@ -45,6 +45,7 @@ class Ledger:
         self.promised: dict[BlockKey, int] = {}
         """Keys that lookup has promised room for, and the tiers that were to give them."""
         self.watched: Collection[int] = ()
+        """The tiers of which somebody wants to know what was evicted there."""
         self.evicted: list[tuple[int, list[BlockKey]]] = []
         """What made room in the watched tiers, until somebody takes it from here."""
 

@@ -73,9 +73,9 @@ class SlabTier(Tier):
         self._where: dict[BlockKey, int] = {}
         self._key_of: list[BlockKey | None] = []
         self._reserved: dict[BlockKey, int] = {}
-        self._unwanted: set[BlockKey] = set()
+        self._unwanted: set[BlockKey] = set()  # reserved before a clear: to be aborted
         self._doomed: dict[BlockKey, int] = {}
-        self._tainted: set[int] = set()
+        self._tainted: set[int] = set()  # to be quarantined when nobody reads there any more
         self._pins: dict[int, int] = {}
         self._free: deque[int] = deque()
         self._quarantine: deque[int] = deque()
