@@ -13,6 +13,7 @@ from kvtier.backends.cpu.region import (
     SUFFIX,
     OwnedRegion,
     Region,
+    least_capacity,
     leftovers,
     plan_region,
     remove,
@@ -23,9 +24,14 @@ from kvtier.core.backend import Backend, TierContext
 from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy, policy_class
 from kvtier.core.record import HEADER_BYTES, record_bytes
-from kvtier.core.settings import ByteSize, Duration, Persistence, TierSettings
-from kvtier.core.values import no_unit
-from kvtier.errors import ConfigError, MediumError, NotHere, NotWritable
+from kvtier.core.settings import (
+    ByteSize,
+    Duration,
+    Persistence,
+    TierSettings,
+    check_capacity,
+)
+from kvtier.errors import ConfigError, NotHere, NotWritable
 
 __all__ = [
     "BACKEND",
@@ -74,11 +80,7 @@ class CpuBackend(Backend[CpuSettings]):
         if not settings.path or not folder.is_dir():
             raise _no_place(NotWritable if settings.path else NotHere, settings)
         size = _capacity(settings)
-        try:
-            plan_region(size, record_bytes or HEADER_BYTES, bytes(16), discard=False)
-        except MediumError as error:
-            problem, _, remedy = str(error).partition(": ")
-            raise ConfigError(".capacity", problem, remedy + no_unit(size)) from error
+        check_capacity(settings.capacity, size, least_capacity(record_bytes or HEADER_BYTES))
         total = Disk().total_bytes(folder)
         if size > total:
             raise NotWritable(

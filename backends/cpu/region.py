@@ -40,8 +40,7 @@ SUFFIX = ".region"
 _MAKING = ".making"
 _KEEP_AT = 136
 _KEEP = struct.Struct("<I")
-"""For how many seconds a region that nobody uses is kept; 0 if its maker died before it said so,
-and so before anything was stored there."""
+"""For how many seconds a region that nobody uses is kept; 0 if its maker died before it said so."""
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 """All users share /dev/shm, and may lay a link there that leads anywhere."""
 _DYING_S = 5.0
@@ -125,13 +124,18 @@ def read_header(fd: int) -> SlabHeader:
     return header
 
 
+def least_capacity(slot_bytes: int) -> int:
+    """With less there is no room for one block, beside what tells of it."""
+    return TABLE_AT + ALIGN + slot_bytes + ENTRY_BYTES
+
+
 def plan_region(capacity: int, slot_bytes: int, namespace: bytes, *, discard: bool) -> SlabHeader:
     """The largest region within `capacity`, table included; raises MediumError if none fits."""
     slots = min((capacity - TABLE_AT - ALIGN) // (slot_bytes + ENTRY_BYTES), SLOTS_MAX)
     if slots < 1:
         raise MediumError(
             f"a CPU tier of {capacity} bytes holds not one block of {slot_bytes}: raise capacity "
-            f"to at least {TABLE_AT + ALIGN + slot_bytes + ENTRY_BYTES} bytes"
+            f"to at least {least_capacity(slot_bytes)} bytes"
         )
     return SlabHeader(
         slots=slots,
@@ -216,8 +220,7 @@ class OwnedRegion:
         return None
 
     def _create(self, header: SlabHeader) -> Region:
-        size = header.data_end
-        making = self.path.with_suffix(_MAKING)
+        size, making = header.data_end, self.path.with_suffix(_MAKING)
         left = room.memory_left() if room.in_memory(self.path.parent) else None
         if left is not None and size > left:  # the system would not refuse, but kill somebody
             raise MediumError(
