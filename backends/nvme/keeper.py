@@ -36,8 +36,7 @@ _LOOK_S = 0.02
 _LOOK_SHARE = 10
 """A look around takes at most one part in so many of a core, however many slabs there are."""
 _WORK_SHARE = 20
-"""And housekeeping one part in so many, all of it together: it takes longer at a time, and the
-engine's own thread waits meanwhile."""
+"""And all housekeeping together one part in so many: the engine's own thread waits for it."""
 _NEWS_MAX = 64
 """With more that the tier has not taken in, the keeper does not look: nobody may ask for days, and
 what happens meanwhile is one difference later on."""

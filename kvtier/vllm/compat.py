@@ -239,15 +239,12 @@ def without_hits(connector: Any, request: Any, computed: int) -> tuple[int | Non
 
 
 def mend_groups(connector: Any) -> None:
-    """Change three things that vLLM's side does with cache groups.
-
-    - Of a hybrid model's prompt it keeps what is behind the last whole chunk, too. That is never
-      found here, and a request whose `max_offload_tokens` end before it would end the engine.
-    - Of a window it asks for the tokens before the next one, and for that one itself, for which it
-      may want a chunk more than it keeps. Those before are enough.
-    - With a drafter it takes a chunk off each hit, for better guesses. No state or window may be
-      kept where the hit ends then, so it ends as without a drafter.
-    """
+    """Change three things that vLLM's side does with cache groups. Of a hybrid model's prompt it
+    keeps what is behind the last whole chunk, too: that is never found here, and a request whose
+    `max_offload_tokens` end before it would end the engine. Of a window it asks for the tokens
+    before the next one, and for that one itself, for which it may want a chunk more than it keeps:
+    those before are enough. With a drafter it takes a chunk off each hit, for better guesses: no
+    state or window may be kept where that ends, so hits end as without one."""
     scheduler = connector.connector_scheduler
     groups = [group._replace(is_eagle_group=False) for group in scheduler.config.kv_group_configs]
     scheduler.config = scheduler.config._replace(
