@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from nvme_rig import open_files
 
-from kvtier.core.disk import Disk, is_locked, lock_within
+from kvtier.core.disk import Disk, is_locked, lock_within, read_all, write_all
 
 DISK = Disk()
 
@@ -98,6 +98,26 @@ def test_names_are_synced_in_their_folder_which_is_closed_again(
             DISK.sync_names(tmp_path)
     assert synced == [tmp_path]
     assert open_files() == before
+
+
+def test_what_is_written_in_many_calls_is_read_to_the_end_of_the_file(tmp_path: Path) -> None:
+    pieces = [b"", *(bytes([index % 251]) * (index % 7) for index in range(2000))]
+    fd = DISK.open(tmp_path / "file", create=True)
+    write_all(DISK, fd, [memoryview(piece) for piece in pieces], 3)
+    assert (tmp_path / "file").read_bytes() == bytes(3) + b"".join(pieces)
+    into = [bytearray(len(piece)) for piece in [*pieces, b"behind it"]]
+    assert read_all(DISK, fd, [memoryview(part) for part in into], 3) == sum(map(len, pieces))
+    assert into == [*pieces, bytes(9)]
+    DISK.close(fd)
+
+
+def test_a_device_that_takes_nothing_is_not_asked_for_ever() -> None:
+    class Stuck(Disk):
+        def writev(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
+            return 0
+
+    with pytest.raises(OSError, match="takes no more"):
+        write_all(Stuck(), 0, [memoryview(b"data")], 0)
 
 
 def test_who_asks_for_a_lock_does_not_keep_it(tmp_path: Path) -> None:
