@@ -8,7 +8,7 @@ from kvtier.core.flight import Settled
 from kvtier.core.health import Health
 from kvtier.core.ledger import Ledger
 from kvtier.core.links import Link, LinkStats
-from kvtier.core.plan import HOST, plan_demotion, plan_links
+from kvtier.core.plan import HOST, plan_links
 from kvtier.core.settings import TierSettings, WritePolicy
 from kvtier.core.tier import Tier
 from kvtier.core.transfer import Mover, TransferResult
@@ -157,10 +157,10 @@ class Cascade:
         if short <= 0:
             link.pressed = False
             return
-        victims = link.admitted(source.victims(short))
-        below = self._tiers[link.target].lookup(victims)
-        keys, all_of_them = plan_demotion(victims, below, min(link.room, STEP_BLOCKS))
-        link.pressed = not all_of_them
+        # What the tier below has, or will have, is lost to nobody when it is evicted.
+        alone = self._lacking(link, link.admitted(source.victims(short)))
+        keys = alone[: min(link.room, STEP_BLOCKS)]
+        link.pressed = len(keys) < len(alone)
         if keys:
             under_way = link.stats.in_flight
             # Victims come tail first, but a tier takes what it is given first for a prompt's head.

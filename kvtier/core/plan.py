@@ -172,18 +172,6 @@ def _coarse(runs: list[Run]) -> list[Run]:
     return coarse
 
 
-def plan_demotion(
-    victims: Sequence[BlockKey], below: Sequence[Presence], room: int
-) -> tuple[list[BlockKey], bool]:
-    """Which of the next victims to write down now, coldest first, and whether that is all.
-
-    What the tier below has, or will have, is lost to nobody when it is evicted.
-    """
-    miss = Presence.MISS
-    alone = [key for key, answer in zip(victims, below, strict=True) if answer is miss]
-    return alone[:room], len(alone) <= room
-
-
 def gather(
     pieces: Sequence[tuple[Sequence[BlockKey], LoadStoreSpec]], keys: Sequence[BlockKey]
 ) -> LoadStoreSpec:

@@ -19,7 +19,6 @@ from kvtier.core.plan import (
     RUNS_MAX,
     LinkPlan,
     gather,
-    plan_demotion,
     plan_host,
     plan_links,
     plan_lower,
@@ -149,15 +148,6 @@ def test_a_finely_mixed_prefix_costs_few_runs() -> None:
         assert sum(run.bytes for run in runs if run.link == link) == 7 * count
     assert {run.link for run in runs[:4]} == {DEVICE, "n"}, "order is kept as far as it goes"
     assert runs[-1].link == "o"
-
-
-@pytest.mark.parametrize("below", list(product(Presence, repeat=4)))
-def test_only_what_the_tier_below_lacks_is_demoted(below: tuple[Presence, ...]) -> None:
-    alone = [key for key, answer in zip(KEYS, below, strict=True) if answer is MISS]
-    for room in range(5):
-        keys, all_of_them = plan_demotion(KEYS, below, room)
-        assert keys == alone[:room], "coldest first"
-        assert all_of_them == (keys == alone)
 
 
 @given(
