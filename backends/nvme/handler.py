@@ -247,8 +247,7 @@ class NvmeHandler(Handler):
     def _write_entries(
         self, slab: OpenSlab, slot: int, keys: Sequence[BlockKey], state: int
     ) -> None:
-        now = int(time.time())
-        entries = layout.pack_entries(state, keys, 0, now)
+        entries = layout.pack_entries(state, keys, 0, int(time.time()))
         write_all(self._disk, slab.table_fd, [memoryview(entries)], layout.entry_at(slot))
 
     def _pieces(
@@ -268,7 +267,8 @@ class NvmeHandler(Handler):
         with self._lock:
             slab = self._slabs.get(slab_id)
             if slab is None:
-                slab = self._open_slab(slab_id)
+                given = self._disk, self._digest, self._direct, self._only_read
+                slab = self._opened(lambda: OpenSlab(self._home, slab_id, *given))
                 if self._direct and not slab.direct:
                     self._say_buffered()
                 self._drop_deleted()
@@ -278,10 +278,6 @@ class NvmeHandler(Handler):
             self._slabs.move_to_end(slab_id)
             slab.users += 1
             return slab
-
-    def _open_slab(self, slab_id: int) -> OpenSlab:
-        given = self._disk, self._digest, self._direct, self._only_read
-        return self._opened(lambda: OpenSlab(self._home, slab_id, *given))
 
     def _opened(self, opening: Callable[[], T]) -> T:
         """Where there may be no more files, at the cost of slabs that were not used for longest."""
