@@ -214,18 +214,11 @@ class Prover:
     def complete(
         self, slot: int, key: BlockKey, group: int, checksum: int | None = None
     ) -> Outcome:
-        """Seal a record; OK if its slot waited for it, before and after."""
-        outcome = self.reserved(slot, key)
-        if outcome.ok:
-            self.seal(slot, key, group, checksum)
-            outcome = self.reserved(slot, key)
-        return outcome
-
-    def seal(self, slot: int, key: BlockKey, group: int, checksum: int | None = None) -> None:
         """Make the proof of this rank's part, whose checksum somebody may have taken already; the
-        first rank writes the header, too."""
-        record = self._host.record(slot)
-        layout = self._layout
+        first rank writes the header, too. OK if the slot waited for the record before and after."""
+        if not (outcome := self.reserved(slot, key)).ok:
+            return outcome
+        record, layout = self._host.record(slot), self._layout
         if layout.part == 0:
             size = layout.group_bytes[group]
             Header(key, self._namespace, size, layout.parts).write(record)
@@ -233,6 +226,7 @@ class Prover:
             seal_part(record, layout.part, self.part(slot, group))
         else:
             put_sum(record, layout.part, checksum)
+        return self.reserved(slot, key)
 
 
 def _key(entry: bytes) -> bytes:

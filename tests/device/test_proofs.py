@@ -74,7 +74,7 @@ def test_a_record_is_sealed_where_its_slot_waits_for_it(host: MemoryHost) -> Non
     assert prover.header(0, KEY, 0) is Outcome.CORRUPT, "it has none yet"
     Header(KEY, NAMESPACE, 4 * PAGE, 2).write(host.record(0))
     assert prover.verify(0, KEY, 0) is Outcome.OK
-    prover.seal(0, KEY, 0, 7)
+    assert prover.complete(0, KEY, 0, 7) is Outcome.OK
     assert prover.stated(0) == 7, "which somebody had taken already"
     assert prover.verify(0, KEY, 0) is Outcome.CORRUPT
 

@@ -166,13 +166,13 @@ def test_blocks_may_be_reused_before_a_store_is_sealed(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_seal = Sealing()
-    seal = stage.copier._prover.seal
+    complete = stage.copier._prover.complete
 
-    def later(*arguments: Any) -> None:
+    def later(*arguments: Any) -> Outcome:
         may_seal.wait()
-        seal(*arguments)
+        return complete(*arguments)
 
-    monkeypatch.setattr(stage.copier._prover, "seal", later)
+    monkeypatch.setattr(stage.copier._prover, "complete", later)
     wanted = bytes(stage.page(1))
     stage.submit(STORE, 1, 1, 1, 1)
     stage.copier.wait([1])
