@@ -50,8 +50,9 @@ class _Pipe:
     _DEPTH = 16
     """Batches under way: enough to keep the link busy, few enough to bound what they hold."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: Lane, copy: Callable[[Copies], object]) -> None:
         self.lane = lane
+        self.copy = copy
         self._room: Sequence[int] = ()
         self._stages: queue.SimpleQueue[Stage] = queue.SimpleQueue()
         self.lock = threading.Lock()
@@ -113,8 +114,9 @@ class CudaCopier(DeviceCopier):
         first = host.record(0)
         self._slots_at = int(np.frombuffer(first, np.uint8).ctypes.data)
         self._slot_bytes = len(first)
-        self._loads = _Pipe(device.lane(urgent=True))
-        self._stores = _Pipe(device.lane(urgent=False))
+        loads, stores = device.lane(urgent=True), device.lane(urgent=False)
+        self._loads = _Pipe(loads, loads.to_device)
+        self._stores = _Pipe(stores, stores.to_host)
         self._prepare = prepare
         self.prepared = threading.Event()
         """Set when copies are as fast as they will get."""
@@ -214,8 +216,7 @@ class CudaCopier(DeviceCopier):
             slots = batch.work.job.slots
             stamps = {row: self._prover.stamp(slots[row]) for row in batch.rows}
             outcomes = head(each_row(batch, self._prove), batch.work.failed)
-            flight = self._queue(self._loads, batch, outcomes, self._loads.lane.to_device, stamps)
-            self._loads.flights.put(flight)
+            self._loads.flights.put(self._queue(self._loads, batch, outcomes, stamps))
 
     def _prove(self, batch: Batch, row: int) -> Outcome:
         key, slot, group = batch.work.record(row)
@@ -234,8 +235,7 @@ class CudaCopier(DeviceCopier):
             if self._stores.by_stage(self._staged.store, batch):
                 continue
             outcomes = each_row(batch, self._reserved)
-            flight = self._queue(self._stores, batch, outcomes, self._stores.lane.to_host, {})
-            self._stores.flights.put(flight)
+            self._stores.flights.put(self._queue(self._stores, batch, outcomes, {}))
 
     def _reserved(self, batch: Batch, row: int) -> Outcome:
         key, slot, _ = batch.work.record(row)
@@ -255,12 +255,7 @@ class CudaCopier(DeviceCopier):
     # -- both ------------------------------------------------------------------------------
 
     def _queue(
-        self,
-        pipe: _Pipe,
-        batch: Batch,
-        outcomes: list[Outcome],
-        copy: Callable[[Copies], object],
-        stamps: dict[int, bytes],
+        self, pipe: _Pipe, batch: Batch, outcomes: list[Outcome], stamps: dict[int, bytes]
     ) -> _Flight:
         """Queue the copies of the rows that are OK."""
         rows = np.array([row for row, each in zip(batch.rows, outcomes, strict=True) if each.ok])
@@ -280,7 +275,7 @@ class CudaCopier(DeviceCopier):
         with pipe.lock:
             try:
                 pipe.lane.after(batch.work.mark)
-                held = copy(copies)
+                held = pipe.copy(copies)
             except ERRORS:
                 logger.exception("the device refused a %s", job.kind.value)
                 outcomes = failed(outcomes)

@@ -94,7 +94,8 @@ def test_a_batch_that_was_cut_before_goes_page_by_page() -> None:
     def move(batch: Batch, stage: Stage) -> None:
         moved.append(len(batch.rows))
 
-    pipe = _Pipe(device.lane(urgent=False))
+    lane = device.lane(urgent=False)
+    pipe = _Pipe(lane, lane.to_host)
     assert not pipe.by_stage(move, large)
     pipe.use(device.stages(layout, 100 * PAGE, urgent=False))
     assert not pipe.by_stage(move, large)
