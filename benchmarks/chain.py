@@ -73,10 +73,10 @@ class NullMover(Mover):
         pass
 
 
-def prompt(number: int, blocks: int = BLOCKS) -> list[BlockKey]:
+def prompt(number: int) -> list[BlockKey]:
     """The keys of one prompt."""
     return [
-        block_key(hashlib.sha256(f"{number}/{index}".encode()).digest()) for index in range(blocks)
+        block_key(hashlib.sha256(f"{number}/{index}".encode()).digest()) for index in range(BLOCKS)
     ]
 
 

@@ -37,10 +37,10 @@ def _in_order(timed: list[Timed]) -> list[Request]:
     return [Request(time, tuple(blocks)) for time, blocks in timed[:_REQUESTS]]
 
 
-def _zipf(maker: _Maker, items: int, requests: int, start: float, skew: float = 0.9) -> list[Timed]:
+def _zipf(maker: _Maker, items: int, requests: int, start: float) -> list[Timed]:
     """Questions about documents that many share, some of them much more often than others."""
     documents = [maker.blocks(maker.dice.randint(8, 60)) for _ in range(items)]
-    weights = [1 / (rank + 1) ** skew for rank in range(items)]
+    weights = [1 / (rank + 1) ** 0.9 for rank in range(items)]
     chosen = maker.dice.choices(documents, weights, k=requests)
     return [
         (time, document + maker.blocks(maker.dice.randint(1, 3)))

@@ -15,7 +15,7 @@ from kvtier.device.plan import Blocks
 SIZE = 4 << 30
 SIDE = 8192
 PRODUCTS = 300  # half a second's: longer than loads take beside them
-TURNS, ROUNDS = 5, 24
+TURNS, ROUNDS, FEW_ROUNDS = 5, 24, 4
 """How often disturbance is measured, and rounds of each kind that disturb meanwhile."""
 TURNS_S = 60.0
 """After so long no other turn is begun: where copies are slow, a few say more than none."""
@@ -108,19 +108,19 @@ class Duplex:
         # Where none has ended, half of one may have been copied.
         return taken, taken * len(names) / 3 / max(stored, 0.5)
 
-    def load_beside_python(self, rounds: int = 4) -> float:
+    def load_beside_python(self) -> float:
         """Seconds that the loads take while this thread is busy in Python, as an engine's is."""
-        names, started = set(self.begin_loads(rounds)), time.perf_counter()
+        names, started = set(self.begin_loads(FEW_ROUNDS)), time.perf_counter()
         while not self.arena.finished(names):
             sum(range(5000))
         taken = time.perf_counter() - started
         self.arena.finish(names)
         return taken
 
-    def load_beside_products(self, queue: Callable[[], Any], rounds: int = 4) -> float:
+    def load_beside_products(self, queue: Callable[[], Any]) -> float:
         """Seconds that the loads take while the device does what `queue` gives it, whose kernels
         those of loads find their places between, as between a model's."""
-        names, started = self.begin_loads(rounds), time.perf_counter()
+        names, started = self.begin_loads(FEW_ROUNDS), time.perf_counter()
         end = queue()  # only now: loads wait for what the device had been given before
         self.arena.finish(names)
         taken = time.perf_counter() - started

@@ -42,10 +42,10 @@ def run_part(measure: Callable[[Report], object], report: Report, seconds: float
     )
 
 
-def answer_of(ask: Callable[[], Any], seconds: float = 60.0) -> Any:
+def answer_of(ask: Callable[[], Any]) -> Any:
     """What a function returns in a process of its own; None if that fails."""
     answers: list[Any] = []
-    _in_process(lambda connection: connection.send(ask()), answers.append, seconds)
+    _in_process(lambda connection: connection.send(ask()), answers.append, 60.0)
     return answers[-1] if answers else None
 
 

@@ -96,7 +96,7 @@ def copy_all(
     namespace: str | None,
     size: int | None,
     rate: int | None,
-    hottest: bool = False,
+    hottest: bool,
     prompts: list[Prompt] | None = None,
 ) -> list[Copied]:
     """Fill a tier with what places hold, one namespace after the other: all of it, or what these

@@ -17,10 +17,10 @@ _MIB = 1 << 20
 def starter(
     folder: Path,
     *,
-    name: str | None = None,
-    memory: str | None = None,
-    disk: str | None = None,
-    bucket: str | None = None,
+    name: str | None,
+    memory: str | None,
+    disk: str | None,
+    bucket: str | None,
 ) -> str:
     """The text of a stack file with a CPU tier, an NVMe tier in this folder, and a bucket if one
     is named; sizes that are not given follow the machine."""

@@ -62,7 +62,7 @@ def run_sweep(
     requests: Sequence[Request],
     block_tokens: int,
     factors: Sequence[float],
-    exact: bool = False,
+    exact: bool,
 ) -> list[Row]:
     """One row a size; every tier of the stack is scaled by the same factor."""
     block_bytes = record_bytes(expectation.shape.token_bytes * block_tokens)

@@ -82,9 +82,9 @@ def lines(
     return _page(title, _HEIGHT, body, list(series))
 
 
-def _ticks(values: Sequence[float], most: int = 7) -> Sequence[float]:
-    step = max(1, -(-len(values) // most))
-    return values[::step]
+def _ticks(values: Sequence[float]) -> Sequence[float]:
+    """At most seven of them, evenly chosen."""
+    return values[:: max(1, -(-len(values) // 7))]
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
