@@ -152,7 +152,7 @@ class Soak:
                 load.rest()
                 self.sample()
                 load.go()
-                say(f"{dict(load.counts)}, {self.places.disk_bytes() >> 20} MiB on disk")
+                say(f"{dict(load.counts)}, {self.places.taken()['disk'] >> 20} MiB on disk")
                 sample_at = time.monotonic() + _SAMPLE_EVERY_S
             else:
                 self.incidents.happen()

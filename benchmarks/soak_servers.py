@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 from object_servers import ACCESS_KEY, SECRET_KEY, ServerProcess, rclone
 
+from benchmarks.memory import memory
 from kvtier.vllm import tiny_model
 from kvtier.vllm.server import Server
 
@@ -126,14 +127,13 @@ class Places:
 
     # -- what lies there -----------------------------------------------------------------------
 
-    def memory_bytes(self) -> int:
-        return sum(status.st_blocks * 512 for _, status in _files_below(self.memory))
-
-    def disk_bytes(self) -> int:
-        return sum(status.st_size for _, status in _files_below(self.slabs))
-
-    def bucket_bytes(self) -> int:
-        return sum(status.st_size for _, status in _files_below(self.bucket))
+    def taken(self) -> dict[str, int]:
+        """Bytes in each of them."""
+        return {
+            "memory": sum(status.st_blocks * 512 for _, status in _files_below(self.memory)),
+            "disk": sum(status.st_size for _, status in _files_below(self.slabs)),
+            "bucket": sum(status.st_size for _, status in _files_below(self.bucket)),
+        }
 
     def fill_disk(self) -> None:
         """Leave no room on it."""
@@ -196,8 +196,7 @@ class Peaks:
 
     def _weigh(self) -> None:
         while not self._ended.wait(1.0):
-            for name in self.most:
-                now = getattr(self._places, f"{name}_bytes")()
+            for name, now in self._places.taken().items():
                 self.most[name] = max(self.most[name], now)
 
     def close(self) -> None:
@@ -352,13 +351,12 @@ def _role(command: bytes, first: bool) -> str:
 
 
 def _weigh(pid: int, role: str) -> Weight:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    fields = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+    process = Path(f"/proc/{pid}")
     return Weight(
         role,
-        int(fields["RssAnon"][0]) * 1024,
-        sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()),
-        int(fields["Threads"][0]),
+        memory("RssAnon", pid),
+        sum(1 for _ in (process / "fd").iterdir()),
+        sum(1 for _ in (process / "task").iterdir()),
     )
 
 
