@@ -201,7 +201,7 @@ def confirm(question: str, yes: bool) -> None:
 
 def _typed(question: str) -> str:
     """The line that is typed; nothing at the end of the input. A signal that comes just before a
-    read would be heard of only when something is typed, so it is waited for both."""
+    read would be heard of only when something is typed, so both are waited for."""
     heard, hear = os.pipe()
     os.set_blocking(hear, False)
     before = signal.set_wakeup_fd(hear)

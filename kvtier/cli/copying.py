@@ -132,7 +132,7 @@ class Sink:
         namespace: Namespace,
         pace: Pace,
         carry_uses: CarryUses,
-        expected: Expected | None = None,
+        expected: Expected | None,
     ) -> None:
         self._tier = tier
         self._carry_uses = carry_uses

@@ -59,6 +59,5 @@ def _digits(number: float) -> str:
     """Three digits that say something."""
     for limit, form in ((9.995, ".2f"), (99.95, ".1f")):
         if abs(number) < limit:
-            text = f"{number:{form}}"
-            return text.rstrip("0").rstrip(".") if "." in text else text
+            return f"{number:{form}}".rstrip("0").rstrip(".")
     return f"{number:.0f}"

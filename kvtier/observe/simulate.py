@@ -47,9 +47,7 @@ class TierResult(msgspec.Struct):
 class Simulation(msgspec.Struct):
     """What a stack did with a trace."""
 
-    requests: int
     references: int
-    seconds: float
     tiers: list[TierResult]
 
     @property
@@ -207,19 +205,21 @@ def groups_of(plans: Sequence[TierPlan]) -> list[tuple[TierPlan, ...]]:
     return [tuple(plans[: last + 1]), *((plan,) for plan in plans[last + 1 :])]
 
 
-class Part(msgspec.Struct):
+class GroupResult(msgspec.Struct):
     """What the tiers of one group did: their counts, and which blocks they had at each request."""
 
     tiers: list[TierResult]
     here: list[bytes]
 
 
-def run_group(trace: Trace, plans: Sequence[TierPlan]) -> Part:
+def run_group(trace: Trace, plans: Sequence[TierPlan]) -> GroupResult:
     """Run a trace through tiers that belong together."""
     if len(plans) == 1 and _holds_all(trace, plans[0]):
         here = trace.seen_before()
         written = len(here) - int(here.sum())
-        return Part([TierResult(plans[0].kind, plans[0].blocks, written=written)], [here.tobytes()])
+        return GroupResult(
+            [TierResult(plans[0].kind, plans[0].blocks, written=written)], [here.tobytes()]
+        )
     tiers = [_Tier(plan, trace.distinct) for plan in plans]
     for (time, blocks), keys in zip(trace.requests, trace.keys, strict=True):
         above: list[int] = []
@@ -229,7 +229,7 @@ def run_group(trace: Trace, plans: Sequence[TierPlan]) -> Part:
                 gone += tier.catch(time, above, trace.name_of)
             if tier.plan.write is not WritePolicy.NEVER:
                 above = gone
-    return Part([tier.result for tier in tiers], [bytes(tier.here) for tier in tiers])
+    return GroupResult([tier.result for tier in tiers], [bytes(tier.here) for tier in tiers])
 
 
 def _holds_all(trace: Trace, plan: TierPlan) -> bool:
@@ -244,7 +244,9 @@ def _holds_all(trace: Trace, plan: TierPlan) -> bool:
 _Task = tuple[Trace, tuple[TierPlan, ...]]
 
 
-def put_together(trace: Trace, plans: Sequence[TierPlan], parts: Sequence[Part]) -> Simulation:
+def put_together(
+    trace: Trace, plans: Sequence[TierPlan], parts: Sequence[GroupResult]
+) -> Simulation:
     """Who serves which block: of each request the longest prefix that the tiers hold together."""
     done = [tier for part in parts for tier in part.tiers]
     having = [np.frombuffer(each, bool) for part in parts for each in part.here]
@@ -259,7 +261,7 @@ def put_together(trace: Trace, plans: Sequence[TierPlan], parts: Sequence[Part])
         hits = int((left & here).sum())
         tiers.append(msgspec.structs.replace(tier, kind=plan.kind, hits=hits))
         left &= ~here
-    return Simulation(len(trace.requests), trace.references, trace.seconds, tiers)
+    return Simulation(trace.references, tiers)
 
 
 def simulate_all(
@@ -273,8 +275,8 @@ def simulate_all(
             asked[task] = asked.get(task, 0) + 1
     # The longest first, so that all cores come to an end together.
     tasks = sorted(asked, key=lambda task: -task[0].references * len(task[1]))
-    parts: dict[_Task, Part] = {}
-    for number, part in spread(lambda task: run_group(*task), tasks, Part):
+    parts: dict[_Task, GroupResult] = {}
+    for number, part in spread(lambda task: run_group(*task), tasks, GroupResult):
         parts[tasks[number]] = part
         tell(len(tasks[number][1]) * asked[tasks[number]])
     return [

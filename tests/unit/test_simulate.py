@@ -216,7 +216,7 @@ def test_the_same_tier_under_another_name_is_not_run_twice(
     ran: list[Sequence[TierPlan]] = []
     run = simulate_module.run_group
 
-    def remembered(trace: Trace, plans: Sequence[TierPlan]) -> simulate_module.Part:
+    def remembered(trace: Trace, plans: Sequence[TierPlan]) -> simulate_module.GroupResult:
         ran.append(plans)
         return run(trace, plans)
 
