@@ -98,7 +98,7 @@ class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 Source = Mapping[str, object] | Path | str
 Excused = tuple[type[NotHere], ...]
-"""What is no mistake for those who ask."""
+"""Mistakes that are none to this caller, such as folders that another machine has."""
 
 
 def load(

@@ -256,7 +256,7 @@ class Stack:
 
     @contextlib.contextmanager
     def _turn(self, end: float = math.inf) -> Iterator[bool]:
-        """Whether it has come by then: others may wait for a slow tier in theirs."""
+        """This thread's turn; false if it has not come by then, as others wait for a slow tier."""
         if self._forked:
             raise NotOpen("this stack was opened before a fork, by the parent: open one here")
         left = max(0.0, end - time.monotonic())

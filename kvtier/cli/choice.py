@@ -29,7 +29,7 @@ _ROW = np.dtype(
 _Rows = npt.NDArray[np.void]
 _PIECE = 1 << 16
 USED_MAX = 1 << 16
-"""Of so many blocks at most a copy takes the uses along."""
+"""A copy takes along how often blocks were used, but of no more than so many."""
 
 
 class Origin(NamedTuple):

@@ -38,7 +38,7 @@ _PIECE_BYTES = 32 << 20
 _PIECE_BLOCKS_MAX = 256
 _PIECES_UNDER_WAY = 4
 _PIECE_S = 0.1
-"""Where a rate is kept, no more is begun at once than so much time is worth."""
+"""With a rate, a piece is no larger than what may be moved in this time."""
 _WAIT_S = 0.05
 _ROOM_S = 10.0
 """How long to wait for room that others have to make."""

@@ -44,7 +44,8 @@ class Slab(msgspec.Struct, kw_only=True):
     data: Path
     header: SlabHeader
     in_use: bool
-    engine: str = ""
+    engine: str
+    """Whose it is: an engine's name, or in an NVMe folder an owner's number."""
 
     @property
     def namespace(self) -> str:

@@ -14,7 +14,7 @@ _WINDOW = 4
 """Items under way for each thread."""
 
 BYTES_MAX = 512 << 20
-"""So much memory may all take that are under way, or one alone that takes more."""
+"""The memory of all items under way together; one that takes more than this goes alone."""
 
 
 def bounded_map(
