@@ -13,7 +13,7 @@ import typer
 from kvtier.cli import console, options
 from kvtier.cli.hold import remove_region
 from kvtier.cli.holdings import Part, Place, look
-from kvtier.cli.ls import find_namespace
+from kvtier.cli.namespaces import find_namespace
 from kvtier.cli.rubbish import remove_home
 from kvtier.config import StackConfig, load
 from kvtier.core.slab.layout import committed

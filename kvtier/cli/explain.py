@@ -13,7 +13,7 @@ import typer
 from kvtier.cli import console, options
 from kvtier.cli.blocks import blocks_of
 from kvtier.cli.holdings import Place, known_namespaces, look
-from kvtier.cli.ls import find_namespace, say_two_names
+from kvtier.cli.namespaces import find_namespace, say_two_names
 from kvtier.config import load
 from kvtier.errors import KVTierError
 from kvtier.types import BlockKey, Namespace

@@ -20,7 +20,7 @@ from kvtier.cli.copying import Copied, Pace, open_sink, pieces_of
 from kvtier.cli.hold import sparing
 from kvtier.cli.holdings import Place, known_namespaces, look
 from kvtier.cli.look_objects import local_folder
-from kvtier.cli.ls import find_namespace
+from kvtier.cli.namespaces import find_namespace
 from kvtier.cli.outlook import capacity_of
 from kvtier.cli.reader import ChoiceReader
 from kvtier.config import StackConfig, load
@@ -43,7 +43,7 @@ def namespaces_of(places: Sequence[Place], wanted: str | None) -> list[str]:
     """The namespaces to copy: the one that is named, or all that have blocks, the one to which a
     block came last first: there may not be room for all."""
     if wanted is not None:
-        return [find_namespace(list(places), wanted)]
+        return [find_namespace(places, wanted)]
     newest: dict[str, float] = {}
     for part in (part for place in places for part in place.parts if part.blocks):
         newest[part.namespace] = max(part.newest or 0.0, newest.get(part.namespace, 0.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from itertools import islice
 from typing import Annotated
@@ -13,8 +12,8 @@ import typer
 from kvtier.cli import console, options
 from kvtier.cli.blocks import blocks_of
 from kvtier.cli.holdings import Part, Place, known_namespaces, look
+from kvtier.cli.namespaces import age, count, find_namespace, in_use, say_two_names
 from kvtier.config import load
-from kvtier.errors import KVTierError
 from kvtier.observe import human
 from kvtier.types import Namespace, group_of
 
@@ -64,21 +63,6 @@ def ls(
     console.end_with_troubles(places)
 
 
-def find_namespace(places: list[Place], text: str) -> str:
-    """The one namespace whose id begins so; raises KVTierError if there is none or several."""
-    if not text:
-        raise KVTierError("an empty text names no namespace: give its first digits, or none at all")
-    ids = {part.namespace for place in places for part in place.parts}
-    ids |= known_namespaces(places).keys()
-    found = sorted(each for each in ids if each.startswith(text.lower()))
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        where = console.looked_at(places)
-        raise KVTierError(f"no namespace {where} begins with {text!r}: kvtier ls shows all")
-    raise KVTierError(f"{len(found)} namespaces begin with {text!r}: give more of its digits")
-
-
 def _list_namespaces(places: list[Place], json: bool) -> None:
     known = known_namespaces(places)
     parts = [part for place in places for part in place.parts]
@@ -115,27 +99,6 @@ def _print_by_namespace(columns: list[str], rows: list[list[str]]) -> None:
         console.print_table([columns[0], *columns[4:]], own, numbers=columns[4:9])
 
 
-def say_two_names(known: Mapping[str, Namespace]) -> None:
-    """Say which namespaces are one model's that was served under several names."""
-    alike: dict[tuple[object, ...], dict[str, str]] = {}
-    for each, namespace in sorted(known.items()):
-        facts = dict(namespace.facts)
-        name = facts.pop("model", None)
-        facts.pop("model_config", None)  # the name stands in it, too
-        if name is not None and "weights" in facts:
-            same = (tuple(sorted(facts.items())), namespace.group_bytes, namespace.parts)
-            alike.setdefault(same, {})[each] = name
-    for names in alike.values():
-        if len(names) > 1:
-            console.say()
-            which = ", ".join(f"{each[:12]} ({name})" for each, name in names.items())
-            console.say_wrapped(
-                f"the same weights under several names: {which}; they share no blocks: serve them "
-                "under one name, and kvtier clear removes the blocks of the others",
-                2,
-            )
-
-
 def _row(part: Part, namespace: Namespace | None) -> list[str]:
     facts = namespace.facts if namespace else {}
     return [
@@ -152,11 +115,6 @@ def _row(part: Part, namespace: Namespace | None) -> list[str]:
     ]
 
 
-def in_use(part: Part) -> str:
-    """Whether an engine has it open, where that can be seen."""
-    return "-" if part.in_use is None else "yes" if part.in_use else "no"
-
-
 def layout_of(facts: Mapping[str, str]) -> str:
     """What of an engine's facts tells two layouts of one model apart, in short."""
     kind = facts.get("kv_dtype", "auto").partition(",")[0]  # the layers that it skips follow
@@ -168,16 +126,6 @@ def layout_of(facts: Mapping[str, str]) -> str:
     if {"block_tokens", "chunk_blocks"} <= facts.keys():
         words.append(f"{facts['block_tokens']}x{facts['chunk_blocks']}")
     return " ".join(words)
-
-
-def count(hits: int | None) -> str:
-    """How often something was used, where that is known."""
-    return "-" if hits is None else str(hits)
-
-
-def age(at: float | None) -> str:
-    """How long ago something was, if it was."""
-    return "-" if at is None else human.duration(max(0.0, time.time() - at))
 
 
 def _list_blocks(places: list[Place], namespace: str, limit: int, json: bool) -> None:

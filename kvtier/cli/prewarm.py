@@ -11,7 +11,7 @@ import typer
 from kvtier.cli import console, options
 from kvtier.cli.fill import IntoOption, copy_all, look_at, report, tier_to_fill
 from kvtier.cli.holdings import known_namespaces
-from kvtier.cli.ls import say_two_names
+from kvtier.cli.namespaces import say_two_names
 from kvtier.config import load
 from kvtier.errors import KVTierError
 from kvtier.vllm.prompts import read_prompts

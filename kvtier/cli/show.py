@@ -11,7 +11,7 @@ import typer
 from kvtier.cli import console, options
 from kvtier.cli.blocks import Block, Prover, blocks_of
 from kvtier.cli.holdings import Place, known_namespaces, look
-from kvtier.cli.ls import age, count, find_namespace, in_use
+from kvtier.cli.namespaces import age, count, find_namespace, in_use
 from kvtier.config import StackConfig, load
 from kvtier.errors import KVTierError
 from kvtier.observe import human

@@ -13,7 +13,7 @@ import typer
 from kvtier.cli import console, options
 from kvtier.cli.blocks import Block, Proof, Prover, blocks_of
 from kvtier.cli.holdings import Place, known_namespaces, look
-from kvtier.cli.ls import find_namespace
+from kvtier.cli.namespaces import find_namespace
 from kvtier.cli.repair import drop_objects, quarantine, remove_broken
 from kvtier.cli.work import bounded_map
 from kvtier.config import StackConfig, load
