@@ -103,6 +103,15 @@ def test_it_is_said_once_whose_mistake_it_is(
     assert fence.out_of_use
 
 
+def test_what_is_unwell_is_told_through_the_fence() -> None:
+    rig, fence = fenced_rig([4, 8])
+    for unwell in (True, False):
+        rig.tiers[1].unwell = unwell
+        rig.chain.poll()
+        assert rig.chain.chain_stats().down == [False, unwell]
+    assert not fence.out_of_use
+
+
 def none_at_all(keys: Sequence[BlockKey]) -> list[Presence]:
     return []
 
