@@ -43,7 +43,7 @@ def wait_until_up(server: str) -> None:
             if time.monotonic() > end:
                 sys.exit(f"no server answers at {server}: {error}")
             if not waits:
-                print(f"waiting for {server}: what it prints says how far it is", file=sys.stderr)
+                print(f"waiting for {server}: its output shows its progress", file=sys.stderr)
                 waits = True
             time.sleep(0.5)
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from file_stores import get, put
 
 from kvtier.backends.object import errors, writers
 from kvtier.backends.object.files import FileStore
@@ -24,14 +25,6 @@ from kvtier.core.disk import AnyPath, Disk
 @pytest.fixture
 def store(tmp_path: Path) -> FileStore:
     return FileStore(tmp_path / "store")
-
-
-def put(store: FileStore, name: str, data: bytes = b"bytes") -> PutOutcome:
-    return store.put(name, [memoryview(data)])
-
-
-def get(store: FileStore, name: str, size: int = 5) -> GetOutcome:
-    return store.get(name, [memoryview(bytearray(size))])
 
 
 def test_files_and_folders_are_private(store: FileStore) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from file_stores import get, put
 
 from kvtier.backends.object import errors
 from kvtier.backends.object.files import FileStore
@@ -18,14 +19,6 @@ from kvtier.backends.object.store import GetOutcome, PutOutcome
 @pytest.fixture
 def store(tmp_path: Path) -> FileStore:
     return FileStore(tmp_path / "store")
-
-
-def put(store: FileStore, name: str, data: bytes = b"bytes") -> PutOutcome:
-    return store.put(name, [memoryview(data)])
-
-
-def get(store: FileStore, name: str, size: int = 5) -> GetOutcome:
-    return store.get(name, [memoryview(bytearray(size))])
 
 
 def test_a_folder_that_goes_away_is_said_so(store: FileStore) -> None:

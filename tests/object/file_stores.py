@@ -1,0 +1,14 @@
+"""A store in a folder, and bytes in and out of it in one call."""
+
+from __future__ import annotations
+
+from kvtier.backends.object.files import FileStore
+from kvtier.backends.object.store import GetOutcome, PutOutcome
+
+
+def put(store: FileStore, name: str, data: bytes = b"bytes") -> PutOutcome:
+    return store.put(name, [memoryview(data)])
+
+
+def get(store: FileStore, name: str, size: int = 5) -> GetOutcome:
+    return store.get(name, [memoryview(bytearray(size))])
