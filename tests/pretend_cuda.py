@@ -32,6 +32,7 @@ class Stream:
     """Everything has been done when a call returns."""
 
     cuda_stream = 1
+    device_index = 0
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
         assert priority in (0, -1)
@@ -185,8 +186,9 @@ def _anywhere(*_: object) -> Iterator[None]:
 
 
 def _digest(
-    buffer: Any, numbers: Any, totals: Any, sums: int, parts: int, part_bytes: int, programs: int
-) -> None:
+    buffer: Any, numbers: Any, totals: Any, sums: int, parts: int, part_bytes: int, programs: int,
+    launch: object = None,
+) -> None:  # fmt: skip
     """What the kernels do, which Triton's interpreter takes seconds for."""
     assert programs == kernels.programs_of(MULTIPROCESSORS)
     assert len(totals) >= kernels.totals_of(parts, part_bytes)

@@ -237,6 +237,8 @@ def few_at_once(copy: BatchCopy) -> BatchCopy:
     """The same copy, in as many calls as it takes."""
 
     def split(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
+        if len(sizes) <= _PIECES:
+            return copy(targets, sources, sizes, quiet_source)
         cuts = [slice(at, at + _PIECES) for at in range(0, len(sizes), _PIECES)]
         return [copy(targets[cut], sources[cut], sizes[cut], quiet_source) for cut in cuts]
 
@@ -316,19 +318,21 @@ def runtime_copy(torch: Any) -> BatchCopy:
         return one_by_one
     fails_at = [ctypes.c_size_t()] if version.value < 13000 else []
     first = (ctypes.c_size_t * 1)(0)
+    orders = [
+        ctypes.byref(_Attributes(source_order=order, flags=_OVERLAP_WITH_COMPUTE))
+        for order in (_IN_STREAM_ORDER, _ANY_ORDER)
+    ]
     batched = True
 
     def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
         nonlocal batched
         if not batched:
             return one_by_one(targets, sources, sizes, quiet_source)
-        order = _ANY_ORDER if quiet_source else _IN_STREAM_ORDER
-        attributes = _Attributes(source_order=order, flags=_OVERLAP_WITH_COMPUTE)
         columns = [np.ascontiguousarray(each) for each in (targets, sources, sizes)]
         result = cudart.cudaMemcpyBatchAsync(
-            *(ctypes.c_void_p(each.ctypes.data) for each in columns),
+            *(ctypes.c_void_p(each.__array_interface__["data"][0]) for each in columns),
             ctypes.c_size_t(len(sizes)),
-            ctypes.byref(attributes),
+            orders[quiet_source],
             first,
             ctypes.c_size_t(1),
             *(ctypes.byref(each) for each in fails_at),

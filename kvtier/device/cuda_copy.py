@@ -85,7 +85,7 @@ class _Pipe:
 class CudaCopier(DeviceCopier):
     """Moves records through a device's streams, both directions at once."""
 
-    _BATCH_BYTES = 32 << 20
+    _BATCH_BYTES = 64 << 20
 
     def __init__(
         self,

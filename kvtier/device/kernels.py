@@ -21,6 +21,7 @@ import triton.language as tl
 
 from kvtier.core.record import PIECE_BYTES, TAIL_BYTES, pieces_of
 from kvtier.device import accelerator
+from kvtier.device.launch import Launch, by_triton
 
 ERRORS = (
     *accelerator.ERRORS,
@@ -35,9 +36,10 @@ from which nothing may be executed, another Triton than expected."""
 building = threading.Lock()
 """Held by whoever may have to build kernels: Triton says nothing of doing so in several threads."""
 
-SHARE = 8
+SHARE = 16
 """A kernel has one program for so many multiprocessors, each of which keeps one of them busy: the
-model wants them, too, and where its kernels are, there may be no room for others beside them."""
+model wants them, too, and where its kernels are, there may be no room for others beside them. With
+twice as many programs a matrix product loses several times as much (docs/GPU.md)."""
 SMALLEST_PART = 256
 """Of shorter parts xxh3 is another function."""
 WORD_BYTES = 8
@@ -50,7 +52,7 @@ _UNITS, _STEPS = 8, 8
 """Segments that a program moves at once, and words of them that a thread has on the way."""
 _TILE = 128
 """Blocks of 1 KiB that a program adds up at once."""
-_CHAINS, _AHEAD = 16, 32
+_CHAINS, _AHEAD = 16, 64
 """Pieces that a program goes through at once, and steps for which it fetches the sums together."""
 
 _SECRET = bytes.fromhex(
@@ -237,9 +239,17 @@ def _finish(
     source = totals + piece.to(tl.int64) * longest * 8 + lane
     key = tl.load(numbers + _SCRAMBLE + lane)
     total = tl.load(numbers + lane) + tl.zeros((chains, 8), tl.int64)
+    # Each step waits for the one before. Nearly all of them are of blocks that every piece has:
+    # there a step is shorter, because nothing is chosen, and multiplying adds as well.
+    common = tl.min(whole) // ahead * ahead
     values = _totals_from(source, ahead)
-    for block in range(0, longest, ahead):
+    for block in range(0, common, ahead):
         # For the next round, so that nothing waits for them; those behind the piece are not used.
+        coming = _totals_from(source + (block + ahead) * 8, ahead)
+        for step in tl.static_range(ahead):
+            total = _scramble(total + values[step], key)
+        values = coming
+    for block in range(common, tl.max(whole), ahead):
         coming = _totals_from(source + (block + ahead) * 8, ahead)
         for step in tl.static_range(ahead):
             scrambled = _scramble(total + values[step], key)
@@ -290,9 +300,9 @@ class References(NamedTuple):
 
 def move(
     ids: int, here: Any, references: References, buffer: Any, shape: tuple[int, int],
-    part_bytes: int, programs: int, *, out: bool,
+    part_bytes: int, programs: int, launch: Launch = by_triton, *, out: bool,
 ) -> None:  # fmt: skip
-    """Queue the copies of the pages of some records, on torch's current stream.
+    """Queue the copies of the pages of some records.
 
     At the address `ids` is a block number for each record and place (`shape`); they go to `here`
     first.
@@ -300,11 +310,12 @@ def move(
     (rows, per_chunk), count = shape, references.table.shape[1]
     segments = -(-references.longest // _SEGMENT)
     units = rows * count * per_chunk * segments
-    _bring[(1,)](ids, here, rows * per_chunk, threads=_THREADS, num_warps=_THREADS // 32)
-    _move[(min(-(-units // _UNITS), programs),)](
-        here, references.table, buffer, units, segments, min(references.longest, _SEGMENT), count,
-        per_chunk, part_bytes // WORD_BYTES, out=out, segment_words=_SEGMENT,
-        units_at_once=_UNITS, together=_THREADS // _UNITS, steps=_STEPS, num_warps=_THREADS // 32,
+    launch(_bring, 1, ids, here, rows * per_chunk, threads=_THREADS, num_warps=_THREADS // 32)
+    launch(
+        _move, min(-(-units // _UNITS), programs), here, references.table, buffer, units, segments,
+        min(references.longest, _SEGMENT), count, per_chunk, part_bytes // WORD_BYTES, out=out,
+        segment_words=_SEGMENT, units_at_once=_UNITS, together=_THREADS // _UNITS, steps=_STEPS,
+        num_warps=_THREADS // 32,
     )  # fmt: skip
 
 
@@ -314,19 +325,20 @@ def totals_of(parts: int, part_bytes: int) -> int:
 
 
 def digest(
-    buffer: Any, numbers: Any, totals: Any, sums: int, parts: int, part_bytes: int, programs: int
-) -> None:
-    """Queue the checksums of all pieces of so many parts, on torch's current stream; they go to the
-    address `sums`."""
+    buffer: Any, numbers: Any, totals: Any, sums: int, parts: int, part_bytes: int, programs: int,
+    launch: Launch = by_triton,
+) -> None:  # fmt: skip
+    """Queue the checksums of all pieces of so many parts; they go to the address `sums`."""
     pieces, longest = pieces_of(part_bytes), _blocks(part_bytes)
     tiles = parts * pieces * -(-longest // _TILE)
-    _add_blocks[(min(tiles, programs),)](
-        buffer, numbers, totals, parts, part_bytes, pieces, longest,
-        piece_bytes=PIECE_BYTES, tile=_TILE, num_warps=_THREADS // 32,
+    launch(
+        _add_blocks, min(tiles, programs), buffer, numbers, totals, parts, part_bytes, pieces,
+        longest, piece_bytes=PIECE_BYTES, tile=_TILE, num_warps=_THREADS // 32,
     )  # fmt: skip
-    _finish[(-(-parts * pieces // _CHAINS),)](
-        buffer, numbers, totals, sums, parts, part_bytes, pieces, longest,
-        piece_bytes=PIECE_BYTES, chains=_CHAINS, ahead=_AHEAD, num_warps=_CHAINS * 8 // 32,
+    launch(
+        _finish, -(-parts * pieces // _CHAINS), buffer, numbers, totals, sums, parts, part_bytes,
+        pieces, longest, piece_bytes=PIECE_BYTES, chains=_CHAINS, ahead=_AHEAD,
+        num_warps=_CHAINS * 8 // 32,
     )  # fmt: skip
 
 

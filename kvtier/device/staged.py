@@ -39,10 +39,10 @@ class _Queued(NamedTuple):
 STORES_SHARE = 0.4
 """The part of the time for which stores may be on the link while loads are on it. Loads lose up to
 18 % while something crosses it the other way, and are to lose less than 10 %."""
-LOADS_AT_ONCE = 3
-"""Loads that may be on the link together. What the engine itself copies may have to wait for all of
-them. Two would keep the link busy if threads were never late; three do where they are half a
-millisecond late. All four would, on a link that they share, also end together, and leave it."""
+STORES_AT_ONCE = 2
+"""Stores that may be on the link together. What the engine itself copies to the host, like the
+tokens of each step, may have to wait for all of them; one alone would leave the link idle for as
+long as its thread is late."""
 
 
 class Turns:
@@ -54,7 +54,7 @@ class Turns:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._pause = 1 / STORES_SHARE - 1
-        self._room = threading.Semaphore(LOADS_AT_ONCE)
+        self._room = threading.Semaphore(STORES_AT_ONCE)
         self._store = threading.Lock()
         self._ended = threading.Condition()
         self._loads = 0
@@ -62,21 +62,21 @@ class Turns:
     @contextmanager
     def load(self) -> Iterator[None]:
         """Meanwhile a load is on the link."""
-        with self._room:
+        with self._ended:
+            self._loads += 1
+        try:
+            yield
+        finally:
             with self._ended:
-                self._loads += 1
-            try:
-                yield
-            finally:
-                with self._ended:
-                    self._loads -= 1
-                    self._ended.notify_all()
+                self._loads -= 1
+                self._ended.notify_all()
 
     @contextmanager
     def store(self) -> Iterator[None]:
         """Meanwhile a store is on the link, which it may have to wait for."""
         if not self._loads:
-            yield
+            with self._room:
+                yield
             return
         with self._store:
             began = self._clock()
@@ -124,10 +124,13 @@ class StagedPath:
         if not rows:
             return arrived
         group = batch.group
+        fetch = partial(stage.fetch, group, self._parts(batch, rows))
+        # The kernels wait on the device until the bytes are there: one time less that this thread
+        # has to wake up. What they could hold up (`_reach`) are other loads alone: these streams
+        # are of another urgency than the engine's.
         with self._turns.load():
-            fine = _done(batch, stage, lambda: stage.fetch(group, self._parts(batch, rows)))
-        # Only now: a kernel that waits for the link may hold up what comes behind it (`_reach`).
-        if not (fine and _done(batch, stage, lambda: stage.digest(group, len(rows)))):
+            fine = _done(batch, stage, fetch, partial(stage.digest, group, len(rows)))
+        if not fine:
             return failed(arrived)
         sums = dict(zip(rows, stage.sums(group, len(rows)), strict=True))
 
@@ -145,7 +148,8 @@ class StagedPath:
         if not good:
             return proved
         ids = self._ids(batch, fetched)
-        ids[~np.isin(fetched, good)] = -1
+        if good != fetched:
+            ids[~np.isin(fetched, good)] = -1
 
         def place() -> None:
             _reach(batch)
@@ -206,35 +210,42 @@ class StagedPath:
 
     def _ids(self, batch: Batch, rows: list[int]) -> Ints:
         """The block at each place of these rows; -1 where a partial chunk has none."""
-        pieces, ids = batch.work.pieces, batch.work.job.blocks.ids
-        place = np.arange(self._layout.blocks_per_chunk) - pieces.skip[rows][:, None]
-        inside = (place >= 0) & (place < pieces.length[rows][:, None])
-        at = np.where(inside, pieces.at[rows][:, None] + place, 0)
-        return np.where(inside, ids[at], -1)
+        work = batch.work
+        if work.places is None:  # by whichever thread is first: once for all batches
+            pieces, ids = work.pieces, work.job.blocks.ids
+            place = np.arange(self._layout.blocks_per_chunk) - pieces.skip[:, None]
+            inside = (place >= 0) & (place < pieces.length[:, None])
+            at = np.where(inside, pieces.at[:, None] + place, 0)
+            work.places = np.where(inside, ids[at], -1)
+        return work.places[rows]
 
 
 def _reach(batch: Batch) -> None:
     """Wait until the engine has done what it had queued when the job was given.
 
     By this thread, not by the stream: streams share a few queues of the device, where what waits
-    holds up what comes behind it, other batches as well as the engine's own work.
+    holds up what comes behind it, other batches as well as the engine's own work. Once for each
+    job, because asking gives Python's lock away.
     """
-    batch.work.mark.synchronize()
+    if not batch.work.reached:
+        batch.work.mark.synchronize()
+        batch.work.reached = True
 
 
 def _good(batch: Batch, outcomes: list[Outcome]) -> list[int]:
     return [row for row, outcome in zip(batch.rows, outcomes, strict=True) if outcome.ok]
 
 
-def _done(batch: Batch, stage: Stage, step: Callable[[], object]) -> bool:
+def _done(batch: Batch, stage: Stage, *steps: Callable[[], object]) -> bool:
     """Give something to the device, and wait; whether all of it was done."""
-    return _ended(batch, _queue(batch, stage, step))
+    return _ended(batch, _queue(batch, stage, *steps))
 
 
-def _queue(batch: Batch, stage: Stage, step: Callable[[], object]) -> _Queued:
-    held, whole = None, True
+def _queue(batch: Batch, stage: Stage, *steps: Callable[[], object]) -> _Queued:
+    held, whole = [], True
     try:
-        held = step()
+        for step in steps:
+            held.append(step())
     except ERRORS:
         logger.exception("the device refused a %s", batch.work.job.kind.value)
         whole = False

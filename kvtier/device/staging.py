@@ -16,16 +16,17 @@ from kvtier.core.record import PIECE_BYTES, part_sum, pieces_of, sum_of
 from kvtier.device import kernels, trial
 from kvtier.device.accelerator import Event
 from kvtier.device.cuda import end_of
+from kvtier.device.launch import QuickLaunch
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.plan import Ints
 
-BUDGET_BYTES = 256 << 20
+BUDGET_BYTES = 384 << 20
 """The most device memory that all buffers take, of what the model left; more only for the least
 there can be: two in each direction, of one record each."""
 _SHARE = 8
 """They take at most this part of what is free."""
-_EACH_WAY = 4
-"""Buffers for one direction: while one is filled, others are proved and emptied."""
+_EACH_WAY = 3
+"""Buffers for one direction: while one is on the link, others are filled, proved and emptied."""
 
 _SAMPLE = 3 * PIECE_BYTES
 """What is added up to see whether a device does it rightly: several pieces."""
@@ -133,12 +134,17 @@ class CudaStage:
             # The kernels read and write these over the link themselves: the engines that copy to
             # and from the device have queues, in which a few bytes would wait for the other
             # direction. (torch asks whether the current stream is captured: not the default one.)
-            self._ids = torch.empty(
+            ids = torch.empty(
                 max(rows) * layout.blocks_per_chunk, dtype=torch.int64, pin_memory=True
             )
             count = max(row * pieces_of(size) for row, size in sizes)
-            self._sums = torch.empty(count, dtype=torch.int64, pin_memory=True)
-        self._address: int = self._buffer.data_ptr()
+            sums = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        self._ids, self._sums = ids.numpy(), sums.numpy().view(np.uint64)
+        self._ids_at, self._sums_at = int(ids.data_ptr()), int(sums.data_ptr())
+        self._launch = QuickLaunch(torch, self._stream)
+        address = int(self._buffer.data_ptr())
+        self._parts = [address + size * np.arange(row, dtype=np.int64) for row, size in sizes]
+        self._sizes = [np.full(row, size, np.int64) for row, size in sizes]
 
     def gather(self, group: int, ids: Ints) -> None:
         self._move(group, ids, out=True)
@@ -147,19 +153,19 @@ class CudaStage:
         self._move(group, ids, out=False)
 
     def _move(self, group: int, ids: Ints, *, out: bool) -> None:
-        self._ids[: ids.size] = self._torch.from_numpy(ids.reshape(-1))
-        with self._torch.cuda.stream(self._stream):
-            _launch(
-                kernels.move,
-                self._ids.data_ptr(),
-                self._ids_there,
-                self._shared.references[group],
-                self._buffer,
-                ids.shape,
-                self._shared.layout.part_bytes[group],
-                self._shared.programs,
-                out=out,
-            )
+        self._ids[: ids.size] = ids.reshape(-1)
+        _queue(
+            kernels.move,
+            self._ids_at,
+            self._ids_there,
+            self._shared.references[group],
+            self._buffer,
+            ids.shape,
+            self._shared.layout.part_bytes[group],
+            self._shared.programs,
+            self._launch,
+            out=out,
+        )
 
     def fetch(self, group: int, addresses: Ints) -> object:
         return self._cross(group, addresses, to_host=False)
@@ -168,31 +174,28 @@ class CudaStage:
         return self._cross(group, addresses, to_host=True)
 
     def _cross(self, group: int, addresses: Ints, *, to_host: bool) -> object:
-        size = self._shared.layout.part_bytes[group]
-        here = self._address + size * np.arange(len(addresses), dtype=np.int64)
-        sizes = np.full(len(addresses), size, np.int64)
+        here, sizes = self._parts[group][: len(addresses)], self._sizes[group][: len(addresses)]
         targets, sources = (addresses, here) if to_host else (here, addresses)
         with self._torch.cuda.stream(self._stream):
             return self._shared.batch_copy(targets, sources, sizes, not to_host)
 
     def digest(self, group: int, rows: int) -> None:
         size = self._shared.layout.part_bytes[group]
-        with self._torch.cuda.stream(self._stream):
-            _launch(
-                kernels.digest,
-                self._buffer,
-                self._shared.numbers,
-                self._totals,
-                self._sums.data_ptr(),
-                rows,
-                size,
-                self._shared.programs,
-            )
+        _queue(
+            kernels.digest,
+            self._buffer,
+            self._shared.numbers,
+            self._totals,
+            self._sums_at,
+            rows,
+            size,
+            self._shared.programs,
+            self._launch,
+        )
 
     def sums(self, group: int, rows: int) -> list[int]:
         pieces = pieces_of(self._shared.layout.part_bytes[group])
-        numbers = self._sums[: rows * pieces].numpy().view(np.uint64).reshape(rows, pieces)
-        return [sum_of(row) for row in numbers.tolist()]
+        return [sum_of(row) for row in self._sums[: rows * pieces].reshape(rows, pieces).tolist()]
 
     def record(self) -> Event:
         return end_of(self._torch, self._stream)
@@ -207,6 +210,7 @@ class DeviceSums:
     def __init__(self, torch: Any, device: Any, stream: Any, longest: int) -> None:
         self._torch = torch
         self._stream = stream
+        self._launch = QuickLaunch(torch, stream)
         sample = np.random.default_rng(0).integers(0, 256, min(longest, _SAMPLE), dtype=np.uint8)
         with torch.cuda.stream(stream):
             self._sums = torch.empty(pieces_of(longest), dtype=torch.int64, pin_memory=True)
@@ -228,23 +232,23 @@ class DeviceSums:
     def take(self, buffer: Any, skip: int, size: int) -> int:
         """The checksum of a buffer's bytes after the first `skip`."""
         words = buffer[skip : skip + size].view(self._torch.int64)
-        with self._torch.cuda.stream(self._stream):
-            _launch(
-                kernels.digest,
-                words,
-                self._numbers,
-                self._totals,
-                self._sums.data_ptr(),
-                1,
-                size,
-                self._programs,
-            )
-            self._stream.synchronize()
+        _queue(
+            kernels.digest,
+            words,
+            self._numbers,
+            self._totals,
+            self._sums.data_ptr(),
+            1,
+            size,
+            self._programs,
+            self._launch,
+        )
+        self._stream.synchronize()
         return sum_of(self._sums[: pieces_of(size)].numpy().view(np.uint64).tolist())
 
 
-def _launch(kernel: Any, *arguments: Any, **options: Any) -> None:
+def _queue(work: Any, *arguments: Any, **options: Any) -> None:
     try:
-        kernel(*arguments, **options)
+        work(*arguments, **options)
     except kernels.ERRORS as error:
         raise RuntimeError(f"a kernel for staged records failed: {error}") from error

@@ -15,15 +15,14 @@ from kvtier.core.transfer import TransferKind
 from kvtier.device.accelerator import ERRORS
 from kvtier.device.jobs import Busy, Job, JobResult, Prover
 from kvtier.device.layout import DeviceLayout
-from kvtier.device.plan import Pieces, cut
+from kvtier.device.plan import Ints, Pieces, cut
 from kvtier.types import BlockKey, Outcome, group_of
 
 logger = logging.getLogger(__name__)
 
 LOCK_KEPT_S = 2e-4
 """For so long the engine's thread keeps Python's lock while one of a copier's waits for it. These
-need it several times for each batch, and briefly: with Python's own 5 ms a sixth of a link's speed
-is left beside an engine that is busy in Python (docs/GPU.md)."""
+need it several times for each batch, and briefly (docs/GPU.md)."""
 
 
 class Work:
@@ -34,14 +33,15 @@ class Work:
         self.pieces = pieces
         self.mark = mark
         """How far the engine's own work had come when the job was given, as the copier says it."""
+        self.reached = False  # that far, as a thread has seen
+        self.places: Ints | None = None  # what `staged.py` makes of the pieces
         self.groups: list[int] = pieces.group.tolist()
         self.waiting = deque(row for row in range(len(pieces)) if row not in job.files)
         """Rows with a slot that have not begun; those without are `unread`."""
         self.unread = deque(sorted(job.files))
         self.outcomes = [Outcome.CANCELLED] * len(pieces)
         self.copying, self.reading = Busy(), Busy()
-        self.holding = 0
-        """Running rows that still touch the device."""
+        self.holding = 0  # running rows that still touch the device
         self.failed = False
         """A record of this load was not what it should be: the others are looked at, not copied."""
         self.moved = self.read = 0

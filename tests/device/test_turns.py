@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.device.staged import LOADS_AT_ONCE, STORES_SHARE, Turns
+from kvtier.device.staged import STORES_AT_ONCE, STORES_SHARE, Turns
 
 NEVER_S = 30.0
 
@@ -33,8 +33,8 @@ def together(*actions: Callable[[], None]) -> None:
         assert not thread.is_alive()
 
 
-def test_without_loads_stores_do_not_wait_for_each_other() -> None:
-    turns, meeting = Turns(), threading.Barrier(2, timeout=NEVER_S)
+def test_without_loads_a_few_stores_go_together() -> None:
+    turns, meeting = Turns(), threading.Barrier(STORES_AT_ONCE, timeout=NEVER_S)
 
     def store() -> None:
         with turns.store():
@@ -44,7 +44,7 @@ def test_without_loads_stores_do_not_wait_for_each_other() -> None:
         pass  # that one is over
     with contextlib.suppress(RuntimeError), turns.load():
         raise RuntimeError("and so is this one")
-    together(store, store)
+    together(*[store] * STORES_AT_ONCE)
 
 
 def test_loads_wait_for_nothing() -> None:
@@ -53,14 +53,14 @@ def test_loads_wait_for_nothing() -> None:
         pass
 
 
-def test_one_load_too_many_waits_until_another_has_left_the_link() -> None:
-    """What the engine copies waits for all that are there."""
+def test_one_store_too_many_waits_until_another_has_left_the_link() -> None:
+    """What the engine copies to the host waits for all that are there."""
     turns = Turns()
     with contextlib.ExitStack() as there:
-        for _ in range(LOADS_AT_ONCE):
-            there.enter_context(turns.load())
+        for _ in range(STORES_AT_ONCE):
+            there.enter_context(turns.store())
         assert not turns._room.acquire(blocking=False)
-    together(turns.load().__enter__)
+    together(turns.store().__enter__)
 
 
 def test_beside_a_load_stores_go_one_after_the_other() -> None:

@@ -184,6 +184,17 @@ def test_kernels_that_were_built_at_the_start_are_not_built_again(
     stage.copier.close()
 
 
+def test_kernels_are_launched_by_the_driver_alone(torch: Any) -> None:
+    """By Triton, a link would be kept waiting for the host."""
+    launch = pytest.importorskip("kvtier.device.launch")
+    stage = Stage(torch, 16384)
+    assert stage.run(STORE, Blocks(np.arange(6), [6, 0], [0, 0])).ok
+    interpreted = pytest.importorskip("triton").knobs.runtime.interpret
+    assert launch._builds
+    assert all((build is None) == interpreted for build in launch._builds.values())
+    stage.copier.close()
+
+
 def test_few_streams_are_taken_that_the_engine_might_share(
     torch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
