@@ -45,6 +45,17 @@ class Link:
         stop.synchronize()
         return float(start.elapsed_time(stop))
 
+    def beside(self, action: Callable[[], float]) -> float:
+        """What an action says while both directions are full."""
+        for (device, host), stream, out in zip(self._pairs, self._streams, (0, 1), strict=True):
+            with self._torch.cuda.stream(stream):
+                for _ in range(16):
+                    target, source = (host, device) if out else (device, host)
+                    target.copy_(source, non_blocking=True)
+        result = action()
+        self._torch.cuda.synchronize()
+        return result
+
     def loses(self) -> float:
         """How much longer copies to the device take beside copies to the host, in percent."""
         alone = self._to_device()
@@ -144,6 +155,7 @@ def products_of(torch: Any) -> Callable[[int], tuple[Any, Any]]:
 
     def queue(count: int) -> tuple[Any, Any]:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.mm(matrix, matrix)  # the device is busy until the first that counts is queued
         start.record()
         for _ in range(count):
             torch.mm(matrix, matrix)
@@ -165,15 +177,16 @@ def product_of(torch: Any) -> Callable[[], float]:
     return product
 
 
-def small_copy_of(torch: Any) -> Callable[[], float]:
-    """A few bytes to the device, as an engine sends before each step: they may have to wait behind
-    what loads have on the link. It says how long one takes, in microseconds."""
+def small_copy_of(torch: Any, *, to_host: bool = False) -> Callable[[], float]:
+    """A few bytes to the device, as an engine sends before each step, or to the host, as it fetches
+    after each: they may have to wait behind what loads, or stores, have on the link. It says how
+    long one takes, in microseconds."""
     host = torch.zeros(1024, dtype=torch.int32, pin_memory=True)
     there = torch.zeros(1024, dtype=torch.int32, device="cuda")
 
     def copies() -> None:
         for _ in range(30):
-            there.copy_(host, non_blocking=True)
+            (host if to_host else there).copy_(there if to_host else host, non_blocking=True)
             torch.cuda.current_stream().synchronize()
 
     return lambda: seconds_of(copies) / 30 * 1e6
@@ -197,11 +210,11 @@ def _repeated(turn: Callable[[], tuple[float, ...]]) -> list[tuple[float, ...]]:
 def disturbance(torch: Any, report: Report) -> None:
     """What loads lose while stores run, which go on meanwhile, or a loop in Python, or matrix
     products; and, while both run, a matrix product, a small copy, and a loop in Python."""
-    duplex, product, small = Duplex(torch, SIZE), product_of(torch), small_copy_of(torch)
-    products = products_of(torch)
+    duplex, product, products = Duplex(torch, SIZE), product_of(torch), products_of(torch)
+    small, back = small_copy_of(torch), small_copy_of(torch, to_host=True)
 
     def disturbed() -> tuple[float, ...]:
-        return product(), small(), python_loop()
+        return product(), small(), back(), python_loop()
 
     def turn() -> tuple[float, ...]:
         alone = seconds_of(duplex.load), seconds_of(duplex.store)
@@ -211,10 +224,12 @@ def disturbance(torch: Any, report: Report) -> None:
 
     medians = [statistics.median(column) for column in zip(*_repeated(turn), strict=True)]
     alone, stores, both, meanwhile, python, computing, *others = medians
-    calm, prompt, free, busy, late, shared = others
+    calm, prompt, there, free, busy, late, home, shared = others
     link = Link(torch)
     bare = statistics.median([link.loses() for _ in range(TURNS + 1)][1:])
     report.add("large copies to the device lose beside others to the host", bare, "%")
+    crossed = statistics.median([link.beside(product) / product() for _ in range(TURNS + 1)][1:])
+    report.add("a matrix product loses beside large copies both ways", (crossed - 1) * 100, "%")
     report.add("loads alone", duplex.bytes / alone / 1e9, "GB/s")
     report.add("stores alone", duplex.bytes / stores / 1e9, "GB/s")
     report.add("loads while stores run", duplex.bytes / both / 1e9, "GB/s")
@@ -226,6 +241,8 @@ def disturbance(torch: Any, report: Report) -> None:
     report.add("a loop in Python loses while both run", (shared / free - 1) * 100, "%")
     report.add("4 KiB to the device take", prompt, "us")
     report.add("4 KiB to the device take while both run", late, "us")
+    report.add("4 KiB to the host take", there, "us")
+    report.add("4 KiB to the host take while both run", home, "us")
     if not duplex.outlasted:
         print("what disturbs ended before what is disturbed: these figures flatter", flush=True)
     duplex.arena.close()

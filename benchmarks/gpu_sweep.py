@@ -46,7 +46,7 @@ class Variant(NamedTuple):
     buffers: int = staging._EACH_WAY
     """As many threads, too: one that waits for a buffer is of no use."""
     stores: float = staged.STORES_SHARE
-    loads: int = staged.LOADS_AT_ONCE
+    sending: int = staged.STORES_AT_ONCE
     queues: int = 0
     """Queues of the device, which its streams share: as many as there are if it says nothing."""
 
@@ -63,13 +63,13 @@ VARIANTS = [
     Variant("all of the multiprocessors", share=1),
     Variant("stores give no way to loads", stores=1.0),
     Variant("stores have a quarter of the time", stores=0.25),
-    Variant("2 loads at once", loads=2),
-    Variant("4 loads at once", loads=4),
+    Variant("a store at once", sending=1),
+    Variant("3 stores at once", sending=3),
     Variant("32 queues", queues=32),
     Variant("2 buffers", buffers=2),
-    Variant("8 buffers of 16 MiB", buffers=8, batch=16 << 20, loads=6),
-    Variant("batches of 16 MiB", batch=16 << 20),
-    Variant("batches of 64 MiB", batch=64 << 20),
+    Variant("4 buffers", buffers=4),
+    Variant("batches of 32 MiB", batch=32 << 20),
+    Variant("batches of 128 MiB", batch=128 << 20),
     Variant("as they are, again"),
 ]
 
@@ -79,7 +79,7 @@ def built_with(variant: Variant) -> Iterator[None]:
     """Copiers that are opened meanwhile have a variant's numbers."""
     places: list[tuple[Any, str, float]] = [
         (staged, "STORES_SHARE", variant.stores),
-        (staged, "LOADS_AT_ONCE", variant.loads),
+        (staged, "STORES_AT_ONCE", variant.sending),
         (kernels, "SHARE", variant.share),
         (CudaCopier, "_BATCH_BYTES", variant.batch),
         (staging, "_EACH_WAY", variant.buffers),

@@ -2,8 +2,8 @@
 
     python -m benchmarks.lock              JSON=result.json python -m benchmarks.lock
 
-Needs no GPU: the device is pretended, and its link and kernels take as long as they do on an H200
-(docs/GPU.md). All that the host does is real, but for the checksums, which the device takes.
+Needs no GPU: the device is pretended. Its link and kernels, and what the host does to begin them,
+take as long as they did on an H100 (docs/GPU.md). All else that the host does is real.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ from kvtier.device.plan import Blocks, Copies, Ints
 from kvtier.types import block_key
 
 LINK_BYTES_PER_S = 55e9
-PAGES_S, SUMS_S = 150e-6, 100e-6
-"""What gathering 32 MiB of pages takes, on an eighth of the device, and their checksums."""
+PAGES_S, SUMS_S = 200e-6, 180e-6
+"""What gathering 64 MiB of pages takes, on a sixteenth of the device, and their checksums."""
+LAUNCH_S, CROSS_S, MARK_S, WAKE_S = 42e-6, 75e-6, 5e-6, 45e-6
+"""How long a thread keeps the lock to begin kernels, or a copy, or to mark a place in a stream; and
+how late it wakes up."""
 PAGE = 64 << 10
 RECORDS, JOBS, TURNS = 32, 16, 5
 KEPT_S = (5e-3, 1e-3, 5e-4, 2e-4, 1e-4)
@@ -47,7 +50,13 @@ class Event:
     def synchronize(self) -> None:
         left = self._at - time.perf_counter()
         if left > 0:
-            time.sleep(left)
+            time.sleep(left + WAKE_S)
+
+
+def keep_the_lock(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
 
 
 class Link:
@@ -74,6 +83,7 @@ class Buffer:
         self.rows: Sequence[int] = [rows]
 
     def _takes(self, seconds: float) -> None:
+        keep_the_lock(LAUNCH_S)
         self._at = max(time.perf_counter(), self._at) + seconds
 
     def gather(self, group: int, ids: Ints) -> None:
@@ -83,6 +93,7 @@ class Buffer:
         self._takes(PAGES_S)
 
     def fetch(self, group: int, addresses: Ints) -> object:
+        keep_the_lock(CROSS_S)
         self._at = max(self._at, self._link.cross(len(addresses) * self._part_bytes))
         return addresses
 
@@ -95,6 +106,7 @@ class Buffer:
         return [0] * rows
 
     def record(self) -> Event:
+        keep_the_lock(MARK_S)
         return Event(self._at)
 
     def after(self, event: object) -> None:
@@ -103,7 +115,7 @@ class Buffer:
     def to_device(self, copies: Copies) -> object:
         raise NotImplementedError("all goes by way of buffers")
 
-    within = to_host = to_device
+    to_host = to_device
 
 
 class Device:
@@ -119,14 +131,11 @@ class Device:
         return Event(0.0)
 
     def lane(self, *, urgent: bool) -> Buffer:
-        return self.buffer(0, 0, urgent=urgent)
+        return Buffer(self._links[urgent], 0, 0)
 
     def stages(self, layout: DeviceLayout, batch_bytes: int, *, urgent: bool) -> list[Buffer]:
         (size,) = layout.part_bytes
-        return [self.buffer(size, batch_bytes // size, urgent=urgent) for _ in range(4)]
-
-    def buffer(self, size: int, rows: int, *, urgent: bool) -> Buffer:
-        return Buffer(self._links[urgent], size, rows)
+        return [Buffer(self._links[urgent], size, batch_bytes // size) for _ in range(3)]
 
 
 class Arena:

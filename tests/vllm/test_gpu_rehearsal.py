@@ -34,7 +34,7 @@ gpu.main()
 """
 
 _SWEEP = """
-TITLES = ["as they are", "8 buffers of 16 MiB"]
+TITLES = ["as they are", "4 buffers"]
 import pretend_cuda
 from benchmarks import gpu_arena, gpu_beside, gpu_kernels, gpu_sweep
 gpu_arena.RECORD_BYTES, gpu_beside.SIDE, gpu_beside.ROUNDS = 1 << 20, 32, 4
@@ -57,8 +57,8 @@ def run_part(part, report, seconds):
     global now
     title = part.args[1].title
     begun.append(title)
-    now += seconds if title == "2 loads at once" else 25.0
-    return title != "2 loads at once"
+    now += seconds if title == "a store at once" else 25.0
+    return title != "a store at once"
 
 gpu_sweep.run_part, gpu_sweep.time.perf_counter = run_part, lambda: now
 try:
@@ -114,14 +114,14 @@ def test_the_sweep(tmp_path: Path) -> None:
     assert "as they are: store, pages of 64 KiB" in figures
     assert "as they are: gathering 1 MiB of pages of 16 KiB takes" in figures
     assert "as they are: sending 1 MiB of pages of 16 KiB takes the thread that waits" in figures
-    assert "8 buffers of 16 MiB: a product loses meanwhile" in figures
+    assert "4 buffers: a product loses meanwhile" in figures
 
 
 def test_a_sweep_with_little_time_ends_as_it_began() -> None:
     """With the usual numbers, whatever was left out, and whoever hung."""
     said = python("-c", _HURRIED, LIMIT_S="250").splitlines()
-    assert "8 buffers of 16 MiB: no time left" in said
+    assert "4 buffers: no time left" in said
     assert said[-2:] == [
-        "these variants failed: 2 loads at once",
+        "these variants failed: a store at once",
         "as they are, again 8 235.0",
     ]
