@@ -40,6 +40,7 @@ SHARE = 16
 """A kernel has one program for so many multiprocessors, each of which keeps one of them busy: the
 model wants them, too, and where its kernels are, there may be no room for others beside them. With
 twice as many programs a matrix product loses several times as much (docs/GPU.md)."""
+_LEAST = 4
 SMALLEST_PART = 256
 """Of shorter parts xxh3 is another function."""
 WORD_BYTES = 8
@@ -284,8 +285,10 @@ def _finish(
 
 
 def programs_of(multiprocessors: int) -> int:
-    """How many programs a kernel has at the most, on a device with so many."""
-    return max(1, multiprocessors // SHARE)
+    """How many programs a kernel has at the most, on a device with so many. One multiprocessor
+    moves and adds up some 20 GB/s: with fewer than a few, small devices would not fill their link.
+    """
+    return min(multiprocessors, max(_LEAST, multiprocessors // SHARE))
 
 
 class References(NamedTuple):

@@ -81,6 +81,7 @@ for size in (256, 1024, 1088, 40_000, 2 << 20, (2 << 20) + 1016, (2 << 20) + 102
     kernels.digest(words, numbers, totals, sums.data_ptr(), 2, size, 3)
     found = sums.numpy().view(np.uint64).reshape(2, -1).tolist()
     assert [sum_of(row) for row in found] == [part_sum(part.data) for part in data], size
+assert [kernels.programs_of(many) for many in (132, 66, 24, 2)] == [8, 4, 4, 2]
 """
 
 
