@@ -64,8 +64,8 @@ class ObjectSettings(TierSettings, frozen=True, kw_only=True, tag="object"):
     addressing: Literal["auto", "path", "virtual"] = "auto"
     """Whether the bucket is in the path or in the host name; auto: the host for AWS, else path."""
     ca_bundle: str | None = None
-    """A file with the certificates of the authorities to trust; without it, what AWS_CA_BUNDLE or
-    the profile names, or the system's."""
+    """A file with the certificates of the authorities to trust; without it, what AWS_CA_BUNDLE,
+    the profile or REQUESTS_CA_BUNDLE names, or the system's."""
     profile: str | None = None
     """The AWS profile to take credentials from."""
     conditional_put: bool = True

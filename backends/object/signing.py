@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import re
 import threading
 import time
@@ -104,6 +105,7 @@ class Signer:
         if missing:
             where = "" if profile else ", which the environment names"
             raise NoCredentials(f"there is no AWS profile {named!r}{where}: correct it or its file")
+        self.ca_bundle = self.ca_bundle or os.environ.get("REQUESTS_CA_BUNDLE")  # as botocore does
         self.region = check_region(region or configured or "us-east-1")
         # at DEBUG botocore logs whole requests and answers, which contain session tokens
         logging.getLogger("botocore").setLevel(logging.INFO)

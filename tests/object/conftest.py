@@ -24,6 +24,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing of the machine's own AWS set-up reaches a test."""
     for name in ("PROFILE", "SESSION_TOKEN", "ENDPOINT_URL", "ENDPOINT_URL_S3", "CA_BUNDLE"):
         monkeypatch.delenv(f"AWS_{name}", raising=False)
+    monkeypatch.delenv("REQUESTS_CA_BUNDLE", raising=False)
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)

@@ -43,7 +43,7 @@ def store(tls_server: HostileServer, opened: Opener, certificate: Path) -> S3Sto
     return opened(endpoint=endpoint, ca_bundle=str(certificate))
 
 
-@pytest.mark.parametrize("by", ["environment", "profile"])
+@pytest.mark.parametrize("by", ["AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "profile"])
 def test_the_authorities_that_other_tools_trust_there(
     tls_server: HostileServer,
     opened: Opener,
@@ -52,12 +52,20 @@ def test_the_authorities_that_other_tools_trust_there(
     tmp_path: Path,
     by: str,
 ) -> None:
-    if by == "environment":
-        monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+    if by != "profile":
+        monkeypatch.setenv(by, str(certificate))
     else:
         config = tmp_path / "config"
         config.write_text(f"[default]\nca_bundle = {certificate}\n")
         monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    assert get(opened(endpoint=tls_server.endpoint.replace("http:", "https:"))) is GetOutcome.FOUND
+
+
+def test_what_names_authorities_for_stores_alone_goes_first(
+    tls_server: HostileServer, opened: Opener, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/nowhere/authorities.pem")
     assert get(opened(endpoint=tls_server.endpoint.replace("http:", "https:"))) is GetOutcome.FOUND
 
 
