@@ -124,7 +124,7 @@ def _count(place: Place, store: Store, uses_of: str | None) -> None:
             part = Part(tier=place.tier, kind=place.kind, namespace=name, in_use=None)
             parts[name] = part
             check_namespaces(parts)
-            down = down or _read_about(place, store, part, uses_of)
+            down = _read_about(place, store, part, uses_of) or down
         part.blocks += 1
         part.bytes += info.size
         part.add_times(info.modified_s, info.modified_s)

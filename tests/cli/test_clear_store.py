@@ -7,13 +7,14 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.backends import object as object_tier
 from kvtier.backends.object.errors import AccessDenied, StoreError, Unavailable
 from kvtier.backends.object.files import FileStore
-from kvtier.backends.object.names import block_name
+from kvtier.backends.object.names import block_name, description_name
 from kvtier.backends.object.store import ObjectInfo
 from kvtier.cli import commands, look_objects, trials
 from kvtier.cli.blocks import blocks_of
@@ -21,7 +22,7 @@ from kvtier.cli.holdings import look
 from kvtier.cli.look_objects import empty_store, remove_namespace
 from kvtier.config import load
 from kvtier.core.settings import TierSettings
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.records import GROUPED, NAMESPACE, make_keys
 
 BLOCKS = 2500
 AT_ONCE = 100
@@ -181,6 +182,32 @@ def test_a_store_that_is_lost_while_it_is_looked_through_is_said(
     found = json.loads(capsys.readouterr().out)
     assert found["counts"]["bad"] == BLOCKS - 1
     assert "it is away" in found["troubles"][0]
+
+
+@pytest.mark.parametrize("count", [True, False])
+def test_what_tells_of_one_namespace_and_cannot_be_read_hides_not_what_tells_of_another(
+    count: bool,
+    settings: TierSettings,
+    store: Counting,
+    stack_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed, other = sorted([NAMESPACE, GROUPED], key=lambda namespace: namespace.id)
+    for namespace in (closed, other):
+        store.put(description_name(namespace.id), [memoryview(namespace.to_json())])
+        store.put(block_name(namespace.id, make_keys(1)[0]), [memoryview(b"x")])
+    read = store.get_up_to
+
+    def get_up_to(name: str, *words: Any, **named: Any) -> int | None:
+        if name == description_name(closed.id):
+            raise Unavailable("it is away")
+        return read(name, *words, **named)
+
+    monkeypatch.setattr(store, "get_up_to", get_up_to)
+    (place,) = look(load(stack_file), 2, count=count)
+    assert {part.namespace for part in place.parts} == {closed.id, other.id}
+    assert place.namespaces == {other.id: other}
+    assert "it is away" in place.troubles[0]
 
 
 def test_what_is_not_kvtiers_stays_and_what_is_a_newer_ones_with_its_description(
