@@ -338,7 +338,7 @@ def opened_store(settings: TierSettings) -> Iterator[Store]:
         with closing(open_for(settings)) as store:
             yield store
     except StoreError as error:
-        raise MediumError(str(error)) from error
+        raise MediumError(_down(error)) from error
 
 
 def unusable_here(config: StackConfig) -> Iterator[ConfigError]:

@@ -358,7 +358,8 @@ def _below(place: Place, namespace: str) -> str:
 
 
 def _surveyed(settings: ObjectSettings, place: Place, going: set[str]) -> Iterator[Rubbish]:
-    from kvtier.backends.object import capacity_of, gc, open_for
+    from kvtier.backends.object import capacity_of, gc
+    from kvtier.cli.look_objects import opened_store
 
     capacity = capacity_of(settings)
     age_s = None if settings.age_max is None else settings.age_max.seconds
@@ -369,7 +370,7 @@ def _surveyed(settings: ObjectSettings, place: Place, going: set[str]) -> Iterat
         return gc.survey(store, capacity, age_s, time.time(), going)
 
     def collect() -> bool:
-        with contextlib.closing(open_for(settings)) as store:
+        with opened_store(settings) as store:
             found = survey(store)
             gone, _ = gc.collect(store, found)
         if kept := len(found.doomed) - gone:
@@ -377,10 +378,10 @@ def _surveyed(settings: ObjectSettings, place: Place, going: set[str]) -> Iterat
         return True
 
     def remove_bare(namespace: str) -> bool:
-        with contextlib.closing(open_for(settings)) as store:
+        with opened_store(settings) as store:
             return gc.remove_bare(store, namespace, time.time())
 
-    with contextlib.closing(open_for(settings)) as store:
+    with opened_store(settings) as store:
         found = survey(store)
     if found.doomed:
         what = f"{len(found.doomed)} blocks that are too old or over the budget"

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from contextlib import closing
 
 import msgspec
 
-from kvtier.backends.object import ObjectSettings, open_for
-from kvtier.cli.look_objects import delete_objects, empty_store
+from kvtier.backends.object import ObjectSettings
+from kvtier.cli.look_objects import delete_objects, empty_store, opened_store
 
 _BENCH = "kvtier-bench-"
 _DOCTOR = "kvtier-doctor/"
@@ -31,10 +30,10 @@ def new_probe() -> str:
 
 def left_behind(settings: ObjectSettings) -> dict[str, int]:
     """Names of benches' places and of the doctor's objects that nobody uses any more, and how many
-    bytes each has. Raises StoreError."""
+    bytes each has. Raises MediumError."""
     sizes: dict[str, int] = {}
     latest: dict[str, float] = {}
-    with closing(open_for(settings)) as store:
+    with opened_store(settings) as store:
         for prefix in (_BENCH, _DOCTOR):
             for info in store.list(prefix):
                 name = info.name.partition("/")[0] if prefix == _BENCH else info.name
@@ -45,7 +44,7 @@ def left_behind(settings: ObjectSettings) -> dict[str, int]:
 
 
 def remove_left(settings: ObjectSettings, name: str) -> bool:
-    """Remove one of these, unless it is in use after all. Raises StoreError or MediumError."""
+    """Remove one of these, unless it is in use after all. Raises MediumError."""
     if name not in left_behind(settings):
         return False
     if name.startswith(_DOCTOR):

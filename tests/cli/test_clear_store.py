@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from kvtier.backends import object as object_tier
 from kvtier.backends.object.errors import AccessDenied, StoreError, Unavailable
 from kvtier.backends.object.files import FileStore
 from kvtier.backends.object.names import block_name, description_name
 from kvtier.backends.object.store import ObjectInfo
-from kvtier.cli import commands, look_objects, trials
+from kvtier.cli import commands, look_objects
 from kvtier.cli.blocks import blocks_of
 from kvtier.cli.holdings import look
 from kvtier.cli.look_objects import empty_store, remove_namespace
@@ -151,10 +150,7 @@ def test_gc_lists_a_store_once_unless_it_looks_for_what_is_idle(
     settings: TierSettings,
     store: Counting,
     stack_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (object_tier, trials):
-        monkeypatch.setattr(module, "open_for", lambda settings: store)
     assert commands.run(["gc", "--dry-run", "--config", str(stack_file), *words]) == 0
     assert times * BLOCKS <= store.listed < times * BLOCKS + 20
 
@@ -208,6 +204,15 @@ def test_what_tells_of_one_namespace_and_cannot_be_read_hides_not_what_tells_of_
     assert {part.namespace for part in place.parts} == {closed.id, other.id}
     assert place.namespaces == {other.id: other}
     assert "it is away" in place.troubles[0]
+
+
+def test_gc_says_what_to_do_about_a_store_that_is_lost_meanwhile(
+    settings: TierSettings, store: Counting, stack_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.lost_after = 5
+    assert commands.run(["gc", "--config", str(stack_file)]) == 1
+    said = "kvtier: it is away; see that the store is running, and kvtier doctor\n"
+    assert capsys.readouterr().err == said
 
 
 def test_what_is_not_kvtiers_stays_and_what_is_a_newer_ones_with_its_description(
