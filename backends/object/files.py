@@ -89,17 +89,21 @@ class FileStore(Store):
         with _mapped(name):
             if if_absent and os.path.exists(target):
                 return PutOutcome.ALREADY_THERE
-            temporary = self._write_temporary(target, buffers)
+            temporary = self._temporary_for(target)
             try:
+                self._write(temporary, buffers)
                 return self._publish(temporary, target, if_absent)
             except OSError:
                 _remove(temporary)
+                self._prune(os.path.dirname(target))
                 raise
 
-    def _write_temporary(self, target: str, buffers: Sequence[Buffer]) -> str:
-        folder = os.path.dirname(target)
+    def _temporary_for(self, target: str) -> str:
         own = f"{_TMP}{writers.this_process()}-{secrets.token_hex(8)}"
-        temporary = os.path.join(folder, own)
+        return os.path.join(os.path.dirname(target), own)
+
+    def _write(self, temporary: str, buffers: Sequence[Buffer]) -> None:
+        folder = os.path.dirname(temporary)
         for _ in range(_TRIES):  # a folder that `delete` found empty may vanish between two calls
             with contextlib.suppress(FileNotFoundError):
                 self._make_folder(folder)
@@ -108,14 +112,9 @@ class FileStore(Store):
         else:
             raise Conflict(f"{folder} keeps vanishing: others delete there at this moment")
         try:
-            try:
-                write_all(self._disk, fd, buffers, 0)
-            finally:
-                self._disk.close(fd)  # over a network this may be what finds the disk full
-        except OSError:
-            _remove(temporary)
-            raise
-        return temporary
+            write_all(self._disk, fd, buffers, 0)
+        finally:
+            self._disk.close(fd)  # over a network this may be what finds the disk full
 
     def _publish(self, temporary: str, target: str, if_absent: bool) -> PutOutcome:
         if not if_absent:
@@ -343,7 +342,7 @@ def _is_abandoned(temporary: str, older_than_s: float) -> bool:
 
 
 def _remove(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         os.unlink(path)
 
 
