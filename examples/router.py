@@ -34,10 +34,14 @@ class Router(BaseHTTPRequestHandler):
         self.pass_on(b"")
 
     def do_POST(self) -> None:
-        if self.headers["Transfer-Encoding"]:
-            body = b"".join(self.chunks())
-        else:
-            body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        try:
+            if self.headers["Transfer-Encoding"]:
+                body = b"".join(self.chunks())
+            else:
+                body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        except ValueError:
+            self.send_error(400, "nobody can say where this body ends")
+            return
         self.pass_on(self.handed_over(body) if self.path in PROMPTS else body)
 
     def chunks(self) -> Iterator[bytes]:

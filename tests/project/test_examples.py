@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -137,3 +139,21 @@ def test_a_router_passes_on_what_is_no_prompt(body: bytes | tuple[bytes, ...]) -
     ):
         assert json.load(answer) == {"text": "yes"}
     assert (computed, answered) == ([], [(COMPLETIONS, None, b"[5]")])
+
+
+@pytest.mark.parametrize(
+    "request_end",
+    [
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\n[5",
+        b"Transfer-Encoding: chunked\r\n\r\n?\r\n[5]",
+        b"Content-Length: some\r\n\r\n[5]",
+    ],
+    ids=["cut short", "no length", "no number"],
+)
+def test_a_router_refuses_a_body_of_which_nobody_can_say_where_it_ends(request_end: bytes) -> None:
+    with routing("http://127.0.0.1:9", "http://127.0.0.1:9") as url:
+        place = urlsplit(url)
+        with socket.create_connection((place.hostname, place.port), timeout=60) as client:
+            client.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\n".encode() + request_end)
+            client.shutdown(socket.SHUT_WR)
+            assert client.makefile().readline().startswith("HTTP/1.0 400 nobody can say")
