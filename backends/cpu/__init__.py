@@ -117,7 +117,7 @@ class CpuBackend(Backend[CpuSettings]):
         return CpuHandler(Region.attach(region_path(settings, context)))
 
     def identity(self, settings: CpuSettings) -> str | None:
-        return f"cpu:{Path(settings.path).resolve()}/{settings.name}"
+        return str(Path(settings.path).resolve() / _named(settings))
 
 
 def _no_place(kind: type[NotHere], settings: CpuSettings) -> NotHere:
@@ -127,7 +127,12 @@ def _no_place(kind: type[NotHere], settings: CpuSettings) -> NotHere:
 
 def region_path(settings: CpuSettings, context: TierContext) -> Path:
     """Where the region of an engine lies."""
-    return Path(settings.path) / f"kvtier-{os.getuid()}-{settings.name}-{context.engine}{SUFFIX}"
+    return Path(settings.path) / f"{_named(settings)}-{context.engine}{SUFFIX}"
+
+
+def _named(settings: CpuSettings) -> str:
+    """How the names of its regions begin, whatever the engine."""
+    return f"kvtier-{os.getuid()}-{settings.name}"
 
 
 def _capacity(settings: CpuSettings) -> int:

@@ -156,6 +156,16 @@ def test_a_tier_within_the_folder_of_another(tmp_path: Path, inner: dict[str, st
     assert f"lies in {tmp_path}/blocks, where all counts as $.tiers[1]'s" in str(caught.value)
 
 
+@pytest.mark.parametrize("path", ["", "/memory"])
+def test_host_memory_within_the_folder_of_a_tier(tmp_path: Path, path: str) -> None:
+    host = tmp_path / f"blocks{path}"
+    host.mkdir(parents=True)
+    with pytest.raises(ConfigErrors) as caught:
+        load(stack(tmp_path, {"path": str(host)}, {}))
+    assert [error.place for error in caught.value.errors] == ["$.tiers[0]"]
+    assert f"lies in {tmp_path}/blocks, where all counts as $.tiers[1]'s" in str(caught.value)
+
+
 def test_checking_leaves_nothing_behind(tmp_path: Path) -> None:
     load(stack(tmp_path, {}, {}), record_bytes=RECORD)
     assert list(tmp_path.iterdir()) == []
