@@ -153,9 +153,17 @@ class ThreadMover(Mover):
         return None
 
     def _run(self, batch: Batch) -> None:
-        if batch.verdict is None and self._guarded(self._carrier.carry, batch):
+        if batch.verdict is None and self._guarded(self._carry, batch):
             return
         self._guarded(self._carrier.announce, batch)
+
+    def _carry(self, batch: Batch) -> None:
+        try:
+            self._carrier.carry(batch)
+        except Exception:
+            raise
+        except BaseException as error:  # a panic of Rust code: no signal ever ends this thread
+            raise RuntimeError("a handler raised what is no Exception") from error
 
     def _guarded(self, action: Callable[[Batch], None], batch: Batch) -> bool:
         """Keep a handler's bug from ending the thread: its blocks fail, everything else goes on."""

@@ -36,6 +36,12 @@ class Fault(enum.IntEnum):
     GONE = 1
     RAISE = 2
     """A bug in the handler: an exception that no handler may raise."""
+    PANIC = 3
+    """One in a library of its, which raises what is no Exception."""
+
+
+class Panic(BaseException):
+    """As Rust code raises it by way of pyo3."""
 
 
 class HostSpec(SlotSpec):
@@ -149,6 +155,8 @@ class Medium:
             os.close(gate)
         if any(self._row(0)[slot] == Fault.RAISE for slot in slots):
             raise RuntimeError("a fault that the test asked for")
+        if any(self._row(0)[slot] == Fault.PANIC for slot in slots):
+            raise Panic("a fault that the test asked for")
         yield
 
     def gone(self, slot: int) -> bool:

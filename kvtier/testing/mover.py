@@ -236,8 +236,8 @@ class MoverContract:
     def test_a_handler_that_raises_fails_its_batch_and_nothing_else(self, rig: MoverRig) -> None:
         slots = list(range(8))
         rig.fill(NEAR, slots)
-        rig.media[NEAR].break_(0, Fault.RAISE)
-        for _ in range(4):  # more often than there are threads
+        for fault in [Fault.RAISE, Fault.PANIC] * 4:  # more often than there are threads
+            rig.media[NEAR].break_(0, fault)
             outcomes = rig.outcomes(rig.load(slots))
             assert outcomes[0] is Outcome.IO_ERROR
             assert outcomes[4:] == [Outcome.OK] * 4
