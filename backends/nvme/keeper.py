@@ -43,6 +43,8 @@ what happens meanwhile is one difference later on."""
 _HOUSEKEEPING_S = 1.0
 _GIVEN_ROUNDS = 3
 """So long what was given away is left to those who starve, before it is taken back."""
+_AWAY_S = 3600.0
+"""A trouble that comes back after so long is said again."""
 _USES_S = 10.0
 _CLOSE_S = 10.0
 """Who closes waits no longer for a disk that hangs: what is not written down by then is lost."""
@@ -85,7 +87,7 @@ class Keeper:
         self.unwell = False
         """Whether the last round came to nothing."""
         self._thread: threading.Thread | None = None
-        self._said: set[str] = set()
+        self._heard: dict[str, float] = {}
         self._broken: set[int] = set()
 
     def start(self) -> None:
@@ -166,8 +168,8 @@ class Keeper:
         self._say_once(f"NVMe folder {self.folder.root}: {problem}", trace)
 
     def _say_once(self, message: str, trace: Exception | None = None) -> None:
-        if message not in self._said:
-            self._said.add(message)
+        heard, self._heard[message] = self._heard.get(message, -_AWAY_S), time.monotonic()
+        if self._heard[message] - heard > _AWAY_S:
             logger.warning("%s", message, exc_info=trace)
 
     # -- looking ---------------------------------------------------------------------------
@@ -266,12 +268,10 @@ class Keeper:
         """Look once more, because a read may go wrong where nothing is."""
         try:
             self.folder.read_table(slab_id)
-        except NewerFormat:
+        except (NewerFormat, OSError):
             return
         except FormatError:
             self.folder.remove_slab(slab_id)
-        except OSError:
-            return
 
     def _make_room(self) -> None:
         """More slabs, if they are wanted and the budget and the floor allow it."""

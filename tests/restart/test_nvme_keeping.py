@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 from cli_world import no_rights
+from clocks import Clock
 from nvme_rig import Engine, open_files
 
 from kvtier.backends.nvme import keeper as keeper_module
@@ -346,6 +347,33 @@ def test_what_nobody_thought_of_ends_no_keeper_and_is_said_once(
     assert len(said) == 1
     engine.close()
     other.close()
+
+
+def test_a_trouble_is_said_again_only_if_it_was_away_for_an_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Disk):
+        fails = False
+
+        def free_bytes(self, path: Path) -> int:
+            if self.fails:
+                raise OSError(errno.EIO, "it fails")
+            return super().free_bytes(path)
+
+    disk, clock = Failing(), Clock()
+    engine = Engine(tmp_path / "kv", disk=disk)
+    engine.put(make_keys(1))
+    steady = SimpleNamespace(monotonic=clock, thread_time=time.thread_time, time_ns=time.time_ns)
+    monkeypatch.setattr("kvtier.backends.nvme.keeper.time", steady)
+    said = []
+    for fails in [True] * 5 + [False] * 2 + [True]:
+        disk.fails = fails
+        clock.now += 1800.0
+        engine.keeper.work(thorough=True)
+        said.append(caplog.text.count("it fails"))
+    assert said == [1, 1, 1, 1, 1, 1, 1, 2]
+    monkeypatch.undo()
+    engine.close()
 
 
 def test_a_disk_that_hangs_keeps_nobody_from_closing(
