@@ -53,7 +53,7 @@ def clear(
     What a running engine uses stays: stop it first. Objects in a store are removed all the same,
     for all servers that share it, which then count misses. Exit code 1 if anything stays.
     """
-    stack = load(config)
+    stack = load(config, to_write=False)  # each tier says what may not be done there
     places = look(stack, options.tier_of(tier, stack))
     chosen = "" if namespace is None else find_namespace(places, namespace)
     parts = [

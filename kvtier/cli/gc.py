@@ -53,7 +53,7 @@ def gc(
     What a running engine uses stays, and so does what is not kvtier's. Exit code 1 if something
     could not be removed or read.
     """
-    stack = load(config)
+    stack = load(config, to_write=False)  # each tier says what may not be done there
     # Of a store that is for what is idle alone: for all else it is listed anyway.
     places = look(stack, options.tier_of(tier, stack), count=idle is not None)
     rows, refused = _collect(find(stack, places, idle), dry_run)

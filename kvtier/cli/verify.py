@@ -68,7 +68,7 @@ def verify(
     are quarantined, broken slabs and bad objects removed, where no running engine owns them. What a
     newer kvtier wrote is left alone. Exit code 1 if anything is bad, or could not be read.
     """
-    stack = load(config, to_write=repair)
+    stack = load(config, to_write=False)
     places = look(stack, options.tier_of(tier, stack))
     chosen = "" if namespace is None else find_namespace(places, namespace)
     parts = [part for place in places for part in place.parts if part.namespace.startswith(chosen)]

@@ -49,9 +49,11 @@ def test_what_cannot_be_reached_hides_nothing_else(area: str, tmp_path: Path) ->
     trouble = f"kvtier: {tmp_path / closed / 'in'}: Permission denied"
     (tmp_path / closed).chmod(0)
     try:
-        for words in ("ls", "du", "verify", f"export {tmp_path}/out.kvpack"):
+        looks = ("ls", "du", "verify", f"export {tmp_path}/out.kvpack")
+        for words in (*looks, "verify --repair", "gc", "gc --idle 30d", "clear --yes"):
             done = command(*words.split(), "-c", stack, rights=False)
             assert (done.code, done.err[: len(trouble)]) == (1, trouble)
+        assert f"{2 * BLOCKS} blocks" in done.out, "the other tiers are cleared"
         assert command("config", "check", stack, "--elsewhere", rights=False).code == 0
         done = command("doctor", "-c", stack, "--json", rights=False)
         found = json.loads(done.out)["findings"]

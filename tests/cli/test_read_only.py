@@ -42,10 +42,6 @@ LOOKS = {
     "restore from": "restore --from file://{kept}/store -c {out}/stack.yaml",
 }
 DEEDS = {
-    "clear": "clear --yes -c {stack}",
-    "gc": "gc -c {stack}",
-    "gc dry": "gc --dry-run -c {stack}",
-    "repair": "verify --repair -c {stack}",
     "prewarm": "prewarm -c {stack}",
     "snapshot": "snapshot -c {stack}",
     "snapshot into": "snapshot -c {out}/stack.yaml --to file://{kept}/store",
@@ -145,6 +141,23 @@ def test_deeds_are_refused(words: str, run: Run, kept: Kept) -> None:
     done = run(words)
     assert done.code == 2
     assert "no right to write" in done.err or "is mounted read-only" in done.err
+    assert kept.state() == before
+
+
+@pytest.mark.parametrize("words", ["gc", "gc --dry-run", "verify --repair"])
+def test_who_finds_nothing_to_remove_needs_no_right_to(words: str, run: Run, kept: Kept) -> None:
+    before = kept.state()
+    done = run(f"{words} -c {{stack}}")
+    assert (done.code, done.err) == (0, "")
+    assert kept.state() == before
+
+
+def test_what_may_not_be_removed_stays_and_is_named(run: Run, kept: Kept) -> None:
+    before = kept.state()
+    done = run("clear --yes -c {stack}")
+    assert (done.code, done.out) == (1, "0 blocks (0 B) were removed\n")
+    for place in (f"{kept.kept}/host/", f"{kept.kept}/blocks/lock", "the store kept some objects"):
+        assert f"kvtier: {place}" in done.err
     assert kept.state() == before
 
 
