@@ -265,13 +265,13 @@ class Keeper:
         standing, dead = self._claims.renew()
         if standing is not None:
             self._plan_audits(standing, dead)
-        if self._unheard:
-            return
-        self._tell(self._journal.news())
-        if standing is not None:
-            self._teller.standing(standing)
-        self._join()
-        self.uses.look()
+        if not self._unheard:
+            self._tell(self._journal.news())
+            if standing is not None:
+                self._teller.standing(standing)
+            self._join()
+            self.uses.look()
+        self.puzzles.over()  # what else there is to do, a listing or deletes, may take minutes
 
     def _plan_audits(self, standing: Standing, dead: list[str]) -> None:
         """One of all who share a namespace lists everything each `audit`: what it finds it writes

@@ -237,3 +237,36 @@ def test_what_is_stored_while_everything_is_listed_is_written_down_all_along(
     assert len(written) > 3
     assert all(written)
     keeper.close()
+
+
+def test_a_store_is_known_to_be_well_before_all_of_it_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a long outage that comes first, and takes minutes: loads need not wait for it."""
+    monkeypatch.setattr(breath_module, "_SLICE_S", -1.0)
+    store = FileStore(tmp_path / "store")
+    filled(store, 3)
+    keeper, tier = opened(store)
+    keeper.open(tier.known)
+    list_all = store.list
+    unwell: list[bool] = []
+
+    def list_some(prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
+        for info in list_all(prefix, **more):
+            if away:
+                raise Unavailable("not now")
+            keeper._next_look = 0.0
+            yield info
+            if not prefix:
+                tier.tick()
+                unwell.append(tier.unwell)
+
+    store.list = list_some  # type: ignore[method-assign,assignment]
+    for away in (True, False):
+        keeper._next_audit = 0.0
+        keeper.work()
+        tier.tick()
+        assert tier.unwell is away
+    assert len(unwell) >= 3
+    assert not any(unwell)
+    keeper.close()

@@ -142,6 +142,22 @@ def test_what_others_remove_is_gone(world: World) -> None:
     assert world.hits() == KEYS[2:4]
 
 
+def test_it_says_whether_the_store_is_well(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **more: object) -> None:
+        raise AccessDenied("not now")
+
+    assert not world.tier.unwell
+    for audit in (True, False):
+        with monkeypatch.context() as patched:
+            patched.setattr(FileStore, "list", fail)
+            assert world.hits() == KEYS[:4]
+            assert world.tier.unwell
+        world.keeper._next_look = 0.0
+        world.keeper._next_audit = 0.0 if audit else world.keeper._steady() + 600
+        assert world.hits() == KEYS[:4]
+        assert not world.tier.unwell
+
+
 def test_it_lists_no_blocks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     prefixes: list[str] = []
     listed = FileStore.list
