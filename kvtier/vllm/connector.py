@@ -29,12 +29,12 @@ from kvtier.vllm import (
     orphan,
     overheard,
     recount,
+    sessions,
 )
 from kvtier.vllm.described import DescribedEvents
 from kvtier.vllm.given import Given
 from kvtier.vllm.guard import guarded
 from kvtier.vllm.resting import Resting
-from kvtier.vllm.sessions import Sessions
 from kvtier.vllm.settings import (
     check_caches,
     check_ranks,
@@ -73,7 +73,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._looks_ahead = limits.looks_ahead(kv_cache_config)
         self._numbers_media = limits.numbers_media(vllm_config)
         self._blurs_adapters = limits.blurs_adapters(vllm_config)
-        self._sessions = Sessions(vllm_config, kv_cache_config)
+        self._sessions = sessions.Sessions(vllm_config, kv_cache_config)
         self._block_tokens = compat.block_tokens(vllm_config, kv_cache_config)
         self._pool: Any = None
         self._given: Given | None = None
@@ -164,6 +164,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
             self._manager.keep_nothing(request.request_id)
         super().on_new_request(request)
         compat.heed_whole_chunks(self, request)
+        if request.resumable:
+            sessions.name_anew(self, request)
         if self._hands_over and handoff.is_expected(request.kv_transfer_params):
             self._manager.expect(request.request_id)
         if self._cache_stale or (self._blurred and request.lora_request is None):

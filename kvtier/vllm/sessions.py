@@ -1,7 +1,8 @@
 """Sessions, to whose input more is added after each answer, as far as vLLM computes them wrong.
 
 Of an answer that ends amid drafts which were right it takes for computed what comes after it; and a
-state has seen tokens that it drops. What it goes on with then is in its own cache, too.
+state has seen tokens that it drops. What it goes on with then is in its own cache, too. And 0.31
+leaves a block the name that it has by the token which is dropped from its end.
 """
 
 from __future__ import annotations
@@ -12,6 +13,18 @@ from typing import Any
 from kvtier.vllm import limits
 
 logger = logging.getLogger(__name__)
+
+
+def name_anew(connector: Any, session: Any) -> None:
+    """Let blocks have no name of a session's tokens that were dropped for its new input."""
+    tokens, names = connector.connector_scheduler.config.tokens_per_hash, session._block_hasher
+
+    def names_of_what_is_there(request: Any) -> Any:
+        if not request.num_output_tokens:  # what was computed is in its prompt now
+            del request.block_hashes[request.num_computed_tokens // tokens :]
+        return names(request)
+
+    session._block_hasher = names_of_what_is_there
 
 
 class Sessions:

@@ -64,3 +64,20 @@ def test_of_such_sessions_nothing_is_kept(
     assert ([tier["blocks"] for tier in facts["chain"]["tiers"]] == [0, 0]) is warned
     assert (facts["mistakes"], facts["pending"]) == (0, 0)
     assert kept > 0, "until that was reset"
+
+
+def test_an_answer_that_ends_with_a_block(
+    world: World, model: Callable[..., Path], plain_llama: Engine
+) -> None:
+    """vLLM 0.31 names a block of a session by the token that was dropped from its end."""
+    pieces = [prompt(116, 116), PIECES[1]]
+    with world.engine(model("llama"), stack=world.stack()) as engine:
+        engine.converse(pieces=pieces, tokens=12, only=97)
+        asked = (pieces[0] + [97] * 12 + pieces[1][1:])[:900]
+        engine.forget_engine_cache()
+        (found,) = engine.generate(prompts=[asked])
+        engine.settle()
+        mistakes = engine.facts()["mistakes"]
+    (expected,) = plain_llama.generate(prompts=[asked])
+    assert found == expected | {"cached": 0}
+    assert mistakes == 0
