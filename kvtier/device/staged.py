@@ -74,16 +74,16 @@ class Turns:
     @contextmanager
     def store(self) -> Iterator[None]:
         """Meanwhile a store is on the link, which it may have to wait for."""
-        if not self._loads:
-            with self._room:
+        with self._room:
+            if not self._loads:
                 yield
-            return
-        with self._store:
-            began = self._clock()
-            yield
-            taken = self._clock() - began
-            with self._ended:
-                self._ended.wait_for(lambda: not self._loads, taken * self._pause)
+                return
+            with self._store:
+                began = self._clock()
+                yield
+                taken = self._clock() - began
+                with self._ended:
+                    self._ended.wait_for(lambda: not self._loads, taken * self._pause)
 
 
 class StagedPath:

@@ -63,6 +63,28 @@ def test_one_store_too_many_waits_until_another_has_left_the_link() -> None:
     together(turns.store().__enter__)
 
 
+def test_those_that_were_there_before_a_load_count() -> None:
+    """Else there would be one more than an engine's few bytes should have to wait for."""
+    turns, asked = Turns(), threading.Event()
+
+    class Room(threading.Semaphore):
+        def __enter__(self) -> bool:
+            asked.set()
+            return super().__enter__()
+
+    turns._room = Room(STORES_AT_ONCE)
+    with contextlib.ExitStack() as there:
+        for _ in range(STORES_AT_ONCE):
+            there.enter_context(turns.store())
+        asked.clear()
+        there.enter_context(turns.load())
+        thread = threading.Thread(target=turns.store().__enter__, daemon=True)
+        thread.start()
+        assert asked.wait(NEVER_S), "it is on the link, with all the others"
+    thread.join(NEVER_S)
+    assert not thread.is_alive()
+
+
 def test_beside_a_load_stores_go_one_after_the_other() -> None:
     turns, inside, most = Turns(), 0, 0
 
