@@ -89,7 +89,8 @@ def _build_of(built: Any) -> _Build | None:
     """What the driver has to know of something that Triton has built, and just launched."""
     try:
         metadata = built.metadata
-        if _launcher() is None or metadata.num_ctas != 1 or metadata.global_scratch_size:
+        needs = (metadata.global_scratch_size, *(getattr(metadata, each, 0) for each in _WATCHED))
+        if _launcher() is None or metadata.num_ctas != 1 or any(needs):
             return None
         types = [kind for kind in built.src.signature.values() if kind != "constexpr"]
         return _Build(
@@ -101,6 +102,10 @@ def _build_of(built: Any) -> _Build | None:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         logger.debug("Triton launches its kernels itself: %r", error)
         return None
+
+
+_WATCHED = ("profile_scratch_size", "instrumentation_mode")
+"""What kernels have that Triton's own tools watch: memory and arguments that only it provides."""
 
 
 @functools.cache

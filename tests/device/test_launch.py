@@ -23,7 +23,8 @@ class Kernel:
     def __init__(self, **changes: Any) -> None:
         self.launched: list[Any] = []
         target = SimpleNamespace(warp_size=32)
-        facts = {"num_ctas": 1, "global_scratch_size": 0, "num_warps": 4, "shared": 512}
+        facts = {"num_ctas": 1, "num_warps": 4, "shared": 512}
+        facts |= {"global_scratch_size": 0, "profile_scratch_size": 0}
         self._built = SimpleNamespace(
             function=1 << 40,
             metadata=SimpleNamespace(target=target, **{**facts, **changes}),
@@ -121,6 +122,8 @@ def test_what_triton_would_build_anew_is_another_build(driver: Driver) -> None:
     [
         {"num_ctas": 2},
         {"global_scratch_size": 8},
+        {"profile_scratch_size": 4},  # a debugging mode of Triton's
+        {"instrumentation_mode": "gsan"},  # another, with arguments of its own
         {"signature": {**SIGNATURE, "count": "fp32"}},
         {"signature": None},
     ],
