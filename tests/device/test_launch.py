@@ -108,8 +108,8 @@ def test_what_triton_would_build_anew_is_another_build(driver: Driver) -> None:
     """Other constants, wider numbers, another device, another kernel."""
     kernel, torch = Kernel(), Torch()
     quick = QuickLaunch(torch, stream(77))
-    for arguments, threads in (((1 << 41, Tensor(), 5), 1024), ((1, Tensor(), 5), 1024)):
-        quick(kernel, 1, *arguments, threads=threads, num_warps=4)
+    for there in (1 << 31, (1 << 31) - 1):  # the first of 64 bits, and the last of 32
+        quick(kernel, 1, there, Tensor(), 5, threads=1024, num_warps=4)
     quick(kernel, 1, 1 << 41, Tensor(), 5, threads=512, num_warps=4)
     QuickLaunch(torch, stream(77, 1))(kernel, 1, 1 << 41, Tensor(), 5, threads=1024, num_warps=4)
     quick(Kernel(), 1, 1 << 41, Tensor(), 5, threads=1024, num_warps=4)

@@ -135,14 +135,40 @@ def test_room_for_loads_alone_is_told_as_such(caplog: pytest.LogCaptureFixture) 
     copier.close()
 
 
-def test_nothing_more_of_a_failed_load_is_copied() -> None:
-    """Nobody waits for it any more, and the engine may give its blocks to others."""
-    pool, layout, host, job = setting()
+def by_one_buffer(
+    layout: DeviceLayout, host: MemoryHost
+) -> tuple[FakeDevice, Desk, StagedPath, Stage]:
+    """For one record."""
     device, prover = FakeDevice(staging=1, room=PAGE), Prover(layout, host, NAMESPACE)
     (stage,) = device.stages(layout, PAGE, urgent=True)
     desk = Desk(layout, prover, PAGE)
     slots_at = int(np.frombuffer(host.record(0), np.uint8).ctypes.data)
-    path = StagedPath(layout, desk, prover, slots_at, host.slot_bytes)
+    return device, desk, StagedPath(layout, desk, prover, slots_at, host.slot_bytes), stage
+
+
+def test_how_far_the_engine_has_come_is_asked_once_for_each_job() -> None:
+    """Each time gives Python's lock away."""
+    _pool, layout, host, job = setting()
+    _device, desk, path, stage = by_one_buffer(layout, host)
+    asked = 0
+
+    class Mark:
+        def synchronize(self) -> None:
+            nonlocal asked
+            asked += 1
+
+    for name in range(2):
+        desk.submit(msgspec.structs.replace(job, id=name), Mark())
+        while (batch := desk.next(desk.store, wait=False)) is not None:
+            path.store(batch, stage)
+    assert [result.ok for result in desk.poll()] == [True, True]
+    assert asked == 2
+
+
+def test_nothing_more_of_a_failed_load_is_copied() -> None:
+    """Nobody waits for it any more, and the engine may give its blocks to others."""
+    pool, layout, host, job = setting()
+    device, desk, path, stage = by_one_buffer(layout, host)
     desk.submit(job, device.mark())
     while (batch := desk.next(desk.store, wait=False)) is not None:
         path.store(batch, stage)
