@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from kvtier.device.cuda_copy import CudaCopier, _Pipe
 from kvtier.device.jobs import Job, Prover
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.plan import Blocks
-from kvtier.device.staged import StagedPath
+from kvtier.device.staged import STORES_AT_ONCE, StagedPath
 from kvtier.device.work import Batch, Desk
 from kvtier.types import FilePlace, Outcome
 
@@ -163,6 +164,34 @@ def test_how_far_the_engine_has_come_is_asked_once_for_each_job() -> None:
             path.store(batch, stage)
     assert [result.ok for result in desk.poll()] == [True, True]
     assert asked == 2
+
+
+def test_what_crosses_the_link_takes_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pool, layout, host, job = setting()
+    device, desk, path, stage = by_one_buffer(layout, host)
+    turns, crossed = path._turns, list[str]()
+
+    def seen(step: str, whether: Callable[[], bool]) -> None:
+        real = getattr(FakeStage, step)
+
+        def cross(*arguments: Any) -> Any:
+            assert whether()
+            crossed.append(step)
+            return real(*arguments)
+
+        monkeypatch.setattr(FakeStage, step, cross)
+
+    seen("send", lambda: turns._room._value == STORES_AT_ONCE - 1)
+    seen("fetch", lambda: turns._loads == 1)
+    desk.submit(job, device.mark())
+    while (batch := desk.next(desk.store, wait=False)) is not None:
+        path.store(batch, stage)
+    for slot, key in enumerate(job.keys):
+        host.put(slot, key, table.VALID)
+    desk.submit(msgspec.structs.replace(job, kind=TransferKind.LOAD), device.mark())
+    while (batch := desk.next(desk.load, wait=False)) is not None:
+        path.load(batch, stage)
+    assert crossed == ["send"] * ROWS + ["fetch"] * ROWS
 
 
 def test_nothing_more_of_a_failed_load_is_copied() -> None:

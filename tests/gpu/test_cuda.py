@@ -214,7 +214,9 @@ def test_few_streams_are_taken_that_the_engine_might_share(
     assert 0 < taken.count(0) <= 8
 
 
-@pytest.mark.parametrize("size", [256, 1024, 1088, 40_000, 2 << 20, (2 << 20) + 1024, 7_654_320])
+@pytest.mark.parametrize(
+    "size", [256, 1024, 1088, 40_000, 2 << 20, (2 << 20) + 1024, (4 << 20) + 1016, 7_654_320]
+)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_the_device_takes_the_checksums_that_the_host_takes(
     torch: Any, size: int, parts: int

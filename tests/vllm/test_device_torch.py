@@ -72,7 +72,8 @@ for new, old in zip(back.flat, away.flat):
 kernels.move(back.ctypes.data, here, references, buffer, (4, 3), part, 3, out=False)
 assert all((pool == want).all() for pool, want in zip(pools, wanted))
 
-for size in (256, 1024, 1088, 40_000, 2 << 20, (2 << 20) + 1016, (2 << 20) + 1024, 5_000_008):
+sizes = (256, 1024, 1088, 40_000, 2 << 20, (2 << 20) + 1016, (2 << 20) + 1024, 5_000_008)
+for size in (*sizes, (4 << 20) + 1016):  # the last: a piece that is longer than the one before
     data = rng.integers(0, 256, (2, size), dtype=np.uint8)
     totals = torch.zeros(kernels.totals_of(2, size), dtype=torch.int64)
     sums = torch.zeros(2 * pieces_of(size), dtype=torch.int64)
