@@ -38,7 +38,7 @@ class _Queued(NamedTuple):
 
 STORES_SHARE = 0.4
 """The part of the time for which stores may be on the link while loads are on it. Loads lose up to
-18 % while something crosses it the other way, and are to lose less than 10 %."""
+a fifth while something crosses it the other way, and are to lose less than 10 %."""
 STORES_AT_ONCE = 2
 """Stores that may be on the link together. What the engine itself copies to the host, like the
 tokens of each step, may have to wait for all of them; one alone would leave the link idle for as
