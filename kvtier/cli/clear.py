@@ -116,8 +116,7 @@ def _remove(config: StackConfig, place: Place, namespace: str) -> None:
     elif place.kind == "object":
         from kvtier.cli.look_objects import closed, remove_namespace
 
-        if not remove_namespace(config.tiers[place.tier], namespace):
-            raise KVTierError(f"the store kept some objects of {namespace}: try again")
+        remove_namespace(config.tiers[place.tier], namespace)
         _went_too(place, closed(place, namespace))
 
 

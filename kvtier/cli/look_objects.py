@@ -263,9 +263,9 @@ def delete_objects(settings: TierSettings, names: Sequence[str]) -> int:
         return len(names) - len(store.delete(names))
 
 
-def remove_namespace(settings: TierSettings, namespace: str) -> bool:
+def remove_namespace(settings: TierSettings, namespace: str) -> None:
     """Delete all objects of a namespace, and then the claims of writers that had ended before: what
-    they answer for is gone. False if some objects stay, and the claims with them.
+    they answer for is gone. Raises MediumError if some objects stay, and the claims with them.
 
     What has no name of this kvtier's is left alone: it may be a newer one's, and then the
     description is its, too.
@@ -276,7 +276,7 @@ def remove_namespace(settings: TierSettings, namespace: str) -> bool:
 
     with opened_store(settings) as store:
         claimed = ended(store, namespace)
-        strangers, gone = _delete_below(
+        strangers, kept = _delete_below(
             store, f"{namespace}/", goes, last=description_name(namespace)
         )
         if strangers:
@@ -284,7 +284,13 @@ def remove_namespace(settings: TierSettings, namespace: str) -> bool:
                 f"{strangers} objects below {namespace} stay: they are not kvtier's, or a newer "
                 "kvtier's"
             )
-        return gone and not store.delete(claimed)
+        if kept := kept or _why(store.delete(claimed)):
+            raise MediumError(f"the store kept some objects of {namespace}: {_down(kept)}")
+
+
+def _why(kept: Mapping[str, StoreError]) -> StoreError | None:
+    """Why some objects could not be deleted: mostly all of them for one reason."""
+    return next(iter(kept.values()), None)
 
 
 def remove_idle(settings: TierSettings, namespace: str, idle_s: float) -> bool:
@@ -295,8 +301,7 @@ def remove_idle(settings: TierSettings, namespace: str, idle_s: float) -> bool:
         last = max((info.modified_s for each in told for info in store.list(each)), default=0.0)
     if time.time() - last <= idle_s:
         return False
-    if not remove_namespace(settings, namespace):
-        raise MediumError(f"the store kept some objects of {namespace}: try again")
+    remove_namespace(settings, namespace)
     return True
 
 
@@ -308,26 +313,27 @@ def empty_store(settings: TierSettings) -> None:
 
 def _delete_below(
     store: Store, prefix: str, goes: Callable[[str], bool], last: str = ""
-) -> tuple[int, bool]:
+) -> tuple[int, StoreError | None]:
     """Delete all objects that begin so, and that are to go by their names, while they are listed,
     because there may be millions; `last` goes when nothing else is left. How many others there are,
-    and whether all went that should. It is listed again until nothing is found: in a store that
+    and if not all went that should, why. It is listed again until nothing is found: in a store that
     counts its way through a listing, each deletion makes it skip an object."""
     with console.progress("removing", 0, "objects") as bar:
         for _ in range(_PASSES_MAX):
-            found = kept = others = 0
+            found = others = 0
+            kept: StoreError | None = None
             listed = (info.name for info in store.list(prefix) if info.name != last)
             while some := list(islice(listed, store.deletes_at_once)):
                 names = [name for name in some if goes(name)]
-                kept += len(store.delete(names))
+                kept = _why(store.delete(names)) or kept
                 found += len(names)
                 others += len(some) - len(names)
                 bar.advance(len(names))
             if kept or not found:
                 break
         if last and not (kept or others):
-            kept = len(store.delete([last]))
-    return others, not kept
+            kept = _why(store.delete([last]))
+    return others, kept
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from kvtier.cli.holdings import look
 from kvtier.cli.look_objects import empty_store, remove_namespace
 from kvtier.config import load
 from kvtier.core.settings import TierSettings
+from kvtier.errors import MediumError
 from kvtier.testing.records import GROUPED, NAMESPACE, make_keys
 
 BLOCKS = 2500
@@ -96,7 +97,7 @@ def files(root: Path) -> int:
 def test_no_more_names_are_held_than_are_deleted_at_once(
     settings: TierSettings, store: Counting
 ) -> None:
-    assert remove_namespace(settings, NAMESPACE.id)
+    remove_namespace(settings, NAMESPACE.id)
     assert files(store.root) == 0
     assert store.most <= AT_ONCE
 
@@ -106,14 +107,16 @@ def test_a_store_that_goes_on_by_number_is_emptied_too(
     settings: TierSettings, store: Counting
 ) -> None:
     store.by_number = True
-    assert remove_namespace(settings, NAMESPACE.id)
+    remove_namespace(settings, NAMESPACE.id)
     assert files(store.root) == 0
 
 
-@pytest.mark.slow
 def test_what_is_protected_stays_and_is_said(settings: TierSettings, store: Counting) -> None:
     store.protected = block_name(NAMESPACE.id, make_keys(1)[0])
-    assert not remove_namespace(settings, NAMESPACE.id)
+    with pytest.raises(
+        MediumError, match=f"kept some .* {NAMESPACE.id}: it is protected; see kvtier"
+    ):
+        remove_namespace(settings, NAMESPACE.id)
     assert files(store.root) == 1
 
 
@@ -223,10 +226,10 @@ def test_what_is_not_kvtiers_stays_and_what_is_a_newer_ones_with_its_description
     others = [f"{NAMESPACE.id}/my-notes.txt", f"{NAMESPACE.id}/sketches/{1:016x}.v2"]
     for name in (description, *ours, *others):
         store.put(name, [memoryview(b"x")])
-    assert remove_namespace(settings, NAMESPACE.id)
+    remove_namespace(settings, NAMESPACE.id)
     assert [info.name for info in store.list()] == sorted([description, *others])
     assert "2 objects below" in capsys.readouterr().err
     store.delete(others)
-    assert remove_namespace(settings, NAMESPACE.id)
+    remove_namespace(settings, NAMESPACE.id)
     assert files(store.root) == 0
     assert capsys.readouterr().err == ""
