@@ -31,8 +31,10 @@ class Neighbours(msgspec.Struct):
     """The largest that one of them allows to all."""
     starving: set[str] = msgspec.field(default_factory=set)
     """The namespaces of others that wait for room."""
-    served: bool = False
-    """Whether one of the others stores for our own namespace."""
+    stored: set[str] = msgspec.field(default_factory=set)
+    """The namespaces for which one of the others stores."""
+    read: set[str] = msgspec.field(default_factory=set)
+    """Those of others who only read."""
 
 
 class Shares:
@@ -77,9 +79,10 @@ class Shares:
                 word, capacity = _SAID.unpack(path.read_bytes())
                 found.living += capacity > 0
                 found.capacity = max(found.capacity, capacity)
-                found.served |= capacity > 0 and path.parent.parent == self._folder.home
+                namespace = path.parent.parent.name
+                (found.stored if capacity else found.read).add(namespace)
                 if word == _HUNGRY:
-                    found.starving.add(path.parent.parent.name)
+                    found.starving.add(namespace)
         if found.capacity > self._limits.capacity and self._limits.grows and not self._said_larger:
             self._said_larger = True
             logger.warning(
@@ -131,14 +134,16 @@ class Shares:
 
     def _keeps(self, mine: Sequence[SlabFile], found: Neighbours) -> bool:
         """Whether what we have is within our share. Who only reads has none, but for that of its
-        model while nobody stores for that: it is kept as if nobody read it."""
+        model while nobody stores for that: it is kept as if nobody read it, beside other such."""
         if self._limits.grows:
             return len(mine) == 1 or _bytes_of(mine) <= self._fair(found)
         used = max(self._folder.last_used(slab.id) for slab in mine)
-        if found.served or abs(time.time() - used) > self._limits.keep_s:
+        own = self._folder.namespace.id
+        if own in found.stored or abs(time.time() - used) > self._limits.keep_s:
             return False
-        with_it = msgspec.structs.replace(found, living=found.living + 1)
-        return used_bytes(self._folder.home) <= self._fair(with_it)
+        only_read = found.read - found.stored | {own}
+        with_them = msgspec.structs.replace(found, living=found.living + len(only_read))
+        return used_bytes(self._folder.home) <= self._fair(with_them)
 
     def _over(self, found: Neighbours) -> bool:
         """Whether the folder is over its limits. Who only reads does not know its capacity."""

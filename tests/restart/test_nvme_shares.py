@@ -276,6 +276,28 @@ def test_who_only_reads_keeps_the_share_of_a_model_that_is_started_again(
         engine.close()
 
 
+def test_models_that_are_only_read_leave_its_share_to_one_that_is_stored_for(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "kv"
+    third = msgspec.structs.replace(NAMESPACE, facts={"model": "third"})
+    models = [NAMESPACE, OTHER]
+    stored = [Engine(root, blocks=24, namespace=each, keep_s=1000.0) for each in models]
+    rounds(*stored)
+    readers = [
+        Engine(root, blocks=24, namespace=each, keep_s=1000.0, grows=False) for each in models
+    ]
+    for each in stored:
+        each.close()
+    rounds(*readers)
+    assert [len(each.own_slabs) for each in readers] == [3, 3]
+    new = Engine(root, blocks=24, namespace=third, keep_s=1000.0)
+    rounds(new, *readers)
+    assert [len(each.own_slabs) for each in (new, *readers)] == [2, 2, 2]
+    for each in (new, *readers):
+        each.close()
+
+
 def test_on_a_full_disk_no_room_is_asked_for_again_at_once(tmp_path: Path) -> None:
     """There is none for a word to the neighbours either."""
     engine = Engine(tmp_path / "kv", disk=LowDisk(free=0))
