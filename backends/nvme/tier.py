@@ -207,7 +207,7 @@ class NvmeTier(SlabTier):
         held[bad] = True
         self._quarantine.extend((bad + base).tolist())
         self._free.extend((np.flatnonzero(~held) + base).tolist())
-        self._free.extend(copies)
+        self._on_dropped(copies)  # else a block that is dropped for good would come back by them
         return {key for key in keys if self._where.get(key) in slots}
 
     def _see_changes(self, place: Place, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:

@@ -76,6 +76,25 @@ def test_what_is_forgotten_is_not_found_at_anothers(pair: Pair) -> None:
     assert mine.hits(make_keys(1)) == []
 
 
+def test_what_is_forgotten_is_not_found_where_one_that_died_had_stored_it_too(
+    tmp_path: Path,
+) -> None:
+    mine, other = Engine(tmp_path / "kv", blocks=8), Engine(tmp_path / "kv", blocks=8)
+    both_store((mine, other))
+    other.close()
+    assert mine.hits(make_keys(1)) == make_keys(1)
+    assert len(mine.own_slabs) == 2
+    mine.tier.forget(make_keys(1))
+    mine.tier.flush()
+    third = Engine(tmp_path / "kv", blocks=8)
+    assert third.hits(make_keys(1)) == []
+    third.close()
+    new = make_keys(8, start=100)
+    assert mine.put(new) == new
+    assert mine.hits(new) == new, "slots of both are used again"
+    mine.close()
+
+
 @pytest.mark.parametrize("how", ["forget", "clear"])
 def test_what_the_other_has_no_more_is_not_offered(pair: Pair, how: str) -> None:
     mine, other = pair
