@@ -168,6 +168,9 @@ class TierMachine(RuleBasedStateMachine):
             self.finish_load(-1, None)
         self.rig.reopen()
         self.tier = self.rig.tier
+        # What had to go is there yet where nothing was written in its place, whatever came of it
+        # elsewhere since.
+        self.dropped -= {key for one in self.storing for key in one.evicted}
         for reservation in self.storing:
             self.model.complete_store(
                 reservation.keys, failures(reservation.keys, Outcome.CANCELLED)
