@@ -59,6 +59,8 @@ def find(config: StackConfig, places: list[Place], idle_s: float | None) -> Iter
     """All rubbish of these places, of what is idle for `idle_s` seconds too."""
     seen: set[Path] = set()
     for place in places:
+        if place.unseen:  # why is said already
+            continue
         yield from _as_far_as(place, _in_place(config.tiers[place.tier], place, idle_s, seen))
 
 

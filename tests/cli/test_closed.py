@@ -53,6 +53,7 @@ def test_what_cannot_be_reached_hides_nothing_else(area: str, tmp_path: Path) ->
         for words in (*looks, "verify --repair", "gc", "gc --idle 30d", "clear --yes"):
             done = command(*words.split(), "-c", stack, rights=False)
             assert (done.code, done.err[: len(trouble)]) == (1, trouble)
+            assert done.err.count(trouble) == 1
         assert f"{2 * BLOCKS} blocks" in done.out, "the other tiers are cleared"
         assert command("config", "check", stack, "--elsewhere", rights=False).code == 0
         done = command("doctor", "-c", stack, "--json", rights=False)

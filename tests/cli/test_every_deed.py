@@ -65,7 +65,8 @@ IN_USE = FINE | {"clear": (1, "is in use: stop its engine")}
 STORE_DOWN = FINE | dict.fromkeys(["prewarm from", "export", "clear", "gc", "repair"], DOWN)
 NO_RIGHTS = dict.fromkeys(DEEDS, (2, "no right to write"))
 NO_RIGHTS |= dict.fromkeys(
-    ["explain", "prewarm from", "prewarm prompts", "snapshot", "export"], RIGHTS
+    ["explain", "prewarm from", "prewarm prompts", "snapshot", "export", "clear", "gc", "repair"],
+    RIGHTS,
 )
 for _deed in ("plan", "config show"):  # which may speak of another machine's stack
     NO_RIGHTS[_deed] = FINE[_deed]
