@@ -210,15 +210,23 @@ def test_a_listing_that_failed_is_left_until_the_next_look(tmp_path: Path, due: 
     keeper.close()
 
 
-def test_what_is_stored_while_everything_is_listed_is_written_down_all_along(
+def breathing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which may take minutes."""
+) -> tuple[FileStore, Keeper, ObjectTier]:
+    """A store with blocks, whose keeper looks for other work after each object of a listing."""
     monkeypatch.setattr(breath_module, "_SLICE_S", -1.0)
     store = FileStore(tmp_path / "store")
     filled(store, 3)
     keeper, tier = opened(store)
     keeper.open(tier.known)
+    return store, keeper, tier
+
+
+def test_what_is_stored_while_everything_is_listed_is_written_down_all_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may take minutes."""
+    store, keeper, tier = breathing(tmp_path, monkeypatch)
     tier.start()
     new, written = make_keys(100, start=10), []
     list_all = store.list
@@ -243,11 +251,7 @@ def test_a_store_is_known_to_be_well_before_all_of_it_is_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a long outage that comes first, and takes minutes: loads need not wait for it."""
-    monkeypatch.setattr(breath_module, "_SLICE_S", -1.0)
-    store = FileStore(tmp_path / "store")
-    filled(store, 3)
-    keeper, tier = opened(store)
-    keeper.open(tier.known)
+    store, keeper, tier = breathing(tmp_path, monkeypatch)
     list_all = store.list
     unwell: list[bool] = []
 
