@@ -34,24 +34,26 @@ class Link:
         self._streams = [torch.cuda.Stream(priority=priority) for priority in (-1, 0)]
         self._pairs = [(memory(device="cuda"), memory(pin_memory=True)) for _ in range(2)]
 
+    def _queue(self, count: int, *, out: bool) -> None:
+        """Copies to the host, or to the device."""
+        device, host = self._pairs[out]
+        target, source = (host, device) if out else (device, host)
+        with self._torch.cuda.stream(self._streams[out]):
+            for _ in range(count):
+                target.copy_(source, non_blocking=True)
+
     def _to_device(self) -> float:
         start, stop = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream, (device, host) = self._streams[0], self._pairs[0]
-        with self._torch.cuda.stream(stream):
-            start.record(stream)
-            for _ in range(4):
-                device.copy_(host, non_blocking=True)
-            stop.record(stream)
+        start.record(self._streams[0])
+        self._queue(4, out=False)
+        stop.record(self._streams[0])
         stop.synchronize()
         return float(start.elapsed_time(stop))
 
     def beside(self, action: Callable[[], float]) -> float:
         """What an action says while both directions are full."""
-        for (device, host), stream, out in zip(self._pairs, self._streams, (0, 1), strict=True):
-            with self._torch.cuda.stream(stream):
-                for _ in range(16):
-                    target, source = (host, device) if out else (device, host)
-                    target.copy_(source, non_blocking=True)
+        self._queue(16, out=False)
+        self._queue(16, out=True)
         result = action()
         self._torch.cuda.synchronize()
         return result
@@ -59,10 +61,7 @@ class Link:
     def loses(self) -> float:
         """How much longer copies to the device take beside copies to the host, in percent."""
         alone = self._to_device()
-        device, host = self._pairs[1]
-        with self._torch.cuda.stream(self._streams[1]):
-            for _ in range(16):
-                host.copy_(device, non_blocking=True)
+        self._queue(16, out=True)
         beside = self._to_device()
         self._torch.cuda.synchronize()
         return (beside / alone - 1) * 100
