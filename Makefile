@@ -38,7 +38,7 @@ test: lint $(VLLM_STAMP)
 # An OpenAI-compatible server: make serve MODEL=... STACK=stack.yaml FLAGS="--port 8001"
 serve: $(VLLM_STAMP)
 	@if [ "$(MODEL)" = "$(VLLM_VENV)/models/small" ]; then \
-		$(VLLM_BIN)/python -m kvtier.vllm.tiny_model $(MODEL) >/dev/null; fi
+		$(VLLM_BIN)/python -m kvtier.vllm.serving.tiny_model $(MODEL) >/dev/null; fi
 	@exec $(VLLM_BIN)/kvtier serve "$(MODEL)" --config "$(STACK)" -- $(FLAGS)
 
 # A long prompt cold, warm, after the server was killed, and after the memory was lost, too.

@@ -21,12 +21,12 @@ import numpy as np
 from benchmarks.memory import memory
 from benchmarks.report import Report
 from kvtier.backends.nvme import NvmeTier
-from kvtier.backends.nvme.folder import Limits, NvmeFolder
-from kvtier.core.backend import TierContext, backend
-from kvtier.core.disk import Disk
-from kvtier.core.record import record_bytes
+from kvtier.backends.nvme.folder.folder import Limits, NvmeFolder
+from kvtier.core.interfaces.backend import TierContext, backend
+from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import ByteSize, Capacity
 from kvtier.core.slab import layout
+from kvtier.core.system.disk import Disk
 from kvtier.types import BlockKey, Namespace, Presence, block_key
 
 NAMESPACE = Namespace(facts={"model": "catalogue"}, group_bytes=(4096,))

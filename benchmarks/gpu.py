@@ -25,8 +25,8 @@ from benchmarks.gpu_kernels import steps_of_a_batch
 from benchmarks.gpu_parts import PART_SECONDS, answer_of, run_part
 from benchmarks.gpu_timeline import timeline
 from benchmarks.report import Report
+from kvtier.device.copy_plan import Blocks
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.plan import Blocks
 
 TURN_BYTES = 4 << 30
 PAGES = [16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 10]

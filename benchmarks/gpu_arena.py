@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.core.record import Buffer, record_bytes
+from kvtier.core.interfaces.mover import TransferKind
+from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.core.slab import layout as table
-from kvtier.core.transfer import TransferKind
-from kvtier.device.cuda import Cuda, CudaRegistrar
-from kvtier.device.cuda_copy import CudaCopier
-from kvtier.device.jobs import Job
+from kvtier.device.copier import Job
+from kvtier.device.copy_plan import Blocks, cut
+from kvtier.device.cuda.copier import CudaCopier
+from kvtier.device.cuda.cuda_device import Cuda, CudaRegistrar
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.pinned import PinnedMemory
-from kvtier.device.plan import Blocks, cut
+from kvtier.device.pinned_memory import PinnedMemory
 from kvtier.types import BlockKey, block_key
 
 LAYERS = 32

@@ -17,16 +17,16 @@ from kvtier.backends.cpu import BACKEND as CPU
 from kvtier.backends.cpu import CpuHandler, CpuSettings
 from kvtier.backends.nvme import BACKEND as NVME
 from kvtier.backends.nvme import NvmeSettings
-from kvtier.core.backend import TierContext
-from kvtier.core.chain import TierChain
-from kvtier.core.record import record_bytes
+from kvtier.core.chain.tier_chain import TierChain
+from kvtier.core.interfaces.backend import TierContext
+from kvtier.core.interfaces.mover import TransferKind
+from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import ByteSize, Capacity, Gds
-from kvtier.core.transfer import TransferKind
-from kvtier.device.cuda import open_copier
-from kvtier.device.gds import DirectAccess, KvikioDriver, probe
-from kvtier.device.jobs import Job
-from kvtier.device.plan import Blocks
-from kvtier.move.threads import ThreadMover
+from kvtier.device.copier import Job
+from kvtier.device.copy_plan import Blocks
+from kvtier.device.cuda.cuda_device import open_copier
+from kvtier.device.direct.kvikio_driver import DirectAccess, KvikioDriver, probe
+from kvtier.move.thread_mover import ThreadMover
 from kvtier.types import Namespace, block_key
 
 DISK_BYTES = 1 << 30

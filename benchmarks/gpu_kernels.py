@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.gpu_arena import chunk_of, even_layout, seconds_of
 from benchmarks.report import Report
-from kvtier.device.cuda import Cuda
-from kvtier.device.cuda_copy import CudaCopier
+from kvtier.device.cuda.copier import CudaCopier
+from kvtier.device.cuda.cuda_device import Cuda
 
 PAGE = 16 << 10
 BYTES_MAX = 64 << 20

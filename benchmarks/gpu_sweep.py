@@ -24,8 +24,8 @@ from benchmarks.gpu_beside import Duplex, product_of, products_of, small_copy_of
 from benchmarks.gpu_kernels import steps_of_a_batch
 from benchmarks.gpu_parts import run_part
 from benchmarks.report import Report
-from kvtier.device import kernels, staged, staging
-from kvtier.device.cuda_copy import CudaCopier
+from kvtier.device.cuda import kernels, staged_copies, staging_buffers
+from kvtier.device.cuda.copier import CudaCopier
 
 SIZE = 2 << 30
 PAGES = [16 << 10, 64 << 10, 2 << 20]
@@ -43,17 +43,17 @@ class Variant(NamedTuple):
     title: str
     share: int = kernels.SHARE
     batch: int = CudaCopier._BATCH_BYTES
-    buffers: int = staging._EACH_WAY
+    buffers: int = staging_buffers._EACH_WAY
     """As many threads, too: one that waits for a buffer is of no use."""
-    stores: float = staged.STORES_SHARE
-    sending: int = staged.STORES_AT_ONCE
+    stores: float = staged_copies.STORES_SHARE
+    sending: int = staged_copies.STORES_AT_ONCE
     queues: int = 0
     """Queues of the device, which its streams share: as many as there are if it says nothing."""
 
     @property
     def budget(self) -> int:
         """What all these buffers take."""
-        return max(staging.BUDGET_BYTES, 2 * self.buffers * self.batch)
+        return max(staging_buffers.BUDGET_BYTES, 2 * self.buffers * self.batch)
 
 
 VARIANTS = [
@@ -78,12 +78,12 @@ VARIANTS = [
 def built_with(variant: Variant) -> Iterator[None]:
     """Copiers that are opened meanwhile have a variant's numbers."""
     places: list[tuple[Any, str, float]] = [
-        (staged, "STORES_SHARE", variant.stores),
-        (staged, "STORES_AT_ONCE", variant.sending),
+        (staged_copies, "STORES_SHARE", variant.stores),
+        (staged_copies, "STORES_AT_ONCE", variant.sending),
         (kernels, "SHARE", variant.share),
         (CudaCopier, "_BATCH_BYTES", variant.batch),
-        (staging, "_EACH_WAY", variant.buffers),
-        (staging, "BUDGET_BYTES", variant.budget),
+        (staging_buffers, "_EACH_WAY", variant.buffers),
+        (staging_buffers, "BUDGET_BYTES", variant.budget),
     ]
     usual = [getattr(owner, name) for owner, name, _ in places]
     try:

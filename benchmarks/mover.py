@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report import Report
-from kvtier.core import record as records
-from kvtier.core.backend import TierContext, backend
+from kvtier.core.interfaces.backend import TierContext, backend
+from kvtier.core.interfaces.mover import Mover, Transfer, TransferKind
+from kvtier.core.interfaces.tier import Handler, HostHandler, Tier
+from kvtier.core.records import record as records
 from kvtier.core.settings import ByteSize, Capacity, Persistence
-from kvtier.core.tier import Handler, HostHandler, Tier
-from kvtier.core.transfer import Mover, Transfer, TransferKind
-from kvtier.move.process import ProcessMover
-from kvtier.move.threads import ThreadMover
+from kvtier.move.process_mover import ProcessMover
+from kvtier.move.thread_mover import ThreadMover
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome, SlotSpec, block_key
 
 COUNT = 256

@@ -24,12 +24,12 @@ from typing import Any
 from benchmarks.catalogue import measure_catalogue
 from benchmarks.peers import BareSlab, VllmFiles, shared_memory
 from benchmarks.report import Report
-from kvtier.core import record as records
-from kvtier.core.backend import TierContext, backend
+from kvtier.core.interfaces.backend import TierContext, backend
+from kvtier.core.interfaces.mover import Transfer, TransferKind
+from kvtier.core.interfaces.tier import HostHandler
+from kvtier.core.records import record as records
 from kvtier.core.settings import ByteSize, Capacity, Persistence
-from kvtier.core.tier import HostHandler
-from kvtier.core.transfer import Transfer, TransferKind
-from kvtier.move.threads import ThreadMover
+from kvtier.move.thread_mover import ThreadMover
 from kvtier.types import BlockKey, Namespace, Outcome, block_key
 
 COUNT = 256

@@ -30,19 +30,19 @@ from botocore.config import Config
 
 from benchmarks.memory import memory
 from benchmarks.report import Report
-from kvtier.backends.object import manifest
-from kvtier.backends.object.files import FileStore
-from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.keeper import Keeper
-from kvtier.backends.object.limits import Limits
-from kvtier.backends.object.listing import Page
-from kvtier.backends.object.names import block_name
-from kvtier.backends.object.s3 import S3Settings, S3Store
-from kvtier.backends.object.store import ObjectInfo
+from kvtier.backends.object.client.listing import Page
+from kvtier.backends.object.client.sockets import Timeouts
+from kvtier.backends.object.housekeeping.keeper import Keeper
+from kvtier.backends.object.housekeeping.keeper_limits import Limits
+from kvtier.backends.object.manifests import manifest
+from kvtier.backends.object.manifests.journal import Journal
+from kvtier.backends.object.object_names import block_name
+from kvtier.backends.object.stores.file_store import FileStore
+from kvtier.backends.object.stores.s3_store import S3Settings, S3Store
+from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.backends.object.tier import ObjectTier
-from kvtier.backends.object.wire import Timeouts
 from kvtier.core.eviction import create_policy
-from kvtier.core.record import HEADER_BYTES
+from kvtier.core.records.record import HEADER_BYTES
 from kvtier.types import BlockKey, Namespace
 
 SIZES = {"256 KiB": 256 << 10, "2 MiB": 2 << 20, "16 MiB": 16 << 20}

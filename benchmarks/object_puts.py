@@ -22,9 +22,9 @@ from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 
 from benchmarks.report import Report
-from kvtier.backends.object.s3 import S3Settings, S3Store
-from kvtier.backends.object.store import PutOutcome
-from kvtier.backends.object.wire import Timeouts
+from kvtier.backends.object.client.sockets import Timeouts
+from kvtier.backends.object.stores.s3_store import S3Settings, S3Store
+from kvtier.backends.object.stores.store import PutOutcome
 
 MIB = 1 << 20
 PARTS = TransferConfig(multipart_threshold=8 * MIB, multipart_chunksize=8 * MIB, max_concurrency=8)

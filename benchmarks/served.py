@@ -15,7 +15,7 @@ from typing import Any
 import engines.engine
 from engines.engine import Engine
 
-from kvtier.vllm import tiny_model
+from kvtier.vllm.serving import tiny_model
 
 HOST = Path(engines.engine.__file__).with_name("stopwatch.py")
 DTYPE = os.environ.get("DTYPE", "bfloat16")

@@ -20,8 +20,8 @@ import msgspec
 from object_servers import ACCESS_KEY, SECRET_KEY, ServerProcess, rclone
 
 from benchmarks.memory import memory
-from kvtier.vllm import tiny_model
-from kvtier.vllm.server import Server
+from kvtier.vllm.serving import tiny_model
+from kvtier.vllm.serving.server_process import Server
 
 MIB = 1 << 20
 CPU_BYTES = 16 * MIB

@@ -28,7 +28,7 @@ from engines.engine import Engine
 from benchmarks.eviction_workloads import paces
 from benchmarks.report import Report
 from benchmarks.served import DTYPE, Served, folders
-from kvtier.core.eviction.trace import Request, read_trace
+from kvtier.core.eviction.traces.trace import Request, read_trace
 
 TRACE = os.environ.get("TRACE")
 REQUESTS = int(os.environ.get("REQUESTS", "600"))

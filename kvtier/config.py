@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvtier.core.backend import Backend, backend, kinds
 from kvtier.core.decode import decode
 from kvtier.core.document import Document
+from kvtier.core.interfaces.backend import Backend, backend, kinds
 from kvtier.core.settings import Count, Gds, TierSettings, WritePolicy
 from kvtier.core.values import show_hook
 from kvtier.errors import BackendError, ConfigError, ConfigErrors, NotHere, NotWritable

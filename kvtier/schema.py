@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from kvtier.config import StackConfig
-from kvtier.core.backend import backend
+from kvtier.core.interfaces.backend import backend
 from kvtier.core.settings import TierSettings
 from kvtier.core.values import Value, schema_hook, show_hook
 

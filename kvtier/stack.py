@@ -20,18 +20,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
 from kvtier.config import MoverMode, Source, StackConfig, check, check_engine, load
-from kvtier.core.backend import TierContext, backend, kinds
-from kvtier.core.chain import TierChain
-from kvtier.core.closing import close_all
-from kvtier.core.costs import CostModel
-from kvtier.core.fence import Fence
-from kvtier.core.flight import Ticket
-from kvtier.core.record import HEADER_BYTES, Buffer, Header, record_bytes, seal, verify
-from kvtier.core.tier import Handler, HostHandler, Tier
-from kvtier.core.transfer import Mover
+from kvtier.core.chain.in_flight import Ticket
+from kvtier.core.chain.isolated_tier import IsolatedTier
+from kvtier.core.chain.tier_chain import TierChain
+from kvtier.core.costs.model import CostModel
+from kvtier.core.interfaces.backend import TierContext, backend, kinds
+from kvtier.core.interfaces.mover import Mover
+from kvtier.core.interfaces.tier import Handler, HostHandler, Tier
+from kvtier.core.records.record import HEADER_BYTES, Buffer, Header, record_bytes, seal, verify
+from kvtier.core.system.closing import close_all
 from kvtier.errors import MediumInUse, NotOpen
-from kvtier.move.process import ProcessMover
-from kvtier.move.threads import ThreadMover
+from kvtier.move.process_mover import ProcessMover
+from kvtier.move.thread_mover import ThreadMover
 from kvtier.observe.human import size
 from kvtier.types import (
     GROUP_BYTES,
@@ -289,7 +289,7 @@ def _open_tiers(
             for settings in config.tiers:
                 tier = backend(settings.kind).open_tier(settings, context)
                 fenced = tiers and settings.kind not in kinds(built_in=True)
-                tiers.append(Fence(tier) if fenced else tier)
+                tiers.append(IsolatedTier(tier) if fenced else tier)
         except MediumInUse:
             close_all(tiers)
             if number == _ENGINES_MAX:

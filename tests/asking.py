@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import Stack
-from kvtier.core.costs import CostModel
-from kvtier.core.offers import Shape
-from kvtier.core.record import record_bytes
+from kvtier.core.costs.hit_offers import Shape
+from kvtier.core.costs.model import CostModel
+from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import ByteSize
 from kvtier.testing.records import make_keys, payload
 from kvtier.types import GROUP_BYTES, BlockKey, Namespace, group_of
-from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Report
+from kvtier.vllm.scheduler.manager import ChainManager
 
 CHUNK = 256
 TWO_GROUPS = Namespace(facts={"model": "unit"}, group_bytes=(8192, 8192))

@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Sequence
 
 from kvtier.backends.memory import MemoryHandler, MemorySettings, MemoryStore, MemoryTier
 from kvtier.backends.memory.store import MemorySpec
-from kvtier.core.chain import TierChain
-from kvtier.core.costs import CostModel
-from kvtier.core.ledger import Ledger
-from kvtier.core.record import record_bytes
+from kvtier.core.chain.ledger import Ledger
+from kvtier.core.chain.tier_chain import TierChain
+from kvtier.core.costs.model import CostModel
+from kvtier.core.interfaces.mover import Mover, MoverStats, Transfer, TransferKind, TransferResult
+from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import (
     Admission,
     ByteSize,
@@ -18,7 +19,6 @@ from kvtier.core.settings import (
     TierSettings,
     WritePolicy,
 )
-from kvtier.core.transfer import Mover, MoverStats, Transfer, TransferKind, TransferResult
 from kvtier.testing.records import NAMESPACE, fill, make_keys, prove
 from kvtier.types import BlockKey, FilePlace, LoadStoreSpec, Outcome, Presence
 

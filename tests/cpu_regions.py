@@ -9,7 +9,7 @@ from pathlib import Path
 from nvme_rig import child, expect
 
 from kvtier.backends.cpu import BACKEND, CpuSettings, CpuTier
-from kvtier.core.backend import TierContext
+from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.settings import ByteSize, Capacity, Persistence
 from kvtier.testing.records import NAMESPACE, fill, prove
 from kvtier.types import BlockKey, Presence

@@ -15,18 +15,18 @@ from fake_cufile import FakeCufile
 from fake_device import FakeDevice
 
 from kvtier.backends.cpu import Region
-from kvtier.core.costs import CostModel
-from kvtier.core.record import record_bytes
-from kvtier.device.cuda_copy import CudaCopier
-from kvtier.device.direct import DirectLoader
-from kvtier.device.jobs import DeviceCopier
+from kvtier.core.costs.model import CostModel
+from kvtier.core.records.record import record_bytes
+from kvtier.device.copier import DeviceCopier
+from kvtier.device.copy_plan import Blocks
+from kvtier.device.cuda.copier import CudaCopier
+from kvtier.device.direct.loader import DirectLoader
 from kvtier.device.layout import DeviceLayout
-from kvtier.device.plan import Blocks
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Namespace, Outcome
-from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Errand, Report
-from kvtier.vllm.worker import RankWorker
+from kvtier.vllm.scheduler.manager import ChainManager
+from kvtier.vllm.worker.rank_worker import RankWorker
 
 RANKS, LAYERS, PAGE, BLOCKS = 2, 3, 2048, 256
 PART = LAYERS * PAGE

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.core.record import part_sum
+from kvtier.core.records.record import part_sum
 
 
 class CompatMode(enum.IntEnum):

@@ -11,9 +11,9 @@ from functools import partial
 
 import numpy as np
 
-from kvtier.core.record import part_sum
+from kvtier.core.records.record import part_sum
+from kvtier.device.copy_plan import Copies, Ints
 from kvtier.device.layout import DeviceLayout
-from kvtier.device.plan import Copies, Ints
 
 
 def _move(target: int, source: int, size: int) -> None:

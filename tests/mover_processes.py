@@ -6,8 +6,8 @@ import os
 import time
 from collections.abc import Callable
 
-from kvtier.core.transfer import Mover
-from kvtier.move.process import ProcessMover
+from kvtier.core.interfaces.mover import Mover
+from kvtier.move.process_mover import ProcessMover
 from kvtier.testing.mover import SOON
 
 

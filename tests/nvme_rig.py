@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtier.backends.nvme import NvmeHandler, NvmeTier
-from kvtier.backends.nvme.folder import Limits, NvmeFolder
-from kvtier.backends.nvme.keeper import Keeper
-from kvtier.core.disk import Disk
+from kvtier.backends.nvme.folder.folder import Limits, NvmeFolder
+from kvtier.backends.nvme.housekeeping.keeper import Keeper
 from kvtier.core.eviction import create_policy
-from kvtier.core.record import record_bytes
+from kvtier.core.records.record import record_bytes
+from kvtier.core.system.disk import Disk
 from kvtier.testing.records import NAMESPACE, blank, prove, sealed
 from kvtier.types import BlockKey, Namespace, Presence
 

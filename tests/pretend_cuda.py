@@ -20,8 +20,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 
-from kvtier.core.record import PIECE_BYTES, part_sum, pieces_of
-from kvtier.device import cuda, kernels, staging
+from kvtier.core.records.record import PIECE_BYTES, part_sum, pieces_of
+from kvtier.device.cuda import cuda_device, kernels, staging_buffers
 
 MULTIPROCESSORS = 32
 
@@ -236,7 +236,7 @@ def install() -> None:
     torch.as_tensor = _as_tensor
     torch.Tensor.to = _to
     torch.Tensor.cuda = torch.Tensor.pin_memory = lambda tensor: tensor
-    cuda.runtime = lambda: cudart
+    cuda_device.runtime = lambda: cudart
     interpreted, one_at_a_time = kernels.move, threading.Lock()
 
     def move(*arguments: Any, **options: Any) -> None:
@@ -244,7 +244,7 @@ def install() -> None:
             interpreted(*arguments, **options)
 
     kernels.move, kernels.digest = move, _digest
-    staging.try_out = _once(staging.try_out)
+    staging_buffers.try_out = _once(staging_buffers.try_out)
 
 
 def _once(try_out: Callable[..., None]) -> Callable[..., None]:

@@ -10,15 +10,15 @@ from kvtier.backends.memory import BACKEND as MEMORY_BACKEND
 from kvtier.backends.memory import MemorySettings
 from kvtier.backends.nvme import BACKEND as NVME_BACKEND
 from kvtier.backends.nvme import NvmeHandler, NvmeSettings, NvmeTier
-from kvtier.backends.nvme.folder import Limits, NvmeFolder
-from kvtier.backends.nvme.keeper import Keeper
-from kvtier.core.backend import TierContext
-from kvtier.core.disk import Disk
+from kvtier.backends.nvme.folder.folder import Limits, NvmeFolder
+from kvtier.backends.nvme.housekeeping.keeper import Keeper
 from kvtier.core.eviction import create_policy
-from kvtier.core.record import record_bytes
+from kvtier.core.interfaces.backend import TierContext
+from kvtier.core.interfaces.tier import Tier
+from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import ByteSize, Capacity, TierSettings
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
-from kvtier.core.tier import Tier
+from kvtier.core.system.disk import Disk
 from kvtier.testing.records import make_keys
 from kvtier.testing.subject import Subject, failures
 from kvtier.types import BlockKey, Outcome

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from kvtier.backends.cpu import huge
+from kvtier.backends.cpu import huge_page_support
 from kvtier.backends.cpu.handler import CpuHandler
 from kvtier.backends.cpu.region import (
     SUFFIX,
@@ -20,10 +20,9 @@ from kvtier.backends.cpu.region import (
     unfinished,
 )
 from kvtier.backends.cpu.tier import CpuSpec, CpuTier
-from kvtier.core.backend import Backend, TierContext
-from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy, policy_class
-from kvtier.core.record import HEADER_BYTES, record_bytes
+from kvtier.core.interfaces.backend import Backend, TierContext
+from kvtier.core.records.record import HEADER_BYTES, record_bytes
 from kvtier.core.settings import (
     ByteSize,
     Duration,
@@ -31,6 +30,7 @@ from kvtier.core.settings import (
     TierSettings,
     check_capacity,
 )
+from kvtier.core.system.disk import Disk
 from kvtier.errors import ConfigError, NotHere, NotWritable
 
 __all__ = [
@@ -109,7 +109,7 @@ class CpuBackend(Backend[CpuSettings]):
         huge_pages = settings.huge_pages
         owned = OwnedRegion(path, wanted, disk or Disk(), context.near, huge_pages=huge_pages)
         owned.region.keep_for(settings.keep_for.seconds)
-        if huge_pages and (reason := huge.why_none(folder)):
+        if huge_pages and (reason := huge_page_support.why_none(folder)):
             logger.warning("the CPU region %s has no huge pages: %s", path, reason)
         return CpuTier(owned, create_policy(settings.eviction), discard=discard)
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from kvtier.backends.cpu.region import Region
 from kvtier.backends.cpu.tier import CpuSpec
-from kvtier.core.record import Buffer
+from kvtier.core.interfaces.tier import HostHandler, own_spec
+from kvtier.core.records.record import Buffer
 from kvtier.core.slab import layout
-from kvtier.core.tier import HostHandler, own_spec
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome
 
 

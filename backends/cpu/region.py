@@ -20,10 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.backends.cpu import huge, room
-from kvtier.core import numa
-from kvtier.core.disk import Disk, is_locked, lock_within
-from kvtier.core.record import ALIGN, Buffer, padded
+from kvtier.backends.cpu import huge_page_support, memory_limits
+from kvtier.core.records.record import ALIGN, Buffer, padded
 from kvtier.core.slab.layout import (
     ENTRY_BYTES,
     FLAG_DISCARD,
@@ -32,6 +30,8 @@ from kvtier.core.slab.layout import (
     SlabHeader,
     entry_at,
 )
+from kvtier.core.system import numa
+from kvtier.core.system.disk import Disk, is_locked, lock_within
 from kvtier.errors import FormatError, MediumError, MediumInUse, NewerFormat
 
 logger = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ class OwnedRegion:
 
     def _create(self, header: SlabHeader) -> Region:
         size, making = header.data_end, self.path.with_suffix(_MAKING)
-        left = room.memory_left() if room.in_memory(self.path.parent) else None
+        left = memory_limits.memory_left() if memory_limits.in_memory(self.path.parent) else None
         if left is not None and size > left:  # the system would not refuse, but kill somebody
             raise MediumError(
                 f"a CPU region of {size} bytes does not fit into memory, of which {left} bytes are "
@@ -259,7 +259,7 @@ class OwnedRegion:
             if self._near:
                 self._place(mapping)
             if self._huge_pages:
-                huge.take(mapping)
+                huge_page_support.take(mapping)
 
     def _place(self, mapping: mmap.mmap) -> None:
         """Choose the nodes that it will come from."""

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 from kvtier.backends.memory.handler import MemoryHandler
 from kvtier.backends.memory.store import MemorySpec, MemoryStore
 from kvtier.backends.memory.tier import MemoryTier
-from kvtier.core.backend import Backend, TierContext
+from kvtier.core.interfaces.backend import Backend, TierContext
 from kvtier.core.settings import Capacity, TierSettings, check_capacity
 from kvtier.errors import ConfigError, MediumError
 

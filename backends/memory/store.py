@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from typing import ClassVar
 
-from kvtier.core.record import Buffer, record_bytes
+from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.errors import MediumError
 from kvtier.types import BlockKey, Namespace, Outcome, SlotSpec
 

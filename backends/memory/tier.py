@@ -8,8 +8,8 @@ from copy import copy
 from itertools import islice
 
 from kvtier.backends.memory.store import MemorySpec, MemoryStore
-from kvtier.core.events import Events
-from kvtier.core.tier import Tier
+from kvtier.core.interfaces.tier import Tier
+from kvtier.core.records.tier_events import Events
 from kvtier.errors import NotResident
 from kvtier.types import (
     BlockKey,

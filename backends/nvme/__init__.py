@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvtier.backends.nvme.folder import Limits, NvmeFolder
+from kvtier.backends.nvme.folder.folder import Limits, NvmeFolder
 from kvtier.backends.nvme.handler import NvmeHandler
-from kvtier.backends.nvme.keeper import Keeper
-from kvtier.backends.nvme.reader import FolderToRead, Reader, only_reads
+from kvtier.backends.nvme.housekeeping.keeper import Keeper
+from kvtier.backends.nvme.housekeeping.read_only_keeper import FolderToRead, Reader, only_reads
 from kvtier.backends.nvme.spec import NvmeSpec
 from kvtier.backends.nvme.tier import NvmeTier
-from kvtier.core.backend import Backend, TierContext
-from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy, policy_class
 from kvtier.core.folders import standing_folder
-from kvtier.core.record import record_bytes
+from kvtier.core.interfaces.backend import Backend, TierContext
+from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import (
     ByteSize,
     Durability,
@@ -27,6 +26,7 @@ from kvtier.core.settings import (
     check_capacity,
 )
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
+from kvtier.core.system.disk import Disk
 from kvtier.errors import ConfigError, NotWritable
 
 __all__ = [

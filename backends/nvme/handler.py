@@ -18,19 +18,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from kvtier.backends.nvme.files import (
+from kvtier.backends.nvme.folder.files import (
     DATA_SUFFIX,
     TABLE_SUFFIX,
     hold_owner,
     let_go,
     owner_path,
 )
-from kvtier.backends.nvme.lock import has_name
+from kvtier.backends.nvme.folder.lock import has_name
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
-from kvtier.core.disk import Disk, read_all, write_all
-from kvtier.core.record import Buffer, record_bytes
+from kvtier.core.interfaces.tier import Handler, own_spec
+from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.core.slab import layout
-from kvtier.core.tier import Handler, own_spec
+from kvtier.core.system.disk import Disk, read_all, write_all
 from kvtier.errors import FormatError
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 

@@ -12,17 +12,17 @@ from typing import Concatenate, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.backends.nvme.copies import Copies
-from kvtier.backends.nvme.folder import SlabFile
-from kvtier.backends.nvme.keeper import Keeper
-from kvtier.backends.nvme.news import News
-from kvtier.backends.nvme.places import Place, Places
+from kvtier.backends.nvme.duplicate_blocks import Copies
+from kvtier.backends.nvme.folder.folder import SlabFile
+from kvtier.backends.nvme.housekeeping.keeper import Keeper
+from kvtier.backends.nvme.housekeeping.updates import Updates
+from kvtier.backends.nvme.slot_numbering import Place, Places
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
-from kvtier.core.cascade import AHEAD_BLOCKS_MAX
+from kvtier.core.chain.cascade import AHEAD_BLOCKS_MAX
 from kvtier.core.eviction import EvictionPolicy
+from kvtier.core.interfaces.tier import own_spec
 from kvtier.core.slab import layout
 from kvtier.core.slab.tier import SlabTier, give_back_memory
-from kvtier.core.tier import own_spec
 from kvtier.types import BlockKey, EventKind, FilePlace, LoadStoreSpec, TierStats
 
 _AHEAD_BYTES = 1 << 30
@@ -134,7 +134,7 @@ class NvmeTier(SlabTier):
                 self._taking = False
                 self.mutex.release()
 
-    def _take_in(self, news: News) -> int:
+    def _take_in(self, news: Updates) -> int:
         """Learn something; answers with how many entries were looked at."""
         slab = news.slab
         place = self._places.by_slab.get(slab.id)
@@ -152,7 +152,7 @@ class NvmeTier(SlabTier):
             self._see(news, place)
         return slab.header.slots if news.changes is None else len(news.changes[0])
 
-    def _see(self, news: News, place: Place | None) -> None:
+    def _see(self, news: Updates, place: Place | None) -> None:
         """A slab is there: a new one, or one that has changed or changed hands."""
         slab, known = news.slab, place is not None
         place = place or self._number(slab)

@@ -7,24 +7,24 @@ import logging
 from pathlib import Path
 from typing import Literal
 
-from kvtier.backends.object.claims import LEASE_S
-from kvtier.backends.object.errors import Misconfigured, StoreError
+from kvtier.backends.object.budget.claims import LEASE_S
+from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.handler import ObjectHandler
-from kvtier.backends.object.keeper import Keeper
-from kvtier.backends.object.limits import Limits, Spared
-from kvtier.backends.object.open import StoreSettings, open_store, place_of
-from kvtier.backends.object.reader import Reader
-from kvtier.backends.object.s3 import S3Settings, check_reach
+from kvtier.backends.object.housekeeping.keeper import Keeper
+from kvtier.backends.object.housekeeping.keeper_limits import Limits, Spared
+from kvtier.backends.object.housekeeping.read_only_keeper import Reader
 from kvtier.backends.object.spec import ObjectSpec
-from kvtier.backends.object.store import Store
+from kvtier.backends.object.stores.errors import Misconfigured, StoreError
+from kvtier.backends.object.stores.open_store import StoreSettings, open_store, place_of
+from kvtier.backends.object.stores.s3_store import S3Settings, check_reach
+from kvtier.backends.object.stores.store import Store
 from kvtier.backends.object.tier import ObjectTier
-from kvtier.backends.object.wire import Timeouts
-from kvtier.core.backend import Backend, TierContext
-from kvtier.core.codec import Codec, codec_for
-from kvtier.core.disk import Disk
 from kvtier.core.eviction import create_policy, policy_class
 from kvtier.core.folders import standing_folder
+from kvtier.core.interfaces.backend import Backend, TierContext
+from kvtier.core.records.compression import Codec, codec_for
 from kvtier.core.settings import Duration, Threads, TierSettings, WritePolicy, check_capacity
+from kvtier.core.system.disk import Disk
 from kvtier.errors import ConfigError, MediumError, NotHere
 from kvtier.types import Namespace
 

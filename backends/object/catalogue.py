@@ -10,10 +10,10 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 
-from kvtier.backends.object.keeper import Keeper
-from kvtier.backends.object.leaving import Leaving, Object
-from kvtier.backends.object.names import block_name
-from kvtier.backends.object.news import News, Rows
+from kvtier.backends.object.housekeeping.keeper import Keeper
+from kvtier.backends.object.housekeeping.tombstones import Object, Tombstones
+from kvtier.backends.object.housekeeping.updates import Rows, Updates
+from kvtier.backends.object.object_names import block_name
 from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.slab.tier import SlabTier
 from kvtier.types import BlockKey, EventKind
@@ -45,7 +45,7 @@ class ObjectCatalogue(SlabTier):
         self._idle: list[int] = []
         self._generation: dict[BlockKey, int] = {}
         """Generations that are not 0, of blocks that are resident, reserved or doomed."""
-        self._leaving = Leaving()
+        self._leaving = Tombstones()
         self._deleting: dict[int, list[Object]] = {}
         """By slot, the objects that the keeper is deleting."""
         self._untold: set[int] = set()
@@ -76,7 +76,7 @@ class ObjectCatalogue(SlabTier):
         if self._surplus > 0:
             self._shrink()
 
-    def _take_in(self, news: News) -> None:
+    def _take_in(self, news: Updates) -> None:
         # no more than there is: of two audits without a call of ours both tell of the same bytes
         self._budget.hidden = max(0, self._budget.hidden - news.unhidden)
         if news.added is not None:

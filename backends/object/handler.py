@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import ParamSpec
 
-from kvtier.backends.object.budget import clock
-from kvtier.backends.object.errors import LengthMismatch, StoreError, StoreFull, TimedOut
-from kvtier.backends.object.names import block_name
+from kvtier.backends.object.budget.budget import clock
+from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.spec import ObjectSpec
-from kvtier.backends.object.store import Store
-from kvtier.core.codec import Codec, decode, encode
-from kvtier.core.record import HEADER_BYTES, Buffer, Header
-from kvtier.core.tier import Handler, own_spec
+from kvtier.backends.object.stores.errors import LengthMismatch, StoreError, StoreFull, TimedOut
+from kvtier.backends.object.stores.store import Store
+from kvtier.core.interfaces.tier import Handler, own_spec
+from kvtier.core.records.compression import Codec, decode, encode
+from kvtier.core.records.record import HEADER_BYTES, Buffer, Header
 from kvtier.errors import FormatError
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 

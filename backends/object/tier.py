@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.backends.object.catalogue import ObjectCatalogue
-from kvtier.backends.object.keeper import Keeper
-from kvtier.backends.object.leaving import Object
+from kvtier.backends.object.housekeeping.keeper import Keeper
+from kvtier.backends.object.housekeeping.tombstones import Object
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.core.eviction import EvictionPolicy
-from kvtier.core.record import HEADER_BYTES
-from kvtier.core.tier import own_spec
+from kvtier.core.interfaces.tier import own_spec
+from kvtier.core.records.record import HEADER_BYTES
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Reservation, TierStats
 
 
@@ -194,7 +194,7 @@ class ObjectTier(ObjectCatalogue):
     def tick(self) -> None:
         super().tick()
         self._catch_up()
-        self.unwell = self._keeper.puzzles.unsolved
+        self.unwell = self._keeper.background_errors.unsolved
 
     def refresh(self) -> None:
         self._keeper.refresh()

@@ -11,7 +11,7 @@ import typer
 from kvtier.cli import console, options, plots
 from kvtier.cli.measure import Measured, Size, measure
 from kvtier.config import load
-from kvtier.core.record import record_bytes
+from kvtier.core.records.record import record_bytes
 from kvtier.observe import human
 from kvtier.observe.svg import bars
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from kvtier.backends.nvme import NvmeSettings
-from kvtier.backends.nvme.files import used_bytes
-from kvtier.backends.object.budget import UNLIMITED
+from kvtier.backends.nvme.folder.files import used_bytes
+from kvtier.backends.object.budget.budget import UNLIMITED
 from kvtier.cli.console import warn
 from kvtier.cli.hold import filling
 from kvtier.cli.holdings import look

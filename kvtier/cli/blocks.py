@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtier.cli.holdings import Place, Slab, read_file
 from kvtier.config import StackConfig
-from kvtier.core.record import (
+from kvtier.core.records.record import (
     CODEC_RAW,
     HEADER_BYTES,
     MAGIC,

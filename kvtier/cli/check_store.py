@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from kvtier.backends.nvme.folder import WHOSE
+from kvtier.backends.nvme.folder.folder import WHOSE
 from kvtier.backends.object import ObjectSettings, open_for
-from kvtier.backends.object.errors import StoreError, Weather
-from kvtier.backends.object.store import GetOutcome, PutOutcome, Store, is_name
+from kvtier.backends.object.stores.errors import StoreError, Weather
+from kvtier.backends.object.stores.store import GetOutcome, PutOutcome, Store, is_name
 from kvtier.cli.checks import Finding, Level
 from kvtier.cli.look_objects import local_folder
 from kvtier.cli.trials import new_probe

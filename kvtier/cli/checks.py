@@ -14,23 +14,23 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.backends.cpu import CpuSettings, huge, room
+from kvtier.backends.cpu import CpuSettings, huge_page_support, memory_limits
 from kvtier.backends.cpu.region import plan_region, said_of_idle
 from kvtier.backends.nvme import NvmeSettings, slab_bytes
-from kvtier.backends.nvme.files import TABLE_SUFFIX, homes, slab_files, used_bytes
-from kvtier.backends.nvme.folder import WHOSE, kept_free
-from kvtier.backends.nvme.reader import only_reads
+from kvtier.backends.nvme.folder.files import TABLE_SUFFIX, homes, slab_files, used_bytes
+from kvtier.backends.nvme.folder.folder import WHOSE, kept_free
+from kvtier.backends.nvme.housekeeping.read_only_keeper import only_reads
 from kvtier.cli.holdings import Slab, standing
 from kvtier.cli.look_slabs import look_at_regions
 from kvtier.config import StackConfig
-from kvtier.core.disk import Disk
-from kvtier.core.mounts import mounted
-from kvtier.core.numa import Topology
 from kvtier.core.settings import Gds, WritePolicy
-from kvtier.device.gds import probe as probe_gds
+from kvtier.core.system.disk import Disk
+from kvtier.core.system.mounts import mounted
+from kvtier.core.system.numa import Topology
+from kvtier.device.direct.kvikio_driver import probe as probe_gds
 from kvtier.errors import ConfigError, MediumError
 from kvtier.observe import human
-from kvtier.vllm.versions import installed
+from kvtier.vllm.hooks.versions import installed
 
 _BLOCK = 4096
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "glusterfs"}
@@ -137,7 +137,7 @@ def check_tier(config: StackConfig, tier: int) -> Iterator[Finding]:
 
 def _check_memory(area: str, settings: CpuSettings, regions: Sequence[Slab]) -> Iterator[Finding]:
     folder = Path(settings.path)
-    (kind, _), in_memory = mounted(folder), room.in_memory(folder)
+    (kind, _), in_memory = mounted(folder), memory_limits.in_memory(folder)
     if in_memory:
         yield Finding(area, Level.OK, f"{folder} is {kind}")
     else:
@@ -167,7 +167,7 @@ def _check_memory(area: str, settings: CpuSettings, regions: Sequence[Slab]) -> 
             "lower capacity, or enlarge it: mount -o remount,size=... (containers: --shm-size)"
             + idle,
         )
-    elif (left := room.memory_left()) is not None and in_memory and size > left + goes:
+    elif (left := memory_limits.memory_left()) is not None and in_memory and size > left + goes:
         yield Finding(
             area,
             Level.WARN,
@@ -177,7 +177,7 @@ def _check_memory(area: str, settings: CpuSettings, regions: Sequence[Slab]) -> 
         )
     else:
         yield Finding(area, Level.OK, sizes)
-    memory = room.memory_given()
+    memory = memory_limits.memory_given()
     if size > memory * _MEMORY_SHARE_MAX:
         yield Finding(
             area,
@@ -214,7 +214,7 @@ def _check_locking(area: str, size: int) -> Finding:
 
 
 def _check_huge_pages(area: str, folder: Path) -> Finding:
-    reason = huge.why_none(folder)
+    reason = huge_page_support.why_none(folder)
     if reason is None:
         return Finding(area, Level.OK, "huge pages can be had")
     return Finding(area, Level.WARN, f"no huge pages: {reason}", "or set huge_pages: false")

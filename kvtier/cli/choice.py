@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.backends.object.names import block_name
+from kvtier.backends.object.object_names import block_name
 from kvtier.cli.blocks import Block
 from kvtier.cli.holdings import Place, Slab
 from kvtier.core.slab.layout import committed, keys_of

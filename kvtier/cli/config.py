@@ -12,7 +12,7 @@ import typer
 from kvtier.cli import console, options
 from kvtier.cli.starter import starter
 from kvtier.config import Name, StackConfig, effective, load
-from kvtier.core.backend import kinds
+from kvtier.core.interfaces.backend import kinds
 from kvtier.core.values import Capacity
 from kvtier.errors import ConfigError, ConfigErrors, KVTierError
 from kvtier.schema import json_schema, reference
@@ -238,8 +238,8 @@ def _check_init(folder: str, name: str | None, bucket: str | None) -> None:
         problem = f"{name!r} cannot name an engine; write letters, digits, dots and dashes"
         raise typer.BadParameter(problem, param_hint="--name") from None
     if bucket is not None:
-        from kvtier.backends.object.errors import WrongEndpoint
-        from kvtier.backends.object.open import place_of
+        from kvtier.backends.object.stores.errors import WrongEndpoint
+        from kvtier.backends.object.stores.open_store import place_of
 
         try:
             store = place_of(bucket).folder

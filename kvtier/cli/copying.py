@@ -24,12 +24,12 @@ from kvtier.cli.look_objects import carry_uses
 from kvtier.cli.reader import Numbers, Reader
 from kvtier.cli.told import Expected
 from kvtier.config import StackConfig
-from kvtier.core.backend import TierContext, backend
-from kvtier.core.record import record_bytes
-from kvtier.core.tier import Tier
-from kvtier.core.transfer import Mover, Transfer, TransferKind, TransferResult
+from kvtier.core.interfaces.backend import TierContext, backend
+from kvtier.core.interfaces.mover import Mover, Transfer, TransferKind, TransferResult
+from kvtier.core.interfaces.tier import Tier
+from kvtier.core.records.record import record_bytes
 from kvtier.errors import MediumError, MediumInUse
-from kvtier.move.threads import ThreadMover
+from kvtier.move.thread_mover import ThreadMover
 from kvtier.observe import human
 from kvtier.types import BlockKey, Namespace, Outcome, Presence
 

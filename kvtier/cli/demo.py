@@ -20,13 +20,13 @@ import typer
 
 from kvtier.cli import console
 from kvtier.cli.main import ENDING
-from kvtier.core.disk import Disk
+from kvtier.core.system.disk import Disk
 from kvtier.core.values import ByteSize
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.observe import human
-from kvtier.vllm import tiny_model
-from kvtier.vllm.server import NotStarted, Server
-from kvtier.vllm.versions import installed
+from kvtier.vllm.hooks.versions import installed
+from kvtier.vllm.serving import tiny_model
+from kvtier.vllm.serving.server_process import NotStarted, Server
 
 app = console.new_app()
 

@@ -12,7 +12,7 @@ from kvtier.cli import console, options
 from kvtier.cli.checks import Finding, Level, check_machine, check_order, check_tier
 from kvtier.cli.measure import Measured, Size, measure
 from kvtier.config import StackConfig, load
-from kvtier.core.backend import backend
+from kvtier.core.interfaces.backend import backend
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.observe import human
 

@@ -17,8 +17,8 @@ from kvtier.cli.namespaces import find_namespace, say_two_names
 from kvtier.config import load
 from kvtier.errors import KVTierError
 from kvtier.types import BlockKey, Namespace
-from kvtier.vllm.keys import Prompt, chunk_keys, chunk_tokens
-from kvtier.vllm.prompts import read_prompts
+from kvtier.vllm.identity.prompt_keys import Prompt, chunk_keys, chunk_tokens
+from kvtier.vllm.serving.prompts import read_prompts
 
 app = console.new_app()
 

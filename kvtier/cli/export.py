@@ -18,7 +18,7 @@ from kvtier.cli.holdings import Place, known_namespaces
 from kvtier.cli.pack import PackWriter
 from kvtier.cli.work import bounded_map
 from kvtier.config import StackConfig, load
-from kvtier.core.record import record_bytes
+from kvtier.core.records.record import record_bytes
 from kvtier.errors import KVTierError
 from kvtier.types import BlockKey
 

@@ -13,7 +13,7 @@ import typer
 
 from kvtier.backends.nvme import NvmeSettings, slab_bytes
 from kvtier.backends.object import BACKEND, ObjectSettings
-from kvtier.backends.object.budget import UNLIMITED
+from kvtier.backends.object.budget.budget import UNLIMITED
 from kvtier.cli import console, options
 from kvtier.cli.choice import Choice, choose
 from kvtier.cli.copying import Copied, Pace, open_sink, pieces_of
@@ -24,12 +24,12 @@ from kvtier.cli.namespaces import find_namespace
 from kvtier.cli.outlook import capacity_of
 from kvtier.cli.reader import ChoiceReader
 from kvtier.config import StackConfig, load
-from kvtier.core.record import HEADER_BYTES, record_bytes
+from kvtier.core.records.record import HEADER_BYTES, record_bytes
 from kvtier.core.settings import ByteSize, Capacity, Persistence, TierSettings
 from kvtier.errors import ConfigError, KVTierError, NotWritable
 from kvtier.observe import human
 from kvtier.types import BlockKey, Namespace
-from kvtier.vllm.keys import Prompt, chunk_keys, chunk_tokens
+from kvtier.vllm.identity.prompt_keys import Prompt, chunk_keys, chunk_tokens
 
 IntoOption = Annotated[
     str | None,

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvtier.backends.cpu.region import lock_owner, unlock
-from kvtier.backends.nvme.files import is_empty, is_newer, let_go, marks
-from kvtier.backends.nvme.folder import NvmeFolder
-from kvtier.core.disk import Disk, is_locked, lock_within
+from kvtier.backends.nvme.folder.files import is_empty, is_newer, let_go, marks
+from kvtier.backends.nvme.folder.folder import NvmeFolder
 from kvtier.core.slab.layout import OWNER, OWNER_AT
+from kvtier.core.system.disk import Disk, is_locked, lock_within
 from kvtier.errors import MediumInUse
 from kvtier.types import Namespace
 

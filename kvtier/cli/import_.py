@@ -15,7 +15,7 @@ from kvtier.cli.fill import IntoOption, report, tier_to_fill
 from kvtier.cli.holdings import Place
 from kvtier.cli.pack import PackReader
 from kvtier.config import load
-from kvtier.core.record import record_bytes
+from kvtier.core.records.record import record_bytes
 
 app = console.new_app()
 

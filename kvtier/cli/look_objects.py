@@ -10,11 +10,11 @@ from itertools import islice
 from pathlib import Path
 
 from kvtier.backends.object import ObjectSettings, capacity_of, open_for
-from kvtier.backends.object.claim import PREFIX, ended
-from kvtier.backends.object.errors import Forbidden, StoreError, Weather
-from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.manifest import ADDED, Entries
-from kvtier.backends.object.names import (
+from kvtier.backends.object.budget.claim import PREFIX, ended
+from kvtier.backends.object.housekeeping.use_counts import Uses, count_uses, used_blocks
+from kvtier.backends.object.manifests.journal import Journal
+from kvtier.backends.object.manifests.manifest import ADDED, Entries
+from kvtier.backends.object.object_names import (
     blocks_prefix,
     description_name,
     parse_block,
@@ -22,8 +22,9 @@ from kvtier.backends.object.names import (
     told_of,
     uses_prefix,
 )
-from kvtier.backends.object.open import place_of
-from kvtier.backends.object.store import (
+from kvtier.backends.object.stores.errors import Forbidden, StoreError, Weather
+from kvtier.backends.object.stores.open_store import place_of
+from kvtier.backends.object.stores.store import (
     NAMESPACES_MAX,
     ObjectInfo,
     Store,
@@ -31,7 +32,6 @@ from kvtier.backends.object.store import (
     check_namespaces,
     read_description,
 )
-from kvtier.backends.object.uses import Uses, count_uses, used_blocks
 from kvtier.cli import console
 from kvtier.cli.blocks import Block
 from kvtier.cli.holdings import (
@@ -41,9 +41,9 @@ from kvtier.cli.holdings import (
     standing,
 )
 from kvtier.config import StackConfig
-from kvtier.core.disk import Disk
 from kvtier.core.settings import TierSettings
 from kvtier.core.slab.layout import keys_of
+from kvtier.core.system.disk import Disk
 from kvtier.errors import ConfigError, MediumError
 from kvtier.types import BlockKey, Namespace
 

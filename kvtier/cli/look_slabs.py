@@ -11,7 +11,7 @@ from pathlib import Path
 from kvtier.backends.cpu import CpuSettings
 from kvtier.backends.cpu.region import SUFFIX, read_header
 from kvtier.backends.nvme import NvmeSettings
-from kvtier.backends.nvme.files import DATA_SUFFIX, TABLE_SUFFIX, used_bytes
+from kvtier.backends.nvme.folder.files import DATA_SUFFIX, TABLE_SUFFIX, used_bytes
 from kvtier.cli.console import said_of
 from kvtier.cli.holdings import (
     BENCH_MARK,
@@ -26,8 +26,8 @@ from kvtier.cli.holdings import (
     standing,
 )
 from kvtier.config import StackConfig
-from kvtier.core.disk import Disk
 from kvtier.core.slab.layout import OWNER, OWNER_AT, TABLE_AT, SlabHeader
+from kvtier.core.system.disk import Disk
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.types import NAMESPACE_BYTES_MAX
 

@@ -20,16 +20,15 @@ from typing import Any
 
 import msgspec
 
-from kvtier.backends.cpu.room import in_memory, memory_left
+from kvtier.backends.cpu.memory_limits import in_memory, memory_left
 from kvtier.cli.hold import holding
 from kvtier.cli.holdings import BENCH_MARK, standing, where_of
 from kvtier.cli.interrupts import uninterrupted
 from kvtier.cli.look_objects import empty_store, local_folder
 from kvtier.cli.trials import new_bench
 from kvtier.config import StackConfig
-from kvtier.core.disk import Disk
-from kvtier.core.flight import Ticket
-from kvtier.core.record import HEADER_BYTES, record_bytes
+from kvtier.core.chain.in_flight import Ticket
+from kvtier.core.records.record import HEADER_BYTES, record_bytes
 from kvtier.core.settings import (
     Admission,
     ByteSize,
@@ -40,6 +39,7 @@ from kvtier.core.settings import (
     WritePolicy,
 )
 from kvtier.core.slab.layout import ENTRY_BYTES
+from kvtier.core.system.disk import Disk
 from kvtier.errors import KVTierError, MediumError
 from kvtier.observe import human
 from kvtier.stack import Stack

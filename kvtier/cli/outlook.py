@@ -8,9 +8,9 @@ import msgspec
 
 from kvtier.cli.measure import Measured, folder_of
 from kvtier.config import StackConfig
-from kvtier.core.disk import Disk
-from kvtier.core.record import record_bytes
+from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import TierSettings
+from kvtier.core.system.disk import Disk
 from kvtier.observe.kv_shape import KVShape
 
 _TOKENS_MAX = 1 << 22

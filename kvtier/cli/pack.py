@@ -17,7 +17,7 @@ import xxhash
 
 from kvtier.cli.choice import USED_MAX
 from kvtier.cli.reader import Reader
-from kvtier.core.record import HEADER_BYTES, Buffer, Header, record_bytes
+from kvtier.core.records.record import HEADER_BYTES, Buffer, Header, record_bytes
 from kvtier.core.slab.layout import keys_of
 from kvtier.errors import FormatError, KVTierError, MediumInUse, NewerFormat
 from kvtier.types import KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, BlockKey, Namespace, Outcome

@@ -12,9 +12,9 @@ from kvtier.cli.measure import Size, folder_of, measure
 from kvtier.cli.outlook import Expectation, Link, Outlook, chunk_of, expect, links_of
 from kvtier.cli.sweep import Row, plot, run_sweep, show_sweep
 from kvtier.config import StackConfig, load
-from kvtier.core.eviction.trace import read_trace
-from kvtier.core.record import record_bytes
-from kvtier.core.runs import DEVICE
+from kvtier.core.costs.load_runs import DEVICE
+from kvtier.core.eviction.traces.trace import read_trace
+from kvtier.core.records.record import record_bytes
 from kvtier.observe import human
 from kvtier.observe.kv_shape import read_shape
 

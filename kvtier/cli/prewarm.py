@@ -14,7 +14,7 @@ from kvtier.cli.holdings import known_namespaces
 from kvtier.cli.namespaces import say_two_names
 from kvtier.config import load
 from kvtier.errors import KVTierError
-from kvtier.vllm.prompts import read_prompts
+from kvtier.vllm.serving.prompts import read_prompts
 
 app = console.new_app()
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvtier.backends.object import ObjectSettings, open_for
-from kvtier.backends.object.errors import LengthMismatch, StoreError
+from kvtier.backends.object.stores.errors import LengthMismatch, StoreError
 from kvtier.cli.blocks import Block, Proof, Verdict, is_newer, judge
-from kvtier.core.codec import decode
-from kvtier.core.record import CODEC_RAW, HEADER_BYTES, Header, record_bytes
+from kvtier.core.records.compression import decode
+from kvtier.core.records.record import CODEC_RAW, HEADER_BYTES, Header, record_bytes
 from kvtier.core.settings import TierSettings
 from kvtier.errors import FormatError, MediumError
 from kvtier.types import PAYLOAD_BYTES_MAX, Namespace

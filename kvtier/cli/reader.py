@@ -20,10 +20,10 @@ from kvtier.cli.choice import Choice
 from kvtier.cli.holdings import Slab
 from kvtier.cli.measure import patient
 from kvtier.config import StackConfig
-from kvtier.core.backend import TierContext, backend
-from kvtier.core.record import Buffer, record_bytes
+from kvtier.core.interfaces.backend import TierContext, backend
+from kvtier.core.interfaces.tier import Handler
+from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.core.slab.layout import VALID, runs
-from kvtier.core.tier import Handler
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome, SlotSpec
 
 _BATCH_BYTES = 2 << 20

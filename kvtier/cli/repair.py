@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from kvtier.backends.nvme.files import remove_slab
-from kvtier.backends.nvme.lock import folder_locked
+from kvtier.backends.nvme.folder.files import remove_slab
+from kvtier.backends.nvme.folder.lock import folder_locked
 from kvtier.cli.blocks import Block, entry_of
 from kvtier.cli.console import said_of
 from kvtier.cli.hold import (
@@ -20,8 +20,8 @@ from kvtier.cli.hold import (
 from kvtier.cli.holdings import Place, Slab
 from kvtier.cli.look_slabs import is_broken
 from kvtier.config import StackConfig
-from kvtier.core.disk import Disk
 from kvtier.core.slab.layout import BAD, VALID, entry_at
+from kvtier.core.system.disk import Disk
 from kvtier.errors import KVTierError, MediumInUse
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from kvtier.backends.cpu import CpuSettings
 from kvtier.backends.cpu.region import SUFFIX, in_use, leftovers, own_files, remove
-from kvtier.backends.nvme.files import (
+from kvtier.backends.nvme.folder.files import (
     DATA_SUFFIX,
     TABLE_SUFFIX,
     halves,
@@ -28,18 +28,18 @@ from kvtier.backends.nvme.files import (
     unfinished,
     used_at,
 )
-from kvtier.backends.nvme.lock import folder_locked
+from kvtier.backends.nvme.folder.lock import folder_locked
 from kvtier.cli.console import said_of
 from kvtier.cli.hold import folder_held, has_live_owner, has_owner_now
 from kvtier.cli.holdings import BENCH_MARK, NAMESPACE_ID, Place, Slab
 from kvtier.config import StackConfig
-from kvtier.core.disk import Disk, is_locked
 from kvtier.core.settings import TierSettings, WritePolicy
+from kvtier.core.system.disk import Disk, is_locked
 from kvtier.errors import KVTierError, MediumError
 
 if TYPE_CHECKING:
     from kvtier.backends.object import ObjectSettings
-    from kvtier.backends.object.store import Store
+    from kvtier.backends.object.stores.store import Store
 
 _MAKING = ".making"
 _BENCH_S = 600.0
@@ -360,7 +360,8 @@ def _below(place: Place, namespace: str) -> str:
 
 
 def _surveyed(settings: ObjectSettings, place: Place, going: set[str]) -> Iterator[Rubbish]:
-    from kvtier.backends.object import capacity_of, gc
+    from kvtier.backends.object import capacity_of
+    from kvtier.backends.object.housekeeping import gc
     from kvtier.cli.look_objects import opened_store
 
     capacity = capacity_of(settings)

@@ -16,7 +16,7 @@ import typer
 from kvtier.cli import console, options, terminal
 from kvtier.config import load
 from kvtier.errors import ConfigError, ConfigErrors
-from kvtier.vllm.versions import SERVER, installed
+from kvtier.vllm.hooks.versions import SERVER, installed
 
 app = console.new_app()
 

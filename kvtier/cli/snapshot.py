@@ -10,7 +10,7 @@ import typer
 from kvtier.cli import console, options
 from kvtier.cli.fill import copy_all, look_at, report, store_of
 from kvtier.config import StackConfig, load
-from kvtier.core.backend import backend
+from kvtier.core.interfaces.backend import backend
 from kvtier.core.settings import TierSettings
 from kvtier.errors import ConfigError
 

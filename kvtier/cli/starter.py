@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvtier.backends.cpu.room import memory_given
-from kvtier.core.disk import Disk
+from kvtier.backends.cpu.memory_limits import memory_given
+from kvtier.core.system.disk import Disk
 from kvtier.core.values import ByteSize
 
 _SHARED_MEMORY = Path("/dev/shm")

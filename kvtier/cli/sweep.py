@@ -11,13 +11,13 @@ import msgspec
 from kvtier.cli import console
 from kvtier.cli.outlook import Expectation
 from kvtier.config import StackConfig
-from kvtier.core.eviction.trace import Request
-from kvtier.core.links import TOUCHES_KEPT
-from kvtier.core.record import record_bytes
+from kvtier.core.chain.write_links import TOUCHES_KEPT
+from kvtier.core.eviction.traces.trace import Request
+from kvtier.core.records.record import record_bytes
 from kvtier.observe import human
-from kvtier.observe.sample import sample
 from kvtier.observe.simulate import Simulation, TierPlan, Trace, simulate_all
 from kvtier.observe.svg import lines
+from kvtier.observe.trace_sample import sample
 
 _DAY_S = 86400.0
 _USES_MAX = 6_000_000

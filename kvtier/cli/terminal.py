@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from kvtier.cli import console
 from kvtier.cli.main import EXIT_INTERRUPTED
-from kvtier.move.server import die_with
+from kvtier.move.process_main import die_with
 
 _CLOSING = "closing (Ctrl-C again interrupts all of it, and once more kills it)"
 REMIND_S = 5.0

@@ -13,18 +13,18 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.backends.object import manifest
-from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.manifest import ADDED, REMOVED, Entries
-from kvtier.backends.object.names import blocks_prefix, parse_block
-from kvtier.backends.object.stated import Stated
-from kvtier.backends.object.store import ObjectInfo, Store
-from kvtier.backends.object.uses import count_uses
+from kvtier.backends.object.housekeeping.use_counts import count_uses
+from kvtier.backends.object.manifests import manifest
+from kvtier.backends.object.manifests.journal import Journal
+from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, Entries
+from kvtier.backends.object.manifests.reconcile import Reconciliation
+from kvtier.backends.object.object_names import blocks_prefix, parse_block
+from kvtier.backends.object.stores.store import ObjectInfo, Store
 from kvtier.cli import console
 from kvtier.cli.holdings import Part, Place
 from kvtier.cli.look_objects import opened_store
 from kvtier.config import StackConfig
-from kvtier.core.record import record_bytes
+from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import TierSettings
 from kvtier.errors import MediumError
 from kvtier.types import BlockKey, Namespace
@@ -87,7 +87,7 @@ def take_in_untold(config: StackConfig, places: Sequence[Place], wanted: str, ro
 
 def _take_in(place: Place, part: Part, store: Store) -> None:
     namespace = place.namespaces[part.namespace]
-    stated = Stated(Journal(store, namespace).everything())
+    stated = Reconciliation(Journal(store, namespace).everything())
     pieces = [place.manifests[part.namespace]]
     with console.progress(f"listing {place.where}:", 0, "objects") as bar:
         listed = store.list(blocks_prefix(part.namespace))
@@ -110,7 +110,7 @@ def _take_in(place: Place, part: Part, store: Store) -> None:
     part.add_times(float(found["time_us"].min()) / 1e6, float(found["time_us"].max()) / 1e6)
 
 
-def _untold(listed: Sequence[ObjectInfo], stated: Stated) -> Entries:
+def _untold(listed: Sequence[ObjectInfo], stated: Reconciliation) -> Entries:
     """Entries for those of these objects that are blocks and that nothing tells of. What is there
     because its deletion failed is told of: as removed."""
     blocks = [(info, parsed) for info in listed if (parsed := parse_block(info.name))]

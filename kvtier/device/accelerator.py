@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from kvtier.device.copy_plan import Copies, Ints
 from kvtier.device.layout import DeviceLayout
-from kvtier.device.plan import Copies, Ints
 
 ERRORS = (
     AttributeError,

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kvtier.core.disk import read_bounded
+from kvtier.core.system.disk import read_bounded
 from kvtier.errors import ConfigError
 
 _DTYPE_BYTES = {

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.core.chain.write_links import TOUCHES_KEPT, Touches
 from kvtier.core.eviction import UNKNOWN, EvictionPolicy, create_policy
-from kvtier.core.eviction.trace import Request
-from kvtier.core.links import TOUCHES_KEPT, Touches
+from kvtier.core.eviction.traces.trace import Request
 from kvtier.core.settings import Admission, WritePolicy
-from kvtier.observe.workers import spread
+from kvtier.observe.forked_workers import spread
 from kvtier.types import BlockKey
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvtier.core.record import ALIGN, HEADER_BYTES, record_bytes
+from kvtier.core.interfaces.tier import HostHandler
+from kvtier.core.records.record import ALIGN, HEADER_BYTES, record_bytes
 from kvtier.core.settings import ByteSize, Capacity
-from kvtier.core.tier import HostHandler
 from kvtier.core.values import dec_hook, enc_hook
 from kvtier.errors import ConfigError
 from kvtier.testing.faults import Call, FaultyDisk

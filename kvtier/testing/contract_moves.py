@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvtier.testing.elsewhere import load_elsewhere
+from kvtier.testing.handler_process import load_elsewhere
 from kvtier.testing.records import LARGE, blank, make_keys, prove, sealed
 from kvtier.testing.subject import Rig, Subject
 from kvtier.types import Outcome

@@ -1,6 +1,6 @@
 """A disk that fails as disks do, on script or by seeded dice.
 
-The fault model, which the suites hold every tier to. At any call through `kvtier.core.disk.Disk`:
+The fault model, which the suites hold every tier to. At any call through `kvtier.core.system.disk.Disk`:
 
 - SHORT_READ    a read returns only a part of what was asked for; that part is right.
 - SHORT_WRITE   a write puts down only a part, and says so.
@@ -34,8 +34,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvtier.core.disk import AnyPath, Disk
-from kvtier.core.record import ALIGN, Buffer
+from kvtier.core.records.record import ALIGN, Buffer
+from kvtier.core.system.disk import AnyPath, Disk
 
 SECTOR = 512
 

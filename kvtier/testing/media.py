@@ -18,10 +18,10 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from kvtier.core.backend import Backend, TierContext
-from kvtier.core.record import Buffer, record_bytes
+from kvtier.core.interfaces.backend import Backend, TierContext
+from kvtier.core.interfaces.tier import Handler, HostHandler, Tier
+from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.core.settings import TierSettings
-from kvtier.core.tier import Handler, HostHandler, Tier
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, SlotSpec
 
 SLOTS_MAX = 1024

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.core.backend import TierContext
-from kvtier.core.record import HEADER_BYTES, record_bytes
+from kvtier.core.interfaces.backend import TierContext
+from kvtier.core.interfaces.mover import Mover, Transfer, TransferKind, TransferResult
+from kvtier.core.records.record import HEADER_BYTES, record_bytes
 from kvtier.core.settings import ByteSize, Capacity
-from kvtier.core.transfer import Mover, Transfer, TransferKind, TransferResult
 from kvtier.testing.media import (
     Fault,
     FileSettings,
@@ -152,7 +152,7 @@ class MoverRig:
 
 
 class MoverContract:
-    """Each test states one promise of `kvtier.core.transfer.Mover`."""
+    """Each test states one promise of `kvtier.core.interfaces.mover.Mover`."""
 
     @abstractmethod
     def open_mover(self, tiers: Sequence[MediumSettings], context: TierContext) -> Mover:

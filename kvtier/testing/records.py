@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 
-from kvtier.core.record import HEADER_BYTES, Buffer, Header, record_bytes, seal, verify
+from kvtier.core.records.record import HEADER_BYTES, Buffer, Header, record_bytes, seal, verify
 from kvtier.types import BlockKey, Namespace, Outcome, block_key
 
 NAMESPACE = Namespace(facts={"model": "testing"}, group_bytes=(8192,))

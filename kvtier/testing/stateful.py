@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.backends.memory import MemoryStore, MemoryTier
-from kvtier.core.record import record_bytes
+from kvtier.core.records.record import record_bytes
 from kvtier.errors import NotResident
 from kvtier.testing.contract_medium import follow
 from kvtier.testing.records import NAMESPACE

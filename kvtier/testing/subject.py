@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvtier.core.backend import Backend, TierContext
-from kvtier.core.disk import Disk
-from kvtier.core.record import Buffer, record_bytes
+from kvtier.core.interfaces.backend import Backend, TierContext
+from kvtier.core.interfaces.tier import Handler, Tier
+from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.core.settings import TierSettings
-from kvtier.core.tier import Handler, Tier
+from kvtier.core.system.disk import Disk
 from kvtier.testing.records import NAMESPACE, blank, prove, sealed
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome, Presence, Reservation
 

@@ -17,24 +17,24 @@ import vllm
 from kvtier.config import StackConfig
 from kvtier.core.settings import Persistence
 from kvtier.types import Namespace
-from kvtier.vllm import (
-    above,
-    compat,
-    errands,
-    handoff,
-    identity,
-    limits,
-    metrics,
-    namesakes,
-    orphan,
-    overheard,
-    recount,
-    sessions,
-)
-from kvtier.vllm.described import DescribedEvents
-from kvtier.vllm.given import Given
 from kvtier.vllm.guard import guarded
-from kvtier.vllm.resting import Resting
+from kvtier.vllm.hooks import (
+    compat,
+    construction_context,
+    engine_core,
+    failure_tolerant_worker,
+    orphaned_engine,
+    reused_request_ids,
+    session_requests,
+    step_replay,
+    unsupported_modes,
+)
+from kvtier.vllm.hooks.block_allocation import AllocatedBlocks
+from kvtier.vllm.hooks.idle_requests import IdleRequests
+from kvtier.vllm.hooks.versions import check_version
+from kvtier.vllm.identity import namespace_facts
+from kvtier.vllm.scheduler import metrics, prefill_handoff
+from kvtier.vllm.scheduler.block_events import DescribedEvents
 from kvtier.vllm.settings import (
     check_caches,
     check_ranks,
@@ -44,7 +44,6 @@ from kvtier.vllm.settings import (
     whole_number,
 )
 from kvtier.vllm.spec import KVTierSpec
-from kvtier.vllm.versions import check_version
 
 logger = logging.getLogger(__name__)
 
@@ -68,16 +67,16 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         _share_log()
         stack = _settle(vllm_config, kv_cache_config)
         # Else another connector brings prompts from engine to engine.
-        self._hands_over = len(above.transfer_configs(vllm_config)) == 1
-        self._without_hits = limits.uses_nothing(vllm_config)
-        self._looks_ahead = limits.looks_ahead(kv_cache_config)
-        self._numbers_media = limits.numbers_media(vllm_config)
-        self._blurs_adapters = limits.blurs_adapters(vllm_config)
-        self._sessions = sessions.Sessions(vllm_config, kv_cache_config)
+        self._hands_over = len(construction_context.transfer_configs(vllm_config)) == 1
+        self._without_hits = unsupported_modes.uses_nothing(vllm_config)
+        self._looks_ahead = unsupported_modes.looks_ahead(kv_cache_config)
+        self._numbers_media = unsupported_modes.numbers_media(vllm_config)
+        self._blurs_adapters = unsupported_modes.blurs_adapters(vllm_config)
+        self._sessions = session_requests.Sessions(vllm_config, kv_cache_config)
         self._block_tokens = compat.block_tokens(vllm_config, kv_cache_config)
         self._pool: Any = None
-        self._given: Given | None = None
-        self._paused, self._spins = above.pausing(), above.spins()
+        self._given: AllocatedBlocks | None = None
+        self._paused, self._spins = construction_context.pausing(), construction_context.spins()
         self._waits = False
         """It spins, and this step computes nothing."""
         self._computed = True
@@ -89,13 +88,13 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         """Whether vLLM's own prefix cache may hold blocks, and whether some of these may be wrong:
         nothing is stored then of requests that come, until it is reset."""
         if role.name == "SCHEDULER":
-            self._steps = recount.Steps(vllm_config.parallel_config.world_size)
-            orphan.end_with_parent()
-            overheard.listen()
+            self._steps = step_replay.Steps(vllm_config.parallel_config.world_size)
+            orphaned_engine.end_with_parent()
+            engine_core.listen()
             self._introduce(vllm_config, kv_cache_config, stack)
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_worker is not None:
-            self.connector_worker = errands.FailureTolerantWorker(
+            self.connector_worker = failure_tolerant_worker.FailureTolerantWorker(
                 self.connector_worker.spec, vllm_config, kv_cache_config
             )
         if self.connector_scheduler is not None:
@@ -123,13 +122,13 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
             for tier in stack.tiers
         )
         algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-        if warning := identity.check_hash(algorithm, persistent=persistent):
+        if warning := namespace_facts.check_hash(algorithm, persistent=persistent):
             logger.warning("%s", warning)
-        for limit in limits.to_be_told(vllm_config, kv_cache_config):
+        for limit in unsupported_modes.to_be_told(vllm_config, kv_cache_config):
             logger.warning("%s", limit)
         payloads, blocks, parts = compat.chunk_sizes(vllm_config, kv_cache_config)
         tokens = compat.block_tokens(vllm_config, kv_cache_config)
-        facts = identity.facts_of(vllm_config, blocks, extra.get("weights"), tokens)
+        facts = namespace_facts.facts_of(vllm_config, blocks, extra.get("weights"), tokens)
         namespace = Namespace(facts=facts, group_bytes=payloads, parts=parts)
         extra["kvtier_namespace"] = namespace.to_json().decode()
 
@@ -138,13 +137,15 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         sent, received = self.get_finished(finished_req_ids)
         assert self.connector_worker is not None
-        return errands.transfer_results(sent, received, self.connector_worker.failed_requests)
+        return failure_tolerant_worker.transfer_results(
+            sent, received, self.connector_worker.failed_requests
+        )
 
     # -- the scheduler's side ------------------------------------------------------------------
 
     @cached_property
-    def _resting(self) -> Resting:
-        return Resting(self.connector_scheduler)
+    def _resting(self) -> IdleRequests:
+        return IdleRequests(self.connector_scheduler)
 
     @cached_property
     def _manager(self) -> Any:
@@ -154,10 +155,10 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         super().bind_gpu_block_pool(gpu_block_pool)
         self._pool = gpu_block_pool
-        self._given = Given(gpu_block_pool)
+        self._given = AllocatedBlocks(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
-        namesakes.make_room(self, request.request_id)
+        reused_request_ids.make_room(self, request.request_id)
         self._manager.remember_adapter(request.request_id, request.lora_request)
         has_media = request.mm_features or request.resumable  # a session may get some later
         if self._looks_ahead or (self._numbers_media and has_media):
@@ -165,8 +166,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         super().on_new_request(request)
         compat.heed_whole_chunks(self, request)
         if request.resumable:
-            sessions.name_anew(self, request)
-        if self._hands_over and handoff.is_expected(request.kv_transfer_params):
+            session_requests.name_anew(self, request)
+        if self._hands_over and prefill_handoff.is_expected(request.kv_transfer_params):
             self._manager.expect(request.request_id)
         if self._cache_stale or (self._blurred and request.lora_request is None):
             self._manager.keep_no_more(request.request_id)
@@ -212,7 +213,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         found = self._hands_over and self._manager.hands_over(request.request_id)
         held, answer = super().request_finished(request, block_ids)
         if found and answer is None:
-            answer = handoff.answer(request.kv_transfer_params)
+            answer = prefill_handoff.answer(request.kv_transfer_params)
         return held, answer
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
@@ -225,7 +226,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         compat.forget_decoded(self, scheduler_output)
         if self._given is not None:
             self._given.tell(self.connector_scheduler, scheduler_output)
-        step = namesakes.without_namesakes(self, self._resting.leave_out(scheduler_output))
+        step = reused_request_ids.without_namesakes(self, self._resting.leave_out(scheduler_output))
         meta = super().build_connector_meta(compat.read_as_0_33(self, step))
         self._resting.looked_at(step)
         self._manager.step_began(scheduler_output)
@@ -249,7 +250,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         self._manager.mistook(getattr(meta, "mistakes", 0))
-        reports = errands.hear(connector_output, self._steps)
+        reports = failure_tolerant_worker.hear(connector_output, self._steps)
         with compat.manager_locked(self):
             foreign = connector_output.invalid_block_ids  # of another connector, beside this one
             vouched = self._manager.vouches(reports)  # asked in any case: it keeps account of them
@@ -283,7 +284,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._resting.wake_all()
         with compat.resettable(self):
             done = super().reset_cache()
-        errands.finish_stores()
+        failure_tolerant_worker.finish_stores()
         return done
 
     def weights_changed(self) -> None:
@@ -348,19 +349,21 @@ def _share_log() -> None:
 def _settle(vllm_config: Any, kv_cache_config: Any) -> StackConfig:
     """Refuse an engine that cannot be served, and settle what vLLM's side and ours both read;
     answers with the stack."""
-    for transfer in above.transfer_configs(vllm_config):
+    for transfer in construction_context.transfer_configs(vllm_config):
         check_role(transfer.kv_role)
         transfer.kv_load_failure_policy = "recompute"  # a request does not end with its load
     ranks = vllm_config.parallel_config
     check_ranks(ranks.distributed_executor_backend, ranks.world_size, ranks.nnodes_within_dp)
     hisparse = getattr(vllm_config.attention_config, "hisparse_config", None)
-    check_caches(hisparse, limits.overflows(vllm_config))
+    check_caches(hisparse, unsupported_modes.overflows(vllm_config))
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra.update(_OURS)
     for name, instead in _IGNORED.items():
         if extra.pop(name, 0):
             logger.warning("%s is ignored: %s", name, instead)
-    if limits.decodes_otherwise(vllm_config) and not extra.get("offload_prompt_only", True):
+    if unsupported_modes.decodes_otherwise(vllm_config) and not extra.get(
+        "offload_prompt_only", True
+    ):
         logger.warning(
             "offload_prompt_only is true: what this model decodes sees less than in a prompt"
         )

@@ -16,22 +16,23 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvtier import config as stack_config
 from kvtier.backends.cpu import CpuHandler
-from kvtier.core import numa
-from kvtier.core.costs import CostModel
-from kvtier.core.offers import Shape
+from kvtier.core.costs.hit_offers import Shape
+from kvtier.core.costs.model import CostModel
+from kvtier.core.system import numa
 from kvtier.errors import ConfigError
 from kvtier.stack import Stack
 from kvtier.types import BlockKey
-from kvtier.vllm import compat, errands
-from kvtier.vllm.described import events_of
 from kvtier.vllm.guard import guarded
-from kvtier.vllm.manager import ChainManager
-from kvtier.vllm.metrics import Meter, definitions
-from kvtier.vllm.pace import prompt_tokens
+from kvtier.vllm.hooks import compat
+from kvtier.vllm.hooks import failure_tolerant_worker as errands
+from kvtier.vllm.identity.weight_fingerprints import Adapters
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
+from kvtier.vllm.scheduler.block_events import events_of
+from kvtier.vllm.scheduler.manager import ChainManager
+from kvtier.vllm.scheduler.metrics import Meter, definitions
+from kvtier.vllm.scheduler.prefill_pace import prompt_tokens
 from kvtier.vllm.settings import read_namespace, read_stack
-from kvtier.vllm.weights import Adapters
-from kvtier.vllm.worker import Ended, RankWorker, blocks_of
+from kvtier.vllm.worker.rank_worker import Ended, RankWorker, blocks_of
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.backends.object.errors import AccessDenied, StoreError, Unavailable
-from kvtier.backends.object.files import FileStore
-from kvtier.backends.object.names import block_name, description_name
-from kvtier.backends.object.store import ObjectInfo
+from kvtier.backends.object.object_names import block_name, description_name
+from kvtier.backends.object.stores.errors import AccessDenied, StoreError, Unavailable
+from kvtier.backends.object.stores.file_store import FileStore
+from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.cli import commands, look_objects
 from kvtier.cli.blocks import blocks_of
 from kvtier.cli.holdings import look

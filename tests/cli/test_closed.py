@@ -9,7 +9,7 @@ import pytest
 from cli_world import STACK, command, fill, served
 
 from kvtier import Stack
-from kvtier.backends.object.names import description_name
+from kvtier.backends.object.object_names import description_name
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 

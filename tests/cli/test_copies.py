@@ -21,7 +21,7 @@ from kvtier.cli.console import Progress
 from kvtier.cli.copying import Copied, Pace, Sink, open_sink
 from kvtier.cli.reader import Reader
 from kvtier.config import load
-from kvtier.core.record import HEADER_BYTES, Buffer
+from kvtier.core.records.record import HEADER_BYTES, Buffer
 from kvtier.core.slab import layout
 from kvtier.testing.records import GROUPED, NAMESPACE, fill, make_keys, payload
 from kvtier.types import BlockKey, Namespace, Outcome

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from cli_world import command
 
-from kvtier.backends.cpu import huge, room
-from kvtier.backends.object import deletes
-from kvtier.backends.object.errors import AccessDenied, StoreError
-from kvtier.backends.object.files import FileStore
+from kvtier.backends.cpu import huge_page_support, memory_limits
+from kvtier.backends.object.client import deletes
+from kvtier.backends.object.stores.errors import AccessDenied, StoreError
+from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.cli import check_store, checks
 from kvtier.cli.checks import Level, check_machine, check_order, check_tier
 from kvtier.config import load
-from kvtier.core.disk import Disk
-from kvtier.core.mounts import mounted
-from kvtier.core.numa import Topology
+from kvtier.core.system.disk import Disk
+from kvtier.core.system.mounts import mounted
+from kvtier.core.system.numa import Topology
 
 
 def run(stack_file: Path, *args: str, code: int = 0) -> Any:
@@ -87,9 +87,9 @@ def test_host_memory_on_a_disk_is_said(stack_file: Path) -> None:
 def test_memory_that_is_not_there_is_missed_before_an_engine_does(
     stack_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "in_memory", lambda folder: True)
+    monkeypatch.setattr(memory_limits, "in_memory", lambda folder: True)
     assert not any("does not fit" in what for what in levels(stack_file, 0))
-    monkeypatch.setattr(room, "memory_left", lambda: 1 << 20)
+    monkeypatch.setattr(memory_limits, "memory_left", lambda: 1 << 20)
     warned = [what for what, level in levels(stack_file, 0).items() if level is Level.WARN]
     assert any("only 1 MiB of memory: the region does not fit" in what for what in warned)
 
@@ -101,7 +101,7 @@ def test_huge_pages_that_are_not_given_are_said(
         stack_file.read_text().replace("kind: cpu,", "kind: cpu, huge_pages: true,")
     )
     for reason, level in ((None, Level.OK), ("remount it", Level.WARN)):
-        monkeypatch.setattr(huge, "why_none", lambda folder, reason=reason: reason)
+        monkeypatch.setattr(huge_page_support, "why_none", lambda folder, reason=reason: reason)
         said = levels(stack_file, 0)
         assert [said[what] for what in said if "huge pages" in what] == [level]
 
@@ -260,7 +260,7 @@ def test_nodes_are_told_where_there_are_several(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0"])
 def test_a_vllm_that_is_not_supported(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.vllm.versions.version", lambda name: version)
+    monkeypatch.setattr("kvtier.vllm.hooks.versions.version", lambda name: version)
     (finding,) = [each for each in checks.check_machine() if each.area == "vllm"]
     assert finding.level is Level.BAD
     assert version in finding.what
@@ -268,7 +268,7 @@ def test_a_vllm_that_is_not_supported(version: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_vllm_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.vllm.versions.version", lambda name: "0.32.1+cpu")
+    monkeypatch.setattr("kvtier.vllm.hooks.versions.version", lambda name: "0.32.1+cpu")
     (finding,) = [each for each in checks.check_machine() if each.area == "vllm"]
     assert (finding.level, finding.what) == (Level.OK, "vLLM 0.32.1+cpu (CPU build) is supported")
 

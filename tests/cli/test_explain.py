@@ -16,10 +16,10 @@ from kvtier.cli import commands, explain, look_objects
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.testing.records import payload
 from kvtier.types import BlockKey, Namespace, block_key
-from kvtier.vllm import prompts as prompts_module
-from kvtier.vllm.keys import Prompt, chunk_keys, chunk_tokens
-from kvtier.vllm.prompts import read_prompts
-from kvtier.vllm.weights import fingerprint_adapter
+from kvtier.vllm.identity.prompt_keys import Prompt, chunk_keys, chunk_tokens
+from kvtier.vllm.identity.weight_fingerprints import fingerprint_adapter
+from kvtier.vllm.serving import prompts as prompts_module
+from kvtier.vllm.serving.prompts import read_prompts
 
 FACTS = {
     "model": "./model",

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from cli_world import command
 
-from kvtier.backends.object.errors import StoreError
-from kvtier.backends.object.uses import Uses
+from kvtier.backends.object.housekeeping.use_counts import Uses
+from kvtier.backends.object.stores.errors import StoreError
 from kvtier.cli import commands
 from kvtier.cli.pack import PackWriter
-from kvtier.core.record import record_bytes
+from kvtier.core.records.record import record_bytes
 from kvtier.core.slab.layout import TABLE_AT
 from kvtier.testing.records import NAMESPACE
 from kvtier.types import BlockKey

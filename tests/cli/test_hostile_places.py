@@ -15,12 +15,12 @@ import xxhash
 import zstandard
 from cli_world import command
 
-from kvtier.backends.nvme.files import is_empty
-from kvtier.backends.object.names import block_name
+from kvtier.backends.nvme.folder.files import is_empty
+from kvtier.backends.object.object_names import block_name
 from kvtier.cli import work
 from kvtier.cli.work import bounded_map
-from kvtier.core.codec import Codec
-from kvtier.core.record import HEADER_BYTES, Header, part_sum, put_sum, record_bytes, seal
+from kvtier.core.records.compression import Codec
+from kvtier.core.records.record import HEADER_BYTES, Header, part_sum, put_sum, record_bytes, seal
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Namespace
 

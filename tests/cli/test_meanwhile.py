@@ -11,7 +11,7 @@ import pytest
 from cli_world import Hold, served
 
 from kvtier import Stack
-from kvtier.backends.nvme.files import hold_owner
+from kvtier.backends.nvme.folder.files import hold_owner
 from kvtier.cli import blocks, gc, rubbish
 from kvtier.cli.blocks import Block, Proof, Prover, blocks_of
 from kvtier.cli.hold import has_owner_now, holding

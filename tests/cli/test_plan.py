@@ -14,7 +14,7 @@ from msgspec import structs
 from kvtier.cli import sweep
 from kvtier.cli.outlook import Link, expect, load_seconds
 from kvtier.config import load
-from kvtier.core.eviction.trace import read_trace
+from kvtier.core.eviction.traces.trace import read_trace
 from kvtier.observe.kv_shape import read_shape, shape_of
 
 CONFIG = {

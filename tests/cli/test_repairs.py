@@ -20,7 +20,7 @@ from kvtier.cli.holdings import BENCH_MARK, look
 from kvtier.cli.repair import remove_broken
 from kvtier.cli.rubbish import remove_home
 from kvtier.config import load
-from kvtier.core.record import record_bytes
+from kvtier.core.records.record import record_bytes
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 

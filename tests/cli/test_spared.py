@@ -18,10 +18,10 @@ from cli_world import command
 from kvtier import Stack
 from kvtier.backends.cpu import region
 from kvtier.backends.cpu.region import Region
-from kvtier.backends.nvme.files import hold_owner
+from kvtier.backends.nvme.folder.files import hold_owner
 from kvtier.backends.object import open_for
-from kvtier.backends.object.claim import PREFIX
-from kvtier.backends.object.names import description_name, uses_prefix
+from kvtier.backends.object.budget.claim import PREFIX
+from kvtier.backends.object.object_names import description_name, uses_prefix
 from kvtier.cli import commands, prove_objects, rubbish
 from kvtier.cli.blocks import Proof, Prover, blocks_of
 from kvtier.cli.fill import tier_to_fill
@@ -29,7 +29,7 @@ from kvtier.cli.hold import remove_region, sparing
 from kvtier.cli.holdings import BENCH_MARK, Slab, count_parts, look
 from kvtier.cli.trials import left_behind, new_probe, remove_left
 from kvtier.config import load
-from kvtier.core.record import Header
+from kvtier.core.records.record import Header
 from kvtier.core.settings import Duration, WritePolicy
 from kvtier.core.slab import layout
 from kvtier.errors import KVTierError, MediumInUse

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from cli_world import command, served
 
-from kvtier.backends.object.errors import AccessDenied
-from kvtier.backends.object.files import FileStore
-from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.manifest import ADDED, REMOVED, pack_entries
-from kvtier.backends.object.names import block_name
-from kvtier.backends.object.store import ObjectInfo
+from kvtier.backends.object.manifests.journal import Journal
+from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, pack_entries
+from kvtier.backends.object.object_names import block_name
+from kvtier.backends.object.stores.errors import AccessDenied
+from kvtier.backends.object.stores.file_store import FileStore
+from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.cli import commands
 from kvtier.cli.choice import choose
 from kvtier.cli.console import Progress

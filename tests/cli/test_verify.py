@@ -11,7 +11,7 @@ from cli_world import Hold, command, fill, flip, one, run, served
 
 from kvtier import Stack
 from kvtier.config import load
-from kvtier.core.record import HEADER_BYTES, VERSION, record_bytes
+from kvtier.core.records.record import HEADER_BYTES, VERSION, record_bytes
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import Namespace
 

@@ -17,13 +17,13 @@ from cli_world import Hold, command, run
 
 from kvtier import Stack
 from kvtier.backends.object import open_for
-from kvtier.backends.object.names import block_name
+from kvtier.backends.object.object_names import block_name
 from kvtier.cli import commands
 from kvtier.cli.hold import holding
 from kvtier.cli.holdings import BENCH_MARK
 from kvtier.cli.trials import new_bench, new_probe
 from kvtier.config import load
-from kvtier.core.disk import Disk
+from kvtier.core.system.disk import Disk
 from kvtier.testing.records import GROUPED, NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 

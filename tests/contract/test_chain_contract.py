@@ -7,11 +7,11 @@ from chains import ScriptedMover
 from hypothesis import settings
 from subjects import MemorySubject
 
-from kvtier.core.backend import TierContext
-from kvtier.core.chain import TierChain
-from kvtier.core.disk import Disk
+from kvtier.core.chain.tier_chain import TierChain
+from kvtier.core.interfaces.backend import TierContext
+from kvtier.core.interfaces.tier import Tier
 from kvtier.core.settings import TierSettings
-from kvtier.core.tier import Tier
+from kvtier.core.system.disk import Disk
 from kvtier.testing.contract import CatalogueContract
 from kvtier.testing.stateful import SETTINGS, tier_machine
 

@@ -14,14 +14,14 @@ from hypothesis import Phase, settings
 from subjects import MemorySubject
 
 from kvtier.backends.memory import MemoryHandler, MemoryStore, MemoryTier
-from kvtier.core.backend import TierContext
-from kvtier.core.disk import Disk
-from kvtier.core.record import HEADER_BYTES, Buffer
+from kvtier.core.interfaces.backend import TierContext
+from kvtier.core.records.record import HEADER_BYTES, Buffer
 from kvtier.core.settings import TierSettings
+from kvtier.core.system.disk import Disk
 from kvtier.testing import contract_moves
 from kvtier.testing.contract import CatalogueContract, TierContract
-from kvtier.testing.crash import Books, Broken
-from kvtier.testing.crash_life import Finding
+from kvtier.testing.crash_campaign import Broken, TransferCounts
+from kvtier.testing.crash_processes import Finding
 from kvtier.testing.records import NAMESPACE, blank, make_keys, prove, sealed
 from kvtier.testing.stateful import SETTINGS, tier_machine
 from kvtier.testing.subject import Rig
@@ -432,8 +432,8 @@ class TestBooks:
         }
         return Finding(resident=[bytes(key) for key in keys], **(facts | different))
 
-    def books(self, *lines: str) -> Books:
-        books = Books()
+    def books(self, *lines: str) -> TransferCounts:
+        books = TransferCounts()
         names = {f"k{number}": key.hex() for number, key in enumerate(self.KEYS)}
         books.read([[" ".join(names.get(word, word) for word in line.split()) for line in lines]])
         return books

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.backends.cpu.region import OwnedRegion, plan_region
-from kvtier.core.disk import Disk
-from kvtier.core.record import HEADER_BYTES, Header, record_bytes, verify
+from kvtier.core.interfaces.mover import TransferKind
+from kvtier.core.records.record import HEADER_BYTES, Header, record_bytes, verify
 from kvtier.core.slab import layout as table
-from kvtier.core.transfer import TransferKind
-from kvtier.device.cpu_copy import CpuCopier
-from kvtier.device.cuda_copy import CudaCopier
-from kvtier.device.jobs import DeviceCopier, Host, Job, JobResult
+from kvtier.core.system.disk import Disk
+from kvtier.device.copier import DeviceCopier, Host, Job, JobResult
+from kvtier.device.copy_plan import Blocks, cut
+from kvtier.device.cpu_copier import CpuCopier
+from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.plan import Blocks, cut
 from kvtier.types import BlockKey, Outcome
 
 LOAD, STORE = TransferKind.LOAD, TransferKind.STORE

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from device_worlds import NAMESPACE, MemoryHost, keys_of
 
-from kvtier.core.record import CODEC_RAW, Header
+from kvtier.core.records.record import CODEC_RAW, Header
 from kvtier.core.slab import layout as table
-from kvtier.device.jobs import Busy, Prover, header_fits
+from kvtier.device.copier import Busy, Prover, header_fits
+from kvtier.device.job_queue import failed
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.work import failed
 from kvtier.types import Outcome
 
 PAGE = 512

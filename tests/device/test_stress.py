@@ -10,13 +10,13 @@ import pytest
 from device_worlds import NAMESPACE, MemoryHost, World, keys_of
 from fake_device import FakeDevice
 
+from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.slab import layout as table
-from kvtier.core.transfer import TransferKind
-from kvtier.device.cpu_copy import CpuCopier
-from kvtier.device.cuda_copy import CudaCopier
-from kvtier.device.jobs import DeviceCopier, Job, JobResult
+from kvtier.device.copier import DeviceCopier, Job, JobResult
+from kvtier.device.copy_plan import Blocks
+from kvtier.device.cpu_copier import CpuCopier
+from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.plan import Blocks
 
 PAGE, LAYERS, BLOCKS, SLOTS = 512, 2, 200, 24
 LOAD, STORE = TransferKind.LOAD, TransferKind.STORE

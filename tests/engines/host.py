@@ -168,9 +168,9 @@ class Host(Slowed):
 
     def wait_for_others(self, patience: float) -> None:
         """How long blocks are waited for that another engine has computed."""
-        import kvtier.vllm.handoff
+        import kvtier.vllm.scheduler.prefill_handoff
 
-        kvtier.vllm.handoff.WAIT_S = patience
+        kvtier.vllm.scheduler.prefill_handoff.WAIT_S = patience
 
     def end(self) -> dict[str, Any]:
         """Step until one of the requests that were begun has ended."""

@@ -25,7 +25,7 @@ class Slowed:
 
     def slow_stores(self, pause: float) -> None:
         """Let each block's way out of the device take so long."""
-        from kvtier.device.cpu_copy import PageCopier
+        from kvtier.device.cpu_copier import PageCopier
 
         if not self._gather:
             self._gather = PageCopier.gather
@@ -70,7 +70,7 @@ class Slowed:
 
     def hold_loads(self) -> None:
         """Let no block go into the device, until told to."""
-        from kvtier.device.cpu_copy import PageCopier
+        from kvtier.device.cpu_copier import PageCopier
 
         scatter = self._scatter = PageCopier.scatter
 
@@ -83,7 +83,7 @@ class Slowed:
 
     def let_loads_go(self) -> None:
         """Let all go in that were held, and wait until they have; the engine hears of it later."""
-        from kvtier.device.cpu_copy import PageCopier
+        from kvtier.device.cpu_copier import PageCopier
 
         PageCopier.scatter = self._scatter  # type: ignore[method-assign]
         self._going_in.set()
@@ -100,7 +100,7 @@ class Slowed:
         self._going_on.set()
 
     def _before_reads(self, do: Callable[[], object]) -> None:
-        from kvtier.core.disk import Disk
+        from kvtier.core.system.disk import Disk
 
         read = self._read = self._read or Disk.readv
 

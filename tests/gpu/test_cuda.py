@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from device_worlds import NAMESPACE, MemoryHost, keys_of
 
-from kvtier.core.record import part_sum, pieces_of, sum_of
+from kvtier.core.interfaces.mover import TransferKind
+from kvtier.core.records.record import part_sum, pieces_of, sum_of
 from kvtier.core.slab import layout as table
-from kvtier.core.transfer import TransferKind
-from kvtier.device import cuda
-from kvtier.device.cuda import Cuda, open_copier
-from kvtier.device.cuda_copy import CudaCopier
-from kvtier.device.jobs import Job, JobResult
+from kvtier.device.copier import Job, JobResult
+from kvtier.device.copy_plan import Blocks, cut
+from kvtier.device.cuda import cuda_device
+from kvtier.device.cuda.copier import CudaCopier
+from kvtier.device.cuda.cuda_device import Cuda, open_copier
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.pinned import PinnedMemory
-from kvtier.device.plan import Blocks, cut
+from kvtier.device.pinned_memory import PinnedMemory
 from kvtier.types import BlockKey, Outcome
 
 pytestmark = pytest.mark.gpu
@@ -173,7 +173,7 @@ def test_kernels_that_were_built_at_the_start_are_not_built_again(
     """vLLM can forbid to build any while it serves (--jit-monitor-mode=error)."""
     knobs = pytest.importorskip("triton").knobs
     index = torch.cuda.current_device()
-    cuda.build_kernels(index, lambda: cuda.runtime_copy(torch))
+    cuda_device.build_kernels(index, lambda: cuda_device.runtime_copy(torch))
 
     def forbid(**_: object) -> None:
         raise RuntimeError("a kernel is built while the engine serves")
@@ -186,7 +186,7 @@ def test_kernels_that_were_built_at_the_start_are_not_built_again(
 
 def test_kernels_are_launched_by_the_driver_alone(torch: Any) -> None:
     """By Triton, a link would be kept waiting for the host."""
-    launch = pytest.importorskip("kvtier.device.launch")
+    launch = pytest.importorskip("kvtier.device.cuda.kernel_launch")
     stage = Stage(torch, 16384)
     assert stage.run(STORE, Blocks(np.arange(6), [6, 0], [0, 0])).ok
     interpreted = pytest.importorskip("triton").knobs.runtime.interpret
@@ -207,7 +207,7 @@ def test_few_streams_are_taken_that_the_engine_might_share(
         return make(*arguments, **options)
 
     monkeypatch.setattr(torch.cuda, "Stream", count)
-    cuda.build_kernels(torch.cuda.current_device(), lambda: cuda.runtime_copy(torch))
+    cuda_device.build_kernels(torch.cuda.current_device(), lambda: cuda_device.runtime_copy(torch))
     stage = Stage(torch, 16384)
     assert stage.copier._loads.staged
     stage.copier.close()
@@ -221,8 +221,8 @@ def test_few_streams_are_taken_that_the_engine_might_share(
 def test_the_device_takes_the_checksums_that_the_host_takes(
     torch: Any, size: int, parts: int
 ) -> None:
-    kernels = pytest.importorskip("kvtier.device.kernels")
-    staging = pytest.importorskip("kvtier.device.staging")
+    kernels = pytest.importorskip("kvtier.device.cuda.kernels")
+    staging = pytest.importorskip("kvtier.device.cuda.staging_buffers")
     words = torch.int64
     data = torch.randint(0, 255, (parts * size,), dtype=torch.uint8, device="cuda")
     numbers = torch.from_numpy(kernels.constants()).to("cuda:0")

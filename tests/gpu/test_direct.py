@@ -16,15 +16,15 @@ import pytest
 from device_worlds import NAMESPACE, MemoryHost, keys_of
 from host_reads import HostDriver
 
-from kvtier.core.record import HEADER_BYTES, Header, record_bytes, seal_part
+from kvtier.core.interfaces.mover import TransferKind
+from kvtier.core.records.record import HEADER_BYTES, Header, record_bytes, seal_part
 from kvtier.core.slab import layout as table
-from kvtier.core.transfer import TransferKind
-from kvtier.device import cuda
-from kvtier.device.direct import DirectDriver, DirectLoader
-from kvtier.device.gds import KvikioDriver, probe
-from kvtier.device.jobs import Job
+from kvtier.device.copier import Job
+from kvtier.device.copy_plan import Blocks
+from kvtier.device.cuda import cuda_device
+from kvtier.device.direct.kvikio_driver import KvikioDriver, probe
+from kvtier.device.direct.loader import DirectDriver, DirectLoader
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.plan import Blocks
 from kvtier.types import FilePlace, Outcome
 
 pytestmark = pytest.mark.gpu
@@ -65,7 +65,7 @@ class Stage:
         self.path.write_bytes(b"".join(bytes(self.host.record(slot)) for slot in range(RECORDS)))
         self._size = size
         data = self.host.memory.data[self.host._skip :][: RECORDS * self.host.slot_bytes]
-        self.copier = cuda.open_copier(
+        self.copier = cuda_device.open_copier(
             self.layout,
             self.host,
             data,
@@ -129,7 +129,7 @@ def test_a_flipped_bit_in_the_file_does_not_reach_the_device(stage: Stage) -> No
 def test_memory_that_is_pinned_already_is_refused_with_a_reason(torch: Any) -> None:
     memory = np.zeros(3 * 4096, np.uint8)
     address = memory.ctypes.data + -memory.ctypes.data % 4096
-    registrar = cuda.CudaRegistrar(torch.cuda.cudart())
+    registrar = cuda_device.CudaRegistrar(torch.cuda.cudart())
     assert registrar.register(address, 4096) is None
     assert registrar.register(address, 4096)
     registrar.unregister(address)

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvtier.backends.object.budget import Budget, Standing
-from kvtier.backends.object.claims import Claims
-from kvtier.backends.object.errors import StoreError, TimedOut, Unavailable
-from kvtier.backends.object.files import FileStore
-from kvtier.backends.object.store import ObjectInfo, PutOutcome
+from kvtier.backends.object.budget.budget import Budget, Standing
+from kvtier.backends.object.budget.claims import Claims
+from kvtier.backends.object.stores.errors import StoreError, TimedOut, Unavailable
+from kvtier.backends.object.stores.file_store import FileStore
+from kvtier.backends.object.stores.store import ObjectInfo, PutOutcome
 
 CAPACITY = 24
 """In bytes: a block has one."""

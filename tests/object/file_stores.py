@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvtier.backends.object.files import FileStore
-from kvtier.backends.object.store import GetOutcome, PutOutcome
+from kvtier.backends.object.stores.file_store import FileStore
+from kvtier.backends.object.stores.store import GetOutcome, PutOutcome
 
 
 def put(store: FileStore, name: str, data: bytes = b"bytes") -> PutOutcome:

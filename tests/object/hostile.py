@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from object_servers import HostileServer, Peer
 
-from kvtier.backends.object.s3 import S3Settings, S3Store
-from kvtier.backends.object.store import GetOutcome
-from kvtier.backends.object.wire import Timeouts
+from kvtier.backends.object.client.sockets import Timeouts
+from kvtier.backends.object.stores.s3_store import S3Settings, S3Store
+from kvtier.backends.object.stores.store import GetOutcome
 
 BODY = bytes(range(256)) * 256
 PATIENT = Timeouts(connect_s=10.0, idle_s=10.0, total_s=20.0)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.backends.object.errors import AccessDenied, StoreError
-from kvtier.backends.object.files import FileStore
-from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.keeper import Keeper
-from kvtier.backends.object.limits import Limits
-from kvtier.backends.object.manifest import ADDED, pack_entries
-from kvtier.backends.object.names import block_name
-from kvtier.backends.object.store import ObjectInfo
+from kvtier.backends.object.housekeeping.keeper import Keeper
+from kvtier.backends.object.housekeeping.keeper_limits import Limits
+from kvtier.backends.object.manifests.journal import Journal
+from kvtier.backends.object.manifests.manifest import ADDED, pack_entries
+from kvtier.backends.object.object_names import block_name
+from kvtier.backends.object.stores.errors import AccessDenied, StoreError
+from kvtier.backends.object.stores.file_store import FileStore
+from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
 from kvtier.testing.records import NAMESPACE, make_keys

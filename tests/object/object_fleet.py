@@ -16,11 +16,11 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvtier.backends.object.errors import StoreError
-from kvtier.backends.object.keeper import Keeper
-from kvtier.backends.object.limits import Limits
-from kvtier.backends.object.names import block_name, parse_block, told_of
-from kvtier.backends.object.store import (
+from kvtier.backends.object.housekeeping.keeper import Keeper
+from kvtier.backends.object.housekeeping.keeper_limits import Limits
+from kvtier.backends.object.object_names import block_name, parse_block, told_of
+from kvtier.backends.object.stores.errors import StoreError
+from kvtier.backends.object.stores.store import (
     Buffer,
     GetOutcome,
     ObjectInfo,
@@ -30,7 +30,7 @@ from kvtier.backends.object.store import (
 )
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
-from kvtier.core.record import HEADER_BYTES
+from kvtier.core.records.record import HEADER_BYTES
 from kvtier.types import BlockKey, Namespace
 
 NAMESPACE = Namespace(facts={"model": "fleet"}, group_bytes=(8192,))

@@ -17,11 +17,12 @@ from pathlib import Path
 import msgspec
 from object_subjects import BucketSubject, FolderSubject
 
-from kvtier.backends.object import BACKEND, ObjectSettings, ObjectTier, gc, open_for
-from kvtier.core.backend import TierContext
-from kvtier.core.disk import Disk
-from kvtier.core.record import record_bytes
+from kvtier.backends.object import BACKEND, ObjectSettings, ObjectTier, open_for
+from kvtier.backends.object.housekeeping import gc
+from kvtier.core.interfaces.backend import TierContext
+from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import Duration, TierSettings
+from kvtier.core.system.disk import Disk
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.testing.subject import Rig, Subject
 from kvtier.types import BlockKey

@@ -22,8 +22,8 @@ from typing import Self
 
 import boto3
 
-from kvtier.backends.object.s3 import S3Store
-from kvtier.backends.object.store import GetOutcome
+from kvtier.backends.object.stores.s3_store import S3Store
+from kvtier.backends.object.stores.store import GetOutcome
 
 ACCESS_KEY = "AKIDKVTIERTEST"
 SECRET_KEY = "secret-of-the-tests-0123456789"

@@ -9,10 +9,10 @@ from typing import Any
 import clocks
 import pytest
 
-from kvtier.backends.object import errors
-from kvtier.backends.object.breaker import BreakerPolicy, BreakerStore, Circuit
-from kvtier.backends.object.retry import RetryingStore, RetryPolicy
-from kvtier.backends.object.store import GetOutcome, ObjectInfo, PutOutcome, Store
+from kvtier.backends.object.stores import errors
+from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy, BreakerStore, Circuit
+from kvtier.backends.object.stores.retry import RetryingStore, RetryPolicy
+from kvtier.backends.object.stores.store import GetOutcome, ObjectInfo, PutOutcome, Store
 
 
 class ScriptedStore(Store):

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from kvtier.backends.object.errors import InvalidName, LengthMismatch, StoreError, TimedOut
-from kvtier.backends.object.names import description_name
-from kvtier.backends.object.store import GetOutcome, PutOutcome, Store, read_description
+from kvtier.backends.object.object_names import description_name
+from kvtier.backends.object.stores.errors import InvalidName, LengthMismatch, StoreError, TimedOut
+from kvtier.backends.object.stores.store import GetOutcome, PutOutcome, Store, read_description
 from kvtier.testing.records import GROUPED, NAMESPACE
 from kvtier.types import NAMESPACE_BYTES_MAX
 
@@ -48,7 +48,7 @@ def get(store: Store, name: str, size: int) -> bytes | None:
 
 
 class StoreContract:
-    """Guarantees of `kvtier.backends.object.store.Store`, one test each."""
+    """Guarantees of `kvtier.backends.object.stores.store.Store`, one test each."""
 
     can_refuse = True
     """Whether the store behind it honours `if_absent`."""

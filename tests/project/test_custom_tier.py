@@ -50,7 +50,7 @@ def run(python: Path, *arguments: str | Path, **variables: str | Path) -> str:
 
 
 def test_kvtier_finds_the_new_kind(python: Path) -> None:
-    found = run(python, "-c", "from kvtier.core.backend import kinds; print(*kinds())")
+    found = run(python, "-c", "from kvtier.core.interfaces.backend import kinds; print(*kinds())")
     assert {"folder", "memory", "cpu", "nvme"} <= set(found.split())
 
 
@@ -62,7 +62,7 @@ def test_the_example_keeps_the_contract(python: Path) -> None:
 
 
 def test_the_example_survives_crashes(python: Path) -> None:
-    command = ["-m", "kvtier.testing.crash", "folder_subject:SUBJECT", "--kills", "50"]
+    command = ["-m", "kvtier.testing.crash_campaign", "folder_subject:SUBJECT", "--kills", "50"]
     said = run(python, *command, PYTHONPATH=source(python) / "tests")
     assert said.startswith("52 deaths")
 

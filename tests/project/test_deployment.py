@@ -15,7 +15,7 @@ import yaml
 
 from kvtier.cli import commands
 from kvtier.config import load
-from kvtier.vllm.versions import REFERENCE
+from kvtier.vllm.hooks.versions import REFERENCE
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "examples" / "deploy"

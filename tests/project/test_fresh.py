@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kvtier.config import load
-from kvtier.core.backend import backend, kinds
+from kvtier.core.interfaces.backend import backend, kinds
 from kvtier.schema import descriptions, json_schema, reference
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ def campaign(subject: str, kills: int, seed: int, engines: int = 1) -> str:
     done = subprocess.run(
         [
             sys.executable,
-            *("-m", "kvtier.testing.crash", subject),
+            *("-m", "kvtier.testing.crash_campaign", subject),
             *("--kills", str(kills), "--seed", str(seed), "--engines", str(engines)),
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 from hypothesis.stateful import rule as step
 
-from kvtier.core.flight import Ticket
+from kvtier.core.chain.in_flight import Ticket
 from kvtier.core.settings import Admission, WritePolicy
 from kvtier.errors import NotResident
 from kvtier.testing.records import make_keys, prove

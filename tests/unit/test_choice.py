@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier import Stack
-from kvtier.backends.object.manifest import ADDED, pack_entries
+from kvtier.backends.object.manifests.manifest import ADDED, pack_entries
 from kvtier.cli.choice import Choice, choose
 from kvtier.cli.holdings import Place, Slab, look
 from kvtier.cli.reader import ChoiceReader, Numbers

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from kvtier.backends.object.errors import RateLimited
+from kvtier.backends.object.stores.errors import RateLimited
 from kvtier.errors import (
     ConfigError,
     ConfigErrors,

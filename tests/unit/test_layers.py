@@ -48,15 +48,15 @@ MAY_IMPORT_HEAVY = {
 
 GUARDS = {
     "kvtier/vllm/guard.py": "no exception may reach vLLM's scheduler",
-    "kvtier/move/threads.py": "a handler's mistake must not end the thread that moves blocks",
-    "kvtier/core/backend.py": "a package of others may raise anything when it is imported",
-    "kvtier/core/fence.py": "and when it is used",
+    "kvtier/move/thread_mover.py": "a handler's mistake must not end the thread that moves blocks",
+    "kvtier/core/interfaces/backend.py": "a package of others may raise anything when it is imported",
+    "kvtier/core/chain/isolated_tier.py": "and when it is used",
     "kvtier/core/eviction/registry.py": "likewise",
-    "kvtier/core/aside.py": "what is raised in a thread is raised where somebody waits for it",
-    "backends/nvme/keeper.py": "without its thread no slab is made",
-    "backends/object/keeper.py": "without its thread nothing is written down or deleted",
-    "backends/object/signing.py": "credentials come from programs and files of the user's",
-    "backends/object/bulk.py": "likewise, by way of botocore's client",
+    "kvtier/core/system/abandonable_calls.py": "what is raised in a thread is raised where somebody waits for it",
+    "backends/nvme/housekeeping/keeper.py": "without its thread no slab is made",
+    "backends/object/housekeeping/keeper.py": "without its thread nothing is written down or deleted",
+    "backends/object/client/credentials.py": "credentials come from programs and files of the user's",
+    "backends/object/client/bulk_client.py": "likewise, by way of botocore's client",
 }
 """The files that may catch whatever is raised, and why."""
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.cli import serve
 from kvtier.errors import ConfigError
-from kvtier.vllm import versions
+from kvtier.vllm.hooks import versions
 
 
 def transfer(command: list[str]) -> dict[str, object]:

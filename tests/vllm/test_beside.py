@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvtier.vllm.hooks.step_replay import Said, Steps
+from kvtier.vllm.identity.weight_fingerprints import Adapters
 from kvtier.vllm.protocol import Report
-from kvtier.vllm.recount import Said, Steps
-from kvtier.vllm.weights import Adapters
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
@@ -20,7 +20,7 @@ def test_stores_of_adapters_are_forgotten_when_they_have_ended(tmp_path: Path) -
     )
 
     from kvtier.vllm import KVTierConnector
-    from kvtier.vllm.errands import ErrandMetadata
+    from kvtier.vllm.hooks.failure_tolerant_worker import ErrandMetadata
 
     adapters, distrusted = Adapters(), list[bool]()
     (tmp_path / "adapter_config.json").write_text("{}")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.device.cpu_copy import PageCopier, host_arrays
+from kvtier.device.cpu_copier import PageCopier, host_arrays
 from kvtier.device.layout import DeviceLayout
 
 pytestmark = pytest.mark.vllm
@@ -39,10 +39,10 @@ def said_by(program: str, folder: Path | None = None, *, interpreted: bool = Tru
 _KERNELS = """
 import numpy as np
 import torch
-from kvtier.core.record import part_sum, pieces_of, sum_of
+from kvtier.core.records.record import part_sum, pieces_of, sum_of
 from kvtier.device import kernels
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.staging import references_of
+from kvtier.device.cuda.staging_buffers import references_of
 
 rng = np.random.default_rng(0)
 pools = [rng.integers(0, 256, (24, size + pad), dtype=np.uint8)

@@ -75,7 +75,7 @@ def test_what_is_kept_beside_a_drafter_is_found(
     tmp_path: Path, beside: str, kept: list[int]
 ) -> None:
     """Up to where there is a state, which vLLM keeps a block earlier then, or a window."""
-    from kvtier.vllm import compat
+    from kvtier.vllm.hooks import compat
     from kvtier.vllm.spec import VllmManager
 
     keys = [block_key(each, 0) for each in HASHES] + [block_key(HASHES[at], 1) for at in kept]

@@ -15,7 +15,7 @@ import pytest
 from engines.engine import connector
 from engines.world import World, chunk_tokens, prompt
 
-from kvtier.vllm.server import Server
+from kvtier.vllm.serving.server_process import Server
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--max-model-len", "4096", "--dtype", "float32", "--enforce-eager"]

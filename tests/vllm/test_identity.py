@@ -14,9 +14,9 @@ from engines.adapter import make_adapter
 from engines.engine import EngineError
 from engines.world import World, prompt
 
-from kvtier.vllm.identity import _platform, facts_of
-from kvtier.vllm.versions import installed
-from kvtier.vllm.weights import fingerprint_weights
+from kvtier.vllm.hooks.versions import installed
+from kvtier.vllm.identity.namespace_facts import _platform, facts_of
+from kvtier.vllm.identity.weight_fingerprints import fingerprint_weights
 
 PROMPT = prompt(7, 1100)
 HIT = 1024
@@ -366,7 +366,7 @@ def test_so_is_what_is_no_single_setting(settled: Any, monkeypatch: pytest.Monke
     found.append(facts_of(settled, 1))
     monkeypatch.setattr("vllm.__version__", "0.0")
     found.append(facts_of(settled, 1))
-    monkeypatch.setattr("kvtier.vllm.identity.RECORD_VERSION", 99)
+    monkeypatch.setattr("kvtier.vllm.identity.namespace_facts.RECORD_VERSION", 99)
     found.append(facts_of(settled, 1))
     monkeypatch.setitem(vars(settled), "additional_config", {"its own": 1})
     found.append(facts_of(settled, 1))

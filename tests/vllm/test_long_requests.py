@@ -25,7 +25,7 @@ class Counted(list[bytes]):
 def test_block_hashes_are_gone_through_when_a_chunk_is_whole() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as theirs
 
-    from kvtier.vllm import compat
+    from kvtier.vllm.hooks import compat
 
     hashes = Counted(bytes([at]) * 32 for at in range(9))
     request: Any = Made(request_id="r", block_hashes=hashes, kv_transfer_params=None, kv_hints=None)
@@ -54,7 +54,7 @@ def test_block_hashes_are_gone_through_when_a_chunk_is_whole() -> None:
 @pytest.mark.parametrize(("prompt_only", "left"), [(True, [40, 24]), (False, [40, 40])])
 def test_blocks_that_are_decoded_are_not_looked_at(prompt_only: bool, left: list[int]) -> None:
     """A prompt of 203 tokens in blocks of 8, of which a chunk has 2; 320 tokens by now."""
-    from kvtier.vllm import compat
+    from kvtier.vllm.hooks import compat
 
     groups = [
         Made(tokens_per_chunk=16, sliding_window_size_in_chunks=window) for window in (None, 3)

@@ -64,7 +64,7 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.fault_tolerance.engine_core_sentinel import EngineCoreSentinel
 
-    from kvtier.vllm import overheard
+    from kvtier.vllm.hooks import engine_core
 
     for call in CALLS:
         plain = getattr(EngineCore, call)
@@ -77,11 +77,11 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return call(core, *arguments)
 
     monkeypatch.setattr(EngineCore, "collective_rpc", traced)
-    overheard.listen.cache_clear()
-    overheard.listen()
-    overheard.listen()
+    engine_core.listen.cache_clear()
+    engine_core.listen()
+    engine_core.listen()
     yield EngineCore
-    overheard.listen.cache_clear()
+    engine_core.listen.cache_clear()
 
 
 def test_each_connector_is_told_once(core: Any) -> None:

@@ -50,19 +50,19 @@ def test_an_engine_that_waits_for_a_load_does_not_spin(
 def test_an_engine_in_a_process_of_its_own_pauses_itself() -> None:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-    from kvtier.vllm import above
+    from kvtier.vllm.hooks import construction_context
 
     class Within(EngineCore):
         def __init__(self, vllm_config: object) -> None:
-            self.spins = above.spins()
+            self.spins = construction_context.spins()
 
     class Served(EngineCoreProc):
         def __init__(self, vllm_config: object) -> None:
-            self.spins = above.spins()
+            self.spins = construction_context.spins()
 
     assert Within(None).spins
     assert not Served(None).spins
-    assert not above.spins(), "nobody knows who steps"
+    assert not construction_context.spins(), "nobody knows who steps"
 
 
 def test_a_storm_on_an_engine_that_schedules_ahead(

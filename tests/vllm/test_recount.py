@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from kvtier.vllm.hooks.step_replay import Steps
 from kvtier.vllm.protocol import Errand, Report
-from kvtier.vllm.recount import Steps
-from kvtier.vllm.worker import Ended
+from kvtier.vllm.worker.rank_worker import Ended
 
 
 class Copies:
@@ -110,7 +110,7 @@ class Fleet:
         self._take(outputs)
 
     def _take(self, outputs: Iterable[Any]) -> None:
-        from kvtier.vllm.errands import hear
+        from kvtier.vllm.hooks.failure_tolerant_worker import hear
 
         late, self.late = self.late, []
         received, metadata = set(), None
@@ -126,7 +126,7 @@ class Fleet:
 
 
 def _rank(rank: int) -> Any:
-    from kvtier.vllm.errands import FailureTolerantWorker
+    from kvtier.vllm.hooks.failure_tolerant_worker import FailureTolerantWorker
 
     rank = FailureTolerantWorker(
         SimpleNamespace(

@@ -15,7 +15,7 @@ def test_scales_that_are_loaded_stay_as_they_are() -> None:
     from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
     from vllm.v1.kv_cache_interface import KVQuantMode
 
-    from kvtier.vllm.errands import _set_scales
+    from kvtier.vllm.hooks.failure_tolerant_worker import _set_scales
 
     def layer() -> Any:
         attention = TritonAttentionImpl.__new__(TritonAttentionImpl)

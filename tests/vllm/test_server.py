@@ -17,7 +17,7 @@ from urllib.error import HTTPError
 import pytest
 from engines.world import World, flip
 
-from kvtier.vllm.server import Server
+from kvtier.vllm.serving.server_process import Server
 
 PAGE = Path(__file__).parents[2] / "docs" / "VLLM.md"
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -165,7 +165,7 @@ def _kind(name: str, **fields: int) -> Any:
 
 @importing
 def test_how_many_blocks_a_chunk_may_have() -> None:
-    from kvtier.vllm import compat
+    from kvtier.vllm.hooks import compat
 
     full = _kind("FullAttentionSpec", sliding_window=128)
     window = _kind("SlidingWindowSpec", sliding_window=100)
@@ -190,7 +190,7 @@ def test_workers_cut_chunks_as_the_scheduler_does() -> None:
         UniformTypeKVCacheSpecs,
     )
 
-    from kvtier.vllm import compat
+    from kvtier.vllm.hooks import compat
 
     layers = {
         f"layer.{size}": SlidingWindowSpec(
@@ -218,14 +218,16 @@ def test_every_connector_above_is_known() -> None:
     """vLLM goes by what is set for the first, whatever is made of it."""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-    from kvtier.vllm import above
+    from kvtier.vllm.hooks import construction_context
 
     class Above(MultiConnector):
         def __init__(self, vllm_config: Any, below: Any) -> None:
             self.found = below()
 
     first, second, ours = (Made(kv_transfer_config=number) for number in range(3))
-    made = Above(first, lambda: Above(second, lambda: above.transfer_configs(ours)).found)
+    made = Above(
+        first, lambda: Above(second, lambda: construction_context.transfer_configs(ours)).found
+    )
     assert made.found == [2, 1, 0]
 
 
@@ -234,7 +236,7 @@ def test_blocks_of_a_context_that_ranks_share_are_longer() -> None:
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from kvtier.vllm import compat
+    from kvtier.vllm.hooks import compat
 
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
     groups = Made(kv_cache_groups=[Made(kv_cache_spec=spec)])
@@ -245,7 +247,7 @@ def test_blocks_of_a_context_that_ranks_share_are_longer() -> None:
 @importing
 def test_chunks_with_holes_are_known() -> None:
     """vLLM stores what a request found in its own cache, too: from the middle of a chunk on."""
-    from kvtier.vllm import compat
+    from kvtier.vllm.hooks import compat
 
     keys = {group: [block_key(bytes([at]) * 8, group) for at in range(3)] for group in (0, 1)}
     groups = [
@@ -317,7 +319,7 @@ def test_what_was_passed_over_of_a_window_may_be_anothers_at_the_end() -> None:
     at the last of them anew when a prompt is aborted."""
     from vllm.v1.request import RequestStatus
 
-    from kvtier.vllm.given import Given
+    from kvtier.vllm.hooks.block_allocation import AllocatedBlocks
 
     scheduler = with_short_windows()
     request = Made(
@@ -332,7 +334,7 @@ def test_what_was_passed_over_of_a_window_may_be_anothers_at_the_end() -> None:
         is_finished=lambda: request.status is not RequestStatus.RUNNING,
     )
     pool = Made(get_new_blocks=lambda: [Made(block_id=15)], cache_full_blocks=None)
-    told = Given(pool)
+    told = AllocatedBlocks(pool)
 
     def step(**said: Any) -> dict[int, list[int]]:
         """What is stored by a step of which this is said: the blocks of each job."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvtier.core.backend import Backend, TierContext
-from kvtier.core.disk import Disk
+from kvtier.core.interfaces.backend import Backend, TierContext
 from kvtier.core.settings import TierSettings, check_capacity
+from kvtier.core.system.disk import Disk
 from kvtier.errors import ConfigError
 from kvtier_folder.handler import FolderHandler
 from kvtier_folder.medium import FolderSpec

@@ -6,9 +6,9 @@ import errno
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvtier.core.disk import Disk
-from kvtier.core.record import Buffer
-from kvtier.core.tier import Handler
+from kvtier.core.interfaces.tier import Handler
+from kvtier.core.records.record import Buffer
+from kvtier.core.system.disk import Disk
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 from kvtier_folder.medium import FolderSpec, size_of
 

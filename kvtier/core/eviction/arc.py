@@ -10,9 +10,9 @@ from array import array
 from collections.abc import Container, Sequence
 from typing import ClassVar
 
-from kvtier.core.eviction.ghosts import Ghosts
+from kvtier.core.eviction.ghost_lists import Ghosts
 from kvtier.core.eviction.policy import UNKNOWN, fingerprint
-from kvtier.core.eviction.slotlists import NOWHERE, ListPolicy
+from kvtier.core.eviction.slot_lists import NOWHERE, ListPolicy
 
 _ONCE = 1
 _AGAIN = 2

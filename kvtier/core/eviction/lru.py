@@ -7,7 +7,7 @@ from itertools import islice
 from typing import ClassVar
 
 from kvtier.core.eviction.policy import UNKNOWN
-from kvtier.core.eviction.slotlists import ListPolicy
+from kvtier.core.eviction.slot_lists import ListPolicy
 
 _ALL = 1
 

@@ -13,7 +13,7 @@ GROUP = "kvtier.eviction"
 DEFAULT = "adaptive"
 
 _OURS = {
-    "adaptive": "kvtier.core.eviction.adaptive:Adaptive",
+    "adaptive": "kvtier.core.eviction.adaptive.policy:Adaptive",
     "arc": "kvtier.core.eviction.arc:ARC",
     "lru": "kvtier.core.eviction.lru:LRU",
     "s3fifo": "kvtier.core.eviction.s3fifo:S3FIFO",

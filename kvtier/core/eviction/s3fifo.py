@@ -10,9 +10,9 @@ from collections.abc import Container, Sequence
 from itertools import chain, islice
 from typing import ClassVar
 
-from kvtier.core.eviction.ghosts import Ghosts
+from kvtier.core.eviction.ghost_lists import Ghosts
 from kvtier.core.eviction.policy import UNKNOWN, fingerprint
-from kvtier.core.eviction.slotlists import NOWHERE, ListPolicy
+from kvtier.core.eviction.slot_lists import NOWHERE, ListPolicy
 
 _SMALL = 1
 _MAIN = 2

@@ -13,10 +13,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 
-from kvtier.core.events import Events
 from kvtier.core.eviction import UNKNOWN, EvictionPolicy
+from kvtier.core.interfaces.tier import Tier
+from kvtier.core.records.tier_events import Events
 from kvtier.core.slab import layout
-from kvtier.core.tier import Tier
 from kvtier.errors import NotResident
 from kvtier.types import (
     BlockKey,

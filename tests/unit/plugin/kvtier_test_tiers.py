@@ -7,7 +7,7 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from kvtier.core.backend import Backend, TierContext
+from kvtier.core.interfaces.backend import Backend, TierContext
 from kvtier.core.settings import ByteSize, Count, Secret, TierSettings, WritePolicy
 from kvtier.errors import ConfigError
 from kvtier.types import LoadStoreSpec

@@ -1,0 +1,227 @@
+"""The names in an NVMe folder, the marks that keep owners alive, and how large things are."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+from pathlib import Path
+
+from kvtier.core.slab.layout import ENTRY_BYTES, SLOTS_MAX, TABLE_AT, SlabHeader, entry_at
+from kvtier.core.system.disk import Disk, is_locked, lock_within
+from kvtier.errors import FormatError, NewerFormat
+
+DATA_SUFFIX = ".slab"
+TABLE_SUFFIX = ".table"
+_HOLD_S = 0.1
+"""How long to try for an owner's lock: who asks whether it is `held` takes it for a moment."""
+_PIECE_BYTES = 1 << 16
+_TABLE_BYTES_MAX = entry_at(SLOTS_MAX)
+_NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
+_HOME = re.compile(r"[0-9a-f]{32}")
+_MARK = re.compile(r"[0-9a-f]{8}")
+_WHOLE = re.compile(r"[0-9a-f]{8}\.(slab|table)")
+_UNFINISHED = re.compile(
+    r"(namespace|[0-9a-f]{8})\.(?P<maker>[0-9a-f]{8})(\.(data|table))?\.making"
+)
+
+
+def homes(root: Path) -> list[Path]:
+    """The folders of namespaces. What else lies in the root is somebody else's; so is what cannot
+    be looked at."""
+    found = []
+    for path in root.iterdir():
+        with contextlib.suppress(OSError):
+            if _HOME.fullmatch(path.name) and stat.S_ISDIR(path.lstat().st_mode):
+                found.append(path)
+    return found
+
+
+def slab_files(home: Path, suffix: str) -> list[Path]:
+    """The data or the table files of a namespace's slabs."""
+    return [home / f"{digits}{suffix}" for digits in sorted(_slabs(home)[suffix])]
+
+
+def whole(home: Path) -> set[str]:
+    """The slabs of which both files are there, by the digits that name them."""
+    found = _slabs(home)
+    return found[DATA_SUFFIX] & found[TABLE_SUFFIX]
+
+
+def _slabs(home: Path) -> dict[str, set[str]]:
+    """The digits that name slabs, of data and of table files."""
+    found: dict[str, set[str]] = {DATA_SUFFIX: set(), TABLE_SUFFIX: set()}
+    for name in _names(home):
+        if _WHOLE.fullmatch(name):
+            digits, dot, suffix = name.partition(".")
+            found[dot + suffix].add(digits)
+    return found
+
+
+def _names(home: Path) -> list[str]:
+    """No paths: there may be many thousands, again and again."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        return os.listdir(home)  # noqa: PTH208
+    return []
+
+
+def halves(home: Path) -> list[Path]:
+    """Files of slabs whose other file is missing, which serve nobody; who removes one has the
+    folder's lock. By name: one that cannot be looked at is there, too."""
+    found = _slabs(home)
+    data, tables = found[DATA_SUFFIX], found[TABLE_SUFFIX]
+    alone = [home / f"{digits}{TABLE_SUFFIX}" for digits in tables - data]
+    left = [home / f"{digits}{DATA_SUFFIX}" for digits in data - tables]
+    return left + [table for table in alone if not is_newer(table)]
+
+
+def unfinished(home: Path) -> list[tuple[Path, Path]]:
+    """Files that are being made, or were when their makers died, each with its maker's mark."""
+    found = [(name, _UNFINISHED.fullmatch(name)) for name in _names(home)]
+    return [(home / name, home / "owners" / match["maker"]) for name, match in found if match]
+
+
+def marks(home: Path) -> list[Path]:
+    """The marks of a namespace's owners, living and dead. Those of the dead are removed, so
+    what bears another name, or lies where a link leads to, is none."""
+    owners = home / "owners"
+    names = [] if os.path.islink(owners) else _names(owners)  # noqa: PTH114 - never raises
+    return [owners / name for name in names if _MARK.fullmatch(name)]
+
+
+def owner_path(owners: Path, owner: int) -> Path:
+    """The file whose lock keeps an owner alive."""
+    return owners / f"{owner:08x}"
+
+
+def hold_owner(owners: Path, owner: int) -> int:
+    """Act for an owner: its slabs are not adopted while the descriptor returned is open."""
+    path = owner_path(owners, owner)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if not lock_within(fd, fcntl.LOCK_SH, _HOLD_S):
+            raise BlockingIOError(errno.EWOULDBLOCK, "another process keeps it locked")
+        if not os.fstat(fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "its mark was taken away", str(path))
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def let_go(owners: Path, owner: int, fd: int) -> None:
+    """Act for an owner no more: who is the last to do so takes its mark away."""
+    with contextlib.suppress(OSError):  # somebody else still acts for it
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        owner_path(owners, owner).unlink()
+    os.close(fd)
+
+
+def take_away(disk: Disk, path: Path) -> None:
+    """Remove rubbish, if that can be done: a folder of that name, say, must stop nothing else."""
+    with contextlib.suppress(OSError):
+        disk.unlink(path)
+
+
+def remove_slab(disk: Disk, table: Path) -> None:
+    """Delete a slab; whoever has it open finds it empty, so that its room is free at once. A file
+    with another name elsewhere is not only ours, and keeps what is in it."""
+    data = table.with_suffix(DATA_SUFFIX)
+    disk.unlink(table)
+    with contextlib.suppress(OSError):
+        fd = disk.open(data)
+        try:
+            if os.fstat(fd).st_nlink == 1:
+                os.ftruncate(fd, 0)
+        finally:
+            disk.close(fd)
+    disk.unlink(data)
+
+
+def remove_bare_home(path: Path) -> None:
+    """Remove what a namespace has beside its slabs, which have gone, and its folder."""
+    shutil.rmtree(path / "owners", ignore_errors=True)
+    (path / "namespace.json").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # what else lies there is not ours
+        path.rmdir()
+
+
+def used_bytes(root: Path) -> int:
+    """Bytes of all files below the folder, but for the marks of owners: what counts against the
+    capacity. Who joins must not make it too much; and a file that cannot be looked at counts
+    nothing, here as below: it must not keep slabs from being made."""
+    total, folders = 0, [str(root)]
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        if entry.name != "owners":
+                            folders.append(entry.path)
+                    else:
+                        total += entry.stat(follow_symlinks=False).st_size
+    return total
+
+
+def held(path: Path) -> bool:
+    """Whether some process holds the lock of an owner's file. What is no file has no owner; what
+    cannot be asked after (too many files are open, say) may well have one."""
+    try:
+        return is_locked(path)
+    except OSError as error:
+        return error.errno not in _NO_FILE
+
+
+def used_at(table: Path) -> float:
+    """When a block of a slab was stored or used last: both write to its table."""
+    try:
+        return table.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def length(path: Path) -> int:
+    """The bytes of a file; 0 if it has just gone, or cannot be looked at."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def is_empty(table: Path) -> bool:
+    """Whether no slot of a slab holds anything; of one in use the beginning says that it does."""
+    try:
+        fd = os.open(table, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _TABLE_BYTES_MAX:
+            return False  # nothing that we made, and perhaps without an end
+        at = TABLE_AT
+        while entries := os.pread(fd, _PIECE_BYTES, at):
+            if any(entries[::ENTRY_BYTES]):
+                return False
+            at += len(entries)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def is_newer(table: Path) -> bool:
+    """Whether a newer kvtier wrote a slab: it is left alone."""
+    with contextlib.suppress(FormatError, OSError):
+        fd = os.open(table, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            SlabHeader.unpack(os.pread(fd, TABLE_AT, 0))
+        except NewerFormat:
+            return True
+        finally:
+            os.close(fd)
+    return False

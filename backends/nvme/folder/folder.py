@@ -1,0 +1,394 @@
+"""The folder that an NVMe tier lives in: slabs by namespace, their owners, and the byte budget.
+
+Every slab has one owner, the only process that writes to it; everyone may read it. An owner is
+alive while somebody holds a shared lock on its file in `owners/` (its tier and its handlers do, and
+the kernel drops the lock with them). Slabs of the dead are adopted with all they hold. What
+concerns several processes (owners, new slabs, the budget) is decided under one folder-wide lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import msgspec
+
+from kvtier.backends.nvme.folder.files import (
+    DATA_SUFFIX,
+    TABLE_SUFFIX,
+    halves,
+    held,
+    homes,
+    length,
+    marks,
+    owner_path,
+    remove_slab,
+    take_away,
+    unfinished,
+    used_at,
+    used_bytes,
+    whole,
+)
+from kvtier.backends.nvme.folder.lock import FolderBusy, folder_locked
+from kvtier.backends.nvme.folder.namespace_diff import differs_in
+from kvtier.backends.nvme.housekeeping.idle_namespaces import reclaim
+from kvtier.core.records.record import Buffer
+from kvtier.core.slab.layout import (
+    ENTRY_BYTES,
+    FLAG_DISCARD,
+    OWNER,
+    OWNER_AT,
+    SLOTS_MAX,
+    TABLE_AT,
+    SlabHeader,
+)
+from kvtier.core.system.disk import Disk, read_all
+from kvtier.errors import FormatError, MediumError
+from kvtier.types import Namespace
+
+logger = logging.getLogger(__name__)
+
+_MAKING = ".making"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+WHOSE = "give it to the user of the engines (chown -R), and run what copies into it as that user"
+NOBODY = 0
+"""The owner of a slab that was let go of, so that others adopt it."""
+_SLACK_SHARE = 4
+"""This part of a slab is left free above the floor. Who has fallen below the floor gives up a whole
+slab: if that were made again at once, it would go for the next little thing that others write."""
+
+
+class SlabFile(msgspec.Struct, frozen=True):
+    """A slab as it lies in the folder."""
+
+    header: SlabHeader
+    owner: int
+
+    @property
+    def id(self) -> int:
+        return self.header.slab_id
+
+
+class NvmeFolder:
+    """One namespace's part of a folder, and the folder-wide rules it obeys."""
+
+    settled_ns = 2_500_000_000
+    """A listing is kept only if the folder had not changed for so long: times are coarse, on some
+    disks two seconds, and what comes after the listing may leave the same."""
+
+    def __init__(self, root: Path, namespace: Namespace, disk: Disk) -> None:
+        self.root = root
+        self.disk = disk
+        self.namespace = namespace
+        self.home = root / namespace.id
+        self.owners = self.home / "owners"
+        self._device: int | None = None
+        self._slab_ids: Set[int] = frozenset()
+        self._listed_at = -1
+        self.establish()
+
+    def establish(self) -> None:
+        """Make what is missing of the folder; raises MediumError if it cannot be used, or if its
+        disk was taken off: below that may be the system's own, which nobody gave us to fill."""
+        with self._explained():
+            standing = self.root if self.root.exists() else self.root.parent
+            if self._device not in (None, standing.stat().st_dev):
+                raise MediumError(
+                    "its disk is gone: nothing is stored there until that is back, or the engine "
+                    "is started again"
+                )
+            self.root.mkdir(mode=0o700, exist_ok=True)
+            self._device = self.root.stat().st_dev
+            with self.locked():
+                self._make_home()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror
+            remedy = "name a folder where you may write, on a local disk"
+            if error.errno in _NO_ROOM:
+                remedy = "free some room there"
+            elif isinstance(error, PermissionError) and os.access(self.root, os.W_OK | os.X_OK):
+                reason = f"{error.filename}: {reason}"
+                remedy = f"another user has stored there: {WHOSE}"
+            raise MediumError(
+                f"cannot use {self.root} for an NVMe tier ({reason}): {remedy}"
+            ) from error
+
+    def _make_home(self) -> None:
+        """Under the lock: this namespace's folders and its description."""
+        for folder in (self.home, self.owners):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if folder.is_symlink():  # nobody counts what lies behind it
+                raise OSError(errno.ELOOP, f"{folder} is a link: remove it")
+        try:
+            self._describe()
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise  # else an engine starts all the same: before the first slab comes another try
+
+    def _describe(self) -> None:
+        """Leave the namespace's JSON beside the data, for people and for `explain`."""
+        path, text = self.home / "namespace.json", self.namespace.to_json()
+        if path.is_file() and length(path) == len(text) and path.read_bytes() == text:
+            return
+        begun = path.exists()
+        making = path.with_suffix(f".{secrets.token_hex(4)}{_MAKING}")
+        try:
+            making.write_bytes(text)
+            making.chmod(0o600)
+            making.rename(path)
+        except OSError:
+            making.unlink(missing_ok=True)
+            raise
+        if not begun and (facts := differs_in(self.root, self.namespace)):
+            logger.warning(
+                "%s has nothing of this model as it is now, and what it has does not fit: %s",
+                self.root,
+                facts,
+            )
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the folder's lock; raises FolderBusy rather than wait without end."""
+        return folder_locked(self.root)
+
+    # -- owners ----------------------------------------------------------------------------
+
+    def claim(self) -> tuple[int, int]:
+        """Become an owner: an identity and the descriptor whose lock keeps it alive."""
+        with self._explained(), self.locked():
+            self._make_home()  # again: without an owner so far, a neighbour may have reclaimed it
+            while True:
+                owner = secrets.randbits(32)
+                with contextlib.suppress(FileExistsError):
+                    if owner != NOBODY:
+                        path = owner_path(self.owners, owner)
+                        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                        fcntl.flock(fd, fcntl.LOCK_SH)
+                        return owner, fd
+
+    def alive(self, owner: int) -> bool:
+        """Whether some process still acts for this owner."""
+        return owner != NOBODY and held(owner_path(self.owners, owner))
+
+    def alone(self, owner: int) -> bool:
+        """Whether no other owner of this namespace is alive."""
+        mine = owner_path(self.owners, owner)
+        return not any(held(path) for path in marks(self.home) if path != mine)
+
+    def last_used(self, slab_id: int) -> float:
+        """When a block of a slab was stored or used last."""
+        return used_at(self.table_path(slab_id))
+
+    # -- slabs -----------------------------------------------------------------------------
+
+    def slab_ids(self) -> Set[int]:
+        """The slabs that are there now, whole. There may be thousands: they are listed anew only if
+        files have come or gone, or there was none. No time says when a closed folder opens."""
+        now, changed = time.time_ns(), 0  # not later: what changes meanwhile may bear the same time
+        with contextlib.suppress(OSError):
+            changed = self.home.stat().st_mtime_ns
+        if not self._slab_ids or changed != self._listed_at:
+            self._slab_ids = frozenset(int(digits, 16) for digits in whole(self.home))
+            self._listed_at = changed if abs(now - changed) > self.settled_ns else -1
+        return self._slab_ids
+
+    def data_path(self, slab_id: int) -> Path:
+        return self.home / f"{slab_id:08x}{DATA_SUFFIX}"
+
+    def table_path(self, slab_id: int) -> Path:
+        return self.home / f"{slab_id:08x}{TABLE_SUFFIX}"
+
+    def changed_ns(self, slab_id: int) -> int:
+        """When a slab's table was written to last; raises OSError."""
+        return os.stat(f"{self.home}/{slab_id:08x}{TABLE_SUFFIX}").st_mtime_ns  # noqa: PTH116 - slow
+
+    def read_table(self, slab_id: int) -> tuple[SlabFile, bytes]:
+        """Header and entries of a slab; raises FormatError or OSError if they are not in order."""
+        path = self.table_path(slab_id)
+        fd = self.disk.open_to_read(path)
+        try:
+            header = SlabHeader.unpack(self._read(fd, TABLE_AT))
+            if header.namespace != self.namespace.digest or header.slab_id != slab_id:
+                raise FormatError(f"{path} belongs to another slab or namespace")
+            if os.fstat(fd).st_size < header.table_bytes:
+                raise FormatError(f"{path} is cut short")
+            table = self._read(fd, header.table_bytes)
+        finally:
+            self.disk.close(fd)
+        if self.data_path(slab_id).lstat().st_size < header.data_end:
+            raise FormatError(f"{self.data_path(slab_id)} is cut short")
+        return SlabFile(header, OWNER.unpack_from(table, OWNER_AT)[0]), bytes(table)
+
+    def _read(self, fd: int, size: int) -> Buffer:
+        """The first bytes of a file."""
+        into = memoryview(bytearray(size))
+        if read_all(self.disk, fd, [into], 0) < size:
+            raise FormatError("the table is cut short")
+        return into
+
+    def write_owner(self, slab_id: int, owner: int) -> None:
+        """Hand a slab over; only under the folder's lock."""
+        fd = self.disk.open(self.table_path(slab_id))
+        try:
+            self.disk.writev(fd, [memoryview(OWNER.pack(owner))], OWNER_AT)
+        finally:
+            self.disk.close(fd)
+
+    def create_slab(self, owner: int, slots_max: int, limits: Limits) -> SlabFile | None:
+        """A new empty slab within the budget and above the floor; None if there is no room."""
+        with self.locked():
+            header = self._plan_slab(slots_max, limits)
+            if header is None:
+                return None
+            making = self._making(header.slab_id, owner)
+            try:
+                self._describe()
+                fds = self._begin(making, header)
+            except OSError as error:
+                self._give_up(making, error)
+                return None
+        final = (self.data_path(header.slab_id), self.table_path(header.slab_id))
+        try:
+            self._fill(fds, header, owner)
+            with self.locked():
+                for source, target in zip(making, final, strict=True):
+                    source.rename(target)
+        except (OSError, FolderBusy) as error:
+            self._give_up((*making, *final), error)
+            return None
+        return SlabFile(header, owner)
+
+    def _plan_slab(self, slots_max: int, limits: Limits) -> SlabHeader | None:
+        """Under the lock: the largest slab that there is room for."""
+        self._sweep()
+        slots = self._slots_at_most(slots_max, limits)
+        if slots < slots_max and self.reclaim(limits, limits.slab_bytes):
+            slots = self._slots_at_most(slots_max, limits)
+        if slots < 1:
+            return None
+        return SlabHeader(
+            slots=slots,
+            slot_bytes=limits.slot_bytes,
+            data_at=0,
+            slab_id=self._new_id(),
+            namespace=self.namespace.digest,
+            flags=FLAG_DISCARD if limits.discard else 0,
+        )
+
+    def _slots_at_most(self, slots_max: int, limits: Limits) -> int:
+        used = used_bytes(self.root)
+        room = self.bound(limits, used) - used
+        fitting = max(0, room - TABLE_AT) // (limits.slot_bytes + ENTRY_BYTES)
+        return min(slots_max, fitting, SLOTS_MAX)
+
+    def bound(self, limits: Limits, used: int) -> int:
+        """What the folder may hold, or can where its disk is full before that."""
+        free = self.disk.free_bytes(self.root) - kept_free(limits.free_floor, limits.slab_bytes)
+        return min(limits.capacity, used + free)
+
+    def cut_off(self, slabs: Iterable[SlabFile]) -> int:
+        """Bytes that somebody has cut off these slabs: what is written next brings them back."""
+        return sum(
+            max(0, _file_sizes(slab.header)[0] - length(self.data_path(slab.id))) for slab in slabs
+        )
+
+    def _making(self, slab_id: int, owner: int) -> tuple[Path, Path]:
+        """Data and table of a slab that is not whole yet; the maker's mark lets others clean up."""
+        stem = f"{slab_id:08x}.{owner:08x}"
+        return self.home / f"{stem}.data{_MAKING}", self.home / f"{stem}.table{_MAKING}"
+
+    def _begin(self, making: tuple[Path, Path], header: SlabHeader) -> list[int]:
+        """Under the lock: files of full length, which count against the budget at once."""
+        fds: list[int] = []
+        try:
+            for path, size in zip(making, _file_sizes(header), strict=True):
+                fds.append(self.disk.open(path, create=True))
+                os.ftruncate(fds[-1], size)
+        except OSError:
+            for fd in fds:
+                self.disk.close(fd)
+            raise
+        return fds
+
+    def _fill(self, fds: list[int], header: SlabHeader, owner: int) -> None:
+        """Take the room, and write the header; others need not wait for that."""
+        page = bytearray(header.pack().ljust(TABLE_AT, b"\0"))
+        OWNER.pack_into(page, OWNER_AT, owner)
+        try:
+            for fd, size in zip(fds, _file_sizes(header), strict=True):
+                self.disk.allocate(fd, size)
+            if self.disk.writev(fds[1], [memoryview(page)], 0) != len(page):
+                raise OSError(errno.EIO, "a slab's header was written in part")
+        finally:
+            for fd in fds:
+                self.disk.close(fd)
+
+    def _give_up(self, paths: Sequence[Path], error: OSError | FolderBusy) -> None:
+        """Leave nothing of a slab that cannot be made; only the lack of room is no error."""
+        for path in paths:
+            self.disk.unlink(path)
+        if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
+            raise error
+
+    def _new_id(self) -> int:
+        while True:
+            slab_id = secrets.randbits(32)
+            if not self.table_path(slab_id).exists() and not self.data_path(slab_id).exists():
+                return slab_id
+
+    def remove_slab(self, slab_id: int) -> None:
+        """Delete both of its files."""
+        remove_slab(self.disk, self.table_path(slab_id))
+
+    def _sweep(self) -> None:
+        """Under the lock: remove what the dead left half made, and their files."""
+        for home in homes(self.root):
+            for path in marks(home):
+                if not held(path):
+                    take_away(self.disk, path)
+            for path, maker in unfinished(home):
+                if not held(maker):
+                    take_away(self.disk, path)
+            for path in halves(home):
+                take_away(self.disk, path)
+
+    def reclaim(self, limits: Limits, wanted: int) -> bool:
+        """Under the lock: have those whom nobody serves make room for so much; whether any did."""
+        bound = self.bound(limits, used_bytes(self.root))
+        return reclaim(self.root, self.home, bound, wanted, limits.keep_s, self.disk)
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What the settings allow, in bytes."""
+
+    capacity: int
+    free_floor: int
+    slot_bytes: int
+    slab_bytes: int
+    discard: bool = False
+    """Whether what is stored is for this process alone."""
+    keep_s: float = 0.0
+    """How long an idle namespace keeps its share after its last use."""
+    grows: bool = True
+    """Whether slabs are made; else what is there is only read."""
+
+
+def kept_free(free_floor: int, slab_bytes: int) -> int:
+    """What must stay free on the disk when slabs of this size are made."""
+    return free_floor + slab_bytes // _SLACK_SHARE
+
+
+def _file_sizes(header: SlabHeader) -> tuple[int, int]:
+    return header.data_end, header.table_bytes

@@ -1,0 +1,400 @@
+"""What an NVMe tier must do on disk, kept off the thread that asks it questions.
+
+The keeper runs in a thread of its own and does all the file work: it finds slabs that others made,
+re-reads tables that changed, adopts slabs of the dead, makes new slabs before room runs out, gives
+room to neighbours that starve, and writes down what was dropped. What it learns it hands over as
+`News`, which the tier takes in at its next call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from kvtier.backends.nvme.folder.files import hold_owner, let_go, owner_path
+from kvtier.backends.nvme.folder.folder import NOBODY, Limits, NvmeFolder, SlabFile
+from kvtier.backends.nvme.folder.lock import has_name
+from kvtier.backends.nvme.housekeeping.budget_shares import Shares
+from kvtier.backends.nvme.housekeeping.updates import Updates, changes
+from kvtier.backends.nvme.housekeeping.use_counts import Uses
+from kvtier.backends.nvme.table_writes import write_entries
+from kvtier.core.slab import layout
+from kvtier.errors import FormatError, MediumError, NewerFormat
+from kvtier.types import BlockKey
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.02
+"""How long another process's commit may stay unknown here."""
+_LOOK_SHARE = 10
+"""A look around takes at most one part in so many of a core, however many slabs there are."""
+_WORK_SHARE = 20
+"""And all housekeeping together one part in so many: the engine's own thread waits for it."""
+_NEWS_MAX = 64
+"""With more that the tier has not taken in, the keeper does not look: nobody may ask for days, and
+what happens meanwhile is one difference later on."""
+_HOUSEKEEPING_S = 1.0
+_GIVEN_ROUNDS = 3
+"""So long what was given away is left to those who starve, before it is taken back."""
+_AWAY_S = 3600.0
+"""A trouble that comes back after so long is said again."""
+_USES_S = 10.0
+_CLOSE_S = 10.0
+"""Who closes waits no longer for a disk that hangs: what is not written down by then is lost."""
+_RECENT_NS = 100_000_000
+"""File times are coarse: a table written this recently is read again even if it looks unchanged."""
+
+
+class Known(msgspec.Struct):
+    """A slab as the keeper last saw it."""
+
+    slab: SlabFile
+    mine: bool
+    changed_ns: int = 0
+    table: bytes = b""
+
+
+class Keeper:
+    """The file work of one tier. `news` is a queue from the keeper to the tier; the methods below
+    the line are the other direction."""
+
+    def __init__(self, folder: NvmeFolder, limits: Limits) -> None:
+        self.folder = folder
+        self.limits = limits
+        self.owner, self._owner_fd = folder.claim()
+        self.news: deque[Updates] = deque()
+        self.uses = Uses()
+        self.when_idle: Callable[[], None] = lambda: None
+        """Called between rounds: a tier that nobody asks must take its news in all the same."""
+        self._known: dict[int, Known] = {}
+        self._given: dict[int, float] = {}
+        self._todo: deque[tuple[int, int, bytes]] = deque()
+        self._released: deque[tuple[int, bool]] = deque()
+        self._slots_wanted = 0
+        self._shares = Shares(folder, limits)
+        self._mutex = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._look_took = self._next_housekeeping = self._next_uses = self._full_until = 0.0
+        self._between = _HOUSEKEEPING_S
+        self.unwell = False
+        """Whether the last round came to nothing."""
+        self._thread: threading.Thread | None = None
+        self._heard: dict[str, float] = {}
+        self._broken: set[int] = set()
+
+    def start(self) -> None:
+        """Begin to work in the background."""
+        self._thread = threading.Thread(target=self._run, name="kvtier-nvme-keeper", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._wake.wait(self.pause())
+            self._wake.clear()
+            if not self._stopping:
+                self.work()
+                with self._going_on(Exception):
+                    self.when_idle()
+        self._end()
+
+    def pause(self) -> float:
+        """How long to sleep if nobody wants anything."""
+        alone = all(known.mine for known in list(self._known.values()))  # others may work meanwhile
+        return max(_HOUSEKEEPING_S / 4 if alone else _LOOK_S, _LOOK_SHARE * self._look_took)
+
+    def work(self, *, thorough: bool = False) -> None:
+        """One round; `thorough` does the rarer parts too, whatever the time."""
+        with self._mutex:
+            try:
+                self._round(thorough)
+                self.unwell = False
+            except Exception as error:  # noqa: BLE001 - without this thread no slab is made
+                self.unwell = True
+                self._complain(error)
+
+    def _round(self, thorough: bool) -> None:
+        if not has_name(self._owner_fd, owner_path(self.folder.owners, self.owner)):
+            self._begin_again()
+        self._write_down()
+        if not self._look():
+            return
+        now = time.monotonic()
+        if thorough or now >= self._next_housekeeping or self._slots_wanted:
+            began = time.thread_time()
+            self._adopt_orphans()
+            with self._going_on():
+                self._make_room()
+            self._share()
+            self._write_uses(now, thorough)
+            took = time.thread_time() - began
+            self._between = max(_HOUSEKEEPING_S, _WORK_SHARE * took)
+            self._next_housekeeping = now + self._between
+
+    def _begin_again(self) -> None:
+        """The folder has been removed under us, or what makes us an owner: make it anew, unless its
+        disk was taken off. Slabs that are left are orphans now, like all others of the dead. A mark
+        that is there again as another file, as after a copy, nobody holds: it is held anew."""
+        self.news.extend(Updates(known.slab, gone=True) for known in self._known.values())
+        self._known.clear()
+        try:
+            owner, fd = self.owner, hold_owner(self.folder.owners, self.owner)
+        except (FileNotFoundError, NotADirectoryError):
+            self.folder.establish()
+            owner, fd = self.folder.claim()
+            self._say_once(f"NVMe folder {self.folder.root} was removed: starting over in another")
+        self._shares.begin_again()
+        os.close(self._owner_fd)
+        self.owner, self._owner_fd = owner, fd
+
+    @contextlib.contextmanager
+    def _going_on(self, after: type[Exception] = OSError) -> Iterator[None]:
+        """One strange file must not stop the work on all others."""
+        try:
+            yield
+        except after as error:
+            self._complain(error)
+
+    def _complain(self, error: Exception) -> None:
+        problem = getattr(error, "strerror", 0) or str(error) or type(error).__name__
+        trace = None if isinstance(error, (OSError, MediumError)) else error
+        self._say_once(f"NVMe folder {self.folder.root}: {problem}", trace)
+
+    def _say_once(self, message: str, trace: Exception | None = None) -> None:
+        heard, self._heard[message] = self._heard.get(message, -_AWAY_S), time.monotonic()
+        if self._heard[message] - heard > _AWAY_S:
+            logger.warning("%s", message, exc_info=trace)
+
+    # -- looking ---------------------------------------------------------------------------
+
+    def _look(self) -> bool:
+        """Learn what has changed, unless the tier has enough to take in."""
+        if len(self.news) > _NEWS_MAX:
+            return False
+        began = time.monotonic()
+        self._look_around()
+        self._look_took = time.monotonic() - began
+        return True
+
+    def _look_around(self) -> None:
+        present = self.folder.slab_ids()
+        self._broken &= present
+        for slab_id in [slab_id for slab_id in self._known if slab_id not in present]:
+            known = self._known.pop(slab_id)
+            self.news.append(Updates(known.slab, gone=True))
+        for slab_id in present:
+            self._look_at(slab_id)
+
+    def _look_at(self, slab_id: int) -> None:
+        known = self._known.get(slab_id)
+        if known is not None and known.mine:
+            return
+        now = time.time_ns()  # not later: what changes after the look may bear the same time
+        try:
+            changed = self.folder.changed_ns(slab_id)
+            if known is not None and known.changed_ns == changed:
+                return
+            slab, table = self.folder.read_table(slab_id)
+        except NewerFormat as error:
+            self._say_once(f"slab {slab_id:08x} is left alone: {error}")
+            return
+        except FormatError as error:
+            if not self.folder.table_path(slab_id).exists():
+                return  # it is being removed
+            self._broken.add(slab_id)
+            self._say_once(f"slab {slab_id:08x} is broken: {error}")
+            return
+        except FileNotFoundError:
+            return
+        except OSError as error:  # one strange file must not stop the work on all others
+            self._say_once(f"slab {slab_id:08x} cannot be read: {error.strerror}")
+            return
+        if not self.folder.alive(slab.owner):
+            # to be adopted, and learnt from then; if by another, what is known already counts
+            self._known[slab_id] = Known(slab, False, table=known.table if known else b"")
+            return
+        if abs(now - changed) < _RECENT_NS:  # one of the future is a clock's that was wrong
+            changed = 0
+        slots, keys = changes(known.table if known else b"", table, slab.header.slots)
+        self._known[slab_id] = Known(slab, False, changed, table)
+        if slots or known is None:
+            self.news.append(Updates(slab, changes=(slots, keys)))
+
+    # -- owning ----------------------------------------------------------------------------
+
+    def _adopt_orphans(self) -> None:
+        theirs = [known.slab for known in self._known.values() if not known.mine]
+        owners = {slab.owner for slab in theirs}
+        # Our own, too: it was lost from sight for a while.
+        dead = {owner for owner in owners if owner == self.owner or not self.folder.alive(owner)}
+        now = time.monotonic()
+        self._given = {slab_id: until for slab_id, until in self._given.items() if until > now}
+        for slab in theirs:
+            if slab.owner != NOBODY:
+                self._given.pop(slab.id, None)  # whoever it was for has had it
+        orphans = [slab for slab in theirs if slab.owner in dead and slab.id not in self._given]
+        if not orphans and not self._broken:
+            return
+        with self.folder.locked():
+            # The coldest first, as the tier takes in the blocks of one slab.
+            for orphan in sorted(orphans, key=lambda slab: self.folder.last_used(slab.id)):
+                with self._going_on(), contextlib.suppress(FormatError, FileNotFoundError):
+                    self._adopt(orphan.id)
+            if self._broken and self.folder.alone(self.owner):
+                while self._broken:
+                    with self._going_on():
+                        self._remove_broken(self._broken.pop())
+
+    def _adopt(self, slab_id: int) -> None:
+        slab, table = self.folder.read_table(slab_id)
+        if slab.owner != self.owner and self.folder.alive(slab.owner):
+            return
+        header = slab.header
+        if header.flags & layout.FLAG_DISCARD or header.slot_bytes != self.limits.slot_bytes:
+            self.folder.remove_slab(slab_id)
+            return
+        self.folder.write_owner(slab_id, self.owner)
+        self._known[slab_id] = Known(slab, True)
+        self.news.append(Updates(slab, mine=True, table=table))
+
+    def _remove_broken(self, slab_id: int) -> None:
+        """Look once more, because a read may go wrong where nothing is."""
+        try:
+            self.folder.read_table(slab_id)
+        except (NewerFormat, OSError):
+            return
+        except FormatError:
+            self.folder.remove_slab(slab_id)
+
+    def _make_room(self) -> None:
+        """More slabs, if they are wanted and the budget and the floor allow it."""
+        mine = self._mine()
+        wanted, self._slots_wanted = self._slots_wanted, 0
+        self._shares.introduce(self._owner_fd)
+        if not mine and self.limits.grows:
+            wanted = max(wanted, 1)
+        if not wanted:
+            self._shares.tell(self._owner_fd, hungry=False)
+        slots = max(1, self.limits.slab_bytes // self.limits.slot_bytes)
+        while wanted > 0 and not self._stopping:
+            known = [each.slab for each in self._known.values()]
+            limits = self._shares.limits(self.owner, mine, known)
+            slab = self.folder.create_slab(self.owner, slots, limits) if limits else None
+            if slab is None:
+                self._full_until = time.monotonic() + self._between
+                lacks = self._shares.lacks(self.owner, mine, slots * self.limits.slot_bytes)
+                self._shares.tell(self._owner_fd, hungry=lacks)
+                return
+            mine.append(slab)
+            wanted -= slab.header.slots
+            self._known[slab.id] = Known(slab, True)
+            self.news.append(Updates(slab, mine=True))
+            self._shares.tell(self._owner_fd, hungry=False)
+
+    def _mine(self) -> list[SlabFile]:
+        return [known.slab for known in self._known.values() if known.mine]
+
+    def _share(self) -> None:
+        """Let go of a slab that others are to have, and leave its room to them for a while."""
+        excess = self._shares.excess(self.owner, self._mine())
+        if excess is not None:
+            self.news.append(excess)
+            self._full_until = time.monotonic() + _GIVEN_ROUNDS * self._between
+
+    # -- what the tier asks for --------------------------------------------------------------
+
+    def want_room(self, slots: int) -> None:
+        """So many slots should be made."""
+        if self.limits.grows and time.monotonic() >= self._full_until:
+            self._slots_wanted = max(self._slots_wanted, slots)
+            self._wake.set()
+
+    def record(self, slab_id: int, slot: int, state: int, key: BlockKey) -> None:
+        """Write an entry down soon: dropped (FREE, no key) or quarantined (BAD). News says when it
+        is done; until then the slot must not be used."""
+        self._todo.append((slab_id, slot, layout.pack_entries(state, [key], 0, 0)))
+        self._wake.set()
+
+    def release(self, slab_id: int, *, remove: bool) -> None:
+        """The tier has let go of a slab: hand it over, or delete it."""
+        self._released.append((slab_id, remove))
+        self._wake.set()
+
+    def flush(self) -> None:
+        """Write everything down that the tier has recorded so far."""
+        with self._mutex:
+            try:
+                self._write_down()
+            except (OSError, MediumError) as error:
+                self._complain(error)
+
+    def _write_down(self) -> None:
+        """What cannot be written waits for the next round, before what comes until then."""
+        by_slab: dict[int, dict[int, bytes]] = {}
+        # Counted first: what was recorded of a slab before it was let go is written before, too.
+        released = len(self._released)
+        while self._todo:
+            slab_id, slot, entry = self._todo.popleft()
+            by_slab.setdefault(slab_id, {})[slot] = entry
+        for slab_id in list(by_slab):
+            with self._going_on():
+                table = self.folder.table_path(slab_id)
+                write_entries(self.folder.disk, table, by_slab[slab_id])
+                written = list(by_slab.pop(slab_id))
+                if known := self._known.get(slab_id):
+                    self.news.append(Updates(known.slab, written=written))
+        left = [(i, slot, each) for i, rows in by_slab.items() for slot, each in rows.items()]
+        self._todo.extendleft(reversed(left))
+        due = [self._released.popleft() for _ in range(released)]
+        try:
+            for slab_id, remove in due.copy():
+                if remove or slab_id not in by_slab:
+                    with self._going_on():
+                        self._hand_over(slab_id, remove)
+                        due.remove((slab_id, remove))
+        finally:
+            self._released.extendleft(reversed(due))
+
+    def _write_uses(self, now: float, at_once: bool) -> None:
+        if at_once or now >= self._next_uses:
+            self._next_uses = now + _USES_S
+            mine = {slab_id for slab_id, known in self._known.items() if known.mine}
+            self.uses.write(self.folder.disk, mine, self.folder.table_path)
+
+    def _hand_over(self, slab_id: int, remove: bool) -> None:
+        with self.folder.locked():
+            if remove:
+                self.folder.remove_slab(slab_id)
+            elif slab_id in self._known:
+                self.folder.write_owner(slab_id, NOBODY)
+                self._given[slab_id] = time.monotonic() + _GIVEN_ROUNDS * self._between
+        self._known.pop(slab_id, None)
+
+    def close(self) -> None:
+        """Stop; slabs that need not outlive the process are deleted."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread is None:
+            self._end()
+            return
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            self._say_once(f"NVMe folder {self.folder.root} does not answer: closing without it")
+
+    def _end(self) -> None:
+        with self._mutex, contextlib.suppress(OSError, MediumError):
+            self._write_down()
+            if self.limits.discard:
+                with self.folder.locked():
+                    for slab_id in [i for i, known in self._known.items() if known.mine]:
+                        self.folder.remove_slab(slab_id)
+            else:
+                self._write_uses(0.0, at_once=True)
+        let_go(self.folder.owners, self.owner, self._owner_fd)

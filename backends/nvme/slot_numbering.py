@@ -1,0 +1,91 @@
+"""How the slots of all slabs of a namespace are numbered through in one process."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+
+from kvtier.backends.nvme.folder.folder import SlabFile
+from kvtier.backends.nvme.spec import SLOT_BITS
+
+
+class Place:
+    """A slab's range of this process's slot numbers."""
+
+    __slots__ = ("base", "mine", "room", "slab")
+
+    def __init__(self, slab: SlabFile, base: int, room: int) -> None:
+        self.slab = slab
+        self.base = base
+        self.room = room
+        """How many numbers there are: the range may have been a larger slab's."""
+        self.mine = False
+
+    @property
+    def slots(self) -> range:
+        return range(self.base, self.base + self.slab.header.slots)
+
+
+class Places:
+    """The slabs that are there, each with its place. A slot keeps its number as long as its slab
+    is there."""
+
+    def __init__(self) -> None:
+        self.by_slab: dict[int, Place] = {}
+        self._ranges: list[Place] = []
+        """The place that each range has, or had: see `_holes`."""
+        self._range_of = array("I")
+        self._origins: list[int] = []
+        """What is added to a number of each range to say where the slot is."""
+        self._holes: list[int] = []
+        """Ranges whose slabs are no longer there: they may be given to others."""
+        self._mine = 0
+
+    @property
+    def slots(self) -> int:
+        """How many numbers there are."""
+        return len(self._range_of)
+
+    @property
+    def all_mine(self) -> bool:
+        """Whether no slab is another's."""
+        return self._mine == len(self._ranges)
+
+    def of(self, slot: int) -> Place:
+        """The place that a slot belongs to."""
+        return self._ranges[self._range_of[slot]]
+
+    def where(self, slots: Iterable[int]) -> list[int]:
+        """Where slots are in the folder, in the words of `NvmeSpec`."""
+        origins, range_of = self._origins, self._range_of
+        return [origins[range_of[slot]] + slot for slot in slots]
+
+    def add(self, slab: SlabFile, busy: Callable[[Place], bool]) -> Place:
+        """Number the slots of a slab: by a range that a lost one has left, and in which nothing is
+        busy any more, or a new one."""
+        for index in self._holes:
+            hole = self._ranges[index]
+            if hole.room >= slab.header.slots and not busy(hole):
+                place = self._ranges[index] = Place(slab, hole.base, hole.room)
+                self._holes.remove(index)
+                break
+        else:
+            index = len(self._ranges)
+            place = Place(slab, self.slots, slab.header.slots)
+            self._ranges.append(place)
+            self._origins.append(0)
+            self._range_of.extend(array("I", [index]) * slab.header.slots)
+        self._origins[index] = (slab.id << SLOT_BITS) - place.base
+        self.by_slab[slab.id] = place
+        return place
+
+    def own(self, place: Place, mine: bool) -> None:
+        """Say whether a slab is this process's own."""
+        self._mine += mine - place.mine
+        place.mine = mine
+
+    def lose(self, place: Place) -> None:
+        """A slab is there no more."""
+        self.own(place, False)
+        self._holes.append(self._range_of[place.base])
+        del self.by_slab[place.slab.id]

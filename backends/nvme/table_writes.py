@@ -1,0 +1,26 @@
+"""Entries of a table, written down."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvtier.core.slab import layout
+from kvtier.core.system.disk import Disk
+
+
+def write_entries(disk: Disk, table: Path, entries: Mapping[int, bytes]) -> None:
+    """Write the entries of these slots; a table that is gone needs none. Raises OSError."""
+    try:
+        fd = disk.open(table)
+    except FileNotFoundError:
+        return
+    try:
+        slots = sorted(entries)
+        for start, stop in layout.runs(slots):
+            data = b"".join([entries[slot] for slot in slots[start:stop]])
+            if disk.writev(fd, [memoryview(data)], layout.entry_at(slots[start])) != len(data):
+                raise OSError(errno.EIO, "a table entry was written in part")
+    finally:
+        disk.close(fd)

@@ -1,0 +1,226 @@
+"""How often blocks were used, as all servers of a namespace have counted it together.
+
+    <namespace>/uses/<writer>-<number>
+
+A list is a manifest of entries of a kind of its own, with a count in place of the size. Each server
+writes now and then what its requests have used most, and whoever finds many lists joins them into
+one that names those it covers, so that none counts twice. Statistics only: `--hottest` chooses by
+them. What was not written down yet when its writer died, and what cannot be read, counts nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from heapq import nlargest
+from itertools import islice
+from operator import itemgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.backends.object.housekeeping.lock_yield import CHUNK
+from kvtier.backends.object.manifests import manifest
+from kvtier.backends.object.manifests.manifest import ENTRY, USED, Entries
+from kvtier.backends.object.object_names import parse_uses, uses_prefix
+from kvtier.backends.object.stores.errors import Forbidden, LengthMismatch, StoreError
+from kvtier.backends.object.stores.store import GetOutcome, ObjectInfo, Store
+from kvtier.errors import FormatError, NewerFormat
+from kvtier.types import BlockKey, Namespace
+
+_log = logging.getLogger(__name__)
+
+_REQUESTS_MAX = 4096
+"""So many requests are remembered between two looks."""
+_BLOCKS_MAX = 1 << 14
+"""So many blocks are counted between two lists; beyond it, only those used more than most are."""
+_JOINED_MAX = 1 << 16
+_LIST_BYTES_MAX = 5 << 20
+_PILE = 16
+"""So many lists are joined into one."""
+_LISTS_MAX = 64
+_LISTS_BYTES_MAX = 24 << 20
+"""Of all that are read at once: more than one sum has, and the lists that are not in it yet."""
+_COUNT_MAX = (1 << 32) - 1
+
+
+class Uses:
+    """What the requests of one server use. `note` is for the tier's thread, the rest for the
+    keeper's."""
+
+    def __init__(
+        self,
+        store: Store,
+        namespace: Namespace,
+        every_s: float,
+        rest: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._namespace = namespace
+        self._prefix = uses_prefix(namespace.id)
+        self._every_s = every_s
+        self._rest = rest
+        self._clock = clock
+        self._writer = secrets.token_hex(8)
+        self._number = 0
+        self._next = clock() + every_s
+        self._noted: deque[Sequence[BlockKey]] = deque(maxlen=_REQUESTS_MAX)
+        self._counts: Counter[BlockKey] = Counter()
+        self._undeleted = 0
+        """So many lists that are joined already the store would not delete."""
+
+    def note(self, keys: Sequence[BlockKey]) -> None:
+        """A request has used these blocks."""
+        self._noted.append(keys)
+
+    def look(self) -> None:
+        """Write a list when one is due. If the store will not have it, nothing else must wait for
+        that: the next list tells all."""
+        self.count()
+        if self._clock() >= self._next:
+            self._next = self._clock() + self._every_s
+            try:
+                self._write()
+            except StoreError as error:
+                _log.debug("uses are not written down: %s", error)
+
+    def carry(self, used: Mapping[BlockKey, tuple[int, float]]) -> None:
+        """Write down how often these were used, and when last, before they came here; of very many
+        the most used. Raises StoreError."""
+        chosen = dict(nlargest(_JOINED_MAX, used.items(), key=itemgetter(1)))
+        if chosen:
+            counts, times = zip(*chosen.values(), strict=True)
+            times_us = [int(at * 1e6) for at in times]
+            self._put(manifest.pack_entries(USED, list(chosen), 0, counts, times_us))
+            self._join()
+
+    def count(self) -> None:
+        """Take in what was noted, which costs more memory than counts do."""
+        while self._noted:
+            self._counts.update(self._noted.popleft())
+            if len(self._counts) > _BLOCKS_MAX:
+                most = np.median(np.fromiter(self._counts.values(), np.uint64))
+                self._counts = Counter({k: n for k, n in self._counts.items() if n > most})
+            self._rest()
+
+    def close(self) -> None:
+        """Write the last list."""
+        self._next = 0.0
+        self.look()
+
+    def _write(self) -> None:
+        if not self._counts:
+            return
+        now_us = int(time.time() * 1e6)
+        pieces = []
+        counts = iter(self._counts.items())
+        while some := dict(islice(counts, CHUNK)):
+            keys, uses = list(some), list(some.values())
+            pieces.append(manifest.pack_entries(USED, keys, 0, uses, now_us))
+            self._rest()
+        self._put(np.concatenate(pieces))
+        self._counts.clear()
+        self._join()
+
+    def _join(self) -> None:
+        most = _PILE + self._undeleted
+        if sum(1 for _ in islice(_listed(self._store, self._namespace), most)) < most:
+            return
+        lists = _Lists(self._store, self._namespace)
+        if len(lists.names) < (2 if lists.left_out else _PILE):
+            return
+        entries = lists.sum()
+        if len(entries) > _JOINED_MAX:  # blocks come and go: old uses count less and less
+            entries = entries[np.argsort(entries["size"])[-_JOINED_MAX:]]
+            entries["size"] //= 2
+        self._put(entries, lists.names)
+        names = [f"{self._prefix}{name}" for name in lists.names]
+        self._undeleted = len(self._store.delete(names))
+
+    def _put(self, entries: Entries, covers: Sequence[str] = ()) -> None:
+        name = f"{self._prefix}{self._writer}-{self._number:010d}"
+        self._number += 1
+        self._store.put(name, manifest.pack(self._namespace.digest, entries, covers))
+
+
+class _Lists:
+    """The lists of a namespace, read; raises StoreError. `names` are those that may be replaced by
+    their sum: damaged ones too, but not those of a newer version, nor what may not be read."""
+
+    def __init__(self, store: Store, namespace: Namespace) -> None:
+        self.names: list[str] = []
+        self.left_out = False
+        """Whether there were too many bytes to read all."""
+        self._read: list[tuple[list[str], str, Entries]] = []
+        left = _LISTS_BYTES_MAX
+        for name, info in islice(_listed(store, namespace), _LISTS_MAX):
+            size = info.size if info.size <= _LIST_BYTES_MAX else 0
+            if size > left:
+                self.left_out = True  # for the next who joins
+                continue
+            left -= size
+            data = memoryview(bytearray(size))
+            try:
+                if store.get(info.name, [data]) is GetOutcome.MISSING:
+                    continue  # somebody else is joining it
+                entries, covers = manifest.unpack(data, namespace.digest, kinds=(USED,))
+            except (NewerFormat, Forbidden):
+                continue
+            except (FormatError, LengthMismatch):
+                self.names.append(name)
+                continue
+            self.names.append(name)
+            self._read.append((covers, name, entries))
+
+    def sum(self) -> Entries:
+        """One entry a block, with all its uses, and when the last of them was written down."""
+        joined = {name for covers, _, _ in self._read for name in covers}
+        counted: set[str] = set()
+        pieces = [np.zeros(0, ENTRY)]
+        for covers, name, entries in sorted(self._read, key=lambda read: -len(read[0])):
+            if name not in joined and counted.isdisjoint(covers):
+                counted.update(covers)
+                pieces.append(entries)
+        entries = np.concatenate(pieces)
+        _, first, which = np.unique(manifest.marks(entries), return_index=True, return_inverse=True)
+        counts, times = np.zeros((2, len(first)), np.uint64)
+        np.add.at(counts, which, np.minimum(entries["size"], _COUNT_MAX))
+        np.maximum.at(times, which, entries["time_us"])
+        found = entries[first]
+        found["size"] = np.minimum(counts, _COUNT_MAX)
+        found["time_us"] = times
+        return found
+
+
+def _listed(store: Store, namespace: Namespace) -> Iterator[tuple[str, ObjectInfo]]:
+    """The lists of a namespace, and nothing else that lies there."""
+    for info in store.list(uses_prefix(namespace.id)):
+        if name := parse_uses(info.name):
+            yield name, info
+
+
+def used_blocks(store: Store, namespace: Namespace) -> Entries | None:
+    """One entry for each block that was used, with its uses in place of the size and when that was
+    written down last; None where nobody has written anything down. Raises StoreError."""
+    lists = _Lists(store, namespace)
+    return lists.sum() if lists.names else None
+
+
+def count_uses(
+    store: Store, namespace: Namespace, blocks: Entries
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """How often each of these blocks was used, and in which second last; raises StoreError."""
+    found = _Lists(store, namespace).sum()
+    counts, times = np.zeros((2, len(blocks)), np.uint32)
+    if len(found):
+        known, wanted = manifest.marks(found), manifest.marks(blocks)
+        order = np.argsort(known)
+        at = order[np.minimum(np.searchsorted(known, wanted, sorter=order), len(order) - 1)]
+        same = known[at] == wanted
+        counts[same] = found["size"][at[same]]
+        times[same] = np.minimum(found["time_us"][at[same]] // 1_000_000, _COUNT_MAX)
+    return counts, times

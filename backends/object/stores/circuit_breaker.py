@@ -1,0 +1,173 @@
+"""A circuit breaker around any store: an unwell store is left alone, and recovers by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import msgspec
+
+from kvtier.backends.object.stores.errors import (
+    CircuitOpen,
+    Forbidden,
+    ObjectTooLarge,
+    StoreError,
+    StoreFull,
+)
+from kvtier.backends.object.stores.store import ObjectInfo, Store
+from kvtier.backends.object.stores.wrapper import WrappedStore
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_REFUSALS = (StoreFull, ObjectTooLarge)
+"""Of a store that is well and takes nothing: somebody must change something."""
+_SAY_AGAIN_S = 3600.0
+
+
+class BreakerPolicy(msgspec.Struct, frozen=True):
+    """After how many failures in a row to stop, and how long to wait before each trial."""
+
+    failures: int = 5
+    open_s: float = 1.0
+    open_max_s: float = 30.0
+
+
+class Circuit(enum.Enum):
+    CLOSED = "closed"
+    """The store is used."""
+    OPEN = "open"
+    """The store is left alone."""
+    HALF_OPEN = "half_open"
+    """One call is trying whether the store has recovered; all others are refused."""
+
+
+class BreakerStore(WrappedStore):
+    """Refuses calls with CircuitOpen, at once, while the store behind it is unwell.
+
+    After a number of failures in a row the circuit opens. When its time is over, one call is let
+    through: success closes it, failure opens it again for twice as long, up to a limit, with some
+    jitter so that a fleet does not return in step. Logged once when it opens and once when it
+    closes. Answers that say nothing of the store's health (a missing object, a wrong length) count
+    as success; that an object may not be read counts as nothing, because all may be so. That a
+    store is full is said once an hour.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        policy: BreakerPolicy,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        dice: random.Random | None = None,
+    ) -> None:
+        super().__init__(inner)
+        self._policy = policy
+        self._clock = clock
+        self._dice = dice or random.Random()
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._open_s = policy.open_s
+        self._retry_at = 0.0
+        self._cause = ""
+        self._say_from: dict[type[StoreError], float] = {}
+        self._circuit = Circuit.CLOSED
+
+    @property
+    def circuit(self) -> Circuit:
+        """The state at this moment: other threads change it."""
+        return self._circuit
+
+    def __repr__(self) -> str:
+        return f"BreakerStore({self._inner!r}, {self.circuit.value})"
+
+    def list(
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+    ) -> Iterator[ObjectInfo]:
+        with self._guarded():
+            for info in self._inner.list(prefix, after=after, deadline=deadline):
+                self._worked()  # others need not wait for the end, which may be minutes away
+                yield info
+
+    def _call(self, call: Callable[[float | None], _T], deadline: float | None) -> _T:
+        with self._guarded():
+            return call(deadline)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        trial = self._admit()
+        try:
+            yield
+        except Forbidden:
+            self._undecided(trial)
+            raise
+        except StoreError as error:
+            if error.unwell:
+                self._failed(error, trial)
+            else:
+                self._worked()
+            if isinstance(error, _REFUSALS):
+                self._say(error)
+            raise
+        except BaseException:
+            self._undecided(trial)
+            raise
+        else:
+            self._worked()
+
+    def _admit(self) -> bool:
+        """Whether this call is the trial; raises CircuitOpen if it may not pass."""
+        with self._lock:
+            if self._circuit is Circuit.CLOSED:
+                return False
+            if self._circuit is Circuit.OPEN and self._clock() >= self._retry_at:
+                self._circuit = Circuit.HALF_OPEN
+                return True
+        raise CircuitOpen(f"left alone for a while, because: {self._cause}")
+
+    def _failed(self, error: StoreError, trial: bool) -> None:
+        with self._lock:
+            self._failures += 1
+            self._cause = str(error)
+            trial = self._is_on(trial)
+            if trial:
+                self._open_s = min(self._open_s * 2, self._policy.open_max_s)
+            elif self.circuit is not Circuit.CLOSED or self._failures < self._policy.failures:
+                return
+            self._retry_at = self._clock() + self._open_s * self._dice.uniform(0.75, 1.0)
+            self._circuit = Circuit.OPEN
+        if not trial:
+            _log.warning("object store unwell, serving goes on without it: %s", error)
+
+    def _worked(self) -> None:
+        if self._failures == 0 and self.circuit is Circuit.CLOSED:
+            return
+        with self._lock:
+            recovered = self.circuit is not Circuit.CLOSED
+            self._circuit = Circuit.CLOSED
+            self._failures = 0
+            self._open_s = self._policy.open_s
+        if recovered:
+            _log.info("object store recovered")
+
+    def _say(self, error: StoreError) -> None:
+        now, kind = self._clock(), type(error)
+        with self._lock:
+            if now < self._say_from.get(kind, now):
+                return
+            self._say_from[kind] = now + _SAY_AGAIN_S
+        _log.warning("the object store refuses blocks, serving goes on without them: %s", error)
+
+    def _undecided(self, trial: bool) -> None:
+        with self._lock:
+            if self._is_on(trial):
+                self._circuit = Circuit.OPEN
+
+    def _is_on(self, trial: bool) -> bool:
+        """Whether it is the trial still: a listing has ended it with its first name."""
+        return trial and self.circuit is Circuit.HALF_OPEN

@@ -1,0 +1,217 @@
+"""One small interface over every object store, and the guarantees that it gives.
+
+A name is a path of plain segments, the same on every store, so that a prefix can be copied from
+one kind of store to another. Every call may block and may be made from any number of threads.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from typing import TypeVar
+
+import msgspec
+
+from kvtier.backends.object.object_names import description_name
+from kvtier.backends.object.stores.errors import (
+    EndlessListing,
+    InvalidName,
+    LengthMismatch,
+    StoreError,
+)
+from kvtier.types import NAMESPACE_BYTES_MAX, Namespace
+
+Buffer = memoryview
+_Listed = TypeVar("_Listed")
+
+_SEGMENT = r"[A-Za-z0-9_=-][A-Za-z0-9._=-]{0,199}"
+_NAME = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT}){{0,15}}")
+_PREFIX = re.compile(rf"(?:{_SEGMENT}/){{0,16}}(?:{_SEGMENT})?")
+NAME_CHARS_MAX = 700
+OBJECT_BYTES_MAX = (1 << 63) - 1
+LISTED_MAX = 1 << 25
+"""So many objects a listing may have: twice what manifests of a namespace can tell of, and what no
+store lists within the time between two audits. A server that lists without end must end, too."""
+NAMESPACES_MAX = 1 << 16
+OWN_PREFIX = (
+    "write a url whose prefix is kvtier's own, and see that the endpoint lists nothing twice"
+)
+
+
+class PutOutcome(enum.Enum):
+    STORED = "stored"
+    ALREADY_THERE = "already_there"
+    """Someone else's object has this name; ours was not written."""
+
+
+class GetOutcome(enum.Enum):
+    FOUND = "found"
+    MISSING = "missing"
+
+
+class ObjectInfo(msgspec.Struct, frozen=True, gc=False):
+    """What a store says about one object; `modified_s` is by the store's own clock."""
+
+    name: str
+    size: int
+    modified_s: float
+
+
+class Store(ABC):
+    """A flat space of whole, immutable objects.
+
+    Guarantees, checked by the contract suite against every implementation:
+
+    - an object is visible under its name only when all of its bytes are there; a reader sees one
+      whole version or none;
+    - a call ends by `deadline` (seconds of `time.monotonic`; the store's own total limit where it
+      is None), or it raises `TimedOut`. Only a blocking file system can hold a `FileStore` longer;
+    - it raises nothing but `StoreError`, and no message contains a credential;
+    - nothing outside the prefix or folder is ever written, read or deleted;
+    - bytes are NOT proved: a store may hand back anything of the right length. The caller checks.
+    """
+
+    @abstractmethod
+    def put(
+        self,
+        name: str,
+        buffers: Sequence[Buffer],
+        *,
+        if_absent: bool = False,
+        deadline: float | None = None,
+    ) -> PutOutcome:
+        """Write one object that consists of these buffers, one after the other.
+
+        With `if_absent`, at most one writer of a name is told STORED on a store that can refuse;
+        on one that cannot, the last writer wins and each is told STORED. Buffers are read in
+        place, and may be sent again by a retry until the call returns.
+        """
+
+    @abstractmethod
+    def get(
+        self,
+        name: str,
+        into: Sequence[Buffer],
+        *,
+        offset: int | None = None,
+        deadline: float | None = None,
+    ) -> GetOutcome:
+        """Fill these buffers, one after the other, with the object's bytes, without a copy.
+
+        Without `offset` the object must be exactly as long as the buffers, with one it must have
+        that many bytes from there on; else `LengthMismatch`. After any other outcome than FOUND
+        the buffers hold rubbish.
+        """
+
+    @abstractmethod
+    def get_up_to(
+        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
+    ) -> int | None:
+        """Like `get`, for an object that may be shorter than the buffers: its length, None if
+        there is none. A longer one is a `LengthMismatch`."""
+
+    @abstractmethod
+    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
+        """Size and age of one object, None if there is none. For single names only: see list."""
+
+    @abstractmethod
+    def list(
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+    ) -> Iterator[ObjectInfo]:
+        """Objects whose name starts with `prefix` and sorts behind `after`, in order of names.
+
+        Fetched page by page; objects written or deleted meanwhile may or may not appear. Whatever
+        lies there under a name that no store of ours would write is passed over.
+        """
+
+    @abstractmethod
+    def delete(
+        self, names: Sequence[str], *, deadline: float | None = None
+    ) -> Mapping[str, StoreError]:
+        """Delete these objects; returns those that could not be. One that is gone is a success."""
+
+    @property
+    def deletes_at_once(self) -> int:
+        """So many names `delete` deals with in a moment: see `portions`."""
+        return 1000
+
+    def sweep(self, older_than_s: float) -> Iterator[int]:
+        """Remove what writers that died have left unfinished this long; how much it was, place by
+        place. Stores that show only whole objects and keep nothing else have nothing to do."""
+        return iter(())
+
+    def close(self) -> None:  # noqa: B027 - not every store holds something
+        """Release connections. The objects stay."""
+
+
+def check_name(name: str) -> str:
+    """`name`, or InvalidName: the same rule on every store, so that none can be tricked."""
+    if len(name) > NAME_CHARS_MAX or not _NAME.fullmatch(name):
+        raise InvalidName(f"not an object name of kvtier: {name[:80]!r}")
+    return name
+
+
+def check_prefix(prefix: str) -> str:
+    """`prefix`, or InvalidName: a path whose last segment may be unfinished."""
+    if len(prefix) > NAME_CHARS_MAX or not _PREFIX.fullmatch(prefix):
+        raise InvalidName(f"not a prefix of object names of kvtier: {prefix[:80]!r}")
+    return prefix
+
+
+def is_name(name: str) -> bool:
+    """Whether kvtier could have written an object of this name."""
+    return len(name) <= NAME_CHARS_MAX and _NAME.fullmatch(name) is not None
+
+
+def portions(store: Store, names: Sequence[str]) -> Iterator[Sequence[str]]:
+    """`names` as they are best deleted: so many at once as the store, by then, is known to take."""
+    start = 0
+    while start < len(names):
+        some = names[start : start + store.deletes_at_once]
+        start += len(some)
+        yield some
+
+
+def bounded(
+    listed: Iterable[_Listed], most: int, what: str, remedy: str = OWN_PREFIX
+) -> Iterator[_Listed]:
+    """The same, as long as these are no more than can be; then EndlessListing."""
+    for count, one in enumerate(listed, 1):
+        if count > most:
+            raise EndlessListing(f"more than {most} {what} are listed: {remedy}")
+        yield one
+
+
+def check_namespaces(listed: Sized) -> None:
+    """Raises EndlessListing if these are more namespaces than can be."""
+    if len(listed) > NAMESPACES_MAX:
+        raise EndlessListing(f"more than {NAMESPACES_MAX} namespaces are listed: {OWN_PREFIX}")
+
+
+def read_description(store: Store, namespace: str) -> Namespace | None:
+    """What a namespace's description says; None if there is none, or none that fits its name."""
+    text = memoryview(bytearray(NAMESPACE_BYTES_MAX))
+    try:
+        length = store.get_up_to(description_name(namespace), [text])
+        found = Namespace.from_json(bytes(text[: length or 0]))
+    except (LengthMismatch, msgspec.ValidationError):
+        return None
+    return found if found.id == namespace else None
+
+
+def first_bytes(buffers: Sequence[Buffer], count: int) -> list[Buffer]:
+    """The first `count` bytes of these buffers, which have at least that many."""
+    found: list[Buffer] = []
+    for view in buffers:
+        if count <= 0:
+            break
+        found.append(view.cast("B")[:count])
+        count -= view.nbytes
+    return found
+
+
+def wrong_length(name: str, found: int) -> LengthMismatch:
+    """The error for an object that is not as long as the reader was told."""
+    return LengthMismatch(f"{name} has {found} bytes, which is not what was expected")

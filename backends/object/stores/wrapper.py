@@ -1,0 +1,84 @@
+"""A store around another one: every call goes through one place."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from kvtier.backends.object.stores.errors import StoreError
+from kvtier.backends.object.stores.store import (
+    Buffer,
+    GetOutcome,
+    ObjectInfo,
+    PutOutcome,
+    Store,
+    portions,
+)
+
+_T = TypeVar("_T")
+
+
+class WrappedStore(Store):
+    """Passes all calls on through `_call`; how listings are passed on each wrapper says itself."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+
+    @abstractmethod
+    def _call(self, call: Callable[[float | None], _T], deadline: float | None) -> _T:
+        """Make a call of the inner store, which takes a deadline."""
+
+    def put(
+        self,
+        name: str,
+        buffers: Sequence[Buffer],
+        *,
+        if_absent: bool = False,
+        deadline: float | None = None,
+    ) -> PutOutcome:
+        return self._call(
+            lambda end: self._inner.put(name, buffers, if_absent=if_absent, deadline=end), deadline
+        )
+
+    def get(
+        self,
+        name: str,
+        into: Sequence[Buffer],
+        *,
+        offset: int | None = None,
+        deadline: float | None = None,
+    ) -> GetOutcome:
+        return self._call(
+            lambda end: self._inner.get(name, into, offset=offset, deadline=end), deadline
+        )
+
+    def get_up_to(
+        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
+    ) -> int | None:
+        return self._call(lambda end: self._inner.get_up_to(name, into, deadline=end), deadline)
+
+    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
+        return self._call(lambda end: self._inner.head(name, deadline=end), deadline)
+
+    def delete(
+        self, names: Sequence[str], *, deadline: float | None = None
+    ) -> Mapping[str, StoreError]:
+        """In portions, each with the time of a call: a million names take minutes."""
+        failed: dict[str, StoreError] = {}
+        for some in portions(self, names):
+            failed.update(self._delete(some, deadline))
+        return failed
+
+    def _delete(self, names: Sequence[str], deadline: float | None) -> Mapping[str, StoreError]:
+        return self._call(lambda end: self._inner.delete(names, deadline=end), deadline)
+
+    @property
+    def deletes_at_once(self) -> int:
+        return self._inner.deletes_at_once
+
+    def sweep(self, older_than_s: float) -> Iterator[int]:
+        return self._inner.sweep(older_than_s)
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,208 @@
+"""What runs behind the engine: blocks written down the chain, ahead of eviction or as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.core.chain.health import Health
+from kvtier.core.chain.in_flight import Settled
+from kvtier.core.chain.ledger import Ledger
+from kvtier.core.chain.plan import HOST, plan_links
+from kvtier.core.chain.write_links import Link, LinkStats
+from kvtier.core.interfaces.mover import Mover, TransferResult
+from kvtier.core.interfaces.tier import Tier
+from kvtier.core.settings import TierSettings, WritePolicy
+from kvtier.types import BlockKey, Outcome, Presence
+
+STEP_BLOCKS = 64
+"""The most blocks that one step starts to write into one tier."""
+AHEAD_BLOCKS_MAX = 256
+_TARGET_FAILS = (Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.NO_SPACE, Outcome.DROPPED)
+
+
+class Cascade:
+    """Carries blocks from tier to tier, a bounded number at each step of the engine."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        settings: Sequence[TierSettings],
+        slots: Sequence[int],
+        ledger: Ledger,
+        mover: Mover,
+        health: Health,
+    ) -> None:
+        self._tiers = tiers
+        self._settings = settings
+        self._slots = slots
+        self._ledger = ledger
+        self._mover = mover
+        self._health = health
+        plans = plan_links(settings)
+        # What is under way is pinned above: all links together leave half of host memory free.
+        window = max(1, slots[HOST] // (2 * max(1, len(plans))))
+        self._links = [
+            Link(
+                plan,
+                tiers[plan.target].medium,
+                settings[plan.target].queue_blocks,
+                window,
+                slots[plan.source],
+            )
+            for plan in plans
+        ]
+        self._into = {link.target: link for link in self._links}
+        ledger.watched = {link.source for link in self._links if link.write is WritePolicy.ON_EVICT}
+
+    def committed(self, tier: int, keys: Sequence[BlockKey], origin: int | None = None) -> None:
+        """A tier has these now. If they came up from a lower one, the `origin`, only tiers above
+        that may lack them."""
+        for link in self._links:
+            if link.source == tier and (origin is None or link.target < origin):
+                link.committed(self._lacking(link, keys))
+
+    def used_again(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those of a prompt's keys that host memory has: it is not the first to use them, though it
+        may load none, because the engine itself still has them. None if no link asks for it."""
+        if not any(link.listens for link in self._links):
+            return []
+        here = self._tiers[HOST].lookup(keys)
+        return [key for key, at in zip(keys, here, strict=True) if at is Presence.HIT]
+
+    def used(self, keys: Sequence[BlockKey], now: float) -> None:
+        """A request has used these, or loads them."""
+        for link in self._links:
+            down = self._tiers[link.target].unwell or self._health.down(link.target, now)
+            if down and link.touches is None:
+                continue
+            again = link.used(keys)
+            if again:  # most of them are there already, and must take up no room in the queue
+                lacking = self._lacking(link, again)
+                link.offer(len(lacking), lacking)
+
+    def forget(self, keys: Sequence[BlockKey] | None = None) -> None:
+        """Do not write these, or any, that wait."""
+        for link in self._links:
+            link.forget(keys)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is to be written yet."""
+        return any(
+            link.backlog or (link.pressed and link.write is WritePolicy.ON_EVICT)
+            for link in self._links
+        )
+
+    def step(self, now: float) -> None:
+        """Start what there is room for."""
+        self._count_lost()
+        if self._mover.down:  # what waits can wait for it, and nothing below makes room in vain
+            return
+        for link in self._links:
+            if self._health.down(link.target, now):
+                keys = link.take(link.backlog)
+                link.drop("down", len(keys))
+                link.missed(keys)
+                self._pass_on(link, keys)
+                link.pressed = False
+                continue
+            self._write(link, now)
+            if link.write is WritePolicy.ON_EVICT and link.pressed:
+                self._demote(link, now)
+
+    def settled(self, move: Settled, result: TransferResult, now: float) -> None:
+        """Book the end of a move of ours."""
+        transfer = move.move.transfer
+        link = self._into[transfer.target]
+        link.stats.in_flight -= len(transfer.keys)
+        link.stats.written += len(move.committed)
+        link.stats.bytes_written += result.bytes_moved
+        link.failed(move.failed.values())
+        self._health.observe(transfer.target, result.outcomes, now)
+        self.committed(transfer.target, move.committed)
+        refused = [key for key, outcome in move.failed.items() if outcome in _TARGET_FAILS]
+        # What is full would take the bytes of each, use by use, before it refuses them again.
+        full = Outcome.NO_SPACE
+        link.missed(key for key in refused if move.failed[key] is not full)
+        self._pass_on(link, refused)
+        if refused and not move.committed:  # not again before something else wants room above
+            link.pressed = False
+
+    def stats(self) -> list[LinkStats]:
+        """Counters and gauges of every link."""
+        for link in self._links:
+            link.stats.waiting = link.backlog
+        return [link.stats for link in self._links]
+
+    def _write(self, link: Link, now: float) -> None:
+        if not link.backlog:
+            return
+        keys = link.take(min(link.room, STEP_BLOCKS))
+        # From host memory the mover writes without a copy; the tier above is the second choice.
+        for source in dict.fromkeys((HOST, link.source)):
+            if keys:
+                keys, left = self._carry(link, source, keys, now)
+                lacking = self._lacking(link, left)
+                link.missed(lacking)
+                self._pass_on(link, lacking)
+        if keys:  # what was used while it was on its way up, from there or past it, is not gone
+            here = self._tiers[HOST].lookup(self._lacking(link, keys))
+            link.drop("gone", here.count(Presence.MISS))
+
+    def _demote(self, link: Link, now: float) -> None:
+        """Write down what eviction will take next, so that it takes nothing that is only there."""
+        source = self._tiers[link.source]
+        ahead = max(1, min(AHEAD_BLOCKS_MAX, self._slots[link.source] // 8))
+        short = ahead - source.stats().free
+        if short <= 0:
+            link.pressed = False
+            return
+        # What the tier below has, or will have, is lost to nobody when it is evicted.
+        alone = self._lacking(link, link.admitted(source.victims(short)))
+        keys = alone[: min(link.room, STEP_BLOCKS)]
+        link.pressed = len(keys) < len(alone)
+        if keys:
+            under_way = link.stats.in_flight
+            # Victims come tail first, but a tier takes what it is given first for a prompt's head.
+            self._carry(link, link.source, keys[::-1], now)
+            if link.stats.in_flight == under_way:  # none was taken: try again when that may help
+                link.pressed = False
+
+    def _carry(
+        self, link: Link, source: int, keys: Sequence[BlockKey], now: float
+    ) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Start to move what the source has and the target has not. Answers with what the source
+        lacks, and with what the target has or has no room for."""
+        deadline = now + self._settings[link.target].store_deadline.seconds
+        transfer, absent = self._ledger.carry(source, link.target, keys, deadline)
+        if transfer is not None:
+            if self._mover.submit(transfer):
+                link.stats.in_flight += len(transfer.keys)
+            else:
+                self._ledger.refuse(transfer)
+                link.drop("refused", len(transfer.keys))
+                link.missed(transfer.keys)
+        settled = {*absent, *(transfer.keys if transfer is not None else ())}
+        left = [key for key in keys if key not in settled] if len(settled) < len(keys) else []
+        return absent, left
+
+    def _pass_on(self, link: Link, keys: Sequence[BlockKey]) -> None:
+        """What a tier has no room for, or cannot write, may go to the one below all the same."""
+        if keys:
+            for below in self._links:
+                if below.source == link.target:
+                    below.committed(self._lacking(below, keys))
+
+    def _count_lost(self) -> None:
+        """Count what was evicted before there was time to write it down."""
+        evicted, self._ledger.evicted = self._ledger.evicted, []
+        for tier, keys in evicted:
+            for link in self._links:
+                link.pressed |= link.source == tier
+                if link.source == tier and link.write is WritePolicy.ON_EVICT:
+                    link.drop("gone", len(self._lacking(link, link.admitted(keys))))
+
+    def _lacking(self, link: Link, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those that a link's tier neither has nor is about to have."""
+        below = self._tiers[link.target].lookup(keys)
+        return [key for key, at in zip(keys, below, strict=True) if at is Presence.MISS]

@@ -1,0 +1,387 @@
+"""Everything in flight has one owner: reserve, commit and abort are the only ways in and out.
+
+The ledger alone pins and reserves in the tiers, so that what it holds is what is held. Two things
+are never released on a clock, because somebody may still be touching the bytes: the target of a
+transfer (until the mover's result is there) and the slots of a load (until its reader says that it
+has ended). Deadlines end the waiting instead: a load that is late fails, and nobody joins it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import count
+
+from kvtier.core.chain.in_flight import Held, Move, Settled, Ticket, pin_what_is_there, split
+from kvtier.core.chain.plan import HOST, gather
+from kvtier.core.interfaces.mover import Transfer, TransferKind, TransferResult
+from kvtier.core.interfaces.tier import Tier
+from kvtier.errors import NotResident
+from kvtier.types import BlockKey, Outcome, Reservation
+
+_BLAMES_SOURCE = (Outcome.GONE, Outcome.CORRUPT)
+"""Only these say that the source does not hold what it offered."""
+
+
+class Ledger:
+    """Owns pins and reservations in all tiers of a chain. For one thread, like the chain."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._tiers = tiers
+        self._ids = count(1)
+        self._moves: dict[int, Move] = {}
+        self._tickets: dict[Ticket, None] = {}
+        self._stores: dict[BlockKey, bool] = {}
+        self._held = Held()
+        self.loading = [0] * len(tiers)
+        """Blocks of each tier that are on their way into host memory."""
+        self.joinable: dict[BlockKey, Move] = {}
+        """Promotions that another request may join."""
+        self.stranded: set[BlockKey] = set()
+        """Slots of promotions that nobody may join: given up, but the mover, or a reader that was
+        promised them, may still be touching them."""
+        self.doomed: set[BlockKey] = set()
+        """Dropped from host memory while pinned: their slots are taken until the last unpin."""
+        self.promised: dict[BlockKey, int] = {}
+        """Keys that lookup has promised room for, and the tiers that were to give them."""
+        self.watched: Collection[int] = ()
+        """The tiers of which somebody wants to know what was evicted there."""
+        self.evicted: list[tuple[int, list[BlockKey]]] = []
+        """What made room in the watched tiers, until somebody takes it from here."""
+
+    # what is in flight
+
+    @property
+    def moving(self) -> bool:
+        """Whether the mover owes a result."""
+        return bool(self._moves)
+
+    def promoting(self, id: int) -> bool:
+        """Whether a transfer is one that requests wait for."""
+        move = self._moves.get(id)
+        return move is not None and move.transfer.kind is TransferKind.LOAD
+
+    # loads: open, fill, seal, release
+
+    def open_ticket(self, request: str, deadline: float) -> Ticket:
+        """Begin a load; whoever opens it seals it, and releases it in the end."""
+        ticket = Ticket(request, deadline)
+        self._tickets[ticket] = None
+        return ticket
+
+    def pin(self, ticket: Ticket, keys: Sequence[BlockKey]) -> bool:
+        """Pin what is in host memory; False, and none is, if one of them is not there."""
+        try:
+            spec = self._tiers[HOST].prepare_load(keys)
+        except NotResident:
+            return False
+        ticket.pieces.append((keys, spec))
+        ticket.pinned = keys
+        return True
+
+    def pin_files(self, ticket: Ticket, tier: int, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Pin in a lower tier what the ticket's reader fetches from its files itself."""
+        pinned, spec = pin_what_is_there(self._tiers[tier], keys)
+        ticket.files.update(zip(pinned, self._tiers[tier].files(spec), strict=True))
+        ticket.pinned_files.append((tier, pinned))
+        return pinned
+
+    def join(self, ticket: Ticket, keys: Iterable[BlockKey]) -> None:
+        """Wait for promotions that are under way."""
+        for key in keys:
+            move = self.joinable[key]
+            if move not in ticket.moves:
+                self._wait(ticket, move)
+            ticket.pending.add(key)
+            ticket.unsettled.add(key)
+
+    def promote(
+        self, ticket: Ticket, source: int, keys: Sequence[BlockKey], deadline: float
+    ) -> Transfer | None:
+        """Reserve host slots for blocks of a lower tier and pin them there; None if none fits."""
+        move, _ = self._begin(source, HOST, keys, deadline)
+        if move is None:
+            return None
+        self.joinable.update(dict.fromkeys(move.keys, move))
+        self._wait(ticket, move)
+        ticket.pending.update(move.keys)
+        ticket.unsettled.update(move.keys)
+        return move.transfer
+
+    def _wait(self, ticket: Ticket, move: Move) -> None:
+        move.waiters.append(ticket)
+        ticket.moves.append(move)
+        ticket.pieces.append((move.keys, move.transfer.target_spec))
+
+    def seal(self, ticket: Ticket, asked: Sequence[BlockKey]) -> None:
+        """Say where everything is that was taken, in the order asked for."""
+        held = len(ticket.pinned) + len(ticket.pending)
+        if held == len(asked):
+            ticket.keys = asked
+        else:
+            taken, files = ticket.pending.union(ticket.pinned), ticket.files
+            ticket.keys = [key for key in asked if key in taken]
+            ticket.missing = [key for key in asked if key not in taken and key not in files]
+        pieces = ticket.pieces or [([], self._tiers[HOST].prepare_load([]))]
+        ticket.spec = gather(pieces, ticket.keys)
+        ticket.pieces = []
+
+    def release(
+        self,
+        ticket: Ticket,
+        keys: Sequence[BlockKey] | None = None,
+        failed: Mapping[BlockKey, Outcome] | None = None,
+    ) -> list[int]:
+        """Nobody reads these blocks for this ticket any more (None: it has ended altogether).
+
+        Answers with the transfers that nobody waits for any more.
+        """
+        pinned, unsettled, held = ticket.pinned, ticket.unsettled, ticket.held
+        kept: list[BlockKey] = []
+        if keys is not None:
+            ended = Counter(keys)
+            pinned, kept = split(ticket.pinned, ended)
+            unsettled = ticket.unsettled.intersection(keys)
+            held = [key for key in ticket.held if key in ended]
+        else:
+            self._unpin_files(ticket, failed or {})
+        if pinned:
+            ours = set(pinned) if failed else ()
+            blamed = {key: why for key, why in (failed or {}).items() if key in ours}
+            self._tiers[HOST].complete_load(pinned, blamed or None)
+            if blamed:
+                self.doom(blamed)
+        if failed and unsettled:
+            self._spoil(ticket, {key: failed[key] for key in unsettled.intersection(failed)})
+        self._unhold(ticket, held)
+        ticket.pinned = kept
+        ticket.unsettled = ticket.unsettled - unsettled
+        ticket.pending = ticket.pending & ticket.unsettled
+        idle = [] if ticket.unsettled else self._leave(ticket)
+        if not (ticket.pinned or ticket.unsettled or ticket.held or ticket.pinned_files):
+            self._tickets.pop(ticket, None)
+        return idle
+
+    def _unpin_files(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
+        for tier, keys in ticket.pinned_files:
+            blamed = {key: failed[key] for key in keys if failed.get(key) in _BLAMES_SOURCE}
+            self._tiers[tier].complete_load(keys, blamed or None)
+        ticket.pinned_files = []
+
+    def _unhold(self, ticket: Ticket, keys: list[BlockKey]) -> None:
+        free = self._held.let_go(ticket, keys)
+        self.stranded.difference_update(free)
+        self._tiers[HOST].complete_store(free, dict.fromkeys(free, Outcome.CANCELLED))
+
+    def _spoil(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
+        for move in ticket.moves:
+            bad = failed.keys() & set(move.keys)
+            if bad:
+                move.spoiled.update((key, failed[key]) for key in bad)
+                self.strand([move.transfer.id])
+
+    def _leave(self, ticket: Ticket) -> list[int]:
+        for move in ticket.moves:
+            move.waiters.remove(ticket)
+        idle = [move.transfer.id for move in ticket.moves if not move.waiters]
+        ticket.moves = []
+        return idle
+
+    def strand(self, ids: Iterable[int]) -> list[int]:
+        """Let nobody join these transfers any more; answers with those still under way."""
+        known = [id for id in ids if id in self._moves]
+        for move in [self._moves[id] for id in known]:
+            if move.joinable:
+                move.joinable = False
+                self.stranded.update(move.keys)
+                for key in move.keys:
+                    self.joinable.pop(key, None)
+        return known
+
+    # transfers between tiers: carry, refuse, settle
+
+    def carry(
+        self, source: int, target: int, keys: Sequence[BlockKey], deadline: float
+    ) -> tuple[Transfer | None, list[BlockKey]]:
+        """Pin blocks at the source and reserve in the target what is new there.
+
+        Answers with the transfer, None if there is nothing to move, and what the source lacks.
+        """
+        move, absent = self._begin(source, target, keys, deadline)
+        return move.transfer if move else None, absent
+
+    def _begin(
+        self, source: int, target: int, keys: Sequence[BlockKey], deadline: float
+    ) -> tuple[Move | None, list[BlockKey]]:
+        # Pinned first: making room in the target may evict, and must not do so for nothing.
+        pinned, spec = pin_what_is_there(self._tiers[source], keys)
+        here = set(pinned) if len(pinned) < len(keys) else ()
+        absent = [key for key in keys if key not in here] if len(pinned) < len(keys) else []
+        if not pinned:
+            return None, absent
+        taken = self._take(target, pinned)
+        if len(taken.keys) < len(pinned):
+            _, rest = split(pinned, dict.fromkeys(taken.keys, 1))
+            self._tiers[source].complete_load(rest)
+            if not taken.keys:
+                return None, absent
+            spec = gather([(pinned, spec)], taken.keys)
+        transfer = Transfer(
+            id=next(self._ids),
+            kind=TransferKind.LOAD if target == HOST else TransferKind.STORE,
+            source=source,
+            target=target,
+            keys=taken.keys,
+            source_spec=spec,
+            target_spec=taken.spec,
+            deadline=deadline,
+        )
+        move = self._moves[transfer.id] = Move(transfer)
+        self.loading[source] += len(move.keys) if target == HOST else 0
+        return move, absent
+
+    def _take(self, tier: int, keys: Sequence[BlockKey], evict: bool = True) -> Reservation:
+        taken = self._tiers[tier].prepare_store(keys, evict=evict)
+        if taken.evicted:
+            for key in taken.evicted if self.promised else ():
+                self.promised.pop(key, None)
+            if tier in self.watched:
+                self.evicted.append((tier, taken.evicted))
+        return taken
+
+    def refuse(self, transfer: Transfer) -> None:
+        """The mover did not take it: as if it had never been."""
+        for ticket in self._moves[transfer.id].waiters:
+            ticket.pending.difference_update(transfer.keys)
+            ticket.unsettled.difference_update(transfer.keys)
+            ticket.moves = [move for move in ticket.moves if move.transfer is not transfer]
+        self._moves[transfer.id].waiters = []
+        self._close(transfer.id, [Outcome.DROPPED] * len(transfer.keys))
+
+    def settle(self, result: TransferResult) -> Settled | None:
+        """Commit what arrived, abort what did not; None for a transfer that is not ours."""
+        return self._close(result.id, result.outcomes) if result.id in self._moves else None
+
+    def _close(self, id: int, outcomes: list[Outcome]) -> Settled:
+        move = self._moves.pop(id)
+        keys = move.keys
+        failed: dict[BlockKey, Outcome] = {}
+        if outcomes.count(Outcome.OK) != len(keys):
+            reported = [*outcomes, *[Outcome.DROPPED] * (len(keys) - len(outcomes))]
+            failed = {k: o for k, o in zip(keys, reported, strict=False) if not o.ok}
+        blamed = {key: why for key, why in failed.items() if why in _BLAMES_SOURCE}
+        failed = {**move.spoiled, **failed}
+        self._tiers[move.transfer.source].complete_load(keys, blamed or None)
+        if blamed and move.transfer.source == HOST:
+            self.doom(blamed)
+        if move.transfer.kind is TransferKind.LOAD:
+            self.loading[move.transfer.source] -= len(keys)
+            for key in keys:
+                self.joinable.pop(key, None)
+                self.stranded.discard(key)
+        committed = [key for key in keys if key not in failed] if failed else list(keys)
+        ended = self._hold(move, failed) if failed and move.waiters else keys
+        self._tiers[move.transfer.target].complete_store(ended, failed or None)
+        landed = [ticket for ticket in move.waiters if self._land(ticket, move, failed)]
+        return Settled(move, committed, failed, blamed, landed)
+
+    def _hold(self, move: Move, failed: Mapping[BlockKey, Outcome]) -> list[BlockKey]:
+        """Keep the slots of failed blocks that somebody may be reading; answers with the rest."""
+        for ticket in move.waiters:
+            read = [key for key in failed if key in ticket.unsettled]
+            self._held.keep(ticket, read)
+        stranded = [key for key in failed if key in self._held]
+        self.stranded.update(stranded)
+        self._tiers[HOST].give_up(stranded)
+        return [key for key in move.keys if key not in self._held]
+
+    def _land(self, ticket: Ticket, move: Move, failed: Mapping[BlockKey, Outcome]) -> bool:
+        """Pin for a ticket what has become resident; whether it waits for nothing now."""
+        waited = bool(ticket.pending)
+        mine = [key for key in move.keys if key in ticket.unsettled]
+        ticket.unsettled.difference_update(mine)
+        ticket.pending.difference_update(mine)
+        ticket.moves.remove(move)
+        arrived = [key for key in mine if key not in failed] if failed else mine
+        pinned, _ = pin_what_is_there(self._tiers[HOST], arrived)
+        if pinned:
+            ticket.pinned = [*ticket.pinned, *pinned]
+        if len(pinned) < len(mine):
+            here = set(pinned)
+            for key in mine:
+                if key not in here:
+                    ticket.failed.setdefault(key, failed.get(key, Outcome.GONE))
+        return waited and not ticket.pending
+
+    # stores of the engine: reserve, commit
+
+    def reserve(self, keys: Sequence[BlockKey], evict: bool) -> Reservation:
+        """Reserve host slots that the engine will fill."""
+        taken = self._take(HOST, keys, evict)
+        self.doomed.difference_update(taken.keys)  # or there would be no slots for them
+        self._stores.update(dict.fromkeys(taken.keys, True))
+        return taken
+
+    def commit(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> list[BlockKey]:
+        """The engine has filled them, but for `failed`; answers with what is resident now."""
+        known = [key for key in keys if key in self._stores]
+        lost = dict(failed) if failed else {}
+        for key in known:
+            if not self._stores.pop(key):
+                lost[key] = Outcome.CANCELLED
+        self._tiers[HOST].complete_store(known, lost or None)
+        return [key for key in known if key not in lost] if lost else known
+
+    # time and loss
+
+    def expire(self, now: float) -> tuple[list[Ticket], list[int]]:
+        """End the waiting of what is late: tickets that failed, transfers to stop caring about."""
+        if self.doomed:
+            self.doomed.intersection_update(self.pinned(HOST))
+        joinable = [move for move in self._moves.values() if move.joinable]
+        late = {m.transfer.id: m for m in joinable if m.transfer.deadline <= now}
+        slow = set(late)
+        ended: list[Ticket] = []
+        for ticket in self._tickets:
+            if not ticket.pending:
+                continue
+            if ticket.deadline > now and not any(m.transfer.id in slow for m in ticket.moves):
+                continue
+            # Others may wait on, but nobody new shall join what has just taken too long.
+            late.update((move.transfer.id, move) for move in ticket.moves)
+            ticket.failed.update(dict.fromkeys(ticket.pending, Outcome.TIMEOUT))
+            ticket.pending = set()
+            ended.append(ticket)
+        self.strand(late)
+        waits = {id for id, m in late.items() if any(t.pending for t in m.waiters)}
+        return ended, [id for id in late if id not in waits]
+
+    def void(self, keys: Iterable[BlockKey]) -> None:
+        """What of these keys is moving between tiers shall not become visible."""
+        chosen = set(keys)
+        for move in self._moves.values():
+            move.spoiled.update(dict.fromkeys(chosen.intersection(move.keys), Outcome.CANCELLED))
+        self.strand([id for id, move in self._moves.items() if move.spoiled])
+
+    def void_all(self) -> list[int]:
+        """Nothing that is on its way in shall become visible, be it moving or being stored.
+
+        Answers with the transfers that are for nothing now.
+        """
+        for move in self._moves.values():
+            move.spoiled = dict.fromkeys(move.keys, Outcome.CANCELLED)
+        self._stores = dict.fromkeys(self._stores, False)
+        return self.strand(list(self._moves))
+
+    def doom(self, keys: Iterable[BlockKey]) -> None:
+        """Host memory was told to drop these; those that are pinned take up their slots still."""
+        self.doomed.update(set(keys).intersection(self.pinned(HOST)))
+
+    def pinned(self, tier: int) -> list[BlockKey]:
+        """What this ledger has pinned in a tier."""
+        held = [t.pinned for t in self._tickets] if tier == HOST else []
+        held += [keys for t in self._tickets for at, keys in t.pinned_files if at == tier]
+        held += [m.keys for m in self._moves.values() if m.transfer.source == tier]
+        return list(dict.fromkeys(key for keys in held for key in keys))

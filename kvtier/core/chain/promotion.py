@@ -1,0 +1,72 @@
+"""The way up: blocks of lower tiers on their way into host memory, for requests that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.core.chain.health import Health
+from kvtier.core.chain.in_flight import Settled, Ticket
+from kvtier.core.chain.ledger import Ledger
+from kvtier.core.chain.stats import Tally, direct
+from kvtier.core.costs.model import CostModel
+from kvtier.core.interfaces.mover import Mover, TransferResult
+from kvtier.core.settings import TierSettings
+from kvtier.types import BlockKey, Outcome
+
+_IN_TIME = 0.8
+"""A load that is expected to need more of its deadline than this is not begun."""
+
+
+class Promotion:
+    """Starts loads and learns from how they end."""
+
+    def __init__(
+        self,
+        settings: Sequence[TierSettings],
+        ledger: Ledger,
+        mover: Mover,
+        health: Health,
+        tally: Tally,
+        costs: CostModel | None,
+    ) -> None:
+        self._deadlines = [rule.load_deadline.seconds for rule in settings]
+        self._ledger = ledger
+        self._mover = mover
+        self._health = health
+        self._tally = tally
+        self._costs = costs
+        if costs is not None:
+            for link, deadline in zip(tally.moved, self._deadlines, strict=True):
+                for way in (link, direct(link)):
+                    costs.limit(way, deadline * _IN_TIME)
+
+    def start(self, ticket: Ticket, source: int, keys: Sequence[BlockKey], now: float) -> None:
+        """Move blocks into host memory for a ticket, as many as there is room for."""
+        if self._mover.down:  # since it was promised; nothing need make room
+            return
+        deadline = min(now + self._deadlines[source], ticket.deadline)
+        transfer = self._ledger.promote(ticket, source, keys, deadline)
+        if transfer is None:
+            return
+        if not self._mover.submit(transfer):
+            self._ledger.refuse(transfer)
+            self._health.rest(source, transfer.keys, now)
+            self._tally.failed(source, [Outcome.DROPPED] * len(transfer.keys))
+            return
+        size = self._tally.found(source, transfer.keys)
+        if self._costs is not None:
+            link = self._tally.moved[source]
+            ticket.moves[-1].due = self._costs.started(link, transfer.id, size)
+
+    def settled(self, settled: Settled, result: TransferResult, now: float) -> None:
+        """Book the end of a load."""
+        source = settled.move.transfer.source
+        self._health.observe(source, result.outcomes, now)
+        # What the source still offers would fail again at once; what was cancelled would not.
+        rest = settled.failed.keys() - settled.blamed.keys()
+        cancelled = Outcome.CANCELLED
+        self._health.rest(source, [k for k in rest if settled.failed[k] is not cancelled], now)
+        self._tally.failed(source, settled.failed.values())
+        if self._costs is not None:
+            link = self._tally.moved[source]
+            self._costs.ended(link, result.id, not settled.failed, result.busy_seconds)

@@ -1,0 +1,400 @@
+"""Ordered tiers that behave as one: where plan, ledger and tiers meet the mover."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from kvtier.core.chain.cascade import Cascade
+from kvtier.core.chain.direct_reads import DirectReads
+from kvtier.core.chain.embedded_loads import EmbeddedLoads
+from kvtier.core.chain.health import Health
+from kvtier.core.chain.in_flight import Ticket
+from kvtier.core.chain.ledger import Ledger
+from kvtier.core.chain.plan import HOST, JOINING, NOWHERE, plan_at_hand, plan_host, plan_lower
+from kvtier.core.chain.promises import Promises
+from kvtier.core.chain.promotion import Promotion
+from kvtier.core.chain.stats import ChainStats, Sample, Tally
+from kvtier.core.costs.hit_offers import Appraiser, Decision, Span, asked, columns, needed
+from kvtier.core.costs.model import CostModel
+from kvtier.core.interfaces.mover import Mover, TransferResult
+from kvtier.core.interfaces.tier import Tier
+from kvtier.core.records.record import record_bytes
+from kvtier.core.settings import TierSettings
+from kvtier.core.system.closing import close_all
+from kvtier.errors import NotResident
+from kvtier.types import (
+    BlockKey,
+    LoadStoreSpec,
+    Namespace,
+    Outcome,
+    Presence,
+    Reservation,
+    TierEvent,
+    TierStats,
+)
+
+STEP_BLOCKS = 128
+"""The most written blocks that one call settles."""
+STEP_USES = 8
+"""The most requests whose use of blocks one call passes on to the lower tiers."""
+USES_KEPT = 1024
+"""More than a hundred steps of uses: who falls so far behind does without them."""
+REST_SECONDS = 30.0
+
+
+class TierChain(Tier):
+    """A composite of tiers, the first of which is host memory.
+
+    Beside what every tier answers it loads in one hop (`begin_load`) and works between the steps
+    of an engine (`poll`). All of it is for one thread and none of it blocks. It owns its tiers;
+    the mover belongs to whoever opened it, and is closed before the chain.
+
+    Lookup answers HIT for what `begin_load` can take in. What it promises it keeps until the next
+    `poll`, as long as the engine stores nothing in between.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        settings: Sequence[TierSettings],
+        mover: Mover,
+        namespace: Namespace,
+        *,
+        costs: CostModel | None = None,
+        rest_seconds: float = REST_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tiers = list(tiers)
+        self.medium = tiers[HOST].medium
+        self._mover = mover
+        self._clock = clock
+        slot = record_bytes(namespace.payload_bytes)
+        self._slots = [max(1, tier.stats().bytes_capacity // slot) for tier in tiers]
+        self._tally = Tally([tier.medium for tier in tiers], namespace)
+        self._ledger = Ledger(self.tiers)
+        self._load_health = Health(len(tiers), rest_seconds)
+        self._appraiser = Appraiser(self._tally, costs, self._ledger.joinable, clock)
+        self._costs = costs
+        self._promotion = Promotion(
+            settings, self._ledger, mover, self._load_health, self._tally, costs
+        )
+        self._direct = DirectReads(tiers, self._ledger, self._load_health, self._tally, costs)
+        queues = [rule.queue_blocks for rule in settings]
+        self.promises = Promises(tiers[HOST], self._slots[HOST], queues, self._ledger, self._direct)
+        # Apart from loads: what can no longer be written to may well be read.
+        self._store_health = Health(len(tiers), rest_seconds)
+        self._cascade = Cascade(
+            self.tiers, settings, self._slots, self._ledger, mover, self._store_health
+        )
+        # By origin: those of plan that are no tier's (NOWHERE, COMING, JOINING) count from the end.
+        self._names = [*[Presence.HIT] * len(tiers), Presence.HIT, Presence.PENDING, Presence.MISS]
+        self._anonymous = EmbeddedLoads(self._ledger)
+        self._ended: list[Ticket] = []
+        self._stored: deque[TransferResult] = deque()
+        self._uses: deque[Sequence[BlockKey]] = deque(maxlen=USES_KEPT)
+        self._touches: deque[tuple[Sequence[BlockKey], int]] = deque(maxlen=USES_KEPT)
+
+    # lookup
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
+        promised = self.promises.kept
+        if promised and all(key in promised for key in keys):
+            return [Presence.HIT] * len(keys)
+        names = self._names
+        return [names[origin] for origin in self.promises.make(keys, self.locate(keys))]
+
+    def worth(
+        self,
+        keys: Sequence[BlockKey],
+        tokens_per_block: int,
+        start: int = 0,
+        decision: Decision | None = None,
+    ) -> int:
+        """How many leading keys of a prefix are here, can be taken in, and cost less to load than
+        to recompute; the first of them is at token `start`. They are promised as by `lookup`.
+
+        With the `decision` of an earlier call, that one is repeated if nothing has changed.
+        """
+        decision = decision or Decision()
+        origins = self.locate(keys, at_hand=decision.at_hand)
+        count = self._appraiser.lead(keys, origins, tokens_per_block, start, decision)
+        kept = self.promises.make(keys[:count], origins[:count]) if count else []
+        decision.cramped = NOWHERE in kept
+        return kept.index(NOWHERE) if NOWHERE in kept else count
+
+    def reach(
+        self, spans: Sequence[Span], start: int, limit: int, decision: Decision
+    ) -> tuple[int, list[list[int]]]:
+        """As `worth`, for a request with several cache groups, or with windows: the token up to
+        which it is worth loading from `start` on, and where each chunk after that is."""
+        found = self.locate(asked(spans, start), at_hand=decision.at_hand)
+        origins = columns(spans, start, found)
+        promises = self.promises
+        for _ in range(2):
+            room = promises.left()
+            stop = self._appraiser.furthest(spans, origins, start, limit, room, decision)
+            keys, places = needed(spans, origins, start, stop)
+            if NOWHERE not in promises.make(keys, places):
+                return stop, origins
+            decision.cramped = True
+        return start, origins
+
+    def locate(self, keys: Sequence[BlockKey], *, at_hand: bool = False) -> list[int]:
+        """The nearest tier that can give each key, or NOWHERE, COMING, JOINING (see plan); with
+        `at_hand` what need not be waited for. Promises nothing, and does not ask about room."""
+        ledger = self._ledger
+        answers = self.tiers[HOST].lookup(keys)
+        if Presence.MISS not in answers and Presence.PENDING not in answers:
+            return [HOST] * len(keys)
+        if at_hand:
+            coming = [key for key in keys if key in ledger.joinable]
+            return plan_at_hand(keys, answers, set(self.tiers[HOST].arrived(coming)))
+        # Their slots are not free yet: nothing could be loaded into host memory under these keys.
+        lost = ledger.stranded | ledger.doomed
+        origins = plan_host(keys, answers, ledger.joinable, lost)
+        sought = [at for at, origin in enumerate(origins) if origin == NOWHERE]
+        if lost:
+            sought = [at for at in sought if keys[at] not in lost]
+        now = self._clock()
+        for tier in range(HOST + 1, len(self.tiers)):
+            if not sought:
+                break
+            if self._load_health.down(tier, now) or not self._reaches(tier):
+                continue
+            resting = self._load_health.resting(tier)
+            skipped = [at for at in sought if keys[at] in resting] if resting else []
+            if skipped:
+                sought = [at for at in sought if keys[at] not in resting]
+            whole = len(sought) == len(keys)
+            answers = self.tiers[tier].lookup(keys if whole else [keys[at] for at in sought])
+            origins, sought = plan_lower(origins, sought, tier, answers)
+            sought = sorted(sought + skipped) if skipped else sought
+        return origins
+
+    def _reaches(self, tier: int) -> bool:
+        """Whether blocks of a lower tier can be had: by readers of its files, or by the mover."""
+        return tier in self._direct.tiers or not self._mover.down
+
+    # load
+
+    def begin_load(self, keys: Sequence[BlockKey], request: str, deadline: float) -> Ticket:
+        """Take blocks in for a request: pin what is in host memory, start to move in the rest.
+
+        The ticket's spec holds for all of its keys at once; the mover marks each block as it
+        lands. `poll` hands the ticket out when all has landed, or will not. What could not be
+        taken in is in `missing`. Its owner ends it: `end_load`.
+        """
+        keys = list(keys)
+        promised = self.promises.kept
+        origins = [promised.pop(key, NOWHERE) for key in keys]
+        if NOWHERE in origins:
+            origins = self.locate(keys)
+        ticket = self._ledger.open_ticket(request, deadline)
+        if not self._pin(ticket, keys, origins):
+            origins = self.locate(keys)
+            self._pin(ticket, keys, origins)
+        if origins.count(HOST) < len(keys):
+            self._take_in(ticket, keys, origins)
+        self._ledger.seal(ticket, keys)
+        self._uses.append([*ticket.keys, *ticket.files] if ticket.files else ticket.keys)
+        self.promises.count_again()
+        return ticket
+
+    def _pin(self, ticket: Ticket, keys: list[BlockKey], origins: list[int]) -> bool:
+        mine = keys
+        if origins.count(HOST) < len(keys):
+            mine = [key for key, origin in zip(keys, origins, strict=True) if origin == HOST]
+        if mine and not self._ledger.pin(ticket, mine):
+            return False
+        self._tally.found(HOST, mine)
+        return True
+
+    def _take_in(self, ticket: Ticket, keys: list[BlockKey], origins: list[int]) -> None:
+        # What is read from files needs no slot, and takes none that the others were promised.
+        for origin in sorted(set(origins), key=lambda at: (at in self._direct.tiers, at)):
+            mine = [key for key, from_ in zip(keys, origins, strict=True) if from_ == origin]
+            if origin == JOINING:
+                for key in mine:
+                    self._tally.found(self._ledger.joinable[key].transfer.source, [key])
+                self._ledger.join(ticket, mine)
+            elif origin > HOST:
+                if origin in self._direct.tiers:
+                    self.promises.count_again()
+                    left = self.promises.left()
+                    room = 0 if self._mover.down else min(left.slots, left.queues[origin])
+                    mine = self._direct.start(ticket, origin, mine, room)
+                if mine:
+                    self._promotion.start(ticket, origin, mine, self._clock())
+
+    def read_directly(self, able: bool) -> None:
+        """Say whether the readers of `begin_load` fetch what lies in files themselves."""
+        self._direct.allow(able)
+
+    def end_load(
+        self,
+        ticket: Ticket,
+        failed: Mapping[BlockKey, Outcome] | None = None,
+        read: tuple[int, float] = (0, 0.0),
+    ) -> None:
+        """Nobody reads for this ticket any more; `failed` could not be read, or were not right.
+        `read` is what its reader has fetched from files: bytes, and seconds."""
+        self._direct.ended(ticket, failed or {}, *read, self._clock())
+        self._ledger.release(ticket, None, failed)
+        self.promises.count_again()
+        if failed:
+            self.promises.end()
+
+    def _drop(self, ids: list[int]) -> None:
+        self._mover.cancel(self._ledger.strand(ids))
+        self.promises.count_again()
+
+    def prepare_load(self, keys: Sequence[BlockKey]) -> LoadStoreSpec:
+        """As `begin_load`, for callers without requests (and who do not read files); blocks of
+        lower tiers land later."""
+        ticket = self.begin_load(keys, "", float("inf"))
+        if ticket.missing or ticket.files:
+            self._drop(self._ledger.release(ticket))
+            missing = f"{len(keys) - len(ticket.keys)} of {len(keys)} keys"
+            raise NotResident(f"{missing} are not here: look up first")
+        self._anonymous.add(ticket, keys)
+        return ticket.spec
+
+    def complete_load(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> None:
+        self._anonymous.end(keys, failed)
+        self.promises.count_again()
+        if failed:
+            self.promises.end()
+
+    # store
+
+    def prepare_store(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:
+        self.promises.count_again()
+        return self._ledger.reserve(keys, evict)
+
+    def complete_store(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> None:
+        self.promises.count_again()
+        self._cascade.committed(HOST, self._ledger.commit(keys, failed))
+
+    # between the steps of an engine
+
+    def poll(self) -> list[Ticket]:
+        """Collect what the mover has done, start what is next; call it once a step.
+
+        Answers with the tickets whose last block has landed or failed since the last call.
+        """
+        self.tick()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def tick(self) -> None:
+        now = self._clock()
+        self._settle(now)
+        if self._costs is not None:
+            self._costs.collected()
+        late, ids = self._ledger.expire(now)
+        self._ended += late
+        if ids:
+            self._mover.cancel(ids)
+        for _ in range(min(STEP_USES, len(self._uses))):
+            self._cascade.used(self._uses.popleft(), now)
+        for _ in range(min(STEP_USES, len(self._touches))):
+            keys, start = self._touches.popleft()
+            for tier in self.tiers[HOST + 1 :]:
+                tier.touch(keys, start)
+        self._cascade.step(now)
+        for health in (self._load_health, self._store_health):
+            health.tick(now, self.tiers)
+        for tier in self.tiers:
+            tier.tick()
+        self.promises.end()
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether `poll` must be called although the engine is idle."""
+        waiting = self._cascade.waiting and not self._mover.lost  # else no step would start it
+        return bool(self._ledger.moving or self._stored or self._ended or waiting)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is under way, and nothing waits to be written down."""
+        return not (self.has_pending_work or self._cascade.waiting)
+
+    def _settle(self, now: float, budget: float = STEP_BLOCKS) -> None:
+        for result in self._mover.poll():
+            if not self._ledger.promoting(result.id):
+                self._stored.append(result)
+            elif settled := self._ledger.settle(result):
+                self._promotion.settled(settled, result, now)
+                self._tally.ended(settled, result)
+                self._ended += settled.landed
+                self._cascade.committed(HOST, settled.committed, settled.move.transfer.source)
+        while self._stored and budget > 0:
+            result = self._stored.popleft()
+            budget -= len(result.outcomes)
+            if settled := self._ledger.settle(result):
+                self._cascade.settled(settled, result, now)
+                self._tally.ended(settled, result)
+
+    # the rest of a tier
+
+    def touch(self, keys: Sequence[BlockKey], start: int = 0) -> None:
+        self.tiers[HOST].touch(keys, start)
+        self._touches.append((keys, start))
+        if again := self._cascade.used_again(keys):
+            self._uses.append(again)
+
+    def victims(self, count: int) -> list[BlockKey]:
+        return self.tiers[-1].victims(count)
+
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        self._cascade.forget(keys)
+        self._ledger.void(keys)
+        for tier in self.tiers:
+            tier.forget(keys)
+        self._ledger.doom(keys)
+        self.promises.end()
+
+    def clear(self) -> None:
+        self._cascade.forget()
+        for tier in self.tiers:
+            tier.clear()
+        self._drop(self._ledger.void_all())
+        self._ledger.doom(self._ledger.pinned(HOST))
+        self.promises.end()
+
+    def take_events(self) -> list[TierEvent]:
+        return [event for tier in self.tiers for event in tier.take_events()]
+
+    def take_samples(self) -> list[Sample]:
+        """Transfers that ended since the last call, for histograms."""
+        return self._tally.take_samples()
+
+    def stats(self) -> TierStats:
+        tiers = [tier.stats() for tier in self.tiers]
+        names = [name for name in TierStats.__struct_fields__ if name != "medium"]
+        total = {name: sum(getattr(stats, name) for stats in tiers) for name in names}
+        return TierStats(self.medium, **total)
+
+    def chain_stats(self) -> ChainStats:
+        """All there is to know, tier by tier and link by link."""
+        now, healths = self._clock(), (self._load_health, self._store_health)
+        return self._tally.stats(
+            [tier.stats() for tier in self.tiers],
+            self._cascade.stats(),
+            self._mover.stats(),
+            down=[
+                tier.out_of_use or tier.unwell or any(health.down(at, now) for health in healths)
+                for at, tier in enumerate(self.tiers)
+            ],
+        )
+
+    def close(self) -> None:
+        """Commit what the mover has finished and close the tiers; close the mover first."""
+        self._settle(self._clock(), float("inf"))
+        close_all(self.tiers)

@@ -1,0 +1,188 @@
+"""What a medium must answer to be a tier, and what moves its bytes.
+
+Two classes, because they live in different places. A `Tier` is a catalogue: it runs on an engine's
+scheduler thread, answers from memory and never blocks. A `Handler` moves bytes: it runs in the
+mover's threads (in another process when serving), may block, and never decides anything.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from kvtier.core.records.record import Buffer
+from kvtier.types import (
+    BlockKey,
+    FilePlace,
+    LoadStoreSpec,
+    Outcome,
+    Presence,
+    Reservation,
+    TierEvent,
+    TierStats,
+)
+
+Spec = TypeVar("Spec", bound=LoadStoreSpec)
+
+
+class Tier(ABC):
+    """Catalogue of one medium: what it holds, what it can take, what must go.
+
+    Guarantees that the contract suite (`kvtier.testing`) checks:
+
+    - nothing here blocks, and nothing raises but for a caller's own mistake (`NotResident`);
+    - a key is a HIT only between its commit and its removal; a reserved key is PENDING;
+    - a block that is being loaded (pinned) is never evicted nor overwritten;
+    - reserve (`prepare_store`), commit and abort (`complete_store`) are the only ways in; after an
+      abort there is no trace; capacity holds at every moment.
+    """
+
+    medium: str
+    in_files: bool = False
+    """Whether records lie in local files as they are: `files` says where."""
+    out_of_use: bool = False
+    """Whether it has broken these guarantees: it holds and takes nothing more (`Fence`)."""
+    unwell: bool = False
+    """Whether what it does itself on its medium, beside the mover, fails now. When that has ended,
+    nobody need wait any longer to try."""
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
+        """What is known of each key; from memory, and no promise until `prepare_load`."""
+
+    @abstractmethod
+    def prepare_load(self, keys: Sequence[BlockKey]) -> LoadStoreSpec:
+        """Pin resident keys and say where they are; raises NotResident and pins none otherwise."""
+
+    @abstractmethod
+    def complete_load(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> None:
+        """Unpin what `prepare_load` pinned. Keys that failed are no longer offered; the corrupt
+        ones are quarantined, and counted."""
+
+    @abstractmethod
+    def prepare_store(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:
+        """Reserve room for the keys that are new here, evicting if allowed; in their order.
+
+        A subset means that the rest is resident, on its way, or has no room. Never waits.
+        """
+
+    @abstractmethod
+    def complete_store(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> None:
+        """Commit reserved keys, all bytes of which have landed; abort those in `failed`."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[BlockKey], start: int = 0) -> None:
+        """A request used these keys: `keys[i]` is block `start + i` of its prefix."""
+
+    @abstractmethod
+    def victims(self, count: int) -> list[BlockKey]:
+        """The next keys that eviction would take, coldest first: what to demote ahead of time."""
+
+    @abstractmethod
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        """Drop these keys if they are resident and not pinned (pinned ones: when unpinned)."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Invalidate everything of this namespace: what is resident is offered no longer (pinned
+        slots are free when unpinned), and what is reserved now will never become visible."""
+
+    @abstractmethod
+    def take_events(self) -> list[TierEvent]:
+        """What became visible or vanished since the last call, oldest first."""
+
+    @abstractmethod
+    def stats(self) -> TierStats:
+        """Counters and gauges at this moment."""
+
+    def give_up(  # noqa: B027 - only host memory is read before it is committed
+        self, keys: Sequence[BlockKey]
+    ) -> None:
+        """Tell whoever watches their slots that what has not landed of these reserved keys never
+        will: their mover died, and did not say so."""
+
+    def arrived(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Those of these reserved keys that have landed, and only wait for their move to end."""
+        return []
+
+    def files(self, spec: LoadStoreSpec) -> list[FilePlace]:
+        """Where pinned records lie, for a reader that fetches them itself, around host memory. It
+        proves what it reads: who does not own a file cannot keep its owner from changing it."""
+        return []
+
+    def tick(self) -> None:  # noqa: B027 - most media have no housekeeping
+        """Short housekeeping, called between steps; never blocks."""
+
+    def refresh(self) -> None:  # noqa: B027 - not every medium is shared
+        """Learn now what other processes have committed or dropped. May block: never called on a
+        scheduler thread, which learns the same a moment later by itself."""
+
+    def flush(self) -> None:  # noqa: B027 - not every medium outlives its process
+        """Wait until what was dropped so far stays dropped even if this process dies. May block:
+        never called on a scheduler thread. (What is committed survives at once.)"""
+
+    def carry_uses(  # noqa: B027 - not every medium counts them
+        self, used: Mapping[BlockKey, tuple[int, float]]
+    ) -> None:
+        """Write down how often these blocks were used, and when last, before they were copied here:
+        a statistic, no more. May block: never called on a scheduler thread."""
+
+    def close(self) -> None:  # noqa: B027 - memory needs no closing
+        """Release what this process holds; committed blocks stay where they are."""
+
+
+class Handler(ABC):
+    """Moves records between one medium and host memory; reports, never decides.
+
+    `load` and `store` are called from many threads at once, with batches of at most `batch_blocks`
+    blocks. They return one outcome a block and raise nothing but programming errors. A load need
+    not verify: the mover proves every record that it loads. Records in host memory are aligned to
+    4 KiB and long enough for the largest payload of the namespace.
+    """
+
+    concurrency: int = 4
+    batch_blocks: int = 8
+    call_seconds: float = 5.0
+    """The longest that one call takes. A call that began before its transfer's deadline may end so
+    much after it; a mover process in which one takes longer is held to hang, and is killed."""
+    store_seconds: float | None = None
+    """The same of a store, if that may take longer than a load."""
+
+    @abstractmethod
+    def load(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        """Fill each buffer with the record of its key."""
+
+    @abstractmethod
+    def store(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
+    ) -> list[Outcome]:
+        """Write each record where the spec says; complete before it is reported OK."""
+
+    def close(self) -> None:  # noqa: B027 - not every medium has something to release
+        """Release files and connections."""
+
+
+def own_spec(spec: LoadStoreSpec, kind: type[Spec]) -> Spec:
+    """A spec in the words of one's own medium; raises TypeError if it is in another's."""
+    if not isinstance(spec, kind):
+        raise TypeError(f"a tier of the kind {kind.medium} cannot reach {type(spec).__name__}")
+    return spec
+
+
+class HostHandler(Handler):
+    """A medium that IS host memory: others read into it and write from it without a copy."""
+
+    @abstractmethod
+    def views(self, spec: LoadStoreSpec) -> list[Buffer]:
+        """The records of a spec, in place."""
+
+    @abstractmethod
+    def landed(self, spec: LoadStoreSpec, index: int, outcome: Outcome) -> None:
+        """Block `index` has arrived, verified, or never will: whoever waits for it may go on."""

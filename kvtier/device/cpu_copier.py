@@ -1,0 +1,222 @@
+"""The copier for KV tensors that lie in host memory: an engine on its CPU platform.
+
+One strided copy moves the pages of all layers of neighbouring blocks at once, at the speed of a
+plain memmove and without Python's lock. A record's copy, its checksum and the check that nobody
+replaced it meanwhile follow each other while it is in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.records.record import Buffer
+from kvtier.device.accelerator import ERRORS
+from kvtier.device.copier import DeviceCopier, Host, Job, JobResult, Prover
+from kvtier.device.job_queue import Batch, JobQueue, Work
+from kvtier.device.layout import DeviceLayout
+from kvtier.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def host_arrays(caches: Any) -> list[Bytes]:
+    """The KV tensors of canonical caches in host memory as arrays of pages, without copying."""
+    return [entry.tensor.numpy().view(np.uint8) for entry in caches.tensors]
+
+
+class _Stack(NamedTuple):
+    """References whose pages are equally large and equally far apart: one strided array."""
+
+    pages: Bytes
+    """Block, reference, byte."""
+    at: int
+    """Where their pages begin in the part."""
+
+
+class PageCopier:
+    """Copies pages between KV tensors and a rank's part of a record."""
+
+    def __init__(self, layout: DeviceLayout, arrays: Sequence[Bytes]) -> None:
+        self._per_chunk = layout.blocks_per_chunk
+        self._keep = arrays
+        self._stacks = [self._stack(layout, group, arrays) for group in range(len(layout.groups))]
+
+    def _stack(self, layout: DeviceLayout, group: int, arrays: Sequence[Bytes]) -> list[_Stack]:
+        refs = layout.groups[group]
+        stacks = []
+        first = 0
+        while first < len(refs):
+            stop, step = _alike(layout, group, arrays, first)
+            base = arrays[refs[first].tensor]
+            pages = np.lib.stride_tricks.as_strided(
+                base,
+                (layout.blocks, stop - first, refs[first].page_bytes),
+                (base.strides[0], step, 1),
+            )
+            stacks.append(_Stack(pages, layout.ref_at[group][first]))
+            first = stop
+        return stacks
+
+    def gather(self, group: int, ids: Sequence[int], skip: int, part: Buffer) -> None:
+        """Copy blocks to their places in a part, from block `skip` of the chunk on."""
+        for stack in self._stacks[group]:
+            host = self._host(stack, part)
+            for start, stop in _runs(ids):
+                block = ids[start]
+                pages = stack.pages[block : block + stop - start]
+                host[:, skip + start : skip + stop] = pages.swapaxes(0, 1)
+
+    def scatter(self, group: int, ids: Sequence[int], skip: int, part: Buffer) -> None:
+        """Copy a part's blocks from `skip` on to these blocks of the device."""
+        for stack in self._stacks[group]:
+            host = self._host(stack, part)
+            for start, stop in _runs(ids):
+                block = ids[start]
+                pages = stack.pages[block : block + stop - start]
+                pages.swapaxes(0, 1)[:] = host[:, skip + start : skip + stop]
+
+    def _host(self, stack: _Stack, part: Buffer) -> Bytes:
+        _, refs, size = stack.pages.shape
+        array = np.frombuffer(part, np.uint8, refs * self._per_chunk * size, stack.at)
+        return array.reshape(refs, self._per_chunk, size)
+
+
+def _alike(
+    layout: DeviceLayout, group: int, arrays: Sequence[Bytes], first: int
+) -> tuple[int, int]:
+    """Where the references end that form one strided array with the first, and its step."""
+    refs = layout.groups[group]
+
+    def address(index: int) -> int:
+        return int(arrays[refs[index].tensor].__array_interface__["data"][0])
+
+    def shape(index: int) -> tuple[int, int]:
+        return refs[index].page_bytes, arrays[refs[index].tensor].strides[0]
+
+    stop = first + 1
+    if stop == len(refs) or shape(stop) != shape(first):
+        return stop, 0
+    step = address(stop) - address(first)
+    while (
+        stop < len(refs)
+        and shape(stop) == shape(first)
+        and address(stop) - address(stop - 1) == step
+    ):
+        stop += 1
+    return stop, step
+
+
+def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Positions of neighbouring block numbers, as (start, stop)."""
+    cuts = [i for i in range(1, len(ids)) if ids[i] != ids[i - 1] + 1]
+    return list(zip([0, *cuts], [*cuts, len(ids)], strict=True))
+
+
+class CpuCopier(DeviceCopier):
+    """Moves records with a few threads; one for stores, which waits while loads need the time."""
+
+    _BATCH_BYTES = 1 << 20
+
+    def __init__(
+        self,
+        layout: DeviceLayout,
+        arrays: Sequence[Bytes],
+        host: Host,
+        namespace: bytes,
+        *,
+        load_threads: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pages = PageCopier(layout, arrays)
+        self._prover = Prover(layout, host, namespace)
+        self._desk = desk = JobQueue(layout, self._prover, self._BATCH_BYTES, clock)
+        takes = [desk.load] * load_threads + [desk.store_after_loads]
+        self._threads: list[threading.Thread] = []
+        try:
+            for take in takes:
+                thread = threading.Thread(
+                    target=self._run, args=(take,), name="kvtier-copy", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:  # the system gives no more threads
+            self.close()
+            raise
+
+    def submit(self, job: Job, mark: object = None) -> None:
+        self._desk.submit(job)
+
+    def poll(self) -> list[JobResult]:
+        return self._desk.poll()
+
+    def give_up(self, id: int) -> None:
+        self._desk.give_up(id)
+
+    def wait(self, ids: Collection[int]) -> None:
+        self._desk.wait(ids)
+
+    def close(self) -> None:
+        self._desk.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, take: Callable[[], Batch | None]) -> None:
+        while (batch := self._desk.next(take)) is not None:
+            self._desk.finish(batch, self._move_all(batch))
+
+    def _move_all(self, batch: Batch) -> list[Outcome]:
+        """Move the batch's records; once one of a load has failed, the others are only proved."""
+        outcomes: list[Outcome] = []
+        loading, failed = batch.work.loading, False
+        for row in batch.rows:
+            try:
+                if loading:
+                    outcome = self._load(batch.work, row, copy=not failed)
+                else:
+                    outcome = self._store(batch.work, row)
+            except ERRORS:
+                logger.exception("a %s of the engine failed", batch.work.job.kind.value)
+                outcome = Outcome.IO_ERROR
+            outcomes.append(outcome)
+            failed = failed or not outcome.ok
+        return outcomes
+
+    def _store(self, work: Work, row: int) -> Outcome:
+        key, slot, group = work.record(row)
+        prover = self._prover
+        if not prover.reserved(slot, key).ok:
+            return Outcome.GONE
+        ids, skip = _blocks(work, row)
+        self._pages.gather(group, ids, skip, prover.part(slot, group))
+        return prover.complete(slot, key, group)
+
+    def _load(self, work: Work, row: int, *, copy: bool) -> Outcome:
+        key, slot, group = work.record(row)
+        prover = self._prover
+        stamp = prover.stamp(slot)
+        outcome = prover.arrived(slot, key)
+        if not outcome.ok:
+            return outcome
+        outcome = prover.verify(slot, key, group)
+        if outcome.ok and (work.failed or not copy):
+            return Outcome.CANCELLED
+        if outcome.ok:
+            ids, skip = _blocks(work, row)
+            self._pages.scatter(group, ids, skip, prover.part(slot, group))
+        return outcome if prover.unchanged(slot, stamp) else Outcome.GONE
+
+
+def _blocks(work: Work, row: int) -> tuple[list[int], int]:
+    """A record's device blocks, and how many of its chunk are left out before them."""
+    at = int(work.pieces.at[row])
+    ids: list[int] = work.job.blocks.ids[at : at + int(work.pieces.length[row])].tolist()
+    return ids, int(work.pieces.skip[row])

@@ -1,0 +1,297 @@
+"""The copier for KV tensors on a device with streams.
+
+Where the device has buffers for it, batches go by way of them, and are proved there. Otherwise they
+are copied page by page: threads prove what is to be loaded and queue copies, others wait for the
+events, prove what was stored, and report. Nobody waits for the whole device, and no page costs
+Python time.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.device.accelerator import ERRORS, Accelerator, Event, Lane, Stage
+from kvtier.device.copier import DeviceCopier, Host, Job, JobResult, Prover
+from kvtier.device.copy_plan import Copies, Ints, Pieces, describe
+from kvtier.device.cuda.staged_copies import StagedPath
+from kvtier.device.direct.copies import DirectPath
+from kvtier.device.direct.loader import DirectLoader
+from kvtier.device.job_queue import Batch, JobQueue, each_row, failed, head, unchanged
+from kvtier.device.layout import DeviceLayout
+from kvtier.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+
+class _Flight(NamedTuple):
+    """A batch whose copies are queued on the device."""
+
+    batch: Batch
+    outcomes: list[Outcome]
+    """So far: the rows that are OK are being copied."""
+    stamps: dict[int, bytes]
+    """Of a load's rows, from before they were proved."""
+    event: Event | None
+    held: object
+    """What must live until the event."""
+
+
+class _Pipe:
+    """One direction: its stream, and the batches under way on it, in order."""
+
+    _DEPTH = 16
+    """Batches under way: enough to keep the link busy, few enough to bound what they hold."""
+
+    def __init__(self, lane: Lane, copy: Callable[[Copies], object]) -> None:
+        self.lane = lane
+        self.copy = copy
+        self._room: Sequence[int] = ()
+        self._stages: queue.SimpleQueue[Stage] = queue.SimpleQueue()
+        self.lock = threading.Lock()
+        self.flights: queue.Queue[_Flight | None] = queue.Queue(self._DEPTH)
+
+    @property
+    def staged(self) -> bool:
+        """Whether batches go by way of buffers."""
+        return bool(self._room)
+
+    def use(self, stages: Iterable[Stage]) -> None:
+        """Let batches go by way of these from now on."""
+        for stage in stages:
+            self._stages.put(stage)
+            self._room = stage.rows
+
+    def by_stage(self, move: Callable[[Batch, Stage], None], batch: Batch) -> bool:
+        """Move a batch in the next buffer that is free; False if there are none for it: it may have
+        been cut before they were there."""
+        if not self.staged or len(batch.rows) > self._room[batch.group]:
+            return False
+        stage = self._stages.get()
+        try:
+            move(batch, stage)
+        finally:
+            self._stages.put(stage)
+        return True
+
+
+class CudaCopier(DeviceCopier):
+    """Moves records through a device's streams, both directions at once."""
+
+    _BATCH_BYTES = 64 << 20
+
+    def __init__(
+        self,
+        layout: DeviceLayout,
+        device: Accelerator,
+        host: Host,
+        namespace: bytes,
+        *,
+        threads: int = 4,
+        prepare: Callable[[threading.Event], object] = lambda stopping: None,
+        on_close: Callable[[], None] = lambda: None,
+        open_direct: Callable[[], DirectLoader | None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._layout = layout
+        self._device = device
+        self._on_close = on_close
+        self._prover = Prover(layout, host, namespace)
+        self._desk = JobQueue(
+            layout,
+            self._prover,
+            self._BATCH_BYTES,
+            clock,
+            reads_files=open_direct is not None,
+        )
+        first = host.record(0)
+        self._slots_at = int(np.frombuffer(first, np.uint8).ctypes.data)
+        self._slot_bytes = len(first)
+        loads, stores = device.lane(urgent=True), device.lane(urgent=False)
+        self._loads = _Pipe(loads, loads.to_device)
+        self._stores = _Pipe(stores, stores.to_host)
+        self._prepare = prepare
+        self.prepared = threading.Event()
+        """Set when copies are as fast as they will get."""
+        self._stopping = threading.Event()
+        self._staged = StagedPath(
+            layout, self._desk, self._prover, self._slots_at, self._slot_bytes
+        )
+        self._direct = DirectPath(layout, device, self._desk, open_direct) if open_direct else None
+        self._opening: list[threading.Thread] = []
+        self._issuing: list[threading.Thread] = []
+        self._reading: list[threading.Thread] = []
+        self._landing: list[threading.Thread] = []
+        try:
+            self._start(self._opening, [self._open])
+            self._start(self._issuing, [self._issue_loads, self._issue_stores] * threads)
+            self._start(self._reading, [self._direct.run] if self._direct else [])
+            self._start(self._landing, [self._land_loads] + [self._land_stores] * threads)
+        except RuntimeError:  # the system gives no more threads
+            self.close()
+            raise
+
+    def _start(self, started: list[threading.Thread], loops: Sequence[Callable[[], None]]) -> None:
+        def run(loop: Callable[[], None]) -> None:
+            try:
+                self._device.attach()
+            except ERRORS:  # what it cannot do fails job by job: a thread that ends hangs them
+                logger.exception("a thread of the copier cannot use the device")
+            loop()
+
+        for loop in loops:
+            thread = threading.Thread(target=run, args=(loop,), name="kvtier-copy", daemon=True)
+            thread.start()
+            started.append(thread)
+
+    def _open(self) -> None:
+        """What takes long, like pinning memory, is done while the engine goes on, and its copies
+        with it: they are slower until then, but that is no reason to wait."""
+        try:
+            for pipe, urgent in ((self._loads, True), (self._stores, False)):
+                stages = self._device.stages(self._layout, self._BATCH_BYTES, urgent=urgent)
+                for stage in stages:
+                    self._desk.fit(stage.rows)
+                pipe.use(stages)
+        except ERRORS as error:
+            what = "stores" if self._loads.staged else "records"
+            logger.warning("%s are copied page by page and proved by the host: %s", what, error)
+        try:
+            self._prepare(self._stopping)
+        except ERRORS:
+            logger.exception("the device's copies are slower than they could be")
+        finally:
+            self.prepared.set()
+
+    # -- the engine's side -----------------------------------------------------------------
+
+    def submit(self, job: Job, mark: object = None) -> None:
+        self._desk.submit(job, self.mark() if mark is None else mark)
+
+    def mark(self) -> Event:
+        return self._device.mark()
+
+    def poll(self) -> list[JobResult]:
+        return self._desk.poll()
+
+    def give_up(self, id: int) -> None:
+        self._desk.give_up(id)
+
+    def wait(self, ids: Collection[int]) -> None:
+        self._desk.wait(ids)
+
+    @property
+    def reads_files(self) -> bool:  # type: ignore[override]
+        return self._direct is not None and self._direct.able
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._desk.close()
+        if self._direct is not None:
+            self._direct.stop()
+        for thread in [*self._opening, *self._issuing]:
+            thread.join()
+        if self._direct is not None and not self._direct.opening:
+            for thread in self._reading:
+                thread.join()
+        self._loads.flights.put(None)
+        self._stores.flights.put(None)
+        for thread in self._landing:
+            thread.join()
+        self._on_close()
+
+    # -- to the device ---------------------------------------------------------------------
+
+    def _issue_loads(self) -> None:
+        while (batch := self._desk.next(self._desk.load)) is not None:
+            if self._loads.by_stage(self._staged.load, batch):
+                continue
+            slots = batch.work.job.slots
+            stamps = {row: self._prover.stamp(slots[row]) for row in batch.rows}
+            outcomes = head(each_row(batch, self._prove), batch.work.failed)
+            self._loads.flights.put(self._queue(self._loads, batch, outcomes, stamps))
+
+    def _prove(self, batch: Batch, row: int) -> Outcome:
+        key, slot, group = batch.work.record(row)
+        outcome = self._prover.arrived(slot, key)
+        return self._prover.verify(slot, key, group) if outcome.ok else outcome
+
+    def _land_loads(self) -> None:
+        while (flight := self._loads.flights.get()) is not None:
+            same = partial(unchanged, self._prover, flight.stamps)
+            self._desk.finish(flight.batch, each_row(flight.batch, same, self._landed(flight)))
+
+    # -- from the device -------------------------------------------------------------------
+
+    def _issue_stores(self) -> None:
+        while (batch := self._desk.next(self._desk.store)) is not None:
+            if self._stores.by_stage(self._staged.store, batch):
+                continue
+            outcomes = each_row(batch, self._reserved)
+            self._stores.flights.put(self._queue(self._stores, batch, outcomes, {}))
+
+    def _reserved(self, batch: Batch, row: int) -> Outcome:
+        key, slot, _ = batch.work.record(row)
+        return self._prover.reserved(slot, key)
+
+    def _land_stores(self) -> None:
+        while (flight := self._stores.flights.get()) is not None:
+            batch, outcomes = flight.batch, self._landed(flight)
+            self._desk.released(batch)
+            self._desk.finish(batch, each_row(batch, self._seal, outcomes), released=True)
+        self._stores.flights.put(None)  # for the next of these threads
+
+    def _seal(self, batch: Batch, row: int) -> Outcome:
+        key, slot, group = batch.work.record(row)
+        return self._prover.complete(slot, key, group)
+
+    # -- both ------------------------------------------------------------------------------
+
+    def _queue(
+        self, pipe: _Pipe, batch: Batch, outcomes: list[Outcome], stamps: dict[int, bytes]
+    ) -> _Flight:
+        """Queue the copies of the rows that are OK."""
+        rows = np.array([row for row, each in zip(batch.rows, outcomes, strict=True) if each.ok])
+        if not len(rows):
+            return _Flight(batch, outcomes, stamps, None, None)
+        job = batch.work.job
+        slots: Ints = np.array([job.slots[row] for row in rows], np.int64)
+        pieces = Pieces(*(column[rows] for column in batch.work.pieces))
+        records = self._slots_at + slots * self._slot_bytes
+        try:
+            copies = describe(self._layout, job.blocks, pieces, records)
+        except ERRORS:
+            logger.exception("a %s of the engine failed", job.kind.value)
+            return _Flight(batch, failed(outcomes), stamps, None, None)
+        held: object = None
+        event: Event | None = None
+        with pipe.lock:
+            try:
+                pipe.lane.after(batch.work.mark)
+                held = pipe.copy(copies)
+            except ERRORS:
+                logger.exception("the device refused a %s", job.kind.value)
+                outcomes = failed(outcomes)
+            try:
+                event = pipe.lane.record()  # in any case: a part of the copies may be queued
+            except ERRORS:
+                logger.exception("the device failed a %s", job.kind.value)
+                outcomes = failed(outcomes)
+        return _Flight(batch, outcomes, stamps, event, held)
+
+    def _landed(self, flight: _Flight) -> list[Outcome]:
+        """Wait for a flight's copies; what became of its rows."""
+        try:
+            if flight.event is not None:
+                flight.event.synchronize()
+        except ERRORS:
+            logger.exception("the device failed a %s", flight.batch.work.job.kind.value)
+            return failed(flight.outcomes)
+        return flight.outcomes

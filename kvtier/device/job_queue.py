@@ -1,0 +1,400 @@
+"""The desk between an engine and a copier's threads: jobs in, batches out, results back."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from kvtier.core.interfaces.mover import TransferKind
+from kvtier.device.accelerator import ERRORS
+from kvtier.device.copier import Busy, Job, JobResult, Prover
+from kvtier.device.copy_plan import Ints, Pieces, cut
+from kvtier.device.layout import DeviceLayout
+from kvtier.types import BlockKey, Outcome, group_of
+
+logger = logging.getLogger(__name__)
+
+LOCK_KEPT_S = 2e-4
+"""For so long the engine's thread keeps Python's lock while one of a copier's waits for it. These
+need it several times for each batch, and briefly (docs/GPU.md)."""
+
+
+class Work:
+    """A job under way: what waits, what runs, and what became of the rest; rows are its records."""
+
+    def __init__(self, job: Job, pieces: Pieces, mark: Any, now: float) -> None:
+        self.job = job
+        self.pieces = pieces
+        self.mark = mark
+        """How far the engine's own work had come when the job was given, as the copier says it."""
+        self.reached = False  # that far, as a thread has seen
+        self.places: Ints | None = None  # what `staged.py` makes of the pieces
+        self.groups: list[int] = pieces.group.tolist()
+        self.waiting = deque(row for row in range(len(pieces)) if row not in job.files)
+        """Rows with a slot that have not begun; those without are `unread`."""
+        self.unread = deque(sorted(job.files))
+        self.outcomes = [Outcome.CANCELLED] * len(pieces)
+        self.copying, self.reading = Busy(), Busy()
+        self.holding = 0  # running rows that still touch the device
+        self.failed = False
+        """A record of this load was not what it should be: the others are looked at, not copied."""
+        self.moved = self.read = 0
+        self.started = now
+
+    def record(self, row: int) -> tuple[BlockKey, int, int]:
+        """A row's key, slot and group."""
+        return self.job.keys[row], self.job.slots[row], self.groups[row]
+
+    @property
+    def loading(self) -> bool:
+        """Whether it brings bytes to the device."""
+        return self.job.kind is TransferKind.LOAD
+
+    @property
+    def ended(self) -> bool:
+        """Whether every row has an outcome."""
+        return not (self.waiting or self.unread or self.copying.running or self.reading.running)
+
+    def give_up(self, outcome: Outcome) -> None:
+        """Everything that has not begun ends with this outcome."""
+        for rows in (self.waiting, self.unread):
+            for row in rows:
+                self.outcomes[row] = outcome
+            rows.clear()
+
+
+class Batch(NamedTuple):
+    """Rows of a job that are moved together, all of one group."""
+
+    work: Work
+    rows: list[int]
+    from_files: bool = False
+
+    @property
+    def group(self) -> int:
+        """The group's position in the layout."""
+        return self.work.groups[self.rows[0]]
+
+    @property
+    def busy(self) -> Busy:
+        """The clock that runs meanwhile."""
+        return self.work.reading if self.from_files else self.work.copying
+
+
+def each_row(
+    batch: Batch, step: Callable[[Batch, int], Outcome], so_far: Sequence[Outcome] = ()
+) -> list[Outcome]:
+    """One step for every row, in order; for none that is not good any more, if it is said how the
+    rows have fared so far."""
+    outcomes = []
+    for row, outcome in zip(batch.rows, so_far or [Outcome.OK] * len(batch.rows), strict=True):
+        if outcome.ok:
+            try:
+                outcome = step(batch, row)
+            except ERRORS:
+                logger.exception("a %s of the engine failed", batch.work.job.kind.value)
+                outcome = Outcome.IO_ERROR
+        outcomes.append(outcome)
+    return outcomes
+
+
+def unchanged(prover: Prover, stamps: Mapping[int, bytes], batch: Batch, row: int) -> Outcome:
+    """OK if a row's slot still holds the record that it held when these stamps were taken."""
+    same = prover.unchanged(batch.work.job.slots[row], stamps[row])
+    return Outcome.OK if same else Outcome.GONE
+
+
+def or_failed(batch: Batch, step: Callable[[], list[Outcome]]) -> list[Outcome]:
+    """What a step makes of a batch; if it breaks, nothing of the batch is good."""
+    try:
+        return step()
+    except ERRORS:
+        logger.exception("a %s of the engine failed", batch.work.job.kind.value)
+        return [Outcome.IO_ERROR] * len(batch.rows)
+
+
+def head(outcomes: list[Outcome], failed: bool) -> list[Outcome]:
+    """Cancel rows that are good so far, but come after one that is not: of a load that has failed
+    no more is copied."""
+    kept = []
+    for outcome in outcomes:
+        kept.append(Outcome.CANCELLED if failed and outcome.ok else outcome)
+        failed = failed or not outcome.ok
+    return kept
+
+
+def failed(outcomes: list[Outcome]) -> list[Outcome]:
+    """What becomes of a batch that the device has not moved."""
+    return [Outcome.IO_ERROR if outcome.ok else outcome for outcome in outcomes]
+
+
+class JobQueue:
+    """Hands out batches of loads whose records have arrived, and of stores; collects outcomes.
+
+    Threads call `next`, then `finish` (and `released` before it, once a batch no longer touches the
+    device). Rows are moved in batches because meeting at a lock costs as much as a small record.
+    """
+
+    _POLL_S = 0.001
+    """How often records that are still arriving are looked at: they come from another process."""
+    _AHEAD = 16
+    """How many of a job's waiting records are looked at: they arrive nearly in order."""
+
+    def __init__(
+        self,
+        layout: DeviceLayout,
+        prover: Prover,
+        batch_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        reads_files: bool = False,
+    ) -> None:
+        self._layout = layout
+        self._reads_files = reads_files
+        self._prover = prover
+        self._clock = clock
+        self._block_bytes = [size // layout.blocks_per_chunk for size in layout.part_bytes]
+        self._at_once = [max(1, batch_bytes // size) for size in layout.part_bytes]
+        self._lock = threading.Lock()
+        self._woken = threading.Condition(self._lock)
+        self._lookout = threading.Condition(self._lock)
+        """Where threads sleep that wait for records of loads; one of them looks out for these."""
+        self._looking = False
+        self._done = threading.Condition(self._lock)
+        self._loads: list[Work] = []
+        self._stores: list[Work] = []
+        self._results: list[JobResult] = []
+        self._awaited: Collection[int] = ()
+        """The jobs that the engine's thread waits for."""
+        self._closing = False
+        sys.setswitchinterval(min(sys.getswitchinterval(), LOCK_KEPT_S))
+
+    def fit(self, rows: Sequence[int]) -> None:
+        """Hand out batches of at most so many rows of each group from now on."""
+        with self._lock:
+            self._at_once = [min(pair) for pair in zip(self._at_once, rows, strict=True)]
+
+    # -- the engine's side -----------------------------------------------------------------
+
+    def submit(self, job: Job, mark: Any = None) -> None:
+        """Queue a job; raises ValueError on one that cannot be."""
+        pieces = cut(self._layout, job.blocks)
+        if not len(pieces) == len(job.keys) == len(job.slots):
+            raise ValueError(f"{len(job.keys)} keys and {len(job.slots)} slots for {len(pieces)}")
+        if job.files and (not self._reads_files or max(job.files) >= len(pieces)):
+            raise ValueError("the job names files that cannot be read straight into the device")
+        work = Work(job, pieces, mark, self._clock())
+        groups = [self._layout.key_groups[group] for group in work.groups]
+        if [group_of(key) for key in job.keys] != groups:
+            raise ValueError("the keys are of other groups than the blocks")
+        if not work.loading:
+            self._drop_holes(work)
+        with self._lock:
+            if self._closing:
+                work.give_up(Outcome.CANCELLED)
+            (self._loads if work.loading else self._stores).append(work)
+            self._settle(work)
+            self._wake()
+
+    def _drop_holes(self, work: Work) -> None:
+        """A record is a whole chunk or nothing. Where a group's blocks are not whole chunks, some
+        are missing: that shifts all blocks behind them, and nobody can tell any more which of them
+        belong to which key."""
+        pieces = work.pieces
+        partial = set(pieces.group[pieces.length < self._layout.blocks_per_chunk].tolist())
+        for row in [row for row in work.waiting if work.groups[row] in partial]:
+            work.waiting.remove(row)
+            work.outcomes[row] = Outcome.DROPPED
+
+    def poll(self) -> list[JobResult]:
+        """Jobs that ended since the last call."""
+        with self._lock:
+            results, self._results = self._results, []
+        return results
+
+    def give_up(self, id: int) -> None:
+        """Cancel a load of which something has not arrived, or not begun to be read. A read that
+        has begun is waited for: its buffer is gone for as long as it takes. Drop what has not
+        begun of a store."""
+        with self._lock:
+            for work in [each for each in [*self._loads, *self._stores] if each.job.id == id]:
+                slots = work.job.slots
+                if not work.loading:
+                    work.give_up(Outcome.DROPPED)
+                elif work.unread or any(self._prover.pending(slots[row]) for row in work.waiting):
+                    work.give_up(Outcome.CANCELLED)
+                self._settle(work)
+
+    def wait(self, ids: Collection[int]) -> None:
+        """Sleep until these jobs no longer touch the device."""
+        with self._lock:
+            self._awaited = ids
+            self._wake()
+            while any(
+                work.job.id in ids
+                and (work.holding or (not work.failed and (work.waiting or work.unread)))
+                for work in [*self._loads, *self._stores]
+            ):
+                self._done.wait()
+            self._awaited = ()
+
+    def close(self) -> None:
+        """Cancel what has not begun, and send the threads home."""
+        with self._lock:
+            self._closing = True
+            for work in [*self._loads, *self._stores]:
+                work.give_up(Outcome.CANCELLED)
+                self._settle(work)
+            self._wake()
+
+    def _wake(self) -> None:
+        self._woken.notify_all()
+        self._lookout.notify_all()
+
+    # -- the threads' side -----------------------------------------------------------------
+
+    def next(self, take: Callable[[], Batch | None], *, wait: bool = True) -> Batch | None:
+        """A batch that `take` (one of those below) finds; None at the end, and if it finds none
+        and is not to wait for one."""
+        with self._lock:
+            while (batch := take()) is None:
+                if self._closing or not wait:
+                    return None
+                self._sleep(take)
+            if take == self.load:
+                self._lookout.notify()  # somebody else may have to look out now
+            batch.busy.begin(len(batch.rows), self._clock())
+            batch.work.holding += len(batch.rows)
+            return batch
+
+    def _sleep(self, take: Callable[[], Batch | None]) -> None:
+        """Until there may be a batch. What arrives is looked for by one thread: each look is time
+        that Python takes from the engine's own thread."""
+        if take != self.load:
+            waits = take == self.store_after_loads and any(work.waiting for work in self._stores)
+            self._woken.wait(self._POLL_S if waits else None)
+        elif self._looking or not self._loads:
+            self._lookout.wait()
+        else:
+            self._looking = True
+            self._lookout.wait(self._POLL_S)
+            self._looking = False
+
+    def load(self) -> Batch | None:
+        """Records that have arrived, of the oldest load that has some."""
+        for work in list(self._loads):
+            if work.failed:
+                self._expire(work)
+            rows = self._arrived(work)
+            if rows:
+                for row in rows:
+                    work.waiting.remove(row)
+                return Batch(work, rows)
+            self._expire(work)
+        return None
+
+    def read(self) -> Batch | None:
+        """One row of the oldest load that has some to be read from files: they are large."""
+        for work in self._loads:
+            if work.unread:
+                return Batch(work, [work.unread.popleft()], from_files=True)
+        return None
+
+    def store(self) -> Batch | None:
+        """Rows of the oldest store; of one that the engine waits for, if there is one."""
+        for work in sorted(self._stores, key=lambda work: work.job.id not in self._awaited):
+            if work.waiting:
+                rows = self._alike(work, work.waiting)
+                for row in rows:
+                    work.waiting.remove(row)
+                return Batch(work, rows)
+        return None
+
+    def store_after_loads(self) -> Batch | None:
+        """Rows of a store, if no load could use the time, or the engine waits for a store."""
+        awaited = any(work.waiting and work.job.id in self._awaited for work in self._stores)
+        if not awaited and any(self._arrived(work) for work in self._loads):
+            return None
+        return self.store()
+
+    def _expire(self, work: Work) -> None:
+        if (work.waiting or work.unread) and self._clock() >= work.job.deadline:
+            work.give_up(Outcome.TIMEOUT)
+            self._settle(work)
+
+    def released(self, batch: Batch) -> None:
+        """The batch no longer touches the device, though its outcome is not known."""
+        with self._lock:
+            batch.work.holding -= len(batch.rows)
+            self._done.notify_all()
+
+    def finish(self, batch: Batch, outcomes: list[Outcome], *, released: bool = False) -> None:
+        """What became of a batch's rows."""
+        work = batch.work
+        with self._lock:
+            batch.busy.end(len(batch.rows), self._clock())
+            if not released:
+                work.holding -= len(batch.rows)
+            self._done.notify_all()
+            for row, outcome in zip(batch.rows, outcomes, strict=True):
+                work.outcomes[row] = outcome
+                if outcome.ok:
+                    blocks = int(work.pieces.length[row])
+                    size = self._block_bytes[work.groups[row]] * blocks
+                    work.moved += size
+                    work.read += size if batch.from_files else 0
+                elif work.loading and not work.failed:
+                    self._condemn(work)
+            self._settle(work)
+
+    def _condemn(self, work: Work) -> None:
+        """The engine will recompute the whole request. What has arrived is looked at all the same:
+        else each bad record of a prompt would cost one more request its load."""
+        pending, slots = self._prover.pending, work.job.slots
+        arrived = [row for row in work.waiting if not pending(slots[row])]
+        work.give_up(Outcome.CANCELLED)
+        if not self._closing:
+            work.waiting.extend(arrived)
+        work.failed = True
+
+    def _arrived(self, work: Work) -> list[int]:
+        """The first waiting rows whose records have arrived, or never will: a batch of them."""
+        slots, pending = work.job.slots, self._prover.pending
+        rows = islice(work.waiting, max(self._AHEAD, *self._at_once))
+        return self._alike(work, (row for row in rows if not pending(slots[row])))
+
+    def _alike(self, work: Work, rows: Iterable[int]) -> list[int]:
+        """The first of these, as many as are of one group and fit into a batch."""
+        batch: list[int] = []
+        for row in rows:
+            if batch and work.groups[row] != work.groups[batch[0]]:
+                break
+            batch.append(row)
+            if len(batch) == self._at_once[work.groups[row]]:
+                break
+        return batch
+
+    def _settle(self, work: Work) -> None:
+        """Turn a job that has ended into its result."""
+        if not work.ended:
+            return
+        (self._loads if work.loading else self._stores).remove(work)
+        self._results.append(
+            JobResult(
+                id=work.job.id,
+                kind=work.job.kind,
+                outcomes=work.outcomes,
+                bytes_moved=work.moved,
+                seconds=self._clock() - work.started,
+                busy_seconds=work.copying.seconds,
+                bytes_read=work.read,
+                read_seconds=work.reading.seconds,
+            )
+        )
+        self._done.notify_all()

@@ -1,0 +1,281 @@
+"""A mover on threads of this process: for the CLI, for tests, and inside the mover's process."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from kvtier.core.interfaces.mover import Mover, MoverStats, Transfer, TransferResult
+from kvtier.core.interfaces.tier import Handler, HostHandler
+from kvtier.core.records.record import record_bytes
+from kvtier.core.system.closing import close_all
+from kvtier.move.batch_carrier import Carrier
+from kvtier.move.queues import Batch, Job, Lane
+from kvtier.move.staging_buffers import STAGING_BYTES, StagingPool
+from kvtier.move.transfer_counts import TransferCounts
+from kvtier.types import Namespace, Outcome
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 10.0
+
+
+class ThreadMover(Mover):
+    """Carries transfers out on `concurrency` threads a handler, which bounds it by construction.
+
+    One lock guards all queues. It is held for microseconds a batch, never while bytes move and
+    never while a handler is called. Only a thread can end a call that hangs, and Python cannot end
+    a thread: a transfer whose handler never returns has no result here (`ProcessMover` kills it).
+    """
+
+    def __init__(
+        self,
+        handlers: Sequence[Handler],
+        namespace: Namespace,
+        *,
+        queue_blocks: Sequence[int] | None = None,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        self._handlers = handlers
+        self._namespace = namespace
+        self._carrier = Carrier(handlers, namespace)
+        self._books = TransferCounts(
+            [isinstance(each, HostHandler) for each in handlers], queue_blocks
+        )
+        self._staging = StagingPool(record_bytes(namespace.payload_bytes), staging_bytes)
+        self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
+        self._jobs: dict[int, Job] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._sleepers: list[float] = []
+        self._results: list[TransferResult] = []
+        self._closed = False
+        self._lanes = [
+            Lane(self._lock, each.concurrency, each.batch_blocks, self._staging)
+            for each in handlers
+        ]
+        self._threads = [
+            threading.Thread(
+                target=self._serve, args=(lane,), name=f"kvtier-move-{tier}-{index}", daemon=True
+            )
+            for tier, lane in enumerate(self._lanes)
+            for index in range(lane.concurrency)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, transfer: Transfer) -> bool:
+        now = time.monotonic()
+        with self._lock:
+            if self._closed:
+                return False
+            if transfer.id in self._jobs:
+                raise ValueError(f"transfer {transfer.id} is in flight already")
+            if not self._books.admit(transfer):
+                return False
+            lanes = self._books.lanes(transfer)
+            batch_blocks = min(self._lanes[lane].batch_blocks for lane in lanes)
+            job = Job(transfer, lanes, batch_blocks, now)
+            self._jobs[transfer.id] = job
+            if job.ended:
+                self._finish(job, now)
+            else:
+                self._remember_deadline(transfer)
+                self._lanes[lanes[0]].add(job)
+        return True
+
+    def poll(self) -> list[TransferResult]:
+        self._expire()
+        with self._lock:
+            results, self._results = self._results, []
+        return results
+
+    def wait(self, seconds: float) -> bool:
+        with self._lock:
+            if not self._results and (self._jobs or not self._closed):
+                now = time.monotonic()
+                until = min(now + seconds, self._next_deadline())
+                self._sleepers.append(until)
+                self._ended.wait(until - now)
+                self._sleepers.remove(until)
+            return bool(self._results) or self._next_deadline() <= time.monotonic()
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        with self._lock:
+            jobs = [self._jobs[each] for each in ids if each in self._jobs]
+            batches = self._stop(jobs, Outcome.CANCELLED)
+        self._end(batches)
+
+    def stats(self) -> MoverStats:
+        with self._lock:
+            return self._books.stats()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            batches = self._stop(self._jobs.values(), Outcome.CANCELLED)
+            batches += self._withdraw(float("inf"), Outcome.CANCELLED)
+            for lane in self._lanes:
+                lane.work.notify_all()
+        self._end(batches)
+        until = time.monotonic() + CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        with self._lock:
+            self._ended.notify_all()
+        if any(thread.is_alive() for thread in self._threads):
+            log.error("a handler does not return; its threads and files are left behind")
+            return
+        close_all(self._handlers)
+
+    # ---- the life of a batch, on a lane's thread
+
+    def _serve(self, lane: Lane) -> None:
+        batch: Batch | None = None
+        while True:
+            with self._lock:
+                if batch is not None:
+                    self._settle(batch)
+                batch = self._take(lane)
+            if batch is None:
+                return
+            self._run(batch)
+
+    def _take(self, lane: Lane) -> Batch | None:
+        while not self._closed:
+            batch = lane.take(time.monotonic())
+            if batch is not None:
+                return batch
+            lane.sleep()
+        return None
+
+    def _run(self, batch: Batch) -> None:
+        if batch.verdict is None and self._guarded(self._carry, batch):
+            return
+        self._guarded(self._carrier.announce, batch)
+
+    def _carry(self, batch: Batch) -> None:
+        try:
+            self._carrier.carry(batch)
+        except Exception:
+            raise
+        except BaseException as error:  # a panic of Rust code: no signal ever ends this thread
+            raise RuntimeError("a handler raised what is no Exception") from error
+
+    def _guarded(self, action: Callable[[Batch], None], batch: Batch) -> bool:
+        """Keep a handler's bug from ending the thread: its blocks fail, everything else goes on."""
+        try:
+            action(batch)
+        except Exception:
+            transfer = batch.job.transfer
+            log.exception(
+                "a handler raised in transfer %d from tier %d to tier %d",
+                transfer.id,
+                transfer.source,
+                transfer.target,
+            )
+            return False
+        return True
+
+    def _settle(self, batch: Batch) -> None:
+        """Under the lock: a batch has been run; pass it on, or end it and maybe its job."""
+        job, now = batch.job, time.monotonic()
+        if batch.buffers:
+            if not batch.arrived and batch.moved():
+                batch.arrived = True
+                if not self._closed and job.transfer.deadline > now:
+                    self._lanes[job.lanes[1]].arrive(batch)
+                    return
+                batch.spoil(Outcome.CANCELLED if self._closed else Outcome.TIMEOUT)
+            self._staging.give(batch.buffers)
+            for lane in self._lanes:
+                lane.staging_freed()
+        job.settle(now)
+        if job.ended:
+            self._finish(job, now)
+
+    def _finish(self, job: Job, now: float) -> None:
+        transfer = job.transfer
+        del self._jobs[transfer.id]
+        result = TransferResult(
+            id=transfer.id,
+            outcomes=job.outcomes,
+            bytes_moved=self._bytes_moved(job),
+            seconds=now - job.submitted,
+            busy_seconds=job.busy_seconds,
+        )
+        self._books.ended(transfer, result)
+        self._results.append(result)
+        self._ended.notify_all()
+
+    def _bytes_moved(self, job: Job) -> int:
+        namespace = self._namespace
+        if len(namespace.group_bytes) == 1:
+            return job.outcomes.count(Outcome.OK) * record_bytes(namespace.payload_bytes)
+        return sum(
+            record_bytes(namespace.payload_of(key))
+            for key, outcome in zip(job.transfer.keys, job.outcomes, strict=True)
+            if outcome is Outcome.OK
+        )
+
+    # ---- ending what has not started
+
+    def _stop(self, jobs: Iterable[Job], verdict: Outcome) -> list[Batch]:
+        """Under the lock: take what has not started of these jobs out of the queues."""
+        batches = []
+        now = time.monotonic()
+        for job in jobs:
+            if job.next < job.size:
+                self._lanes[job.lanes[0]].remove(job)
+                batches.append(job.cut(job.size - job.next, now, verdict))
+        return batches
+
+    def _withdraw(self, due: float, verdict: Outcome) -> list[Batch]:
+        """Under the lock: take out of the queues what has come halfway and was to end by then.
+        Loads go before it, so it might wait there for much longer."""
+        batches = [batch for lane in self._lanes for batch in lane.withdraw(due)]
+        for batch in batches:
+            batch.spoil(verdict)
+        return batches
+
+    def _end(self, batches: Sequence[Batch]) -> None:
+        """Not under the lock, because targets are told: end batches that will not be moved."""
+        for batch in batches:
+            self._guarded(self._carrier.announce, batch)
+        with self._lock:
+            for batch in batches:
+                self._settle(batch)
+
+    def _expire(self) -> None:
+        """End what is late and in a queue, even when every thread of its lane hangs."""
+        late = []
+        with self._lock:
+            now = time.monotonic()
+            while self._next_deadline() <= now:
+                job = self._jobs.get(heapq.heappop(self._deadlines)[1])
+                if job is not None and job.transfer.deadline <= now:
+                    late.append(job)
+            batches = self._stop(late, Outcome.TIMEOUT)
+            if late:
+                batches += self._withdraw(now, Outcome.TIMEOUT)
+        self._end(batches)
+
+    def _remember_deadline(self, transfer: Transfer) -> None:
+        heapq.heappush(self._deadlines, (transfer.deadline, transfer.id))
+        if transfer.deadline < max(self._sleepers, default=0.0):
+            self._ended.notify_all()
+        if len(self._deadlines) > 2 * len(self._jobs) + 64:  # mostly of transfers that ended
+            jobs = self._jobs.values()
+            self._deadlines = [(job.transfer.deadline, job.transfer.id) for job in jobs]
+            heapq.heapify(self._deadlines)
+
+    def _next_deadline(self) -> float:
+        """Under the lock: when the next transfer may be late; infinity when there is none."""
+        while self._deadlines and self._deadlines[0][1] not in self._jobs:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else float("inf")

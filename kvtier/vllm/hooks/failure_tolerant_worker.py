@@ -1,0 +1,193 @@
+"""vLLM's worker, of which a transfer may fail.
+
+Its offloading connector asserts that none ever does. The class below takes the place of its worker
+and lets them fail, one by one; the metadata carries what became of each errand to the scheduler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+    OffloadingConnectorWorker,
+)
+from vllm.v1.kv_offload.base import LoadStoreSpec
+
+from kvtier.vllm import guard
+from kvtier.vllm.hooks.step_replay import Job, Orders, Place, Said, StepReplay, Steps
+from kvtier.vllm.protocol import Errand, Report
+
+
+class ErrandSpec(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
+    """An errand, in the class that vLLM's jobs carry."""
+
+    def __init__(self, errand: Errand) -> None:
+        self.errand = errand
+
+
+@dataclass
+class ErrandMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
+    """What vLLM's workers tell its scheduler, and what became of our errands: each thing that one
+    has said by itself, because some may come twice."""
+
+    said: dict[Place, Said] = field(default_factory=dict)
+    mistakes: int = 0
+    """Exceptions caught at the border, on all ranks."""
+
+    def aggregate(self, other: Any) -> Any:
+        return ErrandMetadata(
+            said={**self.said, **getattr(other, "said", {})},
+            mistakes=self.mistakes + getattr(other, "mistakes", 0),
+        )
+
+
+def hear(output: Any, steps: Steps) -> dict[int, Report]:
+    """Leave in this output of vLLM's workers only what was not heard before, because vLLM counts
+    how many of them say a thing; and of loads those that have ended on all ranks by that. Answers
+    what became of errands."""
+    said = getattr(output.kv_connector_worker_meta, "said", {})
+    if not said:
+        return {}
+    told = OffloadingWorkerMetadata()
+    reports: dict[int, Report] = {}
+    new = steps.hear(said)
+    for each in new:
+        told = told.aggregate(each.jobs)
+        for number, report in each.reports.items():
+            before = reports.get(number)
+            reports[number] = report if before is None else before.merge(report)
+    ours = {request for each in said.values() for request in each.received}
+    output.kv_connector_worker_meta = told
+    others = (output.finished_recving or set()) - ours
+    output.finished_recving = others | steps.received(new)
+    return reports
+
+
+def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
+    """What the worker's side of a connector answers after a step."""
+    return KVConnectorTransferResults(sent, received, failed)
+
+
+class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
+    """vLLM's worker without its assertions: what fails is reported, once, like what succeeds."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._rank: int = self.spec.config.parallel.rank
+        self._unsubmitted_store_jobs: list[tuple[int, Any, Any]] = []
+        self._storing: set[int] = set()
+        self._unheard = StepReplay()
+        self.failed_requests: set[str] = set()
+        """Of those that `get_finished` has told of last."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        _set_scales(self.vllm_config)
+
+    def _submit_stores(self) -> None:
+        jobs, self._unsubmitted_store_jobs = self._unsubmitted_store_jobs, []
+        for job_id, source, target in jobs:
+            self._storing.add(job_id)
+            self.worker.submit_store(job_id, source, target)
+
+    def finish_stores(self) -> None:
+        """Return when what was given to be stored has left the device."""
+        self.worker.wait(self._storing)
+
+    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
+        flushed = kv_connector_metadata.jobs_to_flush
+        for job_id in flushed or ():
+            entry = kv_connector_metadata.store_jobs.pop(job_id, None)
+            if entry is not None:
+                self._unsubmitted_store_jobs.append((job_id, entry.src_spec, entry.dst_spec))
+        self._submit_stores()
+        if flushed:
+            # At a reset all loads are among them. Requests keep the blocks that theirs go to.
+            self.worker.make_way(flushed - self._load_jobs.keys())
+        if kv_connector_metadata.load_jobs:
+            self.worker.begin_step()
+
+    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        self._submit_stores()
+        for job_id, entry in metadata.load_jobs.items():
+            self._load_jobs[job_id] = entry.req_id
+            self.worker.submit_load(job_id, entry.src_spec, entry.dst_spec)
+        self.worker.end_step()
+        orders: Orders | None = getattr(metadata, "orders", None)
+        if orders is not None:
+            self._unheard.begin(orders)
+            if orders.given_up is not None:
+                self.worker.give_up(orders.given_up)
+            if orders.again is not None:
+                self._say_again(orders.again)
+
+    def _say_again(self, given: dict[int, Job]) -> None:
+        """Account for these jobs: steps of theirs were lost on the way here, or on the way back."""
+        known = {*self._storing, *self._load_jobs}
+        known.update(number for number, *_ in self._unsubmitted_store_jobs)
+        for said in self._unheard.again():
+            known.update(said.jobs.completed_jobs)
+        for number, job in given.items():
+            if number not in known:
+                if job.request is not None:
+                    self._load_jobs[number] = job.request
+                self.worker.abandon(number, job.errand)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        said = Said(OffloadingWorkerMetadata(), {}, set(), set())
+        for ended in self.worker.take_ended():
+            request = self._load_jobs.pop(ended.job_id, None)
+            self._storing.discard(ended.job_id)
+            said.jobs.mark_completed(ended.job_id)
+            said.reports[ended.number] = ended.report
+            if ended.ok:
+                stats = said.jobs.transfer_stats
+                (stats.store if request is None else stats.load).record(
+                    ended.report.bytes_moved, ended.seconds
+                )
+            if request is not None:
+                said.received.add(request)
+                if not ended.ok:
+                    said.failed.add(request)
+        if said.reports:
+            self._unheard.keep(said)
+        self.failed_requests = {each for said in self._unheard.now for each in said.failed}
+        return set(), {each for said in self._unheard.now for each in said.received}
+
+    def build_connector_worker_meta(self) -> Any:
+        said = self._unheard.take()
+        if not said:
+            return None
+        return ErrandMetadata(
+            said={(self._rank, number): each for number, each in said.items()},
+            mistakes=guard.untold(),
+        )
+
+
+def _set_scales(vllm_config: Any) -> None:
+    """Let layers that keep scales in their KV cache set all of them now, and not when they first
+    compute something: what was loaded until then would be scaled wrong."""
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        attention: Any = getattr(layer, "impl", None)
+        if getattr(attention, "_is_per_token_head_quant", False):
+            attention._ensure_scale_caches(layer.kv_cache)
+
+
+def finish_stores() -> None:
+    """Let the worker copy out what it was given, if it lives in this process.
+
+    An engine that is one process may sleep right after a reset, and its device's memory is gone
+    then. One of several processes has waited for all jobs before.
+    """
+    group = get_kv_transfer_group() if has_kv_transfer_group() else None
+    for connector in getattr(group, "_connectors", [group]):
+        worker = getattr(connector, "connector_worker", None)
+        if isinstance(worker, FailureTolerantWorker):
+            worker.finish_stores()

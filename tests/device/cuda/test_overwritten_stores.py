@@ -1,0 +1,155 @@
+"""Stores out of blocks that the engine has written to before they were copied out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+from direct_engine import Tensor
+
+from kvtier import Stack
+from kvtier.core.records.record import Buffer, record_bytes
+from kvtier.device.copy_plan import Blocks
+from kvtier.device.cpu_copier import CpuCopier, PageCopier
+from kvtier.testing.records import make_keys
+from kvtier.types import Namespace
+from kvtier.vllm.scheduler.manager import ChainManager
+from kvtier.vllm.worker import rank_worker
+from kvtier.vllm.worker.rank_worker import Ended, RankWorker
+
+PAGE, CHUNKS = 2048, 4
+
+
+class Setting:
+    """A rank with pages of its own, and the scheduler's side of its engine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pages = np.zeros((2 * CHUNKS, PAGE), np.uint8)
+        caches = SimpleNamespace(
+            tensors=[SimpleNamespace(tensor=Tensor(self.pages), page_size_bytes=PAGE)],
+            group_data_refs=[[SimpleNamespace(tensor_idx=0, page_size_bytes=PAGE)]],
+        )
+        namespace = Namespace(facts={"model": "none"}, group_bytes=(PAGE,))
+        size = 2 * CHUNKS * (record_bytes(PAGE) + 4096)
+        cpu = {"kind": "cpu", "path": str(folder), "capacity": size}
+        config = {"version": 1, "name": "unit", "mover": {"mode": "threads"}, "tiers": [cpu]}
+        self.stack = Stack.open(config, namespace)
+        region = str(self.stack.host.region.path)  # type: ignore[attr-defined]
+        self.manager = ChainManager(self.stack, region=region, ranks=1)
+        self.keys: list[bytes] = list(make_keys(CHUNKS))
+        self.worker = RankWorker(
+            caches,
+            blocks_per_chunk=1,
+            group_ids=[0],
+            rank=0,
+            ranks=1,
+            open_copier=lambda layout, region, namespace: CpuCopier(
+                layout, [self.pages], region, namespace
+            ),
+        )
+
+    def store(self) -> int:
+        taken, errand = self.manager.prepare_store(self.keys, "a")
+        assert taken == self.keys
+        self.worker.store(1, errand, Blocks(np.arange(CHUNKS), [CHUNKS], [0]))
+        return errand.number
+
+    def load(self) -> int:
+        errand = self.manager.prepare_load(self.keys, "b")
+        self.worker.load(2, errand, Blocks(np.arange(CHUNKS) + CHUNKS, [CHUNKS], [0]))
+        return errand.number
+
+    def end(self, number: int) -> Ended:
+        while not (found := self.worker.poll()):
+            pass
+        (ended,) = found
+        self.manager.report(number, ended.report)
+        return ended
+
+
+@pytest.fixture
+def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
+    monkeypatch.setattr(rank_worker, "writes_first", lambda: True)
+    setting = Setting(tmp_path)
+    yield setting
+    setting.worker.close()
+    setting.stack.close()
+
+
+def test_what_had_not_left_by_the_last_step_is_not_kept(setting: Setting) -> None:
+    number = setting.store()
+    setting.worker.make_way({1})  # its blocks have other owners now, and are zero perhaps
+    ended = setting.end(number)
+    assert not ended.ok
+    assert setting.manager.failed_stores == CHUNKS
+    assert setting.store(), "the next to compute it stores it"
+    assert not setting.worker._overtaken
+
+
+def test_nobody_waits_for_what_is_lost(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One record is being copied out, the others wait for their turn: the engine goes on."""
+    monkeypatch.setattr(CpuCopier, "_BATCH_BYTES", 1)
+    begun, end, copied = threading.Event(), threading.Event(), list[int]()
+    gather = PageCopier.gather
+
+    def held(pages: PageCopier, group: int, ids: Sequence[int], skip: int, part: Buffer) -> None:
+        copied.extend(ids)
+        begun.set()
+        end.wait()
+        gather(pages, group, ids, skip, part)
+
+    monkeypatch.setattr(PageCopier, "gather", held)
+    number = setting.store()
+    begun.wait()
+    setting.worker.make_way({1})
+    assert not setting.worker.poll(), "its slots are not free yet"
+    end.set()
+    assert not setting.end(number).ok
+    assert copied == [0]
+    assert setting.manager.failed_stores == CHUNKS
+
+
+def test_loads_need_not_wait_for_what_comes_after_all_writing(setting: Setting) -> None:
+    """The engine has written to their blocks before it calls; what it computes then has others."""
+    assert setting.worker.mark() is None, "no copier is open"
+    setting.end(setting.store())
+    copier = setting.worker._copier
+    with (
+        mock.patch.object(copier, "mark", return_value="before"),
+        mock.patch.object(copier, "submit") as submit,
+    ):
+        errand = setting.manager.prepare_load(setting.keys, "b")
+        setting.worker.load(2, errand, Blocks(np.arange(CHUNKS), [CHUNKS], [0]), "before")
+        assert setting.worker.mark() == "before"
+        setting.worker._writes_first = False
+        assert setting.worker.mark() is None, "it may yet write there"
+    assert submit.call_args.args[1] == "before"
+    del setting.worker._numbers[2]
+
+
+def test_what_had_left_is_kept(setting: Setting) -> None:
+    ended = setting.end(setting.store())
+    setting.worker.make_way({1})
+    assert ended.ok
+    assert setting.manager.failed_stores == 0
+
+
+def test_loads_are_not_spoilt_by_that(setting: Setting) -> None:
+    setting.end(setting.store())
+    number = setting.load()
+    setting.worker.make_way({2})
+    assert setting.end(number).ok
+
+
+def test_an_engine_that_asks_first_loses_nothing(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+    number = setting.store()
+    setting.worker.make_way({1})
+    assert setting.end(number).ok
+    setting.worker.close()
+    setting.stack.close()

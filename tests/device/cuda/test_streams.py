@@ -1,0 +1,369 @@
+"""A device with streams: nothing is copied too early, and nobody waits who must not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from device_worlds import NAMESPACE, MemoryHost, World, keys_of
+from fake_device import FakeDevice, FakeStage
+
+from kvtier.core.interfaces.mover import TransferKind
+from kvtier.core.slab import layout as table
+from kvtier.device.copier import Job, JobResult
+from kvtier.device.copy_plan import Blocks
+from kvtier.device.cuda.copier import CudaCopier
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.types import BlockKey, Outcome
+
+PAGE = 4096
+RECORDS = 6
+LOAD, STORE = TransferKind.LOAD, TransferKind.STORE
+
+
+class Stage(NamedTuple):
+    """A copier on a fake device; record `i` belongs to block `i`."""
+
+    copier: CudaCopier
+    device: FakeDevice
+    host: MemoryHost
+    memory: Any
+    keys: list[BlockKey]
+
+    def page(self, block: int) -> Any:
+        return self.memory[block * PAGE : (block + 1) * PAGE]
+
+    def submit(
+        self,
+        kind: TransferKind,
+        name: int,
+        first: int,
+        count: int,
+        onto: int,
+        mark: object = None,
+    ) -> None:
+        state = table.VALID if kind is LOAD else table.RESERVED
+        slots = list(range(first, first + count))
+        for slot in slots:
+            self.host.put(slot, self.keys[slot], state)
+        blocks = Blocks(np.arange(onto, onto + count), [count], [0])
+        keys = self.keys[first : first + count]
+        job = Job(id=name, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
+        self.copier.submit(job, mark)
+
+    def result(self, name: int) -> JobResult:
+        self.copier.wait([name])
+        while True:
+            for result in self.copier.poll():
+                if result.id == name:
+                    return result
+
+
+@pytest.fixture(params=[(seed, staging) for seed in range(4) for staging in (0, 2)], ids=str)
+def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    """The device's seed is a parameter: other orders of what may be reordered. The other one is how
+    many buffers it has to stage records in."""
+    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
+    memory = np.random.default_rng(1).integers(0, 256, 32 * PAGE, dtype=np.uint8)
+    device, host = FakeDevice(*request.param), MemoryHost(layout, RECORDS)
+    copier = CudaCopier(World(layout, memory).addressed(), device, host, NAMESPACE)
+    assert copier.prepared.wait(60)
+    stage = Stage(copier, device, host, memory, keys_of(RECORDS))
+    yield stage
+    device.thaw(device.engine, *device.lanes[True], *device.lanes[False])
+    copier.close()
+
+
+def stored(stage: Stage) -> None:
+    """All records hold their blocks."""
+    stage.submit(STORE, 0, 0, RECORDS, 0)
+    assert stage.result(0).ok
+
+
+def test_a_store_waits_for_what_the_engine_writes(stage: Stage) -> None:
+    stage.device.freeze(stage.device.engine)
+    stage.device.engine.do(lambda: stage.page(2).fill(42))
+    stage.submit(STORE, 1, 2, 1, 2)
+    stage.device.engine.do(lambda: stage.page(2).fill(43))
+    while not stage.device.waiters:
+        pass  # the copier has not got there
+    stage.device.drain()
+    assert not any(stage.host.record(2)[4096:]), "nothing was copied before its time"
+    stage.device.freeze(*stage.device.lanes[False])
+    stage.device.thaw(stage.device.engine)
+    stage.device.drain()
+    stage.page(2).fill(42)
+    stage.device.thaw(*stage.device.lanes[False])
+    assert stage.result(1).ok
+    assert set(stage.host.record(2)[4096 : 4096 + PAGE]) == {42}
+
+
+def test_a_load_waits_for_what_the_engine_writes_there(stage: Stage) -> None:
+    """An engine may still zero the blocks that it gives to a load."""
+    stored(stage)
+    wanted = stage.page(1).copy()
+    stage.device.freeze(stage.device.engine)
+    stage.device.engine.do(lambda: stage.page(20).fill(0))
+    stage.submit(LOAD, 1, 1, 1, 20)
+    stage.device.drain()
+    assert stage.copier.poll() == []
+    stage.device.thaw(stage.device.engine)
+    assert stage.result(1).ok
+    assert (stage.page(20) == wanted).all()
+
+
+def test_a_load_need_not_wait_for_what_comes_after_its_mark(stage: Stage) -> None:
+    stored(stage)
+    wanted = stage.page(1).copy()
+    stage.device.engine.do(lambda: stage.page(20).fill(0))
+    mark = stage.copier.mark()
+    stage.device.drain()
+    stage.device.freeze(stage.device.engine)
+    stage.device.engine.do(lambda: None)  # a step of the model, which is long
+    stage.submit(LOAD, 1, 1, 1, 20, mark)
+    assert stage.result(1).ok
+    assert (stage.page(20) == wanted).all()
+
+
+def test_what_the_engine_reads_after_a_result_is_there(stage: Stage) -> None:
+    stored(stage)
+    seen: list[bytes] = []
+    stage.submit(LOAD, 1, 0, RECORDS, 20)
+    assert stage.result(1).ok
+    stage.device.engine.do(lambda: seen.append(bytes(stage.memory[20 * PAGE : 26 * PAGE])))
+    stage.device.drain()
+    assert seen == [bytes(stage.memory[: 6 * PAGE])]
+
+
+def test_loads_do_not_wait_for_stores(stage: Stage) -> None:
+    stored(stage)
+    stage.device.freeze(*stage.device.lanes[False])
+    stage.submit(STORE, 1, 3, 3, 3)
+    stage.submit(LOAD, 2, 0, 3, 20)
+    assert stage.result(2).ok
+    assert stage.copier.poll() == []
+    stage.device.thaw(*stage.device.lanes[False])
+    assert stage.result(1).ok
+
+
+def test_the_engines_thread_never_waits_for_the_device(stage: Stage) -> None:
+    stage.device.freeze(stage.device.engine)
+    stage.submit(STORE, 1, 0, RECORDS, 0)
+    assert stage.copier.poll() == []
+    stage.device.thaw(stage.device.engine)
+    assert stage.result(1).ok
+    assert threading.get_ident() not in stage.device.waiters
+
+
+class Sealing(threading.Event):
+    """Set when the copier may seal records."""
+
+
+def test_blocks_may_be_reused_before_a_store_is_sealed(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_seal = Sealing()
+    complete = stage.copier._prover.complete
+
+    def later(*arguments: Any) -> Outcome:
+        may_seal.wait()
+        return complete(*arguments)
+
+    monkeypatch.setattr(stage.copier._prover, "complete", later)
+    wanted = bytes(stage.page(1))
+    stage.submit(STORE, 1, 1, 1, 1)
+    stage.copier.wait([1])
+    stage.page(1).fill(0)
+    assert stage.copier.poll() == [], "but it is not complete yet"
+    may_seal.set()
+    assert stage.result(1).ok
+    assert bytes(stage.host.record(1)[4096 : 4096 + PAGE]) == wanted
+
+
+@pytest.mark.parametrize("kind", [LOAD, STORE])
+def test_a_device_that_refuses_copies_fails_the_job_alone(
+    stage: Stage, kind: TransferKind, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored(stage)
+    for lane in stage.device.lanes[kind is LOAD]:
+        lane.refuses = True
+    stage.submit(kind, 1, 0, 2, 20)
+    assert set(stage.result(1).outcomes) <= {Outcome.IO_ERROR, Outcome.CANCELLED}
+    assert "the device refused a" in caplog.text
+    for lane in stage.device.lanes[kind is LOAD]:
+        lane.refuses = False
+    stage.submit(kind, 2, 2, 2, 24)
+    assert stage.result(2).ok
+
+
+@pytest.mark.parametrize("kind", [LOAD, STORE])
+def test_a_device_that_is_lost_fails_jobs_and_raises_nothing(
+    stage: Stage, kind: TransferKind, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored(stage)
+    stage.device.freeze(stage.device.engine)
+    stage.submit(kind, 1, 0, 2, 20)
+    stage.device.broken = True
+    stage.device.thaw(stage.device.engine)
+    assert set(stage.result(1).outcomes) <= {Outcome.IO_ERROR, Outcome.CANCELLED}
+    assert "the device failed a" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [LOAD, STORE])
+def test_a_device_that_records_no_event_fails_the_job_alone(
+    stage: Stage, kind: TransferKind
+) -> None:
+    stored(stage)
+    for lane in stage.device.lanes[kind is LOAD]:
+        lane.lost = True
+    stage.submit(kind, 1, 0, 2, 20)
+    assert set(stage.result(1).outcomes) <= {Outcome.IO_ERROR, Outcome.CANCELLED}
+    for lane in stage.device.lanes[kind is LOAD]:
+        lane.lost = False
+    stage.submit(kind, 2, 2, 2, 24)
+    assert stage.result(2).ok
+
+
+@pytest.mark.parametrize("kind", [LOAD, STORE])
+def test_what_breaks_in_a_batch_fails_the_job_alone(
+    stage: Stage, kind: TransferKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that ended would leave the engine waiting, and its buffer in nobody's hands."""
+    stored(stage)
+    staged = stage.copier._loads.staged
+    where = (FakeStage, "sums") if staged else (stage.copier._prover, "part")
+
+    def breaks(*arguments: Any) -> None:
+        raise ValueError("operation forbidden on released memoryview object")
+
+    for name in range(1, 6):  # more than there are threads
+        with monkeypatch.context() as broken:
+            broken.setattr(*where, breaks)
+            stage.submit(kind, name, 0, 2, 20)
+            assert set(stage.result(name).outcomes) <= {Outcome.IO_ERROR, Outcome.CANCELLED}
+    stage.submit(kind, 9, 2, 2, 24)
+    assert stage.result(9).ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        (LOAD, "fetch"),
+        (LOAD, "digest"),
+        (LOAD, "scatter"),
+        (STORE, "gather"),
+        (STORE, "digest"),
+        (STORE, "send"),
+    ],
+)
+@pytest.mark.parametrize("stage", [(0, 2)], ids=str, indirect=True)
+def test_each_step_by_way_of_a_buffer_may_fail(
+    stage: Stage, kind: TransferKind, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No block is to blame for that, and none counts as copied."""
+    stored(stage)
+
+    def breaks(*arguments: Any) -> None:
+        raise RuntimeError("an illegal address was encountered")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(FakeStage, step, breaks)
+        stage.submit(kind, 1, 0, 2, 20)
+        assert set(stage.result(1).outcomes) <= {Outcome.IO_ERROR, Outcome.CANCELLED}
+    stage.submit(kind, 2, 2, 2, 24)
+    assert stage.result(2).ok
+
+
+def test_jobs_do_not_wait_while_memory_is_pinned(stage: Stage) -> None:
+    stopped: list[bool] = []
+
+    def prepare(stopping: threading.Event) -> None:
+        stopped.append(stopping.wait())
+        raise RuntimeError("no kernel for this device")
+
+    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
+    world = World(layout, stage.memory)
+    copier = CudaCopier(world.addressed(), FakeDevice(), stage.host, NAMESPACE, prepare=prepare)
+    for kind, state in ((STORE, table.RESERVED), (LOAD, table.VALID)):
+        stage.host.put(0, stage.keys[0], state)
+        blocks = Blocks(np.array([0]), [1], [0])
+        copier.submit(
+            Job(id=0, kind=kind, keys=stage.keys[:1], slots=[0], blocks=blocks, deadline=5e9)
+        )
+        while not (results := copier.poll()):
+            pass
+        assert [result.ok for result in results] == [True]
+    assert not stopped
+    copier.close()
+    assert stopped == [True], "closing does not wait for the rest of the memory"
+
+
+def test_copies_go_on_if_preparing_fails(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    def prepare(stopping: threading.Event) -> None:
+        raise RuntimeError("no kernel for this device")
+
+    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
+    world = World(layout, stage.memory)
+    CudaCopier(world.addressed(), FakeDevice(), stage.host, NAMESPACE, prepare=prepare).close()
+    assert "slower than they could be" in caplog.text
+
+
+@pytest.mark.parametrize("stage", [(0, 2)], ids=str, indirect=True)
+def test_a_copier_that_gets_too_few_threads_keeps_none(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each job opens it anew, and closes the region that those left over would go on pinning."""
+    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
+    layout = World(layout, stage.memory).addressed()
+    start = threading.Thread.start
+    started: list[threading.Thread] = []
+    opened, closed = 0, 0
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == opened:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    def on_close() -> None:
+        nonlocal closed
+        assert not any(thread.is_alive() for thread in started)
+        closed += 1
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    while True:
+        started.clear()
+        try:
+            copier = CudaCopier(
+                layout,
+                stage.device,
+                stage.host,
+                NAMESPACE,
+                prepare=threading.Event.wait,
+                on_close=on_close,
+            )
+        except RuntimeError:
+            opened += 1
+            assert closed == opened
+        else:
+            break
+    assert opened > 10
+    copier.close()
+
+
+def test_one_bad_record_does_not_stop_those_under_way(stage: Stage) -> None:
+    stored(stage)
+    stage.host.record(3)[5000] ^= 1
+    before = stage.memory.copy()
+    stage.submit(LOAD, 1, 0, RECORDS, 20)
+    result = stage.result(1)
+    assert result.outcomes[3] is Outcome.CORRUPT
+    assert not (stage.page(23) != before[23 * PAGE : 24 * PAGE]).any()
+    assert all(
+        (stage.page(20 + index) == stage.page(index)).all()
+        for index, outcome in enumerate(result.outcomes)
+        if outcome.ok
+    )

@@ -1,0 +1,121 @@
+"""Who looks out for what is still arriving: each look takes time from the engine's thread."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import numpy as np
+import pytest
+from device_worlds import NAMESPACE, MemoryHost, keys_of
+from fake_device import FakeDevice
+
+from kvtier.core.interfaces.mover import TransferKind
+from kvtier.core.slab import layout as table
+from kvtier.device.copier import DeviceCopier, Job
+from kvtier.device.copy_plan import Blocks
+from kvtier.device.cpu_copier import CpuCopier
+from kvtier.device.cuda.copier import CudaCopier
+from kvtier.device.job_queue import LOCK_KEPT_S
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+
+PAGE, ROWS, LOOKS = 512, 8, 60
+HANGS_S = 60
+
+
+class Watched(MemoryHost):
+    """Notes who looks at slots, and which were found to have arrived."""
+
+    def __init__(self, layout: DeviceLayout) -> None:
+        super().__init__(layout, ROWS)
+        self.looked: list[int] = []
+        self.often = threading.Event()
+        self.begun = [threading.Event() for _ in range(ROWS)]
+
+    def forget(self) -> None:
+        for each in self.begun:
+            each.clear()
+
+    def state(self, slot: int) -> int:
+        self.looked.append(threading.get_ident())
+        if len(self.looked) >= LOOKS * ROWS:
+            self.often.set()
+        return super().state(slot)
+
+    def entry(self, slot: int) -> bytes:
+        self.begun[slot].set()
+        return super().entry(slot)
+
+
+class Setting:
+    """A load of records none of which has arrived; to host memory (None), or a device with so many
+    buffers."""
+
+    def __init__(self, staging: int | None) -> None:
+        self.pool = np.zeros((ROWS, PAGE), np.uint8)
+        tensor = DeviceTensor(int(self.pool.ctypes.data), ROWS, PAGE, PAGE)
+        self.layout = DeviceLayout((tensor,), ((PageRef(0, PAGE),),))
+        self.host = Watched(self.layout)
+        self.device = FakeDevice(staging=staging or 0)
+        self.copier: DeviceCopier
+        if staging is None:
+            self.copier = CpuCopier(self.layout, [self.pool], self.host, NAMESPACE)
+        else:
+            self.copier = CudaCopier(self.layout, self.device, self.host, NAMESPACE)
+            assert self.copier.prepared.wait(HANGS_S)
+        self.keys = keys_of(ROWS)
+        self._submit(TransferKind.STORE)
+        while not self.copier.poll():
+            self.copier.wait([0])
+        self.host.forget()
+        self._submit(TransferKind.LOAD)
+
+    def _submit(self, kind: TransferKind) -> None:
+        """All records, which are reserved, or still arriving."""
+        for slot, key in enumerate(self.keys):
+            self.host.put(slot, key, table.RESERVED)
+        self.copier.submit(
+            Job(
+                id=0,
+                kind=kind,
+                keys=self.keys,
+                slots=list(range(ROWS)),
+                blocks=Blocks(np.arange(ROWS), [ROWS], [0]),
+                deadline=float("inf"),
+            )
+        )
+
+    def arrive(self, slot: int) -> None:
+        self.host.put(slot, self.keys[slot], table.VALID)
+
+
+@pytest.mark.parametrize("staging", [None, 0, 4])
+def test_one_thread_looks_out_for_all(staging: int | None) -> None:
+    setting = Setting(staging)
+    assert setting.host.often.wait(HANGS_S)
+    late = setting.host.looked[LOOKS * ROWS // 2 :]
+    assert len(set(late)) == 1
+    setting.copier.close()
+
+
+@pytest.mark.parametrize("staging", [0, 4])
+def test_while_that_one_is_busy_another_looks_out(staging: int) -> None:
+    setting = Setting(staging)
+    setting.device.freeze(*setting.device.lanes[True])
+    for slot in range(4):
+        assert not setting.host.begun[slot].is_set()
+        setting.arrive(slot)
+        assert setting.host.begun[slot].wait(HANGS_S)
+    setting.device.thaw(*setting.device.lanes[True])
+    setting.copier.close()
+
+
+def test_an_engine_that_is_busy_in_python_lets_a_copier_have_the_lock_soon() -> None:
+    usual = sys.getswitchinterval()
+    try:
+        for before, after in ((5e-3, LOCK_KEPT_S), (1e-5, 1e-5)):
+            sys.setswitchinterval(before)
+            Setting(4).copier.close()
+            assert sys.getswitchinterval() == pytest.approx(after)
+    finally:
+        sys.setswitchinterval(usual)

@@ -1,0 +1,150 @@
+"""What is special about KV tensors in host memory: strided copies, and stores that give way."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from device_worlds import NAMESPACE, MemoryHost, World, keys_of
+
+from kvtier.core.interfaces.mover import TransferKind
+from kvtier.core.slab import layout as table
+from kvtier.device.copier import Job, Prover
+from kvtier.device.copy_plan import Blocks
+from kvtier.device.cpu_copier import CpuCopier, host_arrays
+from kvtier.device.job_queue import Desk
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.types import Outcome
+
+PAGE = 4096
+
+
+def a_world() -> World:
+    tensors = tuple(DeviceTensor(layer << 20, 32, PAGE, PAGE) for layer in range(3))
+    groups = (tuple(PageRef(layer, PAGE) for layer in range(3)),)
+    memory = np.random.default_rng(1).integers(0, 256, 4 << 20, dtype=np.uint8)
+    return World(DeviceLayout(tensors, groups), memory)
+
+
+def job_of(kind: TransferKind, name: int, slots: list[int], keys: list[Any], at: int) -> Job:
+    blocks = Blocks(np.arange(at, at + len(slots)), [len(slots)], [0])
+    return Job(id=name, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
+
+
+class Gate(MemoryHost):
+    """Holds whoever touches one slot until it is opened."""
+
+    slot = -1
+
+    def __init__(self, layout: DeviceLayout, slots: int) -> None:
+        super().__init__(layout, slots)
+        self.reached, self.open, self.order = threading.Event(), threading.Event(), list[int]()
+
+    def record(self, slot: int) -> memoryview:
+        if slot not in self.order:
+            self.order.append(slot)
+        if slot == self.slot:
+            self.reached.set()
+            self.open.wait()
+        return super().record(slot)
+
+
+def test_stores_let_loads_go_first(monkeypatch: Any) -> None:
+    """A store of three records is at its first when a load arrives: that is next."""
+    monkeypatch.setattr(CpuCopier, "_BATCH_BYTES", 1)
+    world = a_world()
+    host = Gate(world.layout, 8)
+    keys = keys_of(5)
+    copier = CpuCopier(world.layout, world.arrays(), host, NAMESPACE, load_threads=1)
+    for slot in (0, 1):
+        host.put(slot, keys[slot], table.RESERVED)
+    copier.submit(job_of(TransferKind.STORE, 1, [0, 1], keys[:2], 0))
+    copier.wait([1])
+    for slot in (0, 1):
+        host.put(slot, keys[slot], table.VALID)
+    for slot in (2, 3, 4):
+        host.put(slot, keys[slot], table.RESERVED)
+    host.order.clear()
+    host.slot = 2
+    copier.submit(job_of(TransferKind.STORE, 2, [2, 3, 4], keys[2:], 8))
+    host.reached.wait()
+    copier.submit(job_of(TransferKind.LOAD, 3, [0, 1], keys[:2], 16))
+    copier.wait([3])
+    assert host.order == [2, 0, 1]
+    host.open.set()
+    copier.wait([2])
+    assert host.order == [2, 0, 1, 3, 4]
+    assert all(result.ok for result in copier.poll())
+    copier.close()
+
+
+def test_a_store_that_the_engine_waits_for_goes_before_loads_and_other_stores() -> None:
+    world = a_world()
+    host = MemoryHost(world.layout, 8)
+    keys = keys_of(5)
+    for slot, key in enumerate(keys):
+        host.put(slot, key, table.VALID if slot < 2 else table.RESERVED)
+    desk = Desk(world.layout, Prover(world.layout, host, NAMESPACE), 1)
+    desk.submit(job_of(TransferKind.LOAD, 1, [0, 1], keys[:2], 0))
+    desk.submit(job_of(TransferKind.STORE, 2, [2, 3], keys[2:4], 8))
+    desk.submit(job_of(TransferKind.STORE, 3, [4], keys[4:], 16))
+    assert desk.next(desk.store_after_loads, wait=False) is None
+    engine = threading.Thread(target=desk.wait, args=([3],))
+    engine.start()
+    batch = desk.next(desk.store_after_loads)
+    assert batch is not None
+    assert batch.work.job.id == 3
+    desk.finish(batch, [Outcome.OK])
+    engine.join()
+    assert desk.next(desk.store_after_loads, wait=False) is None
+
+
+class Tensor:
+    """As much of a torch tensor as a layout looks at."""
+
+    def __init__(self, array: npt.NDArray[np.int8]) -> None:
+        self._array = array
+        self.shape = array.shape
+
+    def numpy(self) -> npt.NDArray[np.int8]:
+        return self._array
+
+    def data_ptr(self) -> int:
+        return int(self._array.ctypes.data)
+
+    def element_size(self) -> int:
+        return self._array.itemsize
+
+    def stride(self, dimension: int) -> int:
+        return self._array.strides[dimension] // self._array.itemsize
+
+
+class Named:
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+def test_a_layout_is_read_from_canonical_caches() -> None:
+    """A packed tensor of two layers, the second of which has padded pages; two groups share it."""
+    memory = np.arange(8 * 96, dtype=np.int64).astype(np.int8).reshape(8, 96)
+    caches = Named(
+        tensors=[
+            Named(tensor=Tensor(memory[:, :32]), page_size_bytes=32),
+            Named(tensor=Tensor(memory[:, 32:]), page_size_bytes=64),
+        ],
+        group_data_refs=[
+            [Named(tensor_idx=0, page_size_bytes=32), Named(tensor_idx=1, page_size_bytes=60)],
+            [Named(tensor_idx=1, page_size_bytes=64)],
+        ],
+    )
+    layout = DeviceLayout.of_caches(caches, 2)
+    at = memory.ctypes.data
+    assert layout.tensors == (DeviceTensor(at, 8, 96, 32), DeviceTensor(at + 32, 8, 96, 64))
+    assert layout.groups == ((PageRef(0, 32), PageRef(1, 60)), (PageRef(1, 64),))
+    assert layout.group_bytes == (184, 128)
+    first, second = host_arrays(caches)
+    second[3, 0] = 7
+    assert memory[3, 32] == 7, "arrays are views"
+    assert first.dtype == np.uint8

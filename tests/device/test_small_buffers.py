@@ -1,0 +1,253 @@
+"""Buffers that have no room for whole batches, as where a model left little of the device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from device_worlds import NAMESPACE, MemoryHost, keys_of
+from fake_device import FakeDevice, FakeStage
+
+from kvtier.core.interfaces.mover import TransferKind
+from kvtier.core.records.record import HEADER_BYTES
+from kvtier.core.slab import layout as table
+from kvtier.device.accelerator import Stage
+from kvtier.device.copier import Job, Prover
+from kvtier.device.copy_plan import Blocks
+from kvtier.device.cuda.copier import CudaCopier, _Pipe
+from kvtier.device.cuda.staged_copies import STORES_AT_ONCE, StagedPath
+from kvtier.device.job_queue import Batch, Desk
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.types import FilePlace, Outcome
+
+PAGE, ROWS = 512, 8
+
+
+def setting() -> tuple[Any, DeviceLayout, MemoryHost, Job]:
+    """A device's memory, and a store of all of it."""
+    pool = np.arange(ROWS * PAGE, dtype=np.uint32).astype(np.uint8)
+    tensor = DeviceTensor(int(pool.ctypes.data), ROWS, PAGE, PAGE)
+    layout = DeviceLayout((tensor,), ((PageRef(0, PAGE),),))
+    host, keys = MemoryHost(layout, ROWS), keys_of(ROWS)
+    for slot, key in enumerate(keys):
+        host.put(slot, key, table.RESERVED)
+    job = Job(
+        id=0,
+        kind=TransferKind.STORE,
+        keys=keys,
+        slots=list(range(ROWS)),
+        blocks=Blocks(np.arange(ROWS), [ROWS], [0]),
+        deadline=float("inf"),
+    )
+    return pool, layout, host, job
+
+
+def test_batches_are_cut_to_fit() -> None:
+    _pool, layout, host, job = setting()
+    desk = Desk(layout, Prover(layout, host, NAMESPACE), 100 * PAGE)
+    desk.fit([3])
+    desk.fit([5])
+    desk.submit(job)
+    cut = [desk.next(desk.store, wait=False) for _ in range(3)]
+    assert [batch and len(batch.rows) for batch in cut] == [3, 3, 2]
+
+
+def test_jobs_name_keys_of_their_groups_and_files_of_their_keys() -> None:
+    _pool, layout, host, job = setting()
+    layout = msgspec.structs.replace(layout, group_ids=(1,))
+    desk = Desk(layout, Prover(layout, host, NAMESPACE), PAGE, reads_files=True)
+    with pytest.raises(ValueError, match="other groups"):
+        desk.submit(job)
+    job = msgspec.structs.replace(job, keys=keys_of(ROWS, groups=[1] * ROWS))
+    for at in (ROWS, ROWS + 1):
+        with pytest.raises(ValueError, match="files"):
+            desk.submit(msgspec.structs.replace(job, files={at: FilePlace("slab", 0)}))
+    desk.submit(job)
+    assert desk.next(desk.store, wait=False) is not None
+
+
+def test_one_bad_slot_stops_no_store() -> None:
+    _pool, layout, host, job = setting()
+    desk = Desk(layout, Prover(layout, host, NAMESPACE), PAGE)
+    desk.submit(job)
+    outcomes = [Outcome.GONE] + [Outcome.OK] * (ROWS - 1)
+    for outcome in outcomes:
+        batch = desk.next(desk.store, wait=False)
+        assert batch is not None
+        desk.finish(batch, [outcome])
+    (result,) = desk.poll()
+    assert (result.outcomes, result.bytes_moved) == (outcomes, (ROWS - 1) * PAGE)
+
+
+def test_a_batch_that_was_cut_before_goes_page_by_page() -> None:
+    _pool, layout, host, job = setting()
+    desk = Desk(layout, Prover(layout, host, NAMESPACE), 100 * PAGE)
+    desk.submit(job)
+    large = desk.next(desk.store)
+    assert large is not None
+    assert len(large.rows) == ROWS
+    device, moved = FakeDevice(staging=2, room=3 * PAGE), []
+
+    def move(batch: Batch, stage: Stage) -> None:
+        moved.append(len(batch.rows))
+
+    lane = device.lane(urgent=False)
+    pipe = _Pipe(lane, lane.to_host)
+    assert not pipe.by_stage(move, large)
+    pipe.use(device.stages(layout, 100 * PAGE, urgent=False))
+    assert not pipe.by_stage(move, large)
+    assert pipe.by_stage(move, large._replace(rows=large.rows[:3]))
+    assert moved == [3]
+
+
+def test_a_copier_fills_its_buffers_with_no_more_than_they_hold() -> None:
+    _pool, layout, host, job = setting()
+    device = FakeDevice(staging=2, room=3 * PAGE)
+    copier = CudaCopier(layout, device, host, NAMESPACE)
+    assert copier.prepared.wait(60)
+    copier.submit(job)
+    copier.wait([0])
+    while not (results := copier.poll()):
+        pass
+    assert results[0].ok
+    copier.close()
+
+
+def test_room_for_loads_alone_is_told_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    """What loads take of the device may be what stores lack."""
+    _pool, layout, host, _job = setting()
+
+    class Small(FakeDevice):
+        def stages(
+            self, layout: DeviceLayout, batch_bytes: int, *, urgent: bool
+        ) -> list[FakeStage]:
+            if not urgent:
+                raise RuntimeError("they do not fit")
+            return super().stages(layout, batch_bytes, urgent=urgent)
+
+    copier = CudaCopier(layout, Small(staging=2), host, NAMESPACE)
+    assert copier.prepared.wait(60)
+    assert "stores are copied page by page and proved by the host: they do not fit" in caplog.text
+    assert (copier._loads.staged, copier._stores.staged) == (True, False)
+    copier.close()
+
+
+def by_one_buffer(
+    layout: DeviceLayout, host: MemoryHost
+) -> tuple[FakeDevice, Desk, StagedPath, Stage]:
+    """For one record."""
+    device, prover = FakeDevice(staging=1, room=PAGE), Prover(layout, host, NAMESPACE)
+    (stage,) = device.stages(layout, PAGE, urgent=True)
+    desk = Desk(layout, prover, PAGE)
+    slots_at = int(np.frombuffer(host.record(0), np.uint8).ctypes.data)
+    return device, desk, StagedPath(layout, desk, prover, slots_at, host.slot_bytes), stage
+
+
+def test_how_far_the_engine_has_come_is_asked_once_for_each_job() -> None:
+    """Each time gives Python's lock away."""
+    _pool, layout, host, job = setting()
+    _device, desk, path, stage = by_one_buffer(layout, host)
+    asked = 0
+
+    class Mark:
+        def synchronize(self) -> None:
+            nonlocal asked
+            asked += 1
+
+    for name in range(2):
+        desk.submit(msgspec.structs.replace(job, id=name), Mark())
+        while (batch := desk.next(desk.store, wait=False)) is not None:
+            path.store(batch, stage)
+    assert [result.ok for result in desk.poll()] == [True, True]
+    assert asked == 2
+
+
+def test_what_crosses_the_link_takes_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pool, layout, host, job = setting()
+    device, desk, path, stage = by_one_buffer(layout, host)
+    turns, crossed = path._turns, list[str]()
+
+    def seen(step: str, whether: Callable[[], bool]) -> None:
+        real = getattr(FakeStage, step)
+
+        def cross(*arguments: Any) -> Any:
+            assert whether()
+            crossed.append(step)
+            return real(*arguments)
+
+        monkeypatch.setattr(FakeStage, step, cross)
+
+    seen("send", lambda: turns._room._value == STORES_AT_ONCE - 1)
+    seen("fetch", lambda: turns._loads == 1)
+    desk.submit(job, device.mark())
+    while (batch := desk.next(desk.store, wait=False)) is not None:
+        path.store(batch, stage)
+    for slot, key in enumerate(job.keys):
+        host.put(slot, key, table.VALID)
+    desk.submit(msgspec.structs.replace(job, kind=TransferKind.LOAD), device.mark())
+    while (batch := desk.next(desk.load, wait=False)) is not None:
+        path.load(batch, stage)
+    assert crossed == ["send"] * ROWS + ["fetch"] * ROWS
+
+
+def test_nothing_more_of_a_failed_load_is_copied() -> None:
+    """Nobody waits for it any more, and the engine may give its blocks to others."""
+    pool, layout, host, job = setting()
+    device, desk, path, stage = by_one_buffer(layout, host)
+    desk.submit(job, device.mark())
+    while (batch := desk.next(desk.store, wait=False)) is not None:
+        path.store(batch, stage)
+    for slot, key in enumerate(job.keys):
+        host.put(slot, key, table.VALID)
+    host.record(0)[HEADER_BYTES] ^= 1
+    turned = Blocks(np.arange(ROWS)[::-1].copy(), [ROWS], [0])
+    before = pool.copy()
+    desk.submit(
+        msgspec.structs.replace(job, id=1, kind=TransferKind.LOAD, blocks=turned), device.mark()
+    )
+    while (batch := desk.next(desk.load, wait=False)) is not None:
+        path.load(batch, stage)
+        desk.wait([1])
+    stored, loaded = desk.poll()
+    assert stored.ok
+    assert loaded.outcomes == [Outcome.CORRUPT] + [Outcome.CANCELLED] * (ROWS - 1)
+    assert (pool == before).all()
+
+
+class Sleeper(threading.Condition):
+    """Says how often somebody has gone to sleep."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        super().__init__(lock)
+        self.slept = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.slept.release()
+        return super().wait(timeout)
+
+
+@pytest.mark.timeout(120)
+def test_an_engine_does_not_wait_for_what_is_only_looked_at_of_a_failed_load() -> None:
+    """The last batch that might write to its blocks has ended; the others are of no use to it."""
+    _pool, layout, host, job = setting()
+    desk = Desk(layout, Prover(layout, host, NAMESPACE), PAGE)
+    desk._done = sleeper = Sleeper(desk._lock)
+    for slot, key in enumerate(job.keys):
+        host.put(slot, key, table.VALID)
+    desk.submit(msgspec.structs.replace(job, kind=TransferKind.LOAD))
+    first, second = (desk.next(desk.load, wait=False) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    engine = threading.Thread(target=desk.wait, args=([0],), daemon=True)
+    engine.start()
+    assert sleeper.slept.acquire(timeout=60)
+    desk.finish(first, [Outcome.CORRUPT])
+    assert sleeper.slept.acquire(timeout=60), "the second might still write"
+    desk.finish(second, [Outcome.OK])
+    engine.join(20)
+    assert not engine.is_alive()
+    assert desk.poll() == [], "the others are still to be looked at"

@@ -1,0 +1,232 @@
+"""What goes wrong on a TLS connection: weather, or something to put right; and which are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from certificates import make_certificate
+from hostile import BODY, get
+from object_servers import HostileServer, Opener, Peer, answer
+
+from kvtier.backends.object.client.sockets import Timeouts
+from kvtier.backends.object.stores import errors
+from kvtier.backends.object.stores.s3_store import S3Store
+from kvtier.backends.object.stores.store import GetOutcome
+
+pytestmark = pytest.mark.s3
+
+
+@pytest.fixture
+def context(certificate: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    return context
+
+
+@pytest.fixture
+def tls_server(context: ssl.SSLContext) -> Iterator[HostileServer]:
+    with HostileServer(lambda peer, head: peer.sendall(answer(200, BODY)), tls=context) as server:
+        yield server
+
+
+@pytest.fixture
+def store(tls_server: HostileServer, opened: Opener, certificate: Path) -> S3Store:
+    endpoint = tls_server.endpoint.replace("http:", "https:")
+    return opened(endpoint=endpoint, ca_bundle=str(certificate))
+
+
+@pytest.mark.parametrize("by", ["AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "profile"])
+def test_the_authorities_that_other_tools_trust_there(
+    tls_server: HostileServer,
+    opened: Opener,
+    certificate: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    by: str,
+) -> None:
+    if by != "profile":
+        monkeypatch.setenv(by, str(certificate))
+    else:
+        config = tmp_path / "config"
+        config.write_text(f"[default]\nca_bundle = {certificate}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    assert get(opened(endpoint=tls_server.endpoint.replace("http:", "https:"))) is GetOutcome.FOUND
+
+
+def test_what_names_authorities_for_stores_alone_goes_first(
+    tls_server: HostileServer, opened: Opener, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/nowhere/authorities.pem")
+    assert get(opened(endpoint=tls_server.endpoint.replace("http:", "https:"))) is GetOutcome.FOUND
+
+
+def test_the_authorities_of_a_file_that_is_not_there(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/nowhere/authorities.pem")
+    with pytest.raises(errors.TLSRefused, match="/nowhere/authorities"):
+        opened(endpoint="https://127.0.0.1:1")
+
+
+Lone = Callable[[Callable[[socket.socket], None]], str]
+
+
+@pytest.fixture
+def lone() -> Iterator[Lone]:
+    """Serves one connection, before TLS is spoken on it; the endpoint."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threads: list[threading.Thread] = []
+
+        def serve(talk: Callable[[socket.socket], None]) -> str:
+            def accept() -> None:
+                with listener.accept()[0] as sock:
+                    talk(sock)
+
+            threads.append(threading.Thread(target=accept))
+            threads[0].start()
+            return f"https://127.0.0.1:{listener.getsockname()[1]}"
+
+        yield serve
+        threads[0].join()
+
+
+def until_closed(sock: socket.socket) -> None:
+    while sock.recv(1 << 16):
+        pass
+
+
+def test_a_server_that_goes_away_amid_the_greeting_is_weather(lone: Lone, opened: Opener) -> None:
+    store = opened(endpoint=lone(lambda sock: (sock.recv(1 << 16), None)[1]))
+    with pytest.raises(errors.Unavailable, match="broke") as caught:
+        get(store)
+    assert type(caught.value) is errors.Unavailable
+
+
+def test_a_server_that_does_not_greet(lone: Lone, opened: Opener) -> None:
+    short = Timeouts(connect_s=10.0, idle_s=0.1, total_s=10.0)
+    store = opened(endpoint=lone(until_closed), timeouts=short)
+    with pytest.raises(errors.TimedOut, match="does not answer"):
+        get(store)
+
+
+@pytest.mark.parametrize("upload", [False, True])
+def test_a_server_that_falls_silent_behind_the_greeting(
+    tls_server: HostileServer, opened: Opener, certificate: Path, upload: bool
+) -> None:
+    def hang(peer: Peer, head: bytes) -> None:
+        tls_server.release.wait()
+
+    tls_server.script = hang
+    store = opened(
+        endpoint=tls_server.endpoint.replace("http:", "https:"),
+        ca_bundle=str(certificate),
+        timeouts=Timeouts(connect_s=10.0, idle_s=5.0, total_s=0.5),
+    )
+    long = [memoryview(bytearray(64 << 20))]
+    with pytest.raises(errors.TimedOut):
+        store.put("name", long) if upload else store.get("name", long)
+
+
+def test_a_server_that_wants_to_know_who_asks(
+    lone: Lone, context: ssl.SSLContext, certificate: Path, opened: Opener
+) -> None:
+    """It says so when the greeting is over, in answer to the first request."""
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(certificate)
+
+    def refuse(sock: socket.socket) -> None:
+        talking = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        with talking, contextlib.suppress(OSError):
+            with pytest.raises(ssl.SSLError):
+                talking.do_handshake()
+            while os.read(talking.fileno(), 1 << 16):
+                pass  # until it is heard
+
+    store = opened(endpoint=lone(refuse), ca_bundle=str(certificate))
+    with pytest.raises(errors.TLSRefused, match="refuses TLS"):
+        get(store)
+
+
+@pytest.mark.parametrize(
+    ("made", "setting", "remedy"),
+    [
+        ({"host": "127.0.0.2"}, "endpoint", "addressing: path"),
+        ({"day": -3}, "clock", "renewed"),
+        ({"day": 3}, "clock", "clock of this machine"),
+    ],
+)
+def test_a_certificate_whose_authority_is_known_is_not_said_to_lack_it(
+    tls_server: HostileServer,
+    context: ssl.SSLContext,
+    opened: Opener,
+    tmp_path: Path,
+    made: dict[str, Any],
+    setting: str,
+    remedy: str,
+) -> None:
+    bundle = make_certificate(tmp_path / "made.pem", **made)
+    context.load_cert_chain(bundle)
+    endpoint = tls_server.endpoint.replace("http:", "https:")
+    with pytest.raises(errors.TLSRefused, match=remedy) as caught:
+        get(opened(endpoint=endpoint, ca_bundle=str(bundle)))
+    assert caught.value.setting == setting
+    assert "ca_bundle" not in str(caught.value)
+
+
+def test_an_authority_that_follows_another_is_believed_without_a_restart(
+    tls_server: HostileServer,
+    context: ssl.SSLContext,
+    certificate: Path,
+    opened: Opener,
+    tmp_path: Path,
+) -> None:
+    tls_server.script = lambda peer, head: peer.sendall(answer(200, BODY, connection="close"))
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_text(certificate.read_text())
+    endpoint = tls_server.endpoint.replace("http:", "https:")
+    store = opened(endpoint=endpoint, ca_bundle=str(bundle))
+    assert get(store) is GetOutcome.FOUND
+    following = make_certificate(tmp_path / "following.pem", "another")
+    context.load_cert_chain(following)
+    bundle.write_text("just being written")
+    with pytest.raises(errors.TLSRefused):
+        get(store)
+    bundle.write_text(certificate.read_text() + following.read_text())
+    with pytest.raises(errors.TLSRefused):
+        get(store)
+    assert get(store) is GetOutcome.FOUND
+
+
+@pytest.mark.parametrize(
+    ("data", "cut", "connections"),
+    [
+        (answer(200, BODY), False, 1),
+        (answer(200, BODY), True, 3),
+        (answer(200, BODY) + b"too much", False, 3),
+    ],
+    ids=["kept", "cut", "too much"],
+)
+def test_connections_are_kept_that_stand_where_an_answer_begins(
+    tls_server: HostileServer, store: S3Store, data: bytes, cut: bool, connections: int
+) -> None:
+    used: set[object] = set()
+
+    def reply(peer: Peer, head: bytes) -> None:
+        used.add(peer.client)
+        peer.sendall(data)
+        if cut:
+            peer.cut()
+
+    tls_server.script = reply
+    for _ in range(3):
+        assert get(store) is GetOutcome.FOUND
+    assert len(used) == connections

@@ -1,0 +1,235 @@
+"""Garbage collected without a server: what goes, what stays, and who hears of it."""
+
+from __future__ import annotations
+
+import os
+import time
+import tracemalloc
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from object_audits import LockedStore
+from object_subjects import FOLDER
+
+from kvtier.backends.object.housekeeping import gc
+from kvtier.backends.object.manifests.journal import Journal
+from kvtier.backends.object.manifests.manifest import REMOVED
+from kvtier.backends.object.object_names import block_name, description_name, parse_block
+from kvtier.backends.object.stores.errors import StoreError, Unavailable
+from kvtier.backends.object.stores.file_store import FileStore
+from kvtier.backends.object.stores.store import ObjectInfo
+from kvtier.core.slab.layout import keys_of
+from kvtier.testing.records import GROUPED, NAMESPACE, make_keys
+from kvtier.testing.subject import Rig
+from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey, Namespace, block_key
+
+RECORD = 12288
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(FOLDER, tmp_path, blocks=8)
+    yield rig
+    rig.close()
+
+
+def age(rig: Rig, key: BlockKey, seconds: float) -> None:
+    path = rig.folder / "store" / block_name(NAMESPACE.id, key)
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+def test_the_oldest_go_first_until_the_budget_holds(rig: Rig) -> None:
+    keys = rig.put(make_keys(6))
+    for index, key in enumerate(keys):
+        age(rig, key, 1000 - 100 * index)
+    store = FileStore(rig.folder / "store")
+    found = gc.survey(store, 4 * RECORD, None, time.time())
+    assert (found.blocks, found.bytes) == (6, 6 * RECORD)
+    assert {parse_block(one.name) for one in found.doomed} == {
+        (NAMESPACE.id, key, 0) for key in keys[:2]
+    }
+    assert rig.get(keys) == keys, "a survey deletes nothing"
+    assert gc.collect(store, found) == (2, 0)
+    rig.tier.refresh()
+    rig.tier.tick()
+    assert rig.resident(keys) == keys[2:], "a running server hears of it"
+    assert rig.get(keys[2:]) == keys[2:]
+
+
+def test_what_is_too_old_goes_whatever_the_budget(rig: Rig) -> None:
+    keys = rig.put(make_keys(3))
+    age(rig, keys[1], 5000)
+    store = FileStore(rig.folder / "store")
+    found = gc.survey(store, 1 << 40, 3600.0, time.time())
+    assert [one.reason for one in found.doomed] == ["too old"]
+    assert gc.collect(store, found) == (1, 0)
+
+
+def test_what_was_deleted_is_written_down_though_the_store_goes_away_amid_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(FileStore):
+        left = 2
+
+        def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
+            if not self.left:
+                raise Unavailable("away")
+            self.left -= 1
+            return super().delete(names, **more)
+
+    monkeypatch.setattr(gc, "_AT_ONCE", 2)
+    keys = rig.put(make_keys(6))
+    rig.tier.flush()
+    store = Failing(rig.folder / "store")
+    with pytest.raises(Unavailable):
+        gc.collect(store, gc.survey(store, 0, None, time.time()))
+    entries = Journal(store, NAMESPACE).everything()
+    assert entries["kind"].tolist().count(REMOVED) == 4
+    rig.tier.refresh()
+    rig.tier.tick()
+    assert len(rig.resident(keys)) == 2
+
+
+def test_a_reader_survives_a_collection(rig: Rig) -> None:
+    keys = rig.put(make_keys(4))
+    spec = rig.tier.prepare_load(keys)
+    store = FileStore(rig.folder / "store")
+    gc.collect(store, gc.survey(store, 0, None, time.time()))
+    outcomes = rig.read(keys, spec)
+    assert {outcome.value for outcome in outcomes.values()} == {"gone"}
+    rig.tier.complete_load(keys, outcomes)
+    assert rig.put(keys) == keys
+    assert rig.get(keys) == keys
+
+
+def test_all_namespaces_share_the_budget_and_other_files_are_safe(rig: Rig, tmp_path: Path) -> None:
+    rig.put(make_keys(3))
+    other = Rig(FOLDER, tmp_path, blocks=8, namespace=GROUPED)
+    other.put(make_keys(3))
+    store = FileStore(tmp_path / "store")
+    store.put("notes/mine", [memoryview(b"keep")])
+    (tmp_path / "store" / "plain.txt").write_text("keep")
+    found = gc.survey(store, 0, None, time.time())
+    assert found.blocks == 6
+    assert gc.collect(store, found) == (6, 0)
+    left = [info.name for info in store.list() if parse_block(info.name) is None]
+    assert "notes/mine" in left
+    assert (tmp_path / "store" / "plain.txt").read_text() == "keep"
+    other.close()
+
+
+def test_a_new_namespace_gets_room_from_an_old_one(tmp_path: Path) -> None:
+    old = Rig(FOLDER, tmp_path, blocks=8)
+    old.put(make_keys(8))
+    old.close()
+    newer = Namespace(facts={"model": "newer"}, group_bytes=NAMESPACE.group_bytes)
+    new = Rig(FOLDER, tmp_path, blocks=8, namespace=newer)
+    keys = make_keys(1)
+    assert new.put(keys) == []  # nothing of the budget is left
+    new.settle()
+    new.settle()
+    assert new.put(keys), "the oldest blocks of the other namespace have gone"
+    for start in range(10, 100, 10):
+        new.put(make_keys(4, start=start))
+        new.settle()
+    assert len(new.resident(make_keys(100))) >= 4, "it does not stay as small as it began"
+    new.close()
+
+
+def test_what_told_of_blocks_that_went_is_found_when_it_is_old(rig: Rig) -> None:
+    rig.put(make_keys(3))
+    rig.close()
+    store = FileStore(rig.folder / "store")
+    gc.collect(store, gc.survey(store, 0, None, time.time()))
+    now = time.time()
+    assert gc.survey(store, 1 << 40, None, now).bare == {}, "somebody may be about to come back"
+    assert not gc.remove_bare(store, NAMESPACE.id, now)
+    later = now + 2 * 3600.0 + 1.0
+    found = gc.survey(store, 1 << 40, None, later)
+    assert list(found.bare) == [NAMESPACE.id]
+    assert found.bare[NAMESPACE.id] > 0
+    assert gc.remove_bare(store, NAMESPACE.id, later)
+    assert [info.name for info in store.list()] == []
+    assert gc.survey(store, 1 << 40, None, later).bare == {}
+    rig.reopen()
+    assert rig.put(make_keys(3)) == make_keys(3)
+
+
+@pytest.mark.slow
+def test_of_what_stays_no_list_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = 20_000
+    store = FileStore(tmp_path)
+
+    def listed() -> Iterator[ObjectInfo]:
+        for number in range(blocks):
+            name = block_name(NAMESPACE.id, block_key(number.to_bytes(8, "big") * 4))
+            yield ObjectInfo(name, 10, 1000.0 + number % 100)
+
+    monkeypatch.setattr(store, "list", listed)
+    tracemalloc.start()
+    try:
+        found = gc.survey(store, blocks * 10 - 25, None, 5000.0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [(one.modified_s, one.reason) for one in found.doomed] == [
+        (1000.0, "over the budget")
+    ] * 3
+    assert peak < 50 * blocks, "names alone take three times as much"
+
+
+def test_what_is_left_out_neither_counts_nor_goes(rig: Rig, tmp_path: Path) -> None:
+    keys = rig.put(make_keys(4))
+    other = Rig(FOLDER, tmp_path, blocks=8, namespace=GROUPED)
+    other.put(make_keys(3))
+    for key in keys:
+        age(rig, key, 100.0)
+    store = FileStore(tmp_path / "store")
+    for path in (store.root / GROUPED.id / "blocks").rglob("*-0"):
+        os.utime(path, (time.time() - 5000.0,) * 2)
+    found = gc.survey(store, 3 * RECORD, 3600.0, time.time(), without={GROUPED.id})
+    assert (found.blocks, found.bytes) == (4, 4 * RECORD)
+    assert [one.name.partition("/")[0] for one in found.doomed] == [NAMESPACE.id]
+    other.close()
+
+
+def test_what_is_too_old_makes_room_for_what_is_not(rig: Rig) -> None:
+    keys = rig.put(make_keys(4))
+    for key, seconds in zip(keys, (5000.0, 4000.0, 200.0, 100.0), strict=True):
+        age(rig, key, seconds)
+    store = FileStore(rig.folder / "store")
+    for capacity, over in ((2, []), (1, keys[2:3]), (0, keys[2:])):
+        found = gc.survey(store, capacity * RECORD, 3600.0, time.time())
+        reasons = ["too old"] * 2 + ["over the budget"] * len(over)
+        names = [block_name(NAMESPACE.id, key) for key in [*keys[:2], *over]]
+        assert [(one.reason, one.name) for one in found.doomed] == list(
+            zip(reasons, names, strict=True)
+        )
+        assert found.doomed_bytes == (2 + len(over)) * RECORD
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", GROUPED.to_json(), NAMESPACE.to_json() + b" " * NAMESPACE_BYTES_MAX]
+)
+def test_blocks_go_though_nothing_says_what_they_mean(rig: Rig, text: bytes) -> None:
+    """Or what says so is of another namespace, or longer than anything that we wrote."""
+    rig.put(make_keys(3))
+    (rig.folder / "store" / description_name(NAMESPACE.id)).write_bytes(text)
+    store = FileStore(rig.folder / "store")
+    assert gc.collect(store, gc.survey(store, 0, None, time.time())) == (3, 0)
+
+
+def test_what_could_not_be_deleted_is_not_said_to_be_gone(rig: Rig) -> None:
+    keys = rig.put(make_keys(3))
+    rig.tier.flush()
+    locked = block_name(NAMESPACE.id, keys[0])
+    store = LockedStore(rig.folder / "store", locked.__eq__)
+    assert gc.collect(store, gc.survey(store, 0, None, time.time())) == (2, 0)
+    entries = Journal(store, NAMESPACE).everything()
+    removed = entries[entries["kind"] == REMOVED]
+    assert set(keys_of(removed)) == set(keys[1:])
+    rig.tier.refresh()
+    rig.tier.tick()
+    assert rig.get(keys) == keys[:1]

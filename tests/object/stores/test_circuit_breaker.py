@@ -1,0 +1,214 @@
+"""The circuit breaker, with a scripted store, a clock and dice that tests hold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from scripted_store import WEATHER, Clock, ScriptedStore, breaking, circuit_of, get, trip
+
+from kvtier.backends.object.stores import errors
+from kvtier.backends.object.stores.circuit_breaker import Circuit
+from kvtier.backends.object.stores.store import GetOutcome, ObjectInfo
+
+
+def test_the_breaker_opens_and_recovers_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    inner, clock = ScriptedStore([WEATHER] * 5), Clock()
+    store = breaking(inner, clock)
+    trip(store)
+    assert circuit_of(store) is Circuit.OPEN
+    for _ in range(100):
+        with pytest.raises(errors.CircuitOpen, match="rain"):
+            get(store)
+    assert inner.calls == 3
+    for wait_s in (1.0, 2.0):  # two trials fail, each waits twice as long for the next
+        clock.now += wait_s
+        with pytest.raises(errors.Unavailable):
+            get(store)
+        with pytest.raises(errors.CircuitOpen):
+            get(store)
+    clock.now += 3.0
+    assert get(store) is GetOutcome.FOUND
+    assert circuit_of(store) is Circuit.CLOSED
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    inner.script = [WEATHER] * 3
+    trip(store)
+    clock.now += 1.0
+    assert get(store) is GetOutcome.FOUND, "it is left alone as briefly as at first"
+
+
+def test_calls_that_were_on_their_way_put_off_no_trial(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+
+    class Slow(ScriptedStore):
+        def _step(self) -> None:
+            if self.calls == 0:  # the circuit opens while this call waits for its answer
+                self.calls = 1
+                trip(store)
+                clock.now += 0.5
+            super()._step()
+
+    store = breaking(Slow([WEATHER] * 4), clock)
+    with pytest.raises(errors.Unavailable):
+        get(store)
+    clock.now += 0.5
+    assert get(store) is GetOutcome.FOUND
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_that_a_store_takes_nothing_is_said_once_an_hour(caplog: pytest.LogCaptureFixture) -> None:
+    """It is no weather: all else works, and the circuit stays closed."""
+    full, large = errors.StoreFull("no room"), errors.ObjectTooLarge("too many bytes")
+    inner, clock = ScriptedStore([full, large, full] * 20), Clock()
+    store = breaking(inner, clock)
+    for _ in range(60):
+        with pytest.raises((errors.StoreFull, errors.ObjectTooLarge)):
+            store.put("name", [])
+    assert circuit_of(store) is Circuit.CLOSED
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "no room" in caplog.text
+    clock.now += 3600.0
+    inner.script = [full]
+    with pytest.raises(errors.StoreFull):
+        store.put("name", [])
+    assert len(caplog.records) == 3
+
+
+def test_a_listing_that_begins_to_answer_closes_the_circuit() -> None:
+    inner, clock = ScriptedStore([WEATHER] * 3), Clock()
+    store = breaking(inner, clock)
+    trip(store)
+    clock.now += 1.0
+    listing = store.list()
+    assert next(listing).name == inner.names[0]
+    assert get(store) is GetOutcome.FOUND
+    assert [info.name for info in listing] == inner.names[1:]
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_listing_that_has_closed_the_circuit_is_no_trial_any_more(breaks: bool) -> None:
+    inner, clock = ScriptedStore([WEATHER] * 3), Clock()
+    store = breaking(inner, clock)
+    trip(store)
+    clock.now += 1.0
+    listing = store.list()
+    next(listing)
+    if breaks:
+        inner.script = [WEATHER]
+        with pytest.raises(errors.Unavailable):
+            list(listing)
+    else:
+        del listing
+    assert circuit_of(store) is Circuit.CLOSED
+    assert get(store) is GetOutcome.FOUND
+
+
+def test_one_trial_at_a_time() -> None:
+    clock = Clock()
+    refused: list[bool] = []
+
+    class Slow(ScriptedStore):
+        def _step(self) -> None:
+            super()._step()
+            if self.calls == 4:  # the trial: another caller comes while it runs
+                with pytest.raises(errors.CircuitOpen):
+                    get(store)
+                refused.append(True)
+
+    store = breaking(Slow([WEATHER] * 3), clock)
+    trip(store)
+    clock.now += 1.0
+    assert get(store) is GetOutcome.FOUND
+    assert refused == [True]
+
+
+def test_answers_about_an_object_do_not_open_the_breaker() -> None:
+    inner, clock = ScriptedStore([errors.LengthMismatch("short")] * 10), Clock()
+    store = breaking(inner, clock)
+    for _ in range(10):
+        with pytest.raises(errors.LengthMismatch):
+            get(store)
+    assert circuit_of(store) is Circuit.CLOSED
+
+
+def test_and_say_that_the_store_is_well(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    short = errors.LengthMismatch("short")
+    inner, clock = ScriptedStore([WEATHER, WEATHER, short] * 2), Clock()
+    store = breaking(inner, clock)
+    for _ in range(6):
+        with pytest.raises((errors.Unavailable, errors.LengthMismatch)):
+            get(store)
+    assert circuit_of(store) is Circuit.CLOSED
+    assert caplog.records == []
+    inner.script = [WEATHER] * 3 + [short]
+    trip(store)
+    clock.now += 1.0
+    with pytest.raises(errors.LengthMismatch):
+        get(store)
+    assert circuit_of(store) is Circuit.CLOSED
+
+
+def test_that_an_object_may_not_be_read_says_nothing_of_the_store() -> None:
+    closed = errors.Forbidden("another's")
+    inner, clock = ScriptedStore([WEATHER, WEATHER, closed, WEATHER, closed]), Clock()
+    store = breaking(inner, clock)
+    for _ in range(4):
+        with pytest.raises((errors.Unavailable, errors.Forbidden)):
+            get(store)
+    assert circuit_of(store) is Circuit.OPEN
+    clock.now += 1.0
+    with pytest.raises(errors.Forbidden):
+        get(store)
+    assert circuit_of(store) is Circuit.OPEN
+    assert get(store) is GetOutcome.FOUND, "the next one tries again, at once"
+
+
+def test_a_trial_that_is_interrupted_decides_nothing() -> None:
+    inner, clock = ScriptedStore([WEATHER] * 3), Clock()
+    store = breaking(inner, clock)
+    trip(store)
+    clock.now += 1.0
+
+    def interrupt() -> None:
+        assert circuit_of(store) is Circuit.HALF_OPEN
+        raise KeyboardInterrupt
+
+    inner._step = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        get(store)
+    del inner._step  # type: ignore[method-assign]
+    assert circuit_of(store) is Circuit.OPEN
+    assert get(store) is GetOutcome.FOUND
+
+
+def test_a_call_goes_on_as_it_was_made() -> None:
+    inner, clock = ScriptedStore(), Clock()
+    told: list[object] = []
+
+    def listed(prefix: str = "", **more: object) -> Iterator[ObjectInfo]:
+        told.append((prefix, more))
+        yield from ()
+
+    inner.list = listed  # type: ignore[method-assign]
+    store = breaking(inner, clock)
+    assert list(store.list("p/", after="p/a", deadline=5.0)) == []
+    assert told == [("p/", {"after": "p/a", "deadline": 5.0})]
+
+    def found(name: str, into: object, **more: object) -> GetOutcome:
+        told.append((name, more))
+        return GetOutcome.FOUND
+
+    inner.get = found  # type: ignore[method-assign]
+    inner.get_up_to = found  # type: ignore[method-assign,assignment]
+    store.get("name", [], offset=3, deadline=5.0)
+    store.get_up_to("name", [], deadline=6.0)
+    assert told[1:] == [("name", {"offset": 3, "deadline": 5.0}), ("name", {"deadline": 6.0})]
+
+    inner.sweep = lambda older_than_s: iter([4, int(older_than_s)])  # type: ignore[method-assign]
+    inner.close = lambda: told.clear()  # type: ignore[method-assign]
+    assert list(store.sweep(7.0)) == [4, 7]
+    store.close()
+    assert told == []

@@ -1,0 +1,322 @@
+"""What a folder adds to the contract: rights, links, crashes, a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from file_stores import get, put
+
+from kvtier.backends.object.budget import writers
+from kvtier.backends.object.stores import errors
+from kvtier.backends.object.stores.file_store import FileStore
+from kvtier.backends.object.stores.store import GetOutcome, PutOutcome, first_bytes
+from kvtier.core.system.disk import AnyPath, Disk
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
+
+
+def test_files_and_folders_are_private(store: FileStore) -> None:
+    put(store, "ab/cd/name")
+    found = [store.root, *store.root.rglob("*")]
+    modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in found}
+    assert modes == {(True, 0o700), (False, 0o600)}
+
+
+def test_where_a_folder_would_have_to_be_lies_an_object(store: FileStore) -> None:
+    put(store, "a")
+    assert get(store, "a/b") is GetOutcome.MISSING
+    assert store.head("a/b") is None
+    assert list(store.list("a/")) == []
+    assert store.delete(["a/b"]) == {}
+    assert get(store, "a") is GetOutcome.FOUND
+
+
+def test_what_cannot_be_deleted_keeps_nothing_else_there(store: FileStore) -> None:
+    put(store, "a/b")
+    put(store, "c")
+    failed = store.delete(["a", "c"])
+    assert list(failed) == ["a"]
+    assert isinstance(failed["a"], errors.InvalidName)
+    assert [info.name for info in store.list()] == ["a/b"]
+    late = store.delete(["a/b"], deadline=time.monotonic())
+    assert isinstance(late["a/b"], errors.TimedOut)
+    assert get(store, "a/b") is GetOutcome.FOUND
+
+
+@pytest.mark.parametrize("refusal", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK])
+def test_a_file_system_without_links(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, refusal: int
+) -> None:
+    def link(source: str, target: str) -> None:
+        raise OSError(refusal, os.strerror(refusal))
+
+    monkeypatch.setattr(os, "link", link)
+    for outcome in (PutOutcome.STORED, PutOutcome.ALREADY_THERE):
+        assert store.put("name", [memoryview(b"bytes")], if_absent=True) is outcome
+    assert [path.name for path in store.root.iterdir()] == ["name"]
+
+
+@pytest.mark.parametrize("if_absent", [False, True])
+@pytest.mark.parametrize("refusal", [None, errno.EEXIST, errno.ENOSPC])
+def test_whatever_becomes_of_it_no_unfinished_file_or_empty_folder_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, if_absent: bool, refusal: int | None
+) -> None:
+    def refuse(source: AnyPath, target: AnyPath) -> None:
+        assert refusal is not None
+        raise OSError(refusal, os.strerror(refusal))
+
+    disk = Disk()
+    store = FileStore(tmp_path / "store", disk=disk)
+    if refusal is not None:
+        monkeypatch.setattr(os, "link", refuse)
+        monkeypatch.setattr(disk, "rename", refuse)
+    stored = None
+    with contextlib.suppress(errors.StoreFull, errors.Unavailable):
+        stored = store.put("a/name", [memoryview(b"bytes")], if_absent=if_absent)
+    if refusal == errno.EEXIST and if_absent:
+        assert stored is PutOutcome.ALREADY_THERE
+    else:
+        assert stored is (None if refusal else PutOutcome.STORED)
+    left = [path.name for path in store.root.rglob("*")]
+    there = {PutOutcome.STORED: ["a", "name"], PutOutcome.ALREADY_THERE: ["a"]}  # another's object
+    assert left == (there[stored] if stored else [])
+
+
+class Piecemeal(Disk):
+    """Moves five bytes at a time, into and out of several buffers."""
+
+    def readv(self, fd: int, into: Sequence[memoryview], offset: int) -> int:
+        return super().readv(fd, first_bytes(into, 5), offset)
+
+    def writev(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
+        return super().writev(fd, first_bytes(data, 5), offset)
+
+
+def test_a_file_system_that_moves_less_than_it_is_told_to(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store", disk=Piecemeal())
+    pieces = [b"ab", b"cdefghijklmnop", b"q", b"", b"rstuvw", b"xyz"]
+    store.put("name", [memoryview(piece) for piece in pieces])
+    assert (store.root / "name").read_bytes() == b"".join(pieces)
+    into = [bytearray(len(piece)) for piece in pieces]
+    assert store.get("name", [memoryview(part) for part in into]) is GetOutcome.FOUND
+    assert into == pieces
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_no_object(tmp_path: Path) -> None:
+    class Cut(Disk):
+        def readv(self, fd: int, into: Sequence[memoryview], offset: int) -> int:
+            os.truncate(tmp_path / "store" / "name", 3)
+            return super().readv(fd, into, offset)
+
+    store = FileStore(tmp_path / "store", disk=Cut())
+    put(store, "name")
+    with pytest.raises(errors.LengthMismatch):
+        get(store, "name")
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.EFBIG, errors.StoreFull),
+        (errno.EACCES, errors.AccessDenied),
+        (errno.EPERM, errors.AccessDenied),
+        (errno.EROFS, errors.AccessDenied),
+        (errno.EISDIR, errors.InvalidName),
+        (errno.ENOTDIR, errors.NoSuchBucket),
+        (errno.EIO, errors.Unavailable),
+    ],
+)
+def test_every_refusal_of_the_system_has_its_meaning(
+    tmp_path: Path, number: int, kind: type[errors.StoreError]
+) -> None:
+    class Refusing(Disk):
+        def rename(self, source: AnyPath, target: AnyPath) -> None:
+            raise OSError(number, os.strerror(number))
+
+    with pytest.raises(kind, match=os.strerror(number)) as caught:
+        put(FileStore(tmp_path / "store", disk=Refusing()), "name")
+    assert type(caught.value) is kind
+
+
+def test_links_out_of_the_folder_are_not_followed(store: FileStore, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"bytes")
+    (store.root / "link").symlink_to(outside)
+    (store.root / "folder").symlink_to(tmp_path)
+    assert get(store, "link") is GetOutcome.MISSING
+    assert store.head("link") is None
+    assert list(store.list()) == []
+    put(store, "link", b"ours")
+    assert outside.read_bytes() == b"bytes"
+
+
+def test_what_others_keep_there_is_neither_listed_nor_touched(store: FileStore) -> None:
+    foreign = store.root / "notes of mine.txt"
+    foreign.write_text("keep")
+    (store.root / ".hidden").write_text("keep")
+    put(store, "ours")
+    assert [info.name for info in store.list()] == ["ours"]
+    store.delete(["ours"])
+    list(store.sweep(older_than_s=-1))
+    assert foreign.read_text() == "keep"
+
+
+def test_folders_deeper_than_any_name_are_passed_by(store: FileStore) -> None:
+    deepest = "/".join("abcdefghijklmnop")  # sixteen, as many as there may be
+    put(store, deepest)
+    (store.root / deepest).with_name(".tmp-1-dead").write_bytes(b"half")
+    put(store, "z")
+    strange = store.root / "b"
+    strange.mkdir()
+    folder = os.open(strange, os.O_RDONLY)
+    for _ in range(sys.getrecursionlimit()):
+        os.mkdir("b", dir_fd=folder)
+        inner = os.open("b", os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = inner
+    os.close(folder)
+    try:
+        assert [info.name for info in store.list()] == [deepest, "z"]
+        assert sum(store.sweep(older_than_s=-1)) == 1
+    finally:
+        subprocess.run(["rm", "-r", strange], check=True)  # pytest could not
+
+
+def test_a_crash_leaves_what_sweep_removes(store: FileStore) -> None:
+    put(store, "ab/name")
+    torn = store.root / "ab" / ".tmp-1-dead"
+    torn.write_bytes(b"half")
+    assert [info.name for info in store.list()] == ["ab/name"]
+    assert sum(store.sweep(older_than_s=3600)) == 0
+    assert sum(store.sweep(older_than_s=-1)) == 1
+    assert not torn.exists()
+
+
+def test_a_sandbox_that_does_not_say_which_machine_it_is(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writers know of themselves that they live, and of all others that they may."""
+
+    def unsaid(path: Path) -> Path:
+        raise FileNotFoundError(path)
+
+    elsewhere = writers.new()
+    monkeypatch.setattr(Path, "readlink", unsaid)
+    writers._machine.cache_clear()
+    try:
+        assert writers.may_live(writers.new())
+        assert writers.may_live(elsewhere)
+        put(store, "name")
+    finally:
+        writers._machine.cache_clear()
+
+
+def test_what_the_dead_of_this_machine_left_goes_at_once(store: FileStore) -> None:
+    child = os.fork()
+    if not child:
+        (store.root / f".tmp-{writers.this_process()}-1").write_bytes(b"half")
+        os._exit(0)
+    os.waitpid(child, 0)
+    ours = store.root / f".tmp-{writers.this_process()}-2"
+    ours.write_bytes(b"half")
+    assert sum(store.sweep(older_than_s=3600)) == 1
+    assert [path.name for path in store.root.iterdir()] == [ours.name]
+
+
+def test_a_full_disk_is_store_full_and_leaves_nothing(store: FileStore) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(errors.StoreFull):
+            put(store, "a/b/big", bytes(300_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(store.root.iterdir()) == []
+
+
+def test_a_quota_that_is_told_of_at_the_end_leaves_nothing(tmp_path: Path) -> None:
+    """As over a network, where what was written is sent when the file is closed."""
+
+    class Late(Disk):
+        def close(self, fd: int) -> None:
+            super().close(fd)
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    store = FileStore(tmp_path / "store", disk=Late())
+    with pytest.raises(errors.StoreFull):
+        put(store, "name")
+    assert list(store.root.iterdir()) == []
+
+
+def test_two_may_make_the_same_folder(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdir = os.mkdir
+
+    def twice(path: str, mode: int) -> None:
+        mkdir(path, mode)
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", twice)
+    assert put(store, "ab/cd/name") is PutOutcome.STORED
+
+
+def test_two_may_sweep_at_once(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        (store.root / f".tmp-{number}").write_bytes(b"half")
+    unlink = os.unlink
+
+    def beside_another(path: str) -> None:
+        for each in store.root.iterdir():
+            unlink(each)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", beside_another)
+    assert sum(store.sweep(older_than_s=-1)) == 0
+    assert list(store.root.iterdir()) == []
+
+
+def test_a_root_whose_parent_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(errors.NoSuchBucket):
+        FileStore(tmp_path / "no" / "such")
+
+
+def test_empty_folders_vanish_with_their_last_object(store: FileStore) -> None:
+    put(store, "a/b/c/one")
+    put(store, "a/two")
+    store.delete(["a/b/c/one"])
+    assert not (store.root / "a" / "b").exists()
+    assert get(store, "a/two") is GetOutcome.FOUND
+
+
+def test_no_name_is_kept_for_ever(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Path` interns its parts, and Python 3.12 up to 3.12.5 frees nothing that is interned."""
+    parts: list[str] = []
+    intern = sys.intern
+
+    def spy(text: str) -> str:
+        parts.append(text)
+        return intern(text)
+
+    put(store, "ab/cd/first")  # reads what a process asks for once: that is kept, and stays one
+    store.delete(["ab/cd/first"])
+    monkeypatch.setattr(sys, "intern", spy)
+    put(store, "ab/cd/name")
+    store.put("ab/cd/other", [memoryview(b"bytes")], if_absent=True)
+    assert get(store, "ab/cd/name") is GetOutcome.FOUND
+    assert store.head("ab/cd/name") is not None
+    assert len(list(store.list())) == 2
+    assert not store.delete(["ab/cd/name", "ab/cd/other"])
+    assert list(store.sweep(0.0))
+    assert parts == []

@@ -1,0 +1,210 @@
+"""The object tier over a store that fails, lies and stalls by seeded dice, whatever it is asked.
+
+The fault model, at any call of the `Store` interface:
+
+- REFUSED    the call fails as weather does, and has done nothing;
+- CUT        the call is carried out, but its answer is lost: the caller sees weather;
+- SLOW_DOWN  the store asks for fewer requests;
+- FULL       a put fails for the lack of room;
+- FLIPPED    one bit of what a get returns is wrong;
+- DENIED     an object that is there is said to be missing.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from object_subjects import FolderSubject
+
+from kvtier.backends.object import BACKEND, ObjectHandler, ObjectSettings, ObjectTier
+from kvtier.backends.object.stores.errors import (
+    RateLimited,
+    StoreError,
+    StoreFull,
+    TimedOut,
+    Unavailable,
+)
+from kvtier.backends.object.stores.store import Buffer, GetOutcome, ObjectInfo, PutOutcome, Store
+from kvtier.core.interfaces.backend import TierContext
+from kvtier.core.settings import TierSettings
+from kvtier.core.system.disk import Disk
+from kvtier.testing.fault_suite import BLOCKS, walk
+from kvtier.testing.records import make_keys
+from kvtier.testing.subject import Rig
+
+_T = TypeVar("_T")
+
+
+class Fault(enum.Enum):
+    REFUSED = "refused"
+    CUT = "cut"
+    SLOW_DOWN = "slow_down"
+    FULL = "full"
+    FLIPPED = "flipped"
+    DENIED = "denied"
+
+
+class Storm:
+    """What happens to the next call; shared by the stores of a tier and its handler."""
+
+    def __init__(self, seed: int) -> None:
+        self.rate = 0.0
+        self.kinds: Sequence[Fault] = tuple(Fault)
+        self._dice = random.Random(seed)
+        self._lock = threading.Lock()
+
+    def next(self) -> Fault | None:
+        with self._lock:
+            return self._dice.choice(self.kinds) if self._dice.random() < self.rate else None
+
+    def below(self, limit: int) -> int:
+        with self._lock:
+            return self._dice.randrange(limit)
+
+
+class StormyStore(Store):
+    """The real store, in a storm."""
+
+    def __init__(self, inner: Store, storm: Storm) -> None:
+        self._inner = inner
+        self._storm = storm
+
+    def _call(self, call: Callable[[], _T], fault: Fault | None) -> _T:
+        if fault is Fault.REFUSED:
+            raise Unavailable("refused")
+        if fault is Fault.SLOW_DOWN:
+            raise RateLimited("slow down")
+        answer = call()
+        if fault is Fault.CUT:
+            raise TimedOut("the answer is lost")
+        return answer
+
+    def put(
+        self,
+        name: str,
+        buffers: Sequence[Buffer],
+        *,
+        if_absent: bool = False,
+        deadline: float | None = None,
+    ) -> PutOutcome:
+        fault = self._storm.next()
+        if fault is Fault.FULL:
+            raise StoreFull("full")
+        return self._call(
+            lambda: self._inner.put(name, buffers, if_absent=if_absent, deadline=deadline), fault
+        )
+
+    def get(
+        self,
+        name: str,
+        into: Sequence[Buffer],
+        *,
+        offset: int | None = None,
+        deadline: float | None = None,
+    ) -> GetOutcome:
+        fault = self._storm.next()
+        if fault is Fault.DENIED:
+            return GetOutcome.MISSING
+        found = self._call(
+            lambda: self._inner.get(name, into, offset=offset, deadline=deadline), fault
+        )
+        self._flip(fault, into)
+        return found
+
+    def get_up_to(
+        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
+    ) -> int | None:
+        fault = self._storm.next()
+        if fault is Fault.DENIED:
+            return None
+        found = self._call(lambda: self._inner.get_up_to(name, into, deadline=deadline), fault)
+        self._flip(fault, into)
+        return found
+
+    def _flip(self, fault: Fault | None, into: Sequence[Buffer]) -> None:
+        views = [view for view in into if len(view)]
+        if fault is Fault.FLIPPED and views:
+            view = views[self._storm.below(len(views))]
+            view[self._storm.below(len(view))] ^= 1 << self._storm.below(8)
+
+    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
+        fault = self._storm.next()
+        if fault is Fault.DENIED:
+            return None
+        return self._call(lambda: self._inner.head(name, deadline=deadline), fault)
+
+    def list(
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+    ) -> Iterator[ObjectInfo]:
+        for info in self._inner.list(prefix, after=after, deadline=deadline):
+            self._call(lambda: None, self._storm.next())
+            yield info
+
+    def delete(
+        self, names: Sequence[str], *, deadline: float | None = None
+    ) -> Mapping[str, StoreError]:
+        fault = self._storm.next()
+        return self._call(lambda: self._inner.delete(names, deadline=deadline), fault)
+
+
+class StormySubject(FolderSubject):
+    """A folder in a storm, which rages only while a test lets it."""
+
+    def __init__(self, storm: Storm) -> None:
+        self.storm = storm
+
+    def open_tier(self, settings: TierSettings, context: TierContext, disk: Disk) -> ObjectTier:
+        assert isinstance(settings, ObjectSettings)
+        store = StormyStore(self._store(settings, disk), self.storm)
+        return BACKEND.open_tier(settings, context, store)
+
+    def open_handler(
+        self, settings: TierSettings, context: TierContext, disk: Disk
+    ) -> ObjectHandler:
+        assert isinstance(settings, ObjectSettings)
+        store = StormyStore(self._store(settings, disk), self.storm)
+        return BACKEND.open_handler(settings, context, store)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", [*Fault, None], ids=lambda kind: kind.value if kind else "all")
+def test_right_bytes_or_a_miss_and_full_service_afterwards(
+    tmp_path: Path, kind: Fault | None, seed: int
+) -> None:
+    storm = Storm(seed)
+    storm.kinds = [kind] if kind else tuple(Fault)
+    rig = Rig(StormySubject(storm), tmp_path, blocks=BLOCKS)
+    storm.rate = 0.25
+    walk(rig, random.Random(seed), steps=60)
+    storm.rate = 0.0
+    for _ in range(3):  # what was thought lost is found, then the surplus goes, then copies
+        rig.settle()
+    new = make_keys(BLOCKS, start=1000)
+    assert rig.put(new) == new
+    assert rig.get(new) == new
+    stats = rig.tier.stats()
+    assert stats.in_flight == stats.pinned == 0
+    rig.reopen()
+    assert rig.get(new) == new
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", [Fault.REFUSED, Fault.SLOW_DOWN, Fault.CUT, Fault.DENIED])
+def test_a_store_that_always_fails_is_a_tier_that_misses(tmp_path: Path, kind: Fault) -> None:
+    storm = Storm(1)
+    rig = Rig(StormySubject(storm), tmp_path, blocks=BLOCKS)
+    storm.kinds, storm.rate = [kind], 1.0
+    walk(rig, random.Random(1), steps=30)
+    storm.rate = 0.0
+    for _ in range(3):  # what was thought lost is found, then the surplus goes, then copies
+        rig.settle()
+    new = make_keys(BLOCKS, start=1000)
+    assert rig.put(new) == new
+    assert rig.get(new) == new
+    rig.close()

@@ -1,0 +1,207 @@
+"""Three writers on one prefix while a fourth process collects garbage, one stopped for longer than
+its lease, one killed at random; all that lies there is counted from outside, all the time."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from object_life import BLOCKS, LEASE_S, RECORD, subject_at
+from object_servers import ServerProcess
+
+from kvtier.backends.object import open_for
+from kvtier.backends.object.manifests.journal import Journal
+from kvtier.backends.object.manifests.manifest import ADDED
+from kvtier.backends.object.object_names import parse_block
+from kvtier.backends.object.stores.store import Store
+from kvtier.core.slab.layout import keys_of
+from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import Rig
+
+WRITERS = 3
+
+
+running: list[Life] = []
+
+
+@pytest.fixture(autouse=True)
+def no_survivors() -> Iterator[None]:
+    yield
+    while running:
+        running.pop().end()
+
+
+class Life:
+    """A process of this test's own, and what it said so far."""
+
+    def __init__(self, folder: Path, endpoint: str, role: str, seed: int) -> None:
+        self.role = role
+        running.append(self)
+        self.lines: list[str] = []
+        self.heard = threading.Condition()
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                str(Path(__file__).parents[1].joinpath("object_life.py")),
+                str(folder),
+                endpoint,
+                role,
+                str(seed),
+            ],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self.heard:
+                self.lines.append(line)
+                self.heard.notify_all()
+        with self.heard:
+            self.heard.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        """Until it has said so many lines (or is dead, which the caller finds out)."""
+        with self.heard:
+            heard = self.heard.wait_for(
+                lambda: len(self.lines) >= count or self.process.poll() is not None, timeout=120
+            )
+        assert self.process.poll() is None, self.end()
+        assert heard, f"{self.role} says nothing any more"
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)  # its threads stop one by one
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def end(self) -> str:
+        """Kill it; what it had to complain about."""
+        if self.process.stderr is None or self.process.stderr.closed:
+            return ""
+        self.process.kill()
+        self.process.wait()
+        self.reader.join()
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        complaint = self.process.stderr.read()
+        self.process.stdout.close()
+        self.process.stderr.close()
+        return complaint
+
+
+class Scale:
+    """Weighs a prefix over and over, in a thread of its own."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._over = threading.Event()
+        self.most = 0
+        self.weighed = 0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        before: dict[tuple[str, float], int] = {}
+        while not self._over.is_set():
+            now = sizes(self._store)
+            # what both listings show was there, all of it at once, when the first one ended
+            self.most = max(self.most, sum(now[one] for one in now.keys() & before.keys()))
+            self.weighed += 1
+            before = now
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def sizes(store: Store) -> dict[tuple[str, float], int]:
+    """By name and time: a block may be deleted and stored again between two listings."""
+    return {(i.name, i.modified_s): i.size for i in store.list() if parse_block(i.name)}
+
+
+@pytest.fixture(
+    params=[
+        "folder",
+        pytest.param("rclone", marks=[pytest.mark.s3, pytest.mark.slow]),
+        pytest.param("moto", marks=pytest.mark.slow),
+    ]
+)
+def endpoint(request: pytest.FixtureRequest) -> str:
+    if request.param == "folder":
+        return "-"
+    server: ServerProcess = request.getfixturevalue(f"{request.param}_server")
+    return server.endpoint
+
+
+@pytest.mark.parametrize(
+    ("seed", "rounds"),
+    [(1, 32), *(pytest.param(seed, 80, marks=pytest.mark.slow) for seed in (1, 2))],
+)
+def test_three_writers_a_collector_a_pause_and_a_death(
+    tmp_path: Path, endpoint: str, seed: int, rounds: int
+) -> None:
+    dice = random.Random(seed)
+    subject = subject_at(endpoint)
+    first = Rig(subject, tmp_path, blocks=BLOCKS)  # makes the place before they start
+    first.close()
+    store = open_for(first.settings)
+    scale = Scale(store)
+    writers = [Life(tmp_path, endpoint, "write", number) for number in range(WRITERS)]
+    collector = Life(tmp_path, endpoint, "collect", 0)
+    sleeper, victim = dice.sample(writers, 2)
+    for turn in range(1, rounds + 1):
+        for writer in writers:
+            if writer is not sleeper or not rounds // 4 < turn <= rounds // 2:
+                writer.wait_for(turn)
+        if turn == rounds // 4:
+            sleeper.stop()
+            asleep = time.monotonic()
+        elif turn == rounds // 2:
+            while time.monotonic() < asleep + 3 * LEASE_S:  # by then others count it as dead
+                collector.wait_for(len(collector.lines) + 1)
+            sleeper.go_on()
+        elif turn == 3 * rounds // 4:
+            writers.remove(victim)
+            assert "Error" not in victim.end()
+    collector.wait_for(2)
+    for life in [*writers, collector]:
+        assert "Traceback" not in life.end(), life.role
+    scale.end()
+    assert scale.weighed > rounds
+    # `-rP` shows it
+    print(f"peak: {scale.most / RECORD:.1f} of {BLOCKS} blocks, weighed {scale.weighed} times")
+    # beyond all accounts: what a writer had on the wire when it was stopped, one block each
+    assert scale.most <= (BLOCKS + WRITERS) * RECORD
+    assert scale.most > BLOCKS * RECORD // 2, "the budget is used"
+
+    # nothing that is there is unknown to the manifests of those who said that it is written down
+    rig = Rig(subject, tmp_path, blocks=BLOCKS)
+    rig.settle()
+    resident = rig.resident(make_keys(200))
+    assert rig.get(resident) == resident
+    assert resident
+    entries = Journal(store, NAMESPACE).everything()
+    stated = set(keys_of(entries[entries["kind"] == ADDED]))
+    survivors_said = {
+        key for life in writers for line in life.lines if line[0] == "F" for key in line.split()[1:]
+    }
+    unknown = [key for key in resident if key not in stated and key.hex() in survivors_said]
+    assert unknown == []
+    rig.close()
+    assert sum(sizes(store).values()) <= BLOCKS * RECORD
+    store.close()

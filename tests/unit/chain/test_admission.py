@@ -1,0 +1,260 @@
+"""What goes down when: demotion before eviction, and admission at the second touch."""
+
+from __future__ import annotations
+
+import pytest
+from chains import KEYS, REST, ChainRig, rule
+from msgspec.structs import replace
+
+from kvtier.backends.memory import MemoryTier
+from kvtier.core.chain import write_links
+from kvtier.core.settings import Admission, WritePolicy
+from kvtier.testing.records import make_keys
+from kvtier.types import Outcome, TierStats
+
+THROUGH, ON_EVICT, NEVER = WritePolicy.THROUGH, WritePolicy.ON_EVICT, WritePolicy.NEVER
+SECOND = Admission.SECOND_TOUCH
+FAR = 1e9
+
+
+def test_demotion_comes_before_eviction() -> None:
+    rig = ChainRig([16, 32], [rule(), rule(ON_EVICT)])
+    keys = rig.store(KEYS[:10])
+    rig.settle()
+    assert rig.resident(1, keys) == [], "there is room"
+    assert not rig.chain.has_pending_work
+    rig.store(KEYS[10:15])
+    rig.settle()
+    first = rig.resident(1, KEYS[:16])
+    assert len(first) == 1, "two slots shall be free or written down: one is free"
+    rig.store(KEYS[15:16])
+    rig.settle()
+    assert len(rig.resident(1, KEYS[:16])) == 2
+    assert rig.chain.prepare_store(KEYS[20:22]).evicted == rig.tiers[1].victims(2)
+    rig.chain.poll()
+    (link,) = rig.chain.chain_stats().links
+    assert (link.written, link.drops) == (2, {})
+
+
+def test_what_was_demoted_leaves_from_its_end_as_it_came() -> None:
+    """Without its first blocks a prompt is of no use: they go last from every tier."""
+    rig = ChainRig([64, 64], [rule(), rule(ON_EVICT)])
+    rig.store(KEYS)
+    rig.settle()
+    assert rig.resident(1, KEYS) == KEYS[56:]
+    assert rig.tiers[1].victims(8) == KEYS[:55:-1]
+
+
+def test_a_tier_that_cannot_fill_its_capacity_demotes_before_eviction_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A folder has tables, too, and other models' blocks."""
+    stats = MemoryTier.stats
+
+    def of_twice_the_size(tier: MemoryTier) -> TierStats:
+        return replace(stats(tier), bytes_capacity=2 * stats(tier).bytes_capacity)
+
+    monkeypatch.setattr(MemoryTier, "stats", of_twice_the_size)
+    rig = ChainRig([16, 32], [rule(), rule(ON_EVICT)])
+    rig.store(KEYS[:16])
+    rig.settle()
+    assert len(rig.resident(1, KEYS[:16])) == 4
+
+
+def test_a_block_that_is_being_demoted_is_not_evicted() -> None:
+    rig = ChainRig([8, 32], [rule(), rule(ON_EVICT)])
+    rig.store(KEYS[:8])
+    rig.chain.poll()
+    (transfer,) = rig.mover.queue
+    taken = rig.chain.prepare_store(KEYS[10:18])
+    assert len(taken.keys) == 7
+    assert not set(taken.evicted) & set(transfer.keys)
+    rig.mover.run_all()
+    rig.chain.poll()
+    assert rig.resident(1, transfer.keys) == list(transfer.keys)
+
+
+def test_what_eviction_takes_before_it_was_demoted_is_counted() -> None:
+    rig = ChainRig([8, 32], [rule(), rule(ON_EVICT)])
+    rig.store(KEYS[:8])
+    taken = rig.chain.prepare_store(KEYS[10:14])
+    assert len(taken.evicted) == 4
+    rig.chain.poll()
+    (link,) = rig.chain.chain_stats().links
+    assert link.drops == {"gone": 4}
+
+
+def test_second_touch_admits_what_was_loaded_after_it_was_stored() -> None:
+    rig = ChainRig([8, 16], [rule(), rule(THROUGH, SECOND)])
+    keys = rig.store(KEYS[:4])
+    rig.settle()
+    assert rig.resident(1, keys) == []
+    rig.load_once(keys[1:3])
+    rig.settle()
+    assert rig.resident(1, keys) == keys[1:3]
+    (link,) = rig.chain.chain_stats().links
+    assert (link.offered, link.admitted) == (6, 2)
+
+
+def test_what_is_loaded_from_a_tier_is_not_dropped_on_the_way_to_it() -> None:
+    rig = ChainRig([8, 16], [rule(), rule(THROUGH, SECOND)])
+    keys = rig.store(KEYS[:4])
+    rig.load_once(keys)
+    rig.settle()
+    rig.tiers[0].forget(keys)
+    ticket = rig.chain.begin_load(keys, "reader", FAR)
+    rig.chain.poll()
+    rig.settle()
+    rig.chain.end_load(ticket)
+    (link,) = rig.chain.chain_stats().links
+    assert (link.written, link.drops) == (4, {})
+
+
+def test_what_is_still_on_its_way_up_past_a_tier_is_not_gone() -> None:
+    rig = ChainRig([8, 16, 32], [rule(), rule(THROUGH, SECOND), rule(NEVER)])
+    keys = rig.put(2, KEYS[:4])
+    rig.load_once(keys)
+    rig.settle()
+    for tier in rig.tiers[:2]:
+        tier.forget(keys)
+    rig.chain.begin_load(keys, "reader", FAR)
+    rig.chain.poll()
+    rig.settle()
+    assert rig.resident(1, keys) == keys
+    (link,) = rig.chain.chain_stats().links
+    assert (link.written, link.drops) == (8, {})
+
+
+def test_what_a_tier_has_keeps_nothing_from_it_though_it_is_used_again_and_again() -> None:
+    rig = ChainRig([16, 16], [rule(), rule(THROUGH, SECOND, queue_blocks=4)])
+    popular, new = rig.store(KEYS[:4]), KEYS[4:8]
+    rig.load_once(popular)
+    rig.store(new)
+    for keys in (popular, new):
+        rig.chain.begin_load(keys, "reader", FAR)
+    rig.settle()
+    assert rig.resident(1, KEYS[:8]) == KEYS[:8]
+    (link,) = rig.chain.chain_stats().links
+    assert (link.offered, link.written, link.drops) == (16, 8, {})
+
+
+def test_second_touch_admits_what_is_used_again_though_the_engine_has_it_itself() -> None:
+    """What is asked for most is never loaded, because an engine's own memory does not let it go."""
+    rig = ChainRig([8, 16], [rule(), rule(THROUGH, SECOND)])
+    rig.chain.touch(KEYS[:4])
+    rig.store(KEYS[:4])
+    rig.settle()
+    assert rig.resident(1, KEYS[:4]) == [], "one request has used it"
+    rig.chain.touch(KEYS[:3])
+    rig.settle()
+    assert rig.resident(1, KEYS[:4]) == KEYS[:3]
+
+
+def test_second_touch_admits_what_is_stored_again() -> None:
+    rig = ChainRig([8, 16], [rule(), rule(THROUGH, SECOND)])
+    rig.store(KEYS[:2])
+    rig.tiers[0].forget(KEYS[:2])
+    rig.store(KEYS[:2])
+    rig.settle()
+    assert rig.resident(1, KEYS[:2]) == KEYS[:2]
+
+
+def test_second_touch_demotes_only_what_was_used_twice() -> None:
+    rig = ChainRig([8, 16], [rule(), rule(ON_EVICT, SECOND)])
+    keys = rig.store(KEYS[:7])
+    rig.load_once(keys[:3])
+    rig.store(KEYS[7:8])
+    for _ in range(12):
+        rig.settle(2)
+        rig.store(make_keys(1, start=1000 + rig.chain.stats().stored))
+    assert set(rig.resident(1, KEYS[:8])) <= set(keys[:3])
+    assert rig.resident(1, keys[:3])
+    (link,) = rig.chain.chain_stats().links
+    assert link.drops == {}, "what is not admitted is not lost"
+
+
+@pytest.mark.slow
+def test_what_leaves_a_tier_of_many_blocks_is_known_to_have_been_used_twice() -> None:
+    """Before it goes, more are used than a link remembers otherwise: nothing came down."""
+    count = write_links.TOUCHES_KEPT + 512
+    rig = ChainRig([count, 512], [rule(), rule(ON_EVICT, SECOND)])
+    keys = make_keys(count)
+    for start in range(0, count, 512):
+        rig.load_once(rig.store(keys[start : start + 512]))
+    rig.settle()
+    assert rig.resident(1, keys) == keys[256:512], "the end of what was used first"
+
+
+@pytest.mark.slow
+def test_what_stays_in_a_tier_of_many_blocks_comes_down_when_it_is_used_again() -> None:
+    """After more others than a link remembers otherwise."""
+    count = write_links.TOUCHES_KEPT + 512
+    rig = ChainRig([count, 512], [rule(), rule(admission=SECOND)])
+    keys = make_keys(count)
+    for start in range(0, count, 512):
+        rig.store(keys[start : start + 512])
+    assert rig.resident(1, keys) == []
+    rig.load_once(keys[:64])
+    rig.settle()
+    assert rig.resident(1, keys) == keys[:64]
+
+
+def test_what_came_while_a_tier_was_down_comes_there_when_it_is_used() -> None:
+    rig = ChainRig([16, 16])
+    for key in KEYS[:3]:
+        rig.store([key])
+        rig.chain.poll()
+        rig.mover.fail_all(Outcome.IO_ERROR)
+        rig.chain.poll()
+    rig.store(KEYS[3:6])
+    rig.chain.poll()
+    rig.load_once(KEYS[:6])
+    rig.chain.poll()
+    (link,) = rig.chain.chain_stats().links
+    assert (link.drops, rig.mover.queue) == ({"down": 3}, []), "nothing is offered to who is down"
+    rig.now += REST
+    rig.load_once(KEYS[:2])
+    rig.chain.touch(KEYS[3:5])  # the engine has these itself, and loads them from nobody
+    rig.settle()
+    assert rig.resident(1, KEYS[:6]) == [*KEYS[:2], *KEYS[3:5]]
+    rig.load_once(KEYS[:6])
+    rig.settle()
+    assert rig.resident(1, KEYS[:6]) == KEYS[:6]
+    rig.assert_quiet()
+
+
+def test_what_found_no_room_in_a_queue_or_a_tier_comes_there_when_it_is_used() -> None:
+    rig = ChainRig([32, 8], [rule(), rule(queue_blocks=4)])
+    rig.put(1, KEYS[20:26])
+    rig.tiers[1].prepare_load(KEYS[20:26])
+    rig.store(KEYS[:6])
+    rig.settle()
+    assert rig.resident(1, KEYS[:6]) == KEYS[:2]
+    rig.tiers[1].complete_load(KEYS[20:26])
+    rig.load_once(KEYS[:6])
+    rig.settle()
+    assert rig.resident(1, KEYS[:6]) == KEYS[:6]
+    rig.assert_quiet()
+
+
+@pytest.mark.parametrize("how", ["full", "forgotten", "cleared", "evicted"])
+def test_what_is_not_offered_again(how: str) -> None:
+    """What is full says so after it has taken the bytes; and what went on purpose stays gone."""
+    rig = ChainRig([8, 16])
+    keys = rig.store(KEYS[:2])
+    rig.chain.poll()
+    rig.mover.fail_all(Outcome.NO_SPACE if how == "full" else Outcome.DROPPED)
+    rig.settle()
+    if how == "forgotten":
+        rig.chain.forget(keys)
+    elif how == "cleared":
+        rig.chain.clear()
+    elif how == "evicted":
+        rig.put(1, keys)
+        rig.load_once(keys)
+        rig.settle()
+        rig.tiers[1].forget(keys)
+    rig.put(0, keys)
+    rig.load_once(keys)
+    rig.settle()
+    assert rig.resident(1, keys) == []

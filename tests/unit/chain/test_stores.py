@@ -1,0 +1,390 @@
+"""What runs behind an engine: write policies, admission, demotion, pressure and failure."""
+
+from __future__ import annotations
+
+import pytest
+from chains import KEYS, REST, SLOT, STORE_DEADLINE, ChainRig, rule
+
+from kvtier.core.chain.cascade import STEP_BLOCKS
+from kvtier.core.interfaces.mover import TransferKind
+from kvtier.core.settings import Admission, WritePolicy
+from kvtier.testing.records import make_keys
+from kvtier.types import EventKind, Outcome, Presence
+
+THROUGH, ON_EVICT, NEVER = WritePolicy.THROUGH, WritePolicy.ON_EVICT, WritePolicy.NEVER
+SECOND = Admission.SECOND_TOUCH
+FAR = 1e9
+
+
+def test_a_stored_block_goes_down_behind_the_engine() -> None:
+    rig = ChainRig([8, 16, 32])
+    keys = rig.store(KEYS[:4])
+    assert rig.mover.queue == [], "the engine waits for nothing"
+    assert rig.chain.has_pending_work
+    rig.chain.poll()
+    (transfer,) = rig.mover.queue
+    assert (transfer.kind, transfer.source, transfer.target) == (TransferKind.STORE, 0, 1)
+    assert transfer.deadline == rig.now + STORE_DEADLINE
+    rig.settle()
+    assert rig.resident(1, keys) == rig.resident(2, keys) == keys
+    assert not rig.chain.has_pending_work
+    rig.assert_quiet()
+
+
+def test_each_tier_is_offered_what_the_one_above_has_committed() -> None:
+    rig = ChainRig([16, 16, 32])
+    keys = rig.store(KEYS[:3])
+    rig.chain.poll()
+    rig.mover.run_all({keys[1]: Outcome.CORRUPT})
+    rig.chain.poll()
+    rig.chain.poll()
+    (transfer,) = rig.mover.queue
+    assert (transfer.source, transfer.target) == (0, 2), "from host memory while it is there"
+    assert transfer.keys == [keys[0], keys[2]]
+    rig.settle()
+    assert rig.resident(1, keys) == [keys[0], keys[2]]
+    near, _ = rig.chain.chain_stats().links
+    assert near.failures == {"corrupt": 1}
+    rig.assert_quiet()
+
+
+@pytest.mark.parametrize(
+    "outcome", [Outcome.IO_ERROR, Outcome.NO_SPACE, Outcome.TIMEOUT, Outcome.DROPPED]
+)
+def test_what_a_tier_cannot_write_goes_to_the_one_below(outcome: Outcome) -> None:
+    rig = ChainRig([16, 16, 32])
+    keys = rig.store(KEYS[:3])
+    rig.chain.poll()
+    rig.mover.run_all({keys[1]: outcome})
+    rig.settle()
+    assert rig.resident(1, keys) == [keys[0], keys[2]]
+    assert rig.resident(2, keys) == keys
+    rig.assert_quiet()
+
+
+def test_a_tier_that_is_down_does_not_cut_off_the_one_below() -> None:
+    rig = ChainRig([8, 16, 32])
+    for key in KEYS[:3]:
+        rig.store([key])
+        rig.chain.poll()
+        rig.mover.fail_all(Outcome.IO_ERROR)
+        rig.settle()
+    assert rig.chain.chain_stats().down == [False, True, False]
+    rig.store(KEYS[3:5])
+    rig.settle()
+    assert rig.resident(1, KEYS[:5]) == []
+    assert rig.resident(2, KEYS[:5]) == KEYS[:5]
+    rig.assert_quiet()
+
+
+def test_a_tier_without_room_does_not_cut_off_the_one_below() -> None:
+    rig = ChainRig([8, 4, 32])
+    rig.put(1, KEYS[20:23])
+    held = rig.tiers[1].prepare_load(KEYS[20:23])
+    keys = rig.store(KEYS[:4])
+    rig.settle()
+    assert len(rig.resident(1, keys)) == 1
+    assert rig.resident(2, keys) == keys
+    assert not rig.chain.has_pending_work
+    rig.tiers[1].complete_load(KEYS[20:23])
+    del held
+
+
+def test_what_host_memory_no_longer_has_comes_from_the_tier_between() -> None:
+    rig = ChainRig([8, 16, 32])
+    keys = rig.store(KEYS[:2])
+    rig.chain.poll()
+    rig.mover.run_all()
+    rig.tiers[0].forget(keys)
+    rig.chain.poll()
+    (transfer,) = rig.mover.queue
+    assert (transfer.source, transfer.target) == (1, 2)
+    rig.settle()
+    assert rig.resident(2, keys) == keys
+
+
+def test_what_nobody_has_any_more_is_dropped_and_counted() -> None:
+    rig = ChainRig([8, 16])
+    keys = rig.store(KEYS[:3])
+    rig.tiers[0].forget(keys[:2])
+    rig.settle()
+    (link,) = rig.chain.chain_stats().links
+    assert link.drops == {"gone": 2}
+    assert rig.resident(1, keys) == keys[2:]
+
+
+def test_a_tier_that_is_only_read_is_passed_over() -> None:
+    rig = ChainRig([8, 16, 32], [rule(), rule(NEVER), rule(THROUGH)])
+    keys = rig.store(KEYS[:3])
+    rig.settle()
+    assert rig.resident(1, keys) == []
+    assert rig.resident(2, keys) == keys
+
+
+def test_a_promoted_block_fills_the_tiers_that_it_passed() -> None:
+    rig = ChainRig([8, 16, 32])
+    keys = rig.put(2, KEYS[:3])
+    rig.load_once(keys)
+    rig.settle()
+    assert rig.resident(0, keys) == rig.resident(1, keys) == keys
+    assert [link.offered for link in rig.chain.chain_stats().links] == [3, 0]
+    rig.put(1, KEYS[5:7])
+    rig.load_once(KEYS[5:7])
+    assert rig.chain.chain_stats().links[0].offered == 3, "it came from there"
+
+
+def test_what_is_stored_again_when_its_last_reader_has_ended_is_on_its_way() -> None:
+    rig = ChainRig([8, 16])
+    keys = rig.store(KEYS[:2])
+    ticket = rig.chain.begin_load(keys, "reader", FAR)
+    rig.chain.forget(keys)
+    rig.chain.end_load(ticket)
+    taken = rig.chain.prepare_store(keys)
+    assert taken.keys == keys
+    assert rig.chain.lookup(keys) == [Presence.PENDING] * 2
+    rig.write(0, taken.keys, taken.spec)
+    rig.chain.complete_store(keys)
+    assert rig.chain.lookup(keys) == [Presence.HIT] * 2
+
+
+def test_what_came_from_the_lowest_tier_takes_no_places_on_the_way_back_to_it() -> None:
+    """The tier between has it from there, and offers it as all that it takes."""
+    rig = ChainRig([16, 16, 32], [rule(), rule(), rule(queue_blocks=4)])
+    popular, slow = rig.put(2, KEYS[:4]), rig.store(KEYS[4:8])
+    rig.chain.poll()
+    rig.mover.run_all()
+    rig.chain.poll()
+    (uploading,) = rig.mover.queue
+    assert (uploading.target, uploading.keys) == (2, slow), "as much as may be under way"
+    ticket = rig.chain.begin_load(popular, "reader", FAR)
+    new = KEYS[8:12]
+    for work in (lambda: None, lambda: rig.store(new)):
+        work()
+        for _ in range(3):
+            for transfer in [each for each in rig.mover.queue if each is not uploading]:
+                rig.mover.run(transfer)
+            rig.chain.poll()
+    rig.chain.end_load(ticket)
+    rig.settle()
+    assert rig.resident(1, KEYS[:12]) == KEYS[:12]
+    assert rig.resident(2, new) == new
+    _, far = rig.chain.chain_stats().links
+    assert (far.written, far.drops) == (8, {})
+
+
+def test_a_queue_that_is_full_drops_and_counts() -> None:
+    rig = ChainRig([32, 64], [rule(), rule(queue_blocks=4)])
+    rig.store(KEYS[:10])
+    (link,) = rig.chain.chain_stats().links
+    assert (link.waiting, link.drops) == (4, {"full": 6})
+    rig.settle()
+    assert rig.resident(1, KEYS[:10]) == KEYS[:4]
+
+
+def test_a_mover_that_refuses_drops_and_counts() -> None:
+    rig = ChainRig([8, 16])
+    rig.store(KEYS[:3])
+    rig.mover.accepting = False
+    rig.chain.poll()
+    (link,) = rig.chain.chain_stats().links
+    assert link.drops == {"refused": 3}
+    assert link.in_flight == 0
+    rig.assert_quiet()
+
+
+def test_nothing_below_makes_room_for_a_mover_that_is_down() -> None:
+    rig = ChainRig([8, 4])
+    rig.put(1, KEYS[4:8])
+    rig.store(KEYS[:3])
+    rig.mover.down = True
+    rig.chain.poll()
+    (link,) = rig.chain.chain_stats().links
+    assert (link.waiting, link.drops) == (3, {})
+    assert rig.resident(1, KEYS[4:8]) == KEYS[4:8]
+    assert rig.chain.has_pending_work, "it may be back at the next step"
+    rig.mover.lost = True
+    assert not rig.chain.has_pending_work, "no step would start anything"
+    rig.mover.down = rig.mover.lost = False
+    rig.settle()
+    assert rig.resident(1, KEYS[:3]) == KEYS[:3]
+
+
+def test_one_step_starts_a_bounded_number_of_blocks() -> None:
+    count = 4 * STEP_BLOCKS
+    rig = ChainRig([count, count], [rule(), rule(queue_blocks=count)])
+    keys = make_keys(count)
+    rig.store(keys)
+    rig.chain.poll()
+    assert sum(len(transfer.keys) for transfer in rig.mover.queue) == STEP_BLOCKS
+    rig.chain.poll()
+    rig.chain.poll()
+    under_way = sum(len(transfer.keys) for transfer in rig.mover.queue)
+    assert under_way == count // 2, "and half of host memory stays free of their pins"
+    rig.settle(20)
+    assert rig.resident(1, keys) == keys
+
+
+def test_a_tier_that_fails_is_not_written_to_but_read() -> None:
+    rig = ChainRig([8, 16])
+    rig.put(1, KEYS[20:22])
+    for key in KEYS[:3]:
+        rig.store([key])
+        rig.chain.poll()
+        rig.mover.fail_all(Outcome.IO_ERROR)
+        rig.chain.poll()
+    rig.store(KEYS[3:5])
+    rig.chain.poll()
+    (link,) = rig.chain.chain_stats().links
+    assert rig.mover.queue == []
+    assert link.drops == {"down": 2}
+    assert rig.chain.chain_stats().down == [False, True]
+    assert rig.chain.lookup(KEYS[20:22]) == [Presence.HIT] * 2
+    rig.now += REST
+    rig.store(KEYS[5:6])
+    rig.settle()
+    assert rig.resident(1, KEYS[5:6]) == KEYS[5:6]
+
+
+def test_a_tier_that_is_left_alone_leaves_the_engine_alone() -> None:
+    rig = ChainRig([8, 16], [rule(), rule(ON_EVICT)])
+    for number in range(3):
+        rig.store(make_keys(8, start=100 * number))
+        rig.chain.poll()
+        rig.mover.fail_all(Outcome.IO_ERROR)
+        rig.chain.poll()
+    rig.settle()
+    rig.store(KEYS[:8])
+    assert rig.chain.has_pending_work
+    rig.chain.poll()
+    assert rig.mover.queue == []
+    assert not rig.chain.has_pending_work, "no steps for what cannot be done"
+
+
+MANY = 16 * STEP_BLOCKS
+"""So many slots that more of them are written down ahead of need than one step begins."""
+
+
+def test_a_tier_without_room_leaves_an_idle_engine_alone() -> None:
+    """Of what eviction takes next more is to be written down than a step begins."""
+    rig = ChainRig([MANY, 4], [rule(), rule(ON_EVICT, queue_blocks=MANY)])
+    rig.tiers[1].prepare_load(rig.put(1, KEYS[:4]))
+    keys = rig.store(make_keys(MANY, start=2 * MANY))
+    assert rig.chain.has_pending_work
+    rig.settle(4)
+    assert rig.resident(1, keys) == []
+    assert not rig.chain.has_pending_work, "no steps for what cannot be done"
+
+
+@pytest.mark.parametrize("outcome", [Outcome.NO_SPACE, Outcome.DROPPED])
+def test_a_tier_that_takes_nothing_is_not_tried_again_and_again(outcome: Outcome) -> None:
+    """A full disk is no failure of the tier's, and it is not left alone for a while."""
+    rig = ChainRig([MANY, MANY], [rule(), rule(ON_EVICT, queue_blocks=MANY)])
+    rig.store(make_keys(MANY))
+    tries = 0
+    while rig.chain.has_pending_work and tries < 2 * MANY // STEP_BLOCKS:
+        rig.chain.poll()
+        tries += len(rig.mover.queue)
+        rig.mover.fail_all(outcome)
+    assert not rig.chain.has_pending_work
+    assert tries <= 2
+    rig.store(make_keys(1, start=2 * MANY))
+    assert rig.chain.has_pending_work, "once more, when there is something new"
+
+
+def test_a_mover_that_is_not_there_leaves_an_idle_engine_alone() -> None:
+    rig = ChainRig([MANY, MANY], [rule(), rule(ON_EVICT, queue_blocks=MANY)])
+    rig.mover.accepting = False
+    rig.store(make_keys(MANY))
+    rig.settle(4)
+    assert not rig.chain.has_pending_work
+    (link,) = rig.chain.chain_stats().links
+    assert link.drops == {"refused": STEP_BLOCKS}
+
+
+def test_a_record_that_is_bad_at_its_source_is_offered_no_more() -> None:
+    rig = ChainRig([8, 16])
+    keys = rig.store(KEYS[:2])
+    rig.chain.poll()
+    rig.mover.run_all({keys[0]: Outcome.CORRUPT})
+    rig.chain.poll()
+    assert rig.resident(0, keys) == keys[1:]
+    assert rig.chain.lookup(keys) == [Presence.MISS, Presence.HIT]
+    assert rig.chain.stats().corrupt == 1
+
+
+def test_a_full_disk_costs_the_store_and_nothing_else() -> None:
+    rig = ChainRig([8, 16])
+    keys = rig.store(KEYS[:3])
+    rig.chain.poll()
+    rig.mover.fail_all(Outcome.NO_SPACE)
+    rig.chain.poll()
+    assert rig.resident(0, keys) == keys
+    assert rig.resident(1, keys) == []
+    rig.assert_quiet()
+
+
+def test_what_was_cleared_does_not_come_back() -> None:
+    rig = ChainRig([8, 16, 32])
+    rig.store(KEYS[:2])
+    rig.chain.poll()
+    held = rig.chain.prepare_store(KEYS[2:4])
+    rig.put(1, KEYS[4:6])
+    ticket = rig.chain.begin_load(KEYS[4:6], "a", FAR)
+    rig.chain.clear()
+    rig.write(0, held.keys, held.spec)
+    rig.chain.complete_store(held.keys)
+    rig.settle()
+    assert ticket.failed == dict.fromkeys(KEYS[4:6], Outcome.CANCELLED)
+    rig.chain.end_load(ticket)
+    assert rig.chain.lookup(KEYS[:6]) == [Presence.MISS] * 6
+    assert all(rig.resident(tier, KEYS[:6]) == [] for tier in range(3))
+    rig.assert_quiet()
+
+
+def test_what_was_forgotten_is_not_written_down() -> None:
+    rig = ChainRig([8, 16])
+    keys = rig.store(KEYS[:4])
+    rig.chain.poll()
+    more = rig.store(KEYS[4:6])
+    rig.chain.forget([keys[0], more[0]])
+    rig.settle()
+    assert rig.resident(1, KEYS[:6]) == [*keys[1:], more[1]]
+    assert rig.chain.lookup([keys[0], more[0]]) == [Presence.MISS] * 2
+
+
+def test_events_come_from_every_tier() -> None:
+    rig = ChainRig([8, 16])
+    for index, tier in enumerate(rig.tiers):
+        tier.medium = f"tier{index}"
+    keys = rig.store(KEYS[:2])
+    rig.settle()
+    rig.tiers[0].forget(keys[:1])
+    assert [(event.kind, event.medium, event.keys) for event in rig.chain.take_events()] == [
+        (EventKind.STORED, "tier0", tuple(keys)),
+        (EventKind.REMOVED, "tier0", (keys[0],)),
+        (EventKind.STORED, "tier1", tuple(keys)),
+    ]
+    assert rig.chain.take_events() == []
+
+
+def test_the_chain_adds_up_its_tiers() -> None:
+    rig = ChainRig([8, 16])
+    rig.store(KEYS[:2])
+    rig.settle()
+    stats = rig.chain.stats()
+    assert (stats.blocks, stats.stored) == (4, 4)
+    assert stats.bytes_capacity == 24 * SLOT
+    assert rig.chain.victims(1) == rig.tiers[1].victims(1)
+    rig.chain.touch(KEYS[:1])
+    rig.chain.poll()
+    assert rig.tiers[1].victims(1) == [KEYS[1]], "use is passed on to lower tiers, a step later"
+
+
+def test_closing_commits_what_was_finished() -> None:
+    rig = ChainRig([8, 16])
+    keys = rig.store(KEYS[:3])
+    rig.chain.poll()
+    rig.mover.run_all()
+    rig.mover.close()
+    rig.chain.close()
+    assert rig.resident(1, keys) == keys

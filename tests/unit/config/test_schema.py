@@ -1,0 +1,108 @@
+"""JSON Schema and reference are made from the types, with the kinds of other packages."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+
+from kvtier.config import StackConfig
+from kvtier.core.interfaces.backend import kinds
+from kvtier.core.settings import TierSettings
+from kvtier.schema import descriptions, json_schema, reference
+
+KINDS = ["bench", "shelf"]
+
+
+@pytest.fixture
+def validator(other_tiers: None) -> Any:
+    schema = json_schema(KINDS)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def stack(*tiers: dict[str, object], **more: object) -> dict[str, object]:
+    return {"version": 1, "tiers": list(tiers), **more}
+
+
+BENCH: dict[str, object] = {"kind": "bench", "capacity": "1GiB"}
+SHELF: dict[str, object] = {"kind": "shelf", "capacity": "80%", "path": "/x"}
+
+GOOD = [
+    stack(BENCH),
+    stack(BENCH, SHELF | {"access": {"user": "me", "token": "x"}, "door": {"user": "you"}}),
+    stack(BENCH | {"capacity": 5, "load_deadline": 1.5, "write": "never"}),
+    stack(BENCH | {"capacity": "${SIZE:-5GiB}", "load_deadline": "${WAIT}ms"}),
+    stack(BENCH | {"queue_blocks": "${BLOCKS}", "write": "${WRITE:-never}"}, name="${NAME}"),
+    stack(BENCH, mover={"mode": "threads"}, name="x", chunk_tokens=16),
+]
+BAD = [
+    {},
+    {"version": 1},
+    stack(BENCH) | {"version": 2},
+    stack(BENCH, tier=[]),
+    stack(BENCH | {"capacity": "5G"}),
+    stack(BENCH | {"capacity": -5}),
+    stack(BENCH | {"load_deadline": "5"}),
+    stack(BENCH | {"kind": "nope"}),
+    stack(BENCH | {"wrt": "never"}),
+    stack(BENCH | {"write": "sometimes"}),
+    stack(BENCH | {"queue_blocks": 0}),
+    stack(BENCH | {"queue_blocks": "5"}),
+    stack(BENCH, name="../up"),
+    stack(BENCH, mover="${MOVER}"),
+    stack(BENCH, SHELF | {"access": {"token": "x"}}),
+    stack(BENCH, {"kind": "shelf", "capacity": 5}),
+]
+
+
+@pytest.mark.parametrize("document", GOOD)
+def test_good_stacks_are_valid(validator: Any, document: dict[str, object]) -> None:
+    validator.validate(document)
+
+
+@pytest.mark.parametrize("document", BAD)
+def test_bad_stacks_are_not(validator: Any, document: dict[str, object]) -> None:
+    assert not validator.is_valid(document)
+
+
+def test_editors_are_told_what_things_mean(other_tiers: None) -> None:
+    parts = json_schema(KINDS)["$defs"]
+    shelf = parts["ShelfSettings"]["properties"]
+    assert shelf["path"]["description"] == "Where it is."
+    assert shelf["part_size"]["default"] == "8MiB"
+    assert shelf["capacity"]["description"] == descriptions(TierSettings)["capacity"]
+    assert parts["Access"]["properties"]["user"]["description"] == "A name."
+    assert parts["ShelfSettings"]["properties"]["door"]["default"] == {
+        "user": "nobody",
+        "token": None,
+        "tries": 3,
+    }
+
+
+def test_the_reference_has_all_settings_and_words(other_tiers: None) -> None:
+    text = reference(KINDS)
+    assert "| `path` | path | required | Where it is. |" in text
+    assert "| `part_size` | size | `8MiB` |" in text
+    assert "| `write` | `through` `on_evict` `never` | `on_evict` |" in text
+    assert "| `tries` | whole number | `3` |" in text
+    assert "- `second_touch`: " in text
+    for field in msgspec.structs.fields(StackConfig):
+        if isinstance(field.type, type) and issubclass(field.type, enum.Enum):
+            assert f"\n`{field.name}`: " in text
+            assert all(f"\n- `{word.value}`: " in text for word in field.type)
+    for name in StackConfig.__struct_fields__:
+        assert f"| `{name}` |" in text
+
+
+@pytest.mark.parametrize("kind", [StackConfig, TierSettings])
+def test_every_setting_is_described(kind: type) -> None:
+    assert set(descriptions(kind)) == set(kind.__struct_fields__)  # type: ignore[attr-defined]
+
+
+def test_built_in_kinds_are_those_of_this_package(other_tiers: None) -> None:
+    assert {"cpu", "memory", "nvme"} <= set(kinds(built_in=True))
+    assert set(kinds()) - set(kinds(built_in=True)) >= {"bench", "shelf", "broken", "stranger"}

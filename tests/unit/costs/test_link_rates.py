@@ -1,0 +1,74 @@
+"""What is believed of a link: its line, what is under way on it, and when it may be asked again."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.core.costs.link_rates import Line, LinkRate
+
+
+def a_line() -> Line:
+    """That rests on ten samples of y = x."""
+    line = Line(ridge_base=0.01)
+    for x in (1.0, 10.0) * 5:
+        line.observe(x, x)
+    return line
+
+
+def a_link() -> LinkRate:
+    return LinkRate(latency=0.0, bandwidth=1e6)
+
+
+def test_one_outlier_above_and_one_below_are_still_outliers() -> None:
+    line = a_line()
+    line.observe(10.0, 1000.0)
+    line.observe(10.0, 0.1)
+    assert line.at(10.0) == pytest.approx(10.0, rel=0.2)
+
+
+def test_both_of_two_that_are_far_off_on_one_side_count() -> None:
+    line = a_line()
+    line.observe(1.0, 30.0)
+    line.observe(10.0, 40.0)
+    assert line.at(1.0) > 15.0
+    assert line.at(10.0) == pytest.approx(40.0, rel=0.1)
+
+
+@pytest.mark.parametrize("size", [10_000, 1_000_000])
+def test_a_link_is_as_slow_as_its_oldest_load_is_late(size: int) -> None:
+    link = a_link()
+    expected = link.start(1, size, 1000.0) - 1000.0
+    link.start(2, size, 1001.0)
+    in_time = link.terms(1000.0)
+    for late, factor in ((2 * expected + 0.09, 1.0), (3 * expected + 1.0, 3 + 1.0 / expected)):
+        link.collected = 1000.0 + late
+        assert link.terms(link.collected) == pytest.approx([term * factor for term in in_time])
+
+
+def test_loads_of_which_nobody_tells_the_end_are_forgotten() -> None:
+    link = a_link()
+    before = link.terms(0.0)
+    for token in range(5):
+        link.start(token, 1000, float(token))
+    link.collected = 1000.0
+    for _ in range(5):
+        link.terms(1000.0)
+    assert (link.in_flight, link.queued) == ({}, 0)
+    assert link.terms(1000.0) == before
+    assert link.end(3) == 0
+
+
+def test_a_good_surprise_lets_a_link_be_asked_at_once_and_nothing_else_does() -> None:
+    link = a_link()
+    for seconds, expected in ((1.0, 105.0), (0.9, 105.0), (0.2, 100.0), (1.0, 105.0)):
+        link.observe(1_000_000, seconds, 100.0, probe_seconds=5.0)
+        assert link.next_probe == expected
+    link.next_probe = 300.0
+    link.observe(1_000_000, 1.0, 100.0, probe_seconds=5.0)
+    assert link.next_probe == 300.0
+
+
+def test_a_load_that_took_no_time_is_a_fast_one() -> None:
+    link = a_link()
+    link.observe(1_000_000, 0.0, 100.0, probe_seconds=5.0)
+    assert link.line.at(1_000_000) < 1e-6

@@ -1,0 +1,477 @@
+"""What defines each eviction policy."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from array import array
+from collections.abc import Container, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import load
+from kvtier.core.eviction import create_policy, policy_class, policy_names, registry
+from kvtier.core.eviction.adaptive.block_kinds import MARK_MAX, SHARED, shared_kind
+from kvtier.core.eviction.adaptive.policy import Adaptive
+from kvtier.core.eviction.arc import ARC
+from kvtier.core.eviction.policy import EvictionPolicy
+from kvtier.core.eviction.s3fifo import S3FIFO
+from kvtier.core.eviction.traces.replay import replay
+from kvtier.core.eviction.traces.trace import Request
+from kvtier.errors import ConfigError, ConfigErrors
+
+
+def keys(first: int, count: int) -> list[bytes]:
+    return [number.to_bytes(8, "big") for number in range(first, first + count)]
+
+
+@pytest.mark.parametrize("name", policy_names())
+class TestEveryPolicy:
+    def test_a_prefix_outlives_its_tail(self, name: str) -> None:
+        policy = create_policy(name, 8)
+        policy.use([3, 1, 4], keys(0, 3), 1.0)
+        assert policy.evict(3) == [4, 1, 3]
+
+    def test_blocks_stored_after_a_hit_leave_before_it(self, name: str) -> None:
+        policy = create_policy(name, 8)
+        policy.use([0, 1], keys(0, 2), 1.0)
+        policy.use([0, 1], keys(0, 2), 2.0, ahead=2)
+        policy.use([2, 3], keys(2, 2), 2.5, after=1)
+        assert policy.evict(4) == [3, 2, 1, 0]
+
+    def test_restored_blocks_leave_in_the_order_given(self, name: str) -> None:
+        policy = create_policy(name, 8)
+        policy.load([5, 2, 7], [10.0, 11.0, 12.0])
+        assert policy.evict(2) == [5, 2]
+
+    def test_a_restored_prefix_outlives_its_tail_however_long_it_is(self, name: str) -> None:
+        count = 100
+        policy = create_policy(name, 3 * count)
+        slots = list(range(3 * count))
+        policy.load(slots, [float(slot // count) for slot in slots])
+        assert policy.evict(3 * count) == slots
+
+    def test_restored_blocks_leave_before_what_is_used_later(self, name: str) -> None:
+        policy = create_policy(name, 8)
+        policy.load([5, 2, 7])
+        policy.use([2], keys(0, 1), 1000.0)
+        assert policy.evict(3) == [5, 7, 2]
+
+    def test_a_hundred_thousand_blocks_are_restored_at_once(self, name: str) -> None:
+        count = 100_000
+        policy = create_policy(name, count)
+        policy.load(range(count), [float(index // 50) for index in range(count)])
+        assert len(policy) == count
+        assert len(set(policy.evict(count))) == count
+
+    def test_its_state_is_small(self, name: str) -> None:
+        count = 50_000
+        policy = create_policy(name, count)
+        for first in range(0, 4 * count, 25):
+            missing = 25 - (count - len(policy))
+            slots = policy.evict(missing) if missing > 0 else list(range(first, first + 25))
+            policy.use(slots, keys(first, 25), first / 1000)
+        assert len(policy) == count
+        assert policy.nbytes <= 45 * count
+
+    def test_its_state_is_bounded_where_each_block_is_a_prompt_of_its_own(self, name: str) -> None:
+        count = 20_000
+        policy = create_policy(name, count)
+        for number in range(3 * count):
+            slots = policy.evict(1) if len(policy) == count else [number]
+            policy.use(slots, keys(number, 1), number / 1000)
+        assert len(policy) == count
+        assert policy.nbytes <= 75 * count
+
+    def test_the_same_calls_give_the_same_answers(self, name: str) -> None:
+        trace = chats(random.Random(7), 400)
+        assert replay(trace, create_policy(name), 300) == replay(trace, create_policy(name), 300)
+
+    def test_what_is_foretold_again_is_the_same(self, name: str) -> None:
+        policy = create_policy(name, 8)
+        policy.load(range(8))
+        first = policy.victims(4)
+        for count in (2, 3, 1):
+            assert policy.victims(count) == first[:count]
+        assert policy.victims(2, {first[0]}) == first[1:3]
+        assert policy.evict(3) + policy.evict(1) == first
+
+    def test_nothing_happens_for_nothing(self, name: str) -> None:
+        policy = create_policy(name)
+        policy.use([], [], 1.0)
+        policy.remove([])
+        policy.load([])
+        assert policy.evict(5) == policy.victims(5) == []
+        assert len(policy) == 0
+        assert 0 not in policy
+
+
+def chats(
+    dice: random.Random, count: int, length: int = 10, stay: float = 0.6, pause: float = 60.0
+) -> list[Request]:
+    """Conversations that begin one a second; every turn adds a block, after a pause."""
+    requests: list[Request] = []
+    number = 0
+    for start in range(count):
+        now = float(start)
+        blocks = tuple(range(number, number + length))
+        number += length
+        requests.append(Request(now, blocks))
+        while dice.random() < stay:
+            now += pause * dice.uniform(0.8, 1.2)
+            blocks = (*blocks, number)
+            number += 1
+            requests.append(Request(now, blocks))
+    return sorted(requests)
+
+
+class TestLRU:
+    def test_the_longest_unused_leaves_first(self) -> None:
+        policy = create_policy("lru", 4)
+        for slot in (0, 1, 2, 3):
+            policy.use([slot], keys(slot, 1), float(slot))
+        policy.use([0], keys(0, 1), 9.0)
+        assert policy.evict(4) == [1, 2, 3, 0]
+
+
+class TestS3FIFO:
+    def test_what_was_used_once_leaves_before_what_was_used_again(self) -> None:
+        policy = create_policy("s3fifo", 10)
+        policy.use([0, 1], keys(0, 2), 1.0)
+        policy.use([0], keys(0, 1), 2.0)
+        policy.use([2, 3], keys(2, 2), 3.0)
+        assert policy.evict(3) == [1, 3, 2]
+
+    def test_what_comes_back_soon_after_eviction_goes_to_the_main_queue(self) -> None:
+        policy = create_policy("s3fifo", 10)
+        policy.use([0], keys(0, 1), 1.0)
+        policy.evict(1)
+        policy.use([0], keys(0, 1), 2.0)
+        for slot in range(1, 9):
+            policy.use([slot], keys(slot, 1), 3.0)
+        assert policy.evict(8) == list(range(1, 9))
+
+    def test_what_was_used_more_often_has_more_turns(self) -> None:
+        policy = create_policy("s3fifo", 10)
+        policy.load([0, 1])
+        for slot in (0, 0, 0, 1):
+            policy.use([slot], keys(slot, 1), 1.0)
+        assert policy.evict(2) == [1, 0]
+
+    def test_a_new_block_has_nothing_of_the_one_that_was_in_its_slot(self) -> None:
+        policy = create_policy("s3fifo", 10)
+        for now in (1.0, 2.0, 3.0):
+            policy.use([0], keys(0, 1), now)
+        policy.remove([0])
+        policy.use([0], keys(50, 1), 4.0)
+        policy.use([1], keys(51, 1), 5.0)
+        assert policy.evict(2) == [0, 1]
+
+    def test_a_chosen_victim_that_is_used_after_all_stays(self) -> None:
+        policy = create_policy("s3fifo", 10)
+        policy.use([0, 1], keys(0, 2), 1.0)
+        assert policy.victims(1) == [1]
+        policy.use([1], keys(1, 1), 2.0)
+        assert policy.evict(1) == [0]
+
+    def test_it_does_not_look_at_all_of_very_many_that_were_used(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of a million, one eviction took half a second of the engine's thread."""
+        looked: list[int] = []
+        choose = S3FIFO._choose
+
+        def count(policy: S3FIFO, pinned: Container[int]) -> int:
+            looked.append(1)
+            return choose(policy, pinned)
+
+        policy = create_policy("s3fifo", 16_384)
+        for turn in range(4):
+            policy.use(range(16_384), keys(0, 16_384), float(turn))
+        monkeypatch.setattr(S3FIFO, "_choose", count)
+        chosen = policy.victims(2)
+        assert len(looked) < 3_000
+        assert policy.evict(2) == chosen
+
+
+class TestARC:
+    def test_a_scan_does_not_wash_out_what_was_used_twice(self) -> None:
+        policy = create_policy("arc", 8)
+        policy.use([0, 1], keys(0, 2), 1.0)
+        policy.use([0, 1], keys(0, 2), 2.0)
+        for number in range(100, 140):
+            slot = policy.evict(1)[0] if len(policy) == 8 else len(policy)
+            policy.use([slot], keys(number, 1), float(number))
+        assert 0 in policy
+        assert 1 in policy
+
+    def test_ghosts_of_new_blocks_give_new_blocks_more_room(self) -> None:
+        policy = create_policy("arc", 4)
+        policy.use([0, 1], keys(0, 2), 1.0)
+        policy.use([0, 1], keys(0, 2), 2.0)
+        policy.use([2, 3], keys(2, 2), 3.0)
+        assert policy.evict(1) == [3]
+        policy.use([3], keys(3, 1), 4.0)
+        assert policy.evict(1) == [1], "the block used once is within its larger share"
+
+    def test_no_more_is_taken_of_what_was_used_once_than_is_beyond_its_share(self) -> None:
+        policy = ARC(6)
+        for now in (1.0, 2.0):
+            policy.use([0, 1], keys(0, 2), now)
+        for slot in (2, 3, 4):
+            policy.use([slot], keys(slot, 1), 3.0)
+        assert policy.evict(1) == [2]
+        policy.use([2], keys(2, 1), 4.0)
+        assert policy._ghosts.length(1) == 0, "it has come back"
+        policy.use([5], keys(5, 1), 5.0)
+        assert policy.evict(6) == [3, 4, 1, 0, 2, 5]
+
+
+class TestAdaptive:
+    def test_it_begins_as_lru(self) -> None:
+        policy, lru = create_policy("adaptive", 100), create_policy("lru", 100)
+        for turn in range(20):
+            for each in (policy, lru):
+                each.use(range(5 * turn, 5 * turn + 5), keys(5 * turn, 5), 3.0 * turn)
+        assert policy.evict(60) == lru.evict(60)
+
+    @pytest.mark.slow
+    def test_it_keeps_conversations_rather_than_what_nobody_comes_back_to(self) -> None:
+        requests = chats(random.Random(1), 1500)
+        once = [
+            Request(number + 0.5, tuple(range(10**6 + 40 * number, 10**6 + 40 * number + 40)))
+            for number in range(1500)
+        ]
+        trace = sorted([*requests, *once])
+        warm = len(trace) // 2
+        best = replay(trace, create_policy("adaptive"), 1000, warm).percent
+        for name in ("lru", "s3fifo", "arc"):
+            assert best > replay(trace, create_policy(name), 1000, warm).percent + 5.0
+
+    def test_it_keeps_a_part_of_a_ring_that_does_not_fit(self) -> None:
+        ring = [tuple(range(10 * i, 10 * i + 10)) for i in range(120)]
+        trace = [Request(float(turn), ring[turn % 120]) for turn in range(3000)]
+        assert replay(trace, create_policy("lru"), 1000, 1000).hits == 0
+        assert replay(trace, create_policy("adaptive"), 1000, 1000).percent > 60.0
+
+    def test_what_a_turn_leaves_behind_goes_first(self) -> None:
+        policy = create_policy("adaptive", 20)
+        policy.use([10, 11], keys(50, 2), 0.5)
+        policy.use([0, 1, 2, 3], keys(0, 4), 1.0)
+        policy.use([0, 1, 2], keys(0, 3), 60.0, ahead=2)
+        policy.use([4, 5], keys(4, 2), 61.0, after=2)
+        assert policy.evict(1) == [3]
+
+    def test_what_a_long_answer_goes_on_from_stays_as_young_as_the_answer(self) -> None:
+        policy = create_policy("adaptive", 20)
+        policy.use([0, 1], keys(0, 2), 0.0)
+        policy.use([0, 1], keys(0, 2), 100.0, ahead=1)
+        policy.use([2], keys(2, 1), 101.0, after=1)
+        policy.use([10, 11], keys(50, 2), 140.0)
+        policy.use([10, 11], keys(50, 2), 150.0)
+        for answer in range(3, 8):
+            policy.use([answer], keys(answer, 1), 100.0 + 30.0 * answer, after=answer - 1)
+        assert set(policy.evict(2)) == {10, 11}
+        assert policy.evict(8) == [7, 6, 5, 4, 3, 2, 1, 0]
+
+    def test_what_a_turn_adds_leaves_before_what_it_came_back_to(self) -> None:
+        policy = create_policy("adaptive", 1000)
+        for number in range(400):  # a document that everyone asks something else about
+            slots = [*policy.evict(2)] if len(policy) > 900 else [20 + 2 * number, 21 + 2 * number]
+            if number:
+                policy.use(range(20), keys(0, 20), 5.0 * number, ahead=2)
+                policy.use(slots, keys(1000 + 2 * number, 2), 5.0 * number + 1, after=19)
+            else:
+                policy.use([*range(20), *slots], [*keys(0, 20), *keys(1000, 2)], 0.0)
+        questions = len(policy) - 20
+        assert set(policy.evict(questions)).isdisjoint(range(20))
+
+    def test_a_prefix_that_requests_share_does_not_leave_with_one_of_them(self) -> None:
+        policy = create_policy("adaptive", 100)
+        policy.use(range(10), keys(0, 10), 1.0)
+        for turn in range(1, 6):
+            policy.use([0, 1], keys(0, 2), 10.0 * turn, ahead=8)
+            first = 2 + 8 * turn
+            policy.use(range(first, first + 8), keys(100 * turn, 8), 10.0 * turn, after=1)
+        assert set(policy.evict(len(policy) - 2)).isdisjoint({0, 1})
+
+    def test_it_knows_a_conversation_again_whose_blocks_were_all_evicted(self) -> None:
+        policy = Adaptive(100)
+        policy.use(range(40), keys(0, 40), 1.0)
+        policy.evict(40)
+        policy.use(range(41), keys(0, 41), 60.0)
+        assert policy._marks[40] == 1, "the first turn after the first request"
+
+    def test_where_requests_part_is_marked_up_to_there_and_uses_of_it_are_counted(self) -> None:
+        policy = Adaptive(100)
+        runs = policy._runs
+        policy.use(range(10), keys(0, 10), 1.0)
+        for number in range(1, 4):
+            first = 10 * number
+            policy.use([0, 1, 2], keys(0, 3), 10.0 * number, ahead=4)
+            assert policy._marks[2] == (0 if number == 1 else SHARED + number - 1), "undecided"
+            after = 10.0 * number + 1
+            policy.use(range(first, first + 4), keys(100 * number, 4), after, after=2)
+            assert [runs.kind[runs.run_of[slot]] for slot in range(3)] == [
+                shared_kind(SHARED + number - 1)
+            ] * 3
+        assert list(policy._marks[:4]) == [SHARED + 2] * 3 + [0]
+        assert not any(policy._marks[10:14])
+        for _ in range(MARK_MAX):
+            policy.use([0, 1, 2], keys(0, 3), 50.0)
+        assert policy._marks[0] == MARK_MAX
+
+    def test_what_was_shared_is_so_when_it_comes_back_from_eviction(self) -> None:
+        policy = Adaptive(100)
+        policy.use(range(44), keys(0, 44), 1.0)
+        for number in range(1, 4):
+            policy.use(range(40), keys(0, 40), 10.0 * number, ahead=4)
+            slots = range(40 + 4 * number, 44 + 4 * number)
+            policy.use(slots, keys(100 * number, 4), 10.0 * number + 1, after=39)
+        assert len(policy.evict(100)) == 56
+        policy.use(range(44), [*keys(0, 40), *keys(900, 4)], 60.0)
+        assert policy._marks[0] > SHARED
+        assert not any(policy._marks[40:44])
+
+    def test_slots_have_no_marks_of_what_was_in_them_before(self) -> None:
+        policy = Adaptive(20)
+        policy.use(range(4), keys(0, 4), 1.0)
+        policy.use([0], keys(0, 1), 10.0, ahead=4)
+        policy.use(range(4, 8), keys(100, 4), 11.0, after=0)
+        policy.use([0], keys(0, 1), 20.0)
+        marks, rests = policy._marks, policy._rests
+        assert (marks[0], rests[0]) == (SHARED + 1, 3)
+        for again in (lambda: policy.use([0], keys(50, 1), 30.0), lambda: policy.load([0])):
+            policy.evict(20)
+            marks[0], rests[0] = SHARED + 1, 3
+            again()
+            assert (marks[0], rests[0]) == (0, 0)
+
+    def test_a_part_of_a_request_that_comes_again_ends_nothing(self) -> None:
+        policy = Adaptive(100)
+        policy.use([20], keys(20, 1), 0.0)
+        policy.use(range(10), keys(0, 10), 1.0)
+        policy.use(range(5), keys(0, 5), 2.0)
+        assert list(policy._rests[:10]) == [3] * 7 + [2, 1, 0]
+        assert policy.evict(2) == [20, 9], "what it does not use is no older than it was"
+
+    def test_a_clock_that_steps_back_counts_as_no_time_passed(self) -> None:
+        policy = create_policy("adaptive", 10)
+        policy.use([0], keys(0, 1), 1e9)
+        policy.use([1], keys(1, 1), 5.0)
+        policy.use([2], keys(2, 1), 1e9 + 5)
+        assert policy.evict(3) == [0, 1, 2]
+
+    def test_time_goes_on_when_the_clock_was_put_back(self) -> None:
+        """Until the clock is where it was, too: else nobody would know what was used last."""
+        policy = create_policy("adaptive", 64)
+        for slot in range(64):
+            policy.use([slot], [b"%d" % slot], 10000.0 + slot)
+        order = [slot * 37 % 64 for slot in range(64)]
+        for at, slot in enumerate(order):
+            policy.use([slot], [b"%d" % slot], 5000.0 + at)
+        assert set(policy.evict(16)) == set(order[:16])
+
+    def test_what_is_restored_later_turns_no_clock_back(self) -> None:
+        """As of a slab that is taken over from the dead: its blocks are older than what is here."""
+        policy = create_policy("adaptive", 8)
+        policy.use([0], [b"0"], 10000.0)
+        policy.load([1, 2], [2000.0, 3000.0])
+        policy.use([3], [b"3"], 10001.0)
+        policy.load([4], [9000.0])
+        assert policy.evict(5) == [1, 2, 4, 0, 3]
+
+    def test_more_runs_than_are_ranked_at_once_all_get_their_turn(self) -> None:
+        count = 20_000
+        policy = create_policy("adaptive", count)
+        for slot in range(count):
+            policy.use([slot], keys(slot, 1), slot / 10)
+        assert sorted(policy.evict(count)) == list(range(count))
+
+    def test_growing_keeps_what_was_learned_and_watched(self) -> None:
+        policy = Adaptive(10)
+        policy.use(range(10), keys(0, 10), 1.0)
+        watched = sum(tag != 0 for tag in policy._history.tags)
+        policy.resize(50_000)
+        assert sum(tag != 0 for tag in policy._history.tags) == watched > 0
+        policy.use(range(10, 20), keys(10, 10), 2.0)
+        assert policy.evict(10) == list(range(9, -1, -1))
+
+    def test_it_does_not_look_at_all_of_very_many_to_evict_a_few(self) -> None:
+        """Of ten million prompts of a block each, 64 took 8 ms of the engine's thread."""
+        count = 1 << 20
+        policy = create_policy("adaptive", count)
+        policy.load(range(count), array("d", range(count)))
+        assert len(policy.evict(1)) == 1
+        tracemalloc.start()
+        try:
+            for _ in range(8):  # more than are queued at once
+                assert len(policy.evict(100)) == 100
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert most < count
+
+
+class TestRegistry:
+    @pytest.fixture
+    def installed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Another package is installed, with a policy and something that is none."""
+        info = tmp_path / "other_policies-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-policies\nVersion: 1.0")
+        (info / "entry_points.txt").write_text(
+            "[kvtier.eviction]\noldest = other_policies:Oldest\nbroken = other_policies:WRONG\n"
+            "lost = other_policies.lost:Lost\nraising = raising_policies:Raising\n"
+        )
+        (tmp_path / "raising_policies.py").write_text("raise RuntimeError('no device is here')\n")
+        (tmp_path / "other_policies.py").write_text(
+            "from kvtier.core.eviction.lru import LRU\n"
+            "class Oldest(LRU):\n    name = 'oldest'\n"
+            "WRONG = 3\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        registry._others.cache_clear()
+        yield
+        monkeypatch.undo()
+        registry._others.cache_clear()
+        registry.policy_class.cache_clear()
+
+    def test_names_lead_to_classes_of_that_name(self) -> None:
+        assert {"adaptive", "arc", "lru", "s3fifo"} <= set(policy_names())
+        for name in policy_names():
+            assert issubclass(policy_class(name), EvictionPolicy)
+            assert policy_class(name).name == name
+
+    def test_an_unknown_name_is_explained(self) -> None:
+        with pytest.raises(ConfigError, match=r"no eviction policy 'mru' - write one of adaptive,"):
+            create_policy("mru")
+
+    @pytest.mark.usefixtures("installed")
+    def test_another_package_adds_a_policy(self) -> None:
+        assert "oldest" in policy_names()
+        policy = create_policy("oldest", 4)
+        policy.use([0, 1], keys(0, 2), 1.0)
+        assert policy.evict(1) == [1]
+
+    @pytest.mark.usefixtures("installed")
+    def test_what_is_no_policy_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="is no EvictionPolicy: 3"):
+            create_policy("broken")
+
+    @pytest.mark.usefixtures("installed")
+    @pytest.mark.parametrize("name", ["broken", "lost", "raising"])
+    def test_a_stack_with_a_policy_that_cannot_be_used_is_refused(
+        self, tmp_path: Path, name: str
+    ) -> None:
+        tiers = [
+            {"kind": "cpu", "capacity": "1MiB"},
+            {"kind": "nvme", "capacity": "1MiB", "path": str(tmp_path / "blocks")},
+            {"kind": "object", "capacity": "1MiB", "url": (tmp_path / "store").as_uri()},
+        ]
+        tiers = [{**tier, "eviction": name} for tier in tiers]
+        with pytest.raises(ConfigErrors) as caught:
+            load({"version": 1, "tiers": tiers})
+        places = [error.place for error in caught.value.errors]
+        assert places == [f"$.tiers[{index}].eviction" for index in range(3)]

@@ -1,0 +1,148 @@
+"""How one batch is carried: what its handlers say is what becomes of its blocks, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvtier.core.interfaces.mover import Transfer, TransferKind
+from kvtier.core.interfaces.tier import Handler, HostHandler
+from kvtier.core.records.record import Buffer
+from kvtier.move.batch_carrier import Carrier
+from kvtier.move.queues import Batch, Job
+from kvtier.testing.records import NAMESPACE, blank, make_keys, sealed
+from kvtier.types import BlockKey, LoadStoreSpec, Outcome, SlotSpec
+
+HOST, NEAR, FAR = 0, 1, 2
+BLOCKS, BATCH = 6, 4
+KEYS = make_keys(BLOCKS)
+
+
+class Scripted(Handler):
+    """Says what the test wants it to say, and moves nothing."""
+
+    def __init__(self, says: list[Outcome]) -> None:
+        self.says = says
+
+    def load(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        return list(self.says)
+
+    def store(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
+    ) -> list[Outcome]:
+        return list(self.says)
+
+
+class Host(Scripted, HostHandler):
+    """Memory in which the right records stand already, and what it was told of its slots."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.records = [sealed(key) for key in KEYS]
+        self.told: dict[int, Outcome] = {}
+
+    def views(self, spec: LoadStoreSpec) -> list[Buffer]:
+        assert isinstance(spec, SlotSpec)
+        return [self.records[slot] for slot in spec.slots]
+
+    def landed(self, spec: LoadStoreSpec, index: int, outcome: Outcome) -> None:
+        self.told[index] = outcome
+
+
+def batch_from(source: int, target: int) -> Batch:
+    """The first blocks of a longer transfer."""
+    spec = SlotSpec(list(range(BLOCKS)))
+    kind = TransferKind.LOAD if target == HOST else TransferKind.STORE
+    transfer = Transfer(
+        id=1,
+        kind=kind,
+        source=source,
+        target=target,
+        keys=KEYS,
+        source_spec=spec,
+        target_spec=spec,
+        deadline=float("inf"),
+    )
+    lanes = tuple(tier for tier in (source, target) if tier != HOST)
+    batch = Job(transfer, lanes, BATCH, 0.0).cut(BATCH, 0.0)
+    if len(lanes) == 2:
+        batch.buffers = [sealed(key) for key in KEYS[:BATCH]]
+    return batch
+
+
+FAILURES = [Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.GONE]
+
+
+def test_a_failed_read_has_failed_whatever_stands_in_the_buffer() -> None:
+    """What stands there may be the block of some time before."""
+    host, batch = Host(), batch_from(NEAR, HOST)
+    said = [Outcome.OK, *FAILURES]
+    Carrier([host, Scripted(said)], NAMESPACE).carry(batch)
+    assert batch.job.outcomes[:BATCH] == said
+    assert host.told == dict(enumerate(said))
+
+
+def test_a_read_into_staging_has_failed_whatever_stands_in_the_buffer() -> None:
+    batch = batch_from(NEAR, FAR)
+    batch.buffers[0] = blank()
+    Carrier([Host(), Scripted([Outcome.OK, *FAILURES]), Scripted([])], NAMESPACE).carry(batch)
+    assert not any(outcome.ok for outcome in batch.job.outcomes[:BATCH])
+    assert batch.moved() == []
+
+
+def test_a_source_that_cannot_be_read_says_nothing_about_the_target() -> None:
+    """A dead disk must not cut off the bucket below, which is well."""
+    batch = batch_from(NEAR, FAR)
+    said = [Outcome.GONE, Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.NO_SPACE]
+    Carrier([Host(), Scripted(said), Scripted([])], NAMESPACE).carry(batch)
+    assert batch.job.outcomes[:BATCH] == [Outcome.GONE, *[Outcome.DROPPED] * 3]
+
+
+def test_a_target_that_lost_its_slot_says_nothing_about_the_source() -> None:
+    batch = batch_from(HOST, NEAR)
+    said = [Outcome.GONE, Outcome.CORRUPT, Outcome.NO_SPACE, Outcome.OK]
+    Carrier([Host(), Scripted(said)], NAMESPACE).carry(batch)
+    assert batch.job.outcomes[:BATCH] == [Outcome.IO_ERROR, Outcome.IO_ERROR, *said[2:]]
+
+
+every_way = pytest.mark.parametrize(
+    ("source", "target", "halfway"),
+    [(NEAR, HOST, False), (HOST, NEAR, False), (NEAR, FAR, False), (NEAR, FAR, True)],
+)
+
+
+@pytest.mark.parametrize("count", [BATCH - 1, BATCH + 1])
+@every_way
+def test_a_handler_that_miscounts_fails_its_batch_and_no_other_block(
+    source: int, target: int, halfway: bool, count: int
+) -> None:
+    batch = batch_from(source, target)
+    if halfway:
+        batch.arrived = True
+        batch.job.outcomes[:BATCH] = [Outcome.OK] * BATCH
+    miscounting = Scripted([Outcome.OK] * count)
+    carrier = Carrier([Host(), miscounting, miscounting], NAMESPACE)
+    with pytest.raises(ValueError, match=f"{count} outcomes for {BATCH} blocks"):
+        carrier.carry(batch)
+    assert batch.job.outcomes == [Outcome.IO_ERROR] * BLOCKS
+
+
+@pytest.mark.parametrize("stranger", [None, True, "ok"])
+@every_way
+def test_a_handler_whose_word_is_no_outcome_fails_its_batch_and_no_other_block(
+    source: int, target: int, halfway: bool, stranger: Any
+) -> None:
+    """Such as what it looks up for an error of its medium that it does not know."""
+    batch = batch_from(source, target)
+    if halfway:
+        batch.arrived = True
+        batch.job.outcomes[:BATCH] = [Outcome.OK] * BATCH
+    odd = Scripted([Outcome.OK, stranger, *[Outcome.OK] * (BATCH - 2)])
+    carrier = Carrier([Host(), odd, odd], NAMESPACE)
+    with pytest.raises(ValueError, match=f"said {stranger!r} of a block"):
+        carrier.carry(batch)
+    assert batch.job.outcomes == [Outcome.IO_ERROR] * BLOCKS

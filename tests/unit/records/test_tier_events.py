@@ -1,0 +1,70 @@
+"""Events of a tier: all of them in order for who listens, one bounded difference for all others."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvtier.backends.memory import BACKEND, MemorySettings
+from kvtier.core.interfaces.backend import TierContext
+from kvtier.core.records import tier_events as events_module
+from kvtier.core.records.tier_events import Events
+from kvtier.core.settings import ByteSize, Capacity
+from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.types import BlockKey, EventKind
+
+STORED, REMOVED = EventKind.STORED, EventKind.REMOVED
+
+
+def after(held: set[BlockKey], events: Events) -> set[BlockKey]:
+    """What somebody believes to be there who has listened."""
+    for event in events.take("nvme"):
+        keys = set(event.keys)
+        held = held | keys if event.kind is STORED else held - keys
+    return held
+
+
+def test_who_listens_hears_everything_in_order() -> None:
+    one, other = make_keys(2)
+    events = Events()
+    told = [(STORED, (one, other)), (REMOVED, (one,)), (STORED, (one,))]
+    for kind, keys in told:
+        events.add(kind, keys)
+    events.add(REMOVED, ())
+    taken = events.take("nvme")
+    assert [(event.kind, event.keys) for event in taken] == told
+    assert {event.medium for event in taken} == {"nvme"}
+    assert events.take("nvme") == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_does_not_hears_what_it_comes_to(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "_KEYS_MAX", 10)
+    dice, events, keys = random.Random(seed), Events(), make_keys(30)
+    here: set[BlockKey] = set()
+    believed: set[BlockKey] = set()
+    for _ in range(1000):
+        some = dice.sample(keys, dice.randrange(5))
+        events.add(STORED, [key for key in some if key not in here])
+        here.update(some)
+        gone = dice.sample(sorted(here), min(len(here), dice.randrange(5)))
+        events.add(REMOVED, gone)
+        here.difference_update(gone)
+        assert len(events._kind_of) + events._keys <= len(keys) + 10
+        if dice.random() < 0.02:
+            believed = after(believed, events)
+            assert believed == here
+
+
+def test_a_tier_whose_events_nobody_takes_does_not_pile_them_up() -> None:
+    """Ten thousand times as much as fits is stored."""
+    blocks = 4
+    settings = MemorySettings(capacity=Capacity(size=ByteSize(blocks * 12288)))
+    tier = BACKEND.open_tier(settings, TierContext(NAMESPACE, "test"))
+    for start in range(0, 40_000, 4):
+        keys = tier.prepare_store(make_keys(4, start=start)).keys
+        tier.complete_store(keys)
+    told = tier.take_events()
+    assert sum(len(event.keys) for event in told) <= events_module._KEYS_MAX + blocks
+    tier.close()

@@ -1,0 +1,372 @@
+"""Loads that are not worth waiting for any longer, and what becomes of their requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from asking import (
+    CHUNK,
+    FULL,
+    STATE,
+    TWO_GROUPS,
+    WINDOW,
+    Asking,
+    on_disk,
+    small_above_large,
+    stored,
+)
+
+from kvtier import Stack
+from kvtier.core.chain.in_flight import Ticket
+from kvtier.core.costs.hit_offers import Shape
+from kvtier.core.costs.link_rates import GRACE_S
+from kvtier.core.costs.model import CostModel
+from kvtier.core.system.disk import Disk
+from kvtier.types import BlockKey, Outcome
+from kvtier.vllm.protocol import Errand, Report
+from kvtier.vllm.scheduler.load_deadlines import LoadDeadlines
+from kvtier.vllm.scheduler.manager import ChainManager
+
+
+class Clock:
+    """Begins with the real one, which the mover goes by, and stands still."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Gate:
+    """Lets reads of a disk pass or holds them, by where they begin."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.passing: set[int] = set()
+        self.places: list[int] = []
+
+    def __call__(self, read: Callable[..., int]) -> Callable[..., int]:
+        def gated(disk: Disk, fd: int, buffers: Any, at: int) -> int:
+            self.places.append(at)
+            if at not in self.passing:
+                self.open.wait()
+            return read(disk, fd, buffers, at)
+
+        return gated
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
+    monkeypatch.setattr(Disk, "readv", gate(Disk.readv))
+    yield gate
+    gate.open.set()
+
+
+class Desk(Asking):
+    """A manager whose engine computes 1000 tokens a second, above host memory and a folder."""
+
+    def __init__(self, folder: Path, *shapes: Shape) -> None:
+        self.clock = Clock()
+        costs = CostModel(clock=self.clock)
+        costs.observe_prefill(2048, 2.048)
+        tiers = small_above_large(folder)
+        for tier in tiers["tiers"]:
+            tier["load_deadline"] = 600.0
+        self.stack = Stack.open(tiers, TWO_GROUPS, costs=costs)
+        self.stack.chain._appraiser._clock = self.clock
+        made = ChainManager(self.stack, region="region", ranks=1, costs=costs, clock=self.clock)
+        made.shapes = dict(enumerate(shapes))
+        super().__init__(made)
+
+    def on_disk(self, chunks: int, first: int = 0) -> dict[bytes, int]:
+        ends = self.keys(chunks, first)
+        on_disk(self.stack, ends)
+        return ends
+
+    def load(self, request: str, ends: dict[bytes, int]) -> Errand:
+        tokens = max(ends.values())
+        windowed = any(shape.window for shape in self.manager.shapes.values())
+        assert self.hit(request, ends, tokens + windowed) == tokens
+        errand = self.manager.prepare_load(self.needed(ends), request)
+        self.manager.scheduled(request)
+        return errand
+
+    def late(self, request: str, ends: dict[bytes, int]) -> Errand:
+        errand = self.load(request, ends)
+        self.clock.now += 1.0
+        assert self.step() == errand.number
+        return errand
+
+    def step(self, tokens: int = 0) -> int | None:
+        self.manager.on_schedule_end()
+        self.manager.step_began(tokens, 0)
+        return self.manager.give_up()
+
+    def end(self, errand: Errand, *failures: Outcome) -> str | None:
+        report = Report(1, dict(enumerate(failures)), reads_files=False)
+        return self.manager.report(errand.number, report)
+
+    def lose(self, errand: Errand) -> str | None:
+        return self.end(errand, *[Outcome.CANCELLED] * len(errand.keys))
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
+    desks: list[Desk] = []
+
+    def open_desk(*shapes: Shape) -> Desk:
+        desks.append(Desk(tmp_path, *shapes))
+        return desks[-1]
+
+    yield open_desk
+    for desk in desks:
+        desk.stack.close()
+
+
+SHAPES = pytest.mark.parametrize("shapes", [(FULL,), (FULL, WINDOW), (FULL, STATE)])
+
+
+@SHAPES
+def test_a_load_is_given_up_when_it_has_taken_longer_than_computing(
+    opened: Callable[..., Desk], gate: Gate, shapes: tuple[Shape, ...]
+) -> None:
+    desk = opened(*shapes)
+    managed, ends = desk.manager, desk.on_disk(4)
+    gate.open.clear()
+    errand = desk.load("a", ends)
+    computing = 4 * CHUNK / 1000
+    desk.clock.now += computing + GRACE_S - 0.01
+    assert desk.step() is None
+    desk.clock.now += 0.02
+    assert desk.step(tokens=512) is None, "the engine computes others meanwhile"
+    managed.on_new_request("waiting")
+    assert desk.step() is None, "somebody else waits for it"
+    managed.on_request_finished("waiting")
+    assert desk.step() == errand.number
+    assert desk.step() is None, "once"
+    assert desk.lose(errand) == "a"
+    assert (managed.late_loads, managed.failed_loads) == (1, 0)
+    looked_for = desk.stack.chain.chain_stats().misses
+    assert desk.hit("a", ends, 4 * CHUNK + 1) == 0, "nothing has come"
+    assert desk.stack.chain.chain_stats().misses == looked_for, "it was counted before"
+    assert not managed.copying
+    gate.open.set()
+    assert desk.stack.settle()
+    desk.load("b", ends)
+    assert managed.source_of(next(iter(ends)), "b") == 0, "what came late lies in host memory"
+
+
+def test_what_has_come_by_then_is_taken(opened: Callable[..., Desk], gate: Gate) -> None:
+    desk = opened(FULL)
+    managed = desk.manager
+    first = desk.on_disk(2)
+    errand = desk.load("first", first)
+    assert desk.stack.settle()
+    desk.end(errand)
+    gate.passing.update(gate.places)
+    desk.stack.chain.tiers[0].forget([BlockKey(key) for key in first])
+    ends = first | {key: end + 2 * CHUNK for key, end in desk.on_disk(2, first=50).items()}
+    gate.open.clear()
+    errand = desk.load("a", ends)
+    host = desk.stack.chain.tiers[0]
+    keys = [BlockKey(key) for key in ends]
+    while list(host.arrived(keys)) != keys[:2]:
+        pass
+    assert managed.costs is not None
+    managed.costs._link("nvme").next_probe = float("inf")
+    desk.clock.now += 2.0
+    assert desk.step() == errand.number
+    assert desk.lose(errand) == "a"
+    assert desk.hit("a", ends, 4 * CHUNK) == 2 * CHUNK
+    errand = managed.prepare_load(list(first), "a")
+    desk.clock.now += 2.0
+    number = desk.step()
+    assert number in (None, errand.number), "its move is still late, though all of it has come"
+    assert desk.end(errand) is None
+    gate.open.set()
+    assert desk.stack.settle()
+    assert managed.late_loads == 1
+    assert desk.hit("a", ends, 4 * CHUNK) == 4 * CHUNK, "preempted, it may have all of it"
+
+
+def test_one_is_given_up_at_a_time(opened: Callable[..., Desk], gate: Gate) -> None:
+    desk = opened(FULL)
+    prompts = [desk.on_disk(2, first=10 * at) for at in range(3)]
+    gate.open.clear()
+    errands = [desk.load(str(at), ends) for at, ends in enumerate(prompts)]
+    desk.clock.now += 1.0
+    for at, errand in enumerate(errands):
+        assert desk.step() == errand.number
+        assert desk.step() is None, "it will be computed first"
+        assert desk.lose(errand) == str(at)
+    assert desk.step() is None
+    assert desk.manager.late_loads == 3
+
+
+def test_one_that_does_not_end_though_it_was_given_up_keeps_no_other_from_it(
+    opened: Callable[..., Desk], gate: Gate
+) -> None:
+    """A read straight into the device that has begun is waited for."""
+    desk = opened(FULL)
+    prompts = [desk.on_disk(2, first=10 * at) for at in range(2)]
+    gate.open.clear()
+    first, second = [desk.load(str(at), ends) for at, ends in enumerate(prompts)]
+    desk.clock.now += 1.0
+    assert desk.step() == first.number
+    desk.clock.now += 2 * CHUNK / 1000 - 0.01
+    assert desk.step() is None
+    desk.clock.now += 0.02
+    assert desk.step() == second.number
+    assert desk.lose(first) == "0"
+    assert desk.lose(second) == "1"
+    assert desk.manager.late_loads == 2
+
+
+def test_one_that_fails_when_it_is_given_up_has_failed(
+    opened: Callable[..., Desk], gate: Gate
+) -> None:
+    desk = opened(FULL)
+    managed, ends = desk.manager, desk.on_disk(2)
+    gate.open.clear()
+    errand = desk.late("a", ends)
+    assert desk.end(errand, Outcome.IO_ERROR, Outcome.CANCELLED)
+    assert (managed.late_loads, managed.failed_loads) == (0, 1)
+    gate.open.set()
+    assert desk.stack.settle()
+    assert desk.hit("a", ends, 2 * CHUNK) == 0, "it is offered nothing any more"
+
+
+def test_one_that_was_cancelled_unasked_has_failed(opened: Callable[..., Desk]) -> None:
+    """Its copier has closed, say: it would be tried for ever."""
+    desk = opened(FULL)
+    ends = desk.keys(2)
+    stored(desk.stack, ends)
+    assert desk.lose(desk.load("a", ends)) == "a"
+    assert (desk.manager.late_loads, desk.manager.failed_loads) == (0, 1)
+    assert desk.hit("a", ends, 2 * CHUNK) == 0
+    assert desk.hit("b", ends, 2 * CHUNK) == 2 * CHUNK
+
+
+def test_one_that_ends_well_after_all_is_not_late(opened: Callable[..., Desk], gate: Gate) -> None:
+    desk = opened(FULL)
+    managed, ends = desk.manager, desk.on_disk(2)
+    gate.open.clear()
+    errand = desk.late("a", ends)
+    gate.open.set()
+    assert desk.stack.settle()
+    assert desk.end(errand) is None
+    assert (managed.late_loads, managed.failed_loads) == (0, 0)
+    gate.open.clear()
+    desk.late("b", desk.on_disk(2, first=50))  # the next may be given up again
+
+
+def test_loads_from_host_memory_are_never_given_up(opened: Callable[..., Desk]) -> None:
+    desk = opened(FULL)
+    ends = desk.keys(4)
+    stored(desk.stack, ends)
+    errand = desk.load("a", ends)
+    desk.clock.now += 100.0
+    assert desk.step() is None
+    assert desk.end(errand) is None
+
+
+def test_only_what_comes_from_below_counts(opened: Callable[..., Desk], gate: Gate) -> None:
+    """The rest of its prompt is there, and would be there for it, too, without the load."""
+    desk = opened(FULL)
+    ends = desk.keys(8)
+    stored(desk.stack, ends)
+    assert desk.stack.settle()
+    desk.stack.chain.tiers[0].forget([BlockKey(key) for key in list(ends)[6:7]])
+    gate.open.clear()
+    errand = desk.load("a", ends)
+    desk.clock.now += 2 * CHUNK / 1000 + GRACE_S + 0.01
+    assert desk.step() == errand.number
+    assert desk.lose(errand) == "a"
+    assert desk.hit("a", ends, 8 * CHUNK) == 6 * CHUNK
+
+
+def test_reads_of_files_that_are_given_up_tell_how_slow_these_are(
+    opened: Callable[..., Desk],
+) -> None:
+    desk = opened(FULL)
+    managed, prompts = desk.manager, [desk.on_disk(4, first=10 * at) for at in range(2)]
+    disk = desk.stack.chain.tiers[1]
+    desk.stack.chain.read_directly(True)
+    errand = desk.load("quick", desk.on_disk(4, first=50))
+    failures = dict.fromkeys(errand.files, Outcome.CANCELLED)
+    managed.report(errand.number, Report(1, failures, read_seconds=1e-6))
+    assert managed.costs is not None
+    assert managed.costs.stats()["nvme direct"].samples == 0, "it says nothing of how fast they are"
+    errand = desk.load("a", prompts[0])
+    assert sorted(errand.files) == [0, 1, 2, 3]
+    desk.clock.now += 2.0
+    assert desk.step() == errand.number
+    failures = dict.fromkeys(errand.files, Outcome.CANCELLED)
+    assert managed.report(errand.number, Report(1, failures, read_seconds=2.0)) == "a"
+    assert managed.late_loads == 1
+    assert disk.stats().pinned == 0
+    assert desk.hit("b", prompts[1], 4 * CHUNK) == 0, "it would take longer than computing"
+    desk.clock.now += 600.0
+    assert desk.hit("c", prompts[0], 4 * CHUNK) > 0, "no block is blamed, and a probe is due"
+
+
+@SHAPES
+def test_nobody_joins_a_load_that_hangs(
+    opened: Callable[..., Desk], gate: Gate, shapes: tuple[Shape, ...]
+) -> None:
+    desk = opened(*shapes)
+    ends = desk.on_disk(4)
+    tokens = 4 * CHUNK + 1
+    gate.open.clear()
+    desk.load("a", ends)
+    assert desk.hit("b", ends, tokens) == 4 * CHUNK, "it is on its way"
+    desk.clock.now += 5.0
+    desk.step()
+    assert desk.manager.costs is not None
+    desk.manager.costs._link("nvme").next_probe = float("inf")
+    assert desk.hit("b", ends, tokens) == 0, "it hangs"
+    assert desk.hit("c", ends, tokens) == 0
+    gate.open.set()
+    assert desk.stack.settle()
+    assert desk.hit("c", ends, tokens) == 4 * CHUNK
+
+
+def test_a_load_is_due_when_the_last_of_its_moves_is() -> None:
+    ticket = Ticket("a", 0.0)
+    assert ticket.due == 0.0
+    ticket.moves = [SimpleNamespace(due=due) for due in (5.0, 9.0, 7.0)]  # type: ignore[misc]
+    assert ticket.due == 9.0
+
+
+def test_one_that_was_to_take_long_has_longer() -> None:
+    """It was taken because it spares those behind it."""
+    clock = Clock()
+    costs = CostModel(clock=clock)
+    costs.observe_prefill(2000, 2.0)
+    patience = LoadDeadlines(costs, clock, 10.0)
+    patience.began(1, clock.now + 5.0, 0, 1000)
+    clock.now += 9.9
+    assert patience.give_up() is None
+    clock.now += 0.3
+    assert patience.give_up() == 1
+    assert not patience.ended(7)
+    assert patience.ended(1)
+    assert patience.give_up() is None
+
+
+@pytest.mark.parametrize("costs", [None, CostModel()])
+def test_who_does_not_know_how_long_computing_takes_waits(costs: CostModel | None) -> None:
+    clock = Clock()
+    patience = LoadDeadlines(costs, clock, 10.0)
+    patience.began(1, 0.0, 0, 1000)
+    clock.now += 1e6
+    assert patience.give_up() is None

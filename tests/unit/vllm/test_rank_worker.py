@@ -1,0 +1,257 @@
+"""The workers' side: ranks that hold the same, and ranks that hold a part each."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from direct_engine import Tensor
+
+from kvtier import Stack
+from kvtier.backends.cpu import Region
+from kvtier.core.records.record import record_bytes
+from kvtier.device.copier import DeviceCopier
+from kvtier.device.copy_plan import Blocks
+from kvtier.device.cpu_copier import CpuCopier
+from kvtier.device.layout import DeviceLayout
+from kvtier.testing.records import make_keys
+from kvtier.types import Namespace, Outcome
+from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry
+from kvtier.vllm.scheduler.manager import ChainManager
+from kvtier.vllm.worker.rank_worker import Ended, RankWorker
+
+RANKS, LAYERS, PAGE, BLOCKS, CHUNKS = 2, 3, 2048, 16, 4
+
+
+class Rank:
+    """One rank's pages, and its worker."""
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        alike: bool = False,
+        layers: int = LAYERS,
+        pipelined: bool = False,
+        per_chunk: int = 1,
+        groups: int = 1,
+    ) -> None:
+        self.pages = np.zeros((layers, BLOCKS, PAGE), np.uint8)
+        tensors = [
+            SimpleNamespace(tensor=Tensor(each), page_size_bytes=PAGE) for each in self.pages
+        ]
+        refs = [SimpleNamespace(tensor_idx=at, page_size_bytes=PAGE) for at in range(layers)]
+        self.worker = RankWorker(
+            SimpleNamespace(tensors=tensors, group_data_refs=[refs] * groups),
+            blocks_per_chunk=per_chunk,
+            group_ids=list(range(groups)),
+            rank=rank,
+            ranks=RANKS,
+            alike=alike,
+            pipelined=pipelined,
+            open_copier=self._open,
+        )
+
+    def _open(self, layout: DeviceLayout, region: Region, namespace: bytes) -> DeviceCopier:
+        return CpuCopier(layout, list(self.pages), region, namespace)
+
+    def ended(self, job: int) -> Ended:
+        self.worker.wait([job])
+        end = time.monotonic() + 60
+        while not (found := self.worker.poll()):
+            assert time.monotonic() < end
+        (one,) = found
+        return one
+
+
+def stack_in(folder: Path, namespace: Namespace) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    size = (2 * CHUNKS) * (record_bytes(namespace.payload_bytes) + 4096)
+    cpu = {"kind": "cpu", "path": str(folder), "capacity": size}
+    return {"version": 1, "name": "unit", "mover": {"mode": "threads"}, "tiers": [cpu]}
+
+
+@pytest.mark.parametrize(
+    ("alike", "layers"),
+    [(False, (LAYERS, LAYERS)), (True, (LAYERS, LAYERS)), (False, (1, LAYERS))],
+)
+def test_what_ranks_store_they_load(tmp_path: Path, alike: bool, layers: tuple[int, ...]) -> None:
+    """Each its part, or the first for all; in a pipeline, as many layers as each has."""
+    parts = 1 if alike else RANKS
+    namespace = Namespace(
+        facts={"model": "none"}, group_bytes=(parts * LAYERS * PAGE,), parts=parts
+    )
+    keys: list[bytes] = list(make_keys(CHUNKS))
+    with Stack.open(stack_in(tmp_path, namespace), namespace) as stack:
+        region = str(stack.host.region.path)  # type: ignore[attr-defined]
+        manager = ChainManager(stack, region=region, ranks=RANKS)
+        pipelined = min(layers) < LAYERS
+        ranks = [
+            Rank(rank, alike=alike, layers=layers[rank], pipelined=pipelined)
+            for rank in range(RANKS)
+        ]
+        written = []
+        for rank in ranks:
+            random = np.random.default_rng(7 if alike else rank.worker._part)
+            rank.pages[:, :CHUNKS] = random.integers(
+                0, 256, (layers[rank.worker._part], CHUNKS, PAGE), np.uint8
+            )
+            written.append(rank.pages[:, :CHUNKS].copy())
+
+        taken, errand = manager.prepare_store(keys, "a")
+        assert taken == keys
+        for rank in ranks:
+            rank.worker.store(1, errand, Blocks(np.arange(CHUNKS), [CHUNKS], [0]))
+        for rank in ranks:
+            ended = rank.ended(1)
+            assert ended.report.ranks == 1, "the last one only tells that all have written"
+            manager.report(errand.number, ended.report)
+        assert not manager.has_pending_work
+
+        errand = manager.prepare_load(keys, "b")
+        for rank in ranks:
+            rank.worker.load(2, errand, Blocks(np.arange(CHUNKS) + CHUNKS, [CHUNKS], [0]))
+        for rank, expected in zip(ranks, written, strict=True):
+            ended = rank.ended(2)
+            assert ended.ok
+            manager.report(errand.number, ended.report)
+            assert (rank.pages[:, CHUNKS : 2 * CHUNKS] == expected).all()
+        assert not manager.has_pending_work
+        for rank in ranks:
+            rank.worker.close()
+
+
+@pytest.mark.parametrize(("layers", "pipelined"), [(0, True), (LAYERS - 1, False), (4, True)])
+def test_a_rank_that_does_not_fit_keeps_nothing(
+    layers: int, pipelined: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine goes on: each store fails, and is told."""
+    rank = Rank(0, layers=layers, pipelined=pipelined)
+    geometry = Geometry(b"", (RANKS * LAYERS * PAGE,), RANKS)
+    errand = Errand(1, "/nowhere", geometry, list(make_keys(2)), [0, 1], 0.0)
+    rank.worker.store(1, errand, Blocks(np.arange(2), [2], [0]))
+    (ended,) = rank.worker.poll()
+    assert not ended.ok
+    assert set(ended.report.failures.values()) == {Outcome.IO_ERROR}
+    assert "this layout is not supported, and nothing is kept" in caplog.text
+
+
+def test_a_device_that_cannot_be_used_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of ROCm calls itself CUDA, too, and has nothing of its runtime."""
+    namespace = Namespace(facts={"model": "none"}, group_bytes=(LAYERS * PAGE,))
+
+    def refused(*_: object) -> DeviceCopier:
+        raise RuntimeError("torch has loaded no CUDA runtime: this is a build without CUDA")
+
+    with Stack.open(stack_in(tmp_path, namespace), namespace) as stack:
+        manager = ChainManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
+        _, errand = manager.prepare_store(list(make_keys(2)), "a")
+        rank = Rank(0, alike=True)
+        rank.worker._open_copier = refused
+        for job in range(2):
+            rank.worker.store(job, errand, Blocks(np.arange(2), [2], [0]))
+        for ended in rank.worker.poll():
+            assert set(ended.report.failures.values()) == {Outcome.IO_ERROR}
+        manager.report(errand.number, ended.report)
+        rank.worker.close()
+    assert caplog.text.count("a store of 2 blocks failed: torch has loaded no CUDA runtime") == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "starts", "group", "stored"),
+    [
+        ([4, 0], [2, 1], 0, True),
+        ([3, 0], [0, 0], 0, False),
+        ([2, 0], [0, 0], 0, False),
+        ([4, 0], [1, 0], 0, False),
+        ([2, 2], [0, 0], 0, False),
+        ([4, 0], [0, 0], 7, False),
+    ],
+    ids=[
+        *("whole", "a block short", "a chunk short"),
+        *("within a chunk", "of another group", "of no group"),
+    ],
+)
+def test_chunks_with_holes_are_not_stored(
+    tmp_path: Path, sizes: list[int], starts: list[int], group: int, stored: bool
+) -> None:
+    namespace = Namespace(facts={"model": "none"}, group_bytes=(2 * LAYERS * PAGE,) * 2)
+    rank = Rank(0, alike=True, per_chunk=2, groups=2)
+    keys = [*make_keys(1), *make_keys(1, start=1, group=group)]
+    with Stack.open(stack_in(tmp_path, namespace), namespace) as stack:
+        manager = ChainManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
+        taken, errand = manager.prepare_store(keys, "a")
+        assert len(taken) == 2
+        rank.worker.store(1, errand, Blocks(np.arange(sum(sizes)), sizes, starts))
+        ended = rank.ended(1)
+        assert (ended.number, ended.ok, ended.report.ranks) == (errand.number, stored, 1)
+        assert set(ended.report.failures) == (set() if stored else {0, 1})
+        manager.report(errand.number, ended.report)
+        assert not manager.has_pending_work
+        rank.worker.close()
+
+
+def test_a_load_of_which_a_block_was_not_taken_in_fails() -> None:
+    rank = Rank(0)
+    geometry = Geometry(b"", (RANKS * LAYERS * PAGE,), RANKS)
+    errand = Errand(5, "/nowhere", geometry, list(make_keys(2)), [0, NO_SLOT], 0.0)
+    rank.worker.load(1, errand, Blocks(np.arange(2), [2], [0]))
+    (ended,) = rank.worker.poll()
+    assert not ended.ok
+    assert ended.report.failures == dict.fromkeys(range(2), Outcome.DROPPED)
+    assert not ended.report.reads_files, "nobody knows yet"
+
+
+def test_each_errand_goes_to_the_region_that_it_names(tmp_path: Path) -> None:
+    """And what was still to be told of the last one is told."""
+    namespace = Namespace(facts={"model": "none"}, group_bytes=(LAYERS * PAGE,))
+    rank, keys, copiers = Rank(0, alike=True), list(make_keys(CHUNKS)), []
+    with (
+        Stack.open(stack_in(tmp_path / "a", namespace), namespace) as one,
+        Stack.open(stack_in(tmp_path / "b", namespace), namespace) as other,
+    ):
+        managers = [
+            ChainManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
+            for stack in (one, other)
+        ]
+        errands = []
+        for job, manager in enumerate([*managers, managers[1]]):
+            rank.pages[:, :CHUNKS] = job + 1
+            wanted = keys[:2] if job < 2 else keys[2:]
+            _, errand = manager.prepare_store(wanted, "a")
+            rank.worker.store(job, errand, Blocks(np.arange(2), [2], [0]))
+            rank.worker.wait([job])
+            errands.append(errand.number)
+            copiers.append(rank.worker._copier)
+        ended = {each.job_id: each for each in rank.worker.poll()}
+        assert [ended[job].number for job in range(3)] == errands
+        for job, manager in enumerate([*managers, managers[1]]):
+            assert ended[job].ok
+            manager.report(errands[job], ended[job].report)
+        assert copiers[0] is not copiers[1] is copiers[2]
+        for job, manager in enumerate(managers):
+            errand = manager.prepare_load(keys[:2], "b")
+            rank.worker.load(9, errand, Blocks(np.arange(2) + 4, [2], [0]))
+            assert rank.ended(9).ok
+            assert (rank.pages[:, 4:6] == job + 1).all()
+        rank.worker.close()
+
+
+def test_one_load_of_several_is_given_up() -> None:
+    given_up: list[int] = []
+    rank = Rank(0, alike=True)
+    copier = SimpleNamespace(give_up=given_up.append)
+    rank.worker.give_up(5)
+    rank.worker._numbers.update({1: (5, 4), 2: (6, 4), 3: (7, 4)})
+    rank.worker.give_up(6)
+    assert given_up == [], "nothing has been opened"
+    rank.worker._copier = copier  # type: ignore[assignment]
+    rank.worker.give_up(6)
+    rank.worker.give_up(8)
+    assert given_up == [2]

@@ -1,0 +1,93 @@
+"""What of vLLM's `--kv-transfer-config` is read, and what is said of the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.vllm.scheduler import prefill_handoff
+from kvtier.vllm.settings import (
+    check_caches,
+    check_ranks,
+    check_role,
+    read_stack,
+    unread,
+    whole_number,
+)
+
+
+def test_nothing_is_said_of_what_is_read() -> None:
+    names = ("stack", "blocks_per_chunk", "weights", "offload_prompt_only", "spec_name")
+    assert unread(dict.fromkeys(names)) == []
+
+
+def test_a_mistake_is_named_with_what_it_may_mean() -> None:
+    (said,) = unread({"stack": "stack.yaml", "weigths": "mine"})
+    assert said.endswith('.weigths is not known, and ignored: did you mean "weights"?')
+
+
+def test_what_belonged_to_another_connector() -> None:
+    said = unread({"cpu_bytes_to_use": 1 << 30, "stack": {}})
+    assert said == [
+        "kv_connector_extra_config.cpu_bytes_to_use is not known, and ignored: tiers are set in "
+        "the stack"
+    ]
+
+
+@pytest.mark.parametrize("extra", [{}, {"stack": 3}])
+def test_there_must_be_a_stack(extra: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="give the path of a stack's YAML file"):
+        read_stack(extra)
+
+
+def test_a_stack_may_be_written_out(tmp_path: Path) -> None:
+    tier = {"kind": "cpu", "path": str(tmp_path), "capacity": "4MiB"}
+    stack = read_stack({"stack": {"version": 1, "tiers": [tier]}})
+    assert [each.kind for each in stack.tiers] == ["cpu"]
+
+
+def test_an_engine_that_only_stores_is_refused() -> None:
+    for role in (None, "kv_both", "kv_consumer"):
+        check_role(role)
+    with pytest.raises(ConfigError, match='write "kv_both"'):
+        check_role("kv_producer")
+
+
+def test_ranks_that_have_no_scheduler_or_no_memory_in_common_are_refused() -> None:
+    class ExecutorWithExternalLauncher:
+        """vLLM's, by its name."""
+
+    class OnesOwn(ExecutorWithExternalLauncher):
+        """Made from it."""
+
+    for executor in (None, "mp", "ray", object):
+        check_ranks(executor, 2, 1)
+    for executor in ("external_launcher", OnesOwn):
+        check_ranks(executor, 1, 1)
+        with pytest.raises(ConfigError, match='write "mp"'):
+            check_ranks(executor, 2, 1)
+    with pytest.raises(ConfigError, match="on 2 machines"):
+        check_ranks("mp", 16, 2)
+
+
+def test_caches_that_are_not_on_the_device_are_refused() -> None:
+    check_caches(None, overflows=False)
+    with pytest.raises(ConfigError, match="HiSparse"):
+        check_caches(object(), overflows=False)
+    with pytest.raises(ConfigError, match="--kv-cache-dtype"):
+        check_caches(None, overflows=True)
+
+
+def test_what_should_be_a_number_is_named() -> None:
+    assert whole_number({"blocks_per_chunk": "4"}, "blocks_per_chunk") == 4
+    for wrong in ("many", None, [2]):
+        with pytest.raises(ConfigError, match=r"blocks_per_chunk: is .*whole number"):
+            whole_number({"blocks_per_chunk": wrong}, "blocks_per_chunk")
+
+
+@pytest.mark.parametrize("said", [None, "text", 5, [], {}, {"do_remote_prefill": 1}, {1: 2}])
+def test_whatever_a_client_sends_hands_nothing_over(said: object) -> None:
+    assert not prefill_handoff.is_expected(said)
+    assert prefill_handoff.answer(said) is None
