@@ -1,4 +1,6 @@
-"""The mover's process: `python -m kvtier.move.process_main FD PARENT`, started by `ProcessMover` only.
+"""The mover's process: `python -m kvtier.move.process_main FD PARENT`.
+
+Only `ProcessMover` starts it.
 
 One thread listens, one reports, and a `ThreadMover` does the work. The process ends when its parent
 closes the socket or dies, whatever its handlers are doing at that moment.

@@ -1,6 +1,7 @@
 """A disk that fails as disks do, on script or by seeded dice.
 
-The fault model, which the suites hold every tier to. At any call through `kvtier.core.system.disk.Disk`:
+The fault model, which the suites hold every tier to. At any call through
+`kvtier.core.system.disk.Disk`:
 
 - SHORT_READ    a read returns only a part of what was asked for; that part is right.
 - SHORT_WRITE   a write puts down only a part, and says so.

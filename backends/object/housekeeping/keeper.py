@@ -277,7 +277,8 @@ class Keeper:
                 self._update_queue.standing(standing)
             self._join()
             self.uses.look()
-        self.background_errors.over()  # what else there is to do, a listing or deletes, may take minutes
+        # What else there is to do, a listing or deletes, may take minutes.
+        self.background_errors.over()
 
     def _plan_audits(self, standing: Standing, dead: list[str]) -> None:
         """One of all who share a namespace lists everything each `audit`: what it finds it writes

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from object_audits import CAPACITY, RECORD
-from object_servers import HostileServer, Peer, answer
-from test_listing import ENTRY
+from object_servers import ENTRY, HostileServer, Peer, answer
 
 from kvtier.backends.object.budget import claim
 from kvtier.backends.object.housekeeping import keeper as keeper_module

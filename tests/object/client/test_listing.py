@@ -7,14 +7,10 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from object_servers import ENTRY
 
 from kvtier.backends.object.client.listing import Listed, Page, list_query, name_below
 from kvtier.backends.object.stores.errors import WrongEndpoint
-
-ENTRY = (
-    "<Contents><Key>{key}</Key><LastModified>2026-11-20T10:00:00.250Z</LastModified>"
-    "<Size>{size}</Size><ETag>x</ETag><Owner><ID>1</ID><Size>7</Size></Owner></Contents>"
-)
 
 BOMB = '<!DOCTYPE x [<!ENTITY a "aaaaaaaa">]><ListBucketResult>&a;</ListBucketResult>'
 

@@ -120,7 +120,7 @@ def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
 # As Docker's own profile does to who has not CAP_SYS_NICE: `mbind` fails, all else goes on.
 FILTERED = """
 import ctypes, struct
-from kvtier.core import numa
+from kvtier.core.system import numa
 number = numa._MBIND[numa.platform.machine()]
 if_it_is, refused, allowed = 0x15, 0x00050000 | 1, 0x7FFF0000
 steps = [(0x20, 0, 0, 0), (if_it_is, 0, 1, number), (6, 0, 0, refused), (6, 0, 0, allowed)]

@@ -17,7 +17,7 @@ from kvtier.vllm.hooks import orphaned_engine
 HANGS_S = 60
 SERVER = """
 import multiprocessing, os, signal, sys, threading
-from kvtier.vllm import orphan
+from kvtier.vllm.hooks import orphaned_engine
 
 def close(*_):
     print("closes", flush=True)
@@ -28,8 +28,8 @@ def engine():
         signal.signal(signal.SIGTERM, close)
     if "hangs" in sys.argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        orphan._CLOSING_S = 0.0
-    orphan.end_with_parent()
+        orphaned_engine._CLOSING_S = 0.0
+    orphaned_engine.end_with_parent()
     print(os.getpid(), threading.active_count() - 1, flush=True)
     signal.pause()
 
