@@ -1,13 +1,13 @@
 """The default policy: keep what earns the most hits for the room and time it takes.
 
-It learns from the requests themselves when blocks of each kind are used again (`forecast`), by
-watching a sample of keys beyond their eviction (`history`), and evicts the run of blocks with the
-lowest rate of hits to come, its tail first (`runs`). See docs/EVICTION.md.
+It learns from the requests themselves when blocks of each kind are used again (`reuse_forecast`),
+by watching a sample of keys beyond their eviction (`history`). It evicts the run of blocks
+(`prefix_runs`) with the lowest rate of hits to come, its tail first (`eviction_queue`). See
+docs/EVICTION.md.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Container, Sequence
 from itertools import islice
 from typing import ClassVar
@@ -32,6 +32,7 @@ from kvtier.core.eviction.adaptive.block_kinds import (
     conclude,
     shared_kind,
 )
+from kvtier.core.eviction.adaptive.eviction_queue import EvictionQueue
 from kvtier.core.eviction.adaptive.history import SAMPLED_IN, History
 from kvtier.core.eviction.adaptive.prefix_runs import NO_RUN, Runs
 from kvtier.core.eviction.adaptive.reuse_forecast import Forecast
@@ -41,12 +42,6 @@ _REST_MAX = 3
 _REST_MAX_WATCHED = 16
 _REFRESHES = 32
 """The forecast is refreshed so often while as many uses are watched as the history has cells."""
-_QUEUED_SHARE = 64
-"""The worst 1/64 of what is ranked is queued; when that is used up, all is ranked again."""
-_RANKED_MAX = 8192
-"""At most so many runs are ranked at once, in turns: no request waits for more than that."""
-_LOW_SHARE = 16
-_SORTED_MAX = 256
 _RESTORED_RUN = 32
 _RESTORED_STEP_S = 1e-3
 
@@ -63,13 +58,12 @@ class Adaptive(EvictionPolicy):
         self._marks = bytearray()
         self._rests = bytearray()
         """How many blocks the last request that stored some had behind this one, at most 3."""
-        self._queue: deque[int] = deque()
-        self._ranked_to = 0
         self._epoch: float | None = None
         self._now = 0.0
         self._until_learning = 0
         self._forecast = Forecast(KINDS, POOLED, HEADS, TAILS)
         self._history = History(self._forecast)
+        self._queue = EvictionQueue(self._runs, self._forecast)
         super().__init__(slots)
 
     def resize(self, slots: int) -> None:
@@ -290,93 +284,11 @@ class Adaptive(EvictionPolicy):
             self._until_learning = self._history.cells // _REFRESHES
             self._forecast.refresh(self._history.waiting(self._now, KINDS))
 
-    # -- what must go --------------------------------------------------------------------------
-
     def victims(self, count: int, pinned: Container[int] = ()) -> list[int]:
-        if count <= 0:
-            return []
-        self._skip_unqueued()
-        while True:
-            found = self._first(count, pinned)
-            if len(found) == count or not self._rank(count - len(found)):
-                return found
+        return self._queue.victims(count, pinned, self._now)
 
     def evict(self, count: int, pinned: Container[int] = ()) -> list[int]:
-        runs = self._runs
-        found: list[int] = []
-        self._skip_unqueued()
-        while len(found) < count:
-            queued = (run for run in self._queue if runs.queued[run])
-            found += runs.cut_tails(queued, count - len(found), pinned)
-            if len(found) < count and not self._rank(count - len(found)):
-                break
-        return found
-
-    def _skip_unqueued(self) -> None:
-        queue, queued = self._queue, self._runs.queued
-        while queue and not queued[queue[0]]:
-            queue.popleft()
-
-    def _first(self, count: int, pinned: Container[int]) -> list[int]:
-        """Up to `count` slots of the queued runs, in the order they have to go."""
-        queued, tail, toward_head = self._runs.queued, self._runs.tail, self._runs.toward_head
-        found: list[int] = []
-        for run in self._queue:
-            if not queued[run]:
-                continue
-            slot = tail[run]
-            while slot != UNKNOWN:
-                if slot not in pinned:
-                    found.append(slot)
-                    if len(found) == count:
-                        return found
-                slot = toward_head[slot]
-        return found
-
-    def _rank(self, wanted: int) -> bool:
-        """Queue more runs, worst first, with at least `wanted` blocks; false if all are queued."""
-        runs = self._runs
-        queued = runs.queued
-        self._queue = deque(filter(queued.__getitem__, self._queue))
-        ranked = self._next_to_rank()
-        if not len(ranked):
-            return False
-        worst = self._worst(ranked, wanted)
-        self._queue.extend(worst)
-        for run in worst:
-            queued[run] = 1
-        return True
-
-    def _next_to_rank(self) -> NDArray[np.intp]:
-        """All runs that are not queued, or of very many those whose turn it is, ascending."""
-        runs, start = self._runs, self._ranked_to
-        enough = _RANKED_MAX + 1
-        turn = runs.unqueued(start, len(runs.queued), enough)
-        first = runs.unqueued(0, start, enough - len(turn))
-        if len(first) + len(turn) < enough:
-            return np.concatenate([first, turn])
-        turn = (turn if len(turn) else first)[:_RANKED_MAX]
-        self._ranked_to = int(turn[-1]) + 1
-        return turn
-
-    def _worst(self, ranked: NDArray[np.intp], wanted: int) -> list[int]:
-        """The first of these runs to go, in order: with so many blocks, or its share of all."""
-        runs = self._runs
-        blocks = runs.sizes().take(ranked)
-        wanted = max(wanted, int(blocks.sum()) // _QUEUED_SHARE)
-        used_at = runs.times().take(ranked)
-        rates = self._forecast.rate(runs.kinds().take(ranked), self._now - used_at)
-        if len(ranked) >= _SORTED_MAX:
-            # To tell the low ones apart and sort only them is quicker than to sort all.
-            few = len(ranked) // _LOW_SHARE
-            low = (rates <= np.partition(rates, few)[few]).nonzero()[0]
-            if blocks.take(low).sum() >= wanted:
-                ranked, blocks = ranked.take(low), blocks.take(low)
-                rates, used_at = rates.take(low), used_at.take(low)
-        order = np.lexsort((-runs.depths().take(ranked), used_at, rates))
-        needed = int(blocks.take(order).cumsum().searchsorted(wanted)) + 1
-        worst: list[int] = ranked.take(order[:needed]).tolist()
-        return worst
+        return self._queue.evict(count, pinned, self._now)
 
     def remove(self, slots: Sequence[int]) -> None:
         self._runs.unlink(slots)
