@@ -22,8 +22,9 @@ from pathlib import Path
 
 from benchmarks.report import Report
 from kvtier.core.interfaces.backend import TierContext, backend
+from kvtier.core.interfaces.handler import Handler, HostHandler
 from kvtier.core.interfaces.mover import Mover, Transfer, TransferKind
-from kvtier.core.interfaces.tier import Handler, HostHandler, Tier
+from kvtier.core.interfaces.tier import Tier
 from kvtier.core.records import record as records
 from kvtier.core.settings import ByteSize, Capacity, Persistence
 from kvtier.move.process_mover import ProcessMover

@@ -25,8 +25,8 @@ from benchmarks.catalogue import measure_catalogue
 from benchmarks.peers import BareSlab, VllmFiles, shared_memory
 from benchmarks.report import Report
 from kvtier.core.interfaces.backend import TierContext, backend
+from kvtier.core.interfaces.handler import HostHandler
 from kvtier.core.interfaces.mover import Transfer, TransferKind
-from kvtier.core.interfaces.tier import HostHandler
 from kvtier.core.records import record as records
 from kvtier.core.settings import ByteSize, Capacity, Persistence
 from kvtier.move.thread_mover import ThreadMover

@@ -43,8 +43,8 @@ from kvtier.cli.copying import Copied, Pace, open_sink, pieces_of
 from kvtier.cli.holdings import look
 from kvtier.cli.reader import ChoiceReader, Numbers, Reader
 from kvtier.config import StackConfig, load
+from kvtier.core.interfaces.handler import HostHandler
 from kvtier.core.interfaces.mover import Transfer, TransferKind
-from kvtier.core.interfaces.tier import HostHandler
 from kvtier.core.records.record import HEADER_BYTES, Buffer, Header, record_bytes, seal
 from kvtier.move.thread_mover import ThreadMover
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome, block_key

@@ -25,8 +25,9 @@ from kvtier.core.chain.isolated_tier import IsolatedTier
 from kvtier.core.chain.tier_chain import TierChain
 from kvtier.core.costs.model import CostModel
 from kvtier.core.interfaces.backend import TierContext, backend, kinds
+from kvtier.core.interfaces.handler import Handler, HostHandler
 from kvtier.core.interfaces.mover import Mover
-from kvtier.core.interfaces.tier import Handler, HostHandler, Tier
+from kvtier.core.interfaces.tier import Tier
 from kvtier.core.records.record import HEADER_BYTES, Buffer, Header, record_bytes, seal, verify
 from kvtier.core.system.closing import close_all
 from kvtier.errors import MediumInUse, NotOpen

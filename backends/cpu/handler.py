@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvtier.backends.cpu.region import Region
 from kvtier.backends.cpu.tier import CpuSpec
-from kvtier.core.interfaces.tier import HostHandler, own_spec
+from kvtier.core.interfaces.handler import HostHandler, own_spec
 from kvtier.core.records.record import Buffer
 from kvtier.core.slab import layout
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.backends.memory.store import MemorySpec, MemoryStore
-from kvtier.core.interfaces.tier import HostHandler, own_spec
+from kvtier.core.interfaces.handler import HostHandler, own_spec
 from kvtier.core.records.record import Buffer
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome
 

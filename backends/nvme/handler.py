@@ -27,7 +27,7 @@ from kvtier.backends.nvme.folder.files import (
 )
 from kvtier.backends.nvme.folder.lock import has_name
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
-from kvtier.core.interfaces.tier import Handler, own_spec
+from kvtier.core.interfaces.handler import Handler, own_spec
 from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.core.slab import layout
 from kvtier.core.system.disk import Disk, read_all, write_all

@@ -20,7 +20,7 @@ from kvtier.backends.nvme.slot_numbering import Place, Places
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
 from kvtier.core.chain.cascade import AHEAD_BLOCKS_MAX
 from kvtier.core.eviction import EvictionPolicy
-from kvtier.core.interfaces.tier import own_spec
+from kvtier.core.interfaces.handler import own_spec
 from kvtier.core.slab import layout
 from kvtier.core.slab.tier import SlabTier, give_back_memory
 from kvtier.types import BlockKey, EventKind, FilePlace, LoadStoreSpec, TierStats

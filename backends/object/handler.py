@@ -11,7 +11,7 @@ from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.stores.errors import LengthMismatch, StoreError, StoreFull, TimedOut
 from kvtier.backends.object.stores.store import Store
-from kvtier.core.interfaces.tier import Handler, own_spec
+from kvtier.core.interfaces.handler import Handler, own_spec
 from kvtier.core.records.compression import Codec, decode, encode
 from kvtier.core.records.record import HEADER_BYTES, Buffer, Header
 from kvtier.errors import FormatError

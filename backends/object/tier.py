@@ -17,7 +17,7 @@ from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.tombstones import Object
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.core.eviction import EvictionPolicy
-from kvtier.core.interfaces.tier import own_spec
+from kvtier.core.interfaces.handler import own_spec
 from kvtier.core.records.record import HEADER_BYTES
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Reservation, TierStats
 

@@ -21,7 +21,7 @@ from kvtier.cli.holdings import Slab
 from kvtier.cli.measure import patient
 from kvtier.config import StackConfig
 from kvtier.core.interfaces.backend import TierContext, backend
-from kvtier.core.interfaces.tier import Handler
+from kvtier.core.interfaces.handler import Handler
 from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.core.slab.layout import VALID, runs
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome, SlotSpec

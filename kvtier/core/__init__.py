@@ -1,1 +1,12 @@
-"""Decisions without I/O: catalogues, plans, ledger, records. Imports neither torch nor vLLM."""
+"""Decisions without I/O: interfaces, catalogues, plans, the ledger, costs, records.
+
+Imports neither torch nor vLLM. The rooms:
+
+- `interfaces`: what a backend implements (`backend`, `tier`, `handler`) and what a mover promises.
+- `chain`: ordered tiers that behave as one; lookup, plan, promise, commit, and the writes downward.
+- `costs`: whether a hit is worth loading.
+- `eviction`: which blocks go when a tier is full.
+- `slab`: fixed slots behind a table, which the CPU and the NVMe tier share.
+- `records`: the format of a block, its compression, and the events of a tier.
+- `system`: the seams to the operating system: files, NUMA nodes, calls that may hang.
+"""

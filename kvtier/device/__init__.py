@@ -1,1 +1,10 @@
-"""Copies between an engine's KV tensors and records in host memory. Knows core, never vLLM."""
+"""Copies between an engine's KV tensors and records in host memory. Knows core, never vLLM.
+
+- `copier`: what a copier is asked and answers. Read it first.
+- `layout`, `copy_plan`: an engine's tensors in numbers, and which bytes go where.
+- `job_queue`: jobs in, batches out, results back, between the engine and the copier's threads.
+- `cpu_copier`: the copier for an engine whose tensors lie in host memory.
+- `accelerator`: what a device with streams offers; `cuda` is one.
+- `pinned_memory`: host memory that a device reaches directly.
+- `direct`: reads from files straight into device memory (GPUDirect Storage).
+"""

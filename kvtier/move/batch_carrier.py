@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from kvtier.core.interfaces.tier import Handler, HostHandler
+from kvtier.core.interfaces.handler import Handler, HostHandler
 from kvtier.core.records.record import Buffer, verify
 from kvtier.move.queues import Batch
 from kvtier.types import LoadStoreSpec, Namespace, Outcome

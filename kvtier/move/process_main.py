@@ -20,8 +20,8 @@ import threading
 import msgspec
 
 from kvtier.core.interfaces.backend import backend
+from kvtier.core.interfaces.handler import Handler, HostHandler
 from kvtier.core.interfaces.mover import TransferKind
-from kvtier.core.interfaces.tier import Handler, HostHandler
 from kvtier.errors import KVTierError, MoverError
 from kvtier.move.protocol import (
     Cancel,

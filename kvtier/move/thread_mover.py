@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from kvtier.core.interfaces.handler import Handler, HostHandler
 from kvtier.core.interfaces.mover import Mover, MoverStats, Transfer, TransferResult
-from kvtier.core.interfaces.tier import Handler, HostHandler
 from kvtier.core.records.record import record_bytes
 from kvtier.core.system.closing import close_all
 from kvtier.move.batch_carrier import Carrier

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvtier.core.interfaces.tier import HostHandler
+from kvtier.core.interfaces.handler import HostHandler
 from kvtier.core.records.record import ALIGN, HEADER_BYTES, record_bytes
 from kvtier.core.settings import ByteSize, Capacity
 from kvtier.core.values import dec_hook, enc_hook

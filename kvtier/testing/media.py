@@ -19,7 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvtier.core.interfaces.backend import Backend, TierContext
-from kvtier.core.interfaces.tier import Handler, HostHandler, Tier
+from kvtier.core.interfaces.handler import Handler, HostHandler
+from kvtier.core.interfaces.tier import Tier
 from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.core.settings import TierSettings
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, SlotSpec

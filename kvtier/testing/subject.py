@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.core.interfaces.backend import Backend, TierContext
-from kvtier.core.interfaces.tier import Handler, Tier
+from kvtier.core.interfaces.handler import Handler
+from kvtier.core.interfaces.tier import Tier
 from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.core.settings import TierSettings
 from kvtier.core.system.disk import Disk

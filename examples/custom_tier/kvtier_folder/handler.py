@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvtier.core.interfaces.tier import Handler
+from kvtier.core.interfaces.handler import Handler
 from kvtier.core.records.record import Buffer
 from kvtier.core.system.disk import Disk
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome

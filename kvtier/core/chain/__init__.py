@@ -1,1 +1,14 @@
-"""Rooms of chain."""
+"""Ordered tiers that behave as one.
+
+- `tier_chain`: the door: lookup, load, store, poll. Read it first.
+- `plan`: pure functions that decide what moves where.
+- `ledger`, `in_flight`: everything under way, and who waits for it.
+- `promises`: the room that a lookup has promised to a request.
+- `promotion`: the way up, from lower tiers into host memory.
+- `cascade`, `write_links`: the way down, by write policy and admission.
+- `direct_reads`: loads past host memory, straight from files.
+- `embedded_loads`: loads of callers that have no request, as the Python API has.
+- `health`: which tiers and keys are left alone for a while after a failure.
+- `isolated_tier`: keeps the mistakes of another package's tier away from the tiers beside it.
+- `stats`: what the chain counts.
+"""

@@ -1,4 +1,10 @@
-"""Which blocks must go when a tier is full (see docs/EVICTION.md)."""
+"""Which blocks must go when a tier is full (docs/EVICTION.md).
+
+- `policy`: the interface; `registry` finds policies by name, those of other packages too.
+- `adaptive`: the default policy, with the parts that it learns with.
+- `lru`, `arc`, `s3fifo`: the classic policies, made of `slot_lists` and `ghost_lists`.
+- `traces`: replays of request traces, for `kvtier plan` and the benchmarks.
+"""
 
 from kvtier.core.eviction.policy import UNKNOWN, EvictionPolicy
 from kvtier.core.eviction.registry import DEFAULT, create_policy, policy_class, policy_names

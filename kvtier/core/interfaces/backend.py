@@ -10,7 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvtier.core.interfaces.tier import Handler, Tier
+from kvtier.core.interfaces.handler import Handler
+from kvtier.core.interfaces.tier import Tier
 from kvtier.core.settings import TierSettings
 from kvtier.errors import BackendError
 from kvtier.types import LoadStoreSpec, Namespace

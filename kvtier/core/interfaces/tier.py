@@ -1,17 +1,14 @@
-"""What a medium must answer to be a tier, and what moves its bytes.
+"""The catalogue of a medium: what a medium must answer to be a tier.
 
-Two classes, because they live in different places. A `Tier` is a catalogue: it runs on an engine's
-scheduler thread, answers from memory and never blocks. A `Handler` moves bytes: it runs in the
-mover's threads (in another process when serving), may block, and never decides anything.
+A `Tier` runs on an engine's scheduler thread, answers from memory and never blocks. Its counterpart
+is the `Handler` (`kvtier.core.interfaces.handler`), which moves the bytes.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
-from kvtier.core.records.record import Buffer
 from kvtier.types import (
     BlockKey,
     FilePlace,
@@ -22,8 +19,6 @@ from kvtier.types import (
     TierEvent,
     TierStats,
 )
-
-Spec = TypeVar("Spec", bound=LoadStoreSpec)
 
 
 class Tier(ABC):
@@ -134,55 +129,3 @@ class Tier(ABC):
 
     def close(self) -> None:  # noqa: B027 - memory needs no closing
         """Release what this process holds; committed blocks stay where they are."""
-
-
-class Handler(ABC):
-    """Moves records between one medium and host memory; reports, never decides.
-
-    `load` and `store` are called from many threads at once, with batches of at most `batch_blocks`
-    blocks. They return one outcome a block and raise nothing but programming errors. A load need
-    not verify: the mover proves every record that it loads. Records in host memory are aligned to
-    4 KiB and long enough for the largest payload of the namespace.
-    """
-
-    concurrency: int = 4
-    batch_blocks: int = 8
-    call_seconds: float = 5.0
-    """The longest that one call takes. A call that began before its transfer's deadline may end so
-    much after it; a mover process in which one takes longer is held to hang, and is killed."""
-    store_seconds: float | None = None
-    """The same of a store, if that may take longer than a load."""
-
-    @abstractmethod
-    def load(
-        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
-    ) -> list[Outcome]:
-        """Fill each buffer with the record of its key."""
-
-    @abstractmethod
-    def store(
-        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
-    ) -> list[Outcome]:
-        """Write each record where the spec says; complete before it is reported OK."""
-
-    def close(self) -> None:  # noqa: B027 - not every medium has something to release
-        """Release files and connections."""
-
-
-def own_spec(spec: LoadStoreSpec, kind: type[Spec]) -> Spec:
-    """A spec in the words of one's own medium; raises TypeError if it is in another's."""
-    if not isinstance(spec, kind):
-        raise TypeError(f"a tier of the kind {kind.medium} cannot reach {type(spec).__name__}")
-    return spec
-
-
-class HostHandler(Handler):
-    """A medium that IS host memory: others read into it and write from it without a copy."""
-
-    @abstractmethod
-    def views(self, spec: LoadStoreSpec) -> list[Buffer]:
-        """The records of a spec, in place."""
-
-    @abstractmethod
-    def landed(self, spec: LoadStoreSpec, index: int, outcome: Outcome) -> None:
-        """Block `index` has arrived, verified, or never will: whoever waits for it may go on."""

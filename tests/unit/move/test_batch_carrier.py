@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvtier.core.interfaces.handler import Handler, HostHandler
 from kvtier.core.interfaces.mover import Transfer, TransferKind
-from kvtier.core.interfaces.tier import Handler, HostHandler
 from kvtier.core.records.record import Buffer
 from kvtier.move.batch_carrier import Carrier
 from kvtier.move.queues import Batch, Job

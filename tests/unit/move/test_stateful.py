@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvtier.core.interfaces.handler import Handler, HostHandler
 from kvtier.core.interfaces.mover import Transfer, TransferKind, TransferResult
-from kvtier.core.interfaces.tier import Handler, HostHandler
 from kvtier.core.records.record import HEADER_BYTES, Buffer, record_bytes
 from kvtier.move.thread_mover import ThreadMover
 from kvtier.testing.records import fill, make_keys, prove
