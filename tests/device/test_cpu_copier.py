@@ -14,7 +14,7 @@ from kvtier.core.slab import layout as table
 from kvtier.device.copier import Job, Prover
 from kvtier.device.copy_plan import Blocks
 from kvtier.device.cpu_copier import CpuCopier, host_arrays
-from kvtier.device.job_queue import Desk
+from kvtier.device.job_queue import JobQueue
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.types import Outcome
 
@@ -86,7 +86,7 @@ def test_a_store_that_the_engine_waits_for_goes_before_loads_and_other_stores() 
     keys = keys_of(5)
     for slot, key in enumerate(keys):
         host.put(slot, key, table.VALID if slot < 2 else table.RESERVED)
-    desk = Desk(world.layout, Prover(world.layout, host, NAMESPACE), 1)
+    desk = JobQueue(world.layout, Prover(world.layout, host, NAMESPACE), 1)
     desk.submit(job_of(TransferKind.LOAD, 1, [0, 1], keys[:2], 0))
     desk.submit(job_of(TransferKind.STORE, 2, [2, 3], keys[2:4], 8))
     desk.submit(job_of(TransferKind.STORE, 3, [4], keys[4:], 16))

@@ -20,7 +20,7 @@ from kvtier.device.copier import Job, Prover
 from kvtier.device.copy_plan import Blocks
 from kvtier.device.cuda.copier import CudaCopier, _Pipe
 from kvtier.device.cuda.staged_copies import STORES_AT_ONCE, StagedPath
-from kvtier.device.job_queue import Batch, Desk
+from kvtier.device.job_queue import Batch, JobQueue
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.types import FilePlace, Outcome
 
@@ -48,7 +48,7 @@ def setting() -> tuple[Any, DeviceLayout, MemoryHost, Job]:
 
 def test_batches_are_cut_to_fit() -> None:
     _pool, layout, host, job = setting()
-    desk = Desk(layout, Prover(layout, host, NAMESPACE), 100 * PAGE)
+    desk = JobQueue(layout, Prover(layout, host, NAMESPACE), 100 * PAGE)
     desk.fit([3])
     desk.fit([5])
     desk.submit(job)
@@ -59,7 +59,7 @@ def test_batches_are_cut_to_fit() -> None:
 def test_jobs_name_keys_of_their_groups_and_files_of_their_keys() -> None:
     _pool, layout, host, job = setting()
     layout = msgspec.structs.replace(layout, group_ids=(1,))
-    desk = Desk(layout, Prover(layout, host, NAMESPACE), PAGE, reads_files=True)
+    desk = JobQueue(layout, Prover(layout, host, NAMESPACE), PAGE, reads_files=True)
     with pytest.raises(ValueError, match="other groups"):
         desk.submit(job)
     job = msgspec.structs.replace(job, keys=keys_of(ROWS, groups=[1] * ROWS))
@@ -72,7 +72,7 @@ def test_jobs_name_keys_of_their_groups_and_files_of_their_keys() -> None:
 
 def test_one_bad_slot_stops_no_store() -> None:
     _pool, layout, host, job = setting()
-    desk = Desk(layout, Prover(layout, host, NAMESPACE), PAGE)
+    desk = JobQueue(layout, Prover(layout, host, NAMESPACE), PAGE)
     desk.submit(job)
     outcomes = [Outcome.GONE] + [Outcome.OK] * (ROWS - 1)
     for outcome in outcomes:
@@ -85,7 +85,7 @@ def test_one_bad_slot_stops_no_store() -> None:
 
 def test_a_batch_that_was_cut_before_goes_page_by_page() -> None:
     _pool, layout, host, job = setting()
-    desk = Desk(layout, Prover(layout, host, NAMESPACE), 100 * PAGE)
+    desk = JobQueue(layout, Prover(layout, host, NAMESPACE), 100 * PAGE)
     desk.submit(job)
     large = desk.next(desk.store)
     assert large is not None
@@ -138,11 +138,11 @@ def test_room_for_loads_alone_is_told_as_such(caplog: pytest.LogCaptureFixture) 
 
 def by_one_buffer(
     layout: DeviceLayout, host: MemoryHost
-) -> tuple[FakeDevice, Desk, StagedPath, Stage]:
+) -> tuple[FakeDevice, JobQueue, StagedPath, Stage]:
     """For one record."""
     device, prover = FakeDevice(staging=1, room=PAGE), Prover(layout, host, NAMESPACE)
     (stage,) = device.stages(layout, PAGE, urgent=True)
-    desk = Desk(layout, prover, PAGE)
+    desk = JobQueue(layout, prover, PAGE)
     slots_at = int(np.frombuffer(host.record(0), np.uint8).ctypes.data)
     return device, desk, StagedPath(layout, desk, prover, slots_at, host.slot_bytes), stage
 
@@ -234,7 +234,7 @@ class Sleeper(threading.Condition):
 def test_an_engine_does_not_wait_for_what_is_only_looked_at_of_a_failed_load() -> None:
     """The last batch that might write to its blocks has ended; the others are of no use to it."""
     _pool, layout, host, job = setting()
-    desk = Desk(layout, Prover(layout, host, NAMESPACE), PAGE)
+    desk = JobQueue(layout, Prover(layout, host, NAMESPACE), PAGE)
     desk._done = sleeper = Sleeper(desk._lock)
     for slot, key in enumerate(job.keys):
         host.put(slot, key, table.VALID)
