@@ -28,7 +28,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm bench-crowd bench-trace venv-vllm check fix lint docs lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm bench-crowd bench-trace venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -61,7 +61,14 @@ fix: $(STAMP)
 # What is made from the types, and tested to be fresh.
 docs: $(STAMP)
 	$(BIN)/kvtier config schema --built-in > $(VENV)/made && mv $(VENV)/made configs/schema.json
-	$(BIN)/kvtier config reference --built-in > $(VENV)/made && mv $(VENV)/made docs/CONFIGURATION.md
+	$(BIN)/kvtier config reference --built-in > $(VENV)/made && mv $(VENV)/made docs/reference/configuration.md
+
+# The pages as a site with search, in build/site; a dead link fails.
+docs-site:
+	@[ -x .venv-docs/bin/mkdocs ] || { $(PYTHON) -m venv .venv-docs && \
+		.venv-docs/bin/pip install --quiet 'mkdocs-material>=9.6,<10'; }
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+	@echo "build/site/index.html"
 
 bench-vllm: $(VLLM_STAMP)
 	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.vllm

@@ -164,7 +164,7 @@ def device_or_exit() -> tuple[Any, str, str]:
 
     name = answer_of(name_of)
     if not name:
-        raise SystemExit("no CUDA device: this benchmark measures one (docs/GPU.md)")
+        raise SystemExit("no CUDA device: this benchmark measures one (docs/how_it_works/gpu.md)")
     when = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
     print(f"{name}, torch {torch.__version__}, {when} UTC, {os.cpu_count()} cores", flush=True)
     return torch, name, when

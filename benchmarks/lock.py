@@ -3,7 +3,7 @@
     python -m benchmarks.lock              JSON=result.json python -m benchmarks.lock
 
 Needs no GPU: the device is pretended. Its link and kernels, and what the host does to begin them,
-take as long as they did on an H100 (docs/GPU.md). All else that the host does is real.
+take as long as they did on an H100 (docs/how_it_works/gpu.md). All else that the host does is real.
 """
 
 from __future__ import annotations

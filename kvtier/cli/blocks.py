@@ -118,7 +118,7 @@ def _blocks_of_slab(place: Place, slab: Slab) -> Iterator[Block]:
 
 
 class Prover:
-    """Reads records and checks them as docs/FORMAT.md says."""
+    """Reads records and checks them as docs/reference/format.md says."""
 
     def __init__(self, config: StackConfig, namespaces: Mapping[str, Namespace]) -> None:
         self._config = config

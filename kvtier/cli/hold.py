@@ -1,4 +1,4 @@
-"""Holding what nobody uses, so that it can be mended or removed: the locks of docs/FORMAT.md."""
+"""Holding what nobody uses, so that it can be mended or removed (docs/reference/format.md)."""
 
 from __future__ import annotations
 

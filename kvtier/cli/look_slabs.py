@@ -1,4 +1,4 @@
-"""CPU regions and NVMe folders, read as docs/FORMAT.md says."""
+"""CPU regions and NVMe folders, read as docs/reference/format.md says."""
 
 from __future__ import annotations
 

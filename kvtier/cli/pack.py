@@ -1,4 +1,7 @@
-"""Blocks of one namespace in a single file, as docs/FORMAT.md says: written whole or not at all."""
+"""Blocks of one namespace in a single file, written whole or not at all.
+
+docs/reference/format.md states its form.
+"""
 
 from __future__ import annotations
 

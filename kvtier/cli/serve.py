@@ -91,7 +91,7 @@ def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
         raise ConfigError(
             _TRANSFER,
             "is what kvtier serve itself gives to vLLM",
-            "to combine connectors, run vLLM's own server: docs/VLLM.md says how",
+            "to combine connectors, run vLLM's own server: docs/guides/serve.md says how",
         )
     if _value(flags, _OFFLOADING) is not None:
         raise ConfigError(

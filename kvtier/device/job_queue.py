@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_KEPT_S = 2e-4
 """For so long the engine's thread keeps Python's lock while one of a copier's waits for it. These
-need it several times for each batch, and briefly (docs/GPU.md)."""
+need it several times for each batch, and briefly (docs/how_it_works/gpu.md)."""
 
 
 class Work:

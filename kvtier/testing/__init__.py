@@ -1,4 +1,4 @@
-"""Suites that any backend can subclass to prove itself: docs/TESTING.md says how."""
+"""Suites that any backend can subclass to prove itself: docs/contributing/testing.md says how."""
 
 import sys
 

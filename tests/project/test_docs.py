@@ -21,7 +21,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-QUICK = {ROOT / "README.md", ROOT / "docs" / "WRITING_A_BACKEND.md"}
+PAGES_BESIDE = [ROOT / "ARCHITECTURE.md", *sorted(ROOT.glob("C*.md"))]
+QUICK = {ROOT / "README.md", ROOT / "docs/contributing/writing_a_backend.md"}
 _BLOCK = re.compile(
     r"(?:^<!-- run by (?P<by>\S+) -->\n)?^```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -127,14 +128,32 @@ def test_blocks_are_found(tmp_path: Path) -> None:
 
 
 def test_what_others_settings_become_exists() -> None:
-    """The last column of MIGRATING.md names settings of a stack, or of the connector."""
-    pages = ("CONFIGURATION", "EVICTION", "VLLM")
+    """The last column of the guide names settings of a stack, or of the connector."""
+    pages = ("reference/configuration", "how_it_works/eviction", "guides/serve")
     known = " ".join((ROOT / f"docs/{name}.md").read_text() for name in pages)
-    page = (ROOT / "docs/MIGRATING.md").read_text()
+    page = (ROOT / "docs/guides/migrate.md").read_text()
     columns = [row.strip("|").rsplit("|", 1)[1] for row in re.findall(r"^\|.*\|$", page, re.M)]
     names = {name for text in columns for name in re.findall(r"`([a-z_]+)(?::[^`]*)?`", text)}
     assert len(names) > 15
     assert not {name for name in names if not re.search(rf"\b{name}\b", known)}
+
+
+@pytest.mark.parametrize("page", PAGES + PAGES_BESIDE, ids=lambda page: page.stem)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    dead = []
+    for target, anchor in re.findall(
+        r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()
+    ):
+        goal = (page.parent / target).resolve() if target else page
+        if not goal.exists() or (anchor and anchor not in anchors(goal)):
+            dead.append(f"{target}#{anchor}")
+    assert not dead
+
+
+def anchors(page: Path) -> set[str]:
+    """What can be linked to within a page: its headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
 def shell_quote(text: str) -> str:

@@ -92,7 +92,7 @@ def test_what_puts_another_connector_in_our_place_is_refused(flags: list[str]) -
 
 
 def test_the_page_says_what_it_is_the_same_as() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "VLLM.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/guides/serve.md").read_text()
     block = page.partition("It is the same as\n")[2].split("```")[1]
     name, serving, model, *written = shlex.split(block.removeprefix("sh").replace("\\\n", " "))
     assert (name, serving) == ("vllm", "serve")

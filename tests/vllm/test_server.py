@@ -19,7 +19,7 @@ from engines.world import World, flip
 
 from kvtier.vllm.serving.server_process import Server
 
-PAGE = Path(__file__).parents[2] / "docs" / "VLLM.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/serve.md"
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TEXT = "Tell me about caches. " * 50
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}

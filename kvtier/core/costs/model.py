@@ -1,6 +1,6 @@
 """What a load would cost and what it would save, from what links and engine did lately.
 
-Pure bookkeeping: no I/O, no threads, a clock that is given. docs/COSTS.md tells the reasoning.
+Pure bookkeeping: no I/O, no threads, a clock that is given. docs/how_it_works/costs.md tells why.
 """
 
 from __future__ import annotations

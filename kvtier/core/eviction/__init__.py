@@ -1,4 +1,4 @@
-"""Which blocks must go when a tier is full (docs/EVICTION.md).
+"""Which blocks must go when a tier is full (docs/how_it_works/eviction.md).
 
 - `policy`: the interface; `registry` finds policies by name, those of other packages too.
 - `adaptive`: the default policy, with the parts that it learns with.

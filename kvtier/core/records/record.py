@@ -1,8 +1,8 @@
 """The block record: a 4 KiB header in front of every payload, the same on every medium.
 
-docs/FORMAT.md states the layout. The header proves whose bytes follow; the payload is proved by
-one xxh3 checksum a part, so that each rank writes and verifies its own part alone. That of a part
-of several pieces is the checksum of theirs: a GPU takes those of all pieces at once.
+docs/reference/format.md states the layout. The header proves whose bytes follow; the payload is
+proved by one xxh3 checksum a part, so that each rank writes and verifies its own part alone. That
+of a part of several pieces is the checksum of theirs: a GPU takes those of all pieces at once.
 """
 
 from __future__ import annotations

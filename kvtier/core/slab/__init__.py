@@ -1,5 +1,5 @@
 """Fixed slots behind a table: the catalogue that the CPU and the NVMe tier share.
 
-- `layout`: the table as docs/FORMAT.md states it: a header page, then 64 bytes an entry.
+- `layout`: the table as docs/reference/format.md states it: a header page, then 64 bytes an entry.
 - `tier`: the catalogue in memory: which slot holds which key, what is pinned, what is free.
 """

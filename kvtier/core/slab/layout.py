@@ -1,4 +1,4 @@
-"""The table of a slab: a header page and one 64-byte entry a slot. docs/FORMAT.md states it.
+"""The table of a slab: a header page and one 64-byte entry a slot (docs/reference/format.md).
 
 An entry is written in an order that a death between any two steps cannot turn into a lie: first the
 state RESERVED with the key, then the data, and the state VALID last.

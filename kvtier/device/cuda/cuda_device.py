@@ -1,6 +1,6 @@
 """CUDA through torch: streams, events, pinning, and copies of many pieces in one call.
 
-Written against CUDA 12.8 to 13; docs/GPU.md says what of it has run on a device.
+Written against CUDA 12.8 to 13; docs/how_it_works/gpu.md says what of it has run on a device.
 """
 
 from __future__ import annotations

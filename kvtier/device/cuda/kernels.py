@@ -39,7 +39,7 @@ building = threading.Lock()
 SHARE = 16
 """A kernel has one program for so many multiprocessors, each of which keeps one of them busy: the
 model wants them, too, and where its kernels are, there may be no room for others beside them. With
-twice as many programs a matrix product loses several times as much (docs/GPU.md)."""
+twice as many programs a matrix product loses several times as much (docs/how_it_works/gpu.md)."""
 _LEAST = 4
 SMALLEST_PART = 256
 """Of shorter parts xxh3 is another function."""

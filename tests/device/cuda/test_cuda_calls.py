@@ -425,7 +425,8 @@ def test_a_cuda_runtime_is_found_beside_what_stands_for_one(tmp_path: Path) -> N
     library.parent.mkdir()
     found = ctypes.util.find_library("z") or ctypes.util.find_library("m")
     program = (
-        "import ctypes, pathlib, shutil, sys; from kvtier.device.cuda import cuda_device; "
+        "import ctypes, pathlib, shutil, sys; "
+        "from kvtier.device.cuda import cuda_device; "
         "loaded = ctypes.CDLL(sys.argv[1]); "
         "maps = pathlib.Path('/proc/self/maps').read_text().splitlines(); "
         "path = next(line.split(maxsplit=5)[5] for line in maps if sys.argv[1] in line); "

@@ -3,7 +3,7 @@
 It learns from the requests themselves when blocks of each kind are used again (`reuse_forecast`),
 by watching a sample of keys beyond their eviction (`history`). It evicts the run of blocks
 (`prefix_runs`) with the lowest rate of hits to come, its tail first (`eviction_queue`). See
-docs/EVICTION.md.
+docs/how_it_works/eviction.md.
 """
 
 from __future__ import annotations
