@@ -1,4 +1,4 @@
-"""A hook of mkdocs: links to files beside docs/ become plain paths, since the site has only pages."""
+"""A hook of mkdocs: links to files beside docs/ become plain paths, as the site has only pages."""
 
 from __future__ import annotations
 
