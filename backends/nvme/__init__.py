@@ -12,7 +12,6 @@ from kvtier.backends.nvme.housekeeping.read_only_keeper import FolderToRead, Rea
 from kvtier.backends.nvme.spec import NvmeSpec
 from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.core.eviction import create_policy, policy_class
-from kvtier.core.folders import standing_folder
 from kvtier.core.interfaces.backend import Backend, TierContext
 from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import (
@@ -24,6 +23,7 @@ from kvtier.core.settings import (
     TierSettings,
     WritePolicy,
     check_capacity,
+    standing_folder,
 )
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
 from kvtier.core.system.disk import Disk

@@ -20,10 +20,16 @@ from kvtier.backends.object.stores.s3_store import S3Settings, check_reach
 from kvtier.backends.object.stores.store import Store
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy, policy_class
-from kvtier.core.folders import standing_folder
 from kvtier.core.interfaces.backend import Backend, TierContext
 from kvtier.core.records.compression import Codec, codec_for
-from kvtier.core.settings import Duration, Threads, TierSettings, WritePolicy, check_capacity
+from kvtier.core.settings import (
+    Duration,
+    Threads,
+    TierSettings,
+    WritePolicy,
+    check_capacity,
+    standing_folder,
+)
 from kvtier.core.system.disk import Disk
 from kvtier.errors import ConfigError, MediumError, NotHere
 from kvtier.types import Namespace

@@ -12,10 +12,11 @@ import typer
 from kvtier.cli import console, options
 from kvtier.cli.starter import starter
 from kvtier.config import Name, StackConfig, effective, load
+from kvtier.config.json_schema import json_schema
+from kvtier.config.reference import reference
 from kvtier.core.interfaces.backend import kinds
-from kvtier.core.values import Capacity
+from kvtier.core.settings import Capacity
 from kvtier.errors import ConfigError, ConfigErrors, KVTierError
-from kvtier.schema import json_schema, reference
 
 app = console.new_app()
 

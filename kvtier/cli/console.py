@@ -251,7 +251,7 @@ def print_json(value: object) -> None:
 
     import msgspec
 
-    from kvtier.core.values import show_hook
+    from kvtier.core.settings.values import show_hook
 
     # In ASCII, whatever the locale is; names of files may hold bytes that are no text.
     text = json.dumps(msgspec.to_builtins(value, enc_hook=show_hook), indent=2, allow_nan=False)

@@ -20,8 +20,8 @@ import typer
 
 from kvtier.cli import console
 from kvtier.cli.main import ENDING
+from kvtier.core.settings import ByteSize
 from kvtier.core.system.disk import Disk
-from kvtier.core.values import ByteSize
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.observe import human
 from kvtier.vllm.hooks.versions import installed

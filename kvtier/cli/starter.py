@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from kvtier.backends.cpu.memory_limits import memory_given
+from kvtier.core.settings import ByteSize
 from kvtier.core.system.disk import Disk
-from kvtier.core.values import ByteSize
 
 _SHARED_MEMORY = Path("/dev/shm")
 _GIB = 1 << 30

@@ -15,7 +15,7 @@ import msgspec
 from kvtier.core.interfaces.backend import TierContext, backend
 from kvtier.core.interfaces.mover import Transfer, TransferKind, TransferResult
 from kvtier.core.settings import TierSettings
-from kvtier.core.values import dec_hook, enc_hook
+from kvtier.core.settings.values import dec_hook, enc_hook
 from kvtier.errors import MoverError
 from kvtier.types import BlockKey, LoadStoreSpec
 

@@ -14,7 +14,7 @@ import pytest
 from kvtier.core.interfaces.handler import HostHandler
 from kvtier.core.records.record import ALIGN, HEADER_BYTES, record_bytes
 from kvtier.core.settings import ByteSize, Capacity
-from kvtier.core.values import dec_hook, enc_hook
+from kvtier.core.settings.values import dec_hook, enc_hook
 from kvtier.errors import ConfigError
 from kvtier.testing.faults import Call, FaultyDisk
 from kvtier.testing.records import GROUPED, NAMESPACE, blank, fill, make_keys, prove, sealed

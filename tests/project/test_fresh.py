@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from kvtier.config import load
+from kvtier.config.json_schema import descriptions, json_schema
+from kvtier.config.reference import reference
 from kvtier.core.interfaces.backend import backend, kinds
-from kvtier.schema import descriptions, json_schema, reference
 
 ROOT = Path(__file__).parents[2]
 STACKS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -34,8 +34,6 @@ SINGLE_FILES = {
     "": "door",
     "types": "base",
     "errors": "base",
-    "config": "config",
-    "schema": "config",
     "stack": "stack",
     "__main__": "cli",
 }

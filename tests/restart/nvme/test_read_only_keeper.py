@@ -19,9 +19,8 @@ from kvtier.backends.nvme.housekeeping.read_only_keeper import FolderToRead, Rea
 from kvtier.core.eviction import create_policy
 from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.records.record import record_bytes
-from kvtier.core.settings import WritePolicy
+from kvtier.core.settings import ByteSize, Capacity, WritePolicy
 from kvtier.core.system.disk import AnyPath, Disk
-from kvtier.core.values import ByteSize, Capacity
 from kvtier.errors import MediumError
 from kvtier.testing.records import NAMESPACE, make_keys, sealed
 from kvtier.types import Namespace, Outcome

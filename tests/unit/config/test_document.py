@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.core.document import DEPTH_MAX, FILE_BYTES_MAX, NODES_MAX, Document
+from kvtier.config.document import DEPTH_MAX, NODES_MAX, Document
+from kvtier.config.yaml_positions import FILE_BYTES_MAX
 from kvtier.errors import ConfigErrors
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.config import load
-from kvtier.core.document import Document
+from kvtier.config.document import Document
 from kvtier.errors import ConfigError, ConfigErrors
 
 pytestmark = pytest.mark.usefixtures("other_tiers")

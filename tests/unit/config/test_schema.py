@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from kvtier.config import StackConfig
+from kvtier.config.json_schema import descriptions, json_schema
+from kvtier.config.reference import reference
 from kvtier.core.interfaces.backend import kinds
-from kvtier.core.settings import TierSettings
-from kvtier.schema import descriptions, json_schema, reference
+from kvtier.core.settings import TierSettings, WritePolicy
 
 KINDS = ["bench", "shelf"]
 
@@ -76,6 +77,12 @@ def test_editors_are_told_what_things_mean(other_tiers: None) -> None:
     assert shelf["part_size"]["default"] == "8MiB"
     assert shelf["capacity"]["description"] == descriptions(TierSettings)["capacity"]
     assert parts["Access"]["properties"]["user"]["description"] == "A name."
+    assert [word["const"] for word in parts["WritePolicy"]["oneOf"]] == [
+        word.value for word in WritePolicy
+    ]
+    assert [word["description"] for word in parts["WritePolicy"]["oneOf"]] == [
+        descriptions(WritePolicy)[word.name] for word in WritePolicy
+    ]
     assert parts["ShelfSettings"]["properties"]["door"]["default"] == {
         "user": "nobody",
         "token": None,

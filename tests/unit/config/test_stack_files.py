@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvtier.config import MoverMode, StackConfig, effective, folders, load
-from kvtier.core.document import DEPTH_MAX, FILE_BYTES_MAX
+from kvtier.config.document import DEPTH_MAX
+from kvtier.config.yaml_positions import FILE_BYTES_MAX
 from kvtier.core.settings import Admission, ByteSize, Capacity, Duration, WritePolicy
 from kvtier.errors import ConfigError, ConfigErrors, KVTierError
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvtier.core.values import (
+from kvtier.core.settings.values import (
     ByteSize,
     Capacity,
     Duration,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from decimal import Decimal
 from operator import itemgetter
 from pathlib import Path
@@ -13,6 +14,7 @@ _BINARY = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 4
 _BYTES = _BINARY | {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _QUANTITY = re.compile(r"([+-]?\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)", re.ASCII)
+_SIZE_UNITS = "[KMGT]i?B|B"
 _BYTES_MAX = (1 << 63) - 1
 _SECONDS_MAX = 100 * 365 * 86400.0
 _MEANT = {"k": "KiB", "m": "MiB", "g": "GiB", "t": "TiB"} | {
@@ -21,7 +23,10 @@ _MEANT = {"k": "KiB", "m": "MiB", "g": "GiB", "t": "TiB"} | {
 
 
 class Value(ABC):
-    """One value of a file: `parse` reads what `str` writes, and `schema` tells editors its form."""
+    """One value of a file: `parse` reads what `str` writes, and `schema` tells editors its form.
+
+    No dataclass: msgspec would write the fields of one, a secret's too, and not ask the hooks.
+    """
 
     __slots__ = ()
     schema: ClassVar[dict[str, Any]]
@@ -34,17 +39,28 @@ class Value(ABC):
     @abstractmethod
     def __str__(self) -> str: ...
 
+    def reveal(self) -> str:
+        """As `str`, but a secret itself: for whoever must send it, or sign with it."""
+        return str(self)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self})"
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and str(other) == str(self)
+        return isinstance(other, type(self)) and other.reveal() == self.reveal()
 
     def __hash__(self) -> int:
-        return hash(str(self))
+        return hash(self.reveal())
 
 
-def _quantity(value: object, units: dict[str, float] | dict[str, int], what: str) -> Decimal:
+def _schema(title: str, number: str, units: str, *examples: str) -> dict[str, Any]:
+    """JSON Schema of a number, or of a text with one of these units."""
+    text = {"type": "string", "pattern": rf"^\s*\d+(\.\d+)?\s*({units})\s*$"}
+    forms = [{"type": number, "minimum": 0}, text]
+    return {"title": title, "anyOf": forms, "examples": [*examples]}
+
+
+def _quantity(value: object, units: Mapping[str, float], what: str) -> Decimal:
     """Read a number and its unit, scaled to the unit whose factor is 1."""
     match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
@@ -62,7 +78,17 @@ def _quantity(value: object, units: dict[str, float] | dict[str, int], what: str
     return number * Decimal(repr(units[unit]))
 
 
-def _form(what: str, units: dict[str, float] | dict[str, int]) -> str:
+def _written(number: int | float, units: Mapping[str, float], one: str) -> str:
+    """In the largest unit of which it is a whole number, or else in `one`, whose factor is 1."""
+    exact = Decimal(repr(number)).normalize()
+    for unit, scale in sorted(units.items(), key=itemgetter(1), reverse=True):
+        count, rest = divmod(exact, Decimal(repr(scale)))
+        if count and not rest:
+            return f"{count:f}{unit}"
+    return f"{exact:f}{one}"
+
+
+def _form(what: str, units: Mapping[str, float]) -> str:
     example = '"64GiB"' if units is _BYTES else '"250ms"'
     return f"write {what} as a number and one of {', '.join(units)}, like {example}"
 
@@ -79,14 +105,7 @@ class ByteSize(Value):
     """A number of bytes, written like "64GiB" or 1048576."""
 
     __slots__ = ("bytes",)
-    schema = {
-        "description": 'A number of bytes, like "64GiB" or 1048576.',
-        "anyOf": [
-            {"type": "integer", "minimum": 0},
-            {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGT]i?B|B)\s*$"},
-        ],
-        "examples": ["64GiB", "512MiB"],
-    }
+    schema = _schema("size", "integer", _SIZE_UNITS, "64GiB", "512MiB")
 
     def __init__(self, size: int) -> None:
         self.bytes = size
@@ -111,23 +130,14 @@ class ByteSize(Value):
         return cls(size // scale * scale)
 
     def __str__(self) -> str:
-        exact = [each for each in _BYTES.items() if self.bytes % each[1] == 0]
-        unit, scale = max(exact, key=itemgetter(1)) if self.bytes else ("B", 1)
-        return f"{self.bytes // scale}{unit}"
+        return _written(self.bytes, _BYTES, "B")
 
 
 class Capacity(Value):
     """A byte budget: a size, or a share of the medium, written like "80%"."""
 
     __slots__ = ("share", "size")
-    schema = {
-        "description": 'A number of bytes like "64GiB", or a share of the medium like "80%".',
-        "anyOf": [
-            {"type": "integer", "minimum": 0},
-            {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGT]i?B|B|%)\s*$"},
-        ],
-        "examples": ["64GiB", "80%"],
-    }
+    schema = _schema("size or share", "integer", f"{_SIZE_UNITS}|%", "64GiB", "80%")
 
     def __init__(self, size: ByteSize | None = None, share: float | None = None) -> None:
         self.size = size
@@ -160,23 +170,11 @@ class Capacity(Value):
         return f"{Decimal(f'{self.share * 100:.12g}'):f}%"  # `parse` knows no exponent
 
 
-def no_unit(size: int) -> str:
-    """More to say about a capacity that is too small: so few bytes are mostly GiB in fact."""
-    return "; a number without a unit is bytes" if size < 4096 else ""
-
-
 class Duration(Value):
     """A length of time, written like "250ms", "2s" or 1.5 (seconds)."""
 
     __slots__ = ("seconds",)
-    schema = {
-        "description": 'A length of time, like "250ms", "2s" or 1.5 (seconds).',
-        "anyOf": [
-            {"type": "number", "minimum": 0},
-            {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*(us|ms|s|min|h|d)\s*$"},
-        ],
-        "examples": ["250ms", "10s"],
-    }
+    schema = _schema("duration", "number", "us|ms|s|min|h|d", "250ms", "10s")
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -194,21 +192,14 @@ class Duration(Value):
         return cls(round(float(seconds), 9))
 
     def __str__(self) -> str:
-        for unit, scale in reversed(_SECONDS.items()):
-            count = round(self.seconds / scale)
-            if count >= 1 and float(Decimal(count) * Decimal(repr(scale))) == self.seconds:
-                return f"{count}{unit}"
-        return f"{Decimal(repr(self.seconds)):f}s" if self.seconds else "0s"
+        return _written(self.seconds, _SECONDS, "s")
 
 
 class Secret(Value):
-    """A password, key or token: never shown, not in messages, tables or `repr`."""
+    """A password, key or token: never shown. Keep it out of the file, like "${SECRET_KEY}"."""
 
     __slots__ = ("_text",)
-    schema = {
-        "description": 'A secret; keep it out of the file, like "${SECRET_KEY}".',
-        "type": "string",
-    }
+    schema = {"title": "secret", "type": "string"}
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -220,17 +211,10 @@ class Secret(Value):
         return cls(value)
 
     def reveal(self) -> str:
-        """The secret itself, for whoever must send or sign with it."""
         return self._text
 
     def __str__(self) -> str:
         return "(secret)"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Secret) and other._text == self._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
 
 
 def dec_hook(kind: type[Any], value: object) -> object:
@@ -246,7 +230,7 @@ def dec_hook(kind: type[Any], value: object) -> object:
 
 def enc_hook(value: object) -> object:
     """Tell msgspec how to write them so that `dec_hook` reads them again, secrets included."""
-    return value.reveal() if isinstance(value, Secret) else show_hook(value)
+    return value.reveal() if isinstance(value, Value) else show_hook(value)
 
 
 def show_hook(value: object) -> object:
@@ -259,7 +243,7 @@ def show_hook(value: object) -> object:
 def schema_hook(kind: type[Any]) -> dict[str, Any]:
     """Tell msgspec what they look like in a file."""
     if issubclass(kind, Value):
-        return dict(kind.schema)
+        return {"description": kind.__doc__, **kind.schema}
     if kind is Path:
-        return {"type": "string", "minLength": 1}
+        return {"title": "path", "type": "string", "minLength": 1}
     raise TypeError(f"no schema for {kind.__name__}")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
-from kvtier.core.document import Document
-from kvtier.core.values import dec_hook
+from kvtier.config.document import Document, at
+from kvtier.core.settings.values import dec_hook
 
 T = TypeVar("T", bound=msgspec.Struct)
 Reader = Callable[[object, str], object]
@@ -58,7 +58,7 @@ def decode(
                 reader(part, inner) if reader else _field(fields[key].type, part, inner, document)
             )
         elif key != tag:
-            unknown_key(document, place, key, [*([tag] if tag else []), *fields])
+            _unknown_key(document, place, key, [*([tag] if tag else []), *fields])
     for name, field in fields.items():
         if field.required and name not in value:
             document.report(place, f'lacks "{name}"', f"add it: {name}: {_example(field.type)}")
@@ -72,14 +72,18 @@ def decode(
         return None
 
 
-def unknown_key(document: Document, place: str, key: str, known: list[str]) -> None:
-    """Report a key that nothing reads."""
-    near = get_close_matches(key, known, n=1)
-    hint = f'did you mean "{near[0]}"?' if near else f"known are {', '.join(known)}"
-    if not near and _CREDENTIAL.search(key):
-        hint = "remove it: credentials come from the environment, a profile or a role"
-    inner = f"{place}.{key}" if key.isidentifier() else f"{place}[{key!r}]"
-    document.report(inner, f'unknown key "{key}"', hint)
+def suggest(word: object, known: Sequence[str]) -> str:
+    """Ask for the known word that is most like this one; nothing if none is."""
+    near = get_close_matches(str(word), known, n=1)
+    return f'did you mean "{near[0]}"?' if near else ""
+
+
+def _unknown_key(document: Document, place: str, key: str, known: list[str]) -> None:
+    remedy = suggest(key, known)
+    if not remedy and _CREDENTIAL.search(key):
+        remedy = "remove it: credentials come from the environment, a profile or a role"
+    known_ones = f"known are {', '.join(known)}"
+    document.report(at(place, key), f'unknown key "{key}"', remedy or known_ones)
 
 
 def _field(kind: Any, value: object, place: str, document: Document) -> object:
@@ -92,7 +96,7 @@ def _field(kind: Any, value: object, place: str, document: Document) -> object:
     except msgspec.ValidationError as error:
         said = str(error)
     if not strict:
-        # A type's own words may show a part of the value, in which the whole is not recognised.
+        # A type's own message may quote a part of the value, which `redact` would not recognise.
         try:
             msgspec.convert(
                 document.as_written(place, value), kind, strict=False, dec_hook=dec_hook
@@ -132,8 +136,7 @@ def _remedy(kind: Any, value: object) -> str:
     if isinstance(bare, type) and issubclass(bare, enum.Enum):
         words = [str(member.value) for member in bare]
     if words:
-        near = get_close_matches(str(value), words, n=1)
-        return f'did you mean "{near[0]}"?' if near else f"write one of {', '.join(words)}"
+        return suggest(value, words) or f"write one of {', '.join(words)}"
     if bare not in (int, float, str, bool):
         return ""
     limits = [meta for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]

@@ -7,24 +7,8 @@ from typing import Annotated
 
 import msgspec
 
-from kvtier.core.values import ByteSize, Capacity, Duration, Secret, no_unit
+from kvtier.core.settings.values import Capacity, Duration
 from kvtier.errors import ConfigError
-
-__all__ = [
-    "Admission",
-    "ByteSize",
-    "Capacity",
-    "Count",
-    "Durability",
-    "Duration",
-    "Gds",
-    "Persistence",
-    "Secret",
-    "Threads",
-    "TierSettings",
-    "WritePolicy",
-    "check_capacity",
-]
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]
@@ -113,8 +97,7 @@ class TierSettings(
 def check_capacity(capacity: Capacity, size: int, least: int) -> None:
     """Raise ConfigError if a capacity, which is so many bytes here, is less than a block takes."""
     if size < least:
-        raise ConfigError(
-            ".capacity",
-            f"{capacity} holds not one block",
-            f"write at least {least} bytes{no_unit(size)}",
-        )
+        # So few bytes are mostly GiB in fact.
+        hint = "; a number without a unit is bytes" if size < 4096 else ""
+        problem = f"{capacity} holds not one block"
+        raise ConfigError(".capacity", problem, f"write at least {least} bytes{hint}")

@@ -1,0 +1,91 @@
+"""What a stack file says: the types that one is decoded into."""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvtier.core.settings import Count, Gds, TierSettings
+from kvtier.errors import ConfigError
+
+VERSION = 1
+TIERS_MAX = 8
+
+_LETTERS = "letters, digits, dots, dashes and underscores, at most 64 of them"
+Name = Annotated[
+    str,
+    msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)", extra={"form": _LETTERS}),
+]
+
+
+_ENGINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+"""Longer than a stack's name, to which an engine's rank may be added."""
+
+
+class MoverMode(enum.Enum):
+    """Where bytes are moved."""
+
+    AUTO = "auto"
+    """In a process when an engine serves; on threads in commands and in tests."""
+    PROCESS = "process"
+    """In a separate process, so that nothing there can hold up or take down the engine."""
+    THREADS = "threads"
+    """On threads of this process."""
+
+
+class MoverSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How bytes are moved between the tiers."""
+
+    mode: MoverMode = MoverMode.AUTO
+    """Where bytes are moved."""
+
+
+class Loads(enum.Enum):
+    """Which hits are loaded."""
+
+    WORTHWHILE = "worthwhile"
+    """Those that cost less to load than to recompute, by recent speeds."""
+    ALWAYS = "always"
+    """All of them."""
+
+
+class Sleep(enum.Enum):
+    """What becomes of stored blocks when an engine sleeps, or pauses and clears its caches."""
+
+    FORGET = "forget"
+    """They go, in all tiers: other weights may be read meanwhile in ways that kvtier cannot see."""
+    KEEP = "keep"
+    """They are found again: for engines whose weights are changed only by vLLM's own calls for
+    that, and by others whose names say so."""
+
+
+class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one file says: the tiers of a stack, fastest first, and what they share."""
+
+    version: Literal[1]
+    """The version of this format."""
+    name: Name = "default"
+    """The name of this engine on its machine: each name has CPU memory of its own."""
+    chunk_tokens: Count = 256
+    """How many tokens one stored block covers: a multiple of the engine's own block size. Models
+    with a shorter window, or with states, take fewer."""
+    loads: Loads = Loads.WORTHWHILE
+    """Which hits an engine loads: those that cost less than recomputing them, or all."""
+    sleep: Sleep = Sleep.FORGET
+    """Whether an engine that has slept finds its stored blocks again when it wakes up."""
+    gds: Gds = Gds.AUTO
+    """Whether blocks go from a local disk straight into GPU memory (GPUDirect Storage)."""
+    mover: MoverSettings = MoverSettings()
+    """How bytes are moved between the tiers."""
+    tiers: tuple[TierSettings, ...]
+    """The tiers, in the order in which they are asked; the first must be host memory."""
+
+
+def check_engine(name: str) -> None:
+    """Raise ConfigError if an engine cannot be called this: the files of private media are."""
+    if not _ENGINE.fullmatch(name):
+        remedy = "write letters, digits, dots, dashes and underscores, a letter or digit first"
+        raise ConfigError("engine", f"{name!r} can be no part of a file's name", remedy)

@@ -1,0 +1,45 @@
+"""The settings of tiers: what every tier can be told, and the values that settings are made of.
+
+Backends derive their own settings from `TierSettings` and build them from the types named here. The
+files of a stack, which hold such settings, are read in `kvtier.config`.
+
+- `tier_settings`: `TierSettings`, the words of its settings, and limits of numbers.
+- `values`: sizes, capacities, durations and secrets, and msgspec's hooks for them.
+- `folder_access`: whether a tier may keep its files in a folder.
+"""
+
+from kvtier.core.settings.folder_access import standing_folder
+from kvtier.core.settings.tier_settings import (
+    Admission,
+    Count,
+    Durability,
+    Gds,
+    Persistence,
+    Threads,
+    TierSettings,
+    WritePolicy,
+    check_capacity,
+)
+from kvtier.core.settings.values import (
+    ByteSize,
+    Capacity,
+    Duration,
+    Secret,
+)
+
+__all__ = [
+    "Admission",
+    "ByteSize",
+    "Capacity",
+    "Count",
+    "Durability",
+    "Duration",
+    "Gds",
+    "Persistence",
+    "Secret",
+    "Threads",
+    "TierSettings",
+    "WritePolicy",
+    "check_capacity",
+    "standing_folder",
+]
