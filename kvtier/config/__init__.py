@@ -1,14 +1,15 @@
 """The configuration: a stack file, or nested dicts, becomes a `StackConfig`.
 
-Every mistake in it is told at once, each with its line, its place and a remedy. The settings that a
-tier can have are in `kvtier.core.settings` and with its backend.
+All mistakes are reported in one go, each with its line, its place and a remedy. What a single tier
+can be told is in `kvtier.core.settings` and in its backend.
 
-- `stack_config`: the types that a stack is decoded into.
-- `loader`: `load` and its like, the way in; `tiers` reads and checks the list of tiers.
-- `decode`: plain values into structs, and the words for what is wrong with them.
+- `stack_config`: the types that a stack file is decoded into.
+- `loader`: `load`, the way in; it checks the tiers against this machine and against each other.
+- `decode`: plain values into structs, and the wording of what is wrong with them.
 - `document`: plain values with their places, and the problems found in them.
-- `yaml_positions`: YAML text as nodes that know their lines; `environment`: `${NAME}` in texts.
-- `fields`, `json_schema`, `reference`: what a file may say, for editors and for people.
+- `yaml_positions`: YAML text as nodes that know their lines.
+- `environment`: `${NAME}` in texts, and its value kept out of messages.
+- `json_schema`, `reference`: what a stack file may say, for editors and for people.
 """
 
 from kvtier.config.loader import Source, check, effective, folders, load

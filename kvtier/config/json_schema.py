@@ -25,7 +25,7 @@ from kvtier.core.settings.values import schema_hook, show_hook
 Form = dict[str, Any]
 
 PLACEHOLDER: Form = {"type": "string", "pattern": r"\$\{"}
-"""A value that is not any text may come from the environment all the same."""
+"""Every setting but a mapping or a list of them may take its value from the environment."""
 
 
 def json_schema(names: Sequence[str]) -> Form:

@@ -1,4 +1,4 @@
-"""A stack from a YAML file, or from nested dicts, decoded once into types.
+"""Load a stack: read it, decode it into types, and check its tiers.
 
 `load` answers a `StackConfig` that works on this machine, as far as that can be known without
 opening it, or raises `ConfigErrors` with everything that is wrong, each with its place.
@@ -23,7 +23,7 @@ from kvtier.errors import BackendError, ConfigError, ConfigErrors, NotHere, NotW
 
 Source = Mapping[str, object] | Path | str
 Excused = tuple[type[NotHere], ...]
-"""Mistakes that are none to this caller, such as folders that another machine has."""
+"""Mistakes that do not matter to this caller, such as a folder that only another machine has."""
 
 
 def load(
@@ -47,7 +47,7 @@ def load(
 
 
 def check(config: StackConfig, *, record_bytes: int) -> None:
-    """Check a stack that was read without the size of a block, or was not read but made.
+    """Check a stack that was read without the size of a block, or that a program made.
 
     Raises ConfigErrors with all that is wrong.
     """

@@ -95,7 +95,10 @@ def value_of(node: yaml.Node) -> object:
     if node.tag not in _TAGS:
         raise ValueError(f"the tag {node.tag!r} is not for stack files", "remove it")
     if isinstance(node, yaml.MappingNode):
-        return dict(node.value)
+        found = dict(node.value)
+        if len(found) < len(node.value):  # an alias of a key is the same node
+            raise ValueError("a key stands twice", "keep one of them")
+        return found
     if isinstance(node, yaml.SequenceNode):
         return node.value
     kind = node.tag.removeprefix(_TAG)

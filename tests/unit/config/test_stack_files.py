@@ -257,6 +257,7 @@ FILES: list[tuple[bytes, str]] = [
     (b"\xff\xfeversion", "not UTF-8"),
     (b"version: 1\x00", "not YAML"),
     (TIERS + b"version: 1\nversion: 1\n", "stands twice, again in line 3"),
+    (TIERS + b"&v version: 1\n*v : 1\n", "a key stands twice"),
     (b"version: 1\n? [a]\n: 1\n", "a key is not a text"),
     (TIERS + b"version: !!python/name:os.system\n", "the tag"),
     (TIERS + b"version: !!int one\n", "is no YAML int"),
