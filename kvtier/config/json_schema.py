@@ -57,8 +57,10 @@ class Schema:
             return {"enum": [*get_args(kind)]}
         if get_origin(kind) in (Union, UnionType):
             return {"anyOf": [self.form(each) for each in get_args(kind)]}
-        if _holds_struct(kind):
+        if _holds_struct(kind) and get_origin(kind) in (list, tuple):
             return {"type": "array", "items": self.form(get_args(kind)[0])}
+        if _holds_struct(kind) and get_origin(kind) is dict:
+            return {"type": "object", "additionalProperties": self.form(get_args(kind)[1])}
         (form,), parts = msgspec.json.schema_components(
             [kind], schema_hook=schema_hook, ref_template="#/$defs/{name}"
         )

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from kvtier.config import StackConfig
-from kvtier.config.json_schema import descriptions, json_schema
+from kvtier.config.json_schema import Schema, descriptions, json_schema
 from kvtier.config.reference import reference
 from kvtier.core.interfaces.backend import kinds
-from kvtier.core.settings import TierSettings, WritePolicy
+from kvtier.core.settings import ByteSize, TierSettings, WritePolicy
 
 KINDS = ["bench", "shelf"]
 
@@ -88,6 +88,22 @@ def test_editors_are_told_what_things_mean(other_tiers: None) -> None:
         "token": None,
         "tries": 3,
     }
+
+
+class Shelf(msgspec.Struct):
+    """A part of a setting."""
+
+    size: ByteSize = ByteSize(5)
+
+
+def test_settings_may_be_collections_of_mappings() -> None:
+    schema = Schema([])
+    shelf = {"$ref": "#/$defs/Shelf"}
+    for kind in (list[Shelf], tuple[Shelf, ...]):
+        assert schema.form(kind) == {"type": "array", "items": shelf}
+    named = {"type": "object", "additionalProperties": shelf}
+    assert schema.form(dict[str, Shelf]) == named
+    assert schema.parts["Shelf"]["properties"]["size"]["default"] == "5B"
 
 
 def test_the_reference_has_all_settings_and_words(other_tiers: None) -> None:
