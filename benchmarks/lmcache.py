@@ -53,6 +53,7 @@ class Peer:
             *(str(Path(sys.executable).with_name("lmcache")), "server"),
             *("--port", str(PORT), "--http-port", str(HTTP_PORT), "--chunk-size", "256"),
             *("--l1-size-gb", "2", "--l1-init-size-gb", "2", "--no-l1-use-lazy"),
+            *("--eviction-policy", "LRU"),
             *("--l2-adapter", json.dumps(adapter)),
         ]
         with self._log.open("ab") as log:
