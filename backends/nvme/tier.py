@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +14,15 @@ from kvtier.backends.nvme.duplicate_blocks import Copies
 from kvtier.backends.nvme.folder.folder import SlabFile
 from kvtier.backends.nvme.housekeeping.keeper import Keeper
 from kvtier.backends.nvme.housekeeping.updates import Updates
+from kvtier.backends.nvme.single_thread import AskedTier, alone
 from kvtier.backends.nvme.slot_numbering import Place, Places
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
 from kvtier.core.chain.cascade import AHEAD_BLOCKS_MAX
 from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.interfaces.handler import own_spec
 from kvtier.core.slab import layout
-from kvtier.core.slab.tier import SlabTier, give_back_memory
+from kvtier.core.slab.memory import give_back_memory
+from kvtier.core.slab.tier import SlabTier
 from kvtier.types import BlockKey, EventKind, FilePlace, LoadStoreSpec, TierStats
 
 _AHEAD_BYTES = 1 << 30
@@ -42,23 +42,8 @@ _IDLE_S = 5.0
 """Who has not been asked for so long may not be asked again soon: the keeper takes news in itself,
 because neighbours wait for slabs that an idle engine holds."""
 
-P = ParamSpec("P")
-R = TypeVar("R")
-S = TypeVar("S", bound="NvmeTier")
 
-
-def _alone(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Keep the keeper from taking news in meanwhile, and from going on with it before."""
-
-    def call(tier: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        tier._asked = True
-        with tier.mutex:
-            return method(tier, *args, **kwargs)
-
-    return functools.update_wrapper(call, method)
-
-
-class NvmeTier(SlabTier):
+class NvmeTier(AskedTier):
     """Slots of all slabs of a namespace, numbered through; only those of own slabs are written."""
 
     in_files = True
@@ -90,17 +75,19 @@ class NvmeTier(SlabTier):
         self.refresh()
         self._events.clear()  # nothing of what is there at the start is news
         give_back_memory()
+        self.learning = keeper.unwell
         keeper.when_idle = self.take_in_if_idle
 
     # Not `lookup`, which only reads, and is asked most.
-    prepare_load = _alone(SlabTier.prepare_load)
-    complete_load = _alone(SlabTier.complete_load)
-    prepare_store = _alone(SlabTier.prepare_store)
-    complete_store = _alone(SlabTier.complete_store)
-    touch = _alone(SlabTier.touch)
-    carry_uses = _alone(SlabTier.carry_uses)
-    victims = _alone(SlabTier.victims)
-    take_events = _alone(SlabTier.take_events)
+    prepare_load = alone(SlabTier.prepare_load)
+    complete_load = alone(SlabTier.complete_load)
+    prepare_store = alone(SlabTier.prepare_store)
+    complete_store = alone(SlabTier.complete_store)
+    touch = alone(SlabTier.touch)
+    carry_uses = alone(SlabTier.carry_uses)
+    victims = alone(SlabTier.victims)
+    take_events = alone(SlabTier.take_events)
+    take_recovered = alone(SlabTier.take_recovered)
 
     # -- news ------------------------------------------------------------------------------
 
@@ -203,6 +190,7 @@ class NvmeTier(SlabTier):
         valid = valid[np.argsort(used[valid], kind="stable")]
         keys = layout.keys_of(entries[valid])
         copies = self._adopt((valid + base).tolist(), keys, array("d", used[valid].tobytes()))
+        self._survivors.add(valid + base, entries[valid])
         held[valid] = True
         held[bad] = True
         self._quarantine.extend((bad + base).tolist())
@@ -356,12 +344,12 @@ class NvmeTier(SlabTier):
 
     # -- the rest --------------------------------------------------------------------------
 
-    @_alone
+    @alone
     def forget(self, keys: Sequence[BlockKey]) -> None:
         self._copies.take(keys)
         super().forget(keys)
 
-    @_alone
+    @alone
     def clear(self) -> None:
         """Own slabs are given up whole, so that not even what was evicted can be found again."""
         self._take_all_in()
@@ -373,11 +361,12 @@ class NvmeTier(SlabTier):
         super().clear()
         self._want_room()
 
-    @_alone
+    @alone
     def tick(self) -> None:
         super().tick()
         self._catch_up()
         self.unwell = self._keeper.unwell
+        self.learning &= self.unwell or bool(self._keeper.news)
 
     def refresh(self) -> None:
         with self.mutex:

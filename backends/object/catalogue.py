@@ -61,6 +61,7 @@ class ObjectCatalogue(SlabTier):
             news.popleft()
         while self._surplus > 0:
             self._shrink()
+        self.learning = not self._keeper.audited
         self._events.clear()
 
     # -- news --------------------------------------------------------------------------------

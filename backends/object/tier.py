@@ -194,6 +194,8 @@ class ObjectTier(ObjectCatalogue):
     def tick(self) -> None:
         super().tick()
         self._catch_up()
+        # In this order: what an audit has found was told before it was over.
+        self.learning &= not self._keeper.audited or bool(self._keeper.news)
         self.unwell = self._keeper.background_errors.unsolved
 
     def refresh(self) -> None:

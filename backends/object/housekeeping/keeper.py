@@ -104,6 +104,7 @@ class Keeper:
         self._known: Known = lambda: iter(())
         self.uses = Uses(self._store, namespace, limits.audit_s, self._lock_yield.rest, steady)
         self._listing = False
+        self.audited = False  # since it was opened: all that is there has been told
         self.background_errors = BackgroundErrors(_log)
 
     def want_room(self) -> None:
@@ -355,6 +356,7 @@ class Keeper:
         self._purged_before = begun - self.limits.read_s
         self._hungry = False
         self._take_in(finding)
+        self.audited = True
         self.outbox.write_down()
         self._claims.take_measure(finding.foreign)
         self._claims.bury(dead)

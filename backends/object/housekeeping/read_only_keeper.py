@@ -37,6 +37,7 @@ class Reader(Keeper):
         self._next_look = self._steady() + self.limits.refresh_s
         self.outbox.write_down()
         self._tell_stated()
+        self.audited = True
         self._next_audit = self._steady() + self.limits.audit_s * random.uniform(0.8, 1.2)
 
     def _see_others(self) -> None:

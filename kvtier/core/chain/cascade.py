@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvtier.core.chain.catch_up import CatchUp
 from kvtier.core.chain.health import Health
 from kvtier.core.chain.in_flight import Settled
 from kvtier.core.chain.ledger import Ledger
@@ -53,6 +54,16 @@ class Cascade:
         ]
         self._into = {link.target: link for link in self._links}
         ledger.watched = {link.source for link in self._links if link.write is WritePolicy.ON_EVICT}
+        self._catch_ups = {
+            link.target: CatchUp(link, tiers[link.source], tiers[link.target], slots[link.target])
+            for link in self._links
+            if link.write is WritePolicy.THROUGH
+        }
+        sources = {link.source for link in self._links if link.target in self._catch_ups}
+        self._others = [tier for at, tier in enumerate(tiers) if at not in sources]
+        """Tiers of which nobody wants to know what outlived an earlier process."""
+        for link in self._links:
+            link.pressed = tiers[link.source].recovered > 0
 
     def committed(self, tier: int, keys: Sequence[BlockKey], origin: int | None = None) -> None:
         """A tier has these now. If they came up from a lower one, the `origin`, only tiers above
@@ -84,6 +95,8 @@ class Cascade:
         """Do not write these, or any, that wait."""
         for link in self._links:
             link.forget(keys)
+        for catch_up in self._catch_ups.values():
+            catch_up.forget(keys)
 
     @property
     def waiting(self) -> bool:
@@ -91,7 +104,7 @@ class Cascade:
         return any(
             link.backlog or (link.pressed and link.write is WritePolicy.ON_EVICT)
             for link in self._links
-        )
+        ) or any(catch_up.pending for catch_up in self._catch_ups.values())
 
     def step(self, now: float) -> None:
         """Start what there is room for."""
@@ -99,16 +112,22 @@ class Cascade:
         if self._mover.down:  # what waits can wait for it, and nothing below makes room in vain
             return
         for link in self._links:
-            if self._health.down(link.target, now):
+            down = self._health.down(link.target, now)
+            if down:
                 keys = link.take(link.backlog)
                 link.drop("down", len(keys))
                 link.missed(keys)
                 self._pass_on(link, keys)
                 link.pressed = False
-                continue
-            self._write(link, now)
-            if link.write is WritePolicy.ON_EVICT and link.pressed:
+            elif link.backlog:
+                self._write(link, link.take(min(link.room, STEP_BLOCKS)), now)
+            if link.target in self._catch_ups:
+                self._catch_up(link, self._catch_ups[link.target], now, down=down)
+            elif link.pressed:
                 self._demote(link, now)
+        for tier in self._others:
+            if tier.recovered:
+                tier.forget_recovered()
 
     def settled(self, move: Settled, result: TransferResult, now: float) -> None:
         """Book the end of a move of ours."""
@@ -132,12 +151,18 @@ class Cascade:
         """Counters and gauges of every link."""
         for link in self._links:
             link.stats.waiting = link.backlog
+            if link.target in self._catch_ups:
+                link.stats.behind = self._catch_ups[link.target].behind
         return [link.stats for link in self._links]
 
-    def _write(self, link: Link, now: float) -> None:
-        if not link.backlog:
-            return
-        keys = link.take(min(link.room, STEP_BLOCKS))
+    def _catch_up(self, link: Link, catch_up: CatchUp, now: float, *, down: bool) -> None:
+        keys = catch_up.next(now, min(link.spare, STEP_BLOCKS), down=down)
+        if keys:
+            link.stats.offered += len(keys)
+            link.stats.admitted += len(keys)
+            self._write(link, keys, now)
+
+    def _write(self, link: Link, keys: Sequence[BlockKey], now: float) -> None:
         # From host memory the mover writes without a copy; the tier above is the second choice.
         for source in dict.fromkeys((HOST, link.source)):
             if keys:

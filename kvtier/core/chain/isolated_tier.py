@@ -41,6 +41,7 @@ class IsolatedTier(Tier):
         self._tier = tier
         self.medium = tier.medium
         self.in_files = tier.in_files
+        self.learning = tier.learning
         self._stats = TierStats(tier.medium)
 
     def _ask(self, call: Callable[[], T], instead: T) -> T:
@@ -129,8 +130,24 @@ class IsolatedTier(Tier):
         none = [FilePlace("", 0)] * len(spec)  # which whoever reads it finds out
         return self._ask(lambda: _as_many(self._tier.files(spec), spec), none)
 
+    @property
+    def recovered(self) -> int:
+        return self._ask(lambda: int(self._tier.recovered), 0)
+
+    def take_recovered(self, count: int) -> tuple[Sequence[BlockKey], Sequence[int]]:
+        nothing: tuple[Sequence[BlockKey], Sequence[int]] = ([], [])
+        return self._ask(lambda: self._take_recovered(count), nothing)
+
+    def _take_recovered(self, count: int) -> tuple[Sequence[BlockKey], Sequence[int]]:
+        keys, uses = self._tier.take_recovered(count)
+        return list(keys), list(_as_many(uses, keys))
+
+    def forget_recovered(self) -> None:
+        self._ask(self._tier.forget_recovered, None)
+
     def tick(self) -> None:
         self._ask(self._tier.tick, None)
+        self.learning = self._ask(lambda: bool(self._tier.learning), False)
         self.unwell = self._ask(lambda: bool(self._tier.unwell), False)
 
     # Not for an engine's scheduler: what goes wrong here is for who has called.

@@ -26,6 +26,9 @@ class LinkStats(msgspec.Struct):
     bytes_written: int = 0
     waiting: int = 0
     in_flight: int = 0
+    behind: int = 0
+    """Blocks above that outlived an earlier process, and that this tier may lack: they are looked
+    at, and written, in the background."""
     drops: dict[str, int] = {}
     """Not written, by reason: "full" (too many waiting), "gone" (evicted first), "down" (the tier
     is failing), "refused" (by the mover)."""
@@ -95,6 +98,11 @@ class Link:
     def room(self) -> int:
         """How many more blocks may be under way."""
         return max(0, self._window - self.stats.in_flight)
+
+    @property
+    def spare(self) -> int:
+        """How many more may be under way of what is not urgent: half of the rest is for what is."""
+        return 0 if self._waiting else max(0, (self._window + 1) // 2 - self.stats.in_flight)
 
     @property
     def backlog(self) -> int:

@@ -41,6 +41,8 @@ class Tier(ABC):
     unwell: bool = False
     """Whether what it does itself on its medium, beside the mover, fails now. When that has ended,
     nobody need wait any longer to try."""
+    learning: bool = False
+    """Whether it has still to learn what its medium holds: what it lacks may well be there."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
@@ -109,6 +111,21 @@ class Tier(ABC):
         """Where pinned records lie, for a reader that fetches them itself, around host memory. It
         proves what it reads: who does not own a file cannot keep its owner from changing it."""
         return []
+
+    @property
+    def recovered(self) -> int:
+        """How many blocks that outlived an earlier process `take_recovered` may still tell of: a
+        tier below may lack them, because that process died before it wrote them there."""
+        return 0
+
+    def take_recovered(self, count: int) -> tuple[Sequence[BlockKey], Sequence[int]]:
+        """The next of these that are still here, the hottest first, each once, at most so many;
+        and how often each was used after it was stored. It takes microseconds, and so may answer
+        with fewer than there are."""
+        return [], []
+
+    def forget_recovered(self) -> None:  # noqa: B027 - there may be none
+        """Nobody will ask `take_recovered` for what it has not told of yet."""
 
     def tick(self) -> None:  # noqa: B027 - most media have no housekeeping
         """Short housekeeping, called between steps; never blocks."""

@@ -178,12 +178,17 @@ def last_used(entries: npt.NDArray[np.void]) -> npt.NDArray[np.float64]:
 def ends_first(slots: Sequence[int], last_used: Sequence[float]) -> list[int]:
     """Slots whose times ascend, those of one time turned round: a prompt lies there from its head
     on, and has to go from its end."""
-    found = np.asarray(slots)
-    begins = np.flatnonzero(np.diff(np.asarray(last_used), prepend=-np.inf))
-    ends = np.append(begins, len(found))[1:]
-    order = np.repeat(begins + ends - 1, ends - begins) - np.arange(len(found))
-    turned: list[int] = found[order].tolist()
+    turned: list[int] = np.asarray(slots)[ends_first_order(np.asarray(last_used))].tolist()
     return turned
+
+
+def ends_first_order(last_used: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
+    """The positions that `ends_first` takes slots from."""
+    begins = np.flatnonzero(np.diff(last_used, prepend=-np.inf))
+    ends = np.append(begins, len(last_used))[1:]
+    order: npt.NDArray[np.intp] = np.repeat(begins + ends - 1, ends - begins)
+    order -= np.arange(len(last_used))
+    return order
 
 
 def entry_key(table: Buffer, slot: int) -> BlockKey:

@@ -6,17 +6,15 @@ enters through the hooks at the end; they must not block.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 from abc import abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 
 from kvtier.core.eviction import UNKNOWN, EvictionPolicy
-from kvtier.core.interfaces.tier import Tier
 from kvtier.core.records.tier_events import Events
 from kvtier.core.slab import layout
+from kvtier.core.slab.recovered import RecoveringTier
 from kvtier.errors import NotResident
 from kvtier.types import (
     BlockKey,
@@ -40,14 +38,7 @@ _EXPECTED_MAX = 1 << 16
 """How many missing blocks of past requests are remembered, with the block before each."""
 
 
-def give_back_memory() -> None:
-    """Return to the system what reading large tables has left free: the process would keep it, a
-    third of all that it has."""
-    with contextlib.suppress(AttributeError):  # a C library without it keeps what it has
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-class SlabTier(Tier):
+class SlabTier(RecoveringTier):
     """A tier over numbered slots, one block each.
 
     A key is in at most one of three places: `_reserved` (on its way in), `_where` (a hit), or
@@ -62,6 +53,7 @@ class SlabTier(Tier):
         policy: EvictionPolicy,
         clock: Callable[[], float],
     ) -> None:
+        super().__init__()
         self.medium = medium
         self.slot_bytes = slot_bytes
         self._policy = policy
@@ -277,6 +269,7 @@ class SlabTier(Tier):
 
     def clear(self) -> None:
         self._catch_up()
+        self.forget_recovered()
         self._unwanted.update(self._reserved)
         self._drop(list(self._where))
 

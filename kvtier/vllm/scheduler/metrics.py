@@ -65,6 +65,10 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:prefill_tokens_per_second": ("Measured speed of computing prompts", ()),
     "kvtier:queued_blocks": ("Blocks in the mover's hands", ()),
     "kvtier:waiting_blocks": ("Blocks that wait to be written to a tier", ("tier",)),
+    "kvtier:behind_blocks": (
+        "Blocks that outlived a restart above a tier, still to be looked at or written to it",
+        ("tier",),
+    ),
 }
 _TRANSFER = "kvtier:transfer_seconds"
 _JOINED: dict[str, Callable[..., float]] = {_DOWN: max, _MISSES: min}
@@ -198,6 +202,7 @@ class Meter:
             yield "kvtier:pinned_blocks", label, tier.pinned
         for link in found.links:
             yield "kvtier:waiting_blocks", (link.target,), link.waiting
+            yield "kvtier:behind_blocks", (link.target,), link.behind
         yield "kvtier:queued_blocks", (), found.mover.in_flight_blocks
         if self._manager.costs is not None:
             yield "kvtier:prefill_tokens_per_second", (), self._manager.costs.prefill_rate

@@ -1,0 +1,119 @@
+"""What outlived an earlier process, in the order in which the tiers below should have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush, heapreplace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.interfaces.tier import Tier
+from kvtier.core.slab import layout
+from kvtier.types import BlockKey
+
+_PIECES_AT_ONCE = 32
+"""From so many pieces at most one call takes slots: it runs between the steps of an engine."""
+_RUN_MIN = 8
+"""From each piece it takes so many in a row, though another has a hotter one in between."""
+_USES_MAX = 255
+
+
+class _Piece:
+    """Slots of one slab, the hottest first."""
+
+    __slots__ = ("at", "slots", "times", "uses")
+
+    def __init__(self, slots: npt.NDArray[np.int32], entries: npt.NDArray[np.void]) -> None:
+        used = layout.last_used(entries)
+        order = layout.ends_first_order(used)[::-1]  # what eviction would take last
+        self.slots = slots[order]
+        self.times = used[order].astype(np.uint32)
+        self.uses = np.minimum(entries["uses"], _USES_MAX).astype(np.uint8)[order]
+        self.at = 0
+
+    def take(self, count: int, least: int) -> tuple[list[int], list[int]]:
+        """The next slots, at most so many, up to the first that was used before `least`, but a
+        few at least; and how often each was used."""
+        times = self.times[self.at : self.at + count]
+        found = max(_RUN_MIN, int(np.count_nonzero(times >= least)))
+        part = slice(self.at, self.at + min(found, count))
+        self.at = min(part.stop, len(self.slots))
+        return self.slots[part].tolist(), self.uses[part].tolist()
+
+    def __len__(self) -> int:
+        return len(self.slots) - self.at
+
+
+class Survivors:
+    """Slots whose blocks a process before this one has committed; nine bytes each."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[int, int, _Piece]] = []
+        """By the time of the next slot, the latest first (a heap)."""
+        self._added = 0
+        self._left = 0
+
+    def add(self, slots: npt.NDArray[np.integer], entries: npt.NDArray[np.void]) -> None:
+        """Slots of one slab, and their entries: the longest unused first, and each prompt from its
+        head on."""
+        if len(slots):
+            piece = _Piece(slots.astype(np.int32), entries)
+            self._added += 1
+            self._left += len(piece)
+            heappush(self._pieces, (-int(piece.times[0]), self._added, piece))
+
+    def take(self, count: int) -> tuple[list[int], list[int]]:
+        """Some of those that were used last, at most so many, and how often each was used."""
+        slots: list[int] = []
+        uses: list[int] = []
+        pieces = self._pieces
+        for _ in range(_PIECES_AT_ONCE):
+            if not pieces or len(slots) == count:
+                break
+            _, number, piece = pieces[0]
+            least = max((-time for time, _, _ in pieces[1:3]), default=0)
+            some, used = piece.take(count - len(slots), least)
+            slots += some
+            uses += used
+            if len(piece):
+                heapreplace(pieces, (-int(piece.times[piece.at]), number, piece))
+            else:
+                heappop(pieces)
+        self._left -= len(slots)
+        return slots, uses
+
+    def clear(self) -> None:
+        self._pieces.clear()
+        self._left = 0
+
+    def __len__(self) -> int:
+        return self._left
+
+
+class RecoveringTier(Tier):
+    """A tier over numbered slots that knows which of them outlived an earlier process."""
+
+    _where: dict[BlockKey, int]
+    _key_of: list[BlockKey | None]
+
+    def __init__(self) -> None:
+        self._survivors = Survivors()
+
+    @property
+    def recovered(self) -> int:
+        return len(self._survivors)
+
+    def take_recovered(self, count: int) -> tuple[Sequence[BlockKey], Sequence[int]]:
+        key_of, where = self._key_of, self._where
+        keys: list[BlockKey] = []
+        uses: list[int] = []
+        for slot, used in zip(*self._survivors.take(count), strict=True):
+            key = key_of[slot]
+            if key is not None and where.get(key) == slot:
+                keys.append(key)
+                uses.append(used)
+        return keys, uses
+
+    def forget_recovered(self) -> None:
+        self._survivors.clear()
