@@ -100,7 +100,43 @@ class ScriptedMover(Mover):
         return [transfer for transfer in self.queue if transfer.kind is TransferKind.STORE]
 
 
-class InFiles(MemoryTier):
+class Outliving(MemoryTier):
+    """What it holds may have outlived an earlier process, if a test says so."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.outlived: list[BlockKey] = []
+        """The hottest first."""
+        self.used: Collection[BlockKey] = ()
+        """Those that were used again before."""
+
+    @property
+    def recovered(self) -> int:
+        return len(self.outlived)
+
+    def take_recovered(self, count: int) -> tuple[list[BlockKey], list[int]]:
+        told, self.outlived = self.outlived[:count], self.outlived[count:]
+        here = [key for key in told if key in self._resident]
+        return here, [int(key in self.used) for key in here]
+
+    def forget_recovered(self) -> None:
+        self.outlived = []
+
+    def successor(self) -> Outliving:
+        """What another process finds after the death of this one."""
+        tier = type(self)(MemoryStore(NAMESPACE, self.store.slots * SLOT))
+        tier.medium = self.medium
+        for key, slot in self._resident.items():
+            taken = tier.prepare_store([key])
+            assert isinstance(taken.spec, MemorySpec)
+            tier.store.record(taken.spec.slots[0])[:] = self.store.record(slot)
+            tier.complete_store([key])
+        tier.take_events()
+        tier.outlived = list(reversed(self._resident))
+        return tier
+
+
+class InFiles(Outliving):
     """Whose records readers fetch themselves: each lies in the file of its slot."""
 
     in_files = True
@@ -144,20 +180,32 @@ class ChainRig:
     ) -> None:
         self.now = 1000.0
         self.tiers = [
-            (InFiles if at in in_files else MemoryTier)(MemoryStore(NAMESPACE, count * SLOT))
+            (InFiles if at in in_files else Outliving)(MemoryStore(NAMESPACE, count * SLOT))
             for at, count in enumerate(slots)
         ]
+        self._rules = rules or [rule() for _ in slots]
+        self._costs = costs
+        self._clock = clock or (lambda: self.now)
+        self._begin()
+
+    def _begin(self) -> None:
         self.handlers = [MemoryHandler(tier.store) for tier in self.tiers]
         self.mover = ScriptedMover(self.handlers)
         self.chain = TierChain(
             self.tiers,
-            rules or [rule() for _ in slots],
+            self._rules,
             self.mover,
             NAMESPACE,
-            costs=costs,
+            costs=self._costs,
             rest_seconds=REST,
-            clock=clock or (lambda: self.now),
+            clock=self._clock,
         )
+
+    def restart(self, rules: Sequence[TierSettings] | None = None) -> None:
+        """The process dies, with all that is under way; another finds what was committed."""
+        self._rules = rules or self._rules
+        self.tiers = [tier.successor() for tier in self.tiers]
+        self._begin()
 
     def write(self, tier: int, keys: Sequence[BlockKey], spec: LoadStoreSpec) -> None:
         """Put right bytes where a reservation says."""

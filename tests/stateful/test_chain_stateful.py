@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 )
 from hypothesis.stateful import rule as step
 
+from kvtier.core.chain.catch_up import PAUSE_MAX_S
 from kvtier.core.chain.in_flight import Ticket
 from kvtier.core.settings import Admission, WritePolicy
 from kvtier.errors import NotResident
@@ -211,6 +212,16 @@ class ChainMachine(RuleBasedStateMachine):
         self.rig.mover.accepting = press > 0
         self.poll()
 
+    @step(used=st.sets(st.sampled_from(UNIVERSE)))
+    def die_and_live_on(self, used: set[BlockKey]) -> None:
+        self.rig.restart()
+        self.chain = self.rig.chain
+        for tier in self.rig.tiers:
+            tier.used = used
+            there = self.rig.resident(self.rig.tiers.index(tier), UNIVERSE)
+            self.visible[tier.medium] = set(there)
+        self.storing, self.tickets, self.unreported = [], [], []
+
     # what always holds
 
     @invariant()
@@ -271,7 +282,10 @@ class ChainMachine(RuleBasedStateMachine):
             self.commit(0, {})
         self.poll()
         self.rig.settle(30)
+        self.rig.now += 10 * REST + PAUSE_MAX_S  # what rests, or is tried again after a pause
+        self.rig.settle(30)
         assert not self.chain.has_pending_work
+        assert [link.behind for link in self.chain.chain_stats().links if link.behind] == []
         self.rig.assert_quiet()
         assert is_quiet(self.chain._ledger)
         self.events_tell_what_is_there()

@@ -61,9 +61,9 @@ class CatchUp:
         target = self._target
         keys: list[BlockKey] = []
         if not (down or target.unwell or target.learning or now < self._not_before):
-            self._patient_until = now + PATIENCE_S
             if not self._ready:
                 self._look()
+                self._patient_until = now + PATIENCE_S
             keys = [self._ready.popleft() for _ in range(min(room, len(self._ready)))]
             self._begun += keys
         self.pending = self.behind > 0 and now < self._patient_until
@@ -89,10 +89,11 @@ class CatchUp:
     def _look(self) -> None:
         """Look at some more. Of a tier that holds more than the one below only the hottest may
         push anything out there, or every restart would write the same blocks again."""
-        self._full = self._looked_at >= self._holds and not self._target.stats().free
+        left = max(self._holds - self._looked_at, self._target.stats().free)
+        self._full = left <= 0
         if self._full:
             return
-        keys, uses = self._source.take_recovered(LOOKED_AT)
+        keys, uses = self._source.take_recovered(min(LOOKED_AT, left))
         self._looked_at += len(keys)
         below = self._target.lookup(keys)
         lacking = [at for at, found in enumerate(below) if found is Presence.MISS]
