@@ -22,6 +22,7 @@ from benchmarks.memory import memory
 from benchmarks.report import Report
 from kvtier.backends.nvme import NvmeTier
 from kvtier.backends.nvme.folder.folder import Limits, NvmeFolder
+from kvtier.core.chain.catch_up import LOOKED_AT
 from kvtier.core.interfaces.backend import TierContext, backend
 from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import ByteSize, Capacity
@@ -87,6 +88,12 @@ def look_up(folder: Path, count: int) -> dict[str, float]:
     assert found == [Presence.HIT, Presence.MISS]
     gc.collect()
     grown = memory("RssAnon") - before
+    steps = []
+    while tier.recovered:  # as an engine does between its steps, with all that it has found
+        start = time.perf_counter()
+        some, _ = tier.take_recovered(LOOKED_AT)
+        tier.lookup(some)
+        steps.append(time.perf_counter() - start)
     singles, batches, misses = [], [], []
     for _ in range(5):
         start = time.perf_counter()
@@ -104,6 +111,7 @@ def look_up(folder: Path, count: int) -> dict[str, float]:
     return {
         "open": opened,
         "bytes": grown / count,
+        "step": statistics.median(steps) * 1e6,
         "single": statistics.median(singles) * 1e6,
         "hit": statistics.median(batches) * 1e6,
         "miss": statistics.median(misses) * 1e6,
@@ -124,6 +132,7 @@ def measure_catalogue(report: Report, folder: Path) -> None:
         if count == 1_000_000:
             report.at_most(f"{name} blocks, open after a crash", found["open"], "s", 1.0)
             report.at_most(f"{name} blocks, memory a block", found["bytes"], "B", 200)
+            report.at_most(f"{name} blocks, a step that catches up", found["step"], "us", 500)
         else:
             report.add(f"{name} blocks, open after a crash", found["open"], "s")
             for what, label in (

@@ -52,7 +52,7 @@ class CpuTier(SlabTier):
         copies = self._adopt(
             valid.tolist(), layout.keys_of(entries[valid]), array("d", used[valid].tobytes())
         )
-        self._survivors.add(valid, entries[valid])
+        self._survivors.add(valid, used[valid], entries["uses"][valid])
         held = np.zeros(slots, bool)
         held[valid] = True
         held[bad] = True

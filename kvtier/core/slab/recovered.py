@@ -14,39 +14,49 @@ from kvtier.types import BlockKey
 
 _PIECES_AT_ONCE = 32
 """From so many pieces at most one call takes slots: it runs between the steps of an engine."""
-_RUN_MIN = 8
-"""From each piece it takes so many in a row, though another has a hotter one in between."""
+_RUN = 8
+"""So many slots of a piece come in a row, though another has a hotter one in between: a time is
+kept for each run alone."""
 _USES_MAX = 255
+
+Slots = npt.NDArray[np.integer]
+Times = npt.NDArray[np.float64]
+Uses = npt.NDArray[np.uint32]
 
 
 class _Piece:
     """Slots of one slab, the hottest first."""
 
-    __slots__ = ("at", "slots", "times", "uses")
+    __slots__ = ("_slots", "_times", "_uses", "at")
 
-    def __init__(self, slots: npt.NDArray[np.int32], entries: npt.NDArray[np.void]) -> None:
-        used = layout.last_used(entries)
-        order = layout.ends_first_order(used)[::-1]  # what eviction would take last
-        self.slots = slots[order]
-        self.times = used[order].astype(np.uint32)
-        self.uses = np.minimum(entries["uses"], _USES_MAX).astype(np.uint8)[order]
+    def __init__(self, slots: Slots, used_at: Times, uses: Uses) -> None:
+        order = layout.ends_first_order(used_at)[::-1]  # what eviction would take last
+        self._slots = slots.astype(np.int32)[order]
+        self._times = used_at[order[::_RUN]].astype(np.uint32)
+        self._uses = np.minimum(uses, _USES_MAX).astype(np.uint8)[order]
         self.at = 0
 
+    @property
+    def time(self) -> int:
+        """When the first of the next run was used."""
+        return int(self._times[self.at // _RUN])
+
     def take(self, count: int, least: int) -> tuple[list[int], list[int]]:
-        """The next slots, at most so many, up to the first that was used before `least`, but a
-        few at least; and how often each was used."""
-        times = self.times[self.at : self.at + count]
-        found = max(_RUN_MIN, int(np.count_nonzero(times >= least)))
-        part = slice(self.at, self.at + min(found, count))
-        self.at = min(part.stop, len(self.slots))
-        return self.slots[part].tolist(), self.uses[part].tolist()
+        """The next slots, at most so many, up to the first run that was used before `least`; and
+        how often each was used."""
+        first = self.at // _RUN
+        times = self._times[first + 1 : first + 1 + count // _RUN]
+        stop = (first + 1 + int(np.count_nonzero(times >= least))) * _RUN
+        part = slice(self.at, min(self.at + count, stop, len(self._slots)))
+        self.at = part.stop
+        return self._slots[part].tolist(), self._uses[part].tolist()
 
     def __len__(self) -> int:
-        return len(self.slots) - self.at
+        return len(self._slots) - self.at
 
 
 class Survivors:
-    """Slots whose blocks a process before this one has committed; nine bytes each."""
+    """Slots whose blocks a process before this one has committed; some six bytes each."""
 
     def __init__(self) -> None:
         self._pieces: list[tuple[int, int, _Piece]] = []
@@ -54,14 +64,14 @@ class Survivors:
         self._added = 0
         self._left = 0
 
-    def add(self, slots: npt.NDArray[np.integer], entries: npt.NDArray[np.void]) -> None:
-        """Slots of one slab, and their entries: the longest unused first, and each prompt from its
-        head on."""
+    def add(self, slots: Slots, used_at: Times, uses: Uses) -> None:
+        """Slots of one slab, when each was used last and how often: the longest unused first, and
+        each prompt from its head on."""
         if len(slots):
-            piece = _Piece(slots.astype(np.int32), entries)
+            piece = _Piece(slots, used_at, uses)
             self._added += 1
             self._left += len(piece)
-            heappush(self._pieces, (-int(piece.times[0]), self._added, piece))
+            heappush(self._pieces, (-piece.time, self._added, piece))
 
     def take(self, count: int) -> tuple[list[int], list[int]]:
         """Some of those that were used last, at most so many, and how often each was used."""
@@ -77,7 +87,7 @@ class Survivors:
             slots += some
             uses += used
             if len(piece):
-                heapreplace(pieces, (-int(piece.times[piece.at]), number, piece))
+                heapreplace(pieces, (-piece.time, number, piece))
             else:
                 heappop(pieces)
         self._left -= len(slots)

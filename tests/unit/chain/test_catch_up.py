@@ -16,7 +16,6 @@ from kvtier.core.chain.catch_up import LOOKED_AT, PATIENCE_S, PAUSE_S, CatchUp
 from kvtier.core.chain.plan import LinkPlan
 from kvtier.core.chain.write_links import Link
 from kvtier.core.settings import Admission, WritePolicy
-from kvtier.core.slab import layout
 from kvtier.core.slab.recovered import Survivors
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Outcome
@@ -210,11 +209,9 @@ def test_survivors_of_many_slabs_come_once_each_and_by_their_last_use(
     times: dict[int, int] = {}
     for base, used in enumerate(slabs):
         slots = np.arange(len(used)) + 1000 * base
-        entries = np.zeros(len(used), layout.ENTRY_DTYPE)
-        entries["used_at"] = np.sort(used)
-        entries["uses"] = entries["used_at"]
-        survivors.add(slots, entries)
-        times |= dict(zip(slots.tolist(), entries["used_at"].tolist(), strict=True))
+        used_at = np.sort(np.array(used, np.float64))
+        survivors.add(slots, used_at, used_at.astype(np.uint32))
+        times |= dict(zip(slots.tolist(), used_at.tolist(), strict=True))
     assert len(survivors) == len(times)
     found: list[int] = []
     while len(survivors):
