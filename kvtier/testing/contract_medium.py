@@ -286,6 +286,19 @@ class MediumContract:
         assert rig.put(make_keys(1, start=300), evict=False) == []
         assert rig.get(keys + new) == keys[:3] + new
 
+    def test_what_outlived_a_process_is_told_once_if_at_all(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(4))
+        rig.tier.forget(keys[3:])
+        rig.tier.flush()
+        rig.reopen()
+        told: list[BlockKey] = []
+        while left := rig.tier.recovered:
+            some, uses = rig.tier.take_recovered(2)
+            assert len(some) == len(uses) <= 2
+            assert rig.tier.recovered < left, "it would be asked for ever"
+            told += some
+        assert sorted(told) in ([], sorted(keys[:3]))
+
     def test_what_was_dropped_while_it_was_read_stays_dropped(self, rig: Rig) -> None:
         if not self.subject.persistent:
             return

@@ -19,7 +19,8 @@ class WritePolicy(enum.Enum):
     """When a block that the tier above holds is written to this tier."""
 
     THROUGH = "through"
-    """As soon as the tier above has it, or could not take it."""
+    """As soon as the tier above has it, or could not take it; what a kill has prevented follows
+    after the restart."""
     ON_EVICT = "on_evict"
     """When the tier above is about to let it go."""
     NEVER = "never"
