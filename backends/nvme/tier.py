@@ -88,6 +88,7 @@ class NvmeTier(AskedTier):
     victims = alone(SlabTier.victims)
     take_events = alone(SlabTier.take_events)
     take_recovered = alone(SlabTier.take_recovered)
+    forget_recovered = alone(SlabTier.forget_recovered)
 
     # -- news ------------------------------------------------------------------------------
 

@@ -161,6 +161,7 @@ class Cascade:
             link.stats.offered += len(keys)
             link.stats.admitted += len(keys)
             self._write(link, keys, now)
+            catch_up.began(keys, now)
 
     def _write(self, link: Link, keys: Sequence[BlockKey], now: float) -> None:
         # From host memory the mover writes without a copy; the tier above is the second choice.

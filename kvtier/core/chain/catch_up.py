@@ -75,16 +75,31 @@ class CatchUp:
         below = self._target.lookup(self._begun)
         coming = [k for k, at in zip(self._begun, below, strict=True) if at is Presence.PENDING]
         lacking = [k for k, at in zip(self._begun, below, strict=True) if at is Presence.MISS]
-        above = self._source.lookup(lacking)
-        failed = [k for k, at in zip(lacking, above, strict=True) if at is Presence.HIT]
         if len(coming) + len(lacking) < len(self._begun):
             self._pause_s = PAUSE_S
             self._patient_until = now + PATIENCE_S
-        elif failed:
-            self._ready.extendleft(reversed(failed))
+        else:
+            self._try_again(lacking, now)
+        self._begun = coming
+
+    def began(self, keys: Sequence[BlockKey], now: float) -> None:
+        """These were given away to be written; for what there was no room there may be some later:
+        room in a shared bucket is granted piece by piece."""
+        below = self._target.lookup(keys)
+        refused = {key for key, at in zip(keys, below, strict=True) if at is Presence.MISS}
+        if refused:
+            self._begun = [key for key in self._begun if key not in refused]
+            self._try_again([key for key in keys if key in refused], now)
+            self.pending = self.behind > 0 and now < self._patient_until
+
+    def _try_again(self, keys: Sequence[BlockKey], now: float) -> None:
+        """After a while, what is still here."""
+        above = self._source.lookup(keys)
+        left = [key for key, at in zip(keys, above, strict=True) if at is Presence.HIT]
+        if left:
+            self._ready.extendleft(reversed(left))
             self._not_before = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S)
-        self._begun = coming
 
     def _look(self) -> None:
         """Look at some more. Of a tier that holds more than the one below only the hottest may

@@ -123,6 +123,21 @@ def test_a_tier_without_room_is_tried_again_now_and_then() -> None:
     assert rig.resident(1, KEYS[:4]) == KEYS[:4]
 
 
+def test_what_finds_no_room_beside_others_that_do_is_tried_again() -> None:
+    """Room in a shared bucket is granted piece by piece."""
+    rig = restarted([16, 4], 4)
+    held = rig.put(1, KEYS[20:22])
+    rig.tiers[1].prepare_load(held)
+    hottest = rig.tiers[0].victims(4)[::-1]
+    rig.settle()
+    assert (rig.resident(1, hottest), behind(rig)) == (hottest[:2], [2])
+    rig.tiers[1].prepare_load(hottest[:2])
+    rig.tiers[1].complete_load(held)
+    rig.now += 2 * PAUSE_S
+    rig.settle()
+    assert rig.resident(1, hottest) == hottest
+
+
 def test_a_small_tier_gets_the_hottest_alone() -> None:
     """Else every restart would write all that is above there, one block in place of another."""
     rig = restarted([32, 8], 20)
