@@ -7,6 +7,7 @@ Imports neither torch nor vLLM. The rooms:
 - `costs`: whether a hit is worth loading.
 - `eviction`: which blocks go when a tier is full.
 - `slab`: fixed slots behind a table, which the CPU and the NVMe tier share.
+- `settings`: the settings that every tier has, and sizes, durations and secrets in them.
 - `records`: the format of a block, its compression, and the events of a tier.
 - `system`: the seams to the operating system: files, NUMA nodes, calls that may hang.
 """

@@ -6,6 +6,7 @@
 - `promises`: the room that a lookup has promised to a request.
 - `promotion`: the way up, from lower tiers into host memory.
 - `cascade`, `write_links`: the way down, by write policy and admission.
+- `catch_up`: after a restart, what upper tiers have and lower ones lack.
 - `direct_reads`: loads past host memory, straight from files.
 - `embedded_loads`: loads of callers that have no request, as the Python API has.
 - `health`: which tiers and keys are left alone for a while after a failure.
