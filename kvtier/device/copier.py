@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import msgspec
@@ -84,22 +86,45 @@ class JobResult(msgspec.Struct, kw_only=True):
 
 
 class Busy:
-    """How long something has gone on; what overlaps counts once."""
+    """How long something has gone on; what overlaps counts once, and what only waits does not."""
 
     def __init__(self) -> None:
         self.running = 0
         self.seconds = 0.0
         self._since = 0.0
+        self._waiting = 0
+        self._lock = threading.Lock()
 
     def begin(self, rows: int, now: float) -> None:
-        if not self.running:
-            self._since = now
-        self.running += rows
+        with self._lock:
+            self._moves(now)
+            self.running += rows
 
     def end(self, rows: int, now: float) -> None:
-        self.running -= rows
-        if not self.running:
+        with self._lock:
+            self._moves(now)
+            self.running -= rows
+
+    @contextmanager
+    def waiting(self, rows: int, clock: Callable[[], float]) -> Iterator[None]:
+        """So many of those that run wait meanwhile: for a buffer, or for the engine. The link could
+        do other work, so this says nothing of how fast it is."""
+        self._wait(rows, clock())
+        try:
+            yield
+        finally:
+            self._wait(-rows, clock())
+
+    def _wait(self, rows: int, now: float) -> None:
+        with self._lock:
+            self._moves(now)
+            self._waiting += rows
+
+    def _moves(self, now: float) -> None:
+        """Count the time up to now, if something has moved."""
+        if self.running > self._waiting:
             self.seconds += now - self._since
+        self._since = now
 
 
 class DeviceCopier(ABC):

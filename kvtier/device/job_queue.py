@@ -158,7 +158,7 @@ class JobQueue:
         self._layout = layout
         self._reads_files = reads_files
         self._prover = prover
-        self._clock = clock
+        self.clock = clock
         self._block_bytes = [size // layout.blocks_per_chunk for size in layout.part_bytes]
         self._at_once = [max(1, batch_bytes // size) for size in layout.part_bytes]
         self._lock = threading.Lock()
@@ -189,7 +189,7 @@ class JobQueue:
             raise ValueError(f"{len(job.keys)} keys and {len(job.slots)} slots for {len(pieces)}")
         if job.files and (not self._reads_files or max(job.files) >= len(pieces)):
             raise ValueError("the job names files that cannot be read straight into the device")
-        work = Work(job, pieces, mark, self._clock())
+        work = Work(job, pieces, mark, self.clock())
         groups = [self._layout.key_groups[group] for group in work.groups]
         if [group_of(key) for key in job.keys] != groups:
             raise ValueError("the keys are of other groups than the blocks")
@@ -269,7 +269,7 @@ class JobQueue:
                 self._sleep(take)
             if take == self.load:
                 self._lookout.notify()  # somebody else may have to look out now
-            batch.busy.begin(len(batch.rows), self._clock())
+            batch.busy.begin(len(batch.rows), self.clock())
             batch.work.holding += len(batch.rows)
             return batch
 
@@ -324,7 +324,7 @@ class JobQueue:
         return self.store()
 
     def _expire(self, work: Work) -> None:
-        if (work.waiting or work.unread) and self._clock() >= work.job.deadline:
+        if (work.waiting or work.unread) and self.clock() >= work.job.deadline:
             work.give_up(Outcome.TIMEOUT)
             self._settle(work)
 
@@ -338,7 +338,7 @@ class JobQueue:
         """What became of a batch's rows."""
         work = batch.work
         with self._lock:
-            batch.busy.end(len(batch.rows), self._clock())
+            batch.busy.end(len(batch.rows), self.clock())
             if not released:
                 work.holding -= len(batch.rows)
             self._done.notify_all()
@@ -391,7 +391,7 @@ class JobQueue:
                 kind=work.job.kind,
                 outcomes=work.outcomes,
                 bytes_moved=work.moved,
-                seconds=self._clock() - work.started,
+                seconds=self.clock() - work.started,
                 busy_seconds=work.copying.seconds,
                 bytes_read=work.read,
                 read_seconds=work.reading.seconds,

@@ -93,3 +93,18 @@ def test_what_overlaps_counts_once() -> None:
     busy.begin(1, 20.0)
     busy.end(1, 20.5)
     assert (busy.running, busy.seconds) == (0, 4.5)
+
+
+def test_what_only_waits_for_the_engine_does_not_count() -> None:
+    """The wait is none of the link's: it would look many times slower than it is."""
+    busy, now = Busy(), 10.0
+    busy.begin(2, 10.0)
+    busy.begin(1, 11.0)
+    with busy.waiting(2, lambda: now):
+        now = 12.0
+        with busy.waiting(1, lambda: now):
+            now = 20.0
+        now = 21.0
+    assert busy.running == 3
+    busy.end(3, 22.0)
+    assert (busy.running, busy.seconds) == (0, 4.0)

@@ -50,8 +50,14 @@ class _Pipe:
     _DEPTH = 16
     """Batches under way: enough to keep the link busy, few enough to bound what they hold."""
 
-    def __init__(self, lane: Lane, copy: Callable[[Copies], object]) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        copy: Callable[[Copies], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.lane = lane
+        self._clock = clock
         self.copy = copy
         self._room: Sequence[int] = ()
         self._stages: queue.SimpleQueue[Stage] = queue.SimpleQueue()
@@ -74,7 +80,8 @@ class _Pipe:
         been cut before they were there."""
         if not self.staged or len(batch.rows) > self._room[batch.group]:
             return False
-        stage = self._stages.get()
+        with batch.busy.waiting(len(batch.rows), self._clock):
+            stage = self._stages.get()
         try:
             move(batch, stage)
         finally:
@@ -115,8 +122,8 @@ class CudaCopier(DeviceCopier):
         self._slots_at = int(np.frombuffer(first, np.uint8).ctypes.data)
         self._slot_bytes = len(first)
         loads, stores = device.lane(urgent=True), device.lane(urgent=False)
-        self._loads = _Pipe(loads, loads.to_device)
-        self._stores = _Pipe(stores, stores.to_host)
+        self._loads = _Pipe(loads, loads.to_device, clock)
+        self._stores = _Pipe(stores, stores.to_host, clock)
         self._prepare = prepare
         self.prepared = threading.Event()
         """Set when copies are as fast as they will get."""

@@ -152,7 +152,7 @@ class StagedPath:
             ids[~np.isin(fetched, good)] = -1
 
         def place() -> None:
-            _reach(batch)
+            _reach(batch, self._desk.clock)
             stage.scatter(batch.group, ids)
 
         return proved if _done(batch, stage, place) else failed(proved)
@@ -165,7 +165,7 @@ class StagedPath:
         group, rows = batch.group, _good(batch, outcomes)
 
         def leave() -> None:
-            _reach(batch)
+            _reach(batch, self._desk.clock)
             stage.gather(group, self._ids(batch, rows))
 
         if rows:
@@ -220,7 +220,7 @@ class StagedPath:
         return work.places[rows]
 
 
-def _reach(batch: Batch) -> None:
+def _reach(batch: Batch, clock: Callable[[], float]) -> None:
     """Wait until the engine has done what it had queued when the job was given.
 
     By this thread, not by the stream: streams share a few queues of the device, where what waits
@@ -228,7 +228,8 @@ def _reach(batch: Batch) -> None:
     job, because asking gives Python's lock away.
     """
     if not batch.work.reached:
-        batch.work.mark.synchronize()
+        with batch.busy.waiting(len(batch.rows), clock):
+            batch.work.mark.synchronize()
         batch.work.reached = True
 
 

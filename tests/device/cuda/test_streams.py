@@ -367,3 +367,26 @@ def test_one_bad_record_does_not_stop_those_under_way(stage: Stage) -> None:
         for index, outcome in enumerate(result.outcomes)
         if outcome.ok
     )
+
+
+def test_what_a_load_waits_for_the_engine_is_no_time_of_the_link() -> None:
+    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
+    memory = np.zeros(32 * PAGE, dtype=np.uint8)
+    device, host, now = FakeDevice(0, 2), MemoryHost(layout, RECORDS), [0.0]
+
+    class Computing:
+        def synchronize(self) -> None:
+            now[0] += 100.0
+
+    world = World(layout, memory).addressed()
+    copier = CudaCopier(world, device, host, NAMESPACE, clock=lambda: now[0])
+    assert copier.prepared.wait(60)
+    stage = Stage(copier, device, host, memory, keys_of(RECORDS))
+    try:
+        stored(stage)
+        stage.submit(LOAD, 1, 0, 2, 0, mark=Computing())
+        result = stage.result(1)
+    finally:
+        copier.close()
+    assert result.seconds >= 100.0
+    assert result.busy_seconds == 0.0
