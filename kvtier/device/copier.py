@@ -137,6 +137,8 @@ class DeviceCopier(ABC):
 
     reads_files: bool = False
     """Whether jobs may name files now."""
+    pinned: bool = True
+    """Whether host memory is pinned for the device by now, as far as that is to be had."""
 
     @abstractmethod
     def submit(self, job: Job, mark: object = None) -> None:

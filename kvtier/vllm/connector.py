@@ -203,7 +203,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         # With what is computed, or loaded, be it by another connector.
         self._cache_filled = self._has_cache
-        self._manager.scheduled(request.request_id)
+        stop = 0 if num_external_tokens else request.num_tokens
+        self._manager.scheduled(request.request_id, request.num_computed_tokens, stop)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:

@@ -52,6 +52,8 @@ class Report:
     read_seconds: float = 0.0
     reads_files: bool = True
     """Whether all of these ranks can read files straight into their devices, as things are."""
+    pinned: bool = True
+    """Whether their devices reach host memory directly now, or as much of it as they ever will."""
 
     def merge(self, other: Report) -> Report:
         """Both together; of two reasons for the same block, one that blames the block."""
@@ -69,4 +71,5 @@ class Report:
             self.bytes_read + other.bytes_read,
             max(self.read_seconds, other.read_seconds),
             self.reads_files and other.reads_files,
+            self.pinned and other.pinned,
         )

@@ -200,7 +200,7 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     @guarded(lambda: None)
     def step_began(self, scheduled: Any) -> None:
         """The engine goes to work on this."""
-        self._manager.step_began(*prompt_tokens(scheduled))
+        self._manager.step_began(*prompt_tokens(scheduled), scheduled.num_scheduled_tokens)
 
     @guarded(lambda: None)
     def step_ended(self) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import msgspec
+
+from kvtier.core.costs.load_runs import PAGEABLE
+
 GRACE_S = 0.1
 """Word of a load's end takes a moment to arrive."""
 
@@ -113,12 +117,32 @@ class Drain:
         self.rate = self._bytes / self._busy if self._busy > 0 else 0.0
 
 
+class LinkCosts(msgspec.Struct):
+    """What is known of a link, and what was decided about it; blocks, but for `probes`."""
+
+    latency: float
+    bandwidth: float
+    refusing: bool
+    samples: int = 0
+    taken: int = 0
+    refused: int = 0
+    probes: int = 0
+    probed: int = 0
+
+
 class InFlight(NamedTuple):
     """A load under way."""
 
     bytes: int
     since: float
     expected: float
+
+
+def _supposed(latency: float, bandwidth: float) -> Line:
+    line = Line(ridge_base=0.01)
+    for size in (1 << 12, 1 << 26):
+        line.suppose(size, latency + size / bandwidth)
+    return line
 
 
 class LinkRate:
@@ -129,9 +153,7 @@ class LinkRate:
     """No load lives so long: whoever started it will not report its end."""
 
     def __init__(self, latency: float, bandwidth: float) -> None:
-        self.line = Line(ridge_base=0.01)
-        for size in (1 << 12, 1 << 26):
-            self.line.suppose(size, latency + size / bandwidth)
+        self.line = _supposed(latency, bandwidth)
         self.in_flight: dict[int, InFlight] = {}
         self.queued = 0
         self.collected = 0.0
@@ -140,6 +162,20 @@ class LinkRate:
         self.refusing = False
         self.next_probe = 0.0
         self.taken = self.refused = self.probes = self.probed = 0
+
+    def costs(self) -> LinkCosts:
+        """What is known of it, for people."""
+        line = self.line
+        return LinkCosts(
+            latency=line.base,
+            bandwidth=1 / line.slope if line.slope > 0 else 0.0,
+            refusing=self.refusing,
+            samples=line.samples,
+            taken=self.taken,
+            refused=self.refused,
+            probes=self.probes,
+            probed=self.probed,
+        )
 
     def terms(self, now: float) -> tuple[float, float]:
         """Seconds before the first byte of a new load, and seconds a byte."""
@@ -152,15 +188,21 @@ class LinkRate:
 
     def _overdue(self, now: float) -> float:
         """How many times slower than expected the oldest load is for certain, if it is late."""
-        token, oldest = next(iter(self.in_flight.items()))
-        if now - oldest.since > self._ABANDONED:
-            del self.in_flight[token]
-            self.queued -= oldest.bytes
+        oldest = self._oldest(now)
+        if oldest is None:
             return 1.0
         age = self.collected - oldest.since
         if age <= oldest.expected * self._OVERDUE + GRACE_S:
             return 1.0
         return age / oldest.expected
+
+    def _oldest(self, now: float) -> InFlight | None:
+        """The load that is under way for longest, unless that is for too long: then it goes."""
+        token, oldest = next(iter(self.in_flight.items()))
+        if now - oldest.since <= self._ABANDONED:
+            return oldest
+        self.end(token)
+        return None
 
     def start(self, token: int, size: int, now: float) -> float:
         """A load of so many bytes was queued; when it is expected to end."""
@@ -185,3 +227,66 @@ class LinkRate:
         self.drain.observe(size, seconds, now)
         # A good surprise on a refused link is worth asking about again at once.
         self.next_probe = now if surprise else max(self.next_probe, now + probe_seconds)
+
+
+class DeviceRate(LinkRate):
+    """The device link. Word of a load's end comes with the output of the engine's steps, long after
+    it, so time alone tells how much is still queued. Memory that is not pinned yet is a link of its
+    own: it is slower, and says nothing of how fast the other one will be."""
+
+    _SETTLES_S = 1.0
+    """Loads that end so soon after memory was pinned began before that."""
+
+    def __init__(self, latency: float, bandwidth: float, pageable: float) -> None:
+        super().__init__(latency, bandwidth)
+        self._lines = {True: self.line, False: _supposed(latency, pageable)}
+        self._pinned_at = -math.inf
+        self._owed = self._since = 0.0
+        """So many bytes were still to be moved then, which may be yet to come."""
+
+    def pinned(self, pinned: bool, now: float) -> None:
+        """Whether copies go through pinned memory now."""
+        if pinned and self.line is not self._lines[True]:
+            self._pinned_at = now
+        self.line = self._lines[pinned]
+
+    def besides(self) -> dict[str, LinkCosts]:
+        """What is known of memory that is not pinned, if any was used."""
+        line = self._lines[False]
+        if not line.samples:
+            return {}
+        bandwidth = 1 / line.slope if line.slope > 0 else 0.0
+        return {PAGEABLE: LinkCosts(line.base, bandwidth, False, line.samples)}
+
+    def held(self, until: float) -> None:
+        """No copy begins before: the device has to end what it computes."""
+        if until > self._since:
+            self._owed, self._since = self._left(until), until
+
+    def _left(self, now: float) -> float:
+        """What is still to be moved then, if nothing is added; `now` is not before `_since`."""
+        return max(0.0, self._owed - (now - self._since) / max(self.line.slope, 1e-15))
+
+    def terms(self, now: float) -> tuple[float, float]:
+        begins = max(now, self._since)
+        queued = 0.0
+        if self.in_flight and self._oldest(now):
+            queued = self._left(begins)
+        line = self.line
+        return line.base + begins - now + queued * line.slope, line.slope
+
+    def start(self, token: int, size: int, now: float) -> float:
+        due = super().start(token, size, now)
+        begins = max(now, self._since)
+        self._owed, self._since = self._left(begins) + size, begins
+        return due
+
+    def end(self, token: int) -> int:
+        size = super().end(token)
+        if not self.in_flight:
+            self._owed = 0.0
+        return size
+
+    def observe(self, size: int, seconds: float, now: float, probe_seconds: float) -> None:
+        if now >= self._pinned_at + self._SETTLES_S:
+            super().observe(size, seconds, now, probe_seconds)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 DEVICE = "device"
 """The link that every loaded byte crosses: host memory to the engine's own."""
+PAGEABLE = "device pageable"
+"""The same while host memory is not pinned."""
 
 
 class Run(NamedTuple):
@@ -25,6 +29,12 @@ class Offer(NamedTuple):
 
     stop: int
     loads: list[Run]
+
+
+def in_memory(runs: Sequence[Run]) -> tuple[int, int]:
+    """How many leading blocks lie in host memory, and their bytes."""
+    head = list(takewhile(lambda run: run.link == DEVICE, runs))
+    return sum(run.blocks for run in head), sum(run.bytes for run in head)
 
 
 def kinks(

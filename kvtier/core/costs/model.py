@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from kvtier.core.costs.link_rates import LinkRate
-from kvtier.core.costs.load_runs import DEVICE, Offer, Run, kinks
+from kvtier.core.costs.link_rates import DeviceRate, LinkCosts, LinkRate
+from kvtier.core.costs.load_runs import DEVICE, Offer, Run, in_memory, kinks
 from kvtier.core.costs.prefill_rate import Prefill
 
 _HEAD_TOKENS = 1024
@@ -25,7 +25,9 @@ class Prior(msgspec.Struct, frozen=True):
     bandwidth: float = 2e9
 
 
-DEVICE_PRIOR = Prior(latency=20e-6, bandwidth=8e9)
+DEVICE_PRIOR = Prior(latency=20e-6, bandwidth=25e9)
+PAGEABLE_BANDWIDTH = 8e9
+"""What is assumed of memory that is not pinned."""
 
 
 class CostSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,22 +43,11 @@ class CostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """At most this share of time is spent on probes that are expected to lose."""
     probe_size: float = 0.25
     """A probe may take this share of recomputing, and more only where it would not tell enough."""
+    sure: float = 2.5
+    """Blocks in host memory that are moved so many times as fast as computed are always loaded."""
     crowd_max: float = 8.0
     """A load that spares those who wait behind may take at most so many times as long as
     recomputing."""
-
-
-class LinkCosts(msgspec.Struct):
-    """What is known of a link, and what was decided about it; blocks, but for `probes`."""
-
-    latency: float
-    bandwidth: float
-    refusing: bool
-    samples: int = 0
-    taken: int = 0
-    refused: int = 0
-    probes: int = 0
-    probed: int = 0
 
 
 class CostModel:
@@ -74,13 +65,14 @@ class CostModel:
         self._settings = settings or CostSettings()
         self._priors = {DEVICE: DEVICE_PRIOR, **(priors or {})}
         self._clock = clock
-        self._links: dict[str, LinkRate] = {}
-        self._link(DEVICE)
+        prior = self._priors[DEVICE]
+        self._device = DeviceRate(prior.latency, prior.bandwidth, PAGEABLE_BANDWIDTH)
+        self._links: dict[str, LinkRate] = {DEVICE: self._device}
         self._prefill = Prefill()
         self._doubt = 1.0
         self._limits: dict[str, float] = {}
         self._waiting = 0
-        self._crowd = 1.0
+        self._crowd, self._ahead = 1.0, 0.0
 
     def limit(self, link: str, seconds: float) -> None:
         """No load over this link is to be begun that would take longer."""
@@ -91,13 +83,17 @@ class CostModel:
         Answers with the time at which it is expected to end."""
         return self._link(link).start(token, size, self._clock())
 
-    def ended(self, link: str, token: int, complete: bool, seconds: float) -> None:
-        """It ended, after bytes had moved for `seconds` (the wait in the queue not counted).
+    def ended(
+        self, link: str, token: int, complete: bool, seconds: float, size: int | None = None
+    ) -> None:
+        """It ended, after bytes had moved for `seconds` (the wait in the queue not counted): `size`
+        of them, if these are others than were announced.
 
         A load that failed early teaches nothing about speed; one that failed late (a deadline)
         teaches that it would have taken at least so long.
         """
-        self.observe_load(link, self._link(link).end(token), seconds, complete)
+        announced = self._link(link).end(token)
+        self.observe_load(link, announced if size is None else size, seconds, complete)
 
     def collected(self) -> None:
         """All loads that have ended by now were reported: what is still under way may be late.
@@ -124,6 +120,16 @@ class CostModel:
         """So many requests wait for the engine's time behind whoever is asked about next."""
         self._waiting = requests
 
+    def observe_memory(self, pinned: bool) -> None:
+        """Whether the device reaches host memory directly now; else the link is another one."""
+        self._device.pinned(pinned, self._clock())
+
+    def observe_queue(self, under_way: float, queued: float) -> None:
+        """How long the engine computes before whoever is asked about next: what its device is at,
+        for which copies to it wait, too, and what it will be given besides."""
+        self._ahead = under_way + queued
+        self._device.held(self._clock() + under_way)
+
     def recompute_seconds(self, start: int, stop: int) -> float | None:
         """How long the engine would take to compute tokens `start:stop`; None while unknown."""
         return self._prefill.seconds(start, stop) if self._prefill.known else None
@@ -142,7 +148,8 @@ class CostModel:
     def drain_seconds(self) -> float:
         """How long until the first of the busy links has nothing queued any more."""
         now = self._clock()
-        busy = [link for link in self._links.values() if link.in_flight]
+        links = self._links.items()
+        busy = [link for name, link in links if link.in_flight and name != DEVICE]
         return min((link.terms(now)[0] for link in busy), default=0.0)
 
     def admit(self, runs: Sequence[Run], tokens_per_block: int, start: int = 0) -> int:
@@ -161,6 +168,7 @@ class CostModel:
         spared = self._recompute(start, start + blocks * tokens_per_block)
         self._crowd = self._spares(runs, spared, now)
         count = self._fastest(runs, tokens_per_block, start, blocks, now)
+        count = max(count, self._sure_blocks(runs, tokens_per_block, start))
         self._count(runs, count)
         if count < blocks:
             self._prefill.tried((blocks - count) * tokens_per_block)
@@ -180,10 +188,14 @@ class CostModel:
         self._doubt = self._prefill.doubt(offers[-1].stop - start)
         spared = self._recompute(start, offers[-1].stop)
         self._crowd = self._spares(offers[-1].loads, spared, now)
-        gains = [self._worth(start, offer.stop) - self._loading(offer, now)[0] for offer in offers]
-        best = max(range(len(offers)), key=gains.__getitem__)
+        gains = [
+            self._worth(start, stop) - max(0.0, self._loading(loads, now)[0] - self._ahead)
+            for stop, loads in offers
+        ]
+        sure = self._sure_offer(offers, start)
+        best = max(range(max(sure, 0), len(offers)), key=gains.__getitem__)
         if gains[best] <= 0:
-            best = -1
+            best = sure
         self._book(offers, best)
         if best == len(offers) - 1:
             return best
@@ -198,19 +210,7 @@ class CostModel:
 
     def stats(self) -> dict[str, LinkCosts]:
         """Each link's rates and decisions so far."""
-        return {
-            name: LinkCosts(
-                latency=link.line.base,
-                bandwidth=1 / link.line.slope if link.line.slope > 0 else 0.0,
-                refusing=link.refusing,
-                samples=link.line.samples,
-                taken=link.taken,
-                refused=link.refused,
-                probes=link.probes,
-                probed=link.probed,
-            )
-            for name, link in self._links.items()
-        }
+        return {name: link.costs() for name, link in self._links.items()} | self._device.besides()
 
     def _link(self, name: str) -> LinkRate:
         link = self._links.get(name)
@@ -233,9 +233,9 @@ class CostModel:
                 if crowd >= most:
                     return most
                 # What is late may be so for as long again: one that hangs ends nobody's wait.
-                left = abs(flight.since + flight.expected - now)
+                left = abs(flight.since + flight.expected - now) - self._ahead
                 if left < seconds:
-                    crowd += 1 - left / seconds
+                    crowd += min(1.0, 1 - left / seconds)
         return min(crowd, most)
 
     def _worth(self, start: int, stop: int) -> float:
@@ -259,7 +259,7 @@ class CostModel:
         as long as its slowest stream. That is linear but for kinks: only they need to be tried.
         """
         stop = start + end * per_block
-        best, best_count = self._worth(start, stop), 0
+        best, best_count = self._ahead + self._worth(start, stop), 0
         device_fixed, device_each = self._terms(DEVICE, now)
         streams: dict[str, tuple[float, float]] = {}  # link -> (seconds so far, seconds a byte)
         device, done = device_fixed, 0
@@ -268,7 +268,7 @@ class CostModel:
                 continue
             own, each = streams.get(link) or self._terms(link, now)
             own_block, device_block = each * size / blocks, device_each * size / blocks
-            others = max((took for took, _ in streams.values()), default=0.0)
+            others = max(self._ahead, *(took for took, _ in streams.values()), 0.0)
             in_time = (self._limits.get(link, math.inf) - own) / max(own_block, 1e-12)
             fitting = int(max(0, min(blocks, in_time)))
             beside = kinks(own, own_block, others, device, device_block, fitting)
@@ -284,6 +284,25 @@ class CostModel:
             streams[link] = own + each * size, each
         return best_count
 
+    def _sure(self, size: int, start: int, stop: int) -> bool:
+        """Whether so many bytes in host memory are moved several times as fast as computed: then,
+        whatever is queued on either side, computing them wastes what all others wait for, too."""
+        moving = self._device.line.at(size)
+        return moving * self._settings.sure <= self._recompute(start, stop)
+
+    def _sure_offer(self, offers: Sequence[Offer], start: int) -> int:
+        """The longest hit of which all is so; -1 if there is none."""
+        for at, (stop, loads) in reversed(list(enumerate(offers))):
+            near = all(run.link == DEVICE for run in loads)
+            if near and self._sure(sum(run.bytes for run in loads), start, stop):
+                return at
+        return -1
+
+    def _sure_blocks(self, runs: Sequence[Run], per_block: int, start: int) -> int:
+        """How many leading blocks are so."""
+        blocks, size = in_memory(runs)
+        return blocks if self._sure(size, start, start + blocks * per_block) else 0
+
     def _count(self, runs: Sequence[Run], count: int) -> None:
         """Book the decision; the link that ended the prefix is refusing from now on."""
         for run in runs:
@@ -297,11 +316,11 @@ class CostModel:
                 link.refusing = True
             count -= run.blocks
 
-    def _loading(self, offer: Offer, now: float) -> tuple[float, str]:
-        """How long an offer's loads take, and the link that they wait for in the end."""
+    def _loading(self, loads: Sequence[Run], now: float) -> tuple[float, str]:
+        """How long these loads take, and the link that they wait for in the end."""
         fixed, each = self._terms(DEVICE, now)
-        slowest = (fixed + each * sum(run.bytes for run in offer.loads), DEVICE)
-        for link, _, size in offer.loads:
+        slowest = (fixed + each * sum(run.bytes for run in loads), DEVICE)
+        for link, _, size in [run for run in loads if run.link != DEVICE]:
             fixed, each = self._terms(link, now)
             seconds = fixed + each * size
             late = seconds > self._limits.get(link, math.inf)
@@ -318,13 +337,13 @@ class CostModel:
             if count >= run.blocks:
                 link.refusing = self._link(DEVICE).refusing = False
         if best < len(offers) - 1:
-            _, blocking = self._loading(offers[best + 1], self._clock())
+            _, blocking = self._loading(offers[best + 1].loads, self._clock())
             if blocking not in taken:
                 self._link(blocking).refusing = True
 
     def _probe_offer(self, offers: Sequence[Offer], best: int, start: int, now: float) -> int:
         """A longer hit than the best, taken only to learn; mostly the best."""
-        _, blocking = self._loading(offers[best + 1], now)
+        _, blocking = self._loading(offers[best + 1].loads, now)
         link = self._link(blocking)
         if now < link.next_probe:
             return best
@@ -340,8 +359,9 @@ class CostModel:
             wins = seconds < self._recompute(known, offers[at].stop)
             if (wins or each * size <= most) and seconds <= limit:
                 chosen = at
-        loss = self._loading(offers[chosen], now)[0] - self._recompute(known, offers[chosen].stop)
-        blocks = sum(run.blocks for run in offers[chosen].loads if run.link == blocking)
+        stop, loads = offers[chosen]
+        loss = self._loading(loads, now)[0] - self._recompute(known, stop)
+        blocks = sum(run.blocks for run in loads if run.link == blocking)
         self._note_probe(link, blocks, loss, now)
         return chosen
 

@@ -198,6 +198,10 @@ class CudaCopier(DeviceCopier):
     def reads_files(self) -> bool:  # type: ignore[override]
         return self._direct is not None and self._direct.able
 
+    @property
+    def pinned(self) -> bool:  # type: ignore[override]
+        return self.prepared.is_set()
+
     def close(self) -> None:
         self._stopping.set()
         self._desk.close()

@@ -30,6 +30,7 @@ from kvtier.stack import Stack
 from kvtier.types import BlockKey, Outcome
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
 from kvtier.vllm.scheduler.admission_waits import Room
+from kvtier.vllm.scheduler.compute_backlog import Backlog
 from kvtier.vllm.scheduler.load_deadlines import LoadDeadlines
 from kvtier.vllm.scheduler.pending_errands import Pending
 from kvtier.vllm.scheduler.prefill_handoff import Arrivals
@@ -61,6 +62,7 @@ class ChainManager:
         self._clock = clock
         self.costs = costs
         self.pace = Pace(costs, clock)
+        self._backlog = Backlog(costs, self.pace)
         self._crowd = WaitingRequests()
         namespace = stack.namespace
         self._geometry = Geometry(namespace.digest, namespace.group_bytes, namespace.parts)
@@ -113,6 +115,7 @@ class ChainManager:
         self._crowd.asked(request, scarce)
         if self.costs is not None:
             self.costs.observe_waiting(self._crowd.behind)
+            self._backlog.tell()
         state.start, state.limit, state.hits, state.junction = start, limit, None, 0
 
     def put_off(self, request: str, loading: Collection[bytes] = ()) -> None:
@@ -121,10 +124,11 @@ class ChainManager:
         self._crowd.put_off(request)
         self._room.joins(self._state(request), self.shapes, loading)
 
-    def scheduled(self, request: str) -> None:
-        """It has its blocks: for a load, or to be computed."""
+    def scheduled(self, request: str, start: int = 0, stop: int = 0) -> None:
+        """It has its blocks: for a load, or for tokens `start:stop`, which are computed now."""
         self._crowd.scheduled(request)
         state = self._state(request)
+        self._backlog.admitted(request, max(start, state.start), stop)
         state.waits_since = state.expected = state.joined = None
 
     def lookup(self, key: bytes, request: str, ends: Mapping[bytes, int]) -> bool | None:
@@ -242,6 +246,9 @@ class ChainManager:
         errand.files = {at: files[key] for at, key in enumerate(wanted) if key in files}
         self._pending[errand.number] = Pending(request, wanted, self._ranks, ticket)
         lower = ticket.lower_tiers()
+        if not lower and self.costs is not None:
+            sizes = map(self.stack.namespace.payload_of, wanted)
+            self.costs.started(DEVICE, errand.number, sum(sizes))
         if lower and state.columns:
             self._patience.began(
                 errand.number, ticket.due, *state.hangs_on(self.shapes, wanted, lower)
@@ -295,7 +302,7 @@ class ChainManager:
             self.failed_stores += len(failed)
             self.chain.complete_store(pending.grown, failed)
             return None
-        if self._end_load(pending.ticket, merged, failed):
+        if self._end_load(number, pending.ticket, merged, failed):
             return None
         late = given_up and set(failed.values()) == {Outcome.CANCELLED}
         self._recompute(pending, failed, late)
@@ -307,7 +314,9 @@ class ChainManager:
         for pending in self._pending.values():
             pending.distrusted = pending.ticket is None
 
-    def _end_load(self, ticket: Ticket, report: Report, failed: dict[BlockKey, Outcome]) -> bool:
+    def _end_load(
+        self, number: int, ticket: Ticket, report: Report, failed: dict[BlockKey, Outcome]
+    ) -> bool:
         """Let go of what a load held, and learn from it; whether all of it has come."""
         taken = set(ticket.keys)
         # CANCELLED says that another block of the load failed, TIMEOUT that this one was late:
@@ -321,29 +330,18 @@ class ChainManager:
         # Ranks that hold the same have each read all of it.
         moved, read = (n // self._copies for n in (report.bytes_moved, report.bytes_read))
         self.chain.end_load(ticket, blamed, (read, report.read_seconds))
-        if not failed and self.costs is not None:
-            self.costs.observe_load(DEVICE, moved - read, report.busy_seconds)
+        if self.costs is not None:
+            size = 0 if failed else moved - read
+            self.costs.observe_memory(report.pinned)
+            self.costs.ended(DEVICE, number, not failed, report.busy_seconds, size)
         return not failed
 
     def _recompute(self, pending: Pending, failed: dict[BlockKey, Outcome], late: bool) -> None:
         """Offer a request nothing any more, or, if its load was only `late`, what has come."""
         state = self._requests.get(pending.request)
-        blocks, request = len(pending.keys), pending.request
-        if late:
-            self.late_loads += 1
-            logger.info(
-                "a load of %d blocks for request %s takes longer than computing: it is not awaited",
-                blocks,
-                request,
-            )
-        else:
-            self.failed_loads += 1
-            logger.warning(
-                "a load of %d blocks for request %s failed (%s): it is recomputed",
-                blocks,
-                request,
-                ", ".join(sorted({outcome.value for outcome in failed.values()})),
-            )
+        pending.tell_of_loss(failed.values(), late)
+        self.late_loads += late
+        self.failed_loads += not late
         if state is not None:
             state.refused = not late
             state.decision = Decision(at_hand=late)
@@ -354,9 +352,10 @@ class ChainManager:
         """Once a step: collect what the mover has done, start what is next."""
         self.chain.poll()
 
-    def step_began(self, tokens: int, context: int) -> None:
-        """The engine computes so many prompt tokens now, after so many others."""
+    def step_began(self, tokens: int, context: int, each: Mapping[str, int] = {}) -> None:
+        """The engine computes so many prompt tokens now, after so many others; and of each."""
         self._crowd.stepped()
+        self._backlog.stepped(each)
         self._computing = bool(tokens)
         self.pace.began(tokens, context)
 
@@ -369,6 +368,7 @@ class ChainManager:
         """The request asks for nothing any more; its errands may still be under way."""
         self._requests.pop(request, None)
         self._crowd.gone(request)
+        self._backlog.gone(request)
 
     @property
     def copying(self) -> bool:

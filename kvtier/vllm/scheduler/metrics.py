@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import Gauge
 
 from kvtier.core.chain.stats import ChainStats
-from kvtier.core.costs.model import LinkCosts
+from kvtier.core.costs.link_rates import LinkCosts
 from kvtier.vllm import guard
 from kvtier.vllm.hooks import compat
 from kvtier.vllm.protocol import Report

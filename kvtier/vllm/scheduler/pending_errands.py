@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection
+
 import msgspec
 
 from kvtier.core.chain.in_flight import Ticket
 from kvtier.types import BlockKey, Outcome
 from kvtier.vllm.protocol import Report
+
+logger = logging.getLogger(__name__)
 
 
 class Pending(msgspec.Struct):
@@ -34,3 +39,20 @@ class Pending(msgspec.Struct):
         """What did not make it, and why."""
         failures = report.failures
         return {key: failures[at] for at, key in enumerate(self.keys) if at in failures}
+
+    def tell_of_loss(self, outcomes: Collection[Outcome], late: bool) -> None:
+        """Log that a load has not come: it failed, or was only `late`."""
+        blocks, request = len(self.keys), self.request
+        if late:
+            logger.info(
+                "a load of %d blocks for request %s takes longer than computing: it is not awaited",
+                blocks,
+                request,
+            )
+        else:
+            logger.warning(
+                "a load of %d blocks for request %s failed (%s): it is recomputed",
+                blocks,
+                request,
+                ", ".join(sorted({outcome.value for outcome in outcomes})),
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -11,8 +12,13 @@ from kvtier.core.costs.model import CostModel
 
 _AHEAD_MAX = 8
 """More steps are never under way; if it looks so, some have ended without a word."""
-
-
+_LONG = 2.0
+"""A step that seems to have taken so many times as long as expected may have had word of its end
+late."""
+_TOGETHER = 8
+"""So many at most."""
+_FOLLOWS = 1.1
+"""By how much each step without prompts moves what such steps are expected to take."""
 _PROMPT_TOKENS_MIN = 32
 
 
@@ -41,8 +47,28 @@ class _Step(NamedTuple):
     context: int
 
 
+class _Steps(NamedTuple):
+    """Steps that are told of together."""
+
+    number: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    middles: float = 0.0
+    """The sum of where each of the tokens stands."""
+
+    def and_one(self, seconds: float, tokens: int, context: int) -> _Steps:
+        middles = self.middles + tokens * (context + tokens / 2)
+        return _Steps(self.number + 1, self.seconds + seconds, self.tokens + tokens, middles)
+
+
 class Pace:
-    """Tells the cost model of every step that computed prompts. On the scheduler's thread."""
+    """Tells the cost model of every step that computed prompts. On the scheduler's thread.
+
+    With steps scheduled ahead, word of a step's end may be late: the engine's thread was launching
+    the next one, which the device was computing by then. So the first seems long and the next one
+    short. Their sum is right: while steps seem much longer than expected, and another one is under
+    way, they are told of together with that.
+    """
 
     def __init__(
         self, costs: CostModel | None, clock: Callable[[], float] = time.monotonic
@@ -51,23 +77,49 @@ class Pace:
         self._clock = clock
         self._steps: deque[_Step] = deque()
         self._ended = 0.0
+        self._held = _Steps()
+        self._without = 0.001
+        """How long steps without prompts take, as a rule."""
 
     def began(self, tokens: int, context: int) -> None:
         """A step was scheduled that computes so many prompt tokens after so many others."""
         if len(self._steps) >= _AHEAD_MAX:
-            self._steps.clear()
+            self.lost()
         self._steps.append(_Step(self._clock(), tokens, context))
 
     def lost(self) -> None:
         """No step that began ends any more."""
         self._steps.clear()
+        self._held = _Steps()
 
     def ended(self) -> None:
         """The oldest step is complete. With steps scheduled ahead, it began when the last ended."""
         if not self._steps:
             return
-        step, now = self._steps.popleft(), self._clock()
-        if self._costs is not None:
-            seconds = now - max(step.began, self._ended)
-            self._costs.observe_prefill(step.tokens, seconds, step.context)
-        self._ended = now
+        (began, tokens, context), now = self._steps.popleft(), self._clock()
+        seconds, usual = now - max(began, self._ended), self._usual(tokens, context)
+        steps = self._held.and_one(seconds, tokens, context)
+        self._ended, self._held = now, _Steps()
+        if not tokens:
+            self._without *= _FOLLOWS if seconds > self._without else 1 / _FOLLOWS
+        if self._steps and steps.number < _TOGETHER and seconds > _LONG * usual:
+            self._held = steps
+        elif steps.tokens and self._costs is not None:
+            middle = steps.middles / steps.tokens
+            context = int(middle - steps.tokens / 2)
+            self._costs.observe_prefill(steps.tokens, steps.seconds, context)
+
+    def _usual(self, tokens: int, context: int) -> float:
+        """How long such a step is expected to take."""
+        if not tokens or self._costs is None:
+            return self._without
+        computing = self._costs.recompute_seconds(context, context + tokens)
+        return math.inf if computing is None else self._without + computing
+
+    def under_way(self) -> float:
+        """How long the device is still at the steps that have begun."""
+        if not self._steps:
+            return 0.0
+        left = sum(self._usual(step.tokens, step.context) for step in self._steps)
+        done = self._clock() - max(self._steps[0].began, self._ended)
+        return max(0.0, left - done) if left < math.inf else 0.0

@@ -180,6 +180,7 @@ class RankWorker:
             result.bytes_read,
             result.read_seconds,
             self._reads_files,
+            self._copier is None or self._copier.pinned,
         )
         ok = not failures
         return Ended(result.id, number, ok, report, result.seconds)
