@@ -43,7 +43,7 @@ class CostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """At most this share of time is spent on probes that are expected to lose."""
     probe_size: float = 0.25
     """A probe may take this share of recomputing, and more only where it would not tell enough."""
-    sure: float = 2.5
+    sure: float = 2.0
     """Blocks in host memory that are moved so many times as fast as computed are always loaded."""
     crowd_max: float = 8.0
     """A load that spares those who wait behind may take at most so many times as long as

@@ -12,7 +12,7 @@ from kvtier.core.costs.model import CostModel
 
 _AHEAD_MAX = 8
 """More steps are never under way; if it looks so, some have ended without a word."""
-_LONG = 2.0
+_LONG = 1.5
 """A step that seems to have taken so many times as long as expected may have had word of its end
 late."""
 _TOGETHER = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.core.costs.link_rates import Line, LinkRate
+from kvtier.core.costs.link_rates import DeviceRate, Line, LinkRate
 
 
 def a_line() -> Line:
@@ -72,3 +72,54 @@ def test_a_load_that_took_no_time_is_a_fast_one() -> None:
     link = a_link()
     link.observe(1_000_000, 0.0, 100.0, probe_seconds=5.0)
     assert link.line.at(1_000_000) < 1e-6
+
+
+def a_device() -> DeviceRate:
+    """A second for a million bytes, and four while memory is not pinned."""
+    return DeviceRate(latency=0.0, bandwidth=1e6, pageable=0.25e6)
+
+
+def wait(link: DeviceRate, now: float) -> float:
+    return link.terms(now)[0]
+
+
+def test_what_is_queued_on_the_device_link_goes_by_time() -> None:
+    link = a_device()
+    for token in range(3):
+        link.start(token, 1_000_000, 1000.0)
+    assert wait(link, 1000.0) == pytest.approx(3.0, rel=0.01)
+    assert wait(link, 1002.0) == pytest.approx(1.0, rel=0.02)
+    link.collected = 1100.0
+    assert wait(link, 1100.0) == 0.0, "word of their ends is late, and they are not"
+    link.start(3, 1_000_000, 1100.0)
+    assert wait(link, 1100.0) == pytest.approx(1.0, rel=0.01)
+    assert [link.end(token) for token in range(4)] == [1_000_000] * 4
+    assert wait(link, 1100.0) == 0.0
+
+
+def test_copies_begin_when_the_device_has_ended_what_it_computes() -> None:
+    link = a_device()
+    link.held(1002.0)
+    assert wait(link, 1000.0) == 2.0
+    assert link.start(0, 1_000_000, 1000.0) == pytest.approx(1003.0, rel=0.01)
+    link.held(1001.0)
+    assert wait(link, 1001.0) == pytest.approx(2.0, rel=0.01)
+    link.held(1005.0)
+    assert wait(link, 1004.0) == pytest.approx(1.0, rel=0.01), "it has ended by then"
+
+
+def test_memory_that_is_not_pinned_is_a_link_of_its_own() -> None:
+    link = a_device()
+    assert link.besides() == {}
+    link.pinned(False, 1000.0)
+    assert link.line.at(1_000_000) == pytest.approx(4.0, rel=0.01)
+    for at in range(20):
+        link.observe(1_000_000, 10.0, 1000.0 + at, 5.0)
+    assert link.line.at(1_000_000) == pytest.approx(10.0, rel=0.1)
+    link.pinned(True, 1020.0)
+    link.observe(1_000_000, 10.0, 1020.5, 5.0)  # it began before
+    assert link.line.at(1_000_000) == pytest.approx(1.0, rel=0.01)
+    link.observe(1_000_000, 0.5, 1022.0, 5.0)
+    assert link.line.at(1_000_000) < 0.8
+    (told,) = link.besides().values()
+    assert (told.samples, told.bandwidth) == (20, pytest.approx(0.1e6, rel=0.1))

@@ -117,3 +117,59 @@ def test_what_of_a_step_is_of_prompts(
         ),
     )
     assert prompt_tokens(scheduled) == said
+
+
+def known(clock: Clock, costs: CostModel) -> Pace:
+    """A thousand tokens a second."""
+    pace = Pace(costs, clock)
+    for _ in range(20):
+        pace.began(1000, 0)
+        clock.now += 1.0
+        pace.ended()
+    return pace
+
+
+@pytest.mark.parametrize("before", [0, 1000], ids=["decoding", "a prompt"])
+def test_word_that_comes_late_makes_no_step_look_short(
+    clock: Clock, costs: CostModel, before: int
+) -> None:
+    """The thread was launching the next step for 0.9 s after this one's end."""
+    pace = known(clock, costs)
+    for _ in range(3):
+        pace.began(before, 0)
+        pace.began(1000, 0)
+        clock.now += before / 1000 + 0.9
+        pace.ended()
+        clock.now += 0.1
+        pace.ended()
+    assert costs.recompute_seconds(0, 1000) == pytest.approx(1.0, rel=0.05)
+
+
+def test_an_engine_that_becomes_slow_is_found_out_though_steps_are_scheduled_ahead(
+    clock: Clock, costs: CostModel
+) -> None:
+    pace = known(clock, costs)
+    pace.began(1000, 0)
+    for _ in range(24):
+        pace.began(1000, 0)
+        clock.now += 4.0
+        pace.ended()
+    assert costs.recompute_seconds(0, 1000) == pytest.approx(4.0, rel=0.05)
+
+
+def test_how_long_the_device_is_still_at_what_has_begun(clock: Clock, costs: CostModel) -> None:
+    assert Pace(costs, clock).under_way() == 0.0
+    unknown = Pace(costs, clock)
+    unknown.began(1000, 0)
+    assert unknown.under_way() == 0.0
+    pace = known(clock, costs)
+    pace.began(1000, 0)
+    clock.now += 0.25
+    pace.began(500, 0)
+    assert pace.under_way() == pytest.approx(1.25, abs=0.02)
+    clock.now += 0.75
+    pace.ended()
+    clock.now += 0.25
+    assert pace.under_way() == pytest.approx(0.25, abs=0.02)
+    clock.now += 100.0
+    assert pace.under_way() == 0.0

@@ -1,0 +1,92 @@
+"""What the engine has to compute before it comes to whoever is asked about."""
+
+from __future__ import annotations
+
+import pytest
+from asking import FULL, manager, stored
+from clocks import Clock
+
+from kvtier import Stack
+from kvtier.core.costs.load_runs import DEVICE, Run
+from kvtier.core.costs.model import CostModel
+from kvtier.vllm.scheduler.compute_backlog import Backlog
+from kvtier.vllm.scheduler.prefill_pace import Pace
+
+TOKENS = 1000
+"""In a second."""
+
+
+class Told(CostModel):
+    """A cost model that says what it was told."""
+
+    queue = (0.0, 0.0)
+
+    def observe_queue(self, under_way: float, queued: float) -> None:
+        super().observe_queue(under_way, queued)
+        self.queue = under_way, queued
+
+
+@pytest.fixture
+def costs() -> Told:
+    costs = Told(clock=Clock())
+    costs.observe_prefill(8 * TOKENS, 8.0)
+    return costs
+
+
+def test_what_was_admitted_waits_for_its_steps_and_is_under_way_then(costs: Told) -> None:
+    pace = Pace(costs, costs._clock)
+    backlog = Backlog(costs, pace)
+    backlog.tell()
+    assert costs.queue == (0.0, 0.0)
+    backlog.admitted("a", TOKENS, 3 * TOKENS)
+    backlog.admitted("b", 0, TOKENS)
+    backlog.admitted("is loaded", 0, 0)
+    backlog.tell()
+    assert costs.queue == pytest.approx((0.0, 3.0))
+    backlog.stepped({"a": TOKENS, "b": TOKENS, "decodes": 1})
+    pace.began(2 * TOKENS, 0)
+    backlog.tell()
+    assert costs.queue == pytest.approx((2.0, 1.0), abs=0.01)
+    backlog.gone("a")
+    backlog.gone("unknown")
+    backlog.tell()
+    assert costs.queue == pytest.approx((2.0, 0.0), abs=0.01)
+
+
+def test_without_a_cost_model_nobody_is_told() -> None:
+    backlog = Backlog(None, Pace(None))
+    backlog.admitted("a", 0, TOKENS)
+    backlog.tell()
+
+
+def test_a_load_that_ends_before_the_engine_would_have_come_to_it_costs_nothing() -> None:
+    clock = Clock()
+    costs = CostModel(clock=clock)
+    costs.observe_prefill(8 * TOKENS, 8.0)
+    for _ in range(20):
+        costs.observe_load("far", 1 << 24, 4.0)
+    costs._link("far").next_probe = float("inf")
+    hit = [Run("far", 1, 1 << 24)]
+    assert costs.admit(hit, TOKENS) == 0, "four seconds against one"
+    costs._link("far").refusing = costs._link(DEVICE).refusing = False
+    costs.observe_queue(1.0, 1.5)
+    assert costs.admit(hit, TOKENS) == 0, "against 3.5"
+    costs._link("far").refusing = costs._link(DEVICE).refusing = False
+    costs.observe_queue(1.0, 2.5)
+    assert costs.admit(hit, TOKENS) == 1, "against 4.5"
+
+
+def test_loads_from_cpu_memory_have_their_place_on_the_link(stack: Stack) -> None:
+    clock = Clock()
+    costs = CostModel(clock=clock)
+    asking = manager(stack, FULL, costs=costs, clock=clock)
+    ends = asking.keys(4)
+    stored(stack, ends)
+    before = costs.load_seconds(DEVICE, 0)
+    errand = asking.manager.prepare_load(list(ends), "a")
+    size = sum(stack.namespace.payload_of(key) for key in errand.keys)
+    assert len(costs._link(DEVICE).in_flight) == 1
+    moving = costs.load_seconds(DEVICE, size) - costs.load_seconds(DEVICE, 0)
+    assert costs.load_seconds(DEVICE, 0) == pytest.approx(before + moving, rel=0.3)
+    clock.now += 1.0
+    assert costs.load_seconds(DEVICE, 0) == before, "it has long ended, though nobody has said so"
