@@ -63,7 +63,7 @@ class CostModel:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings or CostSettings()
-        self._priors = {DEVICE: DEVICE_PRIOR, **(priors or {})}
+        self._priors = {DEVICE: DEVICE_PRIOR} | dict(priors or {})
         self._clock = clock
         prior = self._priors[DEVICE]
         self._device = DeviceRate(prior.latency, prior.bandwidth, PAGEABLE_BANDWIDTH)
@@ -71,8 +71,7 @@ class CostModel:
         self._prefill = Prefill()
         self._doubt = 1.0
         self._limits: dict[str, float] = {}
-        self._waiting = 0
-        self._crowd, self._ahead = 1.0, 0.0
+        self._waiting, self._crowd, self._ahead = 0, 1.0, 0.0
 
     def limit(self, link: str, seconds: float) -> None:
         """No load over this link is to be begun that would take longer."""
@@ -232,10 +231,11 @@ class CostModel:
             for flight in link.in_flight.values():
                 if crowd >= most:
                     return most
-                # What is late may be so for as long again: one that hangs ends nobody's wait.
-                left = abs(flight.since + flight.expected - now) - self._ahead
+                # What is late may be as late again: one that hangs ends nobody's wait.
+                left = flight.since + flight.expected - now
+                left = max(left - self._ahead, 0.0) if left > 0 else -left
                 if left < seconds:
-                    crowd += min(1.0, 1 - left / seconds)
+                    crowd += 1 - left / seconds
         return min(crowd, most)
 
     def _worth(self, start: int, stop: int) -> float:

@@ -17,7 +17,9 @@ import pytest
 
 from kvtier.core.costs.load_runs import Run
 from kvtier.core.costs.model import CostModel, CostSettings
+from kvtier.vllm.scheduler.compute_backlog import Backlog
 from kvtier.vllm.scheduler.load_deadlines import LoadDeadlines
+from kvtier.vllm.scheduler.prefill_pace import Pace
 from kvtier.vllm.scheduler.waiting_requests import WaitingRequests
 
 BLOCK_TOKENS = 128
@@ -59,6 +61,8 @@ class Server:
     longer: float = 1.0
     room: int = 1 << 40
     seats: int = 1 << 40
+    tells: bool = False
+    """The model is told what the engine has to compute before."""
     now: float = 1000.0
     running: list[Request] = field(default_factory=list)
     ready: deque[Request] = field(default_factory=deque)
@@ -76,6 +80,7 @@ class Server:
             self.now += seconds  # one after the other
             self.model.observe_load("far", size, seconds)
         self.crowd = WaitingRequests()
+        self.backlog = Backlog(self.model, Pace(None, lambda: self.now))
         self.patience = LoadDeadlines(
             self.model if self.policy == "all" else None, lambda: self.now, DEADLINE
         )
@@ -134,6 +139,7 @@ class Server:
         def run(request: Request) -> None:
             nonlocal budget
             tokens = min(budget, request.left)
+            self.backlog.admitted(request.name, request.done, request.blocks * BLOCK_TOKENS)
             work.append((request, tokens))
             budget -= tokens
 
@@ -163,6 +169,8 @@ class Server:
             return request.hit if self.policy != "never" else 0
         if request.taken is None:
             self.model.observe_waiting(self.crowd.behind)
+            if self.tells:
+                self.backlog.tell()
             run = Run("far", request.hit, request.hit * BLOCK_BYTES)
             request.taken = self.model.admit([run], BLOCK_TOKENS)
         return request.taken
@@ -184,6 +192,7 @@ class Server:
         seconds = tokens / TOKENS_A_SECOND + STEP_SECONDS
         self.now += seconds
         self.model.observe_prefill(tokens, seconds)
+        self.backlog.stepped({request.name: each for request, each in work})
         for request, each in work:
             request.done += each
             if not request.left:
@@ -231,6 +240,17 @@ def test_an_engine_that_is_busy_all_the_time(rate: float, bandwidth: float) -> N
     """It computes one request a second."""
     waited = waits(bandwidth, prompts(rate, 400, 0.7))
     assert waited["all"] <= 1.05 * min(waited.values())
+
+
+@pytest.mark.parametrize("bandwidth", BANDWIDTHS)
+@pytest.mark.parametrize(("rate", "limits"), [(1.2, {}), (1.1, {"seats": 8}), (1.1, {"room": 500})])
+def test_one_that_says_what_it_has_to_compute_first(
+    rate: float, limits: dict[str, int], bandwidth: float
+) -> None:
+    asked = prompts(rate, 400, 0.7, decodes=5.0 if limits else 1.0)
+    waited = waits(bandwidth, asked, **limits)
+    told = mean(Server("all", bandwidth, tells=True, **limits).serve(copy.deepcopy(asked)))
+    assert told <= 1.15 * min(waited.values())
 
 
 @pytest.mark.parametrize("bandwidth", BANDWIDTHS)
