@@ -390,3 +390,19 @@ def test_what_a_load_waits_for_the_engine_is_no_time_of_the_link() -> None:
         copier.close()
     assert result.seconds >= 100.0
     assert result.busy_seconds == 0.0
+
+
+def test_who_pins_memory_says_when_that_has_ended() -> None:
+    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
+    memory, gate = np.zeros(32 * PAGE, dtype=np.uint8), threading.Event()
+    world, host = World(layout, memory).addressed(), MemoryHost(layout, RECORDS)
+    copier = CudaCopier(
+        world, FakeDevice(0, 2), host, NAMESPACE, prepare=lambda stopping: gate.wait(60)
+    )
+    try:
+        assert not copier.pinned
+        gate.set()
+        assert copier.prepared.wait(60)
+        assert copier.pinned
+    finally:
+        copier.close()

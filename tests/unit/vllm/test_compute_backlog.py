@@ -7,8 +7,9 @@ from asking import FULL, manager, stored
 from clocks import Clock
 
 from kvtier import Stack
-from kvtier.core.costs.load_runs import DEVICE, Run
+from kvtier.core.costs.load_runs import DEVICE, PAGEABLE, Run
 from kvtier.core.costs.model import CostModel
+from kvtier.vllm.protocol import Report
 from kvtier.vllm.scheduler.compute_backlog import Backlog
 from kvtier.vllm.scheduler.prefill_pace import Pace
 
@@ -90,3 +91,20 @@ def test_loads_from_cpu_memory_have_their_place_on_the_link(stack: Stack) -> Non
     assert costs.load_seconds(DEVICE, 0) == pytest.approx(before + moving, rel=0.3)
     clock.now += 1.0
     assert costs.load_seconds(DEVICE, 0) == before, "it has long ended, though nobody has said so"
+
+
+def test_what_is_loaded_before_memory_is_pinned_says_nothing_of_the_link(stack: Stack) -> None:
+    costs = CostModel(clock=Clock())
+    asking = manager(stack, FULL, costs=costs, clock=costs._clock)
+    ends = asking.keys(4)
+    stored(stack, ends)
+    errand = asking.manager.prepare_load(list(ends), "a")
+    before = costs._device.line.at(1 << 20)
+    one = Report(1, bytes_moved=1 << 20, busy_seconds=9.0, pinned=False)
+    pinned = Report(0, bytes_moved=0)
+    assert asking.manager.report(errand.number, one.merge(pinned)) is None
+    told = costs.stats()
+    assert (told[PAGEABLE].samples, told[DEVICE].samples) == (1, 1)
+    costs.observe_memory(True)
+    assert costs.stats()[DEVICE].samples == 0
+    assert costs._device.line.at(1 << 20) == before
