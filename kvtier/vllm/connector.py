@@ -175,7 +175,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        self._resting.wake(request.request_id)
+        self._resting.forget(request.request_id)
         if self._without_hits:
             return compat.without_hits(self, request, num_computed_tokens)
         limit = compat.load_limit(self, request, num_computed_tokens)
@@ -208,7 +208,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
-        self._resting.wake(request.request_id)
+        self._resting.forget(request.request_id)
         if request.status.name == "FINISHED_ERROR":  # amid its prompt, perhaps
             self._manager.keep_no_more(request.request_id)
         found = self._hands_over and self._manager.hands_over(request.request_id)
@@ -221,20 +221,28 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         return self.request_finished(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        if self._blurs_adapters and not self._blurred:
+        may_blur = self._blurs_adapters and not self._blurred
+        if self._resting.all_rest(scheduler_output, self._given) and not may_blur:
+            meta = compat.nothing_to_transfer()
+            self._manager.on_schedule_end()
+        else:
+            meta = self._look_at(scheduler_output, may_blur)
+        computes = scheduler_output.total_num_scheduled_tokens > 0
+        self._computed |= computes
+        self._waits = self._spins and not computes
+        self._steps.begin(meta, self._manager.step_began(scheduler_output))
+        return meta
+
+    def _look_at(self, scheduler_output: Any, may_blur: bool) -> Any:
+        """Have vLLM's side find out what there is to be stored and loaded."""
+        if may_blur:
             self._look_for_blur(scheduler_output)
         self._cache_stale |= self._sessions.spoil(self, scheduler_output)
-        compat.forget_decoded(self, scheduler_output)
         if self._given is not None:
             self._given.tell(self.connector_scheduler, scheduler_output)
         step = reused_request_ids.without_namesakes(self, self._resting.leave_out(scheduler_output))
         meta = super().build_connector_meta(compat.read_as_0_33(self, step))
         self._resting.looked_at(step)
-        self._manager.step_began(scheduler_output)
-        if scheduler_output.total_num_scheduled_tokens:
-            self._computed = True
-        self._waits = self._spins and not scheduler_output.total_num_scheduled_tokens
-        self._steps.begin(meta, self._manager.give_up())
         return meta
 
     def _look_for_blur(self, scheduler_output: Any) -> None:
@@ -250,6 +258,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
+        if meta is None and not connector_output.invalid_block_ids:
+            return  # no worker has anything to say
         self._manager.mistook(getattr(meta, "mistakes", 0))
         reports = failure_tolerant_worker.hear(connector_output, self._steps)
         with compat.manager_locked(self):
@@ -273,6 +283,9 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
             if self._waits and self._manager.copying():
                 time.sleep(_PAUSE_S)
         return super().get_kv_connector_stats()
+
+    def take_events(self) -> Any:
+        return super().take_events() if self._manager.has_events else ()
 
     def has_pending_push_work(self) -> bool:
         # An engine that pauses or goes to sleep waits until there is none. Its device is at rest

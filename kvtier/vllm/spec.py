@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -39,6 +40,9 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+_NEWS_S = 0.02
+"""How old news of the tiers' keepers may be while nothing is asked of the tiers, and nothing moves:
+as old as it is when they bring it."""
 Holes = Callable[[Collection[bytes], Any], set[bytes]]
 """Tells which of these chunks of a request are not whole."""
 
@@ -130,6 +134,9 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self._keeps, self._pauses = keeps, False
         self.adapters = Adapters()
         self._salts: dict[str, bytes | None] = {}
+        self._next_poll = 0.0
+        self.has_events = False
+        """Whether something may have changed in the tiers since their events were taken."""
         self._with_holes: Holes = lambda _keys, _context: set()
 
     def keep(self, shapes: Mapping[int, Shape], with_holes: Holes) -> None:
@@ -147,7 +154,6 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     scheduled = _passed_on(ChainManager.scheduled)
     uses = _passed_on(ChainManager.uses)
     junction = _passed_on(ChainManager.junction, lambda: 0)
-    give_up = _passed_on(ChainManager.give_up)
     keep_no_more = _passed_on(ChainManager.keep_no_more)
     distrust_stores = _passed_on(ChainManager.distrust_stores)
 
@@ -181,6 +187,7 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
 
     @guarded(lambda: compat.PrepareStoreOutput([], None, []))
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
+        self.has_events = True
         holes = self._with_holes(keys, req_context)
         whole = [key for key in keys if key not in holes]
         taken, errand = self._manager.prepare_store(whole, req_context.req_id)
@@ -198,9 +205,10 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     # -- steps
 
     @guarded(lambda: None)
-    def step_began(self, scheduled: Any) -> None:
-        """The engine goes to work on this."""
+    def step_began(self, scheduled: Any) -> int | None:
+        """The engine goes to work on this; an errand of a load that it had better not wait for."""
         self._manager.step_began(*prompt_tokens(scheduled), scheduled.num_scheduled_tokens)
+        return self._manager.give_up() if self._manager.copying else None
 
     @guarded(lambda: None)
     def step_ended(self) -> None:
@@ -217,6 +225,7 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
     def report(self, number: int, report: Report) -> str | None:
         """What ranks say of an errand; names the request if its load has now failed."""
         self._meter.reported(report)
+        self.has_events = True
         return self._manager.report(number, report)
 
     @guarded(lambda: False)
@@ -254,8 +263,11 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self._manager.on_request_finished(req_context.req_id)
 
     @guarded(lambda: None)
-    def on_schedule_end(self, context: Any) -> None:
-        self._manager.on_schedule_end()
+    def on_schedule_end(self, context: Any = None) -> None:
+        now = time.monotonic()
+        if now >= self._next_poll or not self._manager.chain.at_rest:
+            self._next_poll, self.has_events = now + _NEWS_S, True
+            self._manager.on_schedule_end()
 
     @guarded(lambda: False)
     def copying(self) -> bool:
@@ -277,10 +289,12 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def reset_cache(self) -> None:
+        self.has_events = True
         self._manager.reset(keep=self._keeps and self._pauses)
 
     @guarded(list)
     def take_events(self) -> Iterable[Any]:
+        self.has_events = False
         events = self._manager.chain.take_events()
         return events_of(events) if self._events else []
 

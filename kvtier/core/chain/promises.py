@@ -40,6 +40,11 @@ class Promises:
         self.kept = ledger.promised
 
     @property
+    def made(self) -> bool:
+        """Whether there is anything to be ended."""
+        return bool(self.kept or self._queued) or self._free is not None or any(self._withheld)
+
+    @property
     def slotless(self) -> frozenset[int]:
         """The tiers whose blocks do not come through host memory."""
         return self._direct.tiers

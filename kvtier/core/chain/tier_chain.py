@@ -37,10 +37,8 @@ from kvtier.types import (
 
 STEP_BLOCKS = 128
 """The most written blocks that one call settles."""
-STEP_USES = 8
-"""The most requests whose use of blocks one call passes on to the lower tiers."""
-USES_KEPT = 1024
-"""More than a hundred steps of uses: who falls so far behind does without them."""
+STEP_USES, USES_KEPT = 8, 1024
+"""Of how many requests one call tells the lower tiers what they use, and how many wait for it."""
 REST_SECONDS = 30.0
 
 
@@ -48,11 +46,9 @@ class TierChain(Tier):
     """A composite of tiers, the first of which is host memory.
 
     Beside what every tier answers it loads in one hop (`begin_load`) and works between the steps
-    of an engine (`poll`). All of it is for one thread and none of it blocks. It owns its tiers;
-    the mover belongs to whoever opened it, and is closed before the chain.
-
-    Lookup answers HIT for what `begin_load` can take in. What it promises it keeps until the next
-    `poll`, as long as the engine stores nothing in between.
+    of an engine (`poll`). All of it is for one thread and none of it blocks. It owns its tiers, not
+    the mover, which is closed before it. Lookup answers HIT for what `begin_load` can take in. What
+    it promises it keeps until the next `poll`, as long as the engine stores nothing in between.
     """
 
     def __init__(
@@ -321,6 +317,12 @@ class TierChain(Tier):
         return bool(self._ledger.moving or self._stored or self._ended or waiting)
 
     @property
+    def at_rest(self) -> bool:
+        """Whether `poll` would find nothing but news of the tiers, which can wait for a moment."""
+        changed = self.promises.made or self._uses or self._touches or self._ledger.evicted
+        return not (changed or self.has_pending_work)
+
+    @property
     def settled(self) -> bool:
         """Whether nothing is under way, and nothing waits to be written down."""
         return not (self.has_pending_work or self._cascade.waiting)
@@ -384,15 +386,12 @@ class TierChain(Tier):
     def chain_stats(self) -> ChainStats:
         """All there is to know, tier by tier and link by link."""
         now, healths = self._clock(), (self._load_health, self._store_health)
-        return self._tally.stats(
-            [tier.stats() for tier in self.tiers],
-            self._cascade.stats(),
-            self._mover.stats(),
-            down=[
-                tier.out_of_use or tier.unwell or any(health.down(at, now) for health in healths)
-                for at, tier in enumerate(self.tiers)
-            ],
-        )
+        down = [
+            tier.out_of_use or tier.unwell or any(health.down(at, now) for health in healths)
+            for at, tier in enumerate(self.tiers)
+        ]
+        tiers = [tier.stats() for tier in self.tiers]
+        return self._tally.stats(tiers, self._cascade.stats(), self._mover.stats(), down=down)
 
     def close(self) -> None:
         """Commit what the mover has finished and close the tiers; close the mover first."""

@@ -13,6 +13,7 @@ would be found by those who come, and what they compute from them be kept.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kvtier.vllm.guard import guarded
@@ -23,66 +24,57 @@ class AllocatedBlocks:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        self._blocks: set[int] = set()
-        self._cached: dict[int, str] = {}
-        """What the engine has taken for computed since, and the request that was to do it last: one
-        that makes way gives its blocks to the other in the same step."""
-        take, cache = pool.get_new_blocks, pool.cache_full_blocks
+        self._taken: list[Any] = []
+        """Lists of blocks, as the pool gave them out."""
+        self._cached: list[tuple[Callable[..., dict[int, str]], Any, Any]] = []
+        """What the engine has taken for computed since, in its order, as the arguments of the calls
+        by which it did: hundreds of requests may do so in a step, and hardly ever does it matter."""
+        take, taken = pool.get_new_blocks, self._taken.append
 
         def get_new_blocks(*arguments: Any, **named: Any) -> Any:
             blocks = take(*arguments, **named)
-            self._blocks.update(block.block_id for block in blocks)
+            taken(blocks)
             return blocks
 
-        def cache_full_blocks(*arguments: Any, **named: Any) -> None:
-            cache(*arguments, **named)
-            self._note(*arguments, **named)
-
-        pool.get_new_blocks, pool.cache_full_blocks = get_new_blocks, cache_full_blocks
+        pool.get_new_blocks = get_new_blocks
+        pool.cache_full_blocks = self._noted(pool.cache_full_blocks, _full_blocks)
         if hasattr(pool, "cache_partial_block"):  # not in all versions
-            self._watch_tails(pool)
+            pool.cache_partial_block = self._noted(pool.cache_partial_block, _tail)
 
-    def _watch_tails(self, pool: Any) -> None:
-        cache = pool.cache_partial_block
+    def _noted(
+        self, cache: Callable[..., Any], read: Callable[..., dict[int, str]]
+    ) -> Callable[..., Any]:
+        note = self._cached.append
 
-        def cache_partial_block(*arguments: Any, **named: Any) -> Any:
+        def noted(*arguments: Any, **named: Any) -> Any:
             cached = cache(*arguments, **named)
-            self._note_tail(*arguments, **named)
+            note((read, arguments, named))
             return cached
 
-        pool.cache_partial_block = cache_partial_block
+        return noted
 
-    @guarded(lambda: None)
-    def _note_tail(self, request: Any, block: Any, *_: Any, **__: Any) -> None:
-        self._cached[block.block_id] = request.request_id
-
-    @guarded(lambda: None)
-    def _note(
-        self,
-        request: Any,
-        blocks: Any,
-        num_cached_blocks: int,
-        num_full_blocks: int,
-        *_: Any,
-        **__: Any,
-    ) -> None:
-        full = blocks[num_cached_blocks:num_full_blocks]
-        self._cached.update((each.block_id, request.request_id) for each in full)
+    def forget(self) -> None:
+        """A step was looked at."""
+        self._taken.clear()
+        self._cached.clear()
 
     @guarded(lambda: None)
     def _forget_uncomputed(self, scheduled: Any) -> None:
         """Let nobody find what requests were to compute that have made way for others since."""
-        cached, self._cached = self._cached, {}
         gone = (scheduled.preempted_req_ids or set()) - scheduled.num_scheduled_tokens.keys()
         if gone:
-            self._pool.evict_blocks({block for block, name in cached.items() if name in gone})
+            last: dict[int, str] = {}  # one that makes way gives its blocks to others in that step
+            for read, arguments, named in self._cached:
+                last.update(read(*arguments, **named))
+            self._pool.evict_blocks({block for block, name in last.items() if name in gone})
 
     def tell(self, scheduler: Any, scheduled: Any) -> None:
         """Let vLLM's side know, as it is about to look at a step's output, what it then finds out
         for itself: what the pool has given, and what running requests have got beside that (blocks
         of their own that they use anew, and copies)."""
         self._forget_uncomputed(scheduled)
-        given, self._blocks = self._blocks, set()
+        given = {block.block_id for blocks in self._taken for block in blocks}
+        self.forget()
         cached = scheduled.scheduled_cached_reqs
         for name, groups in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if groups and name not in cached.resumed_req_ids:
@@ -93,6 +85,17 @@ class AllocatedBlocks:
         for name in scheduled.finished_req_ids or ():
             if (status := scheduler._req_status.get(name)) is not None:
                 _forget_passed(scheduler.config, status)
+
+
+def _full_blocks(
+    request: Any, blocks: Any, num_cached_blocks: int, num_full_blocks: int, *_: Any, **__: Any
+) -> dict[int, str]:
+    full = blocks[num_cached_blocks:num_full_blocks]
+    return {each.block_id: request.request_id for each in full}
+
+
+def _tail(request: Any, block: Any, *_: Any, **__: Any) -> dict[int, str]:
+    return {block.block_id: request.request_id}
 
 
 def _forget_passed(config: Any, status: Any) -> None:

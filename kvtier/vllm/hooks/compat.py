@@ -18,6 +18,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
     build_offloading_config,
 )
@@ -318,6 +321,11 @@ def store_again(connector: Any, request: str) -> None:
         group.next_stored_chunk_idx = 0
 
 
+def nothing_to_transfer() -> Any:
+    """What vLLM's side answers to a step in which nothing is stored or loaded."""
+    return OffloadingConnectorMetadata({}, {}, set())
+
+
 def read_as_0_33(connector: Any, scheduled: Any) -> Any:
     """A step's output without what 0.31 and 0.32 get wrong: all blocks of a session that goes on
     they take for more of them, and a load right after a reset's preemption ends the engine."""
@@ -330,25 +338,6 @@ def read_as_0_33(connector: Any, scheduled: Any) -> Any:
     if loads.isdisjoint(preempted):
         return scheduled
     return dataclasses.replace(scheduled, preempted_req_ids=preempted - loads)
-
-
-def forget_decoded(connector: Any, scheduled: Any) -> None:
-    """Of models with windows or states vLLM looks, in each step, at all blocks of all requests that
-    are not stored yet. Where prompts alone are stored, those of what is decoded never will be."""
-    scheduler = connector.connector_scheduler
-    config = scheduler.config
-    windowed = [
-        (at, group.tokens_per_chunk)
-        for at, group in enumerate(config.kv_group_configs)
-        if group.sliding_window_size_in_chunks is not None and config.offload_prompt_only
-    ]
-    cached = scheduled.scheduled_cached_reqs
-    for name, new in zip(cached.req_ids, cached.new_block_ids, strict=True) if windowed else ():
-        if new:
-            status = scheduler._req_status[name]
-            for at, tokens in windowed:
-                chunks = status.req.num_prompt_tokens // tokens
-                del status.group_states[at].block_ids[chunks * config.blocks_per_chunk :]
 
 
 def heed_whole_chunks(connector: Any, request: Any) -> None:
