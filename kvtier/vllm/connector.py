@@ -77,8 +77,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._pool: Any = None
         self._given: AllocatedBlocks | None = None
         self._paused, self._spins = construction_context.pausing(), construction_context.spins()
-        self._waits = False
-        """It spins, and this step computes nothing."""
+        self._waits = False  # where it spins: whether this step computes nothing
         self._computed = True
         """Since its weights changed last; if not, nothing is kept that others make wrong."""
         self._blurred = False
@@ -135,11 +134,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     # -- the workers' side -------------------------------------------------------------------
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        sent, received = self.get_finished(finished_req_ids)
-        assert self.connector_worker is not None
-        return failure_tolerant_worker.transfer_results(
-            sent, received, self.connector_worker.failed_requests
-        )
+        return self.connector_worker.get_transfer_results(finished_req_ids)
 
     # -- the scheduler's side ------------------------------------------------------------------
 
@@ -221,22 +216,21 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         return self.request_finished(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        may_blur = self._blurs_adapters and not self._blurred
-        if self._resting.all_rest(scheduler_output, self._given) and not may_blur:
+        if self._blurs_adapters and not self._blurred:
+            self._look_for_blur(scheduler_output)
+        if self._resting.all_rest(scheduler_output, self._given):
             meta = compat.nothing_to_transfer()
             self._manager.on_schedule_end()
         else:
-            meta = self._look_at(scheduler_output, may_blur)
+            meta = self._look_at(scheduler_output)
         computes = scheduler_output.total_num_scheduled_tokens > 0
         self._computed |= computes
         self._waits = self._spins and not computes
         self._steps.begin(meta, self._manager.step_began(scheduler_output))
         return meta
 
-    def _look_at(self, scheduler_output: Any, may_blur: bool) -> Any:
+    def _look_at(self, scheduler_output: Any) -> Any:
         """Have vLLM's side find out what there is to be stored and loaded."""
-        if may_blur:
-            self._look_for_blur(scheduler_output)
         self._cache_stale |= self._sessions.spoil(self, scheduler_output)
         if self._given is not None:
             self._given.tell(self.connector_scheduler, scheduler_output)
@@ -275,8 +269,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         super().update_connector_output(connector_output)
 
     def get_kv_connector_stats(self) -> Any:
-        # Asked at the end of every step, in their order; `update_connector_output` is called where
-        # workers have something to say, and where there are several of them.
+        # Asked at the end of every step, in their order; and that alone is.
         if self.connector_scheduler is not None:
             self._steps.ended()
             self._manager.step_ended()

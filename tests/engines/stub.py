@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import random
 import sys
 import time
@@ -116,39 +117,24 @@ class StubEngine:
         """The scheduler's side of the connector."""
         return self.scheduler.connector
 
-    def begin(self, requests: int, tokens: int, *, spread: bool, answer: int = 8000) -> None:
+    def begin(self, requests: int, tokens: int, *, spread: bool) -> None:
         """Let so many requests decode, with prompts of so many tokens, and step until what they
         store has been stored. If `spread`, their prompts end anywhere in a block, as in life."""
         for _ in range(requests):
             serial = next(self._serial)
             dice = random.Random(serial)
             prompt = dice.choices(range(256), k=tokens + spread * (serial % BLOCK_TOKENS))
-            parameters = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
+            parameters = SamplingParams(max_tokens=8000, temperature=0, ignore_eos=True)
             name = f"request-{serial}"
             request = Request(name, prompt, parameters, None, block_hasher=self._hasher)
             self.scheduler.add_request(request)
-        while len(self.scheduler.running) < requests or self._prefilling() or self._busy():
+        while self._under_way(requests):
             self.step()
 
-    def _prefilling(self) -> bool:
-        return any(each.num_computed_tokens < each.num_prompt_tokens for each in self._running)
-
-    @property
-    def _running(self) -> list[Any]:
-        return list(self.scheduler.running)
-
-    def _busy(self) -> bool:
-        return self.connector is not None and bool(self.connector.has_pending_push_work())
-
-    def end(self) -> None:
-        """Abort all requests, and step until nothing is under way."""
-        from vllm.v1.request import RequestStatus
-
-        names = [each.request_id for each in self._running]
-        self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
-        self.step()
-        while self._busy():
-            self.step()
+    def _under_way(self, requests: int) -> bool:
+        decoding = [r for r in self.scheduler.running if r.num_output_tokens]
+        connector = self.connector
+        return len(decoding) < requests or (connector and connector.has_pending_push_work())
 
     def step(self) -> bool:
         """One step; whether some request crossed the border of a block in it."""
@@ -245,22 +231,17 @@ class StubEngine:
         gc.enable()
         return found
 
-    def calls(self, steps: int, crossing: bool = False) -> list[Counter[str]]:
-        """The functions that each of the next steps calls in the connector, by hook and in all, and
-        those that are kvtier's, by their names; of steps that cross a block's border if `crossing`,
-        else of the others."""
-        found: list[Counter[str]] = []
+    def calls(self, steps: int) -> dict[bool, list[Counter[str]]]:
+        """All Python functions of kvtier's that the next steps call in its hooks, by their names;
+        apart for steps in which requests cross the border of a block."""
         now: Counter[str] = Counter()
 
-        def counted(name: str, hook: Any) -> Any:
-            def note(frame: Any, event: str, _: Any) -> None:
-                if event in ("call", "c_call"):
-                    now[name] += 1
-                    now["all"] += 1
-                    code = frame.f_code
-                    if event == "call" and "/kvtier/" in code.co_filename:
-                        now[code.co_qualname] += 1
+        def note(frame: Any, event: str, _: Any) -> None:
+            code = frame.f_code
+            if event == "call" and "/kvtier/" in code.co_filename:
+                now[code.co_qualname] += 1
 
+        def counted(_: str, hook: Any) -> Any:
             def call(*arguments: Any, **named: Any) -> Any:
                 sys.setprofile(note)
                 try:
@@ -270,11 +251,11 @@ class StubEngine:
 
             return call
 
+        found: dict[bool, list[Counter[str]]] = {True: [], False: []}
         with self._hooked(counted):
             for _ in range(steps):
                 now.clear()
-                if self.step() is crossing:
-                    found.append(Counter(now))
+                found[self.step()].append(Counter(now))
         return found
 
 
@@ -347,7 +328,7 @@ OWN = {
     "kv_connector": "OffloadingConnector",
     "kv_connector_extra_config": {
         "spec_name": "StubSpec",
-        "spec_module_path": __name__ if __name__ != "__main__" else "engines.stub",
+        "spec_module_path": "engines.stub",
     },
 }
 """vLLM's own connector over this."""
@@ -360,3 +341,27 @@ def kvtier(stack: Mapping[str, Any]) -> dict[str, Any]:
         "kv_connector_module_path": "kvtier.vllm",
         "kv_connector_extra_config": {"stack": dict(stack)},
     }
+
+
+def main() -> None:
+    """Tell, as JSON, what kvtier is called for in steps of few requests and of many."""
+    model, folder, region = map(Path, sys.argv[1:])
+    found: dict[str, Any] = {}
+    for decoded in (False, True):
+        for requests in (4, 64):
+            cpu = {"kind": "cpu", "path": str(region), "capacity": "64MiB"}
+            nvme = {"kind": "nvme", "path": str(folder), "capacity": "256MiB", "free_floor": 0}
+            stack = {"version": 1, "name": f"{requests}-{decoded}", "tiers": [cpu, nvme]}
+            transfer = kvtier(stack)
+            transfer["kv_connector_extra_config"]["offload_prompt_only"] = not decoded
+            engine = StubEngine(model, transfer, requests * 64 + 16, requests)
+            try:
+                engine.begin(requests, 300, spread=False)
+                found[f"{requests} {decoded}"] = engine.calls(4 * BLOCK_TOKENS)
+            finally:
+                engine.close()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

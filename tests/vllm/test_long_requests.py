@@ -48,26 +48,3 @@ def test_block_hashes_are_gone_through_when_a_chunk_is_whole() -> None:
         assert [len(state.offload_keys) for state in status.group_states] == known
     keys = status.group_states[0].offload_keys
     assert [key[:1] for key in keys] == [bytes([at]) for at in (3, 7, 11, 15)]
-
-
-@importing
-@pytest.mark.parametrize(("prompt_only", "left"), [(True, [40, 24]), (False, [40, 40])])
-def test_blocks_that_are_decoded_are_not_looked_at(prompt_only: bool, left: list[int]) -> None:
-    """A prompt of 203 tokens in blocks of 8, of which a chunk has 2; 320 tokens by now."""
-    from kvtier.vllm.hooks import compat
-
-    groups = [
-        Made(tokens_per_chunk=16, sliding_window_size_in_chunks=window) for window in (None, 3)
-    ]
-    states = [Made(block_ids=list(range(1, 41))) for _ in groups]
-    status = Made(req=Made(num_prompt_tokens=203), group_states=states)
-    scheduler = Made(
-        config=Made(kv_group_configs=groups, blocks_per_chunk=2, offload_prompt_only=prompt_only),
-        _req_status={"r": status, "other": Made()},
-    )
-    scheduled = Made(
-        scheduled_cached_reqs=Made(req_ids=["other", "r"], new_block_ids=[None, ([41], [41])])
-    )
-    compat.forget_decoded(Made(connector_scheduler=scheduler), scheduled)
-    assert [len(state.block_ids) for state in states] == left
-    assert states[1].block_ids[:24] == list(range(1, 25))

@@ -101,10 +101,13 @@ class Cascade:
     @property
     def waiting(self) -> bool:
         """Whether something is to be written yet."""
-        return any(
-            link.backlog or (link.pressed and link.write is WritePolicy.ON_EVICT)
-            for link in self._links
-        ) or any(catch_up.pending for catch_up in self._catch_ups.values())
+        for link in self._links:  # asked in every step of an engine: no generator
+            if link.backlog or (link.pressed and link.write is WritePolicy.ON_EVICT):
+                return True
+        for catch_up in self._catch_ups.values():
+            if catch_up.pending:
+                return True
+        return False
 
     def step(self, now: float) -> None:
         """Start what there is room for."""

@@ -28,7 +28,7 @@ class AllocatedBlocks:
         """Lists of blocks, as the pool gave them out."""
         self._cached: list[tuple[Callable[..., dict[int, str]], Any, Any]] = []
         """What the engine has taken for computed since, in its order, as the arguments of the calls
-        by which it did: hundreds of requests may do so in a step, and hardly ever does it matter."""
+        by which it did: hundreds of requests may in a step, and hardly ever does it matter."""
         take, taken = pool.get_new_blocks, self._taken.append
 
         def get_new_blocks(*arguments: Any, **named: Any) -> Any:

@@ -6,6 +6,7 @@ and lets them fail, one by one; the metadata carries what became of each errand 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm.v1.kv_offload.base import LoadStoreSpec
 from kvtier.vllm import guard
 from kvtier.vllm.hooks.step_replay import Job, Orders, Place, Said, StepReplay, Steps
 from kvtier.vllm.protocol import Errand, Report
+from kvtier.vllm.worker.rank_worker import Ended
 
 
 class ErrandSpec(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -68,11 +70,6 @@ def hear(output: Any, steps: Steps) -> dict[int, Report]:
     others = (output.finished_recving or set()) - ours
     output.finished_recving = others | steps.received(new)
     return reports
-
-
-def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
-    """What the worker's side of a connector answers after a step."""
-    return KVConnectorTransferResults(sent, received, failed)
 
 
 class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
@@ -140,26 +137,38 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
                     self._load_jobs[number] = job.request
                 self.worker.abandon(number, job.errand)
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """What the worker's side of a connector answers after a step."""
+        sent, received = self.get_finished(finished_req_ids)
+        return KVConnectorTransferResults(sent, received, self.failed_requests)
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        if ended := self.worker.take_ended():
+            self._unheard.keep(self._said_of(ended))
+        now = self._unheard.now
+        if not now:
+            self.failed_requests = set()
+            return set(), set()
+        self.failed_requests = {each for said in now for each in said.failed}
+        return set(), {each for said in now for each in said.received}
+
+    def _said_of(self, ended: Iterable[Ended]) -> Said:
         said = Said(OffloadingWorkerMetadata(), {}, set(), set())
-        for ended in self.worker.take_ended():
-            request = self._load_jobs.pop(ended.job_id, None)
-            self._storing.discard(ended.job_id)
-            said.jobs.mark_completed(ended.job_id)
-            said.reports[ended.number] = ended.report
-            if ended.ok:
+        for each in ended:
+            request = self._load_jobs.pop(each.job_id, None)
+            self._storing.discard(each.job_id)
+            said.jobs.mark_completed(each.job_id)
+            said.reports[each.number] = each.report
+            if each.ok:
                 stats = said.jobs.transfer_stats
                 (stats.store if request is None else stats.load).record(
-                    ended.report.bytes_moved, ended.seconds
+                    each.report.bytes_moved, each.seconds
                 )
             if request is not None:
                 said.received.add(request)
-                if not ended.ok:
+                if not each.ok:
                     said.failed.add(request)
-        if said.reports:
-            self._unheard.keep(said)
-        self.failed_requests = {each for said in self._unheard.now for each in said.failed}
-        return set(), {each for said in self._unheard.now for each in said.received}
+        return said
 
     def build_connector_worker_meta(self) -> Any:
         said = self._unheard.take()

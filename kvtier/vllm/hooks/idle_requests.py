@@ -134,6 +134,7 @@ class IdleRequests:
     @guarded(lambda: None)
     def looked_at(self, scheduled: Any) -> None:
         """All that there was to be stored of these requests is on its way."""
+        self._awake.update(scheduled.num_scheduled_tokens)  # those to whom this loop does not come
         for name, count in scheduled.num_scheduled_tokens.items():
             self.forget(name)
             status = self._scheduler._req_status.get(name)

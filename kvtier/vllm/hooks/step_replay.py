@@ -10,7 +10,7 @@ is heard once.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,14 +77,11 @@ class Steps:
         self._begun += 1
         metadata.orders = Orders(self._begun, self._heard, given_up, self._lost)
         # Copies, because a worker in this process takes jobs out of vLLM's.
-        jobs = {
-            **(self._lost or {}),
-            **{number: Job(job.dst_spec.errand) for number, job in metadata.store_jobs.items()},
-            **{
-                number: Job(job.src_spec.errand, job.req_id)
-                for number, job in metadata.load_jobs.items()
-            },
-        }
+        jobs = dict(self._lost or ())
+        for number, job in metadata.store_jobs.items():
+            jobs[number] = Job(job.dst_spec.errand)
+        for number, job in metadata.load_jobs.items():
+            jobs[number] = Job(job.src_spec.errand, job.req_id)
         self._ahead.append((self._begun, jobs))
         self._lost = None
         if len(self._ahead) > _AHEAD_MAX:
@@ -150,7 +147,7 @@ class StepReplay:
         return list(self._now.values())
 
     @property
-    def now(self) -> Iterable[Said]:
+    def now(self) -> Collection[Said]:
         """What is said in this step."""
         return self._now.values()
 

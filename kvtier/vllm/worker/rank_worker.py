@@ -160,6 +160,8 @@ class RankWorker:
 
     def poll(self) -> list[Ended]:
         """Jobs that ended since the last call."""
+        if not (self._numbers or self._ended):
+            return []
         ended, self._ended = self._ended, []
         if self._copier is not None:
             ended += [self._report(result) for result in self._copier.poll()]
