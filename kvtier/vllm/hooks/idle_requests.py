@@ -113,14 +113,14 @@ class IdleRequests:
             *cached.resumed_req_ids,
         ):
             self.forget(name)
+        counts = scheduled.num_scheduled_tokens
+        if until.keys().isdisjoint(counts):
+            return None
         told = [
             (name, blocks)
             for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
             if name not in until or (blocks and name in self._growing)
         ]
-        if len(told) == len(cached.req_ids):
-            return None
-        counts = scheduled.num_scheduled_tokens
         return dataclasses.replace(
             scheduled,
             num_scheduled_tokens={name: n for name, n in counts.items() if name not in until},
