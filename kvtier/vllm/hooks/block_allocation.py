@@ -53,6 +53,11 @@ class AllocatedBlocks:
 
         return noted
 
+    @property
+    def any(self) -> bool:
+        """Whether a step gives out blocks."""
+        return bool(self._taken)
+
     def forget(self) -> None:
         """A step was looked at."""
         self._taken.clear()

@@ -67,9 +67,12 @@ class IdleRequests:
         ):
             return False
         stored_from = scheduler._block_id_to_pending_jobs
-        if (stored_from or self._growing) and any(cached.new_block_ids):
-            if stored_from or self._windowed:
-                return False
+        handed_over = (stored_from or self._growing) and any(cached.new_block_ids)
+        if stored_from and (handed_over or given is None or given.any):
+            return False  # they may be blocks that are being stored from
+        if handed_over:
+            if self._windowed:
+                return False  # they may have left a window before they were stored
             self._take_over(cached)
         if given is not None:
             given.forget()
@@ -97,8 +100,9 @@ class IdleRequests:
         """Note the new blocks of requests that rest, as vLLM would."""
         new = cached.new_block_ids
         for name, blocks in compress(zip(cached.req_ids, new, strict=True), new):
-            if name in self._growing:
-                self._scheduler._req_status[name].update_block_id_groups(blocks)
+            status = self._scheduler._req_status.get(name) if name in self._growing else None
+            if status is not None:
+                status.update_block_id_groups(blocks)
 
     def leave_out(self, scheduled: Any) -> Any:
         """A step's output without those that will not have enough tokens after it; but with what

@@ -67,7 +67,12 @@ def test_what_the_pool_gives_out_is_told_once() -> None:
     assert told(given) == set()
     assert [block.block_id for block in pool.get_new_blocks(2)] == [1, 2]
     pool.get_new_blocks(count=1)
+    assert given.any
     assert told(given) == {1, 2, 3}
+    assert told(given) == set()
+    assert not given.any
+    pool.get_new_blocks(1)
+    given.forget()
     assert told(given) == set()
 
 

@@ -271,10 +271,13 @@ def test_blocks_that_may_be_stored_from_are_told_when_they_change_hands() -> Non
     resting = IdleRequests(storing)
     scheduled = decoding(storing, resting)
     storing._block_id_to_pending_jobs = {7: {1}}
-    assert resting.all_rest(scheduled, None)
+    none, some = (SimpleNamespace(any=any, forget=lambda: None) for any in (False, True))
+    assert resting.all_rest(scheduled, none)
+    assert not resting.all_rest(scheduled, some)
+    assert not resting.all_rest(scheduled, None)
     crossing = dataclasses.replace(scheduled.scheduled_cached_reqs, new_block_ids=[([7],)])
     assert not resting.all_rest(
-        dataclasses.replace(scheduled, scheduled_cached_reqs=crossing), None
+        dataclasses.replace(scheduled, scheduled_cached_reqs=crossing), none
     )
 
 
