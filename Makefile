@@ -28,7 +28,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm bench-crowd bench-lmcache bench-trace venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm bench-crowd bench-lmcache bench-trace venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -84,6 +84,10 @@ bench-lmcache:
 		.venv-lmcache/bin/pip install --quiet --editable '.[testing]' $(VLLM_TESTS) $(LMCACHE_NEEDS) && \
 		.venv-lmcache/bin/pip install --quiet --no-deps lmcache==0.5.6; }
 	PYTHONPATH=tests .venv-lmcache/bin/python -m benchmarks.lmcache
+
+# What a connector costs in a step of requests that only decode, beside vLLM's own.
+bench-step: $(VLLM_STAMP)
+	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.step
 
 # Many prompts at once, from a disk slower than computing, and with little CPU memory.
 bench-crowd: $(VLLM_STAMP)
