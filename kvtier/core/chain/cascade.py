@@ -104,10 +104,7 @@ class Cascade:
         for link in self._links:  # asked in every step of an engine: no generator
             if link.backlog or (link.pressed and link.write is WritePolicy.ON_EVICT):
                 return True
-        for catch_up in self._catch_ups.values():
-            if catch_up.pending:
-                return True
-        return False
+        return bool(self._catch_ups) and any(each.pending for each in self._catch_ups.values())
 
     def step(self, now: float) -> None:
         """Start what there is room for."""
