@@ -313,6 +313,7 @@ class Host(Slowed):
         """Forget all that one tier holds."""
         self._manager.chain.tiers[tier].clear()
         self._vllm_manager._meter._unread = True  # else there is nothing to do, and no step
+        self._vllm_manager._next_poll = 0.0  # nor is it looked for events, for some milliseconds
         self._step()
 
     def looks(self, steps: int) -> int:
