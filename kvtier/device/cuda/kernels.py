@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,8 +54,10 @@ _UNITS, _STEPS = 8, 8
 """Segments that a program moves at once, and words of them that a thread has on the way."""
 _TILE = 128
 """Blocks of 1 KiB that a program adds up at once."""
-_CHAINS, _AHEAD = 16, 64
-"""Pieces that a program goes through at once, and steps for which it fetches the sums together."""
+_CHAINS, _AHEAD, _FEW = 16, 64, 8
+"""Pieces that a program goes through at once, and steps for which it fetches the sums together: as
+far as all pieces go, and behind that. How long Triton takes to build this grows with the square of
+both together: 20 seconds for 64 and 64."""
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
@@ -228,7 +231,7 @@ def _totals_from(source, blocks: tl.constexpr):
 @triton.jit(do_not_specialize=["buffer", "sums", "parts", "part_bytes", "pieces", "longest"])
 def _finish(
     buffer, numbers, totals, sums, parts, part_bytes, pieces, longest,
-    piece_bytes: tl.constexpr, chains: tl.constexpr, ahead: tl.constexpr,
+    piece_bytes: tl.constexpr, chains: tl.constexpr, ahead: tl.constexpr, few: tl.constexpr,
 ):  # fmt: skip
     """The checksums of pieces from the sums of whole blocks, and what is behind these."""
     at = tl.program_id(0) * chains + tl.arange(0, chains)
@@ -250,9 +253,10 @@ def _finish(
         for step in tl.static_range(ahead):
             total = _scramble(total + values[step], key)
         values = coming
-    for block in range(common, tl.max(whole), ahead):
-        coming = _totals_from(source + (block + ahead) * 8, ahead)
-        for step in tl.static_range(ahead):
+    values = _totals_from(source + common * 8, few)
+    for block in range(common, tl.max(whole), few):
+        coming = _totals_from(source + (block + few) * 8, few)
+        for step in tl.static_range(few):
             scrambled = _scramble(total + values[step], key)
             total = tl.where(block + step < whole, scrambled, total)
         values = coming
@@ -282,6 +286,27 @@ def _finish(
     digest = digest ^ (digest >> 32)
     sums = sums.to(tl.pointer_type(tl.int64))
     tl.store(sums + at, digest.to(tl.int64, bitcast=True), mask=at < parts * pieces)
+
+
+def build(words: Any) -> None:
+    """Build all of them at once, by several threads, for memory like `words`: one takes seconds,
+    and the others as long together. What is built already, or lies in Triton's cache, takes none.
+    """
+    if not hasattr(triton, "AsyncCompileMode") or triton.knobs.runtime.interpret:
+        return  # they are built as they are launched, or not at all
+
+    def only_build(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        kernel.warmup(*arguments, grid=(programs,), **constants)
+
+    references = References(words.reshape(4, -1), 1)
+    far, part_bytes, shape = 1 << 40, PIECE_BYTES, (1, 1)
+    with ThreadPoolExecutor(_KERNELS) as threads, triton.AsyncCompileMode(threads):
+        digest(words, words, words, far, 1, part_bytes, 1, only_build)  # the longest of all
+        for out in (True, False):
+            move(far, words, references, words, shape, part_bytes, 1, only_build, out=out)
+
+
+_KERNELS = 5
 
 
 def programs_of(multiprocessors: int) -> int:
@@ -340,7 +365,7 @@ def digest(
     )  # fmt: skip
     launch(
         _finish, -(-parts * pieces // _CHAINS), buffer, numbers, totals, sums, parts, part_bytes,
-        pieces, longest, piece_bytes=PIECE_BYTES, chains=_CHAINS, ahead=_AHEAD,
+        pieces, longest, piece_bytes=PIECE_BYTES, chains=_CHAINS, ahead=_AHEAD, few=_FEW,
         num_warps=_CHAINS * 8 // 32,
     )  # fmt: skip
 

@@ -78,8 +78,10 @@ def try_out(torch: Any, index: int, batch_copy: Any) -> None:
             Staging(torch, index, layout, batch_copy), [kernel_trial.ROWS], urgent=True
         )
 
+    device = torch.device("cuda", index)
     with kernels.building:
-        kernel_trial.try_out(torch, torch.device("cuda", index), make)
+        _queue(kernels.build, torch.empty(64, dtype=torch.int64, device=device))
+        kernel_trial.try_out(torch, device, make)
 
 
 def programs_on(torch: Any, device: Any) -> int:
