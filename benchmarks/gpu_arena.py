@@ -96,7 +96,8 @@ class Arena:
             self.host,
             NAMESPACE,
             threads=threads,
-            prepare=memory.pin,
+            prepare=memory.pin_first,
+            follow=memory.pin_rest,
             on_close=memory.close,
         )
         assert self.copier.prepared.wait(120), "pinning the region takes too long"

@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
+import msgspec
+
 from kvtier.config import MoverMode, Source, StackConfig, check, check_engine, load
 from kvtier.core.chain.in_flight import Ticket
 from kvtier.core.chain.isolated_tier import IsolatedTier
@@ -76,7 +78,8 @@ class Stack:
     ) -> None:
         self.config = config
         self.namespace = namespace
-        self.context, tiers = _open_tiers(config, namespace, engine or config.name, tuple(near))
+        wanted = TierContext(namespace, engine or config.name, tuple(near), serving)
+        self.context, tiers = _open_tiers(config, wanted)
         opened: list[Handler | Mover] = []
         try:
             host = backend(config.tiers[0].kind).open_handler(config.tiers[0], self.context)
@@ -278,13 +281,12 @@ class Stack:
         self.close()
 
 
-def _open_tiers(
-    config: StackConfig, namespace: Namespace, name: str, near: tuple[int, ...]
-) -> tuple[TierContext, list[Tier]]:
+def _open_tiers(config: StackConfig, wanted: TierContext) -> tuple[TierContext, list[Tier]]:
     """All tiers, under the first engine name whose private media nobody uses."""
+    name = wanted.engine
     for number in range(1, _ENGINES_MAX + 1):
         engine = name if number == 1 else f"{name}~{number}"  # as no stack may be called
-        context = TierContext(namespace, engine, near)
+        context = msgspec.structs.replace(wanted, engine=engine)
         tiers: list[Tier] = []
         try:
             for settings in config.tiers:

@@ -106,8 +106,10 @@ class CpuBackend(Backend[CpuSettings]):
             context.namespace.digest,
             discard=discard,
         )
-        huge_pages = settings.huge_pages
-        owned = OwnedRegion(path, wanted, disk or Disk(), context.near, huge_pages=huge_pages)
+        huge_pages, serving = settings.huge_pages, context.serving
+        owned = OwnedRegion(
+            path, wanted, disk or Disk(), context.near, huge_pages=huge_pages, serving=serving
+        )
         owned.region.keep_for(settings.keep_for.seconds)
         if huge_pages and (reason := huge_page_support.why_none(folder)):
             logger.warning("the CPU region %s has no huge pages: %s", path, reason)

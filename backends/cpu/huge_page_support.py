@@ -7,23 +7,11 @@ says `advise`, huge pages come only to a mapping that asks for them before there
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from pathlib import Path
 
 from kvtier.core.system.mounts import mounted
 
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE, of Linux 5.14: take all of the memory now, and fail where none is left."""
 _SWITCH = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
-
-
-def take(mapping: mmap.mmap) -> None:
-    """Take the memory of a new region, in huge pages as far as the system gives them. What this
-    does not take is taken, or refused, by the allocation that must follow."""
-    with contextlib.suppress(OSError):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-        mapping.madvise(_POPULATE_WRITE)
 
 
 def why_none(folder: Path, root: Path = Path("/")) -> str | None:

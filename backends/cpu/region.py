@@ -20,7 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.backends.cpu import huge_page_support, memory_limits
+from kvtier.backends.cpu import memory_limits
+from kvtier.backends.cpu.region_memory import Memory
 from kvtier.core.records.record import ALIGN, Buffer, padded
 from kvtier.core.slab.layout import (
     ENTRY_BYTES,
@@ -30,7 +31,6 @@ from kvtier.core.slab.layout import (
     SlabHeader,
     entry_at,
 )
-from kvtier.core.system import numa
 from kvtier.core.system.disk import Disk, is_locked, lock_within
 from kvtier.errors import FormatError, MediumError, MediumInUse, NewerFormat
 
@@ -158,11 +158,11 @@ class OwnedRegion:
         near: Sequence[int] = (),
         *,
         huge_pages: bool = False,
+        serving: bool = False,
     ) -> None:
         self.path = path
         self._disk = disk
-        self._near = near
-        self._huge_pages = huge_pages
+        self._memory = Memory(path, near, huge_pages=huge_pages, serving=serving)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = lock_owner(path)
@@ -233,8 +233,7 @@ class OwnedRegion:
             self._disk.unlink(making)
             fd = self._disk.open(making, create=True)
             try:
-                if self._near or self._huge_pages:
-                    self._shape(fd, size)
+                self._memory.shape(fd, size)
                 self._disk.allocate(fd, size)
                 os.pwrite(fd, header.pack(), 0)
             finally:
@@ -251,27 +250,6 @@ class OwnedRegion:
                 + said_of_idle(self.path.parent, [self.path])
             ) from error
         return Region.attach(self.path)
-
-    def _shape(self, fd: int, size: int) -> None:
-        """Choose what its memory will be like: asked before there is any."""
-        os.ftruncate(fd, size)
-        with mmap.mmap(fd, size) as mapping:
-            if self._near:
-                self._place(mapping)
-            if self._huge_pages:
-                huge_page_support.take(mapping)
-
-    def _place(self, mapping: mmap.mmap) -> None:
-        """Choose the nodes that it will come from."""
-        with memoryview(mapping) as view:
-            reason = numa.place(view, self._near)
-        where = f"{numa.describe(self._near)}, beside the GPUs"
-        if reason is None:
-            logger.info("the CPU region %s lies on NUMA %s", self.path, where)
-        else:
-            logger.warning(
-                "the CPU region %s cannot be put on NUMA %s: %s", self.path, where, reason
-            )
 
     def note_use(self) -> None:
         """Say by the file's time that it is in use: writing through a mapping does not."""

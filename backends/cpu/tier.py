@@ -9,9 +9,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvtier.backends.cpu import sharing
 from kvtier.backends.cpu.region import OwnedRegion
 from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.slab import layout
+from kvtier.core.slab.pieces import pinning_order, place_of
 from kvtier.core.slab.tier import SlabTier
 from kvtier.types import BlockKey, SlotSpec, TierStats
 
@@ -38,6 +40,12 @@ class CpuTier(SlabTier):
         self._table = owned.region.table
         self._key_of = [None] * header.slots
         self._policy.resize(header.slots)
+        sharing.begin(owned.region)
+        entries = layout.read_entries(self._table, header.slots)
+        self._places = place_of(pinning_order(header, entries), header.slots)
+        """Where in the order of pinning each slot comes."""
+        self._pinned: int | None = 0
+        """So many of them were pinned when somebody looked; None when all are."""
         self._recover(header.slots)
 
     def _recover(self, slots: int) -> None:
@@ -58,8 +66,8 @@ class CpuTier(SlabTier):
         held[bad] = True
         del entries, states
         self._quarantine.extend(bad)
-        free = np.flatnonzero(~held).tolist() + copies
-        self._make_free(free)
+        free = np.array(np.flatnonzero(~held).tolist() + copies, np.intp)
+        self._make_free(free[np.argsort(self._places[free])].tolist())
 
     def _locate(self, slots: list[int]) -> CpuSpec:
         return CpuSpec(slots)
@@ -82,7 +90,18 @@ class CpuTier(SlabTier):
 
     def _make_free(self, slots: Sequence[int]) -> None:
         self._set_state(slots, layout.FREE)
+        near = self._pinned_among(slots) if self._pinned is not None else ()
+        if near:
+            self._free.extendleft(reversed(near))
+            slots = sorted(set(slots).difference(near))
         super()._make_free(slots)
+
+    def _pinned_among(self, slots: Sequence[int]) -> list[int]:
+        """Those that a device reaches already: they are to be used before others, as long as there
+        are others."""
+        pinned = sharing.pinned(self._table) or 0
+        self._pinned = pinned if pinned < len(self._key_of) else None
+        return [slot for slot in slots if self._places[slot] < pinned]
 
     def _on_dropped(self, slots: Sequence[int]) -> None:
         self._set_state(slots, layout.FREE)

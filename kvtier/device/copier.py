@@ -149,6 +149,11 @@ class DeviceCopier(ABC):
         """How far the engine has come in what it gives its device to do."""
         return None
 
+    def make_ready(self, seconds: float) -> bool:
+        """Wait until copies are as fast as an engine's start should wait for, but no longer than
+        this; whether they are."""
+        return True
+
     @abstractmethod
     def poll(self) -> list[JobResult]:
         """Jobs that ended since the last call; never blocks."""

@@ -39,6 +39,7 @@ from kvtier.vllm.settings import (
     check_caches,
     check_ranks,
     check_role,
+    name_engine,
     read_stack,
     unread,
     whole_number,
@@ -135,6 +136,12 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         return self.connector_worker.get_transfer_results(finished_req_ids)
+
+    @guarded(lambda: None)
+    def get_handshake_metadata(self) -> None:
+        """The last that vLLM asks its workers before it serves: the scheduler's side is there."""
+        if self.connector_worker is not None:
+            self.connector_worker.make_ready()
 
     # -- the scheduler's side ------------------------------------------------------------------
 
@@ -365,6 +372,7 @@ def _settle(vllm_config: Any, kv_cache_config: Any) -> StackConfig:
     check_caches(hisparse, unsupported_modes.overflows(vllm_config))
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra.update(_OURS)
+    name_engine(extra, vllm_config.kv_transfer_config.engine_id)
     for name, instead in _IGNORED.items():
         if extra.pop(name, 0):
             logger.warning("%s is ignored: %s", name, instead)

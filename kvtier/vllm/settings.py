@@ -22,7 +22,8 @@ _SETTINGS = (
     "self_describing_kv_events",
 )
 """Ours, and those of vLLM's offloading connector that do not belong to a tier."""
-_OURS = ("spec_name", "spec_module_path", "kvtier_namespace")
+_ENGINE = "kvtier_engine"
+_OURS = ("spec_name", "spec_module_path", "kvtier_namespace", _ENGINE)
 """What the connector writes there itself."""
 
 
@@ -105,6 +106,16 @@ def read_namespace(extra: Mapping[str, Any]) -> Namespace:
         return Namespace.from_json(extra["kvtier_namespace"].encode())
     except (KeyError, msgspec.ValidationError) as error:
         raise ConfigError("kvtier_namespace", f"cannot be read: {error}") from error
+
+
+def name_engine(extra: dict[str, Any], name: object) -> None:
+    """Let scheduler and workers know which engine they are of."""
+    extra[_ENGINE] = str(name)
+
+
+def read_engine(extra: Mapping[str, Any]) -> str:
+    """What `name_engine` wrote."""
+    return str(extra.get(_ENGINE, ""))
 
 
 def unread(extra: Mapping[str, Any]) -> list[str]:

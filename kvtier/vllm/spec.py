@@ -13,13 +13,15 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvtier import config as stack_config
-from kvtier.backends.cpu import CpuHandler
+from kvtier.backends.cpu import CpuHandler, sharing
 from kvtier.core.costs.hit_offers import Shape
 from kvtier.core.costs.model import CostModel
 from kvtier.core.system import numa
+from kvtier.device.idle_times import Steps
 from kvtier.errors import ConfigError
 from kvtier.stack import Stack
 from kvtier.types import BlockKey
@@ -32,7 +34,7 @@ from kvtier.vllm.scheduler.block_events import events_of
 from kvtier.vllm.scheduler.manager import ChainManager
 from kvtier.vllm.scheduler.metrics import Meter, definitions
 from kvtier.vllm.scheduler.prefill_pace import prompt_tokens
-from kvtier.vllm.settings import read_namespace, read_stack
+from kvtier.vllm.settings import read_engine, read_namespace, read_stack
 from kvtier.vllm.worker.rank_worker import Ended, RankWorker, blocks_of
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
             near=numa.Topology().near(index * ranks, ranks, os.environ),
         )
         assert isinstance(opened.host, CpuHandler)
+        sharing.name_engine(opened.host.region, self._engine)
         logger.info("KV cache is kept, and found again: %s", opened.summary())
         manager = ChainManager(
             opened,
@@ -102,8 +105,17 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
                 pipelined=config.parallel.pp_size > 1,
                 gds=stack.gds,
                 folders=stack_config.folders(stack),
+                region=partial(
+                    sharing.find, Path(getattr(stack.tiers[0], "path", "")), self._engine
+                ),
             )
         )
+
+    @property
+    def _engine(self) -> str:
+        """What its scheduler and its workers call it, and no other engine of this machine."""
+        index = self.config.parallel.data_parallel_index
+        return f"{read_engine(self.extra_config)}/{index}"
 
 
 def _passed_on(
@@ -322,6 +334,12 @@ class VllmWorker(compat.OffloadingWorker):  # type: ignore[misc]
     abandon = _passed_on(RankWorker.abandon, to="_worker")
     make_way = _passed_on(RankWorker.make_way, to="_worker")
     wait = _passed_on(RankWorker.wait, to="_worker")
+    make_ready = _passed_on(RankWorker.make_ready, to="_worker")
+
+    @property
+    def steps(self) -> Steps:
+        """To be told of the engine's steps."""
+        return self._worker.steps
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         if not self._submit(self._worker.store, job_id, dst_spec.errand, src_spec):

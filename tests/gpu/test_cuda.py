@@ -137,7 +137,8 @@ def test_a_flipped_bit_does_not_reach_the_device(stage: Stage) -> None:
 
 
 def test_memory_that_is_not_pinned_yet(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PinnedMemory, "pin", lambda self, stopping: False)
+    for step in ("pin_first", "pin_rest"):
+        monkeypatch.setattr(PinnedMemory, step, lambda self, stopping: False)
     stage = Stage(torch, 16384)
     before = stage.pools[0].clone()
     assert stage.run(STORE, Blocks(np.arange(6), [6, 0], [0, 0])).ok

@@ -29,6 +29,8 @@ class TierContext(msgspec.Struct, frozen=True):
     """Names this engine among those of one machine: private media (the CPU region) carry it."""
     near: tuple[int, ...] = ()
     """The NUMA nodes that host memory should come from; empty where there is no choice."""
+    serving: bool = False
+    """Whether an engine is about to serve with it: what takes long is then done at once."""
 
 
 class Backend(ABC, Generic[S]):

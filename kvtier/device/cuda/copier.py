@@ -103,6 +103,7 @@ class CudaCopier(DeviceCopier):
         *,
         threads: int = 4,
         prepare: Callable[[threading.Event], object] = lambda stopping: None,
+        follow: Callable[[threading.Event], object] = lambda stopping: None,
         on_close: Callable[[], None] = lambda: None,
         open_direct: Callable[[], DirectLoader | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -124,7 +125,10 @@ class CudaCopier(DeviceCopier):
         loads, stores = device.lane(urgent=True), device.lane(urgent=False)
         self._loads = _Pipe(loads, loads.to_device, clock)
         self._stores = _Pipe(stores, stores.to_host, clock)
-        self._prepare = prepare
+        self._prepare, self._follow = prepare, follow
+        self._has_buffers, self._has_memory = threading.Event(), threading.Event()
+        """Set when the buffers are there, or will not be; and when an engine's start need not wait
+        any longer for memory."""
         self.prepared = threading.Event()
         """Set when copies are as fast as they will get."""
         self._stopping = threading.Event()
@@ -137,7 +141,7 @@ class CudaCopier(DeviceCopier):
         self._reading: list[threading.Thread] = []
         self._landing: list[threading.Thread] = []
         try:
-            self._start(self._opening, [self._open])
+            self._start(self._opening, [self._open, self._pin])
             self._start(self._issuing, [self._issue_loads, self._issue_stores] * threads)
             self._start(self._reading, [self._direct.run] if self._direct else [])
             self._start(self._landing, [self._land_loads] + [self._land_stores] * threads)
@@ -159,22 +163,32 @@ class CudaCopier(DeviceCopier):
             started.append(thread)
 
     def _open(self) -> None:
-        """What takes long, like pinning memory, is done while the engine goes on, and its copies
-        with it: they are slower until then, but that is no reason to wait."""
+        """What takes long is done while the engine goes on, and its copies with it: they are slower
+        until then. An engine that is about to serve waits for it (`make_ready`)."""
         try:
             for pipe, urgent in ((self._loads, True), (self._stores, False)):
                 stages = self._device.stages(self._layout, self._BATCH_BYTES, urgent=urgent)
                 for stage in stages:
+                    self._staged.warm_up(stage)
                     self._desk.fit(stage.rows)
                 pipe.use(stages)
         except ERRORS as error:
             what = "stores" if self._loads.staged else "records"
             logger.warning("%s are copied page by page and proved by the host: %s", what, error)
+        finally:
+            self._has_buffers.set()
+
+    def _pin(self) -> None:
+        """Pinning memory, likewise."""
         try:
             self._prepare(self._stopping)
+            self._has_memory.set()
+            self._follow(self._stopping)
         except ERRORS:
             logger.exception("the device's copies are slower than they could be")
         finally:
+            self._has_memory.set()
+            self._has_buffers.wait()
             self.prepared.set()
 
     # -- the engine's side -----------------------------------------------------------------
@@ -184,6 +198,11 @@ class CudaCopier(DeviceCopier):
 
     def mark(self) -> Event:
         return self._device.mark()
+
+    def make_ready(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        there = (self._has_memory, self._has_buffers)
+        return all(each.wait(max(0.0, end - time.monotonic())) for each in there)
 
     def poll(self) -> list[JobResult]:
         return self._desk.poll()

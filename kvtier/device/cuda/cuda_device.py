@@ -20,8 +20,10 @@ from kvtier.core.system.numa import Topology, bind_thread
 from kvtier.device.accelerator import ERRORS, Event, Lane, Stage
 from kvtier.device.copier import Host
 from kvtier.device.copy_plan import Copies, Ints
+from kvtier.device.cuda.batch_copies import BatchCopy, few_at_once
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.direct.loader import DirectLoader
+from kvtier.device.idle_times import Steps
 from kvtier.device.layout import DeviceLayout
 from kvtier.device.pinned_memory import PinnedMemory
 from kvtier.errors import MediumError
@@ -30,10 +32,6 @@ if TYPE_CHECKING:
     from kvtier.device.cuda.staging_buffers import Staging
 
 logger = logging.getLogger(__name__)
-
-BatchCopy = Callable[[Ints, Ints, Ints, bool], object]
-"""Queue copies (targets, sources, sizes) on torch's current stream; the flag says that no stream of
-the device writes to the sources meanwhile. Returns what must live until they are done."""
 
 
 class Cuda:
@@ -47,13 +45,13 @@ class Cuda:
         self.cudart: Any = torch.cuda.cudart()
         """What torch offers of the runtime, Python's lock released meanwhile."""
         self.batch_copy = few_at_once(batch_copy or runtime_copy(torch))
-        self._cores = cores_near(index, Topology())
+        self.cores = cores_near(index, Topology())
         self._staging: Staging | None = None
 
     def attach(self) -> None:
         self._torch.cuda.set_device(self._index)
         leave_captures_alone()
-        bind_thread(self._cores)
+        bind_thread(self.cores)
 
     def mark(self) -> Event:
         return event_on(self._torch, self._torch.cuda.current_stream(self._index))
@@ -166,21 +164,37 @@ def open_copier(
     index: int,
     batch_copy: BatchCopy | None = None,
     open_direct: Callable[[], DirectLoader | None] | None = None,
+    order: Sequence[range] = (),
+    least_slots: int = 0,
+    steps: Steps | None = None,
+    note: Callable[[int], object] = lambda slots: None,
 ) -> CudaCopier:
-    """A copier between a CUDA device and a region whose slots are `data`, which it pins.
+    """A copier between a CUDA device and a region whose slots are `data`, which it pins: in this
+    order, so many at the least before the engine serves, the others between its steps; `note` is
+    told how many are pinned.
 
     Raises MediumError if the device cannot be used.
     """
     try:
         device = Cuda(index, batch_copy)
-        memory = PinnedMemory(data, len(host.record(0)), CudaRegistrar(device.cudart))
-
+        slot_bytes = len(host.record(0))
+        memory = PinnedMemory(
+            data,
+            slot_bytes,
+            CudaRegistrar(device.cudart),
+            order=order,
+            least_bytes=least_slots * slot_bytes,
+            steps=steps,
+            note=note,
+            cores=device.cores,
+        )
         return CudaCopier(
             layout,
             device,
             host,
             namespace,
-            prepare=memory.pin,
+            prepare=memory.pin_first,
+            follow=memory.pin_rest,
             on_close=memory.close,
             open_direct=open_direct,
         )
@@ -229,22 +243,6 @@ def leave_captures_alone() -> None:
 _CAPTURE_RELAXED = 2
 
 
-_PIECES = 4096
-"""Pieces in one call. A driver of CUDA 13.0 crashed over 50,000, which small pages could make."""
-
-
-def few_at_once(copy: BatchCopy) -> BatchCopy:
-    """The same copy, in as many calls as it takes."""
-
-    def split(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
-        if len(sizes) <= _PIECES:
-            return copy(targets, sources, sizes, quiet_source)
-        cuts = [slice(at, at + _PIECES) for at in range(0, len(sizes), _PIECES)]
-        return [copy(targets[cut], sources[cut], sizes[cut], quiet_source) for cut in cuts]
-
-    return split
-
-
 def torch_copy(operation: Callable[[Any, Any, Any, bool], None]) -> BatchCopy:
     """Wrap an operation on tensors of pointers, like vLLM's `swap_blocks_batch`, which takes
     sources first. With drivers before 12.8 it copies piece by piece, and says of no error."""
@@ -261,28 +259,6 @@ def torch_copy(operation: Callable[[Any, Any, Any, bool], None]) -> BatchCopy:
         return tensors
 
     return copy
-
-
-def or_else(copy: BatchCopy, other: Callable[[], BatchCopy]) -> BatchCopy:
-    """The same copy; once it has failed, another one."""
-    current = copy
-    changing = threading.Lock()
-
-    def tried(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
-        nonlocal current
-        way = current
-        try:
-            return way(targets, sources, sizes, quiet_source)
-        except RuntimeError as error:
-            if way is not copy:
-                raise
-            with changing:  # it fails in several threads at once
-                if current is copy:
-                    logger.warning("copies go another way: %s", error)
-                    current = other()
-            return current(targets, sources, sizes, quiet_source)
-
-    return tried
 
 
 class _Attributes(ctypes.Structure):

@@ -99,6 +99,21 @@ class StagedPath:
         self._slot_bytes = slot_bytes
         self._turns = Turns()
 
+    def warm_up(self, stage: Stage) -> None:
+        """Do what a load and a store do, of one record, without a page and to no slot: what is done
+        for the first time takes many times as long. Raises what the device does."""
+        none = np.full((1, self._layout.blocks_per_chunk), -1)
+        for group, size in enumerate(self._layout.part_bytes):
+            scratch = np.zeros(size, np.uint8)
+            part = self._slots_at + HEADER_BYTES + self._layout.part * size
+            held = [stage.fetch(group, np.array([part]))]
+            stage.digest(group, 1)
+            stage.scatter(group, none)
+            stage.gather(group, none)
+            held.append(stage.send(group, np.array([int(scratch.ctypes.data)])))
+            stage.record().synchronize()
+            stage.sums(group, 1)
+
     # -- to the device ---------------------------------------------------------------------
 
     def load(self, batch: Batch, stage: Stage) -> None:

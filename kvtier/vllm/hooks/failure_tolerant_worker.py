@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from kvtier.vllm import guard
+from kvtier.vllm.hooks import compat
 from kvtier.vllm.hooks.step_replay import Job, Orders, Place, Said, StepReplay, Steps
 from kvtier.vllm.protocol import Errand, Report
 from kvtier.vllm.worker.rank_worker import Ended
@@ -88,6 +89,13 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         super().register_kv_caches(kv_caches)
         _set_scales(self.vllm_config)
 
+    def make_ready(self) -> None:
+        """Return when the first requests will find what they use."""
+        payloads, blocks, parts = compat.chunk_sizes(self.vllm_config, self.kv_cache_config)
+        chunk = blocks * min(compat.block_tokens(self.vllm_config, self.kv_cache_config))
+        batch = self.vllm_config.scheduler_config.max_num_batched_tokens
+        self.worker.make_ready(payloads, parts, len(payloads) * -(-batch // chunk))
+
     def _submit_stores(self) -> None:
         jobs, self._unsubmitted_store_jobs = self._unsubmitted_store_jobs, []
         for job_id, source, target in jobs:
@@ -112,6 +120,7 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
             self.worker.begin_step()
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        self.worker.steps.began()
         self._submit_stores()
         for job_id, entry in metadata.load_jobs.items():
             self._load_jobs[job_id] = entry.req_id
@@ -143,6 +152,7 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         return KVConnectorTransferResults(sent, received, self.failed_requests)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        self.worker.steps.ended()
         if ended := self.worker.take_ended():
             self._unheard.keep(self._said_of(ended))
         now = self._unheard.now

@@ -1,28 +1,34 @@
 """The workers' side: carries errands between a rank's KV tensors and the engine's region.
 
-The region is mapped when the first errand names it, and mapped anew when a later one names another.
+The region is mapped before the engine serves, or when the first errand names it, and mapped anew
+when a later one names another.
 Nothing here raises: an errand that cannot be carried out is reported as failed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from kvtier.backends.cpu import Region
+from kvtier.backends.cpu import Region, sharing
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.settings import Gds
+from kvtier.core.slab.layout import read_entries
+from kvtier.core.slab.pieces import pinning_order
 from kvtier.device.copier import DeviceCopier, Job, JobResult
 from kvtier.device.copy_plan import Blocks
 from kvtier.device.cpu_copier import CpuCopier, host_arrays
 from kvtier.device.cuda import cuda_device
-from kvtier.device.cuda.cuda_device import BatchCopy
+from kvtier.device.cuda.batch_copies import BatchCopy, or_else
 from kvtier.device.direct.kvikio_driver import DirectAccess, KvikioDriver, probe
+from kvtier.device.idle_times import Steps
 from kvtier.device.layout import DeviceLayout
 from kvtier.errors import KVTierError
 from kvtier.types import Outcome
@@ -31,6 +37,19 @@ from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
 logger = logging.getLogger(__name__)
 
 OpenCopier = Callable[[DeviceLayout, Region, bytes], DeviceCopier]
+
+
+READY_S = 120.0
+"""An engine's start waits no longer."""
+
+
+class Pinning(msgspec.Struct):
+    """What a rank's copiers have to know of the engine, to pin its region beside it."""
+
+    rank: int
+    steps: Steps
+    least_slots: int = 0
+    """What a full batch may need at once."""
 
 
 class Ended(msgspec.Struct):
@@ -62,6 +81,7 @@ class RankWorker:
         pipelined: bool = False,
         gds: Gds = Gds.OFF,
         folders: Sequence[Path] = (),
+        region: Callable[[], Path | None] = lambda: None,
         open_copier: OpenCopier | None = None,
     ) -> None:
         part, parts = (0, 1) if alike else (rank, ranks)
@@ -71,10 +91,14 @@ class RankWorker:
         """Else what this rank has to store is written by the first."""
         self._pipelined = pipelined
         self._group_ids = list(group_ids)
-        self._open_copier = open_copier or device_of(caches, gds, folders)
+        self.steps = Steps()
+        """Told by whoever is told of the engine's steps."""
+        self._pinning = Pinning(rank, self.steps)
+        self._find_region = region
+        self._open_copier = open_copier or device_of(caches, gds, folders, self._pinning)
         self._copier: DeviceCopier | None = None
         self._region: Region | None = None
-        self._region_name = ""
+        self._opened: tuple[str, Geometry] | None = None
         self._numbers: dict[int, tuple[int, TransferKind]] = {}
         """The errand of each job under way, and what kind of job it is."""
         self._writes_first = writes_first()
@@ -112,7 +136,7 @@ class RankWorker:
         mark: object = None,
     ) -> None:
         try:
-            copier = self._open(errand)
+            copier = self._open(errand.region, errand.geometry)
             if kind is TransferKind.STORE and not self._writes:
                 report = Report(1, reads_files=self._reads_files)
                 self._ended.append(Ended(job_id, errand.number, True, report, 0.0))
@@ -210,14 +234,30 @@ class RankWorker:
 
     # -- the region ------------------------------------------------------------------------
 
-    def _open(self, errand: Errand) -> DeviceCopier:
-        if self._copier is not None and errand.region == self._region_name:
+    def make_ready(self, group_bytes: tuple[int, ...], parts: int, least_slots: int) -> None:
+        """Before the engine serves: open its region, and return when copies are as fast as the
+        start should wait for. What this cannot do the first errand does, or fails at."""
+        try:
+            path = self._find_region()
+            if path is None:
+                logger.info("the CPU region is opened with the first request")
+                return
+            self._pinning.least_slots = least_slots
+            with contextlib.closing(Region.attach(path)) as region:
+                geometry = Geometry(region.header.namespace, group_bytes, parts)
+            if not self._open(str(path), geometry).make_ready(READY_S):
+                logger.warning("the engine serves before its copies are as fast as they will be")
+        except (KVTierError, OSError, RuntimeError, ValueError) as error:
+            logger.warning("the CPU region cannot be opened before there are requests: %s", error)
+
+    def _open(self, name: str, geometry: Geometry) -> DeviceCopier:
+        if self._copier is not None and self._opened == (name, geometry):
             return self._copier
         self._close_copier()
-        layout = self._as_stated(errand.geometry)
-        region = Region.attach(Path(errand.region))
-        self._region, self._region_name = region, errand.region
-        self._copier = self._open_copier(layout, region, errand.geometry.digest)
+        layout = self._as_stated(geometry)
+        self._region = Region.attach(Path(name))
+        self._opened = (name, geometry)
+        self._copier = self._open_copier(layout, self._region, geometry.digest)
         return self._copier
 
     def _as_stated(self, geometry: Geometry) -> DeviceLayout:
@@ -267,7 +307,7 @@ def writes_first() -> bool:
     return config is not None and bool(config.use_v2_model_runner)
 
 
-def device_of(caches: Any, gds: Gds, folders: Sequence[Path]) -> OpenCopier:
+def device_of(caches: Any, gds: Gds, folders: Sequence[Path], pinning: Pinning) -> OpenCopier:
     """How copiers are opened for the device that the KV tensors are on.
 
     Raises MediumError if that is to read from disks directly, and cannot.
@@ -292,7 +332,7 @@ def device_of(caches: Any, gds: Gds, folders: Sequence[Path]) -> OpenCopier:
         theirs = cuda_device.torch_copy(
             batched_copy()
         )  # knows no other way where there are no batches
-        return cuda_device.or_else(theirs, lambda: cuda_device.runtime_copy(torch))
+        return or_else(theirs, lambda: cuda_device.runtime_copy(torch))
 
     if device.type == "cuda":
         cuda_device.build_kernels(index, batch_copy)
@@ -310,6 +350,10 @@ def device_of(caches: Any, gds: Gds, folders: Sequence[Path]) -> OpenCopier:
             index=index,
             batch_copy=batch_copy(),
             open_direct=None if access.mode is Gds.OFF else lambda: access.open(layout, namespace),
+            order=pinning_order(region.header, read_entries(region.table, region.header.slots)),
+            least_slots=pinning.least_slots,
+            steps=pinning.steps,
+            note=partial(sharing.note_pinned, region.table, pinning.rank),
         )
 
     return open_copier

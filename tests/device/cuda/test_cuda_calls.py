@@ -18,6 +18,7 @@ import pytest
 
 from kvtier.core.system.numa import Topology
 from kvtier.device.cuda import cuda_device as cuda
+from kvtier.device.cuda.batch_copies import BatchCopy, few_at_once, or_else
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.pinned_memory import PinnedMemory
 
@@ -45,11 +46,18 @@ def pages(size: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
+def pin(memory: PinnedMemory, stopping: threading.Event | None = None) -> bool:
+    """As a copier does."""
+    stopping = stopping or threading.Event()
+    memory.pin_first(stopping)
+    return memory.pin_rest(stopping)
+
+
 def test_a_region_is_pinned_in_pieces_that_end_where_slots_end() -> None:
     memory, registrar = pages(10 * 4096), Listener()
     pinned = PinnedMemory(memory.data, 2 * 4096, registrar, piece_bytes=5 * 4096)
     base = memory.ctypes.data
-    assert pinned.pin()
+    assert pin(pinned)
     assert registrar.ranges == [
         (base, 4 * 4096), (base + 4 * 4096, 4 * 4096), (base + 8 * 4096, 2 * 4096)
     ]  # fmt: skip
@@ -60,7 +68,7 @@ def test_a_region_is_pinned_in_pieces_that_end_where_slots_end() -> None:
 
 def test_a_slot_that_is_longer_than_a_piece_is_one() -> None:
     memory, registrar = pages(4 * 4096), Listener()
-    assert PinnedMemory(memory.data, 2 * 4096, registrar, piece_bytes=4096).pin()
+    assert pin(PinnedMemory(memory.data, 2 * 4096, registrar, piece_bytes=4096))
     base = memory.ctypes.data
     assert registrar.ranges == [(base, 2 * 4096), (base + 2 * 4096, 2 * 4096)]
 
@@ -76,7 +84,7 @@ def test_pinning_ends_early_if_it_is_to_stop() -> None:
 
     registrar = Stopper()
     pinned = PinnedMemory(memory.data, 4096, registrar, piece_bytes=4096)
-    assert not pinned.pin(stopping)
+    assert not pin(pinned, stopping)
     assert len(registrar.ranges) == 3
     pinned.close()
     assert sorted(registrar.returned) == [address for address, _ in registrar.ranges]
@@ -87,7 +95,7 @@ def test_a_refused_piece_leaves_those_before_and_warns(
 ) -> None:
     memory, registrar = pages(10 * 4096), Listener(refuse_at=2)
     pinned = PinnedMemory(memory.data, 4096, registrar, piece_bytes=4 * 4096)
-    assert not pinned.pin()
+    assert not pin(pinned)
     assert registrar.returned == [], "copies use them by now"
     assert "8192 of the CPU region's 40960 bytes stay pageable" in caplog.text
     assert "out of memory" in caplog.text
@@ -121,7 +129,7 @@ def test_where_the_system_has_large_pages_none_is_pinned_twice(
     skip = -memory.ctypes.data % page + 3 * 4096
     registrar = Pages(page)
     data = memory.data[skip : skip + slots * slot]
-    assert PinnedMemory(data, slot, registrar, piece_bytes=4 * page, page_bytes=page).pin()
+    assert pin(PinnedMemory(data, slot, registrar, piece_bytes=4 * page, page_bytes=page))
     begins = [address for address, _ in registrar.ranges]
     ends = [address + size for address, size in registrar.ranges]
     base = memory.ctypes.data + skip
@@ -182,7 +190,7 @@ def columns(*numbers: int) -> Any:
     return np.array(numbers, np.int64)
 
 
-def copy_with(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> cuda.BatchCopy:
+def copy_with(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> BatchCopy:
     monkeypatch.setattr(cuda, "runtime", lambda: runtime)
     return cuda.runtime_copy(Torch)
 
@@ -259,10 +267,10 @@ def test_copies_that_fail_go_another_way_from_then_on() -> None:
         calls.append("second")
         return "held"
 
-    copy = cuda.or_else(refused, lambda: works)
+    copy = or_else(refused, lambda: works)
     assert [copy(columns(1), columns(2), columns(3), True) for _ in range(2)] == ["held"] * 2
     assert calls == ["first", "second", "second"]
-    copy = cuda.or_else(refused, lambda: lambda *call: refused())
+    copy = or_else(refused, lambda: lambda *call: refused())
     for _ in range(2):
         with pytest.raises(RuntimeError, match="not supported"):
             copy(columns(1), columns(2), columns(3), True)
@@ -278,7 +286,7 @@ def test_copies_that_fail_in_several_threads_at_once_all_go_the_other_way() -> N
         raise RuntimeError("not supported")
 
     ways: list[str] = []
-    copy = cuda.or_else(refused, lambda: ways.append("another") or (lambda *call: "held"))
+    copy = or_else(refused, lambda: ways.append("another") or (lambda *call: "held"))
 
     def run() -> None:
         found.append(copy(columns(1), columns(2), columns(3), True))
@@ -315,7 +323,7 @@ def test_a_batched_copy_that_is_not_supported_is_tried_once(
 def test_many_pieces_take_several_calls() -> None:
     calls: list[tuple[Any, ...]] = []
     sources = np.arange(10_000)
-    held = cuda.few_at_once(lambda *call: calls.append(call))(sources + 1, sources, sources, True)
+    held = few_at_once(lambda *call: calls.append(call))(sources + 1, sources, sources, True)
     assert held == [None] * 3
     assert max(len(call[2]) for call in calls) <= 4096
     for column, given in enumerate((sources + 1, sources, sources)):

@@ -13,7 +13,9 @@ import pytest
 
 from kvtier.core.settings import Gds
 from kvtier.device.cuda import cuda_device
-from kvtier.vllm.worker.rank_worker import device_of
+from kvtier.device.cuda.batch_copies import BatchCopy
+from kvtier.device.idle_times import Steps
+from kvtier.vllm.worker.rank_worker import Pinning, device_of
 
 
 class Machine:
@@ -61,7 +63,7 @@ def test_by_a_thread_and_on_a_stream_of_their_own(machine: Machine) -> None:
 
 
 def test_where_they_cannot_be_built_the_engine_starts_all_the_same(machine: Machine) -> None:
-    def breaks() -> cuda_device.BatchCopy:
+    def breaks() -> BatchCopy:
         raise ImportError("no such operator")
 
     cuda_device.build_kernels(0, breaks)
@@ -84,7 +86,7 @@ def test_an_engine_does_not_wait_for_ever(
 ) -> None:
     begun, done = threading.Event(), threading.Event()
 
-    def hangs() -> cuda_device.BatchCopy:
+    def hangs() -> BatchCopy:
         begun.set()
         done.wait()
         raise RuntimeError("it was in vain")
@@ -104,5 +106,5 @@ def test_when_an_engine_hands_over_its_tensors(
     monkeypatch.setattr(cuda_device, "build_kernels", lambda index, copy: asked.append(index))
     device = SimpleNamespace(type=kind, index=2)
     tensor = SimpleNamespace(tensor=SimpleNamespace(device=device))
-    device_of(SimpleNamespace(tensors=[tensor]), Gds.OFF, ())
+    device_of(SimpleNamespace(tensors=[tensor]), Gds.OFF, (), Pinning(0, Steps()))
     assert asked == built

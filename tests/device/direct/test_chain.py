@@ -15,10 +15,11 @@ from direct_engine import RANKS, Engine
 
 from kvtier.core.costs.model import CostModel
 from kvtier.core.settings import Gds
+from kvtier.device.idle_times import Steps
 from kvtier.errors import MediumError
 from kvtier.move.thread_mover import ThreadMover
 from kvtier.types import BlockKey, Outcome, Presence
-from kvtier.vllm.worker.rank_worker import device_of
+from kvtier.vllm.worker.rank_worker import Pinning, device_of
 
 KEYS = keys_of(12)
 HIT, MISS = Presence.HIT, Presence.MISS
@@ -290,5 +291,5 @@ def test_what_is_required_of_a_rank_without_a_gpu_keeps_it_from_starting(tmp_pat
     with pytest.raises(
         MediumError, match=r"required for .*, but the KV tensors are on a cpu device: mend"
     ):
-        device_of(caches, Gds.REQUIRE, [tmp_path])
-    assert device_of(caches, Gds.AUTO, [tmp_path])
+        device_of(caches, Gds.REQUIRE, [tmp_path], Pinning(0, Steps()))
+    assert device_of(caches, Gds.AUTO, [tmp_path], Pinning(0, Steps()))

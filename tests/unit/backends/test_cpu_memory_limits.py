@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvtier.backends.cpu import BACKEND, CpuSettings, huge_page_support, memory_limits
+from kvtier.backends.cpu import (
+    BACKEND,
+    CpuSettings,
+    huge_page_support,
+    memory_limits,
+    region_memory,
+)
 from kvtier.core.interfaces.backend import TierContext
+from kvtier.core.records.record import Buffer
 from kvtier.core.settings import ByteSize, Capacity
+from kvtier.core.system.populate import populate
 from kvtier.errors import MediumError
 from kvtier.testing.records import NAMESPACE
 
@@ -164,13 +172,12 @@ def test_huge_pages_are_asked_for_before_there_is_memory(
     """What is there already stays as it is."""
     there: list[int] = []
 
-    def take(mapping: mmap.mmap) -> None:
+    def take(view: Buffer, *rest: Any) -> bool:
         [making] = tmp_path.glob("*.making")
         there.append(making.stat().st_blocks)
-        real(mapping)
+        return populate(view, *rest)
 
-    real = huge_page_support.take
-    monkeypatch.setattr(huge_page_support, "take", take)
+    monkeypatch.setattr(region_memory, "populate", take)
     settings = CpuSettings(
         path=str(tmp_path), capacity=Capacity(size=ByteSize(MIB)), huge_pages=True
     )
