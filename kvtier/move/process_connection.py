@@ -153,12 +153,12 @@ class Link:
         except OSError:
             self.gone = True
 
-    def end(self) -> int | None:
+    def end(self, seconds: float = END_SECONDS) -> int | None:
         """Kill the process if it lives, and see it dead: nothing of it writes anywhere any more.
         None if it is not dead yet: the kernel lets it wait for its disk first."""
         self._process.kill()
         try:
-            return self._process.wait(END_SECONDS)
+            return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 

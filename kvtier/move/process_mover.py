@@ -16,7 +16,7 @@ from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.interfaces.mover import Mover, MoverStats, Transfer, TransferKind, TransferResult
 from kvtier.core.settings import TierSettings
 from kvtier.errors import MoverError
-from kvtier.move.process_connection import Link
+from kvtier.move.process_connection import END_SECONDS, Link
 from kvtier.move.protocol import Cancel, Ended, Hello, Submit, TierOpening, frame
 from kvtier.move.staging_buffers import STAGING_BYTES
 from kvtier.move.transfer_counts import TransferCounts
@@ -24,7 +24,10 @@ from kvtier.types import Outcome
 
 log = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 2.0
+"""Who closes waits no longer for what is being moved: it is not done, and is done again."""
+CLOSED_END_SECONDS = 1.0
+"""Nor for a process that is killed then and waits for its disk."""
 BACKOFF_SECONDS = 0.1
 BACKOFF_SECONDS_MAX = 5.0
 _TICK_SECONDS = 0.25
@@ -289,7 +292,7 @@ class ProcessMover(Mover):
         with self._lock:
             self._link = None
             self._arrivals.unregister(link.socket)
-        while (status := link.end()) is None:
+        while (status := link.end(CLOSED_END_SECONDS if self._closed else END_SECONDS)) is None:
             self._lost = True
             if self._closed:  # nobody takes results any more, and no disk is worth waiting for
                 log.error("the mover's process %d cannot be ended: its disk hangs", link.pid)

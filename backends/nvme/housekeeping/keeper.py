@@ -46,7 +46,7 @@ _GIVEN_ROUNDS = 3
 _AWAY_S = 3600.0
 """A trouble that comes back after so long is said again."""
 _USES_S = 10.0
-_CLOSE_S = 10.0
+_CLOSE_S = 2.0
 """Who closes waits no longer for a disk that hangs: what is not written down by then is lost."""
 _RECENT_NS = 100_000_000
 """File times are coarse: a table written this recently is read again even if it looks unchanged."""
