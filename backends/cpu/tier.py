@@ -44,8 +44,8 @@ class CpuTier(SlabTier):
         entries = layout.read_entries(self._table, header.slots)
         self._places = place_of(pinning_order(header, entries), header.slots)
         """Where in the order of pinning each slot comes."""
-        self._pinned: int | None = 0
-        """So many of them were pinned when somebody looked; None when all are."""
+        self._pinning = True
+        """Until all are pinned."""
         self._recover(header.slots)
 
     def _recover(self, slots: int) -> None:
@@ -90,7 +90,7 @@ class CpuTier(SlabTier):
 
     def _make_free(self, slots: Sequence[int]) -> None:
         self._set_state(slots, layout.FREE)
-        near = self._pinned_among(slots) if self._pinned is not None else ()
+        near = self._pinned_among(slots) if self._pinning else ()
         if near:
             self._free.extendleft(reversed(near))
             slots = sorted(set(slots).difference(near))
@@ -100,7 +100,9 @@ class CpuTier(SlabTier):
         """Those that a device reaches already: they are to be used before others, as long as there
         are others."""
         pinned = sharing.pinned(self._table) or 0
-        self._pinned = pinned if pinned < len(self._key_of) else None
+        if pinned >= len(self._key_of):
+            self._pinning = False
+            return []
         return [slot for slot in slots if self._places[slot] < pinned]
 
     def _on_dropped(self, slots: Sequence[int]) -> None:

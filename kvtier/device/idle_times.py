@@ -23,6 +23,11 @@ class Steps:
         self.seconds = 0.0
         """From the beginning of one to that of the next, while they follow each other."""
 
+    def begin_anew(self) -> None:
+        """Those so far were an engine's trials, before it serves."""
+        self.any = self._running = False
+        self.seconds = 0.0
+
     def began(self) -> None:
         """The engine goes to work."""
         now = self._clock()

@@ -178,6 +178,47 @@ def test_the_kernels_can_be_built_for_devices_that_are_not_here(tmp_path: Path) 
     assert len(set(said_by(_COMPILED, tmp_path, interpreted=False))) == 30
 
 
+_BUILT = """
+import threading
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from kvtier.device import kernels
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+def built():
+    every = (kernels._bring, kernels._move, kernels._add_blocks, kernels._finish)
+    return [len(known[0]) for each in every for known in each.device_caches.values()]
+
+def launch(kernel, programs, *arguments, **constants):
+    kernel.warmup(*arguments, grid=(programs,), **constants)
+    assert built() == [1, 2, 1, 1], "it is built in the middle of a load"
+
+triton.runtime.driver.set_active(Driver())
+words = torch.zeros(64, dtype=torch.int64)
+if not hasattr(triton, "AsyncCompileMode"):
+    print("too old")
+else:
+    kernels.build(words)
+    print(*built())
+    references = kernels.References(torch.zeros((4, 3), dtype=torch.int64), 1536)
+    for out in (True, False):
+        kernels.move((1 << 40) + 8, words, references, words, (2, 4), 1 << 24, 8, launch, out=out)
+    kernels.digest(words, words, words, (1 << 40) + 8, 2, (1 << 24) - 8, 8, launch)
+"""
+
+
+def test_what_was_built_beforehand_is_what_is_launched(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    assert said_by(_BUILT, tmp_path, interpreted=False)[-1] in ("1 2 1 1", "too old")
+
+
 _TRIAL = """
 import contextlib
 import ctypes

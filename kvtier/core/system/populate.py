@@ -61,7 +61,7 @@ class Populating:
         """Whether the system has taken all so far."""
         count = threads or min(_THREADS, len(os.sched_getaffinity(0)))
         self._threads = [
-            threading.Thread(target=self._run, name="kvtier-populate", daemon=True)
+            threading.Thread(target=self._run_near, name="kvtier-populate", daemon=True)
             for _ in range(min(count, len(ranges)))
         ]
         for started, thread in enumerate(self._threads):
@@ -73,8 +73,11 @@ class Populating:
         if not self._threads:
             self._run()
 
-    def _run(self) -> None:
+    def _run_near(self) -> None:
         bind_thread(self._cores)
+        self._run()
+
+    def _run(self) -> None:
         while True:
             with self._changed:
                 at = self._next

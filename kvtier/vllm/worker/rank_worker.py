@@ -243,6 +243,7 @@ class RankWorker:
                 logger.info("the CPU region is opened with the first request")
                 return
             self._pinning.least_slots = least_slots
+            self.steps.begin_anew()
             with contextlib.closing(Region.attach(path)) as region:
                 geometry = Geometry(region.header.namespace, group_bytes, parts)
             if not self._open(str(path), geometry).make_ready(READY_S):

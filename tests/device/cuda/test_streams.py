@@ -301,6 +301,32 @@ def test_jobs_do_not_wait_while_memory_is_pinned(stage: Stage) -> None:
     assert stopped == [True], "closing does not wait for the rest of the memory"
 
 
+def test_an_engine_s_start_waits_for_buffers_and_for_the_first_memory(stage: Stage) -> None:
+    """Not for the rest of it; and what is done once beforehand touches no page and no slot."""
+    go, rest = threading.Event(), threading.Event()
+    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
+    world = World(layout, stage.memory)
+    before, records = stage.memory.copy(), [bytes(stage.host.record(slot)) for slot in range(4)]
+    copier = CudaCopier(
+        world.addressed(),
+        FakeDevice(staging=2),
+        stage.host,
+        NAMESPACE,
+        prepare=lambda stopping: go.wait(60),
+        follow=lambda stopping: rest.wait(60),
+    )
+    assert not copier.make_ready(0.01)
+    go.set()
+    assert copier.make_ready(60)
+    assert copier._loads.staged
+    assert not copier.prepared.is_set()
+    rest.set()
+    assert copier.prepared.wait(60)
+    assert (stage.memory == before).all()
+    assert records == [bytes(stage.host.record(slot)) for slot in range(4)]
+    copier.close()
+
+
 def test_copies_go_on_if_preparing_fails(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     def prepare(stopping: threading.Event) -> None:
         raise RuntimeError("no kernel for this device")

@@ -255,3 +255,56 @@ def test_one_load_of_several_is_given_up() -> None:
     rank.worker.give_up(6)
     rank.worker.give_up(8)
     assert given_up == [2]
+
+
+class Counted:
+    """A rank whose copiers are counted, and how often they were asked to be ready."""
+
+    def __init__(self, region: Path | None, group_bytes: int) -> None:
+        self.rank, self.opened, self.ready = Rank(0), 0, 0
+        self._open, worker = self.rank.worker._open_copier, self.rank.worker
+        worker._open_copier = self.open
+        worker._find_region = lambda: region
+        worker.make_ready((group_bytes,), RANKS, 3)
+
+    def open(self, layout: DeviceLayout, region: Region, namespace: bytes) -> DeviceCopier:
+        self.opened += 1
+        copier = self._open(layout, region, namespace)
+        copier.make_ready = self.asked  # type: ignore[method-assign]
+        return copier
+
+    def asked(self, seconds: float) -> bool:
+        self.ready += 1
+        return False
+
+
+def test_a_region_is_opened_before_the_engine_serves_and_not_anew_by_the_first_errand(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    size = RANKS * LAYERS * PAGE
+    namespace = Namespace(facts={"model": "none"}, group_bytes=(size,), parts=RANKS)
+    with Stack.open(stack_in(tmp_path, namespace), namespace) as stack:
+        path = stack.host.region.path  # type: ignore[attr-defined]
+        manager = ChainManager(stack, region=str(path), ranks=1)
+        counted = Counted(path, size)
+        assert (counted.opened, counted.ready) == (1, 1)
+        assert "before its copies are as fast" in caplog.text
+        assert counted.rank.worker._pinning.least_slots == 3
+        _, errand = manager.prepare_store(list(make_keys(1)), "a")
+        counted.rank.worker.store(1, errand, Blocks(np.arange(1), [1], [0]))
+        assert counted.rank.ended(1).ok
+        assert counted.opened == 1
+        counted.rank.worker.close()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_region_that_cannot_be_opened_beforehand_is_left_to_the_first_errand(
+    tmp_path: Path, there: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine starts; as behind another connector that vLLM asks first."""
+    caplog.set_level("INFO", "kvtier")
+    counted = Counted(tmp_path / "gone" if there else None, RANKS * LAYERS * PAGE)
+    assert counted.opened == 0
+    said = "cannot be opened before there are requests" if there else "with the first request"
+    assert said in caplog.text
+    counted.rank.worker.close()
