@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.backends.cpu import huge_page_support
+from kvtier.backends.cpu import early_memory, huge_page_support
 from kvtier.backends.cpu.handler import CpuHandler
 from kvtier.backends.cpu.region import (
     SUFFIX,
@@ -41,6 +42,7 @@ __all__ = [
     "CpuSpec",
     "CpuTier",
     "Region",
+    "begin_memory",
 ]
 
 logger = logging.getLogger(__name__)
@@ -110,6 +112,7 @@ class CpuBackend(Backend[CpuSettings]):
         owned = OwnedRegion(
             path, wanted, disk or Disk(), context.near, huge_pages=huge_pages, serving=serving
         )
+        early_memory.drop(folder)
         owned.region.keep_for(settings.keep_for.seconds)
         if huge_pages and (reason := huge_page_support.why_none(folder)):
             logger.warning("the CPU region %s has no huge pages: %s", path, reason)
@@ -120,6 +123,14 @@ class CpuBackend(Backend[CpuSettings]):
 
     def identity(self, settings: CpuSettings) -> str | None:
         return str(Path(settings.path).resolve() / _named(settings))
+
+
+def begin_memory(settings: CpuSettings, near: Sequence[int]) -> None:
+    """For a process that is about to open the tier: take its memory meanwhile, unless there may be
+    a region that has it already."""
+    folder = Path(settings.path)
+    if not any(folder.glob(f"{_named(settings)}-*{SUFFIX}")):
+        early_memory.begin(folder, _capacity(settings), near, huge_pages=settings.huge_pages)
 
 
 def _no_place(kind: type[NotHere], settings: CpuSettings) -> NotHere:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.backends.cpu import memory_limits
+from kvtier.backends.cpu import early_memory, memory_limits
 from kvtier.backends.cpu.region_memory import Memory
 from kvtier.core.records.record import ALIGN, Buffer, padded
 from kvtier.core.slab.layout import (
@@ -221,19 +221,15 @@ class OwnedRegion:
 
     def _create(self, header: SlabHeader) -> Region:
         size, making = header.data_end, self.path.with_suffix(_MAKING)
-        left = memory_limits.memory_left() if memory_limits.in_memory(self.path.parent) else None
-        if left is not None and size > left:  # the system would not refuse, but kill somebody
-            raise MediumError(
-                f"a CPU region of {size} bytes does not fit into memory, of which {left} bytes are "
-                "free (on this machine, or below its container's limit): lower the cpu tier's "
-                "capacity, raise the limit, or remove regions that nobody uses (kvtier gc)"
-                + said_of_idle(self.path.parent, [self.path])
-            )
         try:
             self._disk.unlink(making)
-            fd = self._disk.open(making, create=True)
+            fd = early_memory.claim(making, size)
+            if fd is None:
+                self._check_room(size)
+                fd = self._disk.open(making, create=True)
             try:
-                self._memory.shape(fd, size)
+                if os.fstat(fd).st_size == 0:
+                    self._memory.shape(fd, size)
                 self._disk.allocate(fd, size)
                 os.pwrite(fd, header.pack(), 0)
             finally:
@@ -250,6 +246,16 @@ class OwnedRegion:
                 + said_of_idle(self.path.parent, [self.path])
             ) from error
         return Region.attach(self.path)
+
+    def _check_room(self, size: int) -> None:
+        left = memory_limits.memory_left() if memory_limits.in_memory(self.path.parent) else None
+        if left is not None and size > left:  # the system would not refuse, but kill somebody
+            raise MediumError(
+                f"a CPU region of {size} bytes does not fit into memory, of which {left} bytes are "
+                "free (on this machine, or below its container's limit): lower the cpu tier's "
+                "capacity, raise the limit, or remove regions that nobody uses (kvtier gc)"
+                + said_of_idle(self.path.parent, [self.path])
+            )
 
     def note_use(self) -> None:
         """Say by the file's time that it is in use: writing through a mapping does not."""

@@ -372,7 +372,7 @@ def _settle(vllm_config: Any, kv_cache_config: Any) -> StackConfig:
     check_caches(hisparse, unsupported_modes.overflows(vllm_config))
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra.update(_OURS)
-    name_engine(extra, vllm_config.kv_transfer_config.engine_id)
+    name_engine(extra, vllm_config)
     for name, instead in _IGNORED.items():
         if extra.pop(name, 0):
             logger.warning("%s is ignored: %s", name, instead)

@@ -22,8 +22,8 @@ _SETTINGS = (
     "self_describing_kv_events",
 )
 """Ours, and those of vLLM's offloading connector that do not belong to a tier."""
-_ENGINE = "kvtier_engine"
-_OURS = ("spec_name", "spec_module_path", "kvtier_namespace", _ENGINE)
+_ENGINE, _ALONE = "kvtier_engine", "kvtier_alone"
+_OURS = ("spec_name", "spec_module_path", "kvtier_namespace", _ENGINE, _ALONE)
 """What the connector writes there itself."""
 
 
@@ -108,14 +108,15 @@ def read_namespace(extra: Mapping[str, Any]) -> Namespace:
         raise ConfigError("kvtier_namespace", f"cannot be read: {error}") from error
 
 
-def name_engine(extra: dict[str, Any], name: object) -> None:
-    """Let scheduler and workers know which engine they are of."""
-    extra[_ENGINE] = str(name)
+def name_engine(extra: dict[str, Any], vllm_config: Any) -> None:
+    """Let scheduler and workers know which engine they are of, and whether they are one process."""
+    extra[_ENGINE] = str(vllm_config.kv_transfer_config.engine_id)
+    extra[_ALONE] = vllm_config.parallel_config.distributed_executor_backend == "uni"
 
 
-def read_engine(extra: Mapping[str, Any]) -> str:
+def read_engine(extra: Mapping[str, Any]) -> tuple[str, bool]:
     """What `name_engine` wrote."""
-    return str(extra.get(_ENGINE, ""))
+    return str(extra.get(_ENGINE, "")), bool(extra.get(_ALONE, False))
 
 
 def unread(extra: Mapping[str, Any]) -> list[str]:

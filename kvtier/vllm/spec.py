@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvtier import config as stack_config
-from kvtier.backends.cpu import CpuHandler, sharing
+from kvtier.backends.cpu import CpuHandler, CpuSettings, begin_memory, sharing
 from kvtier.core.costs.hit_offers import Shape
 from kvtier.core.costs.model import CostModel
 from kvtier.core.system import numa
@@ -77,7 +77,7 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
             serving=True,
             costs=costs,
             engine=f"{stack.name}-dp{index}" if shared else None,
-            near=numa.Topology().near(index * ranks, ranks, os.environ),
+            near=self._near,
         )
         assert isinstance(opened.host, CpuHandler)
         sharing.name_engine(opened.host.region, self._engine)
@@ -94,6 +94,9 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
     def get_worker(self, kv_caches: Any) -> Any:
         config = self.config
         stack = read_stack(self.extra_config)
+        cpu, (_, alone) = stack.tiers[0], read_engine(self.extra_config)
+        if alone and isinstance(cpu, CpuSettings) and kv_caches.tensors[0].tensor.is_cuda:
+            begin_memory(cpu, self._near)  # the scheduler needs it when the engine is warm
         return VllmWorker(
             RankWorker(
                 kv_caches,
@@ -115,7 +118,13 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
     def _engine(self) -> str:
         """What its scheduler and its workers call it, and no other engine of this machine."""
         index = self.config.parallel.data_parallel_index
-        return f"{read_engine(self.extra_config)}/{index}"
+        return f"{read_engine(self.extra_config)[0]}/{index}"
+
+    @property
+    def _near(self) -> tuple[int, ...]:
+        """The nodes of its GPUs."""
+        index, ranks = self.config.parallel.data_parallel_index, self.config.parallel.world_size
+        return numa.Topology().near(index * ranks, ranks, os.environ)
 
 
 def _passed_on(

@@ -1,0 +1,82 @@
+"""A region's memory, taken while an engine gets ready."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from cpu_regions import CONTEXT, opened, put, served, settings
+
+from kvtier.backends.cpu import begin_memory, early_memory, memory_limits, region_memory
+from kvtier.core.records.record import Buffer
+from kvtier.testing.records import make_keys
+
+
+@pytest.fixture(autouse=True)
+def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_limits, "in_memory", lambda folder: True)
+
+
+def open_files(folder: Path) -> list[Path]:
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(link.readlink())
+    return [path for path in found if path.is_relative_to(folder)]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How much was taken each time."""
+    sizes: list[int] = []
+
+    def take(view: Buffer, *rest: object) -> bool:
+        sizes.append(len(view))
+        return True
+
+    monkeypatch.setattr(region_memory, "populate", take)
+    return sizes
+
+
+def test_the_region_has_the_memory_that_was_taken_before(tmp_path: Path, taken: list[int]) -> None:
+    begin_memory(settings(tmp_path), ())
+    begin_memory(settings(tmp_path), ())
+    assert list(tmp_path.iterdir()) == [], "it has no name: nothing is left of it if nobody comes"
+    with opened(tmp_path, type(CONTEXT)(CONTEXT.namespace, "test", (), True)) as cpu:
+        assert len(taken) == 1, "not once more"
+        assert cpu.region.path.stat().st_size == cpu.region.header.data_end < taken[0]
+        put(cpu, list(make_keys(3)))
+        assert len(served(cpu, list(make_keys(3)))) == 3
+    with opened(tmp_path) as cpu:
+        assert len(served(cpu, list(make_keys(3)))) == 3
+    assert len(open_files(tmp_path)) == 0
+
+
+def test_a_region_that_is_kept_has_its_memory(tmp_path: Path, taken: list[int]) -> None:
+    with opened(tmp_path):
+        pass
+    begin_memory(settings(tmp_path), ())
+    assert not taken
+    assert not early_memory._begun
+
+
+def test_what_does_not_fit_is_not_taken(
+    tmp_path: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler says so."""
+    monkeypatch.setattr(memory_limits, "memory_left", lambda: 4096)
+    begin_memory(settings(tmp_path), ())
+    assert not taken
+    assert not early_memory._begun
+
+
+def test_memory_that_is_too_small_or_for_nobody_is_given_back(
+    tmp_path: Path, taken: list[int]
+) -> None:
+    begin_memory(settings(tmp_path, blocks=2), ())
+    with opened(tmp_path, blocks=8) as cpu:
+        assert cpu.region.path.stat().st_size == cpu.region.header.data_end > taken[0]
+    begin_memory(settings(tmp_path / "..", blocks=2), ())
+    early_memory.drop(tmp_path / "..")
+    assert len(open_files(tmp_path)) == 0
