@@ -219,6 +219,55 @@ def test_what_was_built_beforehand_is_what_is_launched(tmp_path: Path) -> None:
     assert said_by(_BUILT, tmp_path, interpreted=False)[-1] in ("1 2 1 1", "too old")
 
 
+_READY = """
+import tempfile
+from functools import partial
+from pathlib import Path
+import pretend_cuda
+import numpy as np
+from cpu_regions import CONTEXT, NAMESPACE, opened
+from kvtier.backends.cpu import Region, sharing
+from kvtier.core.slab.layout import read_entries
+from kvtier.core.slab.pieces import pinning_order
+from kvtier.device import cuda
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.idle_times import Steps
+
+pages = np.zeros((16, 4096), np.uint8)
+tensor = DeviceTensor(pages.ctypes.data, 16, 4096, 4096)
+layout = DeviceLayout((tensor,), ((PageRef(0, 4096),),), 2)
+with opened(Path(tempfile.mkdtemp())) as tier:
+    region, pinned = Region.attach(tier.region.path), []
+
+    def note(slots):
+        sharing.note_pinned(region.table, 0, slots)
+        pinned.append(sharing.pinned(tier.region.table))
+
+    copier = cuda.open_copier(
+        layout,
+        region,
+        region.data,
+        NAMESPACE.digest,
+        index=0,
+        order=pinning_order(region.header, read_entries(region.table, region.header.slots)),
+        least_slots=2,
+        steps=Steps(),
+        note=note,
+    )
+    assert copier.make_ready(600)
+    assert copier._loads.staged and copier._stores.staged
+    assert copier.prepared.wait(600)
+    print(pinned, region.header.slots)
+    copier.close()
+    region.close()
+"""
+
+
+def test_a_copier_is_ready_when_its_region_is_pinned_and_its_buffers_have_been_used() -> None:
+    pytest.importorskip("triton")
+    assert said_by(_READY)[-1] == "[0, 8] 8"
+
+
 _TRIAL = """
 import contextlib
 import ctypes
