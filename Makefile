@@ -28,7 +28,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm bench-crowd bench-lmcache bench-trace venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 bench-vllm bench-crowd bench-lmcache bench-trace venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -153,6 +153,10 @@ bench-gpu: gpu-needs
 	@status=0; export PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1; \
 	$(GPU_LIMIT) 150 $(GPU_TESTS) || status=1; \
 	$(PYTHON) -m benchmarks.gpu || status=1; exit $$status
+
+# What an engine's start waits for, and what pinning costs one that runs; of so many GiB: GIB=24.
+bench-gpu-ready: gpu-needs
+	PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu_ready $(or $(GIB),8)
 
 # Other numbers for the copies' buffers and kernels, in some four minutes.
 bench-gpu-sweep: gpu-needs

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from kvtier.core.records.record import Buffer
 from kvtier.core.slab.pieces import PIECE_BYTES, pieces_of
-from kvtier.core.system.populate import GIB, SAY_EVERY_S, Populating, address_of
+from kvtier.core.system.populate import GIB, SAY_EVERY_S, Populating, address_of, system_takes
 from kvtier.device.idle_times import Gaps, Steps
 
 logger = logging.getLogger(__name__)
@@ -128,6 +128,7 @@ class PinnedMemory:
                 if stopping.is_set():
                     return False
                 took = self._slice(piece, room)
+                system_takes(*self._range(took))  # else the driver maps it, and holds its locks
                 self._gaps.took(self._pin(took))
                 self._say_how_far()
                 piece = piece[len(took) :]
@@ -210,4 +211,6 @@ class PinnedMemory:
         if self._addresses:
             _left.append(self._data)
             self._addresses.clear()
+            self._data = memoryview(b"")
             logger.debug("pinned memory is left to the end of the process")
+        self._data.release()

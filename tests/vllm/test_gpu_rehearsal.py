@@ -33,6 +33,15 @@ gpu_disk.KvikioDriver = lambda index: HostDriver(torch)
 gpu.main()
 """
 
+_READY = """
+import pretend_cuda
+from pathlib import Path
+from benchmarks import gpu_ready
+gpu_ready.FOLDER, gpu_ready.SLOT_BYTES, gpu_ready.BESIDE_S = Path("{}"), 1 << 20, 0.1
+gpu_ready._BUILD = "import pretend_cuda" + gpu_ready._BUILD
+gpu_ready.main(8 << 20)
+"""
+
 _SWEEP = """
 TITLES = ["as they are", "4 buffers"]
 import pretend_cuda
@@ -104,6 +113,17 @@ def test_the_benchmark(tmp_path: Path) -> None:
     assert "GPUDirect Storage: works here" in said
     assert figures["timeline of loads: copies to the device at once"]["value"] == 1
     assert (tmp_path / "figures.loads-beside-stores.json.gz").exists()
+
+
+def test_what_a_start_waits_for(tmp_path: Path) -> None:
+    said = python("-c", _READY.format(tmp_path)).splitlines()
+    figures = [json.loads(line) for line in said if line.startswith("{")]
+    assert [figure["what"] for figure in figures] == [
+        *["taking fresh memory"] * 2,
+        *["pinning", "giving back", "mapping memory that is there", "pinning", "giving back"],
+        *["a step of 100 launches"] * 2,
+        *["building and trying kernels"] * 2,
+    ]
 
 
 def test_the_sweep(tmp_path: Path) -> None:
