@@ -20,7 +20,7 @@ from kvtier.core.settings import TierSettings
 from kvtier.core.system.disk import Disk
 from kvtier.testing import contract_moves
 from kvtier.testing.contract import CatalogueContract, TierContract
-from kvtier.testing.crash_campaign import Broken, TransferCounts
+from kvtier.testing.crash_campaign import Broken, Books
 from kvtier.testing.crash_processes import Finding
 from kvtier.testing.records import NAMESPACE, blank, make_keys, prove, sealed
 from kvtier.testing.stateful import SETTINGS, tier_machine
@@ -432,8 +432,8 @@ class TestBooks:
         }
         return Finding(resident=[bytes(key) for key in keys], **(facts | different))
 
-    def books(self, *lines: str) -> TransferCounts:
-        books = TransferCounts()
+    def books(self, *lines: str) -> Books:
+        books = Books()
         names = {f"k{number}": key.hex() for number, key in enumerate(self.KEYS)}
         books.read([[" ".join(names.get(word, word) for word in line.split()) for line in lines]])
         return books
