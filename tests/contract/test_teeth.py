@@ -20,7 +20,7 @@ from kvtier.core.settings import TierSettings
 from kvtier.core.system.disk import Disk
 from kvtier.testing import contract_moves
 from kvtier.testing.contract import CatalogueContract, TierContract
-from kvtier.testing.crash_campaign import Broken, Books
+from kvtier.testing.crash_campaign import Books, Broken
 from kvtier.testing.crash_processes import Finding
 from kvtier.testing.records import NAMESPACE, blank, make_keys, prove, sealed
 from kvtier.testing.stateful import SETTINGS, tier_machine
