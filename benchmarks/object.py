@@ -31,6 +31,7 @@ from botocore.config import Config
 from benchmarks.memory import memory
 from benchmarks.report import Report
 from kvtier.backends.object.client.listing import Page
+from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
@@ -38,7 +39,7 @@ from kvtier.backends.object.manifests import manifest
 from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.s3_store import S3Settings, S3Store
+from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
@@ -243,7 +244,7 @@ def _learn(store: FileStore, namespace: Namespace, keys: list[BlockKey]) -> floa
     begin = time.perf_counter()
     keeper = Keeper(store, namespace, Limits(1 << 60, 5.0, 600.0))
     tier = ObjectTier(keeper, create_policy())
-    keeper._tell(keeper._journal.everything())
+    keeper._publish(keeper._journal.read_all())
     tier.start()
     spent = time.perf_counter() - begin
     assert len(tier.prepare_load(keys)) == len(keys)
@@ -290,14 +291,14 @@ def auditing(report: Report, count: int) -> None:
         Journal(store, namespace).append(entries)
         keeper = Keeper(store, namespace, Limits(1 << 60, 5.0, 600.0))
         tier = ObjectTier(keeper, create_policy())
-        keeper.open(tier.known)
+        keeper.open(tier.offered)
         tier.start()
         keeper.refresh()
         tier.start()
         keeper.start()
         alone = busy_loop(lambda: False, 2.0)
-        keeper._next_audit = 0.0
-        auditor = threading.Thread(target=keeper.work)
+        keeper.schedule.next_audit = 0.0
+        auditor = threading.Thread(target=keeper.run_once)
         began = time.perf_counter()
         auditor.start()
         beside = busy_loop(lambda: not auditor.is_alive(), 300.0)

@@ -23,8 +23,8 @@ _P = ParamSpec("_P")
 class ObjectHandler(Handler):
     """An object is the record's header and its payload, without the padding of a slot.
 
-    A raw object is read straight into the record and written straight from it. A compressed one
-    is read into the record too, and unpacked from a copy of its few bytes.
+    A raw object is read straight into the record and written straight from it. A compressed one is
+    read into the record, too, and decompressed from a copy of its few bytes.
     """
 
     batch_blocks = 2
@@ -65,14 +65,14 @@ class ObjectHandler(Handler):
         header = Header.read(record[:length])
         if header.codec == Codec.RAW:
             return Outcome.OK if length == size else Outcome.CORRUPT
-        return _unpack(record[:size], header, length)
+        return _decompress(record[:size], header, length)
 
     def store(
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
     ) -> list[Outcome]:
         own = own_spec(spec, ObjectSpec)
         deadline = time.monotonic() + min(self._store_s, max(0.0, own.until - clock()))
-        victims = [name for names in own.instead_of for name in names]
+        victims = [name for names in own.delete_first for name in names]
         if victims:
             made_room = _outcome(self._delete, victims, own.until, deadline)
             if not made_room.ok:
@@ -92,23 +92,24 @@ class ObjectHandler(Handler):
     ) -> Outcome:
         name = block_name(self._namespace.id, key, generation)
         size = HEADER_BYTES + self._namespace.payload_of(key)
-        pieces = _packed(record[:size], self._codec)
+        pieces = _compressed(record[:size], self._codec)
         _check_lease(until)
         self._store.put(name, pieces, if_absent=True, deadline=deadline)
-        return Outcome.OK  # whoever was first has put the same bytes there
+        return Outcome.OK  # also if another writer was first: it has put the same bytes there
 
     def close(self) -> None:
         self._store.close()
 
 
 def _check_lease(until: float) -> None:
-    """Deadlines stand still while the machine sleeps, but the room may be another's by now."""
+    """Raises TimedOut if the lease is over. A deadline would not show it: its clock stands still
+    while the machine sleeps, and another writer may have the room by now."""
     if clock() >= until:
         raise TimedOut("the claim that gives this block its room has ended")
 
 
 def _outcome(call: Callable[_P, Outcome], *args: _P.args, **kwargs: _P.kwargs) -> Outcome:
-    """What a store's error means for one block."""
+    """Call, and turn a store's error into an outcome."""
     try:
         return call(*args, **kwargs)
     except (LengthMismatch, FormatError):
@@ -121,15 +122,15 @@ def _outcome(call: Callable[_P, Outcome], *args: _P.args, **kwargs: _P.kwargs) -
         return Outcome.IO_ERROR
 
 
-def _packed(record: Buffer, codec: Codec) -> list[Buffer]:
-    """The pieces of an object for this record; the checksums in its header stay those of the raw
+def _compressed(record: Buffer, codec: Codec) -> list[Buffer]:
+    """The buffers of an object for this record. The checksums in its header stay those of the raw
     payload."""
     if codec is Codec.RAW:
         return [record]
     try:
         header = Header.read(record)
     except FormatError:
-        return [record]  # not ours to judge: whoever loads it will find it corrupt
+        return [record]  # a load will find it corrupt
     used, payload = encode(codec, record[HEADER_BYTES:])
     if used is Codec.RAW:
         return [record]
@@ -140,8 +141,8 @@ def _packed(record: Buffer, codec: Codec) -> list[Buffer]:
     return [head, *payload]
 
 
-def _unpack(record: Buffer, header: Header, length: int) -> Outcome:
-    """Turn a compressed record, which lies at the beginning of its own place, into a raw one."""
+def _decompress(record: Buffer, header: Header, length: int) -> Outcome:
+    """Decompress a record in place."""
     payload_bytes = header.payload_bytes
     if header.stored_bytes != length - HEADER_BYTES or payload_bytes != len(record) - HEADER_BYTES:
         return Outcome.CORRUPT

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvtier.backends.nvme.folder.folder import WHOSE
 from kvtier.backends.object import ObjectSettings, open_for
-from kvtier.backends.object.stores.errors import StoreError, Weather
+from kvtier.backends.object.stores.errors import StoreError, TransientError
 from kvtier.backends.object.stores.store import GetOutcome, PutOutcome, Store, is_name
 from kvtier.cli.checks import Finding, Level
 from kvtier.cli.look_objects import local_folder
@@ -161,7 +161,7 @@ def _refused(area: str, what: str, error: StoreError) -> Finding:
 
 def remedy(error: StoreError) -> str:
     """Where to look, beyond what the error says itself."""
-    if isinstance(error, Weather):
+    if isinstance(error, TransientError):
         return "see that it is running and can be reached from here"
     if not error.setting:
         return "ask who runs the store"

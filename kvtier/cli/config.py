@@ -240,10 +240,10 @@ def _check_init(folder: str, name: str | None, bucket: str | None) -> None:
         raise typer.BadParameter(problem, param_hint="--name") from None
     if bucket is not None:
         from kvtier.backends.object.stores.errors import WrongEndpoint
-        from kvtier.backends.object.stores.open_store import place_of
+        from kvtier.backends.object.stores.open_store import parse_url
 
         try:
-            store = place_of(bucket).folder
+            store = parse_url(bucket).folder
         except WrongEndpoint as error:
             raise typer.BadParameter(str(error), param_hint="--bucket") from None
         home = Path(folder).expanduser().resolve()

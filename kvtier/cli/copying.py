@@ -369,7 +369,7 @@ def _open(
         check_host_memory(config, tier, namespace)
     context = TierContext(namespace, f"copy-{os.getpid()}" if tier else config.name)
     try:
-        more = {"spared": spared} if settings.kind == "object" else {}
+        more = {"protected": spared} if settings.kind == "object" else {}
         opened = kind.open_tier(settings, context, **more)
     except MediumInUse:
         raise MediumInUse(

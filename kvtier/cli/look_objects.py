@@ -10,20 +10,20 @@ from itertools import islice
 from pathlib import Path
 
 from kvtier.backends.object import ObjectSettings, capacity_of, open_for
-from kvtier.backends.object.budget.claim import PREFIX, ended
+from kvtier.backends.object.budget.claim import PREFIX, claims_of_ended_writers
 from kvtier.backends.object.housekeeping.use_counts import Uses, count_uses, used_blocks
 from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.manifests.manifest import ADDED, Entries
 from kvtier.backends.object.object_names import (
     blocks_prefix,
+    described_namespace,
     description_name,
     parse_block,
     parse_manifest,
-    told_of,
     uses_prefix,
 )
-from kvtier.backends.object.stores.errors import Forbidden, StoreError, Weather
-from kvtier.backends.object.stores.open_store import place_of
+from kvtier.backends.object.stores.errors import Forbidden, StoreError, TransientError
+from kvtier.backends.object.stores.open_store import parse_url
 from kvtier.backends.object.stores.store import (
     NAMESPACES_MAX,
     ObjectInfo,
@@ -81,7 +81,7 @@ def look_at_store(
 
 def _down(error: StoreError) -> str:
     look = "see that the store is running, and kvtier doctor"
-    return f"{error}; {look if isinstance(error, Weather) else 'see kvtier doctor'}"
+    return f"{error}; {look if isinstance(error, TransientError) else 'see kvtier doctor'}"
 
 
 def _objects(
@@ -115,7 +115,7 @@ def _count(place: Place, store: Store, uses_of: str | None) -> None:
         place.used += info.size
         parsed = parse_block(info.name)
         if parsed is None:
-            if (told := told_of(info.name)) and not parse_manifest(info.name):
+            if (told := described_namespace(info.name)) and not parse_manifest(info.name):
                 place.served[told] = max(info.modified_s, place.served.get(told, 0.0))
             continue
         name, key, _ = parsed
@@ -201,7 +201,7 @@ def _read_namespace(place: Place, store: Store, name: str, uses_of: str | None) 
                 "object removes them"
             )
         return
-    entries = Journal(store, namespace).everything()
+    entries = Journal(store, namespace).read_all()
     added = entries[entries["kind"] == ADDED]
     part = Part(tier=place.tier, kind=place.kind, namespace=name, in_use=None)
     part.blocks = len(added)
@@ -272,10 +272,10 @@ def remove_namespace(settings: TierSettings, namespace: str) -> None:
     """
 
     def goes(name: str) -> bool:
-        return parse_block(name) is not None or told_of(name) is not None
+        return parse_block(name) is not None or described_namespace(name) is not None
 
     with opened_store(settings) as store:
-        claimed = ended(store, namespace)
+        claimed = claims_of_ended_writers(store, namespace)
         strangers, kept = _delete_below(
             store, f"{namespace}/", goes, last=description_name(namespace)
         )
@@ -363,5 +363,5 @@ def unusable_here(config: StackConfig) -> Iterator[ConfigError]:
 def local_folder(url: str) -> Path | None:
     """The folder of a file:// url, None for any other text."""
     with suppress(StoreError):
-        return place_of(url).folder
+        return parse_url(url).folder
     return None

@@ -376,19 +376,19 @@ def _surveyed(settings: ObjectSettings, place: Place, going: set[str]) -> Iterat
         with opened_store(settings) as store:
             found = survey(store)
             gone, _ = gc.collect(store, found)
-        if kept := len(found.doomed) - gone:
-            raise MediumError(f"the store kept {kept} of {len(found.doomed)} blocks: try again")
+        if kept := len(found.garbage) - gone:
+            raise MediumError(f"the store kept {kept} of {len(found.garbage)} blocks: try again")
         return True
 
-    def remove_bare(namespace: str) -> bool:
+    def remove_empty(namespace: str) -> bool:
         with opened_store(settings) as store:
-            return gc.remove_bare(store, namespace, time.time())
+            return gc.remove_empty_namespace(store, namespace, time.time())
 
     with opened_store(settings) as store:
         found = survey(store)
-    if found.doomed:
-        what = f"{len(found.doomed)} blocks that are too old or over the budget"
-        yield Rubbish(what, place.where, found.doomed_bytes, collect)
-    for namespace, size in found.bare.items():
+    if found.garbage:
+        what = f"{len(found.garbage)} blocks that are too old or over the budget"
+        yield Rubbish(what, place.where, found.garbage_bytes, collect)
+    for namespace, size in found.empty_namespaces.items():
         what = "what told of a namespace without blocks"
-        yield Rubbish(what, _below(place, namespace), size, partial(remove_bare, namespace))
+        yield Rubbish(what, _below(place, namespace), size, partial(remove_empty, namespace))

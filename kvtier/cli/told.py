@@ -57,16 +57,16 @@ class Expected:
             return 0
         try:
             with opened_store(self._settings) as store:
-                entries = Journal(store, self._namespace).everything()
+                entries = Journal(store, self._namespace).read_all()
         except MediumError as error:
             console.warn(f"what the store tells of its blocks cannot be read: {error}")
             return len(expected)
-        told = manifest.marks(entries[entries["kind"] == ADDED])
+        told = manifest.fingerprints(entries[entries["kind"] == ADDED])
         return int(np.isin(expected, told, invert=True).sum())
 
 
 def _marks(keys: Sequence[BlockKey]) -> npt.NDArray[np.uint64]:
-    return manifest.marks(manifest.objects_of(keys, [0] * len(keys)))
+    return manifest.fingerprints(manifest.objects_of(keys, [0] * len(keys)))
 
 
 def take_in_untold(config: StackConfig, places: Sequence[Place], wanted: str, room: int) -> None:
@@ -87,7 +87,7 @@ def take_in_untold(config: StackConfig, places: Sequence[Place], wanted: str, ro
 
 def _take_in(place: Place, part: Part, store: Store) -> None:
     namespace = place.namespaces[part.namespace]
-    stated = Reconciliation(Journal(store, namespace).everything())
+    stated = Reconciliation(Journal(store, namespace).read_all())
     pieces = [place.manifests[part.namespace]]
     with console.progress(f"listing {place.where}:", 0, "objects") as bar:
         listed = store.list(blocks_prefix(part.namespace))

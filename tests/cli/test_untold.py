@@ -68,7 +68,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 
 def told(store: FileStore) -> set[bytes]:
-    entries = Journal(store, NAMESPACE).everything()
+    entries = Journal(store, NAMESPACE).read_all()
     rows = entries[entries["kind"] == ADDED]
     return {row["key"].tobytes()[: row["key_bytes"]] for row in rows}
 

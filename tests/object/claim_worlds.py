@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvtier.backends.object.budget.budget import Budget, Standing
+from kvtier.backends.object.budget.budget import Budget, Grant
 from kvtier.backends.object.budget.claims import Claims
 from kvtier.backends.object.stores.errors import StoreError, TimedOut, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
@@ -45,13 +45,13 @@ class NameStore(FileStore):
 class FlakyStore(NameStore):
     """Some calls fail: and then the claim has come all the same, comes later, or never does."""
 
-    def __init__(self, clock: Callable[[], float], dice: random.Random) -> None:
+    def __init__(self, clock: Callable[[], float], rng: random.Random) -> None:
         super().__init__(clock)
-        self.dice = dice
+        self.rng = rng
         self.late: list[str] = []
 
     def put(self, name: str, *arguments: Any, **more: Any) -> PutOutcome:
-        fate = self.dice.random()
+        fate = self.rng.random()
         if fate < 0.1:
             self.meanwhile()
             self.late.append(name)
@@ -62,16 +62,16 @@ class FlakyStore(NameStore):
         return PutOutcome.STORED
 
     def list(self, *arguments: Any, **more: Any) -> Iterator[ObjectInfo]:
-        if self.late and self.dice.random() < 0.2:
+        if self.late and self.rng.random() < 0.2:
             name = self.late.pop()
-            if self.dice.random() < 0.5:
+            if self.rng.random() < 0.5:
                 self.names[name] = self.clock() + 1e6
-        if self.dice.random() < 0.1:
+        if self.rng.random() < 0.1:
             raise Unavailable("not now")
         return super().list(*arguments, **more)
 
     def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
-        if self.dice.random() < 0.1:
+        if self.rng.random() < 0.1:
             raise Unavailable("not now")
         return super().delete(names, **more)
 
@@ -102,10 +102,10 @@ class World:
 
     def __init__(self, seed: int, count: int, how: str = "good") -> None:
         self.now = 0.0
-        self.dice = random.Random(seed)
+        self.rng = random.Random(seed)
         self.store = NameStore(lambda: self.now)
         if how == "flaky":
-            self.store = FlakyStore(lambda: self.now, self.dice)
+            self.store = FlakyStore(lambda: self.now, self.rng)
         elif how == "late":
             self.store = LateStore(lambda: self.now, late_s=1.0 + seed % 12)
         self.there: set[int] = set()
@@ -130,11 +130,11 @@ class Model:
         self.claims = Claims(
             world.store, "ab" * 16, self.budget, lease_s=LEASE_S, clock=lambda: world.now
         )
-        self.claims.take_measure({})
+        self.claims.cap.note_foreign({})
         self.unwritten: list[int] = []
         self.known: set[int] = set()
         self.written: dict[int, float] = {}
-        self.heard: list[tuple[Standing, set[int], float]] = []
+        self.heard: list[tuple[Grant, set[int], float]] = []
         self.busy = False
 
     def look(self) -> None:
@@ -148,18 +148,18 @@ class Model:
                 self.heard.append((standing, *self.world.written_down()))
         self.busy = False
 
-    def hear(self) -> None:
+    def apply(self) -> None:
         if self.heard:
             standing, self.known, when = self.heard.pop(0)
             self.known |= {*self.unwritten, *(b for b, at in self.written.items() if at >= when)}
             self.budget.used = len(self.known)
-            self.budget.hear(standing)
+            self.budget.apply(standing)
 
     def store(self) -> None:
-        wanted = self.world.dice.randint(1, 4)
+        wanted = self.world.rng.randint(1, 4)
         count, _ = self.budget.hold(wanted)
         if count < wanted and not self.budget.alone:
-            self.budget.refused(wanted - count)
+            self.budget.note_refused(wanted - count)
         for _ in range(count):
             self.world.blocks += 1
             self.budget.reserve(1)
@@ -188,7 +188,7 @@ class Model:
             self.budget.used -= 1
 
     def step(self) -> None:
-        step = self.world.dice.choice(
-            [self.look, self.hear, self.store, self.store, self.write_down, self.evict]
+        step = self.world.rng.choice(
+            [self.look, self.apply, self.store, self.store, self.write_down, self.evict]
         )
         step()

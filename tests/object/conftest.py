@@ -13,7 +13,8 @@ from certificates import make_certificate
 from hostile import PATIENT, store_at
 from object_servers import HostileServer, Opener, ServerProcess, serve_body
 
-from kvtier.backends.object.stores.s3_store import S3Settings, S3Store
+from kvtier.backends.object.client.s3_settings import S3Settings
+from kvtier.backends.object.stores.s3_store import S3Store
 
 if not os.environ.get("KVTIER_TEST_ENDPOINT"):
     collect_ignore = ["client/test_any_endpoint.py"]

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from object_servers import HostileServer, Peer
 
+from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.client.sockets import Timeouts
-from kvtier.backends.object.stores.s3_store import S3Settings, S3Store
+from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import GetOutcome
 
 BODY = bytes(range(256)) * 256

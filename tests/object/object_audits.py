@@ -61,8 +61,8 @@ def opened(store: FileStore, capacity: int = CAPACITY) -> tuple[Keeper, ObjectTi
 
 def look(keeper: Keeper, tier: ObjectTier) -> None:
     """The keeper's look, as if it were due, and the tier hears of it."""
-    keeper._next_look = 0.0
-    keeper.work()
+    keeper.schedule.next_look = 0.0
+    keeper.run_once()
     tier.tick()
 
 

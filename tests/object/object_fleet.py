@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
-from kvtier.backends.object.object_names import block_name, parse_block, told_of
+from kvtier.backends.object.object_names import block_name, described_namespace, parse_block
 from kvtier.backends.object.stores.errors import StoreError
 from kvtier.backends.object.stores.store import (
     Buffer,
@@ -148,7 +148,7 @@ class Fleet:
         self.store = store
         self.stored = self.dropped = 0
         self.rate = blocks_a_second
-        self._dice = random.Random(seed)
+        self._rng = random.Random(seed)
         self._capacity = capacity_blocks * BLOCK_BYTES
         self._number = 0
         self.servers: list[tuple[Keeper, ObjectTier]] = []
@@ -172,23 +172,23 @@ class Fleet:
         limits = Limits(capacity or self._capacity, refresh_s=5.0, audit_s=600.0)
         keeper = Keeper(self.store, namespace, limits, clock=clock, steady=self.store.clock)
         tier = ObjectTier(keeper, create_policy(), clock)
-        keeper.open(tier.known)
+        keeper.open(tier.offered)
         tier.start()
         self.servers.append((keeper, tier))
-        self._owed.append(self._dice.random())
+        self._owed.append(self._rng.random())
 
     def run(self, seconds: float) -> None:
         end = self.store.now + seconds
         while self.store.now < end:
             self.store.now += _STEP_S
-            for at in self._dice.sample(range(len(self.servers)), len(self.servers)):
+            for at in self._rng.sample(range(len(self.servers)), len(self.servers)):
                 keeper, tier = self.servers[at]
                 self._owed[at] += self.rate * _STEP_S
                 count = int(self._owed[at])
                 self._owed[at] -= count
                 self.fill(tier, count)
                 tier.tick()
-                keeper.work()
+                keeper.run_once()
 
     def fill(self, tier: ObjectTier, count: int) -> None:
         if not count:
@@ -198,7 +198,7 @@ class Fleet:
         hashes = [hashlib.sha256(str(number).encode()).digest() for number in numbers]
         reserved = tier.prepare_store([BlockKey(found + bytes(4)) for found in hashes])
         spec = reserved.spec
-        for names in getattr(spec, "instead_of", []):
+        for names in getattr(spec, "delete_first", []):
             self.store.delete(names)
         for key, generation in zip(reserved.keys, getattr(spec, "generations", []), strict=True):
             self.store.put(block_name(tier._namespace.id, key, generation), [])
@@ -213,7 +213,9 @@ class Fleet:
 
     def objects(self) -> int:
         """How many lie there that are no blocks."""
-        return sum(told_of(info.name) is not None for info in CountingStore.list(self.store))
+        return sum(
+            described_namespace(info.name) is not None for info in CountingStore.list(self.store)
+        )
 
 
 def main() -> None:

@@ -69,13 +69,13 @@ def subject_at(endpoint: str) -> SharedFolder | SharedBucket:
 
 def write(subject: Subject, folder: Path, seed: int) -> None:
     rig = Rig(subject, folder, blocks=BLOCKS, engine=f"writer-{seed}")
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     universe = make_keys(UNIVERSE)
     while True:
-        keys = dice.sample(universe, BATCH)
+        keys = rng.sample(universe, BATCH)
         committed = rig.put(keys)
         say("C", committed)
-        rig.get(dice.sample(universe, 8))
+        rig.get(rng.sample(universe, 8))
         rig.tier.tick()
         rig.tier.flush()
         say("F", committed)

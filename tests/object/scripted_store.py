@@ -1,4 +1,4 @@
-"""A store that fails by a script, and a clock and dice that tests hold."""
+"""A store that fails by a script, and a clock and rng that tests hold."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ POLICY = RetryPolicy(attempts=4, base_s=0.1, cap_s=0.5)
 
 def retrying(inner: Store, clock: Clock, total_s: float = 10.0) -> RetryingStore:
     return RetryingStore(
-        inner, POLICY, total_s, clock=clock, sleep=clock.sleep, dice=random.Random(1)
+        inner, POLICY, total_s, clock=clock, sleep=clock.sleep, rng=random.Random(1)
     )
 
 
 def breaking(inner: Store, clock: Clock) -> BreakerStore:
     policy = BreakerPolicy(failures=3, open_s=1.0, open_max_s=3.0)
-    return BreakerStore(inner, policy, clock=clock, dice=random.Random(1))
+    return BreakerStore(inner, policy, clock=clock, rng=random.Random(1))
 
 
 def circuit_of(store: BreakerStore) -> Circuit:

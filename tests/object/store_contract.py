@@ -23,7 +23,7 @@ HOSTILE_NAMES = [
     "a//b",
     "a/",
     "./a",
-    ".hidden",
+    ".uncatalogued",
     "a/.tmp-1",
     "a b",
     "a\nb",

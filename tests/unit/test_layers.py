@@ -54,7 +54,7 @@ GUARDS = {
     "backends/nvme/housekeeping/keeper.py": "without its thread no slab is made",
     "backends/object/housekeeping/keeper.py": "without its thread nothing is deleted",
     "backends/object/client/credentials.py": "credentials come from programs of the user's",
-    "backends/object/client/bulk_client.py": "likewise, by way of botocore's client",
+    "backends/object/client/signer.py": "likewise, by way of botocore's client",
 }
 """The files that may catch whatever is raised, and why."""
 

@@ -1,12 +1,12 @@
-"""How much of the prefix this server may fill, counted in memory.
+"""How much of the store this writer may fill, counted in memory.
 
-All writers together must never hold more than the capacity, though each knows of the others only
-what it has read. So a writer takes room only against a claim that it has published, and that it has
-then found to fit beside all other claims and all that is written down (see `claims`). What it may
-still take, its credit, is a number here: whoever asks for room on a scheduler's thread needs
-nothing else, and credit ends by itself when the claim is not renewed in time.
+All writers together must never hold more than the capacity, and each knows of the others only what
+it has read. So a writer takes room only against a claim that it has published and that then fits
+beside all other claims and all that manifests list (see `claims`). What it may still take, its
+credit, is a number here, so the scheduler's thread need not wait for the store. Credit ends by
+itself if the claim is not renewed in time.
 
-A writer that is alone has no credit to count: it may use everything, and evicts before it stores.
+A writer that is alone needs no credit: it may use everything, and evicts before it stores.
 """
 
 from __future__ import annotations
@@ -19,224 +19,226 @@ import msgspec
 
 _ALONE_SHARE = 8
 _ALONE_MIN = 1 << 30
-"""What a writer that is alone may have on its way before it has written down what is there: an
-eighth of the capacity, or so much."""
+"""A writer that is alone may have an eighth of the capacity, or so much, in the store before its
+manifests list it."""
 _AHEAD_SHARE = 4
-"""All writers together claim at most this part of what they may hold (a fourth) ahead of need."""
+"""All writers together claim at most a fourth of what they may hold ahead of need."""
 _READY_SHARE = 64
-"""And at least this part, however little they have stored lately: a prompt comes all at once, and
-what there is no room for is lost to the store."""
+"""And at least this part, even if they have stored little lately: the blocks of a prompt come all
+at once, and those that find no room are not stored."""
 
 UNLIMITED = 1 << 60
-"""The capacity of who fills a store by hand: none, beside others that have one."""
+"""The capacity of a command that fills a store: it has none of its own."""
 _AHEAD_OF_UNLIMITED = 64 << 20
-"""What such a writer tells others that it may hold beyond what it has: about as much as it stores
-before it tells them again."""
+"""Such a command claims so much beyond what it has: about what it stores until its next claim."""
 
 
 def clock() -> float:
-    """Seconds that also pass while the machine sleeps."""
+    """A clock in seconds that also runs while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """What a writer may do, as agreed by the claims that it read."""
+class Grant(msgspec.Struct, frozen=True):
+    """What a writer may use, by the claims that it read."""
 
     alone: bool = False
-    """Nobody else writes in this namespace."""
+    """No other writer uses this namespace."""
     claim: int = 0
-    """Bytes that we may have on the way, beyond what is written down."""
+    """Bytes that we may have in the store beyond what manifests list."""
     others: int = 0
-    """The same of all other writers of the namespace."""
+    """The same for all other writers of the namespace."""
     dead: int = 0
-    """The same of writers that died: it may be there, and nobody has listed it yet."""
+    """The same for dead writers: these bytes may be there, and no audit has found them yet."""
     blocked: bool = False
-    """Somebody else still believes to be alone."""
+    """Another writer still believes that it is alone."""
     writers: int = 1
     cap: int = 0
     """Bytes that the namespace may hold."""
     measured: bool = False
-    """Whether that is a bound for what is there, and not just unknown as yet."""
+    """Whether `cap` is known: without a listing nobody knows what is there."""
     lease_until: float = 0.0
     serial: int = 0
     settled: int = 0
-    """How much had been settled when the claim was found to fit."""
+    """`Budget.settled` when the claim was found to fit."""
 
 
 class Budget:
-    """The account of one writer. Safe from the scheduler's thread and the keeper's."""
+    """The account of one writer. Safe for the scheduler's thread and the keeper's."""
 
     def __init__(self, capacity: int, block_bytes: int, clock: Callable[[], float] = clock) -> None:
         self.capacity = capacity
-        """The largest of all who share the store: see `claims`."""
+        """The largest of all that share the store: see `claims`."""
         self.used = 0
         """Bytes of all blocks of the namespace that are known or reserved."""
-        self.dying = 0
+        self.deleting = 0
         """Bytes of dropped objects that are still there."""
-        self.hidden = 0
-        """Bytes that are there but not offered, until an audit finds them again."""
+        self.uncatalogued = 0
+        """Bytes of objects that are there but not in the catalogue, until an audit finds them."""
         self._block_bytes = block_bytes
         self._shared = capacity
-        """What all writers of the namespace may hold, by the last offer."""
+        """What all writers of the namespace may hold, by the last claim."""
         self._clock = clock
         self._lock = threading.RLock()
-        self._standing = Standing()
+        self._grant = Grant()
         self.serial = 0
-        """How often what may be used was lowered: what was agreed before that no longer holds."""
+        """How often what may be used was lowered: grants from before that do not hold any more."""
         self.settled = 0
-        """Of what was reserved, how much has been settled since the beginning."""
+        """Bytes that were reserved and have been settled, since the beginning."""
         self._pending = 0
-        """Bytes reserved that no manifest tells of yet."""
+        """Bytes reserved that no manifest lists yet."""
         self._credit = 0
         self._held = 0
-        """Of the credit, what is being reserved at this moment."""
-        self._promised = 0
+        """The part of the credit that is being reserved at this moment."""
+        self._claimed = 0
         self._demand = 0
+        """Bytes that were stored or refused lately."""
 
     # -- the scheduler's side --------------------------------------------------------------------
 
     @property
     def cap(self) -> int:
-        return self._standing.cap
+        return self._grant.cap
 
-    def told(self, cap: int) -> int:
-        """What to tell other namespaces of this cap. A writer without a limit would leave them no
-        room: it tells what it has, and a little more."""
+    def published_cap(self, cap: int) -> int:
+        """The cap to publish. A writer without a limit would leave other namespaces no room: it
+        publishes what it has, and a little more."""
         return cap if self.capacity < UNLIMITED else min(cap, self.used + _AHEAD_OF_UNLIMITED)
 
     @property
     def alone(self) -> bool:
-        """Whether what is evicted makes room at once; if not, room comes with the next claim."""
-        return self._standing.alone
+        """Whether evicting makes room at once; if not, room comes with the next claim."""
+        return self._grant.alone
 
     def hold(self, blocks: int) -> tuple[int, float]:
-        """Room for blocks that may be reserved next: for how many of so many, and until when they
-        may be written. The rest must be given back."""
+        """Set room aside for blocks to be reserved next. Returns for how many, and until when they
+        may be written. `give_back` returns what is not reserved."""
         with self._lock:
             self.give_back()
-            now = self._standing
+            now = self._grant
             if self._clock() >= now.lease_until:
                 return 0, 0.0
-            free = now.cap - self.used - self.dying - self.hidden - now.dead
+            free = now.cap - self.used - self.deleting - self.uncatalogued - now.dead
             free = min(free, now.claim - self._pending if now.alone else self._credit)
             granted = min(blocks, max(0, free // self._block_bytes))
             self._held = granted * self._block_bytes
             self._credit -= self._held
             return granted, now.lease_until
 
-    def within_reach(self, blocks: int) -> int:
-        """For how many of so many blocks evicting others makes room. For none without a claim that
-        is still good, or where there is too much already: everything would go for nothing."""
+    def evictable(self, blocks: int) -> int:
+        """For how many of these blocks evicting others makes room. It is 0 without a valid claim,
+        or if there is too much already: everything would be evicted in vain."""
         with self._lock:
-            now = self._standing
-            there = self.used + self.dying + self.hidden + now.dead
+            now = self._grant
+            there = self.used + self.deleting + self.uncatalogued + now.dead
             if not now.alone or self._clock() >= now.lease_until or there > now.cap:
                 return 0
             return min(blocks, max(0, now.claim - self._pending) // self._block_bytes)
 
     def give_back(self) -> None:
-        """What was held and not used may be held again."""
+        """Return the room that was set aside and not reserved."""
         with self._lock:
             self._credit += self._held
             self._held = 0
 
     def reserve(self, size: int) -> None:
-        """Use what is held for a block that is about to be written."""
+        """Use room that was set aside for a block that is about to be written."""
         with self._lock:
             self.used += size
             self._pending += size
             self._held -= size
-            if not self._standing.alone:
+            if not self._grant.alone:
                 self._demand += size
 
-    def owe(self, size: int) -> None:
-        """So much is no longer written down, but still there."""
+    def unsettle(self, size: int) -> None:
+        """So many bytes are not in manifests any more, but still in the store."""
         with self._lock:
             self._pending += size
             self._credit -= size
 
-    def refused(self, size: int) -> None:
-        """There was no room for so much."""
+    def note_refused(self, size: int) -> None:
+        """There was no room for so many bytes."""
         with self._lock:
             self._demand += size
 
-    def hear(self, standing: Standing) -> None:
-        """A claim has been found to fit, and all that was written down then is counted here."""
+    def apply(self, grant: Grant) -> None:
+        """Take over a grant. All that manifests listed then must be counted in `used`."""
         with self._lock:
-            if standing.serial != self.serial:
+            if grant.serial != self.serial:
                 return  # our claim has been lowered since
-            self._standing = standing
-            taken = self.used + self.dying + self.hidden + standing.dead + standing.others
-            # what has been written down since must not be claimed once more: others may have found
-            # their claims to fit beside it in the meantime
-            rest = standing.claim - (self.settled - standing.settled) - self._pending
-            fits = min(rest, standing.cap - taken)
-            self._credit = 0 if standing.blocked or standing.alone else max(0, fits)
-            self._demand = 0 if standing.alone else self._demand // 2
+            self._grant = grant
+            taken = self.used + self.deleting + self.uncatalogued + grant.dead + grant.others
+            # what manifests list since then must not be counted once more: the claims of others may
+            # have been found to fit beside it
+            unused = grant.claim - (self.settled - grant.settled) - self._pending
+            fits = min(unused, grant.cap - taken)
+            self._credit = 0 if grant.blocked or grant.alone else max(0, fits)
+            self._demand = 0 if grant.alone else self._demand // 2
 
     def surplus(self) -> int:
-        """Bytes to drop to keep the budget, and to make a claim fit if it is needed."""
-        now = self._standing
+        """Bytes to drop to keep the budget, and to make a claim fit that is needed."""
+        now = self._grant
         if now.lease_until == 0.0 or now.blocked or not now.measured:
             return 0
         needed = 0 if now.alone else now.claim - self._pending + now.others
         if not self._demand:
             needed = min(needed, now.writers * self._ready(now.writers))
-        return self.used + self.hidden + needed - now.cap
+        return self.used + self.uncatalogued + needed - now.cap
 
     # -- the keeper's side -----------------------------------------------------------------------
 
     @property
-    def pressed(self) -> bool:
-        """Whether much of what is claimed is there, and waits to be written down."""
-        return 2 * self._pending > self._promised
+    def mostly_unrecorded(self) -> bool:
+        """Whether half of what is claimed is in the store and not in manifests yet."""
+        return 2 * self._pending > self._claimed
 
     def settle(self, size: int) -> None:
-        """So much of what was reserved is written down, or was never written and is gone."""
+        """So many reserved bytes are in manifests now, or were never written."""
         with self._lock:
             self._pending -= size
             self.settled += size
 
-    def offer(self, *, alone: bool, writers: int, cap: int) -> int:
-        """The bytes to claim: what is on the way, and what will be wanted soon. That is a part of
-        `cap`, the least that one of the writers says that all may hold: more would leave him no
-        room. No more than that is used from now on."""
+    def size_claim(self, *, alone: bool, writers: int, cap: int) -> int:
+        """The bytes to claim: what is on its way, and what will be needed soon. `cap` is the lowest
+        cap that a writer of the namespace publishes: a claim by a higher one would leave that
+        writer no room. No more than the claim is used from now on."""
         with self._lock:
-            self._shared = cap = self.told(cap)
+            self._shared = cap = self.published_cap(cap)
             if alone:
                 claim = max(self.capacity // _ALONE_SHARE, _ALONE_MIN)
             else:
-                if self._standing.alone:
-                    self.withdraw()
+                if self._grant.alone:
+                    self.revoke()
                 most = max(self._block_bytes, cap // (_AHEAD_SHARE * writers))
                 least = max(self._block_bytes, self._ready(writers))
                 ahead = min(most, max(least, 4 * self._demand))
                 claim = self._pending + self._held + ahead
-                if claim < self._promised:
+                if claim < self._claimed:
                     self.serial += 1
                     self._credit = min(self._credit, ahead)
-            self._promised = claim
+            self._claimed = claim
             return claim
 
     def _ready(self, writers: int) -> int:
-        """What each writer has room for at any time; nothing where that is not a block."""
+        """Room that each writer has at any time, in whole blocks."""
         blocks = self._shared // (_READY_SHARE * writers * self._block_bytes)
         return blocks * self._block_bytes
 
-    def withdraw(self) -> None:
-        """Nothing may be reserved until the next claim has been heard of."""
+    def revoke(self) -> None:
+        """Nothing may be reserved until the next grant."""
         with self._lock:
             self.serial += 1
             self._credit = 0
-            self._standing = Standing(cap=self._standing.cap)
+            self._grant = Grant(cap=self._grant.cap)
 
-    def lower(self, cap: int) -> int:
-        """Let other namespaces have more, but not what is already filled; what is kept."""
+    def lower_cap(self, cap: int) -> int:
+        """Leave more to other namespaces, but not what is already filled; returns what is kept."""
         with self._lock:
-            now = self._standing
-            bound = self.used + self.dying + self.hidden + max(0, self._credit) + self._held
+            now = self._grant
+            bound = (
+                self.used + self.deleting + self.uncatalogued + max(0, self._credit) + self._held
+            )
             bound += now.dead + now.others
             kept = max(cap, bound)
             self.serial += 1
-            self._standing = msgspec.structs.replace(now, cap=min(now.cap, kept))
+            self._grant = msgspec.structs.replace(now, cap=min(now.cap, kept))
             return kept

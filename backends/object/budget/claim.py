@@ -1,4 +1,4 @@
-"""One claim, which says all in its name (see claims.py), and what those of a writer say."""
+"""One claim, which says all in its name, and what the claims of one writer say (see claims.py)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from kvtier.backends.object.budget import writers
+from kvtier.backends.object import writer_ids
 from kvtier.backends.object.stores.store import ObjectInfo, Store, bounded
 
 PREFIX = "claims/"
 _CLAIMS_MAX = 1 << 18
 _DEAD_FACTOR = 1.25
 _DEAD_GRACE_S = 1.0
-"""Stores tell times in whole seconds."""
+"""Stores state times in whole seconds."""
 _CLAIM = re.compile(
     r"claims/([0-9a-f]{32})-([0-9a-f]{32})-([0-9]{10})-([0-9]{1,19})-([0-9]{1,19})-([0-9]{1,19})"
     r"-([0-9]{1,9})-([asc])([hn])"
@@ -24,36 +24,35 @@ ALONE, SHARING, CLOSED = "a", "s", "c"
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """One claim; of several of one writer the highest figures count."""
+    """One claim."""
 
     namespace: str
     writer: str
     number: int
     bytes: int
+    """What may be in the store of this writer beyond what manifests list."""
     cap: int
+    """What the namespace may hold."""
     lease_ms: int
     kind: str
-    hungry: bool
+    needs_room: bool
+    """Whether other namespaces leave too little room."""
     modified_s: float = 0.0
     capacity: int = 0
     """Of all that lies below the url, by the writer's settings."""
 
     @property
     def name(self) -> str:
-        need = "h" if self.hungry else "n"
+        need = "h" if self.needs_room else "n"
         return (
             f"{PREFIX}{self.namespace}-{self.writer}-{self.number:010d}-{self.bytes}-{self.cap}"
             f"-{self.capacity}-{self.lease_ms}-{self.kind}{need}"
         )
 
-    def says(self, other: Claim) -> bool:
-        """Whether it says the same, but for number and time."""
-        return (self.bytes, self.cap, self.kind, self.hungry) == (
-            other.bytes,
-            other.cap,
-            other.kind,
-            other.hungry,
-        )
+    def same_content(self, other: Claim) -> bool:
+        """Whether both say the same of this writer at different times."""
+        mine = (self.bytes, self.cap, self.kind, self.needs_room)
+        return mine == (other.bytes, other.cap, other.kind, other.needs_room)
 
 
 def parse_claim(name: str, modified_s: float) -> Claim | None:
@@ -70,16 +69,18 @@ class Writer(msgspec.Struct):
     """A writer as its claims show it."""
 
     claim: Claim
-    """The highest figures of all."""
+    """The highest figures of all its claims."""
     names: list[str]
     alive: bool
 
 
-def ended(store: Store, namespace: str) -> list[str]:
-    """The claims of a namespace's writers that ended, as far as that can be told without a claim of
-    one's own: of those that only stopped renewing, how old theirs are is not known. These claims
-    may go when all that there is of the namespace has been deleted after this."""
-    found = [writer_of(claims, 0.0) for claims in by_writer(store).values()]
+def claims_of_ended_writers(store: Store, namespace: str) -> list[str]:
+    """The claims of writers of a namespace that have ended for certain.
+
+    Without a claim of one's own the store's time is not known, so a writer that only stopped
+    renewing its claim does not count. The claims may be deleted after all objects of the namespace.
+    """
+    found = [writer_of(claims, 0.0) for claims in claims_by_writer(store).values()]
     return [
         name
         for one in found
@@ -88,9 +89,11 @@ def ended(store: Store, namespace: str) -> list[str]:
     ]
 
 
-def abandoned(store: Store, namespace: str, now_s: float, grace_s: float) -> list[str] | None:
-    """The claims of a namespace in which nobody has written for so long; None if somebody may yet.
-    `now_s` is not later than it is by the store's clock."""
+def abandoned_claims(
+    store: Store, namespace: str, now_s: float, grace_s: float
+) -> list[str] | None:
+    """The claims of a namespace in which nobody has written for `grace_s`; None if somebody may
+    still write. `now_s` is not later than the store's own time."""
     found: dict[str, list[Claim]] = defaultdict(list)
     for info in _listed(store, f"{PREFIX}{namespace}-"):
         claim = parse_claim(info.name, info.modified_s)
@@ -101,8 +104,8 @@ def abandoned(store: Store, namespace: str, now_s: float, grace_s: float) -> lis
     return None if any(one.alive for one in seen) else [name for one in seen for name in one.names]
 
 
-def by_writer(store: Store) -> dict[str, list[Claim]]:
-    """All claims below a prefix."""
+def claims_by_writer(store: Store) -> dict[str, list[Claim]]:
+    """All claims in the store."""
     found: dict[str, list[Claim]] = defaultdict(list)
     for info in _listed(store, PREFIX):
         claim = parse_claim(info.name, info.modified_s)
@@ -128,5 +131,5 @@ def writer_of(claims: Sequence[Claim], now: float) -> Writer:
     )
     age = now - claim.modified_s
     late = age > _DEAD_FACTOR * claim.lease_ms / 1000 + _DEAD_GRACE_S
-    alive = latest.kind != CLOSED and not late and writers.may_live(claim.writer)
+    alive = latest.kind != CLOSED and not late and writer_ids.may_live(claim.writer)
     return Writer(claim, [claim.name for claim in claims], alive)

@@ -1,201 +1,170 @@
-"""Credentials from botocore's default chain, and requests signed by botocore's own signer.
+"""Credentials from botocore's default chain, looked up without holding requests up.
 
-The chain is the one every AWS tool uses: environment, profile, web identity, role, instance. What
-can expire is refreshed by botocore while running; a token that the store calls expired makes the
-chain start anew, so that rotated files and variables are picked up without a restart.
+The chain is the one that every AWS tool uses: environment, profile, web identity, role, instance.
+botocore refreshes what can expire. When the store calls a token expired, the chain starts anew, so
+that rotated files and variables are picked up without a restart.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
-import re
 import threading
 import time
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
-
-from kvtier.backends.object.stores.errors import NoCredentials, WrongRegion
+from kvtier.backends.object.client.extra import optional_module
+from kvtier.backends.object.stores.errors import NoCredentials
 from kvtier.core.system.abandonable_calls import abandonable
-from kvtier.errors import ExtraMissing
 
-_REGION = re.compile(r"[A-Za-z0-9-]{1,63}")
 _RENEW_PAUSE_S = 10.0
-_MANDATORY_S = 60.0
-"""Credentials with less time left than this must be refreshed before they are used."""
-_AHEAD_S = 910.0
-"""With less time left, botocore asks for others each time that it is asked for these, and whoever
-asks it waits: a moment sooner they are asked for here, and nobody waits."""
-_AGAIN_S = 30.0
-"""The shortest time between two times of asking ahead of need: many hand out credentials that never
-have more than a quarter of an hour left, or the same ones until shortly before their end."""
+_REFRESH_FIRST_S = 60.0
+"""Credentials with less time left than this are refreshed before they are used."""
+_REFRESH_AHEAD_S = 910.0
+"""Credentials with less time left than this are refreshed in the background. botocore would do it
+whenever it is asked for them, and its caller would wait."""
+_AHEAD_PAUSE_S = 30.0
+"""The shortest time between two refreshes in the background: many services hand out credentials
+that never have a quarter of an hour left, or the same ones until shortly before their end."""
 _CONNECT_S = 2.0
 _READ_S = 5.0
 _ATTEMPTS = 2
 """For the services that hand out credentials: botocore would wait for minutes."""
-_ASKING_S = 8.0
-"""How long a call waits for all else, like a program of the user's, which may never end: less where
-its own deadline comes first."""
+_LOOKUP_S = 8.0
+"""How long a call waits for a lookup, unless its own deadline comes first: a program of the user's
+may never end."""
 _HANGS_S = 120.0
-"""Who has not answered for so long never will, and is asked anew. The next one has twice as long:
-each that hangs leaves a thread behind, and these must not become many."""
+"""A lookup that takes longer never ends, and another is begun. That one has twice as long: each
+lookup that hangs leaves a thread behind, and these must not become many."""
 _LATE = (
     "credentials are not handed out in time: check the program, the server or the metadata service "
     "that this machine has them from"
 )
-UNSIGNED = {"payload_signing_enabled": False}
-"""Bodies are not hashed a second time: every record carries its own checksum."""
 
 
-def vendor(module: str) -> Any:
-    """A module of the `s3` extra, imported when it is needed and not before."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ExtraMissing("an s3:// store", "s3") from error
+class CredentialChain:
+    """The credentials of one profile. Thread-safe.
 
-
-class _Unsigned(msgspec.Struct):
-    """What botocore's signer looks at in a request, and nothing else."""
-
-    method: str
-    url: str
-    headers: dict[str, str]
-    context: dict[str, Any]
-    params: None = None
-    body: None = None
-
-
-class Signer:
-    """Signs requests of one region with whatever credentials are valid now. Thread-safe.
-
-    Credentials are looked for when the first request is signed, and until some are found: a machine
-    whose role is not there yet starts all the same.
+    They are looked up when the first request is signed, and again until some are found. So a
+    machine starts even if its role is not there yet.
     """
 
-    def __init__(self, region: str | None, profile: str | None = None) -> None:
+    def __init__(self, profile: str | None = None) -> None:
         self._profile = profile
-        self._auth = vendor("botocore.auth")
-        self._context = {"client_config": vendor("botocore.config").Config(s3=UNSIGNED)}
         self._lock = threading.Lock()
         self._renewed_at = time.monotonic()
         self._failed_at = 0.0
         self._failure = ""
-        self._credentials: Any = None
-        self._asking: Future[Any] | None = None
-        self._asked_at = 0.0
-        self._hangs_after = _HANGS_S
-        self._given: tuple[Any, Any] = None, None
-        """Credentials, and what they were when somebody has asked for them last."""
+        self._source: Any = None
+        """botocore's object that refreshes credentials."""
+        self._lookup: Future[Any] | None = None
+        self._lookup_began = 0.0
+        self._hangs_after_s = _HANGS_S
+        self._last: tuple[Any, Any] = None, None
+        """The source of the last lookup, and the credentials that it returned."""
         self.session = self._new_session()
         try:
             named = self.session.get_config_variable("profile")  # ours, or the environment's
             missing = named is not None and named not in self.session.available_profiles
             # which raises if the profile is missing, and does not name it
-            configured, self.ca_bundle = [
+            self.region, ca_bundle = [
                 None if missing else self.session.get_config_variable(each)
                 for each in ("region", "ca_bundle")
             ]
         except Exception as error:  # noqa: BLE001 - see `credentials`
-            raise unobtainable(error) from None
+            raise credentials_error(error) from None
         if missing:
             where = "" if profile else ", which the environment names"
             raise NoCredentials(f"there is no AWS profile {named!r}{where}: correct it or its file")
-        self.ca_bundle = self.ca_bundle or os.environ.get("REQUESTS_CA_BUNDLE")  # as botocore does
-        self.region = check_region(region or configured or "us-east-1")
-        # at DEBUG botocore logs whole requests and answers, which contain session tokens
-        logging.getLogger("botocore").setLevel(logging.INFO)
-        for part in ("credentials", "tokens"):
-            logging.getLogger(f"botocore.{part}").addFilter(_without_trace)
-
-    def __repr__(self) -> str:
-        return f"Signer(region={self.region!r})"
-
-    def sign(
-        self, method: str, url: str, headers: dict[str, str], deadline: float
-    ) -> dict[str, str]:
-        """`headers` with the signature added; the body stays unsigned."""
-        request = _Unsigned(method, url, headers, dict(self._context))
-        self._auth.S3SigV4Auth(self.credentials(deadline), "s3", self.region).add_auth(request)
-        return request.headers
+        self.ca_bundle = ca_bundle or os.environ.get("REQUESTS_CA_BUNDLE")  # as botocore does
+        _keep_secrets_out_of_logs()
 
     def credentials(self, deadline: float) -> Any:
-        """Those that are valid now; raises NoCredentials, by the deadline if they are not to be had
-        until then.
+        """Credentials that are valid now; raises NoCredentials, at the latest at the deadline.
 
-        Anything may go wrong behind this: programs and files of the user's, and the code that
-        reads what they say.
+        Anything may be raised behind this, by programs and files of the user's and by the code
+        that reads their output.
         """
         asked_at = time.monotonic()
-        known, frozen = self._given
-        if known is not None and not _ends_within(known, _MANDATORY_S):
+        source, last = self._last
+        if source is not None and not _expires_within(source, _REFRESH_FIRST_S):
             with contextlib.suppress(Exception):
-                return _sound(self._at_hand(known, frozen))
+                return _check_characters(self._without_waiting(source, last))
         left = min(deadline - asked_at, threading.TIMEOUT_MAX)
         if not self._lock.acquire(timeout=max(0.0, left)):
             raise NoCredentials(_LATE)
         try:
-            if self._failed_at > asked_at:  # the one before us has asked in vain
+            if self._failed_at > asked_at:  # the thread that held the lock has asked in vain
                 raise NoCredentials(self._failure)
             try:
-                return _sound(self._ask(deadline))
+                return _check_characters(self._wait_for_lookup(deadline))
             except NoCredentials as error:
                 failure = error
             except Exception as error:  # noqa: BLE001
-                failure = unobtainable(error)
-            if time.monotonic() < deadline:  # others may have more time than we had
+                failure = credentials_error(error)
+            if time.monotonic() < deadline:  # other threads may have more time than this one had
                 self._failed_at = time.monotonic()
                 self._failure = str(failure)
             raise failure from None
         finally:
             self._lock.release()
 
-    def _at_hand(self, known: Any, frozen: Any) -> Any:
-        """These, which are still good. Where they end soon others are asked for, and not waited
-        for: that may hang, or go wrong."""
-        if not _ends_within(known, _AHEAD_S):
-            return known.get_frozen_credentials()
-        lately = time.monotonic() - self._asked_at < _AGAIN_S
-        if not lately and self._lock.acquire(blocking=False):  # else somebody asks just now
+    def _without_waiting(self, source: Any, last: Any) -> Any:
+        """The credentials of the last lookup, which are still good. If they expire soon, a lookup
+        begins in the background."""
+        if not _expires_within(source, _REFRESH_AHEAD_S):
+            return source.get_frozen_credentials()
+        lately = time.monotonic() - self._lookup_began < _AHEAD_PAUSE_S
+        if not lately and self._lock.acquire(blocking=False):  # else another thread looks them up
             try:
-                with contextlib.suppress(RuntimeError):  # there is no thread to ask in
-                    self._begin_to_ask()
+                with contextlib.suppress(RuntimeError):  # no thread can be started
+                    self._begin_lookup()
             finally:
                 self._lock.release()
-        return frozen
+        return last
 
-    def _ask(self, deadline: float) -> Any:
-        """Under the lock. Who has waited long enough leaves the answer to those who come."""
-        asking = self._begin_to_ask()
+    def _wait_for_lookup(self, deadline: float) -> Any:
+        """Holding the lock. A caller whose time is over leaves the result to later ones."""
+        lookup = self._begin_lookup()
         try:
-            return asking.result(max(0.0, min(_ASKING_S, deadline - time.monotonic())))
+            return lookup.result(max(0.0, min(_LOOKUP_S, deadline - time.monotonic())))
         except TimeoutError:
-            if asking.done():
-                raise  # it is the answer
+            if lookup.done():
+                raise  # which the lookup itself has raised
             raise NoCredentials(_LATE) from None
 
-    def _begin_to_ask(self) -> Future[Any]:
-        """Under the lock: not once more while somebody is being asked, who may yet answer."""
-        asked_for = time.monotonic() - self._asked_at
-        if self._asking is not None and not self._asking.done() and asked_for > self._hangs_after:
-            self._hangs_after *= 2
-            self._start_anew()  # in the old chain all wait for the one who hangs
-            self._asking = None
-        if self._asking is None or self._asking.done():
-            self._asked_at = time.monotonic()
-            self._asking = abandonable(self._obtain, "kvtier-credentials")
-        return self._asking
+    def _begin_lookup(self) -> Future[Any]:
+        """Holding the lock. The lookup that is under way, or a new one."""
+        taken_s = time.monotonic() - self._lookup_began
+        running = self._lookup if self._lookup is not None and not self._lookup.done() else None
+        if running is not None and taken_s > self._hangs_after_s:
+            self._hangs_after_s *= 2
+            self._reset()  # in the old session every lookup waits for the one that hangs
+            running = self._lookup = None
+        if running is None:
+            self._lookup_began = time.monotonic()
+            running = abandonable(self._look_up, "kvtier-credentials")
+        self._lookup = running
+        return running
 
-    def _obtain(self) -> Any:
-        found = self._find()
-        frozen = found.get_frozen_credentials()
-        self._given = found, frozen
-        self._hangs_after = _HANGS_S
+    def _look_up(self) -> Any:
+        source = self._find_source()
+        frozen = source.get_frozen_credentials()
+        self._last = source, frozen
+        self._hangs_after_s = _HANGS_S
         return frozen
+
+    def _find_source(self) -> Any:
+        if self._source is None:
+            self._source = self.session.get_credentials()
+        if self._source is None:
+            raise NoCredentials(
+                "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+                "name a profile, or give this machine a role"
+            )
+        return self._source
 
     def renew(self) -> None:
         """Ask the chain again, at most every few seconds, and not while it is being asked."""
@@ -204,19 +173,19 @@ class Signer:
         try:
             if time.monotonic() - self._renewed_at >= _RENEW_PAUSE_S:
                 self._renewed_at = time.monotonic()
-                self._start_anew()
-                self._given = None, None
+                self._reset()
+                self._last = None, None
         finally:
             self._lock.release()
 
-    def _start_anew(self) -> None:
+    def _reset(self) -> None:
         self.session = self._new_session()
-        self._credentials = None
+        self._source = None
 
     def _new_session(self) -> Any:
-        session = vendor("botocore.session").Session(profile=self._profile)
+        session = optional_module("botocore.session").Session(profile=self._profile)
         session.set_default_client_config(
-            vendor("botocore.config").Config(
+            optional_module("botocore.config").Config(
                 connect_timeout=_CONNECT_S,
                 read_timeout=_READ_S,
                 retries={"total_max_attempts": _ATTEMPTS},
@@ -224,33 +193,30 @@ class Signer:
         )
         return session
 
-    def _find(self) -> Any:
-        if self._credentials is None:
-            self._credentials = self.session.get_credentials()
-        if self._credentials is None:
-            raise NoCredentials(
-                "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-                "name a profile, or give this machine a role"
-            )
-        return self._credentials
+
+def _keep_secrets_out_of_logs() -> None:
+    """At DEBUG botocore logs whole requests and responses, which contain session tokens. With a
+    failure it logs everything that a credential helper printed."""
+    logging.getLogger("botocore").setLevel(logging.INFO)
+    for part in ("credentials", "tokens"):
+        logging.getLogger(f"botocore.{part}").addFilter(_drop_trace)
 
 
-def _without_trace(record: logging.LogRecord) -> bool:
-    """Of what went wrong botocore logs everything that a credential helper printed."""
+def _drop_trace(record: logging.LogRecord) -> bool:
     record.exc_info = record.exc_text = None
     return True
 
 
-def unobtainable(error: Exception) -> NoCredentials:
-    """By its kind alone: the text may quote what a credential helper printed."""
+def credentials_error(error: Exception) -> NoCredentials:
+    """Quotes only the kind of error: its text may contain what a credential helper printed."""
     return NoCredentials(
         f"credentials cannot be obtained ({type(error).__name__}): check the profile, the role and "
         "the AWS_ variables"
     )
 
 
-def _sound(frozen: Any) -> Any:
-    """These credentials, if they can stand in the head of a request."""
+def _check_characters(frozen: Any) -> Any:
+    """These credentials, or NoCredentials if they cannot stand in the head of a request."""
     for text in (frozen.access_key, frozen.token or ""):
         if not (text.isascii() and text.isprintable()):
             raise NoCredentials(
@@ -260,22 +226,6 @@ def _sound(frozen: Any) -> Any:
     return frozen
 
 
-def check_region(region: str) -> str:
-    """`region`, or WrongRegion: it becomes a part of header fields and host names."""
-    if not _REGION.fullmatch(region):
-        raise WrongRegion(f"{region[:40]!r} is no region: write one like eu-west-1")
-    return region
-
-
-def _ends_within(credentials: Any, seconds: float) -> bool:
-    """Whether these expire so soon: some never do."""
-    needed = getattr(credentials, "refresh_needed", None)
+def _expires_within(source: Any, seconds: float) -> bool:
+    needed = getattr(source, "refresh_needed", None)  # some never expire
     return needed is not None and bool(needed(seconds))
-
-
-def request_head(method: str, target: str, headers: dict[str, str], body_bytes: int) -> bytes:
-    """The first part of an HTTP/1.1 request."""
-    fields = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    if method == "PUT" or body_bytes:
-        fields += f"content-length: {body_bytes}\r\n"
-    return f"{method} {target} HTTP/1.1\r\n{fields}\r\n".encode("latin-1")

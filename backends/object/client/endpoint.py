@@ -1,16 +1,35 @@
-"""Where a bucket is: the address of an endpoint, and what every request's target begins with."""
+"""Endpoints: the address of a server, and how a bucket is named in a request to it."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
-from kvtier.backends.object.client.sockets import Address
 from kvtier.backends.object.stores.errors import WrongEndpoint
 
 
-def address(endpoint: str, bucket: str, style: str) -> tuple[Address, str]:
-    """Where to connect, and what every request target begins with."""
-    parts = parts_of(endpoint)
+class Address(NamedTuple):
+    host: str
+    port: int
+    tls: bool
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.tls else "http"
+
+    @property
+    def host_and_port(self) -> str:
+        """As they stand in a url."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.host_and_port}"
+
+
+def bucket_address(endpoint: str, bucket: str, style: str) -> tuple[Address, str]:
+    """Where to connect for this bucket, and how the target of every request begins."""
+    parts = parse_endpoint(endpoint)
     found = address_of(parts)
     base = parts.path.rstrip("/") + "/"
     if style == "virtual":
@@ -19,13 +38,13 @@ def address(endpoint: str, bucket: str, style: str) -> tuple[Address, str]:
 
 
 def address_of(parts: SplitResult) -> Address:
-    """Whatever way it is written: in capitals, or with the port that is meant without one."""
+    """The address in a url. Case and a default port that is written out make no difference."""
     tls = parts.scheme == "https"
     return Address(parts.hostname or "", parts.port or (443 if tls else 80), tls)
 
 
-def parts_of(endpoint: str) -> SplitResult:
-    """Raises WrongEndpoint on anything that a request cannot be sent to."""
+def parse_endpoint(endpoint: str) -> SplitResult:
+    """The parts of an endpoint's url; WrongEndpoint if no request can be sent to it."""
     try:
         parts = urlsplit(endpoint)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

@@ -1,7 +1,8 @@
-"""The way through an HTTP proxy: which one, by the variables that boto3 reads, and the tunnel.
+"""HTTP proxies: which one is on the way, and the tunnel through it.
 
-To an https:// endpoint a proxy only tunnels bytes (CONNECT); a request to an http:// endpoint it is
-told in full, and carries it on. User and password of the proxy stand in no message and no repr.
+The variables are those that boto3 reads. To an https:// endpoint a proxy only passes bytes on
+(CONNECT). A request to an http:// endpoint is sent to the proxy itself, with the full url. No
+message and no repr shows user or password of a proxy.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from kvtier.backends.object.client.credentials import vendor
-from kvtier.backends.object.client.sockets import Address
+from kvtier.backends.object.client.endpoint import Address
+from kvtier.backends.object.client.extra import optional_module
 from kvtier.backends.object.stores.errors import ProxyRefused, Unavailable
 
-_ANSWER_BYTES_MAX = 16 << 10
+_RESPONSE_BYTES_MAX = 16 << 10
 
 
 class Proxy(NamedTuple):
-    """Where it listens, and what it wants to hear first."""
+    """A proxy's address, and the header field that it asks for."""
 
     address: Address
     authorization: str = ""
@@ -33,19 +34,19 @@ class Proxy(NamedTuple):
         return {"proxy-authorization": self.authorization} if self.authorization else {}
 
     def tunnel(self, sock: socket.socket, to: Address, left_s: Callable[[], float]) -> None:
-        """Have all further bytes passed on to this address."""
-        place = to.place
+        """Have all further bytes on this socket passed on to an address."""
+        place = to.host_and_port
         fields = "".join(f"{name}: {value}\r\n" for name, value in self.headers().items())
         sock.settimeout(left_s())
         sock.sendall(f"CONNECT {place} HTTP/1.1\r\nhost: {place}\r\n{fields}\r\n".encode("latin-1"))
-        answer = b""
-        while not answer.endswith(b"\r\n\r\n"):
+        response = b""
+        while not response.endswith(b"\r\n\r\n"):
             sock.settimeout(left_s())
-            byte = sock.recv(1)  # not one more: what follows is the endpoint's
-            answer += byte
-            if not byte or len(answer) > _ANSWER_BYTES_MAX:
+            byte = sock.recv(1)  # no more: the bytes that follow are the endpoint's
+            response += byte
+            if not byte or len(response) > _RESPONSE_BYTES_MAX:
                 raise Unavailable(f"the proxy at {self.address} does not answer to CONNECT")
-        status = answer.partition(b" ")[2][:3]  # some say no reason, and no space before it
+        status = response.partition(b" ")[2][:3]  # some state no reason, and no space before it
         if status == b"407":
             raise ProxyRefused(
                 f"the proxy at {self.address} answered 407: correct user and password in "
@@ -58,7 +59,7 @@ class Proxy(NamedTuple):
 
 def proxy_for(address: Address) -> Proxy | None:
     """The proxy on the way to this address, by HTTP_PROXY, HTTPS_PROXY and NO_PROXY."""
-    found = vendor("botocore.utils").get_environ_proxies(str(address))
+    found = optional_module("botocore.utils").get_environ_proxies(str(address))
     url = found.get(address.scheme)
     if not url:
         return None
@@ -66,11 +67,11 @@ def proxy_for(address: Address) -> Proxy | None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port or 80
     except ValueError:
-        raise _no_proxy("it cannot be read") from None
+        raise _unusable("it cannot be read") from None
     if parts.scheme != "http":
-        raise _no_proxy(f"a proxy is not spoken to by {parts.scheme or 'such a scheme'}")
+        raise _unusable(f"a proxy is not spoken to by {parts.scheme or 'such a scheme'}")
     if not parts.hostname:
-        raise _no_proxy("it names no host")
+        raise _unusable("it names no host")
     where = Address(parts.hostname, port, False)
     if parts.username is None:
         return Proxy(where)
@@ -78,7 +79,7 @@ def proxy_for(address: Address) -> Proxy | None:
     return Proxy(where, "Basic " + base64.b64encode(user.encode()).decode())
 
 
-def _no_proxy(problem: str) -> ProxyRefused:
+def _unusable(problem: str) -> ProxyRefused:
     return ProxyRefused(
         f"HTTP_PROXY or HTTPS_PROXY cannot be used, {problem}: write http://host:port, or name the "
         "endpoint's host in NO_PROXY"

@@ -1,6 +1,6 @@
-"""Sockets with a bounded wait, plain and TLS, and what their errors mean.
+"""Connected sockets whose waits are bounded, plain and TLS, and what their errors mean.
 
-On plain sockets the kernel does the waiting (SO_RCVTIMEO with MSG_WAITALL), so that a whole body
+On plain sockets the kernel does the waiting (SO_RCVTIMEO with MSG_WAITALL). A whole body then
 costs one system call and one release of Python's lock.
 """
 
@@ -13,36 +13,34 @@ import ssl
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from kvtier.backends.object.client.endpoint import Address
 from kvtier.backends.object.client.name_resolver import Resolver
+from kvtier.backends.object.client.proxy import Proxy
+from kvtier.backends.object.client.tls import TrustStore
 from kvtier.backends.object.stores.errors import (
-    OutOfTime,
     ProxyRefused,
-    SpeaksNoTLS,
     TimedOut,
     TLSRefused,
     Unavailable,
     WrongEndpoint,
-    WrongHost,
 )
 from kvtier.backends.object.stores.store import Buffer
 
 _WAIT_MIN_S = 0.001
 _IOV_MAX = 512
 _TIMEVAL = struct.Struct("@ll")
-_OUT_OF_TIME, _OTHER_HOST = (9, 10), (62, 64)
-"""What OpenSSL says of certificates whose authority may be known."""
 _resolver = Resolver()
 
 
 class Timeouts(msgspec.Struct, frozen=True):
     """How long to wait: to connect, for the next byte, and for one call as a whole.
 
-    A store that takes an upload in may be silent for longer (`upload_s`); nobody waits for that.
+    The response to an upload may take longer (`upload_s`), because stores are silent while they
+    write an object. No request of an engine waits for that.
     """
 
     connect_s: float = 1.0
@@ -51,27 +49,8 @@ class Timeouts(msgspec.Struct, frozen=True):
     upload_s: float = 15.0
 
 
-class Address(NamedTuple):
-    host: str
-    port: int
-    tls: bool
-
-    @property
-    def scheme(self) -> str:
-        return "https" if self.tls else "http"
-
-    @property
-    def place(self) -> str:
-        """Host and port, as they stand in a url."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
-
-    def __str__(self) -> str:
-        return f"{self.scheme}://{self.place}"
-
-
-class Wire(ABC):
-    """A connected socket. Raises OSError; waiting longer than `wait_s` is TimeoutError."""
+class Transport(ABC):
+    """A connected socket. Raises OSError; TimeoutError after a wait of `wait_s`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -80,14 +59,15 @@ class Wire(ABC):
 
     @abstractmethod
     def send(self, buffers: Sequence[Buffer], wait_s: float) -> int:
-        """Send some bytes, at least one."""
+        """Send some bytes, at least one; how many."""
 
     @abstractmethod
     def receive(self, view: Buffer, wait_s: float, *, everything: bool) -> int:
-        """Read some bytes, at least one, 0 at the end; if `everything`, as many as come in time."""
+        """Receive some bytes, at least one, or with `everything` as many as come in time; how
+        many, 0 at the end of the stream."""
 
-    def quiet(self) -> bool:
-        """Whether there is nothing to read, not even the end."""
+    def idle(self) -> bool:
+        """Whether nothing can be read, not even the end of the stream."""
         return not self._poll.poll(0)
 
     def close(self) -> None:
@@ -95,27 +75,27 @@ class Wire(ABC):
             self._sock.close()
 
 
-class PlainWire(Wire):
+class PlainTransport(Transport):
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
         sock.settimeout(None)
         self._waits = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
 
     def send(self, buffers: Sequence[Buffer], wait_s: float) -> int:
-        self._wait(socket.SO_SNDTIMEO, wait_s)
+        self._set_wait(socket.SO_SNDTIMEO, wait_s)
         try:
             return self._sock.sendmsg(buffers[:_IOV_MAX])
         except BlockingIOError as error:
             raise TimeoutError from error
 
     def receive(self, view: Buffer, wait_s: float, *, everything: bool) -> int:
-        self._wait(socket.SO_RCVTIMEO, wait_s)
+        self._set_wait(socket.SO_RCVTIMEO, wait_s)
         try:
             return self._sock.recv_into(view, 0, socket.MSG_WAITALL if everything else 0)
         except BlockingIOError as error:
             raise TimeoutError from error
 
-    def _wait(self, option: int, wait_s: float) -> None:
+    def _set_wait(self, option: int, wait_s: float) -> None:
         if self._waits[option] != wait_s:
             self._waits[option] = wait_s
             whole, part = divmod(max(wait_s, _WAIT_MIN_S), 1.0)
@@ -124,7 +104,7 @@ class PlainWire(Wire):
             )
 
 
-class TLSWire(Wire):
+class TLSTransport(Transport):
     def send(self, buffers: Sequence[Buffer], wait_s: float) -> int:
         self._sock.settimeout(max(wait_s, _WAIT_MIN_S))
         return self._sock.send(buffers[0])
@@ -133,51 +113,21 @@ class TLSWire(Wire):
         self._sock.settimeout(max(wait_s, _WAIT_MIN_S))
         return self._sock.recv_into(view)
 
-    def quiet(self) -> bool:
+    def idle(self) -> bool:
         assert isinstance(self._sock, ssl.SSLSocket)
-        return self._sock.pending() == 0 and super().quiet()
-
-
-class Trust:
-    """Whose word counts that a server is the one it claims to be: that of the authorities in a
-    file, or of the system's."""
-
-    def __init__(self, ca_bundle: str | None) -> None:
-        self._ca_bundle = ca_bundle
-        try:
-            self.context = ssl.create_default_context(cafile=ca_bundle)
-        except OSError as error:
-            raise TLSRefused(f"the ca_bundle {ca_bundle} cannot be read: {error}") from error
-
-    def learn(self) -> None:
-        """Take in what stands there now, for the next connection: authorities follow one another
-        while we run."""
-        with contextlib.suppress(OSError):  # it may just be written
-            if self._ca_bundle is None:
-                self.context.load_default_certs()
-            else:
-                self.context.load_verify_locations(self._ca_bundle)
-
-
-class Tunnel(Protocol):
-    """A proxy on the way: see `proxy`."""
-
-    @property
-    def address(self) -> Address: ...
-
-    def tunnel(self, sock: socket.socket, to: Address, left_s: Callable[[], float]) -> None: ...
+        return self._sock.pending() == 0 and super().idle()
 
 
 def connect(
     address: Address,
     timeouts: Timeouts,
-    tls: Trust | None,
+    trust: TrustStore | None,
     deadline: float,
-    proxy: Tunnel | None = None,
-) -> Wire:
-    """A new connection, trying every address that the name stands for."""
+    proxy: Proxy | None = None,
+) -> Transport:
+    """A new connection. Every address that the host name stands for is tried."""
     first = proxy.address if proxy else address
-    found = _resolver.find(first.host, first.port, _left(deadline, timeouts.total_s, first))
+    found = _resolver.resolve(first.host, first.port, _left(deadline, timeouts.total_s, first))
     for index, (family, kind, protocol, _, where) in enumerate(found):
         last = index == len(found) - 1
         try:
@@ -191,41 +141,18 @@ def connect(
             sock.connect(where)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not address.tls:
-                return PlainWire(sock)
-            assert tls is not None
+                return PlainTransport(sock)
+            assert trust is not None
             if proxy is not None:
                 proxy.tunnel(sock, address, lambda: _left(deadline, timeouts.idle_s, address))
             sock.settimeout(_left(deadline, timeouts.idle_s, address))
-            return TLSWire(_handshake(sock, tls, address))
+            return TLSTransport(trust.handshake(sock, address))
         except BaseException as error:
             sock.close()
             if not isinstance(error, OSError) or last:
                 raise
-            _resolver.shun(where)
+            _resolver.avoid(where)
     raise WrongEndpoint(f"{address} has no address: check the endpoint")
-
-
-def _handshake(sock: socket.socket, tls: Trust, address: Address) -> ssl.SSLSocket:
-    try:
-        return tls.context.wrap_socket(sock, server_hostname=address.host)
-    except ssl.SSLCertVerificationError as error:
-        tls.learn()
-        raise _distrust(address, error) from error
-    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
-        raise  # the server went away: weather, not configuration
-    except ssl.SSLError as error:
-        raise SpeaksNoTLS(
-            f"{address} refuses TLS ({error.reason}): is the endpoint http:// rather than https://?"
-        ) from error
-
-
-def _distrust(address: Address, error: ssl.SSLCertVerificationError) -> TLSRefused:
-    said = f"the certificate of {address} is not trusted ({error.verify_message})"
-    if error.verify_code in _OTHER_HOST:
-        return WrongHost(f"{said}: write the endpoint as its certificate does, or addressing: path")
-    if error.verify_code in _OUT_OF_TIME:
-        return OutOfTime(f"{said}: have it renewed, if the clock of this machine is right")
-    return TLSRefused(f"{said}: name its authority as ca_bundle")
 
 
 def _left(deadline: float, limit_s: float, address: Address) -> float:
@@ -236,8 +163,8 @@ def _left(deadline: float, limit_s: float, address: Address) -> float:
 
 
 @contextlib.contextmanager
-def explain(address: Address, *, proxy: bool = False) -> Iterator[None]:
-    """Turn what sockets raise into the errors every store speaks; the address may be a proxy's."""
+def map_socket_errors(address: Address, *, proxy: bool = False) -> Iterator[None]:
+    """Turn what sockets raise into StoreError. `proxy`: the address is that of a proxy."""
     what, wrong = ("proxy", ProxyRefused) if proxy else ("endpoint", WrongEndpoint)
     try:
         yield

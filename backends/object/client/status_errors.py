@@ -1,6 +1,6 @@
-"""What an S3 answer that is not a success means: one table, at the edge.
+"""What an S3 response that is not a success means.
 
-Of a server's answer only its status, its error code and a few fields are ever quoted: error bodies
+Messages quote only the status, the error code and a few header fields of a response: error bodies
 repeat access keys, tokens and signatures.
 """
 
@@ -49,23 +49,7 @@ _REGION_CODES = {
     "AuthorizationHeaderMalformed",
     "IllegalLocationConstraintException",
 }
-_TOKEN_CODES = {
-    "ExpiredToken",
-    "ExpiredTokenException",
-    "InvalidToken",
-    "InvalidTokenId",
-    "TokenRefreshRequired",
-}
-_CLOCK_CODES = {"RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"}
-_FULL_CODES = {
-    "QuotaExceeded",
-    "ObjectQuotaExceeded",
-    "ServiceQuotaExceeded",
-    "InsufficientStorage",
-    "XMinioStorageFull",
-    "XMinioAdminBucketQuotaExceeded",
-}
-_WEATHER_CODES = {
+_TRANSIENT_CODES = {
     "InternalError",
     "ServiceUnavailable",
     "RequestTimeout",
@@ -82,83 +66,93 @@ _UNKNOWN_CODES = {
     "UnsupportedHeader",
     "UnsupportedOperation",
 }
-"""Of a 400 from a store that does not know what it was asked for. Others are of what was sent."""
-_KEY_CODES = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity", "AccountProblem"}
+"""A 400 with one of these says that the store does not know such a request."""
+_KEY_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity", "AccountProblem")
+_Meaning = tuple[type[StoreError], str]
+_FULL: _Meaning = StoreFull, "the store is full; lower the capacity or run gc"
+_TOO_LARGE: _Meaning = ObjectTooLarge, "the store does not take objects of this size"
+_TOO_SHORT: _Meaning = LengthMismatch, "the object is shorter than expected"
+_TOKEN: _Meaning = ExpiredToken, "renew the session token of these credentials"
+_CLOCK: _Meaning = ClockSkew, "the clock of this machine is wrong; set it by NTP"
+_BY_CODE: dict[str, _Meaning] = {
+    "NoSuchBucket": (NoSuchBucket, "create the bucket or correct its name in the url"),
+    "EntityTooLarge": _TOO_LARGE,
+    "InvalidObjectState": (Archived, "the object is archived; exempt this prefix from that rule"),
+    "InvalidRange": _TOO_SHORT,
+    "ExpiredToken": _TOKEN,
+    "ExpiredTokenException": _TOKEN,
+    "InvalidToken": _TOKEN,
+    "InvalidTokenId": _TOKEN,
+    "TokenRefreshRequired": _TOKEN,
+    "RequestTimeTooSkewed": _CLOCK,
+    "RequestExpired": _CLOCK,
+    "RequestInTheFuture": _CLOCK,
+    "QuotaExceeded": _FULL,
+    "ObjectQuotaExceeded": _FULL,
+    "ServiceQuotaExceeded": _FULL,
+    "InsufficientStorage": _FULL,
+    "XMinioStorageFull": _FULL,
+    "XMinioAdminBucketQuotaExceeded": _FULL,
+    **dict.fromkeys(_KEY_CODES, (AccessDenied, "the access key or its secret is wrong")),
+}
+_DENIED: _Meaning = (
+    AccessDenied,
+    "allow these credentials to list the bucket and to get, put and delete objects",
+)
+_BY_STATUS: dict[int, _Meaning] = {
+    401: _DENIED,
+    403: _DENIED,
+    407: (ProxyRefused, "correct user and password in HTTP_PROXY"),
+    409: (Conflict, "another writer has this name in hand"),
+    413: _TOO_LARGE,
+    416: _TOO_SHORT,
+    507: _FULL,
+}
 
 
 def error_code(body: bytes) -> str:
-    """The error code in an S3 error body, empty where there is none."""
+    """The error code in an S3 error body, empty if there is none."""
     found = _CODE.search(body)
     return found.group(1).decode() if found else ""
 
 
-def explain_answer(
+def response_error(
     status: int, code: str, headers: Mapping[str, str], where: str, *, reading: bool = False
 ) -> StoreError:
-    """The error for an answer of this status and code from the bucket or endpoint `where`, when one
-    object was to be read, or for anything else."""
-    error = _explained(status, code, headers, where)
+    """The error for a response of this status and code from the bucket or endpoint `where`.
+    `reading`: the request was to read one object."""
+    error = _error_for(status, code, headers, where)
     if reading and status != 401 and type(error) is AccessDenied and code not in _KEY_CODES:
         said = str(error).partition(": ")[0]
         return Forbidden(f"{said}: allow these credentials to read the object, and to use its key")
     return error
 
 
-def _explained(status: int, code: str, headers: Mapping[str, str], where: str) -> StoreError:
+def _error_for(status: int, code: str, headers: Mapping[str, str], where: str) -> StoreError:
     said = f"{where} answered {status}{' ' + code if code else ''}"
     if status == 429 or code in _RATE_CODES or (status == 503 and code != "ServiceUnavailable"):
         return RateLimited(f"{said}: fewer requests, please", retry_after_s=_retry_after_s(headers))
-    return _by_code(status, code, headers, said) or _by_status(status, code, said)
-
-
-def _by_code(status: int, code: str, headers: Mapping[str, str], said: str) -> StoreError | None:
-    if code == "NoSuchBucket":
-        return NoSuchBucket(f"{said}: create the bucket or correct its name in the url")
-    if code in _TOKEN_CODES:
-        return ExpiredToken(f"{said}: renew the session token of these credentials")
-    if code in _CLOCK_CODES:
-        return ClockSkew(f"{said}: the clock of this machine is wrong; set it by NTP")
+    if meaning := _BY_CODE.get(code):
+        kind, remedy = meaning
+        return kind(f"{said}: {remedy}")
     if code in _REGION_CODES or status in (301, 302, 307, 308):
         region = headers.get("x-amz-bucket-region", "")
         hint = f"set region to {region}" if _REGION.fullmatch(region) else "correct the region"
         return WrongRegion(f"{said}: the bucket is elsewhere; {hint} (and the endpoint, if any)")
-    if code in _FULL_CODES or status == 507:
-        return StoreFull(f"{said}: the store is full; lower the capacity or run gc")
-    if code in _KEY_CODES:
-        return AccessDenied(f"{said}: the access key or its secret is wrong")
     if code.startswith("KMS."):
         return AccessDenied(f"{said}: enable the key that encrypts objects there, or allow its use")
-    if code == "EntityTooLarge":
-        return ObjectTooLarge(f"{said}: the store does not take objects of this size")
-    if code == "InvalidObjectState":
-        return Archived(f"{said}: the object is archived; exempt this prefix from that rule")
-    if code == "InvalidRange":
-        return LengthMismatch(f"{said}: the object is shorter than expected")
-    if code in _WEATHER_CODES:
+    if code in _TRANSIENT_CODES:
         return Unavailable(said, retry_after_s=_retry_after_s(headers))
-    return None
-
-
-def _by_status(status: int, code: str, said: str) -> StoreError:
-    if status == 407:
-        return ProxyRefused(f"{said}: correct user and password in HTTP_PROXY")
-    if status in (401, 403):
-        return AccessDenied(
-            f"{said}: allow these credentials to list the bucket and to get, put and delete objects"
-        )
-    if status == 409:
-        return Conflict(f"{said}: another writer has this name in hand")
-    if status == 413:
-        return ObjectTooLarge(f"{said}: the store does not take objects of this size")
-    if status == 416:
-        return LengthMismatch(f"{said}: the object is shorter than expected")
+    if meaning := _BY_STATUS.get(status):
+        kind, remedy = meaning
+        return kind(f"{said}: {remedy}")
     if status == 408 or (status >= 500 and status != 501):
         return Unavailable(said)
     unknown = status == 501 or (status == 400 and code in _UNKNOWN_CODES)
-    kind = UnknownRequest if unknown else WrongEndpoint
+    refused = UnknownRequest if unknown else WrongEndpoint
     if code:
-        return kind(f"{said}: the store does not accept this request; check the endpoint")
-    return kind(f"{said}, but not as an S3 store would: check the endpoint")
+        return refused(f"{said}: the store does not accept this request; check the endpoint")
+    return refused(f"{said}, but not as an S3 store would: check the endpoint")
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:

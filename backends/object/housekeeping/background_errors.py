@@ -1,4 +1,4 @@
-"""What goes wrong in a background thread and is survived: weather, and what nobody thought of."""
+"""Errors in a background thread, which goes on: expected ones of the store, and all others."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from kvtier.backends.object.stores.errors import EndlessListing, StoreError
 
 
 class BackgroundErrors:
-    """Says of each kind of error that is none of a store's once, with its trace; and that there is
-    more in a store than can be listed."""
+    """Logs every kind of unexpected error once, with its trace, and once that a listing has no end.
+    Other errors of a store are for its circuit breaker to log."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._said: set[type[Exception]] = set()
-        self.unsolved = False
-        """Whether it has not gone well since."""
+        self._logged: set[type[Exception]] = set()
+        self.unresolved = False
+        """Whether nothing has succeeded since the last error."""
 
-    def survived(self, error: Exception) -> None:
+    def record(self, error: Exception) -> None:
         """The thread goes on, and will try again."""
-        self.unsolved = True
+        self.unresolved = True
         endless = isinstance(error, EndlessListing)
-        if (isinstance(error, StoreError) and not endless) or type(error) in self._said:
+        if (isinstance(error, StoreError) and not endless) or type(error) in self._logged:
             self._log.debug("object tier: %s", error)
             return
-        self._said.add(type(error))
+        self._logged.add(type(error))
         if endless:
             self._log.warning("the object store is not listed to its end: %s", error)
             return
         self._log.error("object tier: what it does in the background failed", exc_info=error)
 
-    def over(self) -> None:
-        """It has tried again, and all went well."""
-        self.unsolved = False
+    def clear(self) -> None:
+        """The thread has tried again, and all went well."""
+        self.unresolved = False

@@ -9,12 +9,12 @@ import msgspec
 from kvtier.backends.object.budget.claims import LEASE_S
 from kvtier.types import BlockKey
 
-Spared = Mapping[str, Set[BlockKey]]
-"""Blocks of other namespaces that make no room for this one's."""
+ProtectedBlocks = Mapping[str, Set[BlockKey]]
+"""Blocks of other namespaces that are not deleted to make room for this one."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Bytes and seconds, and what is not to go."""
+    """Sizes in bytes and times in seconds."""
 
     capacity: int
     refresh_s: float
@@ -22,4 +22,4 @@ class Limits(msgspec.Struct, frozen=True):
     age_max_s: float | None = None
     read_s: float = 20.0
     lease_s: float = LEASE_S
-    spared: Spared = {}
+    protected: ProtectedBlocks = {}

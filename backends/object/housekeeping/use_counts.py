@@ -2,10 +2,11 @@
 
     <namespace>/uses/<writer>-<number>
 
-A list is a manifest of entries of a kind of its own, with a count in place of the size. Each server
-writes now and then what its requests have used most, and whoever finds many lists joins them into
-one that names those it covers, so that none counts twice. Statistics only: `--hottest` chooses by
-them. What was not written down yet when its writer died, and what cannot be read, counts nothing.
+A list is a manifest with entries of a kind of its own, which have a count in place of the size.
+Each server writes now and then what its requests have used most. A server that finds many lists
+joins them into one that names those it covers, so that none counts twice. These are only
+statistics, by which `--hottest` chooses. What a dead writer had not written, and what cannot be
+read, does not count.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.backends.object.housekeeping.lock_yield import CHUNK
+from kvtier.backends.object.lock_yield import CHUNK
 from kvtier.backends.object.manifests import manifest
 from kvtier.backends.object.manifests.manifest import ENTRY, USED, Entries
 from kvtier.backends.object.object_names import parse_uses, uses_prefix
@@ -36,19 +37,20 @@ _log = logging.getLogger(__name__)
 _REQUESTS_MAX = 4096
 """So many requests are remembered between two looks."""
 _BLOCKS_MAX = 1 << 14
-"""So many blocks are counted between two lists; beyond it, only those used more than most are."""
+"""So many blocks are counted between two lists. If there are more, only those that are used more
+than the median are kept."""
 _JOINED_MAX = 1 << 16
 _LIST_BYTES_MAX = 5 << 20
-_PILE = 16
+_JOIN_MIN = 16
 """So many lists are joined into one."""
 _LISTS_MAX = 64
 _LISTS_BYTES_MAX = 24 << 20
-"""Of all that are read at once: more than one sum has, and the lists that are not in it yet."""
+"""Of all lists that are read at once: one sum and the lists that are not in it yet have less."""
 _COUNT_MAX = (1 << 32) - 1
 
 
 class Uses:
-    """What the requests of one server use. `note` is for the tier's thread, the rest for the
+    """Counts what the requests of one server use. `note` is for the tier's thread, the rest for the
     keeper's."""
 
     def __init__(
@@ -56,14 +58,14 @@ class Uses:
         store: Store,
         namespace: Namespace,
         every_s: float,
-        rest: Callable[[], None] = lambda: None,
+        pause: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._namespace = namespace
         self._prefix = uses_prefix(namespace.id)
         self._every_s = every_s
-        self._rest = rest
+        self._pause = pause
         self._clock = clock
         self._writer = secrets.token_hex(8)
         self._number = 0
@@ -71,15 +73,15 @@ class Uses:
         self._noted: deque[Sequence[BlockKey]] = deque(maxlen=_REQUESTS_MAX)
         self._counts: Counter[BlockKey] = Counter()
         self._undeleted = 0
-        """So many lists that are joined already the store would not delete."""
+        """So many lists have been joined that the store would not delete."""
 
     def note(self, keys: Sequence[BlockKey]) -> None:
         """A request has used these blocks."""
         self._noted.append(keys)
 
     def look(self) -> None:
-        """Write a list when one is due. If the store will not have it, nothing else must wait for
-        that: the next list tells all."""
+        """Write a list when one is due. An error holds up nothing else: the next list has all
+        counts."""
         self.count()
         if self._clock() >= self._next:
             self._next = self._clock() + self._every_s
@@ -89,8 +91,8 @@ class Uses:
                 _log.debug("uses are not written down: %s", error)
 
     def carry(self, used: Mapping[BlockKey, tuple[int, float]]) -> None:
-        """Write down how often these were used, and when last, before they came here; of very many
-        the most used. Raises StoreError."""
+        """Write how often these blocks were used, and when last, where they came from. Of very many
+        only the most used count. Raises StoreError."""
         chosen = dict(nlargest(_JOINED_MAX, used.items(), key=itemgetter(1)))
         if chosen:
             counts, times = zip(*chosen.values(), strict=True)
@@ -99,13 +101,13 @@ class Uses:
             self._join()
 
     def count(self) -> None:
-        """Take in what was noted, which costs more memory than counts do."""
+        """Turn noted requests into counts, which take less memory."""
         while self._noted:
             self._counts.update(self._noted.popleft())
             if len(self._counts) > _BLOCKS_MAX:
                 most = np.median(np.fromiter(self._counts.values(), np.uint64))
                 self._counts = Counter({k: n for k, n in self._counts.items() if n > most})
-            self._rest()
+            self._pause()
 
     def close(self) -> None:
         """Write the last list."""
@@ -121,20 +123,20 @@ class Uses:
         while some := dict(islice(counts, CHUNK)):
             keys, uses = list(some), list(some.values())
             pieces.append(manifest.pack_entries(USED, keys, 0, uses, now_us))
-            self._rest()
+            self._pause()
         self._put(np.concatenate(pieces))
         self._counts.clear()
         self._join()
 
     def _join(self) -> None:
-        most = _PILE + self._undeleted
+        most = _JOIN_MIN + self._undeleted
         if sum(1 for _ in islice(_listed(self._store, self._namespace), most)) < most:
             return
         lists = _Lists(self._store, self._namespace)
-        if len(lists.names) < (2 if lists.left_out else _PILE):
+        if len(lists.names) < (2 if lists.left_out else _JOIN_MIN):
             return
         entries = lists.sum()
-        if len(entries) > _JOINED_MAX:  # blocks come and go: old uses count less and less
+        if len(entries) > _JOINED_MAX:  # so old uses count less and less
             entries = entries[np.argsort(entries["size"])[-_JOINED_MAX:]]
             entries["size"] //= 2
         self._put(entries, lists.names)
@@ -148,25 +150,28 @@ class Uses:
 
 
 class _Lists:
-    """The lists of a namespace, read; raises StoreError. `names` are those that may be replaced by
-    their sum: damaged ones too, but not those of a newer version, nor what may not be read."""
+    """Reads the lists of a namespace; raises StoreError.
+
+    `names` are those that their sum may replace: also damaged ones, but not those of a newer
+    version, nor those that may not be read.
+    """
 
     def __init__(self, store: Store, namespace: Namespace) -> None:
         self.names: list[str] = []
         self.left_out = False
-        """Whether there were too many bytes to read all."""
+        """Whether there were too many bytes to read them all."""
         self._read: list[tuple[list[str], str, Entries]] = []
         left = _LISTS_BYTES_MAX
         for name, info in islice(_listed(store, namespace), _LISTS_MAX):
             size = info.size if info.size <= _LIST_BYTES_MAX else 0
             if size > left:
-                self.left_out = True  # for the next who joins
+                self.left_out = True  # for the next server that joins
                 continue
             left -= size
             data = memoryview(bytearray(size))
             try:
                 if store.get(info.name, [data]) is GetOutcome.MISSING:
-                    continue  # somebody else is joining it
+                    continue  # another server joins it
                 entries, covers = manifest.unpack(data, namespace.digest, kinds=(USED,))
             except (NewerFormat, Forbidden):
                 continue
@@ -177,7 +182,7 @@ class _Lists:
             self._read.append((covers, name, entries))
 
     def sum(self) -> Entries:
-        """One entry a block, with all its uses, and when the last of them was written down."""
+        """One entry for each block, with all its uses and the time of the latest."""
         joined = {name for covers, _, _ in self._read for name in covers}
         counted: set[str] = set()
         pieces = [np.zeros(0, ENTRY)]
@@ -186,7 +191,9 @@ class _Lists:
                 counted.update(covers)
                 pieces.append(entries)
         entries = np.concatenate(pieces)
-        _, first, which = np.unique(manifest.marks(entries), return_index=True, return_inverse=True)
+        _, first, which = np.unique(
+            manifest.fingerprints(entries), return_index=True, return_inverse=True
+        )
         counts, times = np.zeros((2, len(first)), np.uint64)
         np.add.at(counts, which, np.minimum(entries["size"], _COUNT_MAX))
         np.maximum.at(times, which, entries["time_us"])
@@ -197,15 +204,15 @@ class _Lists:
 
 
 def _listed(store: Store, namespace: Namespace) -> Iterator[tuple[str, ObjectInfo]]:
-    """The lists of a namespace, and nothing else that lies there."""
+    """The names of the lists of a namespace."""
     for info in store.list(uses_prefix(namespace.id)):
         if name := parse_uses(info.name):
             yield name, info
 
 
 def used_blocks(store: Store, namespace: Namespace) -> Entries | None:
-    """One entry for each block that was used, with its uses in place of the size and when that was
-    written down last; None where nobody has written anything down. Raises StoreError."""
+    """One entry for each block that was used, with its uses in place of the size, and the time of
+    the latest. None if there are no lists. Raises StoreError."""
     lists = _Lists(store, namespace)
     return lists.sum() if lists.names else None
 
@@ -217,7 +224,7 @@ def count_uses(
     found = _Lists(store, namespace).sum()
     counts, times = np.zeros((2, len(blocks)), np.uint32)
     if len(found):
-        known, wanted = manifest.marks(found), manifest.marks(blocks)
+        known, wanted = manifest.fingerprints(found), manifest.fingerprints(blocks)
         order = np.argsort(known)
         at = order[np.minimum(np.searchsorted(known, wanted, sorter=order), len(order) - 1)]
         same = known[at] == wanted

@@ -1,9 +1,9 @@
-"""Manifests: what writers have added and removed, so that nobody has to ask for single keys.
+"""The format of a manifest: a list of entries about blocks that were added or removed.
 
-A manifest is one immutable object with a list of entries. Any number of writers append by writing
-new ones under names of their own, so nobody can overwrite another's. The state of a namespace is
-the union of all manifests: of the entries of one object the latest counts, whatever the order in
-which they are read. Several manifests may be joined into a new one that names those it covers.
+A manifest is one immutable object. Any number of writers append by writing new manifests under
+names of their own, so no writer can overwrite another's. The state of a namespace is the union of
+all manifests: of all entries about one object the latest counts, in whatever order they are read.
+Several manifests may be joined into one that lists those it covers.
 
     8s magic, u16 version, u16 0, u32 bytes of the cover list, u64 entries, 16s namespace,
     u64 xxh3 of the entries, u64 xxh3 of all before it and the cover list
@@ -31,7 +31,7 @@ VERSION = 1
 ADDED = 1
 REMOVED = 2
 USED = 3
-"""Not in manifests, but in the lists of uses, which have the same form."""
+"""Stands in lists of uses only, which have the same format (see `use_counts`)."""
 
 ENTRY = np.dtype(
     [
@@ -45,18 +45,15 @@ ENTRY = np.dtype(
     ]
 )
 Entries = npt.NDArray[np.void]
-_WHOLE = np.dtype(f"V{ENTRY.itemsize}")
-"""Entries without a look into them, which numpy moves several times as fast."""
 
 _HEAD = struct.Struct("<8sHHIQ16sQ")
 _SUM = struct.Struct("<Q")
 HEAD_BYTES = _HEAD.size + _SUM.size
 COVERS_BYTES_MAX = 1 << 20
 _TIME_MAX_US = 1 << 53
-"""The year 2255. What corrects an entry is later, and times beyond it are not exact in seconds."""
+"""The year 2255. Later times would not be exact in seconds, and a correction is always later."""
 SKEW_US = 3_600_000_000
-"""Clocks of servers differ by no more; later times come from one that is wrong."""
-_ROWS_AT_ONCE = 1 << 16
+"""The clocks of servers differ by no more than this; a later time comes from a wrong clock."""
 _ODD = (
     0x9E3779B97F4A7C15,
     0xC2B2AE3D27D4EB4F,
@@ -73,7 +70,7 @@ _BEHIND_KEY = (
     .view("<u8")
     .T
 )
-"""Which bits of a key's words are zero, by its length."""
+"""For each length of a key, which bits of its words must be zero."""
 
 
 def pack_entries(
@@ -83,7 +80,7 @@ def pack_entries(
     sizes: Sequence[int] | int,
     times_us: Sequence[int] | int,
 ) -> Entries:
-    """Entries of one kind, from columns, or from one number for all."""
+    """Entries of one kind. A column may be one number for all."""
     entries = np.zeros(len(keys), ENTRY)
     entries["kind"] = kind
     entries["key_bytes"] = [len(key) for key in keys]
@@ -96,7 +93,7 @@ def pack_entries(
 
 
 def objects_of(keys: Sequence[BlockKey], generations: Sequence[int]) -> Entries:
-    """Entries that say nothing about these objects: to look for others about them."""
+    """Entries without a kind about these objects, to look for others about the same ones."""
     return pack_entries(0, keys, generations, 0, 0)
 
 
@@ -109,7 +106,7 @@ def same_objects(some: Entries, others: Entries) -> npt.NDArray[np.bool_]:
 
 
 def pack(namespace: bytes, entries: Entries, covers: Iterable[str] = ()) -> list[Buffer]:
-    """A manifest, in pieces to be written one after the other."""
+    """A manifest, as buffers to be written one after the other."""
     names = "\n".join(covers).encode()
     body = np.ascontiguousarray(entries).view(np.uint8).data
     head = _HEAD.pack(
@@ -120,7 +117,7 @@ def pack(namespace: bytes, entries: Entries, covers: Iterable[str] = ()) -> list
 
 
 def unpack_head(data: Buffer, namespace: bytes) -> tuple[int, int, list[str]]:
-    """Bytes before the entries, number of entries and cover list; `data` may end behind them."""
+    """Bytes before the entries, number of entries, and cover list. `data` may end there."""
     if len(data) < HEAD_BYTES:
         raise FormatError("a manifest is too short")
     magic, version, _, names_bytes, count, owner, _ = _HEAD.unpack_from(data)
@@ -165,78 +162,20 @@ def unpack(
     return entries, covers
 
 
-def merge(pieces: list[Entries]) -> Entries:
-    """The latest entry of every object, oldest first. The pieces, which may be gigabytes, are taken
-    out of their list, and only what is out of order is held twice."""
-    entries = _in_one(pieces)
-    # 64 bits stand for key and generation: a collision, once in 10^7 states of a million
-    # objects, would forget one block
-    mark = marks(entries, entries["generation"])
-    if not _unique(mark):
-        latest = np.zeros(len(entries), np.bool_)
-        latest[_latest(mark, entries)] = True
-        entries = _only(entries, latest)
-    del mark
-    order = np.argsort(entries["time_us"], kind="stable")
-    misplaced = order != np.arange(len(order))
-    if misplaced.any():
-        first = int(misplaced.argmax())
-        moved = entries.view(_WHOLE)
-        moved[first:] = moved[order[first:]]
-    return entries
-
-
-def _in_one(pieces: list[Entries]) -> Entries:
-    """All entries, those of the oldest piece first. Each piece is let go of when it is copied."""
-    pieces.sort(key=lambda piece: int(piece["time_us"][0]) if len(piece) else 0, reverse=True)
-    whole = np.empty(sum(map(len, pieces)), _WHOLE)
-    end = 0
-    while pieces:
-        piece = np.ascontiguousarray(pieces.pop()).view(_WHOLE)
-        whole[end : end + len(piece)] = piece
-        end += len(piece)
-    return whole.view(ENTRY)
-
-
-def _only(entries: Entries, chosen: npt.NDArray[np.bool_]) -> Entries:
-    """The chosen entries, moved to the front: for a few others all need not be copied."""
-    whole = entries.view(_WHOLE)
-    end = 0
-    for start in range(0, len(whole), _ROWS_AT_ONCE):
-        some = slice(start, start + _ROWS_AT_ONCE)
-        kept = whole[some][chosen[some]]
-        whole[end : end + len(kept)] = kept
-        end += len(kept)
-    return entries[:end] if 2 * end > len(entries) else entries[:end].copy()
-
-
-def marks(
+def fingerprints(
     entries: Entries, generations: npt.NDArray[np.uint16] | int = 0
 ) -> npt.NDArray[np.uint64]:
-    """64 bits for each key and generation."""
-    mark = entries["key_bytes"].astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
-    mark += np.uint64(0xD6E8FEB86659FD93) * np.asarray(generations, np.uint64)
+    """64 bits for each key and generation, mixed from all their bits."""
+    prints = entries["key_bytes"].astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
+    prints += np.uint64(0xD6E8FEB86659FD93) * np.asarray(generations, np.uint64)
     for column, odd in zip(_key_words(entries), _ODD, strict=True):
-        mark ^= column
-        mark *= np.uint64(odd)
-        mark ^= mark >> np.uint64(29)
-    return mark
+        prints ^= column
+        prints *= np.uint64(odd)
+        prints ^= prints >> np.uint64(29)
+    return prints
 
 
 def _key_words(entries: Entries) -> npt.NDArray[np.uint64]:
-    """The keys' bytes, with the zeros behind them, in columns of eight."""
+    """The bytes of the keys, padded with zeros, as columns of 64-bit words."""
     words = np.ascontiguousarray(entries).view("<u8").reshape(-1, ENTRY.itemsize // 8)
     return words.T[-KEY_BYTES_MAX // 8 :]
-
-
-def _unique(mark: npt.NDArray[np.uint64]) -> bool:
-    in_order = np.sort(mark)
-    return bool((in_order[1:] != in_order[:-1]).all())
-
-
-def _latest(mark: npt.NDArray[np.uint64], entries: Entries) -> npt.NDArray[np.intp]:
-    """Rows of the latest entry of each mark; of equal times a removal counts, as the safer one."""
-    order = np.lexsort((entries["kind"], entries["time_us"], mark))
-    mark = mark[order]
-    latest: npt.NDArray[np.intp] = order[np.append(mark[1:] != mark[:-1], True)]
-    return latest

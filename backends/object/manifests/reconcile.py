@@ -1,8 +1,8 @@
-"""What is written down about the objects of a namespace, against what a tier offers.
+"""Recorded entries against the blocks that a tier offers.
 
-Of five million blocks this takes 80 bytes each. A dict of them would take three times as much, and
-stop all other threads when it grows; so objects are looked for here many at a time, by numpy,
-which sorts and searches without Python's lock.
+For five million blocks this takes 80 bytes each. A dict would take three times as much, and would
+stop all other threads while it grows. So numpy looks objects up, many at a time, because it sorts
+and searches without Python's lock.
 """
 
 from __future__ import annotations
@@ -13,68 +13,77 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.backends.object.housekeeping.lock_yield import CHUNK, LockYield
-from kvtier.backends.object.housekeeping.tombstones import Object
-from kvtier.backends.object.housekeeping.updates import Updates
-from kvtier.backends.object.manifests import manifest
-from kvtier.backends.object.manifests.manifest import ADDED, ENTRY, Entries
+from kvtier.backends.object.lock_yield import CHUNK, LockYield
+from kvtier.backends.object.manifests.block_rows import Rows
+from kvtier.backends.object.manifests.manifest import (
+    ADDED,
+    ENTRY,
+    Entries,
+    fingerprints,
+    objects_of,
+    same_objects,
+)
+from kvtier.backends.object.object_names import ObjectKey
 
 _LATELY_US = 600_000_000
 
 
 class Reconciliation:
-    """Merged entries, found by their objects."""
+    """Merged entries, looked up by their objects."""
 
     def __init__(self, entries: Entries) -> None:
         self.entries = entries
-        self.known = np.zeros(len(entries), np.bool_)
-        """Of which of them the objects are offered."""
-        self.beside = np.zeros(0, ENTRY)
-        """What is offered though nothing is written down about it: entries of no kind."""
-        marks = manifest.marks(entries, entries["generation"])
-        self._order = np.argsort(marks).astype(np.uint32)
-        self._marks = marks[self._order]
+        self.offered = np.zeros(len(entries), np.bool_)
+        """For each entry, whether the tier offers its object."""
+        self.unrecorded = np.zeros(0, ENTRY)
+        """What the tier offers and no entry is about: entries of no kind."""
+        prints = fingerprints(entries, entries["generation"])
+        self._order = np.argsort(prints).astype(np.uint32)
+        self._prints = prints[self._order]
 
     def find(self, objects: Entries) -> npt.NDArray[np.intp]:
-        """The row of each of these objects, -1 if nothing is written down about it."""
+        """The row of the entry about each of these objects, -1 if there is none."""
         if not len(self.entries):
             return np.full(len(objects), -1)
-        at = np.searchsorted(self._marks, manifest.marks(objects, objects["generation"]))
+        prints = fingerprints(objects, objects["generation"])
+        at = np.searchsorted(self._prints, prints)
         rows = self._order[np.minimum(at, len(self._order) - 1)].astype(np.intp)
-        rows[~manifest.same_objects(self.entries[rows], objects)] = -1
+        rows[~same_objects(self.entries[rows], objects)] = -1
         return rows
 
-    def compare(self, known: Iterable[Object], news: Sequence[Updates], breathe: LockYield) -> None:
-        """Take in what is offered (`known`), but for what is told to be gone in `news`."""
-        offered = iter(known)
-        beside = [self.beside]
-        breathe.begin()
-        while some := list(islice(offered, CHUNK)):
-            objects = manifest.objects_of(*zip(*some, strict=True))
+    def compare(
+        self, offered: Iterable[ObjectKey], removed: Sequence[Rows], lock_yield: LockYield
+    ) -> None:
+        """Note what a tier offers, except for what it will soon hear to be removed."""
+        objects_offered = iter(offered)
+        unrecorded = [self.unrecorded]
+        lock_yield.begin()
+        while some := list(islice(objects_offered, CHUNK)):
+            objects = objects_of(*zip(*some, strict=True))
             rows = self.find(objects)
-            self.known[rows[rows >= 0]] = True
+            self.offered[rows[rows >= 0]] = True
             if rows.min() < 0:
-                beside.append(objects[rows < 0])
-            breathe()
-        self.beside = np.concatenate(beside)
-        for gone in filter(None, (piece.removed for piece in news)):
-            rows = self.find(manifest.objects_of(gone.keys, gone.generations))
-            self.known[rows[rows >= 0]] = False
-            breathe()
+                unrecorded.append(objects[rows < 0])
+            lock_yield()
+        self.unrecorded = np.concatenate(unrecorded)
+        for piece in removed:
+            rows = self.find(objects_of(piece.keys, piece.generations))
+            self.offered[rows[rows >= 0]] = False
+            lock_yield()
 
-    def expect(self, waiting: Entries) -> None:
-        """What waits to be written down is as young as the latest of it, and all else about which
-        nothing is written down as old as can be."""
-        marks = manifest.marks(self.beside, self.beside["generation"])
-        young = np.isin(marks, manifest.marks(waiting, waiting["generation"]))
-        self.beside["time_us"][young] = waiting["time_us"].max(initial=0)
+    def date_unrecorded(self, queued: Entries) -> None:
+        """Give objects that are in `queued`, which waits to be recorded, the latest of its times,
+        and all other unrecorded objects the time 0."""
+        prints = fingerprints(self.unrecorded, self.unrecorded["generation"])
+        young = np.isin(prints, fingerprints(queued, queued["generation"]))
+        self.unrecorded["time_us"][young] = queued["time_us"].max(initial=0)
 
-    def news(self, piece: slice, latest_us: int) -> npt.NDArray[np.bool_]:
-        """Which of these entries are news where these objects are known: what was added and is not
-        known, what was removed and is. What was added lately always is: it may be another object
-        than the one that is known, or was when that was asked."""
+    def changes(self, piece: slice, latest_us: int) -> npt.NDArray[np.bool_]:
+        """Which of these entries the tier must hear of: added objects that it does not offer, and
+        removed ones that it does. Objects that were added lately always count, because the tier
+        may offer another object of the same name, or may have offered it only when it was asked."""
         rows = self.entries[piece]
         added = rows["kind"] == ADDED
-        news: npt.NDArray[np.bool_] = self.known[piece] != added
-        news |= added & (rows["time_us"] + _LATELY_US > latest_us)
-        return news
+        changes: npt.NDArray[np.bool_] = self.offered[piece] != added
+        changes |= added & (rows["time_us"] + _LATELY_US > latest_us)
+        return changes

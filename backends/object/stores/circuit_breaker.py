@@ -1,4 +1,4 @@
-"""A circuit breaker around any store: an unwell store is left alone, and recovers by itself."""
+"""A circuit breaker: an unwell store is not asked, except by a trial now and then."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from kvtier.backends.object.stores.wrapper import WrappedStore
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _REFUSALS = (StoreFull, ObjectTooLarge)
-"""Of a store that is well and takes nothing: somebody must change something."""
-_SAY_AGAIN_S = 3600.0
+"""The store is well and takes no blocks: somebody must change something."""
+_LOG_AGAIN_S = 3600.0
 
 
 class BreakerPolicy(msgspec.Struct, frozen=True):
-    """After how many failures in a row to stop, and how long to wait before each trial."""
+    """After how many failures in a row to open, and how long to wait before each trial."""
 
     failures: int = 5
     open_s: float = 1.0
@@ -44,18 +44,20 @@ class Circuit(enum.Enum):
     OPEN = "open"
     """The store is left alone."""
     HALF_OPEN = "half_open"
-    """One call is trying whether the store has recovered; all others are refused."""
+    """One call tries whether the store has recovered; all others are refused."""
 
 
 class BreakerStore(WrappedStore):
     """Refuses calls with CircuitOpen, at once, while the store behind it is unwell.
 
-    After a number of failures in a row the circuit opens. When its time is over, one call is let
-    through: success closes it, failure opens it again for twice as long, up to a limit, with some
-    jitter so that a fleet does not return in step. Logged once when it opens and once when it
-    closes. Answers that say nothing of the store's health (a missing object, a wrong length) count
-    as success; that an object may not be read counts as nothing, because all may be so. That a
-    store is full is said once an hour.
+    After a number of failures in a row the circuit opens. When its time is over, one call passes as
+    a trial. Success closes the circuit. Failure opens it again for twice as long, up to a limit;
+    jitter keeps the servers of a fleet from returning in step. It is logged once when the circuit
+    opens and once when it closes.
+
+    Errors that say nothing of the store's health (a missing object, a wrong length) count as
+    success. An object that may not be read counts as neither, because all objects may be so. That a
+    store is full is logged once an hour.
     """
 
     def __init__(
@@ -64,23 +66,23 @@ class BreakerStore(WrappedStore):
         policy: BreakerPolicy,
         *,
         clock: Callable[[], float] = time.monotonic,
-        dice: random.Random | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         super().__init__(inner)
         self._policy = policy
         self._clock = clock
-        self._dice = dice or random.Random()
+        self._rng = rng or random.Random()
         self._lock = threading.Lock()
         self._failures = 0
         self._open_s = policy.open_s
         self._retry_at = 0.0
         self._cause = ""
-        self._say_from: dict[type[StoreError], float] = {}
+        self._log_again_at: dict[type[StoreError], float] = {}
         self._circuit = Circuit.CLOSED
 
     @property
     def circuit(self) -> Circuit:
-        """The state at this moment: other threads change it."""
+        """The state at this moment; other threads change it."""
         return self._circuit
 
     def __repr__(self) -> str:
@@ -91,7 +93,7 @@ class BreakerStore(WrappedStore):
     ) -> Iterator[ObjectInfo]:
         with self._guarded():
             for info in self._inner.list(prefix, after=after, deadline=deadline):
-                self._worked()  # others need not wait for the end, which may be minutes away
+                self._succeeded()  # its end may be minutes away
                 yield info
 
     def _call(self, call: Callable[[float | None], _T], deadline: float | None) -> _T:
@@ -104,21 +106,21 @@ class BreakerStore(WrappedStore):
         try:
             yield
         except Forbidden:
-            self._undecided(trial)
+            self._end_trial(trial)
             raise
         except StoreError as error:
             if error.unwell:
                 self._failed(error, trial)
             else:
-                self._worked()
+                self._succeeded()
             if isinstance(error, _REFUSALS):
-                self._say(error)
+                self._log_refusal(error)
             raise
         except BaseException:
-            self._undecided(trial)
+            self._end_trial(trial)
             raise
         else:
-            self._worked()
+            self._succeeded()
 
     def _admit(self) -> bool:
         """Whether this call is the trial; raises CircuitOpen if it may not pass."""
@@ -139,12 +141,12 @@ class BreakerStore(WrappedStore):
                 self._open_s = min(self._open_s * 2, self._policy.open_max_s)
             elif self.circuit is not Circuit.CLOSED or self._failures < self._policy.failures:
                 return
-            self._retry_at = self._clock() + self._open_s * self._dice.uniform(0.75, 1.0)
+            self._retry_at = self._clock() + self._open_s * self._rng.uniform(0.75, 1.0)
             self._circuit = Circuit.OPEN
         if not trial:
             _log.warning("object store unwell, serving goes on without it: %s", error)
 
-    def _worked(self) -> None:
+    def _succeeded(self) -> None:
         if self._failures == 0 and self.circuit is Circuit.CLOSED:
             return
         with self._lock:
@@ -155,19 +157,19 @@ class BreakerStore(WrappedStore):
         if recovered:
             _log.info("object store recovered")
 
-    def _say(self, error: StoreError) -> None:
+    def _log_refusal(self, error: StoreError) -> None:
         now, kind = self._clock(), type(error)
         with self._lock:
-            if now < self._say_from.get(kind, now):
+            if now < self._log_again_at.get(kind, now):
                 return
-            self._say_from[kind] = now + _SAY_AGAIN_S
+            self._log_again_at[kind] = now + _LOG_AGAIN_S
         _log.warning("the object store refuses blocks, serving goes on without them: %s", error)
 
-    def _undecided(self, trial: bool) -> None:
+    def _end_trial(self, trial: bool) -> None:
         with self._lock:
             if self._is_on(trial):
                 self._circuit = Circuit.OPEN
 
     def _is_on(self, trial: bool) -> bool:
-        """Whether it is the trial still: a listing has ended it with its first name."""
+        """Whether the trial is still under way: the first name of a listing ends it."""
         return trial and self.circuit is Circuit.HALF_OPEN

@@ -1,38 +1,47 @@
-"""What can go wrong with an object store, each error naming the setting to look at.
+"""What can go wrong with an object store.
 
-Three questions decide what happens next, and every class answers them itself: is it worth trying
-again (`retryable`), does it say that the store is unwell (`unwell`, which the circuit breaker
-counts), and is it the configuration that must change (`setting`)?
+Each class answers three questions that decide what happens next: is it worth trying again
+(`retryable`), does it say that the store is unwell (`unwell`, which the circuit breaker counts),
+and which setting must change (`setting`)?
 """
 
 from __future__ import annotations
+
+import contextlib
+import errno
+import time
+from collections.abc import Iterator
 
 from kvtier.errors import KVTierError
 
 
 class StoreError(KVTierError):
-    """Base of everything a `Store` raises."""
+    """Base of everything that a `Store` raises."""
 
     retryable = False
     unwell = False
     setting = ""
-    """Which setting is wrong, or empty where no setting would help."""
+    """Which setting is wrong, or empty if no setting would help."""
 
-    def __init__(self, problem: str, *, retry_after_s: float = 0.0) -> None:
+    def __init__(
+        self, problem: str, *, retry_after_s: float = 0.0, setting: str | None = None
+    ) -> None:
         super().__init__(problem)
         self.retry_after_s = retry_after_s
+        if setting is not None:
+            self.setting = setting
 
 
 class InvalidName(StoreError):
-    """An object name that no store of ours would ever write."""
+    """An object name that no store of kvtier would write."""
 
 
 class LengthMismatch(StoreError):
-    """The object is longer or shorter than the reader was told: treat it as corrupt."""
+    """The object is longer or shorter than the reader expected: treat it as corrupt."""
 
 
 class Archived(LengthMismatch):
-    """The object is where it can only be listed and deleted: of no more use than a damaged one."""
+    """The object can only be listed and deleted: it is worth no more than a damaged one."""
 
 
 class StoreFull(StoreError):
@@ -42,27 +51,27 @@ class StoreFull(StoreError):
 
 
 class ObjectTooLarge(StoreError):
-    """More bytes than the reader is ready to take, or than the store takes in one object."""
+    """More bytes than the reader takes, or than the store takes in one object."""
 
 
-class Weather(StoreError):
-    """The store or the way to it is unwell for now: worth another try."""
+class TransientError(StoreError):
+    """The store, or the way to it, is unwell for now: worth another try."""
 
     retryable = True
     unwell = True
 
 
-class Unavailable(Weather):
+class Unavailable(TransientError):
     """Connection refused, reset or cut short, or an internal error of the server."""
 
 
-class TimedOut(Weather):
+class TimedOut(TransientError):
     """No byte for longer than the idle timeout, or not finished by the deadline."""
 
     setting = "timeouts"
 
 
-class RateLimited(Weather):
+class RateLimited(TransientError):
     """The store asks for fewer requests (503 SlowDown, 429)."""
 
 
@@ -73,7 +82,7 @@ class Conflict(StoreError):
 
 
 class Misconfigured(StoreError):
-    """The store answers, but not to us: no retry helps until a setting changes."""
+    """The store refuses what we ask: no retry helps until a setting changes."""
 
     unwell = True
 
@@ -87,8 +96,8 @@ class AccessDenied(Misconfigured):
 
 
 class Forbidden(AccessDenied):
-    """This object may not be read: it is another's, say, or encrypted with another's key. Of the
-    store, and of other objects, that says nothing."""
+    """This object may not be read: it is another's, say, or encrypted with another's key. That says
+    nothing of the store and of other objects."""
 
     unwell = False
 
@@ -116,7 +125,7 @@ class EndlessListing(Misconfigured):
 
 
 class UnknownRequest(WrongEndpoint):
-    """The store does not know this kind of request, or a header of it."""
+    """The store does not know this kind of request, or one of its header fields."""
 
 
 class ClockSkew(Misconfigured):
@@ -124,23 +133,9 @@ class ClockSkew(Misconfigured):
 
 
 class TLSRefused(Misconfigured):
+    """No TLS there, or a certificate that is not trusted; `setting` depends on the reason."""
+
     setting = "ca_bundle"
-
-
-class SpeaksNoTLS(TLSRefused):
-    setting = "endpoint"
-
-
-class WrongHost(TLSRefused):
-    """The certificate is of a host of another name."""
-
-    setting = "endpoint"
-
-
-class OutOfTime(TLSRefused):
-    """The certificate has ended, or is yet to begin."""
-
-    setting = "clock"
 
 
 class ProxyRefused(Misconfigured):
@@ -148,4 +143,30 @@ class ProxyRefused(Misconfigured):
 
 
 class CircuitOpen(StoreError):
-    """The store was unwell a moment ago and is left alone until the next trial."""
+    """The store was unwell a moment ago and is not asked until the next trial."""
+
+
+@contextlib.contextmanager
+def map_os_errors(what: str) -> Iterator[None]:
+    """Turn OSError into StoreError."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{what}: {error.strerror}"
+        match error.errno:
+            case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+                raise StoreFull(f"{reason}: free some room or lower the budget") from error
+            case errno.EACCES | errno.EPERM | errno.EROFS:
+                raise AccessDenied(f"{reason}: give the right to write and read") from error
+            case errno.ENOENT | errno.ENOTDIR:
+                raise NoSuchBucket(f"{reason}: create the folder or correct the url") from error
+            case errno.EISDIR | errno.ELOOP | errno.ENAMETOOLONG:
+                raise InvalidName(f"{reason}: the place is taken by something else") from error
+            case _:
+                raise Unavailable(reason) from error
+
+
+def check_deadline(deadline: float | None, what: str) -> None:
+    """Raises TimedOut if the deadline is over."""
+    if deadline is not None and time.monotonic() >= deadline:
+        raise TimedOut(f"no time left for {what}")

@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class RetryPolicy(msgspec.Struct, frozen=True):
-    """How often to try, and how long to wait between two tries at least and at most."""
+    """How often to try, and the least and the longest wait between two attempts."""
 
     attempts: int = 3
     base_s: float = 0.05
@@ -26,11 +26,11 @@ class RetryPolicy(msgspec.Struct, frozen=True):
 
 
 class RetryingStore(WrappedStore):
-    """Tries again what may pass, within the call's deadline and never beyond it.
+    """Retries calls that failed with a retryable error, within the deadline of the call.
 
-    The wait before try n is random between nothing and base * 2^n (full jitter), and at least what
-    the store asked for. When a store asks for fewer requests, every caller of this object waits,
-    or gives up at once if its deadline comes first.
+    The wait before attempt n is random between 0 and base * 2^n (full jitter), and at least what
+    the store asked for. When a store asks for fewer requests, all callers of this object wait. A
+    caller whose deadline comes first fails at once.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class RetryingStore(WrappedStore):
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        dice: random.Random | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         super().__init__(inner)
         self._policy = policy
         self._total_s = total_s
         self._clock = clock
         self._sleep = sleep
-        self._dice = dice or random.Random()
+        self._rng = rng or random.Random()
         self._lock = threading.Lock()
-        self._quiet_until = 0.0
+        self._paused_until = 0.0
 
     def __repr__(self) -> str:
         return f"RetryingStore({self._inner!r})"
@@ -58,15 +58,15 @@ class RetryingStore(WrappedStore):
     def list(
         self, prefix: str = "", *, after: str = "", deadline: float | None = None
     ) -> Iterator[ObjectInfo]:
-        """A listing that breaks goes on behind the last name it gave out, if all before it were in
-        order: what was not listed yet would be left out otherwise. One of too many names ends with
-        EndlessListing."""
+        """A listing that breaks is continued after the last name that it yielded, if all names
+        were in order; otherwise names could be left out. Raises EndlessListing after too many
+        names."""
         return bounded(self._list(prefix, after, deadline), LISTED_MAX, "objects")
 
     def _list(self, prefix: str, after: str, deadline: float | None) -> Iterator[ObjectInfo]:
         failures, in_order = 0, True
         while True:
-            self._keep_quiet(self._end(deadline))
+            self._wait_out_pause(self._end(deadline))
             try:
                 for info in self._inner.list(prefix, after=after, deadline=deadline):
                     in_order = in_order and info.name > after
@@ -87,7 +87,7 @@ class RetryingStore(WrappedStore):
         end = self._end(deadline)
         failures = 0
         while True:
-            self._keep_quiet(end)
+            self._wait_out_pause(end)
             try:
                 return call(end)
             except StoreError as error:
@@ -98,19 +98,19 @@ class RetryingStore(WrappedStore):
         if not error.retryable or failures >= self._policy.attempts:
             raise error
         longest = min(self._policy.cap_s, self._policy.base_s * 2**failures)
-        wait_s = max(self._dice.uniform(0.0, longest), error.retry_after_s)
+        wait_s = max(self._rng.uniform(0.0, longest), error.retry_after_s)
         if isinstance(error, RateLimited):
             with self._lock:
-                self._quiet_until = max(self._quiet_until, self._clock() + wait_s)
+                self._paused_until = max(self._paused_until, self._clock() + wait_s)
         if self._clock() + wait_s >= end:
             raise error
         self._sleep(wait_s)
 
-    def _keep_quiet(self, end: float) -> None:
-        wait_s = self._quiet_until - self._clock()
+    def _wait_out_pause(self, end: float) -> None:
+        wait_s = self._paused_until - self._clock()
         if wait_s <= 0:
             return
         if self._clock() + wait_s >= end:
             raise RateLimited("the store asked for fewer requests a moment ago")
-        # not all at the same moment afterwards
-        self._sleep(wait_s + self._dice.uniform(0.0, self._policy.base_s))
+        # with jitter, so that not all callers go on at the same moment
+        self._sleep(wait_s + self._rng.uniform(0.0, self._policy.base_s))

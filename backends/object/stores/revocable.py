@@ -1,4 +1,4 @@
-"""A store that can be taken away from whoever uses it at this moment."""
+"""A store that can be revoked while other threads use it."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ _T = TypeVar("_T")
 
 
 class RevocableStore(WrappedStore):
-    """Passes calls on until a time, and lets none take longer."""
+    """Passes calls on until a time, and gives none a later deadline."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self._until = math.inf
 
     def __repr__(self) -> str:
-        return f"Leash({self._inner!r})"
+        return f"RevocableStore({self._inner!r})"
 
-    def pull(self, until: float = -math.inf) -> None:
-        """From now on no call goes beyond this time (of `time.monotonic`), and none begins after
-        it: who is in the midst of something ends with the call that is under way."""
-        self._until = until
+    def revoke(self, from_s: float = -math.inf) -> None:
+        """From this time on (of `time.monotonic`) no call begins. Every call that begins before
+        has it as its deadline; a listing ends with the page that is under way."""
+        self._until = from_s
 
     def list(
         self, prefix: str = "", *, after: str = "", deadline: float | None = None
     ) -> Iterator[ObjectInfo]:
-        for info in self._inner.list(prefix, after=after, deadline=self._end(deadline)):
+        for info in self._inner.list(prefix, after=after, deadline=self._bound(deadline)):
             if self._until != math.inf:
-                self._end(deadline)
+                self._bound(deadline)
             yield info
 
     def _call(self, call: Callable[[float | None], _T], deadline: float | None) -> _T:
-        return call(self._end(deadline))
+        return call(self._bound(deadline))
 
-    def _end(self, deadline: float | None) -> float | None:
+    def _bound(self, deadline: float | None) -> float | None:
         if self._until == math.inf:
             return deadline
         if time.monotonic() >= self._until:

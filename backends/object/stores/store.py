@@ -1,7 +1,7 @@
-"""One small interface over every object store, and the guarantees that it gives.
+"""The interface of every object store, and the guarantees that it gives.
 
-A name is a path of plain segments, the same on every store, so that a prefix can be copied from
-one kind of store to another. Every call may block and may be made from any number of threads.
+A name is a path of plain segments and is the same on every store, so a prefix can be copied from
+one kind of store to another. Every call may block, and any thread may make it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _PREFIX = re.compile(rf"(?:{_SEGMENT}/){{0,16}}(?:{_SEGMENT})?")
 NAME_CHARS_MAX = 700
 OBJECT_BYTES_MAX = (1 << 63) - 1
 LISTED_MAX = 1 << 25
-"""So many objects a listing may have: twice what manifests of a namespace can tell of, and what no
-store lists within the time between two audits. A server that lists without end must end, too."""
+"""The longest listing, so that one without an end is ended, too. The manifests of a namespace can
+hold half as many entries, and no store lists so many objects between two audits."""
 NAMESPACES_MAX = 1 << 16
 OWN_PREFIX = (
     "write a url whose prefix is kvtier's own, and see that the endpoint lists nothing twice"
@@ -67,10 +67,10 @@ class Store(ABC):
     - an object is visible under its name only when all of its bytes are there; a reader sees one
       whole version or none;
     - a call ends by `deadline` (seconds of `time.monotonic`; the store's own total limit where it
-      is None), or it raises `TimedOut`. Only a blocking file system can hold a `FileStore` longer;
+      is None), or it raises `TimedOut`. Only a blocking file system can delay a `FileStore` longer;
     - it raises nothing but `StoreError`, and no message contains a credential;
     - nothing outside the prefix or folder is ever written, read or deleted;
-    - bytes are NOT proved: a store may hand back anything of the right length. The caller checks.
+    - bytes are NOT proved: a store may return anything of the right length. The caller checks.
     """
 
     @abstractmethod
@@ -84,9 +84,9 @@ class Store(ABC):
     ) -> PutOutcome:
         """Write one object that consists of these buffers, one after the other.
 
-        With `if_absent`, at most one writer of a name is told STORED on a store that can refuse;
-        on one that cannot, the last writer wins and each is told STORED. Buffers are read in
-        place, and may be sent again by a retry until the call returns.
+        With `if_absent`, a store that can refuse returns STORED to at most one writer of a name.
+        On a store that cannot, the last writer wins, and each gets STORED. Buffers are read in
+        place, and a retry may send them again until the call returns.
         """
 
     @abstractmethod
@@ -102,44 +102,45 @@ class Store(ABC):
 
         Without `offset` the object must be exactly as long as the buffers, with one it must have
         that many bytes from there on; else `LengthMismatch`. After any other outcome than FOUND
-        the buffers hold rubbish.
+        the content of the buffers is undefined.
         """
 
     @abstractmethod
     def get_up_to(
         self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
     ) -> int | None:
-        """Like `get`, for an object that may be shorter than the buffers: its length, None if
-        there is none. A longer one is a `LengthMismatch`."""
+        """Like `get`, for an object that may be shorter than the buffers. Returns its length, None
+        if there is no such object. A longer one raises `LengthMismatch`."""
 
     @abstractmethod
     def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
-        """Size and age of one object, None if there is none. For single names only: see list."""
+        """Size and age of one object, None if there is none. To ask for many names, use `list`."""
 
     @abstractmethod
     def list(
         self, prefix: str = "", *, after: str = "", deadline: float | None = None
     ) -> Iterator[ObjectInfo]:
-        """Objects whose name starts with `prefix` and sorts behind `after`, in order of names.
+        """Objects whose name starts with `prefix` and sorts after `after`, in order of names.
 
-        Fetched page by page; objects written or deleted meanwhile may or may not appear. Whatever
-        lies there under a name that no store of ours would write is passed over.
+        They are fetched page by page. Objects that are written or deleted meanwhile may or may not
+        appear. Names that kvtier cannot have written are left out.
         """
 
     @abstractmethod
     def delete(
         self, names: Sequence[str], *, deadline: float | None = None
     ) -> Mapping[str, StoreError]:
-        """Delete these objects; returns those that could not be. One that is gone is a success."""
+        """Delete these objects; returns those that could not be deleted. One that is not there
+        counts as deleted."""
 
     @property
     def deletes_at_once(self) -> int:
-        """So many names `delete` deals with in a moment: see `portions`."""
+        """How many names one call of `delete` should have, to end soon: see `delete_batches`."""
         return 1000
 
     def sweep(self, older_than_s: float) -> Iterator[int]:
-        """Remove what writers that died have left unfinished this long; how much it was, place by
-        place. Stores that show only whole objects and keep nothing else have nothing to do."""
+        """Remove what dead writers left unfinished, if it is that old. Yields how much that was,
+        folder by folder. A bucket has nothing unfinished."""
         return iter(())
 
     def close(self) -> None:  # noqa: B027 - not every store holds something
@@ -165,8 +166,8 @@ def is_name(name: str) -> bool:
     return len(name) <= NAME_CHARS_MAX and _NAME.fullmatch(name) is not None
 
 
-def portions(store: Store, names: Sequence[str]) -> Iterator[Sequence[str]]:
-    """`names` as they are best deleted: so many at once as the store, by then, is known to take."""
+def delete_batches(store: Store, names: Sequence[str]) -> Iterator[Sequence[str]]:
+    """`names` in batches of the size that the store is known to take by then."""
     start = 0
     while start < len(names):
         some = names[start : start + store.deletes_at_once]
@@ -177,7 +178,7 @@ def portions(store: Store, names: Sequence[str]) -> Iterator[Sequence[str]]:
 def bounded(
     listed: Iterable[_Listed], most: int, what: str, remedy: str = OWN_PREFIX
 ) -> Iterator[_Listed]:
-    """The same, as long as these are no more than can be; then EndlessListing."""
+    """The same items; raises EndlessListing after `most` of them."""
     for count, one in enumerate(listed, 1):
         if count > most:
             raise EndlessListing(f"more than {most} {what} are listed: {remedy}")
@@ -185,13 +186,13 @@ def bounded(
 
 
 def check_namespaces(listed: Sized) -> None:
-    """Raises EndlessListing if these are more namespaces than can be."""
+    """Raises EndlessListing if there are too many namespaces."""
     if len(listed) > NAMESPACES_MAX:
         raise EndlessListing(f"more than {NAMESPACES_MAX} namespaces are listed: {OWN_PREFIX}")
 
 
 def read_description(store: Store, namespace: str) -> Namespace | None:
-    """What a namespace's description says; None if there is none, or none that fits its name."""
+    """The description of a namespace; None if there is none, or none that fits its id."""
     text = memoryview(bytearray(NAMESPACE_BYTES_MAX))
     try:
         length = store.get_up_to(description_name(namespace), [text])
@@ -213,5 +214,5 @@ def first_bytes(buffers: Sequence[Buffer], count: int) -> list[Buffer]:
 
 
 def wrong_length(name: str, found: int) -> LengthMismatch:
-    """The error for an object that is not as long as the reader was told."""
+    """The error for an object that is not as long as the reader expected."""
     return LengthMismatch(f"{name} has {found} bytes, which is not what was expected")

@@ -1,8 +1,7 @@
-"""A store around another one: every call goes through one place."""
+"""The base of stores that wrap another store: every call goes through one method."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -13,21 +12,26 @@ from kvtier.backends.object.stores.store import (
     ObjectInfo,
     PutOutcome,
     Store,
-    portions,
+    delete_batches,
 )
 
 _T = TypeVar("_T")
 
 
 class WrappedStore(Store):
-    """Passes all calls on through `_call`; how listings are passed on each wrapper says itself."""
+    """Passes all calls on, those that return something at once through `_call`."""
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
 
-    @abstractmethod
     def _call(self, call: Callable[[float | None], _T], deadline: float | None) -> _T:
         """Make a call of the inner store, which takes a deadline."""
+        return call(deadline)
+
+    def list(
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+    ) -> Iterator[ObjectInfo]:
+        return self._inner.list(prefix, after=after, deadline=deadline)
 
     def put(
         self,
@@ -64,10 +68,10 @@ class WrappedStore(Store):
     def delete(
         self, names: Sequence[str], *, deadline: float | None = None
     ) -> Mapping[str, StoreError]:
-        """In portions, each with the time of a call: a million names take minutes."""
+        """In batches, each with the time of one call: a million names take minutes."""
         failed: dict[str, StoreError] = {}
-        for some in portions(self, names):
-            failed.update(self._delete(some, deadline))
+        for batch in delete_batches(self, names):
+            failed.update(self._delete(batch, deadline))
         return failed
 
     def _delete(self, names: Sequence[str], deadline: float | None) -> Mapping[str, StoreError]:

@@ -12,10 +12,10 @@ import pytest
 from claim_worlds import CAPACITY, LEASE_S, LateStore, NameStore, World
 from object_subjects import FOLDER
 
+from kvtier.backends.object import writer_ids
 from kvtier.backends.object.budget import budget as budget_module
-from kvtier.backends.object.budget import writers
 from kvtier.backends.object.budget.budget import Budget
-from kvtier.backends.object.budget.claim import Claim, ended, parse_claim
+from kvtier.backends.object.budget.claim import Claim, claims_of_ended_writers, parse_claim
 from kvtier.backends.object.budget.claims import Claims
 from kvtier.backends.object.object_names import parse_block
 from kvtier.backends.object.stores.errors import Unavailable
@@ -33,18 +33,18 @@ def test_no_order_of_events_takes_room_twice(seed: int, how: str) -> None:
 
     def others_act() -> None:
         world.store.meanwhile = lambda: None
-        for _ in range(world.dice.randint(0, 6)):
+        for _ in range(world.rng.randint(0, 6)):
             act()
         world.store.meanwhile = others_act
 
     def act() -> None:
-        world.dice.choice(world.writers).step()
+        world.rng.choice(world.writers).step()
         if isinstance(world.store, LateStore):
             world.store.remember(world.stated)
 
     world.store.meanwhile = others_act
     for _ in range(600):
-        world.now += world.dice.random()
+        world.now += world.rng.random()
         act()
     assert world.most <= CAPACITY
     if how == "good":
@@ -58,7 +58,7 @@ def test_a_writer_that_slept_stores_nothing_until_it_has_looked() -> None:
     world = World(1, 2)
     sleeper, other = world.writers
     sleeper.look()
-    sleeper.hear()
+    sleeper.apply()
     assert sleeper.budget.hold(3)[0] == 3
     sleeper.budget.give_back()
     world.now += 2 * LEASE_S
@@ -70,34 +70,36 @@ def test_a_writer_that_slept_stores_nothing_until_it_has_looked() -> None:
     assert standing.alone
     assert standing.dead > CAPACITY, "what the sleeper may have left is counted"
     assert len(dead) == 1
-    other.claims.bury(dead)
+    other.claims.drop_dead(dead)
     sleeper.look()
-    sleeper.hear()
+    sleeper.apply()
     assert sleeper.budget.hold(3)[0] == 0, "the other one is alone, as far as it knows"
     other.look()
-    other.hear()
+    other.apply()
     sleeper.look()
-    sleeper.hear()
+    sleeper.apply()
     assert sleeper.budget.hold(3)[0] > 0
 
 
 def test_names_are_read_as_they_are_written() -> None:
-    claim = Claim("ab" * 16, writers.new(), 7, 1 << 40, 1 << 50, 60_000, "s", True, 5.0, 1 << 60)
-    writers.ended(claim.writer)
+    claim = Claim(
+        "ab" * 16, writer_ids.new_writer_id(), 7, 1 << 40, 1 << 50, 60_000, "s", True, 5.0, 1 << 60
+    )
+    writer_ids.mark_ended(claim.writer)
     assert parse_claim(claim.name, 5.0) == claim
     for wrong in ("", claim.name[1:], claim.name + "x", claim.name.replace("claims", "claim")):
         assert parse_claim(wrong, 5.0) is None
 
 
 def test_a_process_that_ended_is_known_to_be_dead() -> None:
-    own = writers.new()
-    assert writers.may_live(own)
-    writers.ended(own)
-    assert not writers.may_live(own)
+    own = writer_ids.new_writer_id()
+    assert writer_ids.may_live(own)
+    writer_ids.mark_ended(own)
+    assert not writer_ids.may_live(own)
     init = f"{own[:8]}{1:08x}{0:08x}{own[24:]}"
-    assert not writers.may_live(init), "a process number is used again"
+    assert not writer_ids.may_live(init), "a process number is used again"
     elsewhere = f"{int(own[:8], 16) ^ 1:08x}{own[8:]}"
-    assert writers.may_live(elsewhere), "of another machine nobody knows"
+    assert writer_ids.may_live(elsewhere), "of another machine nobody knows"
 
 
 def test_a_process_may_have_any_name() -> None:
@@ -107,17 +109,17 @@ def test_a_process_may_have_any_name() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline()
-        own = writers.new()
-        assert not writers.may_live(f"{own[:8]}{child.pid:08x}{0:08x}{own[24:]}")
+        own = writer_ids.new_writer_id()
+        assert not writer_ids.may_live(f"{own[:8]}{child.pid:08x}{0:08x}{own[24:]}")
         child.communicate(b"\n")
 
 
 def test_who_has_ended_is_plain_to_see_or_not_said() -> None:
     store = NameStore(lambda: 0.0)
     namespace, other = "ab" * 16, "cd" * 16
-    own = writers.new()
-    dead, of_another = (f"{own[:8]}{1:08x}{0:08x}{dice:08x}" for dice in (1, 2))
-    elsewhere, closed = (f"{int(own[:8], 16) ^ 1:08x}{own[8:24]}{dice:08x}" for dice in (1, 2))
+    own = writer_ids.new_writer_id()
+    dead, of_another = (f"{own[:8]}{1:08x}{0:08x}{rng:08x}" for rng in (1, 2))
+    elsewhere, closed = (f"{int(own[:8], 16) ^ 1:08x}{own[8:24]}{rng:08x}" for rng in (1, 2))
 
     def claim(writer: str, number: int, kind: str, space: str = namespace) -> str:
         name = Claim(space, writer, number, 5, 9, 60_000, kind, False).name
@@ -129,8 +131,8 @@ def test_who_has_ended_is_plain_to_see_or_not_said() -> None:
     claim(of_another, 1, "a", other)
     gone = {claim(closed, 1, "a"), claim(closed, 2, "c"), claim(dead, 1, "s")}
     store.put("claims/nothing-like-a-claim", [])
-    assert set(ended(store, namespace)) == gone
-    writers.ended(own)
+    assert set(claims_of_ended_writers(store, namespace)) == gone
+    writer_ids.mark_ended(own)
 
 
 def weight(folder: Path) -> int:
@@ -179,7 +181,7 @@ class Spaces:
     def audit(self, number: int, **found: int) -> int:
         """What a namespace may hold after it has found so much of others."""
         claims = self.claims[number]
-        claims.take_measure({f"{int(space[1:]):032x}": size for space, size in found.items()})
+        claims.cap.note_foreign({f"{int(space[1:]):032x}": size for space, size in found.items()})
         standing, _ = claims.renew()
         assert standing is not None
         return standing.cap
@@ -200,7 +202,7 @@ def test_the_largest_capacity_of_the_living_counts(caplog: pytest.LogCaptureFixt
     larger, smaller, _ = spaces.claims
     assert spaces.audit(0) == 48
     assert spaces.audit(1, n0=48) == 0, "all is claimed"
-    smaller.hungry = True
+    smaller.cap.needs_room = True
     assert spaces.audit(1, n0=48) == 0
     assert spaces.audit(0, n1=0) == 24, "his fair share is left to him"
     assert spaces.audit(1, n0=24) == 24
@@ -234,7 +236,7 @@ def test_a_claim_that_could_not_be_renewed_stands_as_long_as_its_lease(landed: b
     world = World(0, 1)
     [model] = world.writers
     model.look()
-    model.hear()
+    model.apply()
     before = set(world.store.names)
     put = world.store.put
 
@@ -244,7 +246,7 @@ def test_a_claim_that_could_not_be_renewed_stands_as_long_as_its_lease(landed: b
         raise Unavailable("not now")
 
     world.now += LEASE_S / 2
-    world.store.put = fail  # type: ignore[method-assign,assignment]
+    world.store.put = fail  # type: ignore[method-assign]
     with pytest.raises(Unavailable):
         model.claims.renew()
     world.store.put = put  # type: ignore[method-assign]
@@ -252,7 +254,7 @@ def test_a_claim_that_could_not_be_renewed_stands_as_long_as_its_lease(landed: b
     world.now += 1.0
     standing, _ = model.claims.renew()
     assert standing is not None
-    assert model.claims.measured, "nothing need be listed again"
+    assert model.claims.cap.measured, "nothing need be listed again"
     assert standing.cap == CAPACITY
     assert standing.lease_until == world.now + LEASE_S
     assert len(world.store.names) == 1
@@ -270,9 +272,9 @@ def test_a_listing_that_comes_late_takes_nobody_for_dead(late_s: float) -> None:
             model.look()
             store.remember(world.stated)
             told += len(model.heard)
-            model.hear()
+            model.apply()
         world.now += 5.0
-    assert all(model.claims.measured for model in world.writers), "nothing need be listed again"
+    assert all(model.claims.cap.measured for model in world.writers), "nothing need be listed again"
     assert all(model.budget.hold(1)[0] == 1 for model in world.writers)
     assert told > 30
     assert len(store.names) <= 4, "old claims go when the new ones are shown"
@@ -282,22 +284,22 @@ def test_who_was_taken_for_dead_uses_nothing_until_all_is_known_anew() -> None:
     world = World(0, 1)
     [model] = world.writers
     model.look()
-    model.hear()
+    model.apply()
     assert model.budget.hold(1)[0] == 1
     model.budget.give_back()
     world.store.names.clear()
     standing, _ = model.claims.renew()
     assert standing is not None
     assert model.budget.hold(1)[0] == 0
-    assert not model.claims.measured
+    assert not model.claims.cap.measured
     assert standing.cap == 0, "others may have taken it"
     [claim] = [parse_claim(name, 0.0) for name in world.store.names]
     assert claim is not None
     assert claim.cap == 0, "nor is anything taken from them"
     assert not standing.measured
-    model.claims.take_measure({})
+    model.claims.cap.note_foreign({})
     model.look()
-    model.hear()
+    model.apply()
     assert model.budget.hold(1)[0] == 1
 
 
@@ -308,10 +310,10 @@ def test_who_was_late_to_renew_finds_out_what_others_have_done() -> None:
     model.look()
     world.now += LEASE_S - 1.0
     model.look()
-    assert model.claims.measured
+    assert model.claims.cap.measured
     world.now += LEASE_S
     model.look()
-    assert not model.claims.measured
+    assert not model.claims.cap.measured
 
 
 def test_who_comes_at_the_same_moment_makes_nobody_wait_for_another_look() -> None:
@@ -327,8 +329,8 @@ def test_who_comes_at_the_same_moment_makes_nobody_wait_for_another_look() -> No
     one.look()
     kinds = {claim.kind for name in world.store.names if (claim := parse_claim(name, 0.0))}
     assert kinds == {"s"}
-    one.hear()
-    other.hear()
+    one.apply()
+    other.apply()
     assert not one.budget.alone
     assert not other.budget.alone
 
@@ -336,15 +338,15 @@ def test_who_comes_at_the_same_moment_makes_nobody_wait_for_another_look() -> No
 def test_who_comes_to_others_of_his_model_believes_what_they_have_found_to_fit() -> None:
     world = World(0, 2)
     one, newcomer = world.writers
-    one.claims.take_measure({"cd" * 16: 10})
+    one.claims.cap.note_foreign({"cd" * 16: 10})
     one.look()
-    newcomer.claims.measured = False
+    newcomer.claims.cap.measured = False
     standing, _ = newcomer.claims.renew()
     assert standing is not None
     assert (standing.cap, standing.measured) == (CAPACITY - 10, True)
     one.claims.close(clean=True)
     world.store.names = {name: at for name, at in world.store.names.items() if "-c" not in name}
-    newcomer.claims.take_measure({})
+    newcomer.claims.cap.note_foreign({})
     standing, _ = newcomer.claims.renew()
     assert standing is not None
     assert standing.cap == CAPACITY, "by now he knows himself"
@@ -353,14 +355,14 @@ def test_who_comes_to_others_of_his_model_believes_what_they_have_found_to_fit()
 def test_nothing_is_left_to_the_hungry_who_died() -> None:
     spaces = Spaces(24, 24, 24)
     assert spaces.audit(0) == 24
-    spaces.claims[1].hungry = True
+    spaces.claims[1].cap.needs_room = True
     assert spaces.audit(1, n0=24) == 0
     for _ in range(4):  # he does not renew
         spaces.now += LEASE_S / 2
         spaces.claims[0].renew()
     assert spaces.audit(2, n0=24) == 0
     assert spaces.audit(0) == 24
-    spaces.claims[2].hungry = True
+    spaces.claims[2].cap.needs_room = True
     assert spaces.audit(2, n0=24) == 0
     assert spaces.audit(0) == 12, "but to those who live"
 

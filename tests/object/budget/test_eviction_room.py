@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from object_audits import RECORD, blocks_in, look, opened
 
-from kvtier.backends.object.budget import writers
-from kvtier.backends.object.budget.budget import Standing
+from kvtier.backends.object import writer_ids
+from kvtier.backends.object.budget.budget import Grant
 from kvtier.backends.object.budget.claim import Claim
-from kvtier.backends.object.housekeeping.updates import Rows, Updates
+from kvtier.backends.object.housekeeping.updates import Update
+from kvtier.backends.object.manifests.block_rows import Rows
 from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.object_names import block_name
@@ -38,7 +39,7 @@ class World:
         self.store = FileStore(folder / "store")
         self.keeper, self.tier = opened(self.store, ROOM * RECORD)
         self.budget = self.keeper.budget
-        self.keeper.open(self.tier.known)
+        self.keeper.open(self.tier.offered)
         self.tier.start()
 
     def put(self, keys: Sequence[BlockKey]) -> None:
@@ -51,7 +52,7 @@ class World:
         """As the handler does."""
         spec = reservation.spec
         assert isinstance(spec, ObjectSpec)
-        self.store.delete([name for names in spec.instead_of for name in names])
+        self.store.delete([name for names in spec.delete_first for name in names])
         for key, generation in zip(reservation.keys, spec.generations, strict=True):
             name = block_name(NAMESPACE.id, key, generation)
             self.store.put(name, [memoryview(bytes(RECORD))])
@@ -60,18 +61,18 @@ class World:
         look(self.keeper, self.tier)
 
     def counted(self) -> tuple[int, int, int]:
-        sizes = self.budget.used, self.budget.hidden, self.budget.dying
+        sizes = self.budget.used, self.budget.uncatalogued, self.budget.deleting
         return sizes[0] // RECORD, sizes[1] // RECORD, sizes[2] // RECORD
 
     def stated(self) -> dict[BlockKey, int]:
-        entries = Journal(self.store, NAMESPACE).everything()
+        entries = Journal(self.store, NAMESPACE).read_all()
         return dict(zip(keys_of(entries), entries["kind"].tolist(), strict=True))
 
-    def hear(
+    def apply(
         self, cap: int, claim: int = ROOM, dead: int = 0, lease_until: float = math.inf
     ) -> None:
         """So many blocks are all that we may hold, alone."""
-        standing = Standing(
+        standing = Grant(
             alone=True,
             claim=claim * RECORD,
             dead=dead * RECORD,
@@ -80,7 +81,7 @@ class World:
             lease_until=lease_until,
             serial=self.budget.serial,
         )
-        self.keeper.news.append(Updates(standing=standing))
+        self.keeper.updates.append(Update(grant=standing))
 
     def on_its_way(self) -> int:
         """Blocks that are counted as reserved and not written down."""
@@ -101,7 +102,7 @@ def test_what_is_evicted_gives_its_room_to_a_block_each(world: World) -> None:
     reservation = world.tier.prepare_store(NEW[:2])
     assert isinstance(reservation.spec, ObjectSpec)
     names = [[block_name(NAMESPACE.id, key)] for key in reservation.evicted]
-    assert reservation.spec.instead_of == names
+    assert reservation.spec.delete_first == names
     assert world.counted() == (ROOM, 0, 0)
     world.write(reservation)
     world.tier.complete_store(NEW[:2])
@@ -210,21 +211,23 @@ def test_what_the_weather_kept_from_being_read_is_counted_and_found_again(world:
 
 
 def test_beside_others_too_little_room_is_claimed_soon(world: World) -> None:
-    claim = Claim(NAMESPACE.id, writers.new(), 1, RECORD, ROOM * RECORD, 60_000, "s", False)
+    claim = Claim(
+        NAMESPACE.id, writer_ids.new_writer_id(), 1, RECORD, ROOM * RECORD, 60_000, "s", False
+    )
     world.store.put(claim.name, [])
     world.look()
     assert not world.budget.alone
-    world.keeper._next_look = world.keeper._steady() + 1.0
+    world.keeper.schedule.next_look = world.keeper._steady() + 1.0
     demand = world.budget._demand
     reservation = world.tier.prepare_store(NEW)
     assert (reservation.keys, reservation.evicted) == ([], []), "others may evict the same"
     assert world.budget._demand == demand + len(NEW) * RECORD
-    world.keeper.work()
-    assert world.keeper._next_look > world.keeper._steady() + 500.0, "it has looked"
-    soon = world.keeper._next_look = world.keeper._steady() + 100.0
-    world.keeper.work()
-    assert world.keeper._next_look == soon, "and hurries no more"
-    writers.ended(claim.writer)
+    world.keeper.run_once()
+    assert world.keeper.schedule.next_look > world.keeper._steady() + 500.0, "it has looked"
+    soon = world.keeper.schedule.next_look = world.keeper._steady() + 100.0
+    world.keeper.run_once()
+    assert world.keeper.schedule.next_look == soon, "and hurries no more"
+    writer_ids.mark_ended(claim.writer)
 
 
 def test_joining_that_the_store_would_not_have_is_not_tried_at_every_look(world: World) -> None:
@@ -241,32 +244,32 @@ def test_joining_that_the_store_would_not_have_is_not_tried_at_every_look(world:
             raise Unavailable("not now")
         return put(name, buffers, **more)
 
-    world.store.put = refuse  # type: ignore[method-assign,assignment]
+    world.store.put = refuse  # type: ignore[method-assign]
     for _ in range(3):
         world.look()
     assert tried == 1
     world.store.put = put  # type: ignore[method-assign]
-    world.keeper._next_join = 0.0
+    world.keeper.schedule.next_join = 0.0
     for _ in range(2):
         world.look()
     assert len(list(world.store.list(f"{NAMESPACE.id}/manifest/"))) == 1
 
 
-@pytest.mark.parametrize(("cap", "hungry"), [(1, True), (2, False), (3, False)])
+@pytest.mark.parametrize(("cap", "needs_room"), [(1, True), (2, False), (3, False)])
 def test_who_evicts_though_he_has_less_than_half_wants_room_of_others(
-    world: World, cap: int, hungry: bool
+    world: World, cap: int, needs_room: bool
 ) -> None:
-    world.hear(cap)
+    world.apply(cap)
     world.tier.tick()
-    world.keeper.outbox.delete_doomed()
+    world.keeper.outbox.delete_queued()
     world.tier.tick()
     assert world.counted() == (cap, 0, 0)
     assert len(world.tier.prepare_store(NEW[:1]).evicted) == 1
-    assert world.keeper._claims.hungry == hungry
+    assert world.keeper._claims.cap.needs_room == needs_room
 
 
 @pytest.mark.parametrize(
-    ("heard", "dying"),
+    ("heard", "deleting"),
     [
         ({"cap": ROOM, "lease_until": 1.0}, 0),  # the store was away for long, or the machine slept
         ({"cap": ROOM, "claim": 0}, 0),  # so much was stored at once
@@ -276,10 +279,10 @@ def test_who_evicts_though_he_has_less_than_half_wants_room_of_others(
     ],
 )
 def test_nothing_is_evicted_where_that_makes_no_room(
-    world: World, heard: dict[str, Any], dying: int
+    world: World, heard: dict[str, Any], deleting: int
 ) -> None:
-    world.hear(**heard)
-    world.budget.dying = dying * RECORD
+    world.apply(**heard)
+    world.budget.deleting = deleting * RECORD
     reservation = world.tier.prepare_store(NEW)
     assert (reservation.keys, reservation.evicted) == ([], [])
     assert world.tier.lookup(OLD) == [Presence.HIT] * ROOM
@@ -287,7 +290,7 @@ def test_nothing_is_evicted_where_that_makes_no_room(
 
 
 def test_no_more_is_evicted_than_the_claim_has_room_for(world: World) -> None:
-    world.hear(ROOM, claim=2)
+    world.apply(ROOM, claim=2)
     assert len(world.tier.prepare_store(NEW).keys) == 2
     assert world.tier.lookup(OLD).count(Presence.HIT) == ROOM - 2
 
@@ -310,17 +313,17 @@ def test_what_was_evicted_and_is_not_room_enough_is_deleted_all_the_same(world: 
     reservation = world.tier.prepare_store(NEW[1:2])
     assert (reservation.keys, reservation.evicted) == ([], [small])
     used = ROOM * RECORD - RECORD // 2
-    assert (world.budget.used, world.budget.dying) == (used, RECORD // 2)
+    assert (world.budget.used, world.budget.deleting) == (used, RECORD // 2)
     world.look()
-    assert (world.budget.used, world.budget.dying) == (used, 0)
+    assert (world.budget.used, world.budget.deleting) == (used, 0)
     assert world.store.head(block_name(NAMESPACE.id, small)) is None
     assert world.stated()[small] == REMOVED
 
 
 def test_no_more_is_dropped_than_is_still_too_much(world: World) -> None:
-    world.hear(ROOM - 2)
+    world.apply(ROOM - 2)
     gone = Rows(OLD[:2], [0] * 2, [0] * 2, [time.time()] * 2)
-    world.keeper.news.append(Updates(removed=gone))
+    world.keeper.updates.append(Update(removed=gone))
     world.tier.tick()
     assert world.counted() == (ROOM - 2, 0, 0)
     assert world.tier.lookup(OLD) == [Presence.MISS] * 2 + [Presence.HIT] * 2
@@ -329,7 +332,7 @@ def test_no_more_is_dropped_than_is_still_too_much(world: World) -> None:
 def test_a_reservation_says_until_when_its_room_may_be_written_to(world: World) -> None:
     reservation = world.tier.prepare_store(NEW[:1])
     assert isinstance(reservation.spec, ObjectSpec)
-    assert reservation.spec.until == world.budget._standing.lease_until
+    assert reservation.spec.until == world.budget._grant.lease_until
     assert reservation.spec.until < math.inf
 
 
@@ -343,8 +346,8 @@ def test_of_two_that_are_stored_one_may_fail(world: World) -> None:
     assert world.tier.lookup(NEW[:2]) == [Presence.MISS, Presence.HIT]
     assert [world.stated()[key] for key in reservation.evicted] == [REMOVED] * 2
     world.tier.forget(NEW[1:2])
-    assert world.budget.dying == RECORD
-    [(_, objects)] = world.keeper.outbox._doomed
+    assert world.budget.deleting == RECORD
+    [(_, objects)] = world.keeper.outbox._deletes
     assert objects == [(NEW[1], 0)], "and not once more what it has taken the room of"
 
 

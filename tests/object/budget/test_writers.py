@@ -6,13 +6,13 @@ import msgspec
 import pytest
 from claim_worlds import LEASE_S, NameStore
 
-from kvtier.backends.object.budget import writers
+from kvtier.backends.object import writer_ids
 from kvtier.backends.object.budget.budget import Budget
 from kvtier.backends.object.budget.claim import ALONE, CLOSED, SHARING, Claim, writer_of
 from kvtier.backends.object.budget.claims import Claims
 
 OURS, THEIRS = f"{0:032x}", f"{1:032x}"
-ELSEWHERE = f"{int(writers.this_process()[:8], 16) ^ 1:08x}{'0' * 24}"
+ELSEWHERE = f"{int(writer_ids.process_writer_id()[:8], 16) ^ 1:08x}{'0' * 24}"
 """A writer of another machine, of which nothing but its claims is known."""
 FIRST = Claim(OURS, ELSEWHERE, 1, 100, 500, 60_000, ALONE, False, 50.0)
 SECOND = Claim(OURS, ELSEWHERE, 2, 10, 900, 60_000, SHARING, True, 40.0)
@@ -22,7 +22,7 @@ SECOND = Claim(OURS, ELSEWHERE, 2, 10, 900, 60_000, SHARING, True, 40.0)
 def test_of_several_claims_of_one_writer_all_may_still_be_used(claims: list[Claim]) -> None:
     found = writer_of(claims, 0.0)
     assert (found.claim.bytes, found.claim.cap, found.claim.kind) == (100, 900, ALONE)
-    assert found.claim.hungry, "as it said last"
+    assert found.claim.needs_room, "as it said last"
     assert found.claim.modified_s == 50.0, "the youngest tells how old it is"
     assert found.names == [claim.name for claim in claims]
     assert found.alive
@@ -49,10 +49,10 @@ class Beside:
         self.store = NameStore(lambda: self.now)
         budget = Budget(24, 1, lambda: self.now)
         self.claims = Claims(self.store, OURS, budget, lease_s=LEASE_S, clock=lambda: self.now)
-        self.claims.take_measure({})
+        self.claims.cap.note_foreign({})
 
-    def put(self, namespace: str, dice: int, kind: str) -> str:
-        writer = f"{ELSEWHERE[:24]}{dice:08x}"
+    def put(self, namespace: str, rng: int, kind: str) -> str:
+        writer = f"{ELSEWHERE[:24]}{rng:08x}"
         name = Claim(namespace, writer, 1, 1, 1, 60_000, kind, False).name
         self.store.put(name, [])
         return name

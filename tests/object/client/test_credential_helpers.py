@@ -108,7 +108,7 @@ def test_a_helper_that_says_nonsense_ahead_of_need(
     tmp_path: Path,
     later: dict[str, str | None] | list[str],
 ) -> None:
-    monkeypatch.setattr(credentials, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(credentials, "_AHEAD_PAUSE_S", 0.0)
     end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=AHEAD_S)
     first = EXPIRED | {"Expiration": end.isoformat()}
     said = tmp_path / "said"
@@ -137,8 +137,8 @@ def test_who_hands_out_credentials_that_end_soon_is_not_asked_for_each_request(
     helper.write_text(f"#!/bin/sh\necho once >> {asked}\necho '{said}'\n")
     helper.chmod(0o700)
     helped(monkeypatch, tmp_path, str(helper))
-    monkeypatch.setattr(credentials, "_AGAIN_S", math.inf)
-    signer = credentials.Signer(None, "helped")
+    monkeypatch.setattr(credentials, "_AHEAD_PAUSE_S", math.inf)
+    signer = credentials.CredentialChain("helped")
     signer.credentials(math.inf)
     at_first = asked.read_text()
     for _ in range(9):
@@ -146,7 +146,7 @@ def test_who_hands_out_credentials_that_end_soon_is_not_asked_for_each_request(
         while _somebody_asks():
             time.sleep(0.02)
     assert asked.read_text() == at_first
-    monkeypatch.setattr(credentials, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(credentials, "_AHEAD_PAUSE_S", 0.0)
     signer.credentials(math.inf)
     while _somebody_asks():
         time.sleep(0.02)
@@ -156,14 +156,14 @@ def test_who_hands_out_credentials_that_end_soon_is_not_asked_for_each_request(
 def test_what_a_helper_says_that_fails_ahead_of_need_is_in_no_log(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(credentials, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(credentials, "_AHEAD_PAUSE_S", 0.0)
     end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=AHEAD_S)
     helper, said = tmp_path / "helper", tmp_path / "said"
     helper.write_text(f"#!/bin/sh\ncat {said} || {{ echo hidden >&2; exit 1; }}\n")
     helper.chmod(0o700)
     said.write_text(json.dumps(EXPIRED | {"Expiration": end.isoformat()}))
     helped(monkeypatch, tmp_path, str(helper))
-    signer = credentials.Signer(None, "helped")
+    signer = credentials.CredentialChain("helped")
     signer.credentials(math.inf)
     said.unlink()
     assert signer.credentials(math.inf).access_key == "A"
@@ -181,7 +181,7 @@ def test_a_helper_that_hangs_ahead_of_need(
     opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What it said before is still good, and used until it says something else."""
-    monkeypatch.setattr(credentials, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(credentials, "_AHEAD_PAUSE_S", 0.0)
     end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=AHEAD_S)
     first = json.dumps(EXPIRED | {"Expiration": end.isoformat()})
     said = tmp_path / "said"
@@ -205,7 +205,7 @@ def test_a_helper_that_hangs_ahead_of_need(
 def test_a_helper_that_hung_once_is_started_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(credentials, "_ASKING_S", 0.05)
+    monkeypatch.setattr(credentials, "_LOOKUP_S", 0.05)
     monkeypatch.setattr(credentials, "_HANGS_S", 0.05)
     hung = tmp_path / "hung"
     end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
@@ -216,11 +216,11 @@ def test_a_helper_that_hung_once_is_started_again(
     helper.write_text(f"#!/bin/sh\n[ -p {hung} ] && cat {hung}\ncat {said}\n")
     helper.chmod(0o700)
     helped(monkeypatch, tmp_path, str(helper))
-    signer = credentials.Signer(None, "helped")
+    signer = credentials.CredentialChain("helped")
     with pytest.raises(errors.NoCredentials, match="in time"):
         signer.credentials(math.inf)
     away = hung.rename(tmp_path / "away")
-    monkeypatch.setattr(credentials, "_ASKING_S", 20.0)
+    monkeypatch.setattr(credentials, "_LOOKUP_S", 20.0)
     assert signer.credentials(math.inf).access_key == "A"
     while _somebody_asks():
         os.close(os.open(away, os.O_RDWR))
@@ -231,13 +231,13 @@ def test_credentials_stay_in_use_while_a_helper_that_hangs_is_started_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What it said before is good for minutes more, however long it hangs ahead of need."""
-    for name, value in (("_AGAIN_S", 0.0), ("_ASKING_S", 0.05), ("_HANGS_S", 0.0)):
+    for name, value in (("_AHEAD_PAUSE_S", 0.0), ("_LOOKUP_S", 0.05), ("_HANGS_S", 0.0)):
         monkeypatch.setattr(credentials, name, value)
     end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=AHEAD_S)
     said = tmp_path / "said"
     said.write_text(json.dumps(EXPIRED | {"Expiration": end.isoformat()}))
     helped(monkeypatch, tmp_path, f"cat {said}")
-    signer = credentials.Signer(None, "helped")
+    signer = credentials.CredentialChain("helped")
     signer.credentials(math.inf)
     while _somebody_asks():
         time.sleep(0.02)

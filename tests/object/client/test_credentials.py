@@ -23,6 +23,7 @@ from object_servers import (
 )
 
 from kvtier.backends.object.client import credentials
+from kvtier.backends.object.client.credentials import CredentialChain
 from kvtier.backends.object.stores import errors
 
 pytestmark = pytest.mark.s3
@@ -62,15 +63,19 @@ def test_who_hands_out_credentials_may_hang(
     opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program of the user's, say: calls end all the same, and it is not started once more."""
-    given, asked, plain = threading.Event(), list[credentials.Signer](), credentials.Signer._find
+    given, asked, plain = (
+        threading.Event(),
+        list[CredentialChain](),
+        CredentialChain._find_source,
+    )
 
-    def hangs(signer: credentials.Signer) -> Any:
+    def hangs(signer: CredentialChain) -> Any:
         asked.append(signer)
         given.wait(20.0)
         return plain(signer)
 
-    monkeypatch.setattr(credentials.Signer, "_find", hangs)
-    monkeypatch.setattr(credentials, "_ASKING_S", 0.05)
+    monkeypatch.setattr(CredentialChain, "_find_source", hangs)
+    monkeypatch.setattr(credentials, "_LOOKUP_S", 0.05)
     store = opened(endpoint=server.endpoint)
     for _ in range(2):
         with pytest.raises(errors.NoCredentials, match="in time"):
@@ -80,20 +85,20 @@ def test_who_hands_out_credentials_may_hang(
         if thread.name == "kvtier-credentials":
             thread.join()
     assert len(asked) == 1
-    monkeypatch.setattr(credentials, "_ASKING_S", 20.0)
+    monkeypatch.setattr(credentials, "_LOOKUP_S", 20.0)
     assert get_body(store) == BODY
 
 
 def test_no_call_waits_for_credentials_beyond_its_deadline(
     opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, plain = threading.Event(), credentials.Signer._find
+    given, plain = threading.Event(), CredentialChain._find_source
 
-    def hangs(signer: credentials.Signer) -> Any:
+    def hangs(signer: CredentialChain) -> Any:
         given.wait(20.0)
         return plain(signer)
 
-    monkeypatch.setattr(credentials.Signer, "_find", hangs)
+    monkeypatch.setattr(CredentialChain, "_find_source", hangs)
     store = opened(endpoint=server.endpoint)
     began = time.monotonic()
     soon = began + 0.2
@@ -110,7 +115,7 @@ def test_no_call_waits_for_credentials_beyond_its_deadline(
     took = time.monotonic() - began
     given.set()
     assert {type(error) for error in errs} == {errors.NoCredentials}
-    assert took < credentials._ASKING_S / 2
+    assert took < credentials._LOOKUP_S / 2
 
 
 def test_web_identity_gives_a_role(

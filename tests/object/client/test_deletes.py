@@ -39,7 +39,7 @@ from kvtier.testing.records import NAMESPACE, make_keys
 
 pytestmark = pytest.mark.s3
 
-MANY = deletes._SINGLY + 8
+MANY = deletes._SINGLE_BATCH + 8
 REFUSALS = {
     "not implemented": answer(501, error_body("NotImplemented")),
     "not implemented, says a proxy": answer(501, b"<html>no</html>"),
@@ -87,7 +87,7 @@ class Front:
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet() -> None:
-    deletes._say.cache_clear()
+    deletes._log_once.cache_clear()
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_page_that_comes_once_in_between_is_not_believed(
         front.bulk = said
         assert store.delete(some) == {}
     assert (left(store), front.asked, front.singles) == ([], 3, 10)
-    assert store.deletes_at_once > deletes._SINGLY
+    assert store.deletes_at_once > deletes._SINGLE_BATCH
     assert complaints(caplog) == []
 
 
@@ -189,7 +189,7 @@ def test_what_is_no_refusal_of_bulk_deletes_is_not_taken_for_one(
     names = filled(store, 10)
     front.bulk = answer(status, error_body(code))
     for _ in range(2):
-        with pytest.raises((errors.AccessDenied, errors.Weather)):
+        with pytest.raises((errors.AccessDenied, errors.TransientError)):
             store.delete(names)
     assert (front.asked, front.singles) == (2, 0)
     assert left(store) == names
@@ -382,11 +382,11 @@ def test_the_circuit_stays_closed_and_only_few_are_tried_in_vain(
     front: Front, server: HostileServer
 ) -> None:
     store = guarded(server, "circuit")
-    assert store.deletes_at_once == deletes._SINGLY, "nobody knows yet"
+    assert store.deletes_at_once == deletes._SINGLE_BATCH, "nobody knows yet"
     names = filled(store, MANY)
     assert store.delete(names) == {}
     assert (left(store), front.asked) == ([], 1)
-    assert store.deletes_at_once == deletes._SINGLY
+    assert store.deletes_at_once == deletes._SINGLE_BATCH
     store.close()
 
 
@@ -411,7 +411,7 @@ def test_everything_that_deletes_much_works_there(front: Front, server: HostileS
     names = [block_name(NAMESPACE.id, key) for key in keys]
     for name in names:
         store.put(name, [memoryview(bytes(64))])
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     assert tier.stats().blocks == 10
     tier.clear()

@@ -132,12 +132,12 @@ def test_a_tier_serves_on_and_lists_again_after_a_while(
     keeper = Keeper(bucket, NAMESPACE, limits, steady=lambda: now)
     tier = ObjectTier(keeper, create_policy())
     with pytest.raises(EndlessListing):
-        keeper.open(tier.known)
+        keeper.open(tier.offered)
     endless.pages = 0
     with caplog.at_level(logging.WARNING):
         for _ in range(120):
             now += 10.0
-            keeper.work()
+            keeper.run_once()
             tier.tick()
     said = [record.getMessage() for record in caplog.records]
     assert sum("is not listed to its end" in text for text in said) == 1
@@ -169,7 +169,7 @@ def test_a_listing_that_fails_after_minutes_is_not_begun_at_once_again(tmp_path:
     limits = Limits(CAPACITY, refresh_s=5.0, audit_s=600.0)
     keeper = Keeper(store, NAMESPACE, limits, steady=lambda: store.now)
     while store.now < 1e9 + 1000.0:
-        keeper.work()
+        keeper.run_once()
         store.now += 1.0
     assert store.listings == 5, "half of the time"
     keeper.close()
@@ -209,7 +209,7 @@ def test_claims_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(claim, "_CLAIMS_MAX", 50)
     claims = Listed(tmp_path / "store", "claims/", "claims/{}".format)
     with pytest.raises(EndlessListing, match="50 claims"):
-        claim.by_writer(claims)
+        claim.claims_by_writer(claims)
 
 
 def test_manifests_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,7 @@ def test_manifests_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     below = f"{NAMESPACE.id}/manifest/"
     manifests = Listed(tmp_path / "store", below, lambda n: f"{below}{n:016x}-{0:010d}")
     with pytest.raises(EndlessListing, match="50 manifests"):
-        Journal(manifests, NAMESPACE).everything()
+        Journal(manifests, NAMESPACE).read_all()
 
 
 @pytest.mark.parametrize("name", [namespace, lambda n: re.sub("^.{32}", f"{n:032x}", block(n))])

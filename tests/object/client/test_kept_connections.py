@@ -11,7 +11,7 @@ import pytest
 from hostile import BODY, get, said
 from object_servers import HostileServer, Opener, Peer, answer, error_body
 
-from kvtier.backends.object.client import connections
+from kvtier.backends.object.client import connection_pool
 from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.s3_store import S3Store
@@ -182,7 +182,7 @@ def test_a_connection_that_was_idle_for_long_is_not_trusted(
     server: HostileServer, store: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = noted(server, said(answer(200, BODY)))
-    monkeypatch.setattr(connections, "_KEEP_IDLE_S", -1.0)
+    monkeypatch.setattr(connection_pool, "_KEEP_IDLE_S", -1.0)
     for _ in range(2):
         assert get(store) is GetOutcome.FOUND
     assert len(set(used)) == 2
@@ -208,11 +208,11 @@ def test_of_a_machine_that_has_gone_without_a_word_no_connection_is_tried_again(
     timeouts = Timeouts(connect_s=10.0, idle_s=0.1, total_s=20.0, upload_s=20.0)
     store = opened(endpoint=server.endpoint, timeouts=timeouts)
     use_at_once(server, store, 4)
-    assert len(store._pool._idle) == 4
+    assert len(store._client.pool._idle) == 4
     server.script = lambda peer, head: None
     with pytest.raises(errors.TimedOut):
         get(store)
-    assert not store._pool._idle
+    assert not store._client.pool._idle
 
 
 def test_a_call_that_had_little_time_says_nothing_of_other_connections(
@@ -223,7 +223,7 @@ def test_a_call_that_had_little_time_says_nothing_of_other_connections(
     server.script = lambda peer, head: None
     with pytest.raises(errors.TimedOut):
         store.get("name", [memoryview(bytearray(1))], deadline=time.monotonic() + 0.1)
-    assert len(store._pool._idle) == 1
+    assert len(store._client.pool._idle) == 1
 
 
 def test_no_more_are_kept_than_were_asked_for_and_none_once_closed(
@@ -243,7 +243,7 @@ def test_no_more_are_kept_than_were_asked_for_and_none_once_closed(
     for caller in callers:
         caller.join()
     assert len(set(used)) == 4
-    assert len(store._pool._idle) == 2
+    assert len(store._client.pool._idle) == 2
     server.script = lambda peer, head: (store.close(), peer.sendall(answer(200, BODY)))[1]
     assert get(store) is GetOutcome.FOUND
     for thread in server._threads:

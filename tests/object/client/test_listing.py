@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from object_servers import ENTRY
 
-from kvtier.backends.object.client.listing import Listed, Page, list_query, name_below
+from kvtier.backends.object.client.listing import ListedObject, Page, list_query, name_from_key
 from kvtier.backends.object.stores.errors import WrongEndpoint
 
 BOMB = '<!DOCTYPE x [<!ENTITY a "aaaaaaaa">]><ListBucketResult>&a;</ListBucketResult>'
@@ -22,7 +22,7 @@ def page(entries: str, facts: str = "", space: str = "") -> bytes:
     ).encode()
 
 
-def read_page(body: bytes) -> tuple[list[Listed], str]:
+def read_page(body: bytes) -> tuple[list[ListedObject], str]:
     found = Page(body)
     return list(found), found.token
 
@@ -114,13 +114,13 @@ def test_queries_are_in_the_order_in_which_they_are_signed() -> None:
 
 @pytest.mark.parametrize("key", ["my%20pre%2Bfix/a/b-1", "my+pre%2Bfix/a/b-1", "my pre+fix/a/b-1"])
 def test_a_prefix_is_known_however_the_store_writes_it(key: str) -> None:
-    assert name_below("my pre+fix/", key) == "a/b-1"
-    assert name_below("my prefix/", key) is None
+    assert name_from_key("my pre+fix/", key) == "a/b-1"
+    assert name_from_key("my prefix/", key) is None
 
 
 def test_a_prefix_that_looks_as_if_it_were_encoded() -> None:
     for key in ("my%2541/a", "my%41/a"):
-        assert name_below("my%41/", key) == "a"
+        assert name_from_key("my%41/", key) == "a"
 
 
 def test_a_page_is_read_while_it_is_asked_for() -> None:

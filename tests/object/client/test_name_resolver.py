@@ -85,8 +85,8 @@ def test_where_no_thread_can_be_started_no_name_is_known_for_now(
     with monkeypatch.context() as busy:
         busy.setattr(threading.Thread, "start", full)
         with pytest.raises(errors.Unavailable, match="nobody can ask"):
-            resolver.find("127.0.0.1", 1, 10.0)
-    assert resolver.find("127.0.0.1", 1, 10.0)[0][4] == ("127.0.0.1", 1)
+            resolver.resolve("127.0.0.1", 1, 10.0)
+    assert resolver.resolve("127.0.0.1", 1, 10.0)[0][4] == ("127.0.0.1", 1)
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64])
@@ -134,7 +134,7 @@ def test_an_address_that_does_not_work_is_not_tried_first_for_each_connection(
     for _ in range(3):
         assert get_anew() == BODY
     assert len(tried) == 1
-    monkeypatch.setattr(resolver, "_SHUN_S", 0.0)
-    sockets._resolver.shun(tried[0])
+    monkeypatch.setattr(resolver, "_AVOID_S", 0.0)
+    sockets._resolver.avoid(tried[0])
     assert get_anew() == BODY
     assert len(tried) == 2, "by and by it is"

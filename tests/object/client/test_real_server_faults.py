@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from object_servers import ServerProcess
 
+from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy
 from kvtier.backends.object.stores.open_store import StoreSettings, open_store
 from kvtier.backends.object.stores.retry import RetryPolicy
-from kvtier.backends.object.stores.s3_store import S3Settings, S3Store
+from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import GetOutcome, PutOutcome, Store
 
 pytestmark = pytest.mark.s3

@@ -22,12 +22,12 @@ from object_servers import (
     serve_body,
 )
 
-from kvtier.backends.object.client.connections import Pool
-from kvtier.backends.object.client.endpoint import address
-from kvtier.backends.object.client.sockets import Address
+from kvtier.backends.object.client.connection_pool import ConnectionPool
+from kvtier.backends.object.client.endpoint import Address, bucket_address
+from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.open_store import StoreSettings, open_store
-from kvtier.backends.object.stores.s3_store import S3Settings, S3Store
+from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.errors import ExtraMissing
 
 pytestmark = pytest.mark.s3
@@ -111,9 +111,9 @@ def test_path_and_virtual_host_addressing(
 def test_an_endpoint_below_a_path(endpoint: str) -> None:
     tls = endpoint.startswith("https")
     there = Address("there", 443 if tls else 80, tls)
-    assert address(endpoint, "bucket", "path") == (there, "/base/bucket/")
+    assert bucket_address(endpoint, "bucket", "path") == (there, "/base/bucket/")
     below = there._replace(host="bucket.there")
-    assert address(endpoint, "bucket", "virtual") == (below, "/base/")
+    assert bucket_address(endpoint, "bucket", "virtual") == (below, "/base/")
 
 
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
@@ -195,7 +195,7 @@ def test_bulk_deletes_go_where_all_else_goes(
     """Whatever the user's profile asks for: that is read by botocore alone."""
     heads: list[bytes] = []
 
-    def refuse(_: Pool, method: str, head: bytes, *rest: object) -> None:
+    def refuse(_: ConnectionPool, method: str, head: bytes, *rest: object) -> None:
         heads.append(head)
         raise errors.Unavailable("not reached")
 
@@ -203,7 +203,7 @@ def test_bulk_deletes_go_where_all_else_goes(
         config = tmp_path / "config"
         config.write_text(f"[default]\ns3 =\n  {profile} = true\n")
         monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    monkeypatch.setattr(Pool, "exchange", refuse)
+    monkeypatch.setattr(ConnectionPool, "exchange", refuse)
     store = S3Store(S3Settings(bucket=bucket, region=region))
     for count in (1, 9):
         with pytest.raises(errors.Unavailable):

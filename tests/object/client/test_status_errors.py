@@ -7,7 +7,7 @@ from hostile import BODY, get, said
 from object_servers import HostileServer, Peer, answer, error_body
 
 from kvtier.backends.object import ObjectHandler, ObjectSpec
-from kvtier.backends.object.client.status_errors import explain_answer
+from kvtier.backends.object.client.status_errors import response_error
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy, BreakerStore
@@ -104,7 +104,7 @@ def test_every_refusal_names_its_setting(
 )
 @pytest.mark.parametrize("code", ["SlowDown", "ServiceUnavailable"])
 def test_how_long_a_server_may_ask_to_be_left_alone(code: str, stated: str, seconds: float) -> None:
-    error = explain_answer(503, code, {"retry-after": stated}, "there")
+    error = response_error(503, code, {"retry-after": stated}, "there")
     assert error.retry_after_s == seconds
 
 

@@ -39,14 +39,14 @@ def test_times_that_cannot_be(tmp_path: Path, store: ListedStore, modified_s: fl
     keys = make_keys(3)
     store.hold(keys, modified_s)
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     assert tier.stats().blocks == 3
     store.blocks = []
     keeper.refresh()
     keeper.close()
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     assert tier.stats().blocks == 0, "a removal outlasts what it removes"
     keeper.close()
@@ -62,10 +62,10 @@ def test_an_entry_by_a_clock_that_is_ahead_is_removed(
     Journal(store, NAMESPACE).append(entries)
     for _ in range(2):
         keeper, tier = opened(store)
-        keeper.open(tier.known)
+        keeper.open(tier.offered)
         tier.start()
         assert tier.stats().blocks == 0
-        left = Journal(store, NAMESPACE).everything()
+        left = Journal(store, NAMESPACE).read_all()
         assert not (left["kind"] == ADDED).any()
         keeper.close()
     damaged = {record.args for record in caplog.records}
@@ -77,17 +77,17 @@ def test_a_block_by_a_clock_that_is_far_ahead_is_found_gone_and_all_else_written
 ) -> None:
     [strange, own] = make_keys(2)
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     Journal(store, NAMESPACE).append(pack_entries(ADDED, [strange], [0], [RECORD], [1 << 53]))
-    keeper._next_look = 0.0
-    keeper.work()
+    keeper.schedule.next_look = 0.0
+    keeper.run_once()
     tier.tick()
     tier.prepare_load([strange])
     tier.complete_load([strange], {strange: Outcome.GONE})
     keeper.outbox.added([own], [0], [RECORD])
     keeper.flush()
-    left = Journal(store, NAMESPACE).everything()
+    left = Journal(store, NAMESPACE).read_all()
     assert left["kind"].tolist() == [ADDED, REMOVED]
     assert not caplog.records
     keeper.close()
@@ -103,11 +103,11 @@ def test_what_a_clock_that_is_ahead_has_removed_does_not_lie_there_uncounted(
     keeper, tier = opened(store)
     year_ahead_us = int((time.time() + 3e7) * 1e6)
     Journal(store, NAMESPACE).append(pack_entries(REMOVED, keys, [0], [size], [year_ahead_us]))
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     assert tier.lookup(keys) == [Presence.HIT]
     assert keeper.budget.used == RECORD
-    entries = Journal(store, NAMESPACE).everything()
+    entries = Journal(store, NAMESPACE).read_all()
     assert entries["kind"].tolist() == [ADDED]
     keeper.close()
 
@@ -121,11 +121,11 @@ def test_a_clock_that_is_ahead_keeps_no_size_from_being_corrected(tmp_path: Path
     journal = Journal(store, NAMESPACE)
     journal.append(pack_entries(ADDED, [key, other], [0, 0], [RECORD] * 2, times))
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     journal.append(pack_entries(ADDED, [key], [0], [RECORD // 2], [now_us - 10**8]))
-    keeper._next_look = 0.0
-    keeper.work()
+    keeper.schedule.next_look = 0.0
+    keeper.run_once()
     tier.tick()
     assert keeper.budget.used == RECORD // 2, "heard late, as if it were the latest"
     keeper.refresh()
@@ -147,7 +147,7 @@ def test_what_is_too_old_is_so_by_the_clock_of_the_store(
     limits = Limits(CAPACITY, refresh_s=600.0, audit_s=600.0, age_max_s=3600.0)
     keeper = Keeper(store, NAMESPACE, limits, clock=lambda: time.time() + ahead_s)
     tier = ObjectTier(keeper, create_policy())
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     keeper.refresh()
     assert blocks_in(store) == stays
     keeper.close()

@@ -73,7 +73,7 @@ def busy(store: FileStore) -> Keeper:
     """With something of each kind still to do."""
     keeper = Keeper(store, NAMESPACE, Limits(1 << 30, refresh_s=600.0, audit_s=600.0))
     tier = ObjectTier(keeper, create_policy())
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     for key in KEYS:
         store.put(block_name(NAMESPACE.id, key), [memoryview(bytes(12288))])
@@ -123,7 +123,7 @@ def test_a_request_that_fails_at_the_end_is_said_once_and_keeps_no_other_from_be
     assert claims[-1].endswith("-cn") == (stuck != "claims")
     clean = "-0-" in claims[-1].replace(NAMESPACE.id, "")
     assert clean == (stuck == "uses"), "what may be there unknown to manifests stays claimed"
-    stated = len(Journal(store, NAMESPACE).everything())
+    stated = len(Journal(store, NAMESPACE).read_all())
     assert stated == (0 if stuck == "manifest" else 4)
 
 
@@ -137,7 +137,7 @@ def test_deleting_much_does_not_keep_what_was_stored_from_being_said(
     store.calls.clear()
     keeper.close()
     assert store.calls[0][0] == "put"
-    assert len(Journal(store, NAMESPACE).everything()) == 4
+    assert len(Journal(store, NAMESPACE).read_all()) == 4
     [claim] = [info.name for info in store.list("claims/")]
     assert "-0-" not in claim.replace(NAMESPACE.id, ""), "what is still there stays claimed"
 
@@ -161,12 +161,12 @@ def test_who_is_in_the_midst_of_something_ends_with_its_present_request(tmp_path
     store = Endless(tmp_path / "store")
     keeper = busy(store)
     store.endless = True
-    keeper._next_look = 0.0
+    keeper.schedule.next_look = 0.0
     keeper.start()
     assert listing.wait(60)
     keeper.close()
     store.endless = False
-    assert len(Journal(store, NAMESPACE).everything()) == 4
+    assert len(Journal(store, NAMESPACE).read_all()) == 4
 
 
 def test_a_leash_that_is_pulled(tmp_path: Path) -> None:
@@ -176,16 +176,16 @@ def test_a_leash_that_is_pulled(tmp_path: Path) -> None:
     leash.put("b", [memoryview(b"2")])
     listed = leash.list()
     assert next(listed).name == "a"
-    leash.pull()
+    leash.revoke()
     for call in (lambda: next(listed), lambda: leash.head("a"), lambda: list(leash.list())):
         with pytest.raises(TimedOut):
             call()
-    leash.pull(time.monotonic() + 60.0)
+    leash.revoke(time.monotonic() + 60.0)
     inner.longest_s = 0.0
     assert [info.name for info in leash.list(deadline=time.monotonic() + 1000.0)] == ["a", "b"]
     leash.delete(["a"])
     assert inner.longest_s <= 60.0
-    assert repr(leash) == f"Leash({inner!r})"
+    assert repr(leash) == f"RevocableStore({inner!r})"
 
 
 def test_what_nobody_thought_of_ends_no_keeper_and_is_said_once(
@@ -210,8 +210,9 @@ def test_what_nobody_thought_of_ends_no_keeper_and_is_said_once(
     store = Astray(tmp_path / "store")
     keeper = busy(store)
     store.left = 3
-    keeper._next_look = 0.0
+    keeper.schedule.next_look = 0.0
     keeper.limits = msgspec.structs.replace(keeper.limits, refresh_s=0.01)
+    keeper.schedule._refresh_s = 0.01
     keeper.start()
     assert looked.wait(60)
     keeper.close()

@@ -13,8 +13,7 @@ from object_audits import LockedStore
 from object_servers import ServerProcess
 from object_subjects import FOLDER, BucketSubject
 
-from kvtier.backends.object import open_for
-from kvtier.backends.object.budget import writers
+from kvtier.backends.object import open_for, writer_ids
 from kvtier.backends.object.budget.claim import Claim
 from kvtier.backends.object.housekeeping import empty_namespaces
 from kvtier.backends.object.manifests.journal import Journal
@@ -127,7 +126,7 @@ def test_blocks_and_what_is_not_known_keep_the_rest(tmp_path: Path, name: str) -
 
 def test_a_claim_that_may_be_renewed_keeps_the_rest(tmp_path: Path) -> None:
     store = retire(tmp_path)
-    own = writers.new()
+    own = writer_ids.new_writer_id()
     elsewhere = f"{int(own[:8], 16) ^ 1:08x}{own[8:]}"
     day_ms = 24 * 3_600_000
     claim = Claim(OLD.id, elsewhere, 1, 5, 9, day_ms, "s", False).name
@@ -136,7 +135,7 @@ def test_a_claim_that_may_be_renewed_keeps_the_rest(tmp_path: Path) -> None:
     assert not gone(store)
     age(store, 48 * HOUR)
     assert gone(store)
-    writers.ended(own)
+    writer_ids.mark_ended(own)
 
 
 def test_who_found_its_description_there_writes_it_again(tmp_path: Path) -> None:
@@ -211,7 +210,7 @@ def test_a_server_that_comes_at_any_moment_loses_nothing(
         come()
     [rig] = rigs
     assert rig.get(keys) == keys
-    stated = Journal(store, OLD).everything()
+    stated = Journal(store, OLD).read_all()
     assert set(keys_of(stated[stated["kind"] == ADDED])) >= set(keys)
     assert [info for info in store.list("claims/") if OLD.id in info.name]
     rig.settle()
@@ -234,7 +233,7 @@ def test_a_listing_finds_them(tmp_path: Path) -> None:
     store.put(f"{'ab' * 16}/strange", [memoryview(b"x")])
     found = empty_namespaces.EmptyNamespaces()
     for info in store.list():
-        found.see(info)
+        found.add_other(info)
     assert set(found.found()) == {OLD.id}
     assert found.found()[OLD.id] > 0
     assert found.describes(GROUPED)

@@ -47,7 +47,7 @@ def test_the_oldest_go_first_until_the_budget_holds(rig: Rig) -> None:
     store = FileStore(rig.folder / "store")
     found = gc.survey(store, 4 * RECORD, None, time.time())
     assert (found.blocks, found.bytes) == (6, 6 * RECORD)
-    assert {parse_block(one.name) for one in found.doomed} == {
+    assert {parse_block(one.name) for one in found.garbage} == {
         (NAMESPACE.id, key, 0) for key in keys[:2]
     }
     assert rig.get(keys) == keys, "a survey deletes nothing"
@@ -63,7 +63,7 @@ def test_what_is_too_old_goes_whatever_the_budget(rig: Rig) -> None:
     age(rig, keys[1], 5000)
     store = FileStore(rig.folder / "store")
     found = gc.survey(store, 1 << 40, 3600.0, time.time())
-    assert [one.reason for one in found.doomed] == ["too old"]
+    assert [one.reason for one in found.garbage] == ["too old"]
     assert gc.collect(store, found) == (1, 0)
 
 
@@ -85,7 +85,7 @@ def test_what_was_deleted_is_written_down_though_the_store_goes_away_amid_it(
     store = Failing(rig.folder / "store")
     with pytest.raises(Unavailable):
         gc.collect(store, gc.survey(store, 0, None, time.time()))
-    entries = Journal(store, NAMESPACE).everything()
+    entries = Journal(store, NAMESPACE).read_all()
     assert entries["kind"].tolist().count(REMOVED) == 4
     rig.tier.refresh()
     rig.tier.tick()
@@ -144,15 +144,17 @@ def test_what_told_of_blocks_that_went_is_found_when_it_is_old(rig: Rig) -> None
     store = FileStore(rig.folder / "store")
     gc.collect(store, gc.survey(store, 0, None, time.time()))
     now = time.time()
-    assert gc.survey(store, 1 << 40, None, now).bare == {}, "somebody may be about to come back"
-    assert not gc.remove_bare(store, NAMESPACE.id, now)
+    assert gc.survey(store, 1 << 40, None, now).empty_namespaces == {}, (
+        "somebody may be about to come back"
+    )
+    assert not gc.remove_empty_namespace(store, NAMESPACE.id, now)
     later = now + 2 * 3600.0 + 1.0
     found = gc.survey(store, 1 << 40, None, later)
-    assert list(found.bare) == [NAMESPACE.id]
-    assert found.bare[NAMESPACE.id] > 0
-    assert gc.remove_bare(store, NAMESPACE.id, later)
+    assert list(found.empty_namespaces) == [NAMESPACE.id]
+    assert found.empty_namespaces[NAMESPACE.id] > 0
+    assert gc.remove_empty_namespace(store, NAMESPACE.id, later)
     assert [info.name for info in store.list()] == []
-    assert gc.survey(store, 1 << 40, None, later).bare == {}
+    assert gc.survey(store, 1 << 40, None, later).empty_namespaces == {}
     rig.reopen()
     assert rig.put(make_keys(3)) == make_keys(3)
 
@@ -174,7 +176,7 @@ def test_of_what_stays_no_list_is_held(tmp_path: Path, monkeypatch: pytest.Monke
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert [(one.modified_s, one.reason) for one in found.doomed] == [
+    assert [(one.modified_s, one.reason) for one in found.garbage] == [
         (1000.0, "over the budget")
     ] * 3
     assert peak < 50 * blocks, "names alone take three times as much"
@@ -191,7 +193,7 @@ def test_what_is_left_out_neither_counts_nor_goes(rig: Rig, tmp_path: Path) -> N
         os.utime(path, (time.time() - 5000.0,) * 2)
     found = gc.survey(store, 3 * RECORD, 3600.0, time.time(), without={GROUPED.id})
     assert (found.blocks, found.bytes) == (4, 4 * RECORD)
-    assert [one.name.partition("/")[0] for one in found.doomed] == [NAMESPACE.id]
+    assert [one.name.partition("/")[0] for one in found.garbage] == [NAMESPACE.id]
     other.close()
 
 
@@ -204,10 +206,10 @@ def test_what_is_too_old_makes_room_for_what_is_not(rig: Rig) -> None:
         found = gc.survey(store, capacity * RECORD, 3600.0, time.time())
         reasons = ["too old"] * 2 + ["over the budget"] * len(over)
         names = [block_name(NAMESPACE.id, key) for key in [*keys[:2], *over]]
-        assert [(one.reason, one.name) for one in found.doomed] == list(
+        assert [(one.reason, one.name) for one in found.garbage] == list(
             zip(reasons, names, strict=True)
         )
-        assert found.doomed_bytes == (2 + len(over)) * RECORD
+        assert found.garbage_bytes == (2 + len(over)) * RECORD
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_what_could_not_be_deleted_is_not_said_to_be_gone(rig: Rig) -> None:
     locked = block_name(NAMESPACE.id, keys[0])
     store = LockedStore(rig.folder / "store", locked.__eq__)
     assert gc.collect(store, gc.survey(store, 0, None, time.time())) == (2, 0)
-    entries = Journal(store, NAMESPACE).everything()
+    entries = Journal(store, NAMESPACE).read_all()
     removed = entries[entries["kind"] == REMOVED]
     assert set(keys_of(removed)) == set(keys[1:])
     rig.tier.refresh()

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from object_fleet import BLOCK_BYTES, NAMESPACE, CountingStore
 
-from kvtier.backends.object.housekeeping import lock_yield as breath_module
+from kvtier.backends.object import lock_yield as lock_yield_module
+from kvtier.backends.object.housekeeping.audit import Unfinished
 from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
 from kvtier.backends.object.manifests import outbox as outbox_module
-from kvtier.backends.object.manifests.audit import Unfinished
 from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, Entries, pack_entries
 from kvtier.backends.object.object_names import block_name, parse_block
@@ -78,7 +78,7 @@ class SlowDeletes(CountingStore):
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> SlowDeletes:
-    monkeypatch.setattr(breath_module, "_SLICE_S", -1.0)
+    monkeypatch.setattr(lock_yield_module, "_SLICE_S", -1.0)
     store = SlowDeletes()
     keys = make_keys(BLOCKS)
     for key in keys:
@@ -94,7 +94,7 @@ def opened(store: SlowDeletes) -> tuple[Keeper, ObjectTier]:
     limits = Limits(1 << 40, refresh_s=5.0, audit_s=600.0, age_max_s=AGE_MAX_S)
     keeper = Keeper(store, NAMESPACE, limits, clock=store.clock, steady=store.clock)
     tier = ObjectTier(keeper, create_policy(), store.clock)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     assert tier.stats().blocks == BLOCKS
     store.keeper = keeper
@@ -109,14 +109,14 @@ def test_claims_are_renewed(store: SlowDeletes, how: str) -> None:
     else:
         store.now += AGE_MAX_S + 1.0
     store.claimed_at = [store.now]
-    keeper.work()
+    keeper.run_once()
     keeper.refresh()
     assert store.deletes == BLOCKS / AT_ONCE
     longest = max(later - at for at, later in pairwise([*store.claimed_at, store.now]))
     assert longest <= keeper.limits.lease_s / 2
-    while keeper.news:
+    while keeper.updates:
         tier.tick()
-    assert tier.stats().blocks == keeper.budget.dying == 0
+    assert tier.stats().blocks == keeper.budget.deleting == 0
     keeper.close()
 
 
@@ -144,10 +144,10 @@ def test_claims_are_renewed_beside_a_folder_behind_a_slow_network(tmp_path: Path
     limits = Limits(1 << 40, refresh_s=5.0, audit_s=600.0)
     keeper = Keeper(store, NAMESPACE, limits, clock=lambda: now_s, steady=lambda: now_s)
     tier = ObjectTier(keeper, create_policy(), lambda: now_s)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     tier.clear()
-    keeper.work()
+    keeper.run_once()
     assert not any(parse_block(info.name) for info in store.list())
     longest = max(later - at for at, later in pairwise([*claimed_at, now_s]))
     assert longest <= limits.lease_s / 2
@@ -166,9 +166,9 @@ def test_what_was_stored_is_written_down_when_it_is_due_though_something_is_dele
     store.now += keeper.limits.refresh_s
     tier.forget(keys[:count])
     keeper.outbox.added([new], [0], [BLOCK_BYTES])
-    keeper.work()
+    keeper.run_once()
     assert keeper.outbox.empty
-    stated = neighbour.everything()
+    stated = neighbour.read_all()
     assert stated["kind"].tolist().count(REMOVED) == count
     assert new in keys_of(stated)
     keeper.close()
@@ -189,11 +189,11 @@ def test_claims_are_renewed_while_what_is_known_is_compared(store: SlowDeletes) 
     keeper, tier = opened(store)
 
     def slowly() -> Iterator[tuple[BlockKey, int]]:
-        for one in tier.known():
+        for one in tier.offered():
             store.now += 0.1
             yield one
 
-    keeper._known = slowly
+    keeper._offered = slowly
     store.claimed_at = [store.now]
     keeper.refresh()
     assert max(later - at for at, later in pairwise(store.claimed_at)) <= keeper.limits.lease_s / 2
@@ -205,7 +205,7 @@ def test_claims_are_renewed_while_what_is_known_is_compared(store: SlowDeletes) 
 def test_who_closes_while_others_are_listened_to_ends_in_peace(
     store: SlowDeletes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two portions, in the keeper's own thread."""
+    """Between two batches of deletes, in the keeper's own thread."""
     keeper, tier = opened(store)
     keys = make_keys(1, start=BLOCKS)
     Journal(store, NAMESPACE).append(
@@ -213,14 +213,14 @@ def test_who_closes_while_others_are_listened_to_ends_in_peace(
     )
     tier.clear()
     store.now += keeper.limits.refresh_s
-    news = keeper._journal.news
+    news = keeper._journal.read_new
 
     def stop_then_tell() -> Entries:
         keeper._stopping = True
         return news()
 
-    monkeypatch.setattr(keeper._journal, "news", stop_then_tell)
-    keeper.work()
+    monkeypatch.setattr(keeper._journal, "read_new", stop_then_tell)
+    keeper.run_once()
     assert store.deletes == 1
     keeper.close()
 
@@ -296,12 +296,12 @@ def test_a_store_that_deletes_nothing_is_said_once_until_it_does(
     for again in (1, 2):
         keeper.outbox.delete(1, [(key, 0)])
         for _ in range(3):
-            keeper.work()
+            keeper.run_once()
         warnings = [one for one in caplog.records if one.levelname == "WARNING"]
         assert len(warnings) == again * said
         assert all(str(error) in one.getMessage() for one in warnings)
         store.error = None
-        keeper.work()
+        keeper.run_once()
         assert keeper.outbox.empty
         store.error = error
     keeper.close()
@@ -313,7 +313,7 @@ def test_what_is_locked_is_asked_for_less_and_less_and_goes_in_the_end() -> None
     limits = Limits(1 << 40, refresh_s=5.0, audit_s=600.0)
     keeper = Keeper(store, NAMESPACE, limits, clock=store.clock, steady=store.clock)
     tier = ObjectTier(keeper, create_policy(), store.clock)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     assert tier.prepare_store(keys).keys == keys
     for key in keys:
@@ -326,7 +326,7 @@ def test_what_is_locked_is_asked_for_less_and_less_and_goes_in_the_end() -> None
         end = store.now + seconds
         while store.now < end:
             store.now += 1.0
-            keeper.work()
+            keeper.run_once()
             tier.tick()
 
     pass_time(3600.0)
@@ -334,8 +334,8 @@ def test_what_is_locked_is_asked_for_less_and_less_and_goes_in_the_end() -> None
     assert gaps[0] <= 2 * limits.refresh_s
     assert max(gaps) > 20 * limits.refresh_s
     assert len(gaps) < 24, "of 720 looks, and six audits, which try, too"
-    assert keeper.budget.dying == 4 * BLOCK_BYTES
+    assert keeper.budget.deleting == 4 * BLOCK_BYTES
     store.locked = False
     pass_time(1200.0)
-    assert keeper.budget.dying == 0
+    assert keeper.budget.deleting == 0
     keeper.close()

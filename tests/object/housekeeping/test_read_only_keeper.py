@@ -12,7 +12,7 @@ import pytest
 
 from kvtier import Stack
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
-from kvtier.backends.object.housekeeping.read_only_keeper import Reader
+from kvtier.backends.object.housekeeping.read_only_keeper import ReadOnlyKeeper
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError
 from kvtier.backends.object.stores.file_store import FileStore
@@ -84,9 +84,9 @@ class World:
         self.writer = Stack.open(stack_of(folder / "writer", self.url), NAMESPACE)
         self.write(KEYS[:4])
         limits = Limits(SLOT, refresh_s=0.0, audit_s=600.0)  # room for one block
-        self.keeper = Reader(ReadOnlyStore(self.folder), NAMESPACE, limits)
+        self.keeper = ReadOnlyKeeper(ReadOnlyStore(self.folder), NAMESPACE, limits)
         self.tier = ObjectTier(self.keeper, create_policy())
-        self.keeper.open(self.tier.known)
+        self.keeper.open(self.tier.offered)
         self.tier.start()
 
     def write(self, keys: Sequence[BlockKey]) -> None:
@@ -94,7 +94,7 @@ class World:
         self.writer.chain.tiers[-1].flush()
 
     def hits(self) -> list[BlockKey]:
-        self.keeper.work()
+        self.keeper.run_once()
         self.tier.tick()
         found = zip(KEYS, self.tier.lookup(KEYS), strict=True)
         return [key for key, at in found if at is Presence.HIT]
@@ -152,8 +152,8 @@ def test_it_says_whether_the_store_is_well(world: World, monkeypatch: pytest.Mon
             patched.setattr(FileStore, "list", fail)
             assert world.hits() == KEYS[:4]
             assert world.tier.unwell
-        world.keeper._next_look = 0.0
-        world.keeper._next_audit = 0.0 if audit else world.keeper._steady() + 600
+        world.keeper.schedule.next_look = 0.0
+        world.keeper.schedule.next_audit = 0.0 if audit else world.keeper._steady() + 600
         assert world.hits() == KEYS[:4]
         assert not world.tier.unwell
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.backends.object.housekeeping import lock_yield as breath_module
+from kvtier.backends.object import lock_yield as lock_yield_module
 from kvtier.backends.object.housekeeping import use_counts as uses_module
 from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
@@ -180,7 +180,7 @@ def test_lists_that_are_too_long_together_are_read_and_joined_in_turn(
         most = max(most, held)
         return get(name, into, **more)
 
-    store.get = weigh  # type: ignore[method-assign,assignment]
+    store.get = weigh  # type: ignore[method-assign]
     assert counted(store) == [5] * 8
     rounds = 0
     while len(names(store)) >= 16:
@@ -263,7 +263,7 @@ def test_what_cannot_be_deleted_is_not_joined_at_every_look(tmp_path: Path) -> N
 def test_a_store_that_refuses_lists_of_uses_is_audited_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breath_module, "_SLICE_S", -1.0)
+    monkeypatch.setattr(lock_yield_module, "_SLICE_S", -1.0)
 
     class Strict(FileStore):
         def put(self, name: str, *args: object, **more: object) -> object:  # type: ignore[override]
@@ -274,13 +274,13 @@ def test_a_store_that_refuses_lists_of_uses_is_audited_all_the_same(
     store = Strict(tmp_path / "store")
     keeper = Keeper(store, NAMESPACE, Limits(1 << 30, refresh_s=0.0, audit_s=600.0))
     tier = ObjectTier(keeper, create_policy())
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     store.put(block_name(NAMESPACE.id, KEYS[0]), [memoryview(bytes(12288))])
     keeper.uses.note(KEYS)
     keeper.uses._next = 0.0
-    keeper._next_audit = 0.0
-    keeper.work()
+    keeper.schedule.next_audit = 0.0
+    keeper.run_once()
     tier.tick()
     assert tier.stats().blocks == 1
     keeper.close()
@@ -294,7 +294,7 @@ def test_what_is_noted_while_the_store_is_away_takes_no_more_than_counts(tmp_pat
     keeper = Keeper(Away(tmp_path / "store"), NAMESPACE, Limits(1 << 30, 600.0, 600.0))
     for _ in range(100):
         keeper.uses.note(KEYS)
-        keeper.work()
+        keeper.run_once()
     assert len(keeper.uses._noted) == 0
     assert len(keeper.uses._counts) == len(KEYS)
     keeper.close()

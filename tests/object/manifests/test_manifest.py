@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from kvtier.backends.object.manifests import journal as journal_module
 from kvtier.backends.object.manifests import manifest
+from kvtier.backends.object.manifests import merge as merge_module
 from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, Entries
+from kvtier.backends.object.manifests.merge import merge
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import GetOutcome, ObjectInfo
@@ -75,19 +77,19 @@ def test_of_each_object_the_latest_entry_counts(
     latest: dict[tuple[BlockKey, int], tuple[int, int]] = {}
     for kind, key, generation, _, at in some:
         latest[key, generation] = max(latest.get((key, generation), (0, 0)), (at, kind))
-    merged = rows_of(manifest.merge([entries_of([one]) for one in some]))
+    merged = rows_of(merge([entries_of([one]) for one in some]))
     assert {(key, gen): (at, kind) for kind, key, gen, _, at in merged} == latest
     assert [row[4] for row in merged] == sorted(row[4] for row in merged)
     assert len(merged) == len(latest)
 
 
 def test_what_is_told_anew_is_dropped_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "_ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(merge_module, "_ROWS_AT_ONCE", 3)
     keys = make_keys(11)
     first = manifest.pack_entries(ADDED, keys, [0] * 11, [0] * 11, range(11))
     second = manifest.pack_entries(REMOVED, keys[:8:2], [0] * 4, [0] * 4, range(8, 12))
     pieces = [second, first[:6], first[6:]]
-    merged = rows_of(manifest.merge(pieces))
+    merged = rows_of(merge(pieces))
     assert not pieces, "they are let go of"
     assert {(row[1], row[0]) for row in merged} == {
         *((key, ADDED) for key in (*keys[1:8:2], *keys[8:])),
@@ -99,7 +101,7 @@ def test_what_is_told_anew_is_dropped_a_piece_at_a_time(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("order", [(ADDED, REMOVED), (REMOVED, ADDED)])
 def test_of_equal_times_a_removal_counts(order: tuple[int, int]) -> None:
     pieces = [manifest.pack_entries(kind, make_keys(2), [0, 1], [0] * 2, [7] * 2) for kind in order]
-    assert manifest.merge(pieces)["kind"].tolist() == [REMOVED] * 2
+    assert merge(pieces)["kind"].tolist() == [REMOVED] * 2
 
 
 def test_no_flipped_byte_and_no_cut_is_overlooked() -> None:
@@ -171,11 +173,11 @@ def test_each_hears_once_of_what_others_append(store: FileStore) -> None:
     one, other = Journal(store, NAMESPACE), Journal(store, NAMESPACE)
     first, second = make_keys(3), make_keys(2, start=9)
     one.append(added(first))
-    assert keys_in(other.news()) == set(first)
+    assert keys_in(other.read_new()) == set(first)
     other.append(added(second))
-    assert keys_in(other.news()) == set()
-    assert keys_in(one.news()) == set(second)
-    assert keys_in(one.everything()) == set(first + second)
+    assert keys_in(other.read_new()) == set()
+    assert keys_in(one.read_new()) == set(second)
+    assert keys_in(one.read_all()) == set(first + second)
 
 
 def test_joining_loses_nothing_and_is_no_news(store: FileStore) -> None:
@@ -183,14 +185,14 @@ def test_joining_loses_nothing_and_is_no_news(store: FileStore) -> None:
     all_keys = make_keys(40)
     for key in all_keys[:20]:
         one.append(added([key]))
-    other.news()
+    other.read_new()
     for key in all_keys[20:]:
         one.append(added([key]))
-    one.news()
+    one.read_new()
     assert one.join(0.0)
     assert len(manifests(store)) == 1
-    assert keys_in(other.news()) >= set(all_keys[20:])
-    assert keys_in(late.everything()) == set(all_keys)
+    assert keys_in(other.read_new()) >= set(all_keys[20:])
+    assert keys_in(late.read_all()) == set(all_keys)
     assert not one.join(0.0)
 
 
@@ -202,10 +204,10 @@ def test_two_who_join_at_once_lose_nothing(store: FileStore) -> None:
     delete = store.delete
     store.delete = lambda names, deadline=None: {}  # type: ignore[method-assign]
     for journal in journals:
-        journal.news()
+        journal.read_new()
         assert journal.join(0.0)
     store.delete = delete  # type: ignore[method-assign]
-    assert keys_in(Journal(store, NAMESPACE).everything()) == set(all_keys)
+    assert keys_in(Journal(store, NAMESPACE).read_all()) == set(all_keys)
 
 
 @pytest.mark.parametrize("raised", [False, True])
@@ -218,21 +220,21 @@ def test_a_store_that_deletes_nothing_is_not_filled_by_joining(
         return {name: AccessDenied("locked") for name in names}
 
     journal, delete = Journal(store, NAMESPACE), store.delete
-    store.delete = refuse  # type: ignore[method-assign,assignment]
+    store.delete = refuse  # type: ignore[method-assign]
     all_keys = make_keys(80)
     for key in all_keys:
         journal.append(added([key]))
-        journal.news()
+        journal.read_new()
         with contextlib.suppress(AccessDenied):
             journal.join(0.0)
     assert len(manifests(store)) <= 80 + 5
-    assert keys_in(journal.everything()) == set(all_keys)
+    assert keys_in(journal.read_all()) == set(all_keys)
     store.delete = delete  # type: ignore[method-assign]
     for key in all_keys[:16]:
         journal.append(added([key], at=1000))
         journal.join(0.0)
     assert len(manifests(store)) < 16 + 5, "once it does, they go"
-    assert keys_in(Journal(store, NAMESPACE).everything()) == set(all_keys)
+    assert keys_in(Journal(store, NAMESPACE).read_all()) == set(all_keys)
 
 
 def test_a_damaged_manifest_that_cannot_be_deleted_is_told_of_once(
@@ -243,10 +245,10 @@ def test_a_damaged_manifest_that_cannot_be_deleted_is_told_of_once(
     path = store.root / name
     path.write_bytes(path.read_bytes()[:-1])
     reader = Journal(store, NAMESPACE)
-    store.delete = lambda names, deadline=None: dict.fromkeys(names, AccessDenied("locked"))  # type: ignore[method-assign,assignment]
+    store.delete = lambda names, deadline=None: dict.fromkeys(names, AccessDenied("locked"))  # type: ignore[method-assign]
     for _ in range(3):
-        assert len(reader.everything()) == 0
-        reader.drop_broken()
+        assert len(reader.read_all()) == 0
+        reader.drop_damaged()
     assert len(caplog.records) == 1
 
 
@@ -257,15 +259,15 @@ def test_thousands_of_manifests_are_joined_in_portions_that_others_can_read(
     all_keys = make_keys(3000)
     one, other = Journal(store, NAMESPACE), Journal(store, NAMESPACE)
     one.append(added(all_keys))
-    other.news()
+    other.read_new()
     for key in all_keys:
         one.append(added([key], at=10_000))
     while one.join(0.0):
         pass
     assert len(manifests(store)) < 16
-    assert keys_in(other.news()) == set(all_keys)
-    other.drop_broken()
-    assert keys_in(Journal(store, NAMESPACE).everything()) == set(all_keys)
+    assert keys_in(other.read_new()) == set(all_keys)
+    other.drop_damaged()
+    assert keys_in(Journal(store, NAMESPACE).read_all()) == set(all_keys)
 
 
 def test_removals_are_forgotten_when_all_they_hide_is_deleted(store: FileStore) -> None:
@@ -274,14 +276,14 @@ def test_removals_are_forgotten_when_all_they_hide_is_deleted(store: FileStore) 
         journal.append(added([key]))
         removed = manifest.pack_entries(REMOVED, [key], [0], [0], [2_000_000])
         journal.append(removed)
-    journal.news()
+    journal.read_new()
     assert journal.join(1.0)
-    assert len(journal.everything()) == 20
+    assert len(journal.read_all()) == 20
     for key in make_keys(30, start=50):
         journal.append(added([key]))
     assert journal.join(3.0)
-    assert keys_in(journal.everything()) == set(make_keys(30, start=50))
-    assert len(journal.everything()) == 30
+    assert keys_in(journal.read_all()) == set(make_keys(30, start=50))
+    assert len(journal.read_all()) == 30
 
 
 def test_removals_are_not_forgotten_beside_a_larger_manifest_that_tells_of_what_they_hide(
@@ -294,7 +296,7 @@ def test_removals_are_not_forgotten_beside_a_larger_manifest_that_tells_of_what_
         journal.append(manifest.pack_entries(REMOVED, [key], [0], [0], [2_000_000]))
     assert journal.join(3.0)
     assert len(manifests(store)) == 2
-    assert keys_in(Journal(store, NAMESPACE).everything()) == set(all_keys[20:])
+    assert keys_in(Journal(store, NAMESPACE).read_all()) == set(all_keys[20:])
 
 
 def test_a_damaged_manifest_costs_only_itself(store: FileStore) -> None:
@@ -305,8 +307,8 @@ def test_a_damaged_manifest_costs_only_itself(store: FileStore) -> None:
     path = store.root / manifests(store)[1]
     path.write_bytes(path.read_bytes()[:-1])
     reader = Journal(store, NAMESPACE)
-    assert keys_in(reader.everything()) == set(good)
-    reader.drop_broken()
+    assert keys_in(reader.read_all()) == set(good)
+    reader.drop_damaged()
     assert len(manifests(store)) == 1
 
 
@@ -328,10 +330,10 @@ def test_manifests_of_a_newer_version_are_mentioned_once_and_not_remembered_for_
     updated, reader = Journal(store, NAMESPACE), Journal(store, NAMESPACE)
     for _ in range(20):
         path, _ = newer(store, updated)
-        assert len(reader.news()) == 0
+        assert len(reader.read_new()) == 0
         path.unlink()
     assert [record.getMessage().count("version 2") for record in caplog.records] == [1]
-    reader.everything()
+    reader.read_all()
     held = [len(names) for names in vars(reader).values() if isinstance(names, set | dict)]
     assert sum(held) < 5
 
@@ -339,8 +341,8 @@ def test_manifests_of_a_newer_version_are_mentioned_once_and_not_remembered_for_
 def test_a_manifest_of_a_newer_version_is_left_alone(store: FileStore) -> None:
     path, data = newer(store, Journal(store, NAMESPACE))
     reader = Journal(store, NAMESPACE)
-    assert len(reader.everything()) == 0
-    reader.drop_broken()
+    assert len(reader.read_all()) == 0
+    reader.drop_damaged()
     for key in make_keys(20, start=50):
         reader.append(added([key]))
     assert reader.join(0.0)
@@ -360,7 +362,7 @@ def test_a_look_lists_once(store: FileStore) -> None:
         return list_all(*arguments, **options)
 
     store.list = count  # type: ignore[method-assign]
-    assert len(journal.news()) == 20
+    assert len(journal.read_new()) == 20
     assert journal.join(0.0)
     assert listings == 1
     assert len(manifests(store)) == 1
@@ -386,10 +388,10 @@ def test_what_was_read_before_a_look_failed_is_read_again(store: FileStore) -> N
 
     store.get, store.list = get_others, list_once  # type: ignore[method-assign]
     with pytest.raises(Unavailable):
-        reader.news()
+        reader.read_new()
     store.get, store.list = get, list_all  # type: ignore[method-assign]
-    assert keys_in(reader.news()) == set(make_keys(2))
-    assert keys_in(reader.news()) == set()
+    assert keys_in(reader.read_new()) == set(make_keys(2))
+    assert keys_in(reader.read_new()) == set()
 
 
 def test_what_was_damaged_here_is_taken_from_those_who_could_read_it(
@@ -403,10 +405,10 @@ def test_what_was_damaged_here_is_taken_from_those_who_could_read_it(
     path = store.root / manifests(store)[3]
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    assert keys_in(other.news()) == set(all_keys) - {all_keys[3]}
+    assert keys_in(other.read_new()) == set(all_keys) - {all_keys[3]}
     path.write_bytes(whole)
     assert one.join(0.0)
-    assert keys_in(other.news()) == {all_keys[3]}
+    assert keys_in(other.read_new()) == {all_keys[3]}
 
 
 def test_a_long_manifest_that_joins_none_is_read_by_whoever_knows_others(
@@ -415,27 +417,27 @@ def test_a_long_manifest_that_joins_none_is_read_by_whoever_knows_others(
     monkeypatch.setattr(journal_module, "_HEAD_READ_BYTES", 1500)
     one, other = Journal(store, NAMESPACE), Journal(store, NAMESPACE)
     one.append(added(make_keys(1)))
-    other.news()
+    other.read_new()
     one.append(added(make_keys(100, start=10)))
-    assert keys_in(other.news()) == set(make_keys(100, start=10))
+    assert keys_in(other.read_new()) == set(make_keys(100, start=10))
 
 
 def test_what_was_told_is_not_told_again_when_it_is_joined(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "_TOLD_MAX", 30)
+    monkeypatch.setattr(journal_module, "_RETURNED_MAX", 30)
     one, other = Journal(store, NAMESPACE), Journal(store, NAMESPACE)
     all_keys = make_keys(40)
     one.append(added(all_keys[:10], at=1))
-    other.everything()
+    other.read_all()
     for at, key in enumerate(all_keys[10:35]):
         one.append(added([key], at=100 + at))
-    other.news()
+    other.read_new()
     for at, key in enumerate(all_keys[35:]):
         one.append(added([key], at=200 + at))
     one.append(added(all_keys[30:31], at=300))
     assert one.join(0.0)
-    heard = other.news()
+    heard = other.read_new()
     assert keys_in(heard) == {*all_keys[:5], *all_keys[30:31], *all_keys[35:]}, "of the last 30"
     assert len(heard) == 11
 
@@ -449,5 +451,5 @@ def test_more_manifests_than_memory_should_hold_are_not_read(
     monkeypatch.setattr(journal_module, "MANIFEST_BYTES_MAX", 1000)
     reader = Journal(store, NAMESPACE)
     for _ in range(2):
-        assert keys_in(reader.everything()) == set(make_keys(3))
+        assert keys_in(reader.read_all()) == set(make_keys(3))
     assert len(caplog.records) == 1, "it is said once"

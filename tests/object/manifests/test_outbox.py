@@ -10,8 +10,8 @@ import pytest
 from object_audits import LockedStore
 
 from kvtier.backends.object.budget.budget import Budget
-from kvtier.backends.object.housekeeping.updates import Rows
 from kvtier.backends.object.manifests import outbox as outbox_module
+from kvtier.backends.object.manifests.block_rows import Rows
 from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, SKEW_US
 from kvtier.backends.object.manifests.outbox import Outbox
@@ -60,7 +60,7 @@ class World:
 
     def stated(self) -> list[tuple[int, int]]:
         """Kinds and times of all that is written down."""
-        entries = Journal(self.store, NAMESPACE).everything()
+        entries = Journal(self.store, NAMESPACE).read_all()
         return list(zip(entries["kind"].tolist(), entries["time_us"].tolist(), strict=True))
 
     def put(self, key: BlockKey, generation: int = 0) -> str:
@@ -85,11 +85,11 @@ def test_what_is_said_later_has_a_later_time_by_whatever_clock(world: World, ste
     outbox.removed(KEYS[:1], [0])
     world.now_us += step_us
     assert outbox.now_s() == (NOW_US + 2) / 1e6
-    outbox.write_down()
+    outbox.flush()
     assert world.stated() == [(REMOVED, NOW_US + 1)]
     world.now_us = NOW_US + 500
     outbox.added(KEYS[:1], [0], [7])
-    outbox.write_down()
+    outbox.flush()
     assert world.stated() == [(ADDED, NOW_US + 500)]
 
 
@@ -97,10 +97,10 @@ def test_what_is_said_is_later_than_what_was_heard_but_for_clocks_beyond_belief(
     world: World,
 ) -> None:
     outbox = world.outbox
-    assert outbox.heard_of(NOW_US + 700) == NOW_US + 700
-    assert outbox.heard_of(NOW_US - 700) == NOW_US - 700, "what is older changes nothing"
+    assert outbox.observe_time(NOW_US + 700) == NOW_US + 700
+    assert outbox.observe_time(NOW_US - 700) == NOW_US - 700, "what is older changes nothing"
     assert outbox.now_us() == NOW_US + 701
-    assert outbox.heard_of(NOW_US + 10**14) == NOW_US + SKEW_US
+    assert outbox.observe_time(NOW_US + 10**14) == NOW_US + SKEW_US
     assert outbox.now_us() == NOW_US + SKEW_US + 1
 
 
@@ -109,7 +109,7 @@ def test_what_corrects_something_is_a_little_later_than_that_and_no_more(world: 
     world.outbox.removed(KEYS[:1], [0], known_s=(NOW_US - 900) / 1e6)
     rows = Rows(KEYS[1:2], [0], [7], [(NOW_US - 500) / 1e6])
     world.outbox.correct(ADDED, rows)
-    world.outbox.write_down()
+    world.outbox.flush()
     [removed, added] = world.stated()
     assert (removed[0], added[0]) == (REMOVED, ADDED)
     assert NOW_US - 900 < removed[1] <= NOW_US - 898
@@ -124,15 +124,15 @@ def test_room_is_settled_when_it_is_written_down_and_once(world: World) -> None:
     world.store.away = True
     for _ in range(2):
         with pytest.raises(StoreError):
-            outbox.write_down()
+            outbox.flush()
     assert world.budget.settled == 0
     assert not outbox.empty
     world.store.away = False
-    outbox.write_down()
+    outbox.flush()
     assert world.budget.settled == 12
     assert outbox.empty
     assert len(world.stated()) == 4
-    outbox.write_down()
+    outbox.flush()
     assert world.manifests() == 1, "there is nothing more to say"
 
 
@@ -142,7 +142,7 @@ def test_what_does_not_go_into_one_manifest_is_said_in_several(
     monkeypatch.setattr(outbox_module, "_ENTRIES_MAX", 2)
     world.outbox.removed(KEYS[:3], [0] * 3)
     world.outbox.added(KEYS[3:], [0], [7])
-    world.outbox.write_down()
+    world.outbox.flush()
     assert world.manifests() == 2
     assert [kind for kind, _ in world.stated()] == [REMOVED] * 3 + [ADDED]
 
@@ -153,15 +153,15 @@ def test_a_place_is_free_when_all_its_objects_are_deleted(world: World) -> None:
     store.locked = second.__eq__
     outbox.delete(5, [(KEYS[0], 0), (KEYS[0], 1)])
     outbox.delete(6, [(KEYS[0], 2)])
-    outbox.delete_doomed()
+    outbox.delete_queued()
     assert world.freed == [6]
     assert [store.head(name) is None for name in (first, second, third)] == [True, False, True]
     assert not outbox.empty
     store.locked = lambda name: False
-    outbox.delete_doomed()
+    outbox.delete_queued()
     assert world.freed == [6], "it is not asked for at once"
-    outbox.try_again()
-    outbox.delete_doomed()
+    outbox.retry_refused()
+    outbox.delete_queued()
     assert world.freed == [6, 5]
     assert outbox.empty
 
@@ -170,11 +170,11 @@ def test_what_could_not_be_deleted_for_the_weather_is_deleted_next_time(world: W
     name = world.put(KEYS[0])
     world.outbox.delete(5, [(KEYS[0], 0)])
     world.store.away = True
-    world.outbox.delete_doomed()
+    world.outbox.delete_queued()
     assert world.freed == []
     assert not world.outbox.empty
     world.store.away = False
-    world.outbox.write_down()
+    world.outbox.flush()
     assert world.freed == [5]
     assert world.store.head(name) is None
     assert world.outbox.empty

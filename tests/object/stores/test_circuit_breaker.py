@@ -1,4 +1,4 @@
-"""The circuit breaker, with a scripted store, a clock and dice that tests hold."""
+"""The circuit breaker, with a scripted store, a clock and rng that tests hold."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_call_goes_on_as_it_was_made() -> None:
         return GetOutcome.FOUND
 
     inner.get = found  # type: ignore[method-assign]
-    inner.get_up_to = found  # type: ignore[method-assign,assignment]
+    inner.get_up_to = found  # type: ignore[method-assign]
     store.get("name", [], offset=3, deadline=5.0)
     store.get_up_to("name", [], deadline=6.0)
     assert told[1:] == [("name", {"offset": 3, "deadline": 5.0}), ("name", {"deadline": 6.0})]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from file_stores import get, put
 
-from kvtier.backends.object.budget import writers
+from kvtier.backends.object import writer_ids
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import GetOutcome, PutOutcome, first_bytes
@@ -166,7 +166,7 @@ def test_links_out_of_the_folder_are_not_followed(store: FileStore, tmp_path: Pa
 def test_what_others_keep_there_is_neither_listed_nor_touched(store: FileStore) -> None:
     foreign = store.root / "notes of mine.txt"
     foreign.write_text("keep")
-    (store.root / ".hidden").write_text("keep")
+    (store.root / ".uncatalogued").write_text("keep")
     put(store, "ours")
     assert [info.name for info in store.list()] == ["ours"]
     store.delete(["ours"])
@@ -213,24 +213,24 @@ def test_a_sandbox_that_does_not_say_which_machine_it_is(
     def unsaid(path: Path) -> Path:
         raise FileNotFoundError(path)
 
-    elsewhere = writers.new()
+    elsewhere = writer_ids.new_writer_id()
     monkeypatch.setattr(Path, "readlink", unsaid)
-    writers._machine.cache_clear()
+    writer_ids._machine.cache_clear()
     try:
-        assert writers.may_live(writers.new())
-        assert writers.may_live(elsewhere)
+        assert writer_ids.may_live(writer_ids.new_writer_id())
+        assert writer_ids.may_live(elsewhere)
         put(store, "name")
     finally:
-        writers._machine.cache_clear()
+        writer_ids._machine.cache_clear()
 
 
 def test_what_the_dead_of_this_machine_left_goes_at_once(store: FileStore) -> None:
     child = os.fork()
     if not child:
-        (store.root / f".tmp-{writers.this_process()}-1").write_bytes(b"half")
+        (store.root / f".tmp-{writer_ids.process_writer_id()}-1").write_bytes(b"half")
         os._exit(0)
     os.waitpid(child, 0)
-    ours = store.root / f".tmp-{writers.this_process()}-2"
+    ours = store.root / f".tmp-{writer_ids.process_writer_id()}-2"
     ours.write_bytes(b"half")
     assert sum(store.sweep(older_than_s=3600)) == 1
     assert [path.name for path in store.root.iterdir()] == [ours.name]

@@ -1,4 +1,4 @@
-"""Retries, with a scripted store, a clock and dice that tests hold."""
+"""Retries, with a scripted store, a clock and rng that tests hold."""
 
 from __future__ import annotations
 
@@ -178,14 +178,14 @@ def test_retries_stop_when_the_breaker_opens() -> None:
 
 def test_many_names_are_deleted_in_portions_that_each_have_the_time_of_a_call() -> None:
     clock = Clock()
-    portions = []
+    batches = []
 
     class SlowStore(ScriptedStore):
         def delete(
             self, names: Sequence[str], *, deadline: float | None = None
         ) -> Mapping[str, errors.StoreError]:
             assert deadline is not None
-            portions.append((len(names), deadline - clock.now))
+            batches.append((len(names), deadline - clock.now))
             clock.now += 8.0
             self._step()
             return {name: errors.AccessDenied("locked") for name in names if name.endswith("999")}
@@ -193,6 +193,6 @@ def test_many_names_are_deleted_in_portions_that_each_have_the_time_of_a_call() 
     store = retrying(SlowStore([None, WEATHER]), clock, total_s=10.0)
     failed = store.delete([f"n{number}" for number in range(2500)])
     assert sorted(failed) == ["n1999", "n999"]
-    counts = [count for count, _ in portions]
+    counts = [count for count, _ in batches]
     assert counts == [1000, 1000, 1000, 500], "one of them twice"
-    assert [round(left) for count, left in portions if count] == [10, 10, 2, 10]
+    assert [round(left) for count, left in batches if count] == [10, 10, 2, 10]

@@ -10,9 +10,10 @@ import pytest
 from object_servers import ServerProcess
 from store_contract import StoreContract
 
+from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.open_store import StoreSettings, open_store
-from kvtier.backends.object.stores.s3_store import S3Settings, S3Store
+from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import Store
 
 _numbers = itertools.count()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from file_stores import get, put
 
-from kvtier.backends.object.stores import errors
+from kvtier.backends.object.stores import errors, folder_listing
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import GetOutcome, PutOutcome
 
@@ -96,17 +96,17 @@ def test_what_takes_the_place_of_what_vanishes_is_listed(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, "a/old")
-    listed = FileStore._entries
+    listed = folder_listing._entries
 
-    def late(own: FileStore, folder: str) -> Iterator[Any]:
+    def late(path: str, folder: str) -> Iterator[Any]:
         old = store.root / "a" / "old"
-        for found in listed(own, folder):
+        for found in listed(path, folder):
             if found is not None and found.name == "a/old":
                 old.rename(old.with_name("new"))
                 found = None
             yield found
 
-    monkeypatch.setattr(FileStore, "_entries", late)
+    monkeypatch.setattr(folder_listing, "_entries", late)
     assert [info.name for info in store.list()] == ["a/new"]
 
 
@@ -137,16 +137,16 @@ def test_what_vanishes_in_every_look_hides_nothing_else(
     for number in range(20):
         put(store, f"a/goes{number}")
         put(store, f"a/stays{number}")
-    listed = FileStore._entries
+    listed = folder_listing._entries
 
-    def beside_a_busy_server(own: FileStore, folder: str) -> Iterator[Any]:
-        for at, found in enumerate(listed(own, folder)):
+    def beside_a_busy_server(path: str, folder: str) -> Iterator[Any]:
+        for at, found in enumerate(listed(path, folder)):
             if folder == "a/" and at == 0:
                 left = (store.root / "a").glob("goes*")
-                next(path for path in left if path.name != found.name[2:]).unlink()
+                next(one for one in left if one.name != found.name[2:]).unlink()
             yield found
 
-    monkeypatch.setattr(FileStore, "_entries", beside_a_busy_server)
+    monkeypatch.setattr(folder_listing, "_entries", beside_a_busy_server)
     names = [info.name for info in store.list() if "stays" in info.name]
     assert len(names) == 20
     assert 0 < len(list((store.root / "a").glob("goes*"))) < 20

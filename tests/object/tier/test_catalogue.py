@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from object_audits import RECORD, blocks_in, look, opened
 
-from kvtier.backends.object.housekeeping.updates import Rows, Updates
+from kvtier.backends.object.housekeeping.updates import Update
+from kvtier.backends.object.manifests.block_rows import Rows
 from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.object_names import block_name
@@ -28,7 +29,7 @@ class Shared:
         self.store = FileStore(folder / "store")
         self.keeper, self.tier = opened(self.store)
         self.budget = self.keeper.budget
-        self.keeper.open(self.tier.known)
+        self.keeper.open(self.tier.offered)
         self.tier.start()
         self.neighbour = Journal(self.store, NAMESPACE)
         self.now_us = int(time.time() * 1e6)
@@ -48,14 +49,14 @@ class Shared:
         """The neighbour writes this down, and the tier hears of it."""
         sizes, times = [size] * len(keys), [self.now_us + at_us] * len(keys)
         self.neighbour.append(pack_entries(kind, keys, generations, sizes, times))
-        self.keeper._tell(self.keeper._journal.news())
+        self.keeper._publish(self.keeper._journal.read_new())
         self.tier.tick()
 
     def look(self) -> None:
         look(self.keeper, self.tier)
 
     def counted(self) -> tuple[int, int, int]:
-        return self.budget.used, self.budget.hidden, self.budget.dying
+        return self.budget.used, self.budget.uncatalogued, self.budget.deleting
 
     @property
     def offered(self) -> bool:
@@ -111,7 +112,7 @@ def test_of_two_objects_of_one_key_the_later_is_offered_and_the_other_goes(
     shared.say(ADDED, -1000, order, keys=[KEY, KEY])
     assert shared.offered
     assert shared.counted() == (RECORD, RECORD, 0)
-    assert list(shared.tier.known()) == [(KEY, 2)]
+    assert list(shared.tier.offered()) == [(KEY, 2)]
     shared.keeper.refresh()
     shared.tier.tick()
     assert shared.counted() == (RECORD, 0, RECORD), "the audit tells of it, and it is deleted"
@@ -192,7 +193,7 @@ def test_a_size_that_is_told_anew_is_what_counts(shared: Shared) -> None:
 def test_each_of_many_is_offered_by_its_own_name(shared: Shared) -> None:
     [other] = make_keys(1, start=1)
     shared.say(ADDED, -1000, [0, 3], keys=[KEY, other])
-    assert dict(shared.tier.known()) == {KEY: 0, other: 3}
+    assert dict(shared.tier.offered()) == {KEY: 0, other: 3}
     spec = shared.tier.prepare_load([KEY, other])
     assert isinstance(spec, ObjectSpec)
     assert spec.generations == [0, 3]
@@ -206,7 +207,7 @@ def test_what_a_removal_on_its_way_takes_is_told_by_the_same_audit_if_it_is_ther
     shared.say(ADDED, -(10**10))
     shared.say(REMOVED, -1000, keys=make_keys(1, start=1))  # what was said last is told anyhow
     gone = Rows([KEY], [0], [0], [shared.now_us / 1e6])
-    shared.keeper.news.append(Updates(removed=gone))
+    shared.keeper.updates.append(Update(removed=gone))
     shared.keeper.refresh()
     shared.tier.tick()
     assert shared.offered
@@ -215,7 +216,7 @@ def test_what_a_removal_on_its_way_takes_is_told_by_the_same_audit_if_it_is_ther
 
 def test_room_for_more_blocks_is_made_a_little_at_a_time(shared: Shared) -> None:
     """Half as many again, of millions, kept a request waiting."""
-    shared.tier._handles(100_000)
+    shared.tier._take_handles(100_000)
     known = len(shared.tier._key_of)
-    shared.tier._handles(known - 100_000 + 1)
+    shared.tier._take_handles(known - 100_000 + 1)
     assert 0 < len(shared.tier._key_of) - known < 20_000

@@ -1,4 +1,4 @@
-"""The object tier over a store that fails, lies and stalls by seeded dice, whatever it is asked.
+"""The object tier over a store that fails, lies and stalls by seeded rng, whatever it is asked.
 
 The fault model, at any call of the `Store` interface:
 
@@ -56,16 +56,16 @@ class Storm:
     def __init__(self, seed: int) -> None:
         self.rate = 0.0
         self.kinds: Sequence[Fault] = tuple(Fault)
-        self._dice = random.Random(seed)
+        self._rng = random.Random(seed)
         self._lock = threading.Lock()
 
     def next(self) -> Fault | None:
         with self._lock:
-            return self._dice.choice(self.kinds) if self._dice.random() < self.rate else None
+            return self._rng.choice(self.kinds) if self._rng.random() < self.rate else None
 
     def below(self, limit: int) -> int:
         with self._lock:
-            return self._dice.randrange(limit)
+            return self._rng.randrange(limit)
 
 
 class StormyStore(Store):

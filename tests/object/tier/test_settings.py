@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from object_servers import SECRET_KEY
 
-from kvtier.backends.object import BACKEND, ObjectSettings, _codec
+from kvtier.backends.object import BACKEND, ObjectSettings
+from kvtier.backends.object.backend import _codec
 from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.records.compression import Codec
 from kvtier.core.settings import Capacity, Duration

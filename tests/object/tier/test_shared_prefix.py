@@ -155,7 +155,7 @@ def endpoint(request: pytest.FixtureRequest) -> str:
 def test_three_writers_a_collector_a_pause_and_a_death(
     tmp_path: Path, endpoint: str, seed: int, rounds: int
 ) -> None:
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     subject = subject_at(endpoint)
     first = Rig(subject, tmp_path, blocks=BLOCKS)  # makes the place before they start
     first.close()
@@ -163,7 +163,7 @@ def test_three_writers_a_collector_a_pause_and_a_death(
     scale = Scale(store)
     writers = [Life(tmp_path, endpoint, "write", number) for number in range(WRITERS)]
     collector = Life(tmp_path, endpoint, "collect", 0)
-    sleeper, victim = dice.sample(writers, 2)
+    sleeper, victim = rng.sample(writers, 2)
     for turn in range(1, rounds + 1):
         for writer in writers:
             if writer is not sleeper or not rounds // 4 < turn <= rounds // 2:
@@ -195,7 +195,7 @@ def test_three_writers_a_collector_a_pause_and_a_death(
     resident = rig.resident(make_keys(200))
     assert rig.get(resident) == resident
     assert resident
-    entries = Journal(store, NAMESPACE).everything()
+    entries = Journal(store, NAMESPACE).read_all()
     stated = set(keys_of(entries[entries["kind"] == ADDED]))
     survivors_said = {
         key for life in writers for line in life.lines if line[0] == "F" for key in line.split()[1:]

@@ -13,7 +13,7 @@ from object_servers import HostileServer, Peer, ServerProcess, answer, error_bod
 from kvtier.backends.object.housekeeping import gc
 from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
-from kvtier.backends.object.housekeeping.read_only_keeper import Reader
+from kvtier.backends.object.housekeeping.read_only_keeper import ReadOnlyKeeper
 from kvtier.backends.object.housekeeping.use_counts import Uses, used_blocks
 from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.manifests.manifest import ADDED, pack_entries
@@ -91,8 +91,8 @@ def manifests(store: Store) -> list[str]:
     return [info.name for info in store.list(f"{NAMESPACE.id}/manifest/")]
 
 
-def told(journal: Journal) -> set[BlockKey]:
-    return set(keys_of(journal.everything()))
+def listed_keys(journal: Journal) -> set[BlockKey]:
+    return set(keys_of(journal.read_all()))
 
 
 @pytest.mark.s3
@@ -106,17 +106,17 @@ def test_a_closed_manifest_costs_only_itself_and_stays(
     guard.close(*names[:7])  # in a row more than the circuit would bear
     journal = Journal(store, NAMESPACE)
     for _ in range(2):
-        assert told(journal) == {keys[7]}
-        assert len(journal.news()) == 0
+        assert listed_keys(journal) == {keys[7]}
+        assert len(journal.read_new()) == 0
     [said] = [record.getMessage() for record in caplog.records]
     assert said.startswith("7 manifests may not be read")
     for key in make_keys(20, start=50):
         journal.append(pack_entries(ADDED, [key], [0], [RECORD], [10**15]))
     assert journal.join(0.0)
-    journal.drop_broken()
+    journal.drop_damaged()
     assert set(manifests(store)) > set(names[:7])
     guard.close()
-    assert told(journal) == {*keys, *make_keys(20, start=50)}, "it is tried again"
+    assert listed_keys(journal) == {*keys, *make_keys(20, start=50)}, "it is tried again"
 
 
 @pytest.mark.s3
@@ -124,7 +124,7 @@ def test_one_that_is_closed_amid_a_joining_stays(store: Store, guard: Guard) -> 
     keys = make_keys(20)
     names = [tell(store, [key]) for key in keys]
     journal = Journal(store, NAMESPACE)
-    assert told(journal) == set(keys)
+    assert listed_keys(journal) == set(keys)
     guard.close(names[3])
     assert journal.join(0.0)
     assert names[3] in manifests(store)
@@ -134,9 +134,9 @@ def test_one_that_is_closed_amid_a_joining_stays(store: Store, guard: Guard) -> 
 @pytest.mark.s3
 def test_the_only_manifest_may_be_closed(store: Store, guard: Guard) -> None:
     guard.close(tell(store, make_keys(2)))
-    assert told(Journal(store, NAMESPACE)) == set()
+    assert listed_keys(Journal(store, NAMESPACE)) == set()
     store.delete([description_name(NAMESPACE.id)])
-    assert told(Journal(store, NAMESPACE)) == set()
+    assert listed_keys(Journal(store, NAMESPACE)) == set()
 
 
 @pytest.mark.s3
@@ -149,13 +149,13 @@ def test_where_nothing_may_be_read_the_credentials_are_wrong(
         store.delete([description_name(NAMESPACE.id)])
     guard.closed = lambda target: True
     journal = Journal(store, NAMESPACE)
-    for look in (journal.everything, journal.news):
+    for look in (journal.read_all, journal.read_new):
         with pytest.raises(errors.AccessDenied, match="allow these credentials to get") as caught:
             look()
         assert not isinstance(caught.value, errors.Forbidden)
         assert caught.value.unwell
     guard.close()
-    assert len(journal.news()) == 2, "nothing of it is remembered"
+    assert len(journal.read_new()) == 2, "nothing of it is remembered"
 
 
 @pytest.mark.s3
@@ -163,7 +163,7 @@ def test_a_key_that_is_wrong_is_no_matter_of_one_object(store: Store, guard: Gua
     guard.close(tell(store, make_keys(1)), tell(store, make_keys(2)))
     guard.said = answer(403, error_body("InvalidAccessKeyId"))
     with pytest.raises(errors.AccessDenied, match="secret is wrong"):
-        Journal(store, NAMESPACE).everything()
+        Journal(store, NAMESPACE).read_all()
 
 
 @pytest.mark.s3
@@ -175,7 +175,7 @@ def test_a_listing_finds_what_closed_manifests_tell_of(store: Store, guard: Guar
     guard.close(name)
     keeper = Keeper(store, NAMESPACE, Limits(1 << 30, refresh_s=600.0, audit_s=600.0))
     tier = ObjectTier(keeper, create_policy())
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     assert tier.lookup(keys) == [Presence.HIT] * 3
     keeper.refresh()
@@ -183,9 +183,9 @@ def test_a_listing_finds_what_closed_manifests_tell_of(store: Store, guard: Guar
     assert tier.lookup(keys) == [Presence.HIT] * 3
     keeper.close()
     assert name in manifests(store)
-    reader = Reader(store, NAMESPACE, Limits(1 << 30, refresh_s=600.0, audit_s=600.0))
+    reader = ReadOnlyKeeper(store, NAMESPACE, Limits(1 << 30, refresh_s=600.0, audit_s=600.0))
     seen = ObjectTier(reader, create_policy())
-    reader.open(seen.known)
+    reader.open(seen.offered)
     seen.start()
     assert seen.lookup(keys) == [Presence.HIT] * 3, "it was written down"
     reader.close()
@@ -234,6 +234,6 @@ def test_a_file_of_another_user_costs_only_itself(
     names = [tell(store, [key]) for key in keys]
     disk.closed = names[0]
     with caplog.at_level(logging.WARNING):
-        assert told(Journal(store, NAMESPACE)) == {keys[1]}
+        assert listed_keys(Journal(store, NAMESPACE)) == {keys[1]}
     assert "give this user the right to read it" in caplog.text
     assert manifests(store) == sorted(names)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from object_audits import CAPACITY, RECORD, blocks_in, filled, opened
 
-from kvtier.backends.object.budget import writers
+from kvtier.backends.object import lock_yield as lock_yield_module
+from kvtier.backends.object import writer_ids
 from kvtier.backends.object.budget.claim import Claim
 from kvtier.backends.object.housekeeping import keeper as keeper_module
-from kvtier.backends.object.housekeeping import lock_yield as breath_module
 from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
 from kvtier.backends.object.manifests.journal import Journal
@@ -38,7 +38,7 @@ def test_nothing_is_dropped_as_long_as_nobody_knows_what_may_be_there(
     store = FileStore(tmp_path / "store")
     keys = filled(store, 50)
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     for _ in range(2):
         assert tier.lookup(keys) == [Presence.HIT] * 50
@@ -53,14 +53,14 @@ def test_nothing_is_dropped_when_others_have_taken_us_for_dead(tmp_path: Path) -
     store = FileStore(tmp_path / "store")
     keys = filled(store, 50)
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     store.delete([info.name for info in store.list("claims/")])
-    keeper._next_look = 0.0
-    keeper.work()
+    keeper.schedule.next_look = 0.0
+    keeper.run_once()
     tier.tick()
     assert tier.lookup(keys) == [Presence.HIT] * 50
-    keeper.work()
+    keeper.run_once()
     tier.tick()
     assert tier.prepare_store(make_keys(1, start=100)).keys, "it has listed everything again"
     assert blocks_in(store) == 50
@@ -73,13 +73,13 @@ def test_what_is_spared_makes_no_room_for_another_namespace(tmp_path: Path) -> N
     keys = filled(store, 8)
     other = Namespace(facts={"model": "other"}, group_bytes=NAMESPACE.group_bytes)
     spared = {NAMESPACE.id: set(keys[:6])}
-    limits = Limits(7 * RECORD, refresh_s=600.0, audit_s=600.0, spared=spared)
+    limits = Limits(7 * RECORD, refresh_s=600.0, audit_s=600.0, protected=spared)
     keeper = Keeper(store, other, limits)
     tier = ObjectTier(keeper, create_policy())
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     for _ in range(3):
-        keeper.want_room()
+        keeper.ask_for_room()
         keeper.refresh()
     left = {info.name for info in store.list() if "/blocks/" in info.name}
     assert left == {block_name(NAMESPACE.id, key) for key in keys[:6]}
@@ -97,12 +97,12 @@ def test_what_was_stored_again_is_not_deleted_with_what_the_dead_left(tmp_path: 
     removed_us = int((time.time() - 10.0) * 1e6)
     neighbour = Journal(store, NAMESPACE)
     neighbour.append(pack_entries(REMOVED, keys, [0] * 2, [0] * 2, [removed_us] * 2))
-    dead = writers.new()
-    writers.ended(dead)
+    dead = writer_ids.new_writer_id()
+    writer_ids.mark_ended(dead)
     claim = Claim(NAMESPACE.id, dead, 1, RECORD, CAPACITY, 60_000, "s", False)
     store.put(claim.name, [memoryview(b"")])
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     assert [info.name for info in store.list("claims/") if dead in info.name] == []
     assert store.head(old) is None, "nobody accounts for it"
@@ -126,11 +126,11 @@ def test_a_store_that_rounds_times_up_brings_nothing_back(tmp_path: Path) -> Non
     os.utime(store.root / name, (whole_s,) * 2)
     removed_us = int((whole_s - 0.9) * 1e6)
     Journal(store, NAMESPACE).append(pack_entries(REMOVED, keys, [0], [0], [removed_us]))
-    dead = writers.new()
-    writers.ended(dead)
+    dead = writer_ids.new_writer_id()
+    writer_ids.mark_ended(dead)
     store.put(Claim(NAMESPACE.id, dead, 1, 0, CAPACITY, 60_000, "c", False).name, [memoryview(b"")])
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     assert tier.lookup(keys) == [Presence.MISS]
     assert store.head(name) is None
@@ -150,7 +150,7 @@ def test_what_was_removed_a_moment_ago_is_left_to_its_readers(
     removed_us = int((time.time() - removed_s) * 1e6)
     Journal(store, NAMESPACE).append(pack_entries(REMOVED, [key], [0], [0], [removed_us]))
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     keeper.refresh()
     assert tier.lookup([key]) == [Presence.MISS]
@@ -161,12 +161,12 @@ def test_what_was_removed_a_moment_ago_is_left_to_its_readers(
 def test_the_claims_of_the_dead_stand_until_what_they_left_is_written_down(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     [key] = make_keys(1)
     store.put(block_name(NAMESPACE.id, key), [memoryview(bytes(RECORD))])
-    dead = writers.new()
-    writers.ended(dead)
+    dead = writer_ids.new_writer_id()
+    writer_ids.mark_ended(dead)
     claim = Claim(NAMESPACE.id, dead, 1, RECORD, CAPACITY, 60_000, "s", False)
     store.put(claim.name, [memoryview(b"")])
     put = store.put
@@ -176,23 +176,23 @@ def test_the_claims_of_the_dead_stand_until_what_they_left_is_written_down(tmp_p
             raise Unavailable("not now")
         return put(name, buffers, **more)
 
-    store.put = refuse  # type: ignore[method-assign,assignment]
+    store.put = refuse  # type: ignore[method-assign]
     keeper.refresh()
     assert store.head(claim.name) is not None
     store.put = put  # type: ignore[method-assign]
     keeper.refresh()
     assert store.head(claim.name) is None
-    assert keys_of(Journal(store, NAMESPACE).everything()) == [key]
+    assert keys_of(Journal(store, NAMESPACE).read_all()) == [key]
     tier.tick()
     assert keeper.budget.used == RECORD
     keeper.close()
 
 
-@pytest.mark.parametrize("due", ["_next_audit", "_audit_at"])
+@pytest.mark.parametrize("due", ["next_audit", "needed_audit"])
 def test_a_listing_that_failed_is_left_until_the_next_look(tmp_path: Path, due: str) -> None:
     store = FileStore(tmp_path / "store")
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     list_some, tried = store.list, 0
 
     def refuse(prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
@@ -202,23 +202,23 @@ def test_a_listing_that_failed_is_left_until_the_next_look(tmp_path: Path, due: 
             raise Unavailable("not now")
         return list_some(prefix, **more)
 
-    store.list = refuse  # type: ignore[method-assign,assignment]
-    setattr(keeper, due, 0.0)
+    store.list = refuse  # type: ignore[method-assign]
+    setattr(keeper.schedule, due, 0.0)
     for _ in range(3):
-        keeper.work()
+        keeper.run_once()
     assert tried == 1
     keeper.close()
 
 
-def breathing(
+def opened_with_yields(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[FileStore, Keeper, ObjectTier]:
     """A store with blocks, whose keeper looks for other work after each object of a listing."""
-    monkeypatch.setattr(breath_module, "_SLICE_S", -1.0)
+    monkeypatch.setattr(lock_yield_module, "_SLICE_S", -1.0)
     store = FileStore(tmp_path / "store")
     filled(store, 3)
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     return store, keeper, tier
 
 
@@ -226,7 +226,7 @@ def test_what_is_stored_while_everything_is_listed_is_written_down_all_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which may take minutes."""
-    store, keeper, tier = breathing(tmp_path, monkeypatch)
+    store, keeper, tier = opened_with_yields(tmp_path, monkeypatch)
     tier.start()
     new, written = make_keys(100, start=10), []
     list_all = store.list
@@ -235,12 +235,12 @@ def test_what_is_stored_while_everything_is_listed_is_written_down_all_along(
         for info in list_all(prefix, **more):
             if not prefix:
                 keeper.outbox.added([new.pop()], [0], [RECORD])
-                keeper._next_look = 0.0
+                keeper.schedule.next_look = 0.0
             yield info
             if not prefix:
                 written.append(keeper.outbox.empty)
 
-    store.list = list_slowly  # type: ignore[method-assign,assignment]
+    store.list = list_slowly  # type: ignore[method-assign]
     keeper.refresh()
     assert len(written) > 3
     assert all(written)
@@ -251,7 +251,7 @@ def test_a_store_is_known_to_be_well_before_all_of_it_is_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a long outage that comes first, and takes minutes: loads need not wait for it."""
-    store, keeper, tier = breathing(tmp_path, monkeypatch)
+    store, keeper, tier = opened_with_yields(tmp_path, monkeypatch)
     list_all = store.list
     unwell: list[bool] = []
 
@@ -259,16 +259,16 @@ def test_a_store_is_known_to_be_well_before_all_of_it_is_listed(
         for info in list_all(prefix, **more):
             if away:
                 raise Unavailable("not now")
-            keeper._next_look = 0.0
+            keeper.schedule.next_look = 0.0
             yield info
             if not prefix:
                 tier.tick()
                 unwell.append(tier.unwell)
 
-    store.list = list_some  # type: ignore[method-assign,assignment]
+    store.list = list_some  # type: ignore[method-assign]
     for away in (True, False):
-        keeper._next_audit = 0.0
-        keeper.work()
+        keeper.schedule.next_audit = 0.0
+        keeper.run_once()
         tier.tick()
         assert tier.unwell is away
     assert len(unwell) >= 3

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from object_audits import RECORD, LockedStore
 
-from kvtier.backends.object.housekeeping.lock_yield import LockYield
-from kvtier.backends.object.manifests import audit as audit_module
-from kvtier.backends.object.manifests.audit import Audit, Finding, audit
-from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, Entries, merge, pack_entries
+from kvtier.backends.object.housekeeping import foreign_blocks
+from kvtier.backends.object.housekeeping.audit import AuditInput, AuditResult, audit
+from kvtier.backends.object.lock_yield import LockYield
+from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, Entries, pack_entries
+from kvtier.backends.object.manifests.merge import merge
 from kvtier.backends.object.manifests.reconcile import Reconciliation
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.file_store import FileStore
@@ -42,22 +43,24 @@ class Case:
         self.store.put(NAME, [memoryview(bytes(size))])
         os.utime(self.store.root / NAME, (NOW - ago_s,) * 2)
 
-    def audit(self, entries: Entries = NOTHING, waiting: Entries = NOTHING, **more: Any) -> Finding:
+    def audit(
+        self, entries: Entries = NOTHING, queued: Entries = NOTHING, **more: Any
+    ) -> AuditResult:
         stated = Reconciliation(entries)
         known = [(key, 0) for key in [KEY, *self.others]] if self.known else []
         stated.compare(known, [], LockYield(lambda: None))
-        stated.expect(waiting)
+        stated.date_unrecorded(queued)
         asked: dict[str, Any] = {
             "namespace": NAMESPACE.id,
-            "stated": stated,
+            "recorded": stated,
             "capacity": 1 << 40,
-            "hungry": False,
+            "needs_room": False,
             "too_old_s": -1e18,
             "read_s": READ_S,
-            "dead": False,
+            "writers_died": False,
             "now": NOW,
         }
-        return audit(self.store, Audit(**(asked | more)), LockYield(lambda: None))
+        return audit(self.store, AuditInput(**(asked | more)), LockYield(lambda: None))
 
     @property
     def stays(self) -> bool:
@@ -73,7 +76,7 @@ def stated(kind: int, ago_s: float, size: int = RECORD) -> Entries:
     return pack_entries(kind, [KEY], [0], [size], [int((NOW - ago_s) * 1e6)])
 
 
-def found(finding: Finding) -> tuple[int, int]:
+def found(finding: AuditResult) -> tuple[int, int]:
     """How many blocks are new, and how many gone."""
     return len(finding.orphans), len(finding.gone)
 
@@ -93,7 +96,7 @@ def test_what_is_removed_stays_as_long_as_somebody_may_read_it(
     """Unless servers died, one of which may have removed it: nobody else deletes it then."""
     case.put(stored_s)
     case.known = False
-    assert found(case.audit(stated(REMOVED, removed_s), dead=dead)) == (0, 0)
+    assert found(case.audit(stated(REMOVED, removed_s), writers_died=dead)) == (0, 0)
     assert case.stays == (removed_s < READ_S and not dead)
 
 
@@ -116,7 +119,7 @@ def test_what_was_stored_again_since_its_removal_is_not_deleted(
     case.known = False
     assert found(case.audit(stated(REMOVED, removed_s))) == (0, 0), "its writer will say so"
     assert case.stays
-    finding = case.audit(stated(REMOVED, removed_s), dead=True)
+    finding = case.audit(stated(REMOVED, removed_s), writers_died=True)
     assert found(finding) == (1, 0), "its writer may have died"
     assert finding.orphans.times == [NOW - stored_s]
     assert case.stays
@@ -131,7 +134,7 @@ def test_what_is_removed_and_offered_still_is_said_to_be_gone(case: Case) -> Non
 def test_what_nobody_has_written_down_for_long_after_a_removal_goes(case: Case) -> None:
     case.put(500.0)
     case.known = False
-    assert found(case.audit(stated(REMOVED, 1000.0), dead=True)) == (0, 0)
+    assert found(case.audit(stated(REMOVED, 1000.0), writers_died=True)) == (0, 0)
     assert not case.stays
 
 
@@ -204,7 +207,7 @@ def test_what_waits_to_be_written_down_is_no_older_than_that(tmp_path: Path) -> 
     case.store = Late(tmp_path / "store")
     case.put(1.0)
     case.others = make_keys(2, start=1)
-    assert found(case.audit(waiting=stated(ADDED, 1.0))) == (0, 2)
+    assert found(case.audit(queued=stated(ADDED, 1.0))) == (0, 2)
 
 
 @pytest.mark.parametrize(("ago_s", "gone"), [(119.0, 1), (121.0, 2)])
@@ -249,13 +252,13 @@ def test_too_much_costs_others_their_share_and_of_that_the_oldest(case: Case) ->
 
 
 @pytest.mark.parametrize(
-    ("capacity", "hungry", "gone"), [(8, False, 0), (8, True, 1), (9, True, 0)]
+    ("capacity", "needs_room", "gone"), [(8, False, 0), (8, True, 1), (9, True, 0)]
 )
 def test_who_is_hungry_takes_a_sixteenth_of_the_budget_unless_that_is_free(
-    case: Case, capacity: int, hungry: bool, gone: int
+    case: Case, capacity: int, needs_room: bool, gone: int
 ) -> None:
     names = fill(case.store, OTHERS[0], [100.0 * at for at in range(1, 9)])
-    finding = case.audit(capacity=capacity * RECORD, hungry=hungry)
+    finding = case.audit(capacity=capacity * RECORD, needs_room=needs_room)
     assert left(case.store, names) == [True] * (8 - gone) + [False] * gone
     assert finding.foreign == {OTHERS[0]: (8 - gone) * RECORD}
 
@@ -263,7 +266,7 @@ def test_who_is_hungry_takes_a_sixteenth_of_the_budget_unless_that_is_free(
 def test_only_so_many_of_the_oldest_are_remembered(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_module, "_CANDIDATES_MAX", 3)
+    monkeypatch.setattr(foreign_blocks, "_CANDIDATES_MAX", 3)
     names = fill(case.store, OTHERS[0], [100.0, 800.0, 300.0, 700.0, 500.0, 600.0])
     finding = case.audit(capacity=0)
     assert left(case.store, names) == [True, False, True, False, True, False]

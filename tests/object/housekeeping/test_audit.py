@@ -26,9 +26,11 @@ from object_audits import (
     opened,
 )
 
-from kvtier.backends.object.budget.budget import Standing
+from kvtier.backends.object.budget.budget import Grant
 from kvtier.backends.object.housekeeping import keeper as keeper_module
-from kvtier.backends.object.housekeeping.updates import Updates
+from kvtier.backends.object.housekeeping import schedule as schedule_module
+from kvtier.backends.object.housekeeping import store_work as store_work_module
+from kvtier.backends.object.housekeeping.updates import Update
 from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.object_names import block_name, parse_manifest
@@ -53,7 +55,7 @@ def test_the_garbage_collector_has_nothing_to_visit(store: ListedStore) -> None:
     Journal(store, NAMESPACE).append(
         pack_entries(ADDED, keys, [0] * len(keys), [RECORD] * len(keys), [10**15] * len(keys))
     )
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     gc.collect()
     before = gc.get_stats()
@@ -77,9 +79,9 @@ def test_closing_does_not_wait_for_an_audit(store: ListedStore) -> None:
                 return
 
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     store.blocks = endless()  # type: ignore[assignment]
-    keeper._next_audit = 0.0
+    keeper.schedule.next_audit = 0.0
     keeper.start()
     assert listing.wait(60)
     closing = threading.Thread(target=keeper.close)
@@ -95,7 +97,7 @@ def test_what_is_gone_is_told_a_little_at_a_time(store: ListedStore) -> None:
     keys = make_keys(5000)
     store.hold(keys)
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     store.blocks = []
     keeper.refresh()
@@ -127,7 +129,7 @@ def test_what_a_listing_leaves_out_is_not_gone(tmp_path: Path, hidden: slice) ->
     store = PartialStore(tmp_path / "store")
     keys = filled(store, 300)
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     store.hidden = frozenset(block_name(NAMESPACE.id, key) for key in keys[hidden])
     for _ in range(3):
@@ -152,11 +154,11 @@ def test_of_what_has_all_been_deleted_not_each_is_asked_for(tmp_path: Path) -> N
     store = Asked(tmp_path / "store")
     keys = filled(store, 1000)
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     store.delete([info.name for info in store.list()])
     keeper.refresh()
-    while tier.stats().blocks and len(keeper.news):
+    while tier.stats().blocks and len(keeper.updates):
         tier.tick()
     assert tier.lookup(keys) == [Presence.MISS] * 1000
     assert asked <= 5
@@ -168,9 +170,9 @@ def test_manifests_are_joined_by_one_of_many_at_a_time(
     store: ListedStore, monkeypatch: pytest.MonkeyPatch, writers: int, least: int, most: int
 ) -> None:
     """Forty who joined at once left the state there 38 times, all of which was joined again."""
-    monkeypatch.setattr(keeper_module, "random", random.Random(1))
+    monkeypatch.setattr(schedule_module, "random", random.Random(1))
     keeper, _ = opened(store)
-    keeper._writers = writers
+    keeper.schedule.writers = writers
     joined: list[float] = []
     monkeypatch.setattr(keeper._journal, "join", joined.append)
     for _ in range(400):
@@ -199,7 +201,7 @@ def test_a_store_that_takes_no_manifest_is_served_and_not_listed_at_every_look(
     full = Full(store.root)
     full.hold(keys)
     keeper, tier = opened(full)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     assert tier.lookup(keys) == [Presence.HIT] * 3
     for _ in range(5):
@@ -226,7 +228,7 @@ def test_temporary_files_that_are_not_ours_to_remove(
     keeper, tier = opened(store)
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)  # a folder with the sticky bit, as another user
-        keeper.open(tier.known)
+        keeper.open(tier.offered)
     assert torn.exists()
     keeper.refresh()
     assert not torn.exists()
@@ -237,9 +239,9 @@ def test_a_budget_that_becomes_small_is_kept_a_little_at_a_time(store: ListedSto
     keys = make_keys(2000)
     store.hold(keys)
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
-    small = Standing(
+    small = Grant(
         alone=True,
         claim=RECORD,
         cap=100 * RECORD,
@@ -247,7 +249,7 @@ def test_a_budget_that_becomes_small_is_kept_a_little_at_a_time(store: ListedSto
         lease_until=math.inf,
         serial=keeper.budget.serial,
     )
-    keeper.news.append(Updates(standing=small))
+    keeper.updates.append(Update(grant=small))
     counts = [tier.stats().blocks]
     while counts[-1] > 100:
         tier.lookup([])
@@ -262,7 +264,7 @@ def test_an_object_that_cannot_be_deleted_keeps_nothing_else_from_being_done(
 ) -> None:
     store = LockedStore(tmp_path / "store")
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     keys = make_keys(2)
     protected, other = [block_name(NAMESPACE.id, key) for key in keys]
@@ -270,11 +272,11 @@ def test_an_object_that_cannot_be_deleted_keeps_nothing_else_from_being_done(
         store.put(name, [memoryview(bytes(RECORD))])
 
     def freed_by_a_look() -> list[int]:
-        keeper._next_look = 0.0
-        keeper.work()
-        freed = [slot for piece in keeper.news for slot in piece.freed]
-        assert any(piece.standing for piece in keeper.news), "it has looked"
-        keeper.news.clear()
+        keeper.schedule.next_look = 0.0
+        keeper.run_once()
+        freed = [slot for piece in keeper.updates for slot in piece.deleted]
+        assert any(piece.grant for piece in keeper.updates), "it has looked"
+        keeper.updates.clear()
         return freed
 
     store.locked = protected.__eq__
@@ -302,9 +304,9 @@ def test_closing_does_not_wait_for_a_store_that_hangs(
         return iter(())
 
     keeper, tier = opened(store)
-    keeper.open(tier.known)
-    keeper._next_look = 0.0
-    store.list = hang  # type: ignore[method-assign,assignment]
+    keeper.open(tier.offered)
+    keeper.schedule.next_look = 0.0
+    store.list = hang  # type: ignore[method-assign]
     keeper.start()
     assert held.wait(60)
     closed: list[bool] = []
@@ -317,30 +319,30 @@ def test_closing_does_not_wait_for_a_store_that_hangs(
 
 def test_a_tier_that_nobody_asks_does_not_pile_up_news(store: ListedStore) -> None:
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     told = []
     for _ in range(50):
-        keeper._next_look = 0.0
-        keeper.work()
-        told.append(keeper.news[0].standing)
-    assert len(keeper.news) == 1
+        keeper.schedule.next_look = 0.0
+        keeper.run_once()
+        told.append(keeper.updates[0].grant)
+    assert len(keeper.updates) == 1
     assert len({id(standing) for standing in told}) == 50, "the last one is what it hears"
     tier.tick()
-    assert not keeper.news
-    keeper._next_look = 0.0
-    keeper.work()
-    assert len(keeper.news) == 1
+    assert not keeper.updates
+    keeper.schedule.next_look = 0.0
+    keeper.run_once()
+    assert len(keeper.updates) == 1
     keeper.close()
 
 
 def test_what_others_do_waits_in_the_store_for_a_tier_that_nobody_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_module, "_NEWS_MAX", 10)
+    monkeypatch.setattr(store_work_module, "_UPDATES_MAX", 10)
     store = FileStore(tmp_path / "store")
     keeper, tier = opened(store)
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     keeper._lock_yield.alone = False
     keeper.refresh()
@@ -354,18 +356,18 @@ def test_what_others_do_waits_in_the_store_for_a_tier_that_nobody_asks(
             old = keys[at - 10]
             store.delete([block_name(NAMESPACE.id, old)])
             neighbour.append(pack_entries(REMOVED, [old], [0], [0], [now_us]))
-        keeper._next_look = 0.0
+        keeper.schedule.next_look = 0.0
         if at % 20 == 0:
-            keeper._next_audit = 0.0
-        keeper.work()
-    assert len(keeper.news) < 40
+            keeper.schedule.next_audit = 0.0
+        keeper.run_once()
+    assert len(keeper.updates) < 40
     assert [info.name for info in store.list("claims/")], "it is alive all the same"
-    while keeper.news:
+    while keeper.updates:
         tier.tick()
-    keeper._next_look = 0.0
-    keeper.work()
+    keeper.schedule.next_look = 0.0
+    keeper.run_once()
     tier.tick()
-    assert {key for key, _ in tier.known()} == set(keys[-10:])
+    assert {key for key, _ in tier.offered()} == set(keys[-10:])
     keeper.close()
 
 
@@ -378,12 +380,14 @@ def test_an_audit_takes_little_memory(store: ListedStore) -> None:
     Journal(store, NAMESPACE).append(
         pack_entries(ADDED, keys, [0] * len(keys), [RECORD] * len(keys), times)
     )
-    keeper.open(tier.known)
+    keeper.open(tier.offered)
     tier.start()
     tracemalloc.start()
     keeper.refresh()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert sum(len(piece.added or ()) for piece in keeper.news) == 1, "the last may be another now"
+    assert sum(len(piece.added or ()) for piece in keeper.updates) == 1, (
+        "the last may be another now"
+    )
     assert peak < 170 * len(keys)
     keeper.close()

@@ -1,4 +1,4 @@
-"""Who writes: names that tell, on one machine, whether their process is still there."""
+"""Ids of writers. On the same machine they show whether the writer's process is still there."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import secrets
 from pathlib import Path
 
 _open_here: set[str] = set()
-"""Writers of this very process."""
+"""Writers of this process that may still write."""
 
 
-def new() -> str:
-    """Machine, process, when it began, and dice: eight hexadecimal digits each."""
+def new_writer_id() -> str:
+    """Machine, process, start of the process, random: eight hexadecimal digits each."""
     pid = os.getpid()
     writer = f"{_machine()}{pid:08x}{_start_of(pid) or '0' * 8}{secrets.token_hex(4)}"
     _open_here.add(writer)
     return writer
 
 
-def this_process() -> str:
-    """The writer that this process is as a whole."""
+def process_writer_id() -> str:
+    """The id of this process as a whole."""
     return _of_process(os.getpid())
 
 
 @functools.cache
-def _of_process(pid: int) -> str:  # a fork is another
-    return new()
+def _of_process(pid: int) -> str:  # a fork has another pid
+    return new_writer_id()
 
 
-def ended(writer: str) -> None:
-    """A writer of this process writes no more."""
+def mark_ended(writer: str) -> None:
+    """This writer of this process writes no more."""
     _open_here.discard(writer)
 
 
 def may_live(writer: str) -> bool:
-    """Whether a writer's process may still be there; of other machines nobody knows."""
+    """Whether a writer's process may still be there. Of other machines that is not known."""
     if writer[:8] != _machine():
         return True
     pid = int(writer[8:16], 16)
@@ -53,11 +53,11 @@ def may_live(writer: str) -> bool:
 
 @functools.cache
 def _machine() -> str:
-    """This boot of this machine, as far as process numbers mean the same."""
+    """This boot of this machine, and its namespace of process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         space = Path("/proc/self/ns/pid").readlink()
-    except OSError:  # some sandboxes do not say: then this process is known to itself alone
+    except OSError:  # in some sandboxes: then no other process can be recognised
         return secrets.token_hex(4)
     return hashlib.blake2s(f"{boot}{space}".encode(), digest_size=4).hexdigest()
 
@@ -65,7 +65,7 @@ def _machine() -> str:
 def _start_of(pid: int) -> str | None:
     """When a process began, in ticks since boot; None if it cannot be seen."""
     try:
-        # in bytes: a process may be called anything
+        # in bytes: the name of a process may be anything
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
     except OSError:
         return None

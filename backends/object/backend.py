@@ -1,0 +1,103 @@
+"""Opens the two halves of an object tier: the catalogue with its keeper, and the handler."""
+
+from __future__ import annotations
+
+import logging
+
+from kvtier.backends.object.budget.claims import LEASE_S
+from kvtier.backends.object.handler import ObjectHandler
+from kvtier.backends.object.housekeeping.keeper import Keeper
+from kvtier.backends.object.housekeeping.keeper_limits import Limits, ProtectedBlocks
+from kvtier.backends.object.housekeeping.read_only_keeper import ReadOnlyKeeper
+from kvtier.backends.object.settings import ObjectSettings, capacity_of, check_settings, open_for
+from kvtier.backends.object.spec import ObjectSpec
+from kvtier.backends.object.stores.errors import StoreError
+from kvtier.backends.object.stores.open_store import parse_url
+from kvtier.backends.object.stores.store import Store
+from kvtier.backends.object.tier import ObjectTier
+from kvtier.core.eviction import create_policy, policy_class
+from kvtier.core.interfaces.backend import Backend, TierContext
+from kvtier.core.records.compression import Codec, codec_for
+from kvtier.errors import MediumError
+from kvtier.types import Namespace
+
+_log = logging.getLogger(__name__)
+
+
+class ObjectBackend(Backend[ObjectSettings]):
+    """Blocks in a bucket or a folder that many servers share."""
+
+    kind = "object"
+    settings = ObjectSettings
+    spec = ObjectSpec
+
+    def check(self, settings: ObjectSettings, record_bytes: int | None) -> None:
+        policy_class(settings.eviction)  # which raises ConfigError
+        check_settings(settings, record_bytes or 4096)
+
+    def open_tier(
+        self,
+        settings: ObjectSettings,
+        context: TierContext,
+        store: Store | None = None,
+        lease_s: float = LEASE_S,
+        protected: ProtectedBlocks | None = None,
+    ) -> ObjectTier:
+        limits = Limits(
+            capacity=capacity_of(settings),
+            refresh_s=settings.refresh.seconds,
+            audit_s=settings.audit.seconds,
+            age_max_s=settings.age_max.seconds if settings.age_max else None,
+            read_s=2 * settings.load_deadline.seconds,
+            lease_s=lease_s,
+            protected=protected or {},
+        )
+        try:
+            kind = ReadOnlyKeeper if settings.only_read else Keeper
+            keeper = kind(store or open_for(settings), context.namespace, limits)
+        except StoreError as error:
+            raise MediumError(str(error)) from error
+        tier = ObjectTier(keeper, create_policy(settings.eviction))
+        try:
+            keeper.open(tier.offered)
+        except StoreError as error:
+            if settings.unreachable == "refuse":
+                keeper.close()
+                raise MediumError(str(error)) from error
+            _log.warning("the object store cannot be used yet, going on without it: %s", error)
+        tier.start()
+        keeper.start()
+        return tier
+
+    def open_handler(
+        self, settings: ObjectSettings, context: TierContext, store: Store | None = None
+    ) -> ObjectHandler:
+        try:
+            store = store or open_for(settings)
+        except StoreError as error:
+            raise MediumError(str(error)) from error
+        return ObjectHandler(
+            store,
+            context.namespace,
+            _codec(settings, context.namespace),
+            threads=settings.threads,
+            load_s=settings.load_deadline.seconds,
+            store_s=settings.store_deadline.seconds,
+        )
+
+    def identity(self, settings: ObjectSettings) -> str | None:
+        folder = parse_url(settings.url).folder
+        if folder is not None:
+            return str(folder.resolve())
+        return f"object:{settings.endpoint or ''}{settings.url.rstrip('/')}"
+
+
+def _codec(settings: ObjectSettings, namespace: Namespace) -> Codec:
+    if settings.codec == "auto" and parse_url(settings.url).folder is not None:
+        return Codec.RAW
+    facts = namespace.facts
+    cached_as = facts.get("kv_dtype", "auto")
+    return codec_for(settings.codec, facts.get("dtype", "") if cached_as == "auto" else cached_as)
+
+
+BACKEND = ObjectBackend()

@@ -1,0 +1,143 @@
+"""The settings of an object tier, and the store that they name."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Literal
+
+from kvtier.backends.object.client.s3_settings import S3Settings
+from kvtier.backends.object.client.s3_settings import check_settings as check_bucket_settings
+from kvtier.backends.object.client.sockets import Timeouts
+from kvtier.backends.object.stores.errors import Misconfigured
+from kvtier.backends.object.stores.open_store import StoreSettings, open_store, parse_url
+from kvtier.backends.object.stores.store import Store
+from kvtier.core.folders import standing_folder
+from kvtier.core.settings import Duration, Threads, TierSettings, WritePolicy, check_capacity
+from kvtier.core.system.disk import Disk
+from kvtier.errors import ConfigError, NotHere
+
+_DURATIONS_MIN = {
+    "refresh": Duration(0.01),
+    "audit": Duration(0.1),
+    "age_max": Duration(1.0),
+    "connect_timeout": Duration(0.001),
+    "idle_timeout": Duration(0.001),
+}
+"""With less, the store is asked without a pause, or no request can ever succeed."""
+
+
+class ObjectSettings(TierSettings, frozen=True, kw_only=True, tag="object"):
+    """Blocks in an S3 bucket or in a folder, shared by all servers with the same url.
+
+    Credentials are never written here: they come from the environment, a profile or a role, as for
+    every other AWS tool.
+    """
+
+    url: str
+    """s3://bucket/prefix or file:///folder. Only objects below it are ever touched."""
+    endpoint: str | None = None
+    """An S3-compatible server, like https://minio.example:9000; without it, AWS."""
+    region: str | None = None
+    """The bucket's region, if neither the environment nor the profile names it."""
+    addressing: Literal["auto", "path", "virtual"] = "auto"
+    """Whether the bucket is in the path or in the host name; auto: the host for AWS, else path."""
+    ca_bundle: str | None = None
+    """A file with the certificates of the authorities to trust; without it, what AWS_CA_BUNDLE,
+    the profile or REQUESTS_CA_BUNDLE names, or the system's."""
+    profile: str | None = None
+    """The AWS profile to take credentials from."""
+    conditional_put: bool = True
+    """Ask the store to refuse a block that it already has (If-None-Match)."""
+    codec: Literal["auto", "none", "zstd", "split-zstd"] = "auto"
+    """How payloads are compressed; auto: none in a folder, else what suits the data type."""
+    age_max: Duration | None = None
+    """Blocks that were stored longer ago than this are deleted."""
+    refresh: Duration = Duration(5.0)
+    """How often to look at what other servers have added and removed."""
+    audit: Duration = Duration(600.0)
+    """How often one of the servers lists everything, to find what no server has written down."""
+    connect_timeout: Duration = Duration(1.0)
+    """How long to wait for a connection."""
+    idle_timeout: Duration = Duration(2.0)
+    """How long to wait for the next byte."""
+    threads: Threads = 32
+    """How many objects are transferred at once."""
+    unreachable: Literal["degrade", "refuse"] = "degrade"
+    """What to do if the store cannot be used at start: go on without it until it can, or stop."""
+
+    @property
+    def only_read(self) -> bool:
+        """Whether nothing in the store may be changed."""
+        return self.write is WritePolicy.NEVER
+
+
+def open_for(settings: ObjectSettings) -> Store:
+    """The store that a tier with these settings uses; raises StoreError, makes no request."""
+    total_s = max(settings.load_deadline.seconds, settings.store_deadline.seconds)
+    return open_store(
+        StoreSettings(
+            url=settings.url,
+            endpoint=settings.endpoint,
+            region=settings.region,
+            addressing=settings.addressing,
+            ca_bundle=settings.ca_bundle,
+            profile=settings.profile,
+            conditional_put=settings.conditional_put,
+            connections=settings.threads,
+            timeouts=Timeouts(
+                settings.connect_timeout.seconds, settings.idle_timeout.seconds, total_s
+            ),
+        )
+    )
+
+
+def capacity_of(settings: ObjectSettings) -> int:
+    """The budget in bytes."""
+    folder = parse_url(settings.url).folder
+    if folder is None:
+        return settings.capacity.resolve(0)
+    return settings.capacity.resolve(
+        Disk().total_bytes(folder if folder.exists() else folder.parent)
+    )
+
+
+def check_settings(settings: ObjectSettings, record_bytes: int) -> None:
+    """Raises ConfigError on settings that cannot work here."""
+    try:
+        folder, bucket, _ = parse_url(settings.url)
+    except Misconfigured as error:
+        raise _config_error("url", error) from error
+    for name, least in _DURATIONS_MIN.items():
+        found: Duration | None = getattr(settings, name)
+        if found is not None and found.seconds < least.seconds:
+            raise ConfigError(f".{name}", f"{found} is too short", f"write at least {least}")
+    if folder is not None:
+        standing_folder(folder, ".url", only_read=settings.only_read)
+    elif settings.capacity.share is not None:
+        problem, remedy = "a bucket has no size of its own", 'write a size, like "2TiB"'
+        raise ConfigError(".capacity", problem, remedy)
+    check_capacity(settings.capacity, capacity_of(settings), record_bytes)
+    if folder is None:
+        _check_bucket(settings, bucket)
+
+
+def _check_bucket(settings: ObjectSettings, bucket: str) -> None:
+    if importlib.util.find_spec("boto3") is None:
+        raise NotHere(
+            ".url", "an s3:// store needs an optional package", "pip install 'kvtier[s3]'"
+        )
+    try:
+        check_bucket_settings(
+            S3Settings(bucket=bucket, endpoint=settings.endpoint, region=settings.region)
+        )
+    except Misconfigured as error:
+        raise _config_error(error.setting, error) from error
+    if settings.ca_bundle and not Path(settings.ca_bundle).is_file():
+        problem = f"there is no file {settings.ca_bundle}"
+        raise NotHere(".ca_bundle", problem, "name one with certificates, in PEM")
+
+
+def _config_error(setting: str, error: Misconfigured) -> ConfigError:
+    problem, _, remedy = str(error).partition(": ")
+    return ConfigError(f".{setting}", problem, remedy)
