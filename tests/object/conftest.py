@@ -10,8 +10,8 @@ from typing import Any
 import object_servers
 import pytest
 from certificates import make_certificate
-from hostile import PATIENT, store_at
 from object_servers import HostileServer, Opener, ServerProcess, serve_body
+from s3_client_helpers import PATIENT, store_at
 
 from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores.s3_store import S3Store

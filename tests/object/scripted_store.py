@@ -68,7 +68,7 @@ class Clock(clocks.Clock):
         self.now += seconds
 
 
-WEATHER = errors.Unavailable("rain")
+TRANSIENT = errors.Unavailable("rain")
 POLICY = RetryPolicy(attempts=4, base_s=0.1, cap_s=0.5)
 
 

@@ -186,7 +186,7 @@ def test_of_less_that_is_claimed_no_more_is_used(budget: Budget) -> None:
     assert budget.serial > serial, "and what was found to fit before is not heard any more"
 
 
-def test_who_waits_much_to_be_written_down_is_pressed(budget: Budget) -> None:
+def test_half_of_the_claim_unrecorded_is_worth_an_early_manifest(budget: Budget) -> None:
     budget.size_claim(alone=False, writers=2, cap=1000)
     take_over(budget, msgspec.structs.replace(SHARED, claim=7))
     budget.hold(7)

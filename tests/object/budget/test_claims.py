@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from claim_worlds import CAPACITY, LEASE_S, LateStore, NameStore, World
+from claim_simulation import CAPACITY, LEASE_S, LateStore, NameStore, World
 from object_subjects import FOLDER
 
 from kvtier.backends.object import writer_ids
@@ -352,7 +352,7 @@ def test_who_comes_to_others_of_his_model_believes_what_they_have_found_to_fit()
     assert standing.cap == CAPACITY, "by now he knows himself"
 
 
-def test_nothing_is_left_to_the_hungry_who_died() -> None:
+def test_no_room_is_left_to_a_dead_writer_that_needed_it() -> None:
     spaces = Spaces(24, 24, 24)
     assert spaces.audit(0) == 24
     spaces.claims[1].cap.needs_room = True

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from object_audits import CAPACITY, RECORD
+from manual_keepers import CAPACITY, RECORD
 from object_servers import ENTRY, HostileServer, Peer, answer
 
 from kvtier.backends.object.budget import claim

@@ -7,8 +7,8 @@ import socket
 import time
 
 import pytest
-from hostile import BODY, get, said, store_at
 from object_servers import SECRET_KEY, HostileServer, Peer, answer, error_body
+from s3_client_helpers import BODY, get, said, store_at
 
 from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.stores import errors
@@ -133,19 +133,6 @@ def test_a_kept_connection_that_the_server_closed_is_replaced(
     server.script = once
     for _ in range(3):
         assert get(store) is GetOutcome.FOUND
-
-
-def test_connections_are_kept(server: HostileServer, store: S3Store) -> None:
-    ports = set()
-
-    def note(peer: Peer, head: bytes) -> None:
-        ports.add(peer.client)
-        peer.sendall(answer(200, BODY))
-
-    server.script = note
-    for _ in range(5):
-        get(store)
-    assert len(ports) == 1
 
 
 def test_a_listing_that_does_not_get_on(server: HostileServer, store: S3Store) -> None:

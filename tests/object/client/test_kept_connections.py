@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
-from hostile import BODY, get, said
 from object_servers import HostileServer, Opener, Peer, answer, error_body
+from s3_client_helpers import BODY, get, said
 
 from kvtier.backends.object.client import connection_pool
 from kvtier.backends.object.client.sockets import Timeouts

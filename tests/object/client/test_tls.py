@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from certificates import make_certificate
-from hostile import BODY, get
 from object_servers import HostileServer, Opener, Peer, answer
+from s3_client_helpers import BODY, get
 
 from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.stores import errors

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_audits import (
+from manual_keepers import (
     RECORD,
     ListedStore,
     LockedStore,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_audits import RECORD, LockedStore
+from manual_keepers import RECORD, LockedStore
 
 from kvtier.backends.object.housekeeping import foreign_blocks
 from kvtier.backends.object.housekeeping.audit import AuditInput, AuditResult, audit
@@ -254,7 +254,7 @@ def test_too_much_costs_others_their_share_and_of_that_the_oldest(case: Case) ->
 @pytest.mark.parametrize(
     ("capacity", "needs_room", "gone"), [(8, False, 0), (8, True, 1), (9, True, 0)]
 )
-def test_who_is_hungry_takes_a_sixteenth_of_the_budget_unless_that_is_free(
+def test_a_namespace_that_needs_room_takes_a_sixteenth_of_the_budget_unless_that_is_free(
     case: Case, capacity: int, needs_room: bool, gone: int
 ) -> None:
     names = fill(case.store, OTHERS[0], [100.0 * at for at in range(1, 9)])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_audits import CAPACITY, RECORD, blocks_in, filled, opened
+from manual_keepers import CAPACITY, RECORD, blocks_in, filled, opened
 
 from kvtier.backends.object import lock_yield as lock_yield_module
 from kvtier.backends.object import writer_ids
@@ -67,7 +67,7 @@ def test_nothing_is_dropped_when_others_have_taken_us_for_dead(tmp_path: Path) -
     keeper.close()
 
 
-def test_what_is_spared_makes_no_room_for_another_namespace(tmp_path: Path) -> None:
+def test_protected_blocks_make_no_room_for_another_namespace(tmp_path: Path) -> None:
     """Though it is the oldest, and all that there is beside."""
     store = FileStore(tmp_path / "store")
     keys = filled(store, 8)

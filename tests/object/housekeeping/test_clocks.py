@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from object_audits import (
+from manual_keepers import (
     CAPACITY,
     RECORD,
     ListedStore,

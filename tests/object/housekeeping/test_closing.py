@@ -169,23 +169,30 @@ def test_who_is_in_the_midst_of_something_ends_with_its_present_request(tmp_path
     assert len(Journal(store, NAMESPACE).read_all()) == 4
 
 
-def test_a_leash_that_is_pulled(tmp_path: Path) -> None:
+def test_a_store_that_is_revoked(tmp_path: Path) -> None:
     inner = WatchedStore(tmp_path / "store")
-    leash = RevocableStore(inner)
-    leash.put("a", [memoryview(b"1")])
-    leash.put("b", [memoryview(b"2")])
-    listed = leash.list()
+    revocable = RevocableStore(inner)
+    revocable.put("a", [memoryview(b"1")])
+    revocable.put("b", [memoryview(b"2")])
+    listed = revocable.list()
     assert next(listed).name == "a"
-    leash.revoke()
-    for call in (lambda: next(listed), lambda: leash.head("a"), lambda: list(leash.list())):
+    revocable.revoke()
+    for call in (
+        lambda: next(listed),
+        lambda: revocable.head("a"),
+        lambda: list(revocable.list()),
+    ):
         with pytest.raises(TimedOut):
             call()
-    leash.revoke(time.monotonic() + 60.0)
+    revocable.revoke(time.monotonic() + 60.0)
     inner.longest_s = 0.0
-    assert [info.name for info in leash.list(deadline=time.monotonic() + 1000.0)] == ["a", "b"]
-    leash.delete(["a"])
+    assert [info.name for info in revocable.list(deadline=time.monotonic() + 1000.0)] == [
+        "a",
+        "b",
+    ]
+    revocable.delete(["a"])
     assert inner.longest_s <= 60.0
-    assert repr(leash) == f"RevocableStore({inner!r})"
+    assert repr(revocable) == f"RevocableStore({inner!r})"
 
 
 def test_what_nobody_thought_of_ends_no_keeper_and_is_said_once(

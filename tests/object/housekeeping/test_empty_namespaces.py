@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_audits import LockedStore
+from manual_keepers import LockedStore
 from object_servers import ServerProcess
 from object_subjects import FOLDER, BucketSubject
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from object_fleet import BLOCK_BYTES, NAMESPACE, CountingStore, Fleet
+from simulated_fleet import BLOCK_BYTES, NAMESPACE, CountingStore, Fleet
 
 from kvtier.backends.object.budget.budget import UNLIMITED
 from kvtier.backends.object.stores.errors import Unavailable
@@ -15,7 +15,7 @@ HOUR = 3600.0
 SERVERS = 8
 
 
-class TransientError(CountingStore):
+class FailingStore(CountingStore):
     """May be away."""
 
     away = False
@@ -29,12 +29,12 @@ class TransientError(CountingStore):
 
 
 @pytest.fixture
-def store() -> TransientError:
+def store() -> FailingStore:
     random.seed(1)
-    return TransientError()
+    return FailingStore()
 
 
-def begun(store: TransientError, blocks_a_second: float = 0.0) -> Fleet:
+def begun(store: FailingStore, blocks_a_second: float = 0.0) -> Fleet:
     fleet = Fleet(store, SERVERS, blocks_a_second=blocks_a_second)
     fleet.run(300.0)
     store.requests.clear()
@@ -42,13 +42,13 @@ def begun(store: TransientError, blocks_a_second: float = 0.0) -> Fleet:
 
 
 @pytest.mark.slow
-def test_one_of_all_lists_everything_each_audit(store: TransientError) -> None:
+def test_one_of_all_lists_everything_each_audit(store: FailingStore) -> None:
     fleet = begun(store)
     fleet.run(HOUR)
     assert 3 <= store.requests["LIST everything"] <= 10, "six, but for the rng"
 
 
-def test_the_last_one_left_lists_as_often_as_all_did(store: TransientError) -> None:
+def test_the_last_one_left_lists_as_often_as_all_did(store: FailingStore) -> None:
     fleet = begun(store)
     for keeper, _ in fleet.servers[1:]:
         keeper.close()
@@ -60,7 +60,7 @@ def test_the_last_one_left_lists_as_often_as_all_did(store: TransientError) -> N
 
 
 @pytest.mark.slow
-def test_an_idle_server_looks_and_renews_its_claim(store: TransientError) -> None:
+def test_an_idle_server_looks_and_renews_its_claim(store: FailingStore) -> None:
     fleet = begun(store)
     fleet.run(HOUR)
     for request, a_server in (
@@ -75,7 +75,7 @@ def test_an_idle_server_looks_and_renews_its_claim(store: TransientError) -> Non
 
 
 @pytest.mark.slow
-def test_a_busy_server_writes_down_once_a_look(store: TransientError) -> None:
+def test_a_busy_server_writes_down_once_a_look(store: FailingStore) -> None:
     fleet = begun(store, blocks_a_second=2.0)
     fleet.run(600.0)
     assert fleet.stored > SERVERS * 1100
@@ -86,7 +86,7 @@ def test_a_busy_server_writes_down_once_a_look(store: TransientError) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1_000_000, 16_384])
-def test_prompts_that_come_now_and_then_are_kept(store: TransientError, blocks: int) -> None:
+def test_prompts_that_come_now_and_then_are_kept(store: FailingStore, blocks: int) -> None:
     """A prompt comes all at once, after minutes in which nothing did; also where the bucket is full
     to what all keep room for."""
     fleet = Fleet(store, 4, capacity_blocks=blocks, blocks_a_second=20.0)
@@ -105,7 +105,7 @@ def test_prompts_that_come_now_and_then_are_kept(store: TransientError, blocks: 
 
 @pytest.mark.parametrize("capacity", [10 * 1024 * BLOCK_BYTES, UNLIMITED])
 def test_a_server_with_a_larger_capacity_leaves_others_of_its_model_theirs(
-    store: TransientError, capacity: int
+    store: FailingStore, capacity: int
 ) -> None:
     """As while one after the other is started again, or a snapshot is taken into the same url."""
     fleet = Fleet(store, 1, capacity_blocks=1024, blocks_a_second=60.0)
@@ -123,7 +123,7 @@ def test_a_server_with_a_larger_capacity_leaves_others_of_its_model_theirs(
 
 
 @pytest.mark.slow
-def test_a_server_with_a_smaller_capacity_empties_nothing_and_stores(store: TransientError) -> None:
+def test_a_server_with_a_smaller_capacity_empties_nothing_and_stores(store: FailingStore) -> None:
     """One that comes to where the others' models have filled more than it may."""
     fleet = Fleet(store, 1, capacity_blocks=256, blocks_a_second=10.0)
     fleet.run(60.0)
@@ -142,7 +142,7 @@ def test_a_server_with_a_smaller_capacity_empties_nothing_and_stores(store: Tran
     assert 32 < len(fleet.blocks()) <= 64, "when the larger one has gone, its own counts"
 
 
-def test_many_models_keep_what_there_is_room_for(store: TransientError) -> None:
+def test_many_models_keep_what_there_is_room_for(store: FailingStore) -> None:
     """Each may hold a sixth, of which its servers claim a part ahead of need: one of the whole
     would be all that it has."""
     fleet = Fleet(store, 0, capacity_blocks=1200, blocks_a_second=4.0)
@@ -155,7 +155,7 @@ def test_many_models_keep_what_there_is_room_for(store: TransientError) -> None:
     assert len(fleet.blocks()) <= 1200
 
 
-def test_a_crash_makes_not_all_of_them_list_everything(store: TransientError) -> None:
+def test_a_crash_makes_not_all_of_them_list_everything(store: FailingStore) -> None:
     fleet = begun(store)
     fleet.servers.pop()
     fleet.run(180.0)
@@ -164,7 +164,7 @@ def test_a_crash_makes_not_all_of_them_list_everything(store: TransientError) ->
     assert len(names) == SERVERS - 1, "the dead one's claim is gone"
 
 
-def test_after_an_hour_away_not_all_list_everything_at_once(store: TransientError) -> None:
+def test_after_an_hour_away_not_all_list_everything_at_once(store: FailingStore) -> None:
     fleet = begun(store)
     store.away = True
     fleet.run(HOUR)
@@ -182,7 +182,7 @@ def test_after_an_hour_away_not_all_list_everything_at_once(store: TransientErro
 @pytest.mark.slow
 @pytest.mark.parametrize("skews", [(0.0, 5 * HOUR), (-7 * HOUR, 0.0, 26 * HOUR)])
 def test_clocks_that_are_hours_apart_cost_misses_and_no_budget(
-    store: TransientError, skews: tuple[float, ...]
+    store: FailingStore, skews: tuple[float, ...]
 ) -> None:
     fleet = Fleet(store, 3, capacity_blocks=60, skews=skews, blocks_a_second=0.5)
     most = 0

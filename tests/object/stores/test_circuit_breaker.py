@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from scripted_store import WEATHER, Clock, ScriptedStore, breaking, circuit_of, get, trip
+from scripted_store import TRANSIENT, Clock, ScriptedStore, breaking, circuit_of, get, trip
 
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.circuit_breaker import Circuit
@@ -15,7 +15,7 @@ from kvtier.backends.object.stores.store import GetOutcome, ObjectInfo
 
 def test_the_breaker_opens_and_recovers_by_itself(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    inner, clock = ScriptedStore([WEATHER] * 5), Clock()
+    inner, clock = ScriptedStore([TRANSIENT] * 5), Clock()
     store = breaking(inner, clock)
     trip(store)
     assert circuit_of(store) is Circuit.OPEN
@@ -33,7 +33,7 @@ def test_the_breaker_opens_and_recovers_by_itself(caplog: pytest.LogCaptureFixtu
     assert get(store) is GetOutcome.FOUND
     assert circuit_of(store) is Circuit.CLOSED
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    inner.script = [WEATHER] * 3
+    inner.script = [TRANSIENT] * 3
     trip(store)
     clock.now += 1.0
     assert get(store) is GetOutcome.FOUND, "it is left alone as briefly as at first"
@@ -50,7 +50,7 @@ def test_calls_that_were_on_their_way_put_off_no_trial(caplog: pytest.LogCapture
                 clock.now += 0.5
             super()._step()
 
-    store = breaking(Slow([WEATHER] * 4), clock)
+    store = breaking(Slow([TRANSIENT] * 4), clock)
     with pytest.raises(errors.Unavailable):
         get(store)
     clock.now += 0.5
@@ -77,7 +77,7 @@ def test_that_a_store_takes_nothing_is_said_once_an_hour(caplog: pytest.LogCaptu
 
 
 def test_a_listing_that_begins_to_answer_closes_the_circuit() -> None:
-    inner, clock = ScriptedStore([WEATHER] * 3), Clock()
+    inner, clock = ScriptedStore([TRANSIENT] * 3), Clock()
     store = breaking(inner, clock)
     trip(store)
     clock.now += 1.0
@@ -89,14 +89,14 @@ def test_a_listing_that_begins_to_answer_closes_the_circuit() -> None:
 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_listing_that_has_closed_the_circuit_is_no_trial_any_more(breaks: bool) -> None:
-    inner, clock = ScriptedStore([WEATHER] * 3), Clock()
+    inner, clock = ScriptedStore([TRANSIENT] * 3), Clock()
     store = breaking(inner, clock)
     trip(store)
     clock.now += 1.0
     listing = store.list()
     next(listing)
     if breaks:
-        inner.script = [WEATHER]
+        inner.script = [TRANSIENT]
         with pytest.raises(errors.Unavailable):
             list(listing)
     else:
@@ -117,7 +117,7 @@ def test_one_trial_at_a_time() -> None:
                     get(store)
                 refused.append(True)
 
-    store = breaking(Slow([WEATHER] * 3), clock)
+    store = breaking(Slow([TRANSIENT] * 3), clock)
     trip(store)
     clock.now += 1.0
     assert get(store) is GetOutcome.FOUND
@@ -136,14 +136,14 @@ def test_answers_about_an_object_do_not_open_the_breaker() -> None:
 def test_and_say_that_the_store_is_well(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     short = errors.LengthMismatch("short")
-    inner, clock = ScriptedStore([WEATHER, WEATHER, short] * 2), Clock()
+    inner, clock = ScriptedStore([TRANSIENT, TRANSIENT, short] * 2), Clock()
     store = breaking(inner, clock)
     for _ in range(6):
         with pytest.raises((errors.Unavailable, errors.LengthMismatch)):
             get(store)
     assert circuit_of(store) is Circuit.CLOSED
     assert caplog.records == []
-    inner.script = [WEATHER] * 3 + [short]
+    inner.script = [TRANSIENT] * 3 + [short]
     trip(store)
     clock.now += 1.0
     with pytest.raises(errors.LengthMismatch):
@@ -153,7 +153,7 @@ def test_and_say_that_the_store_is_well(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_that_an_object_may_not_be_read_says_nothing_of_the_store() -> None:
     closed = errors.Forbidden("another's")
-    inner, clock = ScriptedStore([WEATHER, WEATHER, closed, WEATHER, closed]), Clock()
+    inner, clock = ScriptedStore([TRANSIENT, TRANSIENT, closed, TRANSIENT, closed]), Clock()
     store = breaking(inner, clock)
     for _ in range(4):
         with pytest.raises((errors.Unavailable, errors.Forbidden)):
@@ -167,7 +167,7 @@ def test_that_an_object_may_not_be_read_says_nothing_of_the_store() -> None:
 
 
 def test_a_trial_that_is_interrupted_decides_nothing() -> None:
-    inner, clock = ScriptedStore([WEATHER] * 3), Clock()
+    inner, clock = ScriptedStore([TRANSIENT] * 3), Clock()
     store = breaking(inner, clock)
     trip(store)
     clock.now += 1.0

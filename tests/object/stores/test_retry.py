@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
-from scripted_store import POLICY, WEATHER, Clock, ScriptedStore, breaking, get, retrying
+from scripted_store import POLICY, TRANSIENT, Clock, ScriptedStore, breaking, get, retrying
 
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.store import GetOutcome, ObjectInfo
 
 
 def test_passing_weather_is_survived() -> None:
-    inner, clock = ScriptedStore([WEATHER, WEATHER, WEATHER]), Clock()
+    inner, clock = ScriptedStore([TRANSIENT, TRANSIENT, TRANSIENT]), Clock()
     store = retrying(inner, clock)
     assert get(store) is GetOutcome.FOUND
     assert inner.calls == 4
@@ -21,7 +21,7 @@ def test_passing_weather_is_survived() -> None:
 
 
 def test_retries_are_bounded() -> None:
-    inner, clock = ScriptedStore([WEATHER] * 10), Clock()
+    inner, clock = ScriptedStore([TRANSIENT] * 10), Clock()
     with pytest.raises(errors.Unavailable):
         get(retrying(inner, clock))
     assert inner.calls == POLICY.attempts
@@ -117,7 +117,7 @@ def test_a_listing_waits_like_everybody_else() -> None:
 
 
 def test_a_broken_listing_goes_on_where_it_was() -> None:
-    inner, clock = ScriptedStore([WEATHER, WEATHER]), Clock()
+    inner, clock = ScriptedStore([TRANSIENT, TRANSIENT]), Clock()
     found = [info.name for info in retrying(inner, clock).list()]
     assert found == inner.names
 
@@ -130,7 +130,7 @@ def test_a_listing_that_breaks_again_and_again_ends_unless_it_comes_further() ->
         inner.calls += 1
         if inner.calls == 1:
             yield ObjectInfo(names[0], 1, 0.0)
-        raise WEATHER
+        raise TRANSIENT
 
     inner.list = breaks  # type: ignore[method-assign]
     with pytest.raises(errors.Unavailable):
@@ -141,7 +141,7 @@ def test_a_listing_that_breaks_again_and_again_ends_unless_it_comes_further() ->
         for name in names:
             if name > after:
                 yield ObjectInfo(name, 1, 0.0)
-                raise WEATHER
+                raise TRANSIENT
 
     inner.list = a_name_a_call  # type: ignore[method-assign]
     assert [info.name for info in retrying(inner, clock).list()] == names
@@ -149,18 +149,18 @@ def test_a_listing_that_breaks_again_and_again_ends_unless_it_comes_further() ->
 
 def test_a_broken_listing_in_no_order_ends() -> None:
     """What sorts before the last name would be left out, and taken for gone."""
-    inner, clock = ScriptedStore([WEATHER]), Clock()
+    inner, clock = ScriptedStore([TRANSIENT]), Clock()
     inner.names.reverse()
     listing = retrying(inner, clock).list()
     found = [next(listing).name for _ in range(2)]
-    inner.script = [WEATHER]
+    inner.script = [TRANSIENT]
     with pytest.raises(errors.Unavailable):
         found += [info.name for info in listing]
     assert found == inner.names[:2]
 
     def breaks(prefix: str = "", *, after: str = "", **_: object) -> Iterator[ObjectInfo]:
         yield from (ObjectInfo(name, 1, 0.0) for name in ("n2", "n1", "n3") if name > after)
-        raise WEATHER
+        raise TRANSIENT
 
     inner.list = breaks  # type: ignore[method-assign]
     with pytest.raises(errors.Unavailable):
@@ -169,7 +169,7 @@ def test_a_broken_listing_in_no_order_ends() -> None:
 
 
 def test_retries_stop_when_the_breaker_opens() -> None:
-    inner, clock = ScriptedStore([WEATHER] * 10), Clock()
+    inner, clock = ScriptedStore([TRANSIENT] * 10), Clock()
     store = retrying(breaking(inner, clock), clock)
     with pytest.raises(errors.CircuitOpen):
         get(store)
@@ -190,7 +190,7 @@ def test_many_names_are_deleted_in_portions_that_each_have_the_time_of_a_call() 
             self._step()
             return {name: errors.AccessDenied("locked") for name in names if name.endswith("999")}
 
-    store = retrying(SlowStore([None, WEATHER]), clock, total_s=10.0)
+    store = retrying(SlowStore([None, TRANSIENT]), clock, total_s=10.0)
     failed = store.delete([f"n{number}" for number in range(2500)])
     assert sorted(failed) == ["n1999", "n999"]
     counts = [count for count, _ in batches]

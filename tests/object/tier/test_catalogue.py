@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from object_audits import RECORD, blocks_in, look, opened
+from manual_keepers import RECORD, blocks_in, look, opened
 
 from kvtier.backends.object.housekeeping.updates import Update
 from kvtier.backends.object.manifests.block_rows import Rows

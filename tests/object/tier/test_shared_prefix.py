@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from object_life import BLOCKS, LEASE_S, RECORD, subject_at
 from object_servers import ServerProcess
+from shared_prefix_process import BLOCKS, LEASE_S, RECORD, subject_at
 
 from kvtier.backends.object import open_for
 from kvtier.backends.object.manifests.journal import Journal
@@ -50,7 +50,7 @@ class Life:
         self.process = subprocess.Popen(
             [
                 sys.executable,
-                str(Path(__file__).parents[1].joinpath("object_life.py")),
+                str(Path(__file__).parents[1].joinpath("shared_prefix_process.py")),
                 str(folder),
                 endpoint,
                 role,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_audits import RECORD, blocks_in, look, opened
+from manual_keepers import RECORD, blocks_in, look, opened
 
 from kvtier.backends.object import writer_ids
 from kvtier.backends.object.budget.budget import Grant

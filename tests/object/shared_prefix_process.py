@@ -1,6 +1,6 @@
 """What the processes of the shared-prefix test do: write, read and collect, until told to stop.
 
-    python object_life.py FOLDER ENDPOINT ROLE SEED
+    python shared_prefix_process.py FOLDER ENDPOINT ROLE SEED
 
 Writers store and load blocks whose bytes follow from their keys, and print a line of every commit.
 The collector runs gc over and over. Each proves what it loads; a wrong byte ends it with a trace.
