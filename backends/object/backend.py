@@ -48,7 +48,7 @@ class ObjectBackend(Backend[ObjectSettings]):
             refresh_s=settings.refresh.seconds,
             audit_s=settings.audit.seconds,
             age_max_s=settings.age_max.seconds if settings.age_max else None,
-            read_s=2 * settings.load_deadline.seconds,
+            reader_grace_s=2 * settings.load_deadline.seconds,
             lease_s=lease_s,
             protected=protected or {},
         )

@@ -10,7 +10,7 @@ from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.client.s3_settings import check_settings as check_bucket_settings
 from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.stores.errors import Misconfigured
-from kvtier.backends.object.stores.open_store import StoreSettings, open_store, parse_url
+from kvtier.backends.object.stores.open_store import open_store, parse_url
 from kvtier.backends.object.stores.store import Store
 from kvtier.core.folders import standing_folder
 from kvtier.core.settings import Duration, Threads, TierSettings, WritePolicy, check_capacity
@@ -76,8 +76,8 @@ def open_for(settings: ObjectSettings) -> Store:
     """The store that a tier with these settings uses; raises StoreError, makes no request."""
     total_s = max(settings.load_deadline.seconds, settings.store_deadline.seconds)
     return open_store(
-        StoreSettings(
-            url=settings.url,
+        settings.url,
+        S3Settings(
             endpoint=settings.endpoint,
             region=settings.region,
             addressing=settings.addressing,
@@ -88,7 +88,7 @@ def open_for(settings: ObjectSettings) -> Store:
             timeouts=Timeouts(
                 settings.connect_timeout.seconds, settings.idle_timeout.seconds, total_s
             ),
-        )
+        ),
     )
 
 

@@ -17,9 +17,12 @@ _DNS_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
 
-class ConnectionSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach any bucket. Credentials never stand here: see `credentials`."""
+class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Which bucket, how all names in it begin, and how to reach it. Credentials never stand here:
+    see `credentials`."""
 
+    bucket: str = ""
+    prefix: str = ""
     endpoint: str | None = None
     region: str | None = None
     addressing: Literal["auto", "path", "virtual"] = "auto"
@@ -28,13 +31,6 @@ class ConnectionSettings(msgspec.Struct, frozen=True, kw_only=True):
     conditional_put: bool = True
     connections: int = 64
     timeouts: Timeouts = Timeouts()
-
-
-class S3Settings(ConnectionSettings, frozen=True, kw_only=True):
-    """Which bucket, and how all names in it begin."""
-
-    bucket: str
-    prefix: str = ""
 
 
 def check_settings(settings: S3Settings) -> None:

@@ -52,7 +52,7 @@ class AuditInput(msgspec.Struct, frozen=True):
     too_old_s: float
     """Blocks of this time and before must go. The time is by the store's clock: ours may be wrong
     by days."""
-    read_s: float
+    reader_grace_s: float
     """How long a removed object may still be read by a process that has not heard of it."""
     writers_died: bool
     """If so, objects that they removed may be there, and no other writer will delete them."""
@@ -147,7 +147,7 @@ class _Comparison:
         for at, (info, kind, time_us, size) in enumerate(zip(self._infos, *columns, strict=True)):
             # a time in the future would outlast every removal
             since = max(time_us / 1e6, min(info.modified_s, given.now))
-            young = given.now - since < given.read_s
+            young = given.now - since < given.reader_grace_s
             # it was stored again after its removal, and its writer may be about to record that
             again = given.writers_died and young and _earliest(info) > time_us / 1e6
             if kind == REMOVED and time_us / 1e6 <= self._latest and not again:

@@ -20,6 +20,6 @@ class Limits(msgspec.Struct, frozen=True):
     refresh_s: float
     audit_s: float
     age_max_s: float | None = None
-    read_s: float = 20.0
+    reader_grace_s: float = 20.0
     lease_s: float = LEASE_S
     protected: ProtectedBlocks = {}

@@ -180,7 +180,7 @@ class StoreWork:
             capacity=self.budget.capacity,
             needs_room=self._needs_room,
             too_old_s=self._claims.store_time_before(self.limits.age_max_s),
-            read_s=self.limits.read_s,
+            reader_grace_s=self.limits.reader_grace_s,
             writers_died=bool(dead),
             now=begun,
             protected=self.limits.protected,
@@ -195,7 +195,7 @@ class StoreWork:
         for _ in self._store.sweep(_CRASHED_S):
             self._lock_yield()
         self._journal.drop_damaged()
-        self._purged_before = begun - self.limits.read_s
+        self._purged_before = begun - self.limits.reader_grace_s
         self._needs_room = False
         self._apply(result)
         self.outbox.flush()

@@ -6,21 +6,15 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from kvtier.backends.object.client.s3_settings import ConnectionSettings, S3Settings
+import msgspec
+
+from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy, BreakerStore
 from kvtier.backends.object.stores.errors import WrongEndpoint
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.retry import RetryingStore, RetryPolicy
 from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import Store
-
-
-class StoreSettings(ConnectionSettings, frozen=True, kw_only=True):
-    """Which store, how to reach it, and when to retry or to leave it alone."""
-
-    url: str
-    retry: RetryPolicy = RetryPolicy()
-    breaker: BreakerPolicy = BreakerPolicy()
 
 
 class Location(NamedTuple):
@@ -49,19 +43,24 @@ def parse_url(url: str) -> Location:
     raise WrongEndpoint("this url names no store: write s3://bucket/prefix or file:///folder")
 
 
-def open_store(settings: StoreSettings) -> Store:
-    """The store that `settings.url` names, with retries and a circuit breaker around it.
+def open_store(
+    url: str,
+    s3: S3Settings | None = None,
+    *,
+    retry: RetryPolicy | None = None,
+    breaker: BreakerPolicy | None = None,
+) -> Store:
+    """The store that a url names, with retries and a circuit breaker around it. `s3` says how to
+    reach a bucket.
 
     Raises StoreError if the settings cannot be right; makes no request.
     """
     inner: Store
-    folder, bucket, prefix = parse_url(settings.url)
+    s3 = s3 or S3Settings()
+    folder, bucket, prefix = parse_url(url)
     if folder is not None:
         inner = FileStore(folder)
     else:
-        connection = {
-            name: getattr(settings, name) for name in ConnectionSettings.__struct_fields__
-        }
-        inner = S3Store(S3Settings(bucket=bucket, prefix=prefix, **connection))
-    guarded = BreakerStore(inner, settings.breaker)
-    return RetryingStore(guarded, settings.retry, settings.timeouts.total_s)
+        inner = S3Store(msgspec.structs.replace(s3, bucket=bucket, prefix=prefix))
+    guarded = BreakerStore(inner, breaker or BreakerPolicy())
+    return RetryingStore(guarded, retry or RetryPolicy(), s3.timeouts.total_s)

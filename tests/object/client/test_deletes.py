@@ -22,6 +22,7 @@ from object_servers import (
 )
 
 from kvtier.backends.object.client import deletes, parallel_requests
+from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.housekeeping import gc
 from kvtier.backends.object.housekeeping.keeper import Keeper
@@ -29,7 +30,7 @@ from kvtier.backends.object.housekeeping.keeper_limits import Limits
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy
-from kvtier.backends.object.stores.open_store import StoreSettings, open_store
+from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.retry import RetryPolicy
 from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import Store
@@ -353,12 +354,9 @@ def test_objects_that_a_busy_store_did_not_come_to_are_deleted_by_another_try(
 
     scripted.script = serve
     store = open_store(
-        StoreSettings(
-            url="s3://bucket",
-            endpoint=scripted.endpoint,
-            timeouts=Timeouts(5.0, 30.0, 60.0),
-            retry=RetryPolicy(attempts=3, base_s=0.0),
-        )
+        "s3://bucket",
+        S3Settings(endpoint=scripted.endpoint, timeouts=Timeouts(5.0, 30.0, 60.0)),
+        retry=RetryPolicy(attempts=3, base_s=0.0),
     )
     assert store.delete([f"n{index}" for index in range(9)]) == {}
     assert not answers
@@ -368,13 +366,10 @@ def test_objects_that_a_busy_store_did_not_come_to_are_deleted_by_another_try(
 def guarded(server: HostileServer, prefix: str) -> Store:
     """With the breaker that the first failure opens."""
     return open_store(
-        StoreSettings(
-            url=f"s3://bucket/deletes/{prefix}",
-            endpoint=server.endpoint,
-            timeouts=Timeouts(5.0, 30.0, 60.0),
-            retry=RetryPolicy(attempts=1),
-            breaker=BreakerPolicy(failures=1),
-        )
+        f"s3://bucket/deletes/{prefix}",
+        S3Settings(endpoint=server.endpoint, timeouts=Timeouts(5.0, 30.0, 60.0)),
+        retry=RetryPolicy(attempts=1),
+        breaker=BreakerPolicy(failures=1),
     )
 
 

@@ -14,6 +14,7 @@ from manual_keepers import CAPACITY, RECORD
 from object_servers import ENTRY, HostileServer, Peer, answer
 
 from kvtier.backends.object.budget import claim
+from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.housekeeping import keeper as keeper_module
 from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
@@ -24,7 +25,7 @@ from kvtier.backends.object.stores import retry, s3_store, store
 from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy
 from kvtier.backends.object.stores.errors import EndlessListing, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.open_store import StoreSettings, open_store
+from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.retry import RetryPolicy
 from kvtier.backends.object.stores.store import ObjectInfo, Store
 from kvtier.backends.object.tier import ObjectTier
@@ -86,12 +87,10 @@ def bucket(endless: Endless, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]
     monkeypatch.setattr(store, "NAMESPACES_MAX", 20)
     with HostileServer(endless.serve) as server:
         opened = open_store(
-            StoreSettings(
-                url="s3://bucket",
-                endpoint=server.endpoint,
-                retry=RetryPolicy(base_s=0.0),
-                breaker=BreakerPolicy(failures=1000),
-            )
+            "s3://bucket",
+            S3Settings(endpoint=server.endpoint),
+            retry=RetryPolicy(base_s=0.0),
+            breaker=BreakerPolicy(failures=1000),
         )
         yield opened
         opened.close()

@@ -10,10 +10,11 @@ import pytest
 from object_servers import SECRET_KEY, HostileServer, Peer, answer, error_body
 from s3_client_helpers import BODY, get, said, store_at
 
+from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy
-from kvtier.backends.object.stores.open_store import StoreSettings, open_store
+from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import GetOutcome, PutOutcome
 
@@ -254,9 +255,7 @@ def test_a_full_bucket_is_read_from_all_the_same(server: HostileServer) -> None:
 
     server.script = refuse
     store = open_store(
-        StoreSettings(
-            url="s3://bucket", endpoint=server.endpoint, breaker=BreakerPolicy(failures=2)
-        )
+        "s3://bucket", S3Settings(endpoint=server.endpoint), breaker=BreakerPolicy(failures=2)
     )
     for _ in range(4):
         with pytest.raises(errors.StoreFull):

@@ -18,8 +18,9 @@ from object_servers import (
 from kvtier.backends.object.client import name_resolver as resolver
 from kvtier.backends.object.client import sockets
 from kvtier.backends.object.client.name_resolver import Resolver
+from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores import errors
-from kvtier.backends.object.stores.open_store import StoreSettings, open_store
+from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.store import GetOutcome
 
 
@@ -47,7 +48,7 @@ def test_name_servers_that_are_away_for_a_moment_are_weather(
         return known(*name, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", answers)
-    store = open_store(StoreSettings(url="s3://bucket/a", endpoint=server.endpoint))
+    store = open_store("s3://bucket/a", S3Settings(endpoint=server.endpoint))
     into = [memoryview(bytearray(len(BODY)))]
     assert store.get("name", into, deadline=time.monotonic() + 20.0) is GetOutcome.FOUND
     store.close()

@@ -13,7 +13,7 @@ from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy
-from kvtier.backends.object.stores.open_store import StoreSettings, open_store
+from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.retry import RetryPolicy
 from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import GetOutcome, PutOutcome, Store
@@ -137,14 +137,12 @@ def test_a_server_lost_in_the_middle_of_a_put(
 
 
 def test_recovery_without_a_restart(own_rclone: ServerProcess) -> None:
-    settings = StoreSettings(
-        url="s3://bucket/p",
-        endpoint=own_rclone.endpoint,
-        timeouts=QUICK,
+    store = open_store(
+        "s3://bucket/p",
+        S3Settings(endpoint=own_rclone.endpoint, timeouts=QUICK),
         retry=RetryPolicy(attempts=2, base_s=0.01, cap_s=0.02),
         breaker=BreakerPolicy(failures=2, open_s=0.05, open_max_s=0.1),
     )
-    store = open_store(settings)
     assert put(store, b"bytes") is PutOutcome.STORED
     own_rclone.kill()
     seen = set()

@@ -26,7 +26,7 @@ from kvtier.backends.object.client.connection_pool import ConnectionPool
 from kvtier.backends.object.client.endpoint import Address, bucket_address
 from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores import errors
-from kvtier.backends.object.stores.open_store import StoreSettings, open_store
+from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.errors import ExtraMissing
 
@@ -96,9 +96,7 @@ def test_path_and_virtual_host_addressing(
         ("path", f"s3.example.test:{server.port}", "/bucket/a%20b/name"),
         ("virtual", f"bucket.s3.example.test:{server.port}", "/a%20b/name"),
     ):
-        store = open_store(
-            StoreSettings(url="s3://bucket/a%20b", endpoint=endpoint, addressing=style)  # type: ignore[arg-type]
-        )
+        store = open_store("s3://bucket/a%20b", S3Settings(endpoint=endpoint, addressing=style))
         store.get("name", [memoryview(bytearray(len(BODY)))])
         server.heads.clear()
         store.get("name", [memoryview(bytearray(len(BODY)))])
@@ -121,7 +119,7 @@ def test_an_endpoint_of_the_environment_is_not_asked_for_names_below_it(
     server: HostileServer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(name, server.endpoint)
-    store = open_store(StoreSettings(url="s3://bucket/a"))
+    store = open_store("s3://bucket/a")
     store.get("name", [memoryview(bytearray(len(BODY)))])
     assert server.heads[-1].startswith(b"GET /bucket/a/name HTTP/1.1")
     store.close()
@@ -136,7 +134,7 @@ def test_nor_is_one_of_the_profile(
     config = tmp_path / "config"
     config.write_text(text if services else f"[default]\n{named}")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    store = open_store(StoreSettings(url="s3://bucket/a"))
+    store = open_store("s3://bucket/a")
     store.get("name", [memoryview(bytearray(len(BODY)))])
     assert server.heads[-1].startswith(b"GET /bucket/a/name HTTP/1.1")
     store.close()
@@ -262,7 +260,7 @@ def test_the_region_is_signed(opened: Opener, server: HostileServer) -> None:
 )
 def test_urls_that_are_none(url: str) -> None:
     with pytest.raises(errors.WrongEndpoint):
-        open_store(StoreSettings(url=url))
+        open_store(url)
 
 
 @pytest.mark.parametrize(
@@ -285,14 +283,14 @@ def test_urls_that_are_none(url: str) -> None:
 )
 def test_endpoints_that_are_none(endpoint: str) -> None:
     with pytest.raises(errors.WrongEndpoint) as caught:
-        open_store(StoreSettings(url="s3://bucket/x", endpoint=endpoint))
+        open_store("s3://bucket/x", S3Settings(endpoint=endpoint))
     assert "hidden" not in str(caught.value)
 
 
 def test_without_the_extra_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "botocore.auth", None)
     with pytest.raises(ExtraMissing, match=r"kvtier\[s3\]"):
-        open_store(StoreSettings(url="s3://bucket/x"))
+        open_store("s3://bucket/x")
 
 
 def test_the_endpoint_of_the_environment(

@@ -56,7 +56,7 @@ class Case:
             "capacity": 1 << 40,
             "needs_room": False,
             "too_old_s": -1e18,
-            "read_s": READ_S,
+            "reader_grace_s": READ_S,
             "writers_died": False,
             "now": NOW,
         }
@@ -127,7 +127,7 @@ def test_what_was_stored_again_since_its_removal_is_not_deleted(
 
 def test_what_is_removed_and_offered_still_is_said_to_be_gone(case: Case) -> None:
     case.put(500.0)
-    assert found(case.audit(stated(REMOVED, 200.0), read_s=1000.0)) == (0, 1)
+    assert found(case.audit(stated(REMOVED, 200.0), reader_grace_s=1000.0)) == (0, 1)
     assert case.stays, "somebody may be reading it"
 
 

@@ -12,7 +12,7 @@ from store_contract import StoreContract
 
 from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.open_store import StoreSettings, open_store
+from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import Store
 
@@ -54,6 +54,6 @@ class TestGuardedMoto(StoreContract):
     @pytest.fixture
     def store(self, moto_server: ServerProcess) -> Iterator[Store]:
         url = f"s3://bucket/guarded/{next(_numbers)}"
-        store = open_store(StoreSettings(url=url, endpoint=moto_server.endpoint))
+        store = open_store(url, S3Settings(endpoint=moto_server.endpoint))
         yield store
         store.close()

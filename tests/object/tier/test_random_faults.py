@@ -1,4 +1,4 @@
-"""The object tier over a store that fails, lies and stalls by seeded rng, whatever it is asked.
+"""The object tier over a store that fails, lies and stalls at random, by a seed.
 
 The fault model, at any call of the `Store` interface:
 
@@ -50,7 +50,7 @@ class Fault(enum.Enum):
     DENIED = "denied"
 
 
-class Storm:
+class FaultPlan:
     """What happens to the next call; shared by the stores of a tier and its handler."""
 
     def __init__(self, seed: int) -> None:
@@ -68,12 +68,12 @@ class Storm:
             return self._rng.randrange(limit)
 
 
-class StormyStore(Store):
-    """The real store, in a storm."""
+class FaultyStore(Store):
+    """The real store, with the faults of a plan."""
 
-    def __init__(self, inner: Store, storm: Storm) -> None:
+    def __init__(self, inner: Store, plan: FaultPlan) -> None:
         self._inner = inner
-        self._storm = storm
+        self._plan = plan
 
     def _call(self, call: Callable[[], _T], fault: Fault | None) -> _T:
         if fault is Fault.REFUSED:
@@ -93,7 +93,7 @@ class StormyStore(Store):
         if_absent: bool = False,
         deadline: float | None = None,
     ) -> PutOutcome:
-        fault = self._storm.next()
+        fault = self._plan.next()
         if fault is Fault.FULL:
             raise StoreFull("full")
         return self._call(
@@ -108,7 +108,7 @@ class StormyStore(Store):
         offset: int | None = None,
         deadline: float | None = None,
     ) -> GetOutcome:
-        fault = self._storm.next()
+        fault = self._plan.next()
         if fault is Fault.DENIED:
             return GetOutcome.MISSING
         found = self._call(
@@ -120,7 +120,7 @@ class StormyStore(Store):
     def get_up_to(
         self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
     ) -> int | None:
-        fault = self._storm.next()
+        fault = self._plan.next()
         if fault is Fault.DENIED:
             return None
         found = self._call(lambda: self._inner.get_up_to(name, into, deadline=deadline), fault)
@@ -130,11 +130,11 @@ class StormyStore(Store):
     def _flip(self, fault: Fault | None, into: Sequence[Buffer]) -> None:
         views = [view for view in into if len(view)]
         if fault is Fault.FLIPPED and views:
-            view = views[self._storm.below(len(views))]
-            view[self._storm.below(len(view))] ^= 1 << self._storm.below(8)
+            view = views[self._plan.below(len(views))]
+            view[self._plan.below(len(view))] ^= 1 << self._plan.below(8)
 
     def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
-        fault = self._storm.next()
+        fault = self._plan.next()
         if fault is Fault.DENIED:
             return None
         return self._call(lambda: self._inner.head(name, deadline=deadline), fault)
@@ -143,32 +143,32 @@ class StormyStore(Store):
         self, prefix: str = "", *, after: str = "", deadline: float | None = None
     ) -> Iterator[ObjectInfo]:
         for info in self._inner.list(prefix, after=after, deadline=deadline):
-            self._call(lambda: None, self._storm.next())
+            self._call(lambda: None, self._plan.next())
             yield info
 
     def delete(
         self, names: Sequence[str], *, deadline: float | None = None
     ) -> Mapping[str, StoreError]:
-        fault = self._storm.next()
+        fault = self._plan.next()
         return self._call(lambda: self._inner.delete(names, deadline=deadline), fault)
 
 
-class StormySubject(FolderSubject):
-    """A folder in a storm, which rages only while a test lets it."""
+class FaultySubject(FolderSubject):
+    """A folder with faults, while their rate is not 0."""
 
-    def __init__(self, storm: Storm) -> None:
-        self.storm = storm
+    def __init__(self, plan: FaultPlan) -> None:
+        self.plan = plan
 
     def open_tier(self, settings: TierSettings, context: TierContext, disk: Disk) -> ObjectTier:
         assert isinstance(settings, ObjectSettings)
-        store = StormyStore(self._store(settings, disk), self.storm)
+        store = FaultyStore(self._store(settings, disk), self.plan)
         return BACKEND.open_tier(settings, context, store)
 
     def open_handler(
         self, settings: TierSettings, context: TierContext, disk: Disk
     ) -> ObjectHandler:
         assert isinstance(settings, ObjectSettings)
-        store = StormyStore(self._store(settings, disk), self.storm)
+        store = FaultyStore(self._store(settings, disk), self.plan)
         return BACKEND.open_handler(settings, context, store)
 
 
@@ -177,12 +177,12 @@ class StormySubject(FolderSubject):
 def test_right_bytes_or_a_miss_and_full_service_afterwards(
     tmp_path: Path, kind: Fault | None, seed: int
 ) -> None:
-    storm = Storm(seed)
-    storm.kinds = [kind] if kind else tuple(Fault)
-    rig = Rig(StormySubject(storm), tmp_path, blocks=BLOCKS)
-    storm.rate = 0.25
+    plan = FaultPlan(seed)
+    plan.kinds = [kind] if kind else tuple(Fault)
+    rig = Rig(FaultySubject(plan), tmp_path, blocks=BLOCKS)
+    plan.rate = 0.25
     walk(rig, random.Random(seed), steps=60)
-    storm.rate = 0.0
+    plan.rate = 0.0
     for _ in range(3):  # what was thought lost is found, then the surplus goes, then copies
         rig.settle()
     new = make_keys(BLOCKS, start=1000)
@@ -197,11 +197,11 @@ def test_right_bytes_or_a_miss_and_full_service_afterwards(
 
 @pytest.mark.parametrize("kind", [Fault.REFUSED, Fault.SLOW_DOWN, Fault.CUT, Fault.DENIED])
 def test_a_store_that_always_fails_is_a_tier_that_misses(tmp_path: Path, kind: Fault) -> None:
-    storm = Storm(1)
-    rig = Rig(StormySubject(storm), tmp_path, blocks=BLOCKS)
-    storm.kinds, storm.rate = [kind], 1.0
+    plan = FaultPlan(1)
+    rig = Rig(FaultySubject(plan), tmp_path, blocks=BLOCKS)
+    plan.kinds, plan.rate = [kind], 1.0
     walk(rig, random.Random(1), steps=30)
-    storm.rate = 0.0
+    plan.rate = 0.0
     for _ in range(3):  # what was thought lost is found, then the surplus goes, then copies
         rig.settle()
     new = make_keys(BLOCKS, start=1000)
