@@ -11,7 +11,7 @@ from pathlib import Path
 from kvtier.backends.nvme.folder.folder import WHOSE
 from kvtier.backends.object import ObjectSettings, open_for
 from kvtier.backends.object.stores.errors import StoreError, TransientError
-from kvtier.backends.object.stores.store import GetOutcome, PutOutcome, Store, is_name
+from kvtier.backends.object.stores.store import PutOutcome, Store, is_name
 from kvtier.cli.checks import Finding, Level
 from kvtier.cli.look_objects import local_folder
 from kvtier.cli.trials import new_probe
@@ -112,7 +112,7 @@ def _read_back(area: str, store: Store, name: str) -> Iterator[Finding]:
     except StoreError as error:
         yield _refused(area, "get", error)
         return
-    if found is not GetOutcome.FOUND or bytes(body) != _BODY or info is None:
+    if found != len(_BODY) or bytes(body) != _BODY or info is None:
         yield Finding(
             area, Level.BAD, "what was written does not come back", "ask who runs the store"
         )

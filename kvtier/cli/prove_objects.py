@@ -28,7 +28,7 @@ class StoreProver:
             return Verdict(Proof.BAD, f"an object of {block.bytes} bytes is no record")
         stored = memoryview(bytearray(block.bytes))
         try:
-            length = self._store.get_up_to(block.name, [stored])
+            length = self._store.get(block.name, [stored])
         except LengthMismatch as error:
             return Verdict(Proof.BAD, str(error))
         except StoreError as error:

@@ -195,14 +195,14 @@ def test_what_tells_of_one_namespace_and_cannot_be_read_hides_not_what_tells_of_
     for namespace in (closed, other):
         store.put(description_name(namespace.id), [memoryview(namespace.to_json())])
         store.put(block_name(namespace.id, make_keys(1)[0]), [memoryview(b"x")])
-    read = store.get_up_to
+    read = store.get
 
-    def get_up_to(name: str, *words: Any, **named: Any) -> int | None:
+    def get(name: str, *words: Any, **named: Any) -> int | None:
         if name == description_name(closed.id):
             raise Unavailable("it is away")
         return read(name, *words, **named)
 
-    monkeypatch.setattr(store, "get_up_to", get_up_to)
+    monkeypatch.setattr(store, "get", get)
     (place,) = look(load(stack_file), 2, count=count)
     assert {part.namespace for part in place.parts} == {closed.id, other.id}
     assert place.namespaces == {other.id: other}

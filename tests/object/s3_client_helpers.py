@@ -9,7 +9,6 @@ from object_servers import HostileServer, Peer
 from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.stores.s3_store import S3Store
-from kvtier.backends.object.stores.store import GetOutcome
 
 BODY = bytes(range(256)) * 256
 PATIENT = Timeouts(connect_s=10.0, idle_s=10.0, total_s=20.0)
@@ -19,7 +18,7 @@ def store_at(server: HostileServer, timeouts: Timeouts = PATIENT) -> S3Store:
     return S3Store(S3Settings(bucket="bucket", endpoint=server.endpoint, timeouts=timeouts))
 
 
-def get(store: S3Store) -> GetOutcome:
+def get(store: S3Store) -> int | None:
     return store.get("name", [memoryview(bytearray(len(BODY)))])
 
 

@@ -12,7 +12,7 @@ import pytest
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy, BreakerStore, Circuit
 from kvtier.backends.object.stores.retry import RetryingStore, RetryPolicy
-from kvtier.backends.object.stores.store import GetOutcome, ObjectInfo, PutOutcome, Store
+from kvtier.backends.object.stores.store import ObjectInfo, PutOutcome, Store
 
 
 class ScriptedStore(Store):
@@ -32,11 +32,7 @@ class ScriptedStore(Store):
         self._step()
         return PutOutcome.STORED
 
-    def get(self, *_: Any, **more: Any) -> GetOutcome:
-        self._step()
-        return GetOutcome.FOUND
-
-    def get_up_to(self, *_: Any, **more: Any) -> int | None:
+    def get(self, *_: Any, **more: Any) -> int | None:
         self._step()
         return 0
 
@@ -87,7 +83,7 @@ def circuit_of(store: BreakerStore) -> Circuit:
     return store.circuit
 
 
-def get(store: Store, deadline: float | None = None) -> GetOutcome:
+def get(store: Store, deadline: float | None = None) -> int | None:
     return store.get("name", [], deadline=deadline)
 
 

@@ -22,7 +22,6 @@ from kvtier.backends.object.object_names import block_name, described_namespace,
 from kvtier.backends.object.stores.errors import StoreError
 from kvtier.backends.object.stores.store import (
     Buffer,
-    GetOutcome,
     ObjectInfo,
     PutOutcome,
     Store,
@@ -79,24 +78,16 @@ class CountingStore(Store):
         *,
         offset: int | None = None,
         deadline: float | None = None,
-    ) -> GetOutcome:
+    ) -> int | None:
         self._count("GET", name)
         if name not in self._objects:
-            return GetOutcome.MISSING
-        data, at = memoryview(self._objects[name][0]), offset or 0
-        for view in into:
-            view[:] = data[at : at + len(view)]
-            at += len(view)
-            self.bytes_read += len(view)
-        return GetOutcome.FOUND
-
-    def get_up_to(
-        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
-    ) -> int | None:
-        if name not in self._objects:
             return None
-        size = len(self._objects[name][0])
-        return size if self.get(name, first_bytes(into, size)) is GetOutcome.FOUND else None
+        data = memoryview(self._objects[name][0])[offset or 0 :]
+        wanted = min(len(data), sum(map(len, into)))
+        for view in first_bytes(into, wanted):
+            view[:], data = data[: len(view)], data[len(view) :]
+        self.bytes_read += wanted
+        return wanted
 
     def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
         self._count("HEAD", name)

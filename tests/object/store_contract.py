@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.backends.object.object_names import description_name
 from kvtier.backends.object.stores.errors import InvalidName, LengthMismatch, StoreError, TimedOut
-from kvtier.backends.object.stores.store import GetOutcome, PutOutcome, Store, read_description
+from kvtier.backends.object.stores.store import PutOutcome, Store, read_description
 from kvtier.testing.records import GROUPED, NAMESPACE
 from kvtier.types import NAMESPACE_BYTES_MAX
 
@@ -23,7 +23,7 @@ HOSTILE_NAMES = [
     "a//b",
     "a/",
     "./a",
-    ".uncatalogued",
+    ".hidden",
     "a/.tmp-1",
     "a b",
     "a\nb",
@@ -44,7 +44,7 @@ def view(data: bytes) -> memoryview:
 def get(store: Store, name: str, size: int) -> bytes | None:
     into = bytearray(size)
     found = store.get(name, [memoryview(into)])
-    return bytes(into) if found is GetOutcome.FOUND else None
+    return bytes(into) if found is not None else None
 
 
 class StoreContract:
@@ -63,14 +63,14 @@ class StoreContract:
         store.put("pieces", [view(b"head"), view(b""), view(b"x" * 70_000), view(b"tail")])
         head, middle, tail = bytearray(4), bytearray(70_000), bytearray(4)
         into = [memoryview(part) for part in (head, middle, tail)]
-        assert store.get("pieces", into) is GetOutcome.FOUND
+        assert store.get("pieces", into) is not None
         assert bytes(head + middle + tail) == b"head" + b"x" * 70_000 + b"tail"
 
     def test_more_pieces_than_the_system_takes_at_once(self, store: Store) -> None:
         pieces = [bytes([index % 251, 7]) for index in range(1500)]
         store.put("many", [view(piece) for piece in pieces])
         into = [bytearray(2) for _ in pieces]
-        assert store.get("many", [memoryview(part) for part in into]) is GetOutcome.FOUND
+        assert store.get("many", [memoryview(part) for part in into]) is not None
         assert b"".join(into) == b"".join(pieces)
 
     def test_ranges(self, store: Store) -> None:
@@ -79,7 +79,7 @@ class StoreContract:
         first, second = bytearray(30), bytearray(20)
         into = [memoryview(first), memoryview(second)]
         for offset in (0, 100, 150):
-            assert store.get("range", into, offset=offset) is GetOutcome.FOUND
+            assert store.get("range", into, offset=offset) is not None
             assert first + second == data[offset : offset + 50]
 
     def test_a_range_beyond_the_end_is_an_error(self, store: Store) -> None:
@@ -88,8 +88,8 @@ class StoreContract:
             with pytest.raises(LengthMismatch):
                 store.get("range", [memoryview(bytearray(20))], offset=offset)
 
-    @pytest.mark.parametrize("wrong", [0, 99, 101, 10_000])
-    def test_another_length_is_an_error(self, store: Store, wrong: int) -> None:
+    @pytest.mark.parametrize("wrong", [0, 99])
+    def test_a_longer_object_is_an_error(self, store: Store, wrong: int) -> None:
         store.put("length", [view(bytes(100))])
         with pytest.raises(LengthMismatch):
             store.get("length", [memoryview(bytearray(wrong))])
@@ -99,17 +99,17 @@ class StoreContract:
         store.put("some", [view(b"0123456789")])
         first, second = bytearray(4), bytearray(20)
         into = [memoryview(first), memoryview(second)]
-        assert store.get_up_to("some", into) == 10
+        assert store.get("some", into) == 10
         assert bytes(first + second[:6]) == b"0123456789"
-        assert store.get_up_to("none", into) is None
-        assert store.get_up_to("some", [memoryview(bytearray(10))]) == 10
-        assert store.get_up_to("some", [memoryview(bytearray(12)) for _ in range(3)]) == 10
+        assert store.get("none", into) is None
+        assert store.get("some", [memoryview(bytearray(10))]) == 10
+        assert store.get("some", [memoryview(bytearray(12)) for _ in range(3)]) == 10
         with pytest.raises(LengthMismatch):
-            store.get_up_to("some", [memoryview(bytearray(9))])
+            store.get("some", [memoryview(bytearray(9))])
 
     def test_missing_is_an_outcome(self, store: Store) -> None:
         assert get(store, "no/such/object", 10) is None
-        assert store.get("no", [memoryview(bytearray(4))], offset=4) is GetOutcome.MISSING
+        assert store.get("no", [memoryview(bytearray(4))], offset=4) is None
         assert store.head("no/such/object") is None
 
     def test_head_tells_size_and_age(self, store: Store) -> None:

@@ -28,7 +28,7 @@ from kvtier.backends.object.manifests import manifest
 from kvtier.backends.object.manifests.manifest import ENTRY, USED, Entries
 from kvtier.backends.object.object_names import parse_uses, uses_prefix
 from kvtier.backends.object.stores.errors import Forbidden, LengthMismatch, StoreError
-from kvtier.backends.object.stores.store import GetOutcome, ObjectInfo, Store
+from kvtier.backends.object.stores.store import ObjectInfo, Store
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.types import BlockKey, Namespace
 
@@ -170,9 +170,10 @@ class _Lists:
             left -= size
             data = memoryview(bytearray(size))
             try:
-                if store.get(info.name, [data]) is GetOutcome.MISSING:
+                length = store.get(info.name, [data])
+                if length is None:
                     continue  # another server joins it
-                entries, covers = manifest.unpack(data, namespace.digest, kinds=(USED,))
+                entries, covers = manifest.unpack(data[:length], namespace.digest, kinds=(USED,))
             except (NewerFormat, Forbidden):
                 continue
             except (FormatError, LengthMismatch):

@@ -23,7 +23,7 @@ from kvtier.backends.object.stores.errors import (
     StoreError,
     Unavailable,
 )
-from kvtier.backends.object.stores.store import GetOutcome, Store, bounded
+from kvtier.backends.object.stores.store import Store, bounded
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.types import Namespace
 
@@ -260,14 +260,15 @@ class Journal:
         data = memoryview(bytearray(size))
         if covered and size > 2 * _HEAD_READ_BYTES:
             head = data[:_HEAD_READ_BYTES]
-            if self._store.get(full_name, [head], offset=0) is GetOutcome.MISSING:
+            if self._store.get(full_name, [head], offset=0) is None:
                 return False
             covers = manifest.unpack_head(head, self.namespace.digest)[2]
             if covers and covered.issuperset(covers):
                 return None
-        if self._store.get(full_name, [data]) is GetOutcome.MISSING:
+        length = self._store.get(full_name, [data])
+        if length is None:
             return False
-        return manifest.unpack(data, self.namespace.digest)[0]
+        return manifest.unpack(data[:length], self.namespace.digest)[0]
 
 
 def _entry_fingerprints(entries: Entries) -> npt.NDArray[np.uint64]:

@@ -17,7 +17,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvtier.backends.object import writer_ids
@@ -33,7 +33,6 @@ from kvtier.backends.object.stores.errors import (
 from kvtier.backends.object.stores.folder_listing import may_hold_names, object_info, walk
 from kvtier.backends.object.stores.store import (
     Buffer,
-    GetOutcome,
     ObjectInfo,
     PutOutcome,
     Store,
@@ -146,31 +145,7 @@ class FileStore(Store):
         *,
         offset: int | None = None,
         deadline: float | None = None,
-    ) -> GetOutcome:
-        wanted = sum(view.nbytes for view in into)
-
-        def fits(size: int) -> bool:
-            return size == wanted if offset is None else size - offset >= wanted
-
-        found = self._read(name, into, offset or 0, fits, deadline)
-        return GetOutcome.MISSING if found is None else GetOutcome.FOUND
-
-    def get_up_to(
-        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
     ) -> int | None:
-        room = sum(view.nbytes for view in into)
-        return self._read(name, into, 0, lambda size: size <= room, deadline)
-
-    def _read(
-        self,
-        name: str,
-        into: Sequence[Buffer],
-        offset: int,
-        fits: Callable[[int], bool],
-        deadline: float | None,
-    ) -> int | None:
-        """Read as much as there is from `offset` on; how much, None if there is no such object.
-        Raises LengthMismatch if the size does not fit."""
         path = self._path(name)
         check_deadline(deadline, name)
         with map_os_errors(name):
@@ -185,10 +160,13 @@ class FileStore(Store):
                 raise Forbidden(f"{name}: give this user the right to read it") from error
             try:
                 size = os.fstat(fd).st_size
-                wanted = min(sum(view.nbytes for view in into), size - offset)
-                some = first_bytes(into, wanted)
-                if not fits(size) or read_all(self._disk, fd, some, offset) != wanted:
+                room = sum(view.nbytes for view in into)
+                wanted = size if offset is None else room
+                if wanted > room or wanted > size - (offset or 0):
                     raise wrong_length(name, size)
+                found = read_all(self._disk, fd, first_bytes(into, wanted), offset or 0)
+                if found != wanted:  # it was cut short meanwhile
+                    raise wrong_length(name, found)
             finally:
                 self._disk.close(fd)
         return wanted

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvtier.backends.object.client.bucket_client import (
     ERROR_BODY_BYTES_MAX,
@@ -30,7 +30,6 @@ from kvtier.backends.object.stores.errors import (
 from kvtier.backends.object.stores.store import (
     OWN_PREFIX,
     Buffer,
-    GetOutcome,
     ObjectInfo,
     PutOutcome,
     Store,
@@ -98,32 +97,11 @@ class S3Store(Store):
         *,
         offset: int | None = None,
         deadline: float | None = None,
-    ) -> GetOutcome:
-        wanted = sum(view.nbytes for view in into)
-        headers = {}
-        if offset is not None:
-            if wanted == 0:
-                found = self.head(name, deadline=deadline)
-                return GetOutcome.FOUND if found else GetOutcome.MISSING
-            headers["range"] = f"bytes={offset}-{offset + wanted - 1}"
-        length = self._fetch(name, into, headers, lambda size: size == wanted, deadline)
-        return GetOutcome.MISSING if length is None else GetOutcome.FOUND
-
-    def get_up_to(
-        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
     ) -> int | None:
         room = sum(view.nbytes for view in into)
-        return self._fetch(name, into, {}, lambda size: size <= room, deadline)
-
-    def _fetch(
-        self,
-        name: str,
-        into: Sequence[Buffer],
-        headers: dict[str, str],
-        fits: Callable[[int], bool],
-        deadline: float | None,
-    ) -> int | None:
-        """Read a body that fits into the buffers; its length, None if there is no such object."""
+        headers = {}
+        if offset is not None:
+            headers["range"] = f"bytes={offset}-{offset + room - 1}"
         where = self._client.where
         with self._client.exchange(
             "GET", self._key(name), self._end(deadline), headers
@@ -139,7 +117,7 @@ class S3Store(Store):
             length = response.length
             if length is None:
                 raise WrongEndpoint(f"{where} does not state how long an object is")
-            if not fits(length):
+            if length > room or (offset is not None and length != room):
                 raise wrong_length(name, length)
             response.read_into(first_bytes(into, length))
             return length

@@ -46,11 +46,6 @@ class PutOutcome(enum.Enum):
     """Someone else's object has this name; ours was not written."""
 
 
-class GetOutcome(enum.Enum):
-    FOUND = "found"
-    MISSING = "missing"
-
-
 class ObjectInfo(msgspec.Struct, frozen=True, gc=False):
     """What a store says about one object; `modified_s` is by the store's own clock."""
 
@@ -97,20 +92,14 @@ class Store(ABC):
         *,
         offset: int | None = None,
         deadline: float | None = None,
-    ) -> GetOutcome:
-        """Fill these buffers, one after the other, with the object's bytes, without a copy.
+    ) -> int | None:
+        """Read an object into these buffers, one after the other, without a copy. Returns how many
+        bytes were read, None if there is no such object.
 
-        Without `offset` the object must be exactly as long as the buffers, with one it must have
-        that many bytes from there on; else `LengthMismatch`. After any other outcome than FOUND
+        Without `offset` the object may be shorter than the buffers. With one it must have as many
+        bytes from there on, at least one. Any other size raises `LengthMismatch`. After an error
         the content of the buffers is undefined.
         """
-
-    @abstractmethod
-    def get_up_to(
-        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
-    ) -> int | None:
-        """Like `get`, for an object that may be shorter than the buffers. Returns its length, None
-        if there is no such object. A longer one raises `LengthMismatch`."""
 
     @abstractmethod
     def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
@@ -195,7 +184,7 @@ def read_description(store: Store, namespace: str) -> Namespace | None:
     """The description of a namespace; None if there is none, or none that fits its id."""
     text = memoryview(bytearray(NAMESPACE_BYTES_MAX))
     try:
-        length = store.get_up_to(description_name(namespace), [text])
+        length = store.get(description_name(namespace), [text])
         found = Namespace.from_json(bytes(text[: length or 0]))
     except (LengthMismatch, msgspec.ValidationError):
         return None

@@ -8,7 +8,6 @@ from typing import TypeVar
 from kvtier.backends.object.stores.errors import StoreError
 from kvtier.backends.object.stores.store import (
     Buffer,
-    GetOutcome,
     ObjectInfo,
     PutOutcome,
     Store,
@@ -52,15 +51,10 @@ class WrappedStore(Store):
         *,
         offset: int | None = None,
         deadline: float | None = None,
-    ) -> GetOutcome:
+    ) -> int | None:
         return self._call(
             lambda end: self._inner.get(name, into, offset=offset, deadline=end), deadline
         )
-
-    def get_up_to(
-        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
-    ) -> int | None:
-        return self._call(lambda end: self._inner.get_up_to(name, into, deadline=end), deadline)
 
     def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
         return self._call(lambda end: self._inner.head(name, deadline=end), deadline)

@@ -12,7 +12,6 @@ from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy, BreakerStore
 from kvtier.backends.object.stores.s3_store import S3Store
-from kvtier.backends.object.stores.store import GetOutcome
 from kvtier.core.records.compression import Codec
 from kvtier.testing.records import NAMESPACE, blank, make_keys, sealed
 from kvtier.types import Outcome
@@ -200,7 +199,7 @@ def test_what_a_proxy_made_of_an_object_is_not_called_corrupt(
     head = b"HTTP/1.1 200 OK\r\n%s\r\ncontent-length: 4\r\n\r\n" % field
     server.script = said(head + b"what")
     with pytest.raises(errors.WrongEndpoint, match="proxy"):
-        store.get_up_to("name", [memoryview(bytearray(len(BODY)))])
+        store.get("name", [memoryview(bytearray(len(BODY)))])
     assert b"accept-encoding: identity" in server.heads[0].lower()
 
 
@@ -210,7 +209,7 @@ def test_an_encoding_that_leaves_the_object_as_it_is(
 ) -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-encoding: %s\r\ncontent-length: %d\r\n\r\n"
     server.script = said(head % (encoding, len(BODY)) + BODY)
-    assert get(store) is GetOutcome.FOUND
+    assert get(store) is not None
 
 
 def test_archived_blocks_are_given_up_and_keep_no_other_from_being_read(

@@ -18,7 +18,7 @@ from kvtier.backends.object.manifests.manifest import ADDED, HEAD_BYTES, USED, E
 from kvtier.backends.object.object_names import block_name, uses_prefix
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.store import GetOutcome, ObjectInfo
+from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
 from kvtier.testing.records import NAMESPACE, make_keys
@@ -174,7 +174,7 @@ def test_lists_that_are_too_long_together_are_read_and_joined_in_turn(
     held = most = 0
     get = store.get
 
-    def weigh(name: str, into: Sequence[memoryview], **more: Any) -> GetOutcome:
+    def weigh(name: str, into: Sequence[memoryview], **more: Any) -> int | None:
         nonlocal held, most
         held += sum(map(len, into))
         most = max(most, held)

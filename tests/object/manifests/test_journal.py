@@ -16,7 +16,7 @@ from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, Entries
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.store import GetOutcome, ObjectInfo
+from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.core.slab.layout import keys_of
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey
@@ -247,8 +247,8 @@ def test_what_was_read_before_a_look_failed_is_read_again(store: FileStore) -> N
     gone = f"{manifests(store)[1]}"
     list_all, get, listings = store.list, store.get, 0
 
-    def get_others(name: str, *arguments: Any, **options: Any) -> GetOutcome:
-        return GetOutcome.MISSING if name == gone else get(name, *arguments, **options)
+    def get_others(name: str, *arguments: Any, **options: Any) -> int | None:
+        return None if name == gone else get(name, *arguments, **options)
 
     def list_once(*arguments: Any, **options: Any) -> Iterator[ObjectInfo]:
         nonlocal listings

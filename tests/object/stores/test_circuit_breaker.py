@@ -10,7 +10,7 @@ from scripted_store import TRANSIENT, Clock, ScriptedStore, breaking, circuit_of
 
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.circuit_breaker import Circuit
-from kvtier.backends.object.stores.store import GetOutcome, ObjectInfo
+from kvtier.backends.object.stores.store import ObjectInfo
 
 
 def test_the_breaker_opens_and_recovers_by_itself(caplog: pytest.LogCaptureFixture) -> None:
@@ -30,13 +30,13 @@ def test_the_breaker_opens_and_recovers_by_itself(caplog: pytest.LogCaptureFixtu
         with pytest.raises(errors.CircuitOpen):
             get(store)
     clock.now += 3.0
-    assert get(store) is GetOutcome.FOUND
+    assert get(store) is not None
     assert circuit_of(store) is Circuit.CLOSED
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     inner.script = [TRANSIENT] * 3
     trip(store)
     clock.now += 1.0
-    assert get(store) is GetOutcome.FOUND, "it is left alone as briefly as at first"
+    assert get(store) is not None, "it is left alone as briefly as at first"
 
 
 def test_calls_that_were_on_their_way_put_off_no_trial(caplog: pytest.LogCaptureFixture) -> None:
@@ -54,7 +54,7 @@ def test_calls_that_were_on_their_way_put_off_no_trial(caplog: pytest.LogCapture
     with pytest.raises(errors.Unavailable):
         get(store)
     clock.now += 0.5
-    assert get(store) is GetOutcome.FOUND
+    assert get(store) is not None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
@@ -83,7 +83,7 @@ def test_a_listing_that_begins_to_answer_closes_the_circuit() -> None:
     clock.now += 1.0
     listing = store.list()
     assert next(listing).name == inner.names[0]
-    assert get(store) is GetOutcome.FOUND
+    assert get(store) is not None
     assert [info.name for info in listing] == inner.names[1:]
 
 
@@ -102,7 +102,7 @@ def test_a_listing_that_has_closed_the_circuit_is_no_trial_any_more(breaks: bool
     else:
         del listing
     assert circuit_of(store) is Circuit.CLOSED
-    assert get(store) is GetOutcome.FOUND
+    assert get(store) is not None
 
 
 def test_one_trial_at_a_time() -> None:
@@ -120,7 +120,7 @@ def test_one_trial_at_a_time() -> None:
     store = breaking(Slow([TRANSIENT] * 3), clock)
     trip(store)
     clock.now += 1.0
-    assert get(store) is GetOutcome.FOUND
+    assert get(store) is not None
     assert refused == [True]
 
 
@@ -163,7 +163,7 @@ def test_that_an_object_may_not_be_read_says_nothing_of_the_store() -> None:
     with pytest.raises(errors.Forbidden):
         get(store)
     assert circuit_of(store) is Circuit.OPEN
-    assert get(store) is GetOutcome.FOUND, "the next one tries again, at once"
+    assert get(store) is not None, "the next one tries again, at once"
 
 
 def test_a_trial_that_is_interrupted_decides_nothing() -> None:
@@ -181,7 +181,7 @@ def test_a_trial_that_is_interrupted_decides_nothing() -> None:
         get(store)
     del inner._step  # type: ignore[method-assign]
     assert circuit_of(store) is Circuit.OPEN
-    assert get(store) is GetOutcome.FOUND
+    assert get(store) is not None
 
 
 def test_a_call_goes_on_as_it_was_made() -> None:
@@ -197,14 +197,13 @@ def test_a_call_goes_on_as_it_was_made() -> None:
     assert list(store.list("p/", after="p/a", deadline=5.0)) == []
     assert told == [("p/", {"after": "p/a", "deadline": 5.0})]
 
-    def found(name: str, into: object, **more: object) -> GetOutcome:
+    def found(name: str, into: object, **more: object) -> int | None:
         told.append((name, more))
-        return GetOutcome.FOUND
+        return 0
 
     inner.get = found  # type: ignore[method-assign]
-    inner.get_up_to = found  # type: ignore[method-assign]
     store.get("name", [], offset=3, deadline=5.0)
-    store.get_up_to("name", [], deadline=6.0)
+    store.get("name", [], deadline=6.0)
     assert told[1:] == [("name", {"offset": 3, "deadline": 5.0}), ("name", {"deadline": 6.0})]
 
     inner.sweep = lambda older_than_s: iter([4, int(older_than_s)])  # type: ignore[method-assign]

@@ -30,7 +30,7 @@ from kvtier.backends.object.stores.errors import (
     TimedOut,
     Unavailable,
 )
-from kvtier.backends.object.stores.store import Buffer, GetOutcome, ObjectInfo, PutOutcome, Store
+from kvtier.backends.object.stores.store import Buffer, ObjectInfo, PutOutcome, Store
 from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.settings import TierSettings
 from kvtier.core.system.disk import Disk
@@ -107,23 +107,13 @@ class FaultyStore(Store):
         *,
         offset: int | None = None,
         deadline: float | None = None,
-    ) -> GetOutcome:
-        fault = self._plan.next()
-        if fault is Fault.DENIED:
-            return GetOutcome.MISSING
-        found = self._call(
-            lambda: self._inner.get(name, into, offset=offset, deadline=deadline), fault
-        )
-        self._flip(fault, into)
-        return found
-
-    def get_up_to(
-        self, name: str, into: Sequence[Buffer], *, deadline: float | None = None
     ) -> int | None:
         fault = self._plan.next()
         if fault is Fault.DENIED:
             return None
-        found = self._call(lambda: self._inner.get_up_to(name, into, deadline=deadline), fault)
+        found = self._call(
+            lambda: self._inner.get(name, into, offset=offset, deadline=deadline), fault
+        )
         self._flip(fault, into)
         return found
 
