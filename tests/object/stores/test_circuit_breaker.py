@@ -203,8 +203,7 @@ def test_a_call_goes_on_as_it_was_made() -> None:
 
     inner.get = found  # type: ignore[method-assign]
     store.get("name", [], offset=3, deadline=5.0)
-    store.get("name", [], deadline=6.0)
-    assert told[1:] == [("name", {"offset": 3, "deadline": 5.0}), ("name", {"deadline": 6.0})]
+    assert told[1:] == [("name", {"offset": 3, "deadline": 5.0})]
 
     inner.sweep = lambda older_than_s: iter([4, int(older_than_s)])  # type: ignore[method-assign]
     inner.close = lambda: told.clear()  # type: ignore[method-assign]
