@@ -30,9 +30,9 @@ from botocore.config import Config
 
 from benchmarks.memory import memory
 from benchmarks.report import Report
+from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.client.listing import Page
 from kvtier.backends.object.client.s3_settings import S3Settings
-from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
 from kvtier.backends.object.manifests import manifest

@@ -22,8 +22,8 @@ from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 
 from benchmarks.report import Report
+from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.client.s3_settings import S3Settings
-from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import PutOutcome
 

@@ -6,9 +6,9 @@ import importlib.util
 from pathlib import Path
 from typing import Literal
 
+from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.client.s3_settings import check_settings as check_bucket_settings
-from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.stores.errors import Misconfigured
 from kvtier.backends.object.stores.open_store import open_store, parse_url
 from kvtier.backends.object.stores.store import Store

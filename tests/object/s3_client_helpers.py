@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from object_servers import HostileServer, Peer
 
+from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.client.s3_settings import S3Settings
-from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.stores.s3_store import S3Store
 
 BODY = bytes(range(256)) * 256

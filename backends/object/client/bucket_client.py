@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager
 from urllib.parse import quote
 
 from kvtier import __version__
-from kvtier.backends.object.client.connection_pool import ConnectionPool
 from kvtier.backends.object.client.credentials import CredentialChain
-from kvtier.backends.object.client.endpoint import bucket_address
-from kvtier.backends.object.client.http_connection import Response
-from kvtier.backends.object.client.proxy import proxy_for
+from kvtier.backends.object.client.http.connection import Response
+from kvtier.backends.object.client.http.connection_pool import ConnectionPool
+from kvtier.backends.object.client.http.endpoint import bucket_address
+from kvtier.backends.object.client.http.proxy import proxy_for
+from kvtier.backends.object.client.http.tls import TrustStore
 from kvtier.backends.object.client.s3_settings import (
     S3Settings,
     addressing_style,
@@ -19,7 +20,6 @@ from kvtier.backends.object.client.s3_settings import (
 )
 from kvtier.backends.object.client.signer import Signer, request_head
 from kvtier.backends.object.client.status_errors import error_code, response_error
-from kvtier.backends.object.client.tls import TrustStore
 from kvtier.backends.object.stores.errors import (
     ExpiredToken,
     ObjectTooLarge,
@@ -78,19 +78,18 @@ class BucketClient:
         target = self._base + quote(key, safe="/-_.~")
         return self._signed(method, target, end, headers or {}, body)
 
-    def get_query(self, query: str, end: float) -> bytes:
-        """The body of a successful response to a query of the bucket, like a listing."""
-        return self._query("GET", query, {}, (), end)
-
-    def post(self, query: str, request: tuple[dict[str, str], bytes], end: float) -> bytes:
-        """The body of a successful response to a request with header fields and a body."""
-        headers, body = request
-        return self._query("POST", query, headers, [memoryview(body)], end)
-
-    def _query(
-        self, method: str, query: str, headers: dict[str, str], body: Sequence[Buffer], end: float
+    def query(
+        self,
+        method: str,
+        query: str,
+        end: float,
+        headers: Mapping[str, str] | None = None,
+        body: bytes = b"",
     ) -> bytes:
-        with self._signed(method, f"{self._bucket_target}?{query}", end, headers, body) as response:
+        """One request about the bucket, like a listing; the body of a successful response."""
+        target = f"{self._bucket_target}?{query}"
+        content = [memoryview(body)] if body else []
+        with self._signed(method, target, end, headers or {}, content) as response:
             if response.status != 200:
                 raise self.error(response)
             return response.read(_BODY_BYTES_MAX)

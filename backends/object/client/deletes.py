@@ -74,7 +74,7 @@ class Deletes:
     def _delete_bulk(self, keys: Sequence[str], end: float) -> dict[str, StoreError]:
         where = self._client.where
         failed: dict[str, StoreError] = {}
-        content = self._client.post("delete", _bulk_request(keys), end)
+        content = self._client.query("POST", "delete", end, *_bulk_request(keys))
         if b"DeleteResult" not in content and (code := error_code(content)):
             raise response_error(500, code, {}, where)  # some send it with status 200
         for key, code in RowParser("DeleteResult", "Error", _key_and_code).rows(content):

@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from kvtier.backends.object.client.endpoint import parse_endpoint
+from kvtier.backends.object.client.http.endpoint import parse_endpoint
+from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.client.signer import check_region
-from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.stores.errors import NoSuchBucket
 
 _AWS = (".amazonaws.com", ".amazonaws.com.cn")

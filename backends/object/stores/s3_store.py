@@ -17,7 +17,7 @@ from kvtier.backends.object.client.bucket_client import (
     error_body,
 )
 from kvtier.backends.object.client.deletes import Deletes
-from kvtier.backends.object.client.http_connection import Response
+from kvtier.backends.object.client.http.connection import Response
 from kvtier.backends.object.client.listing import Page, list_query, name_from_key
 from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.client.status_errors import MISSING_CODES, error_code
@@ -147,9 +147,8 @@ class S3Store(Store):
         token = ""
         seen: set[int] = set()
         for _ in range(_PAGES_MAX):
-            page = Page(
-                self._client.get_query(list_query(start, start_after, token), self._end(deadline))
-            )
+            query = list_query(start, start_after, token)
+            page = Page(self._client.query("GET", query, self._end(deadline)))
             first = True
             for found in page:
                 if first:  # a store may give a new token for an old page

@@ -19,8 +19,8 @@ import pytest
 from object_subjects import BucketSubject
 from store_contract import StoreContract
 
+from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.client.s3_settings import S3Settings
-from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import PutOutcome, Store
 from kvtier.testing.contract import TierContract

@@ -22,8 +22,8 @@ from object_servers import (
 )
 
 from kvtier.backends.object.client import deletes, parallel_requests
+from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.client.s3_settings import S3Settings
-from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.housekeeping import gc
 from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
@@ -105,13 +105,6 @@ def server(front: Front) -> Iterator[HostileServer]:
 @pytest.fixture
 def store(server: HostileServer, opened: Opener, request: pytest.FixtureRequest) -> S3Store:
     return opened(endpoint=server.endpoint, prefix=f"deletes/{request.node.name[:40].strip('[')}")
-
-
-@pytest.fixture
-def scripted() -> Iterator[HostileServer]:
-    """With no server behind it."""
-    with HostileServer(lambda peer, head: peer.cut()) as server:
-        yield server
 
 
 def filled(store: Store, count: int) -> list[str]:
@@ -217,31 +210,6 @@ def test_an_endpoint_that_is_wrong_altogether_says_so(front: Front, store: S3Sto
         store.delete([f"d/{index}" for index in range(10)])
 
 
-@pytest.mark.parametrize("page", [b"404 page not found", b""])
-def test_what_a_proxy_does_not_find_is_not_gone(
-    scripted: HostileServer, opened: Opener, page: bytes
-) -> None:
-    """One that does not know for now where the store is says so of each object."""
-
-    def serve(peer: Peer, head: bytes) -> None:
-        peer.read_body(head)
-        peer.sendall(answer(404, page))
-
-    scripted.script = serve
-    store = opened(endpoint=scripted.endpoint)
-    for count in (1, 9):
-        with pytest.raises(errors.WrongEndpoint, match="404"):
-            store.delete([f"n{index}" for index in range(count)])
-
-
-@pytest.mark.parametrize("code", ["NoSuchKey", "NotFound"])
-def test_what_the_store_does_not_find_is_gone(
-    scripted: HostileServer, opened: Opener, code: str
-) -> None:
-    scripted.script = lambda peer, head: peer.sendall(answer(404, error_body(code)))
-    assert opened(endpoint=scripted.endpoint).delete(["n0"]) == {}
-
-
 def test_single_deletes_go_side_by_side_but_not_all_at_once(front: Front, store: S3Store) -> None:
     names = filled(store, 3 * parallel_requests._THREADS)
     together = threading.Barrier(parallel_requests._THREADS)
@@ -293,74 +261,6 @@ def test_where_no_thread_can_be_started_it_is_weather(
             store.delete(names)
     assert store.delete(names) == {}
     assert left(store) == []
-
-
-def test_an_object_that_may_not_be_deleted_keeps_no_other_there(
-    scripted: HostileServer, opened: Opener
-) -> None:
-    """A few are deleted one by one."""
-
-    def serve(peer: Peer, head: bytes) -> None:
-        held = b"/n1 " in head
-        peer.sendall(answer(403, error_body("AccessDenied")) if held else answer(204))
-
-    scripted.script = serve
-    failed = opened(endpoint=scripted.endpoint).delete(["n0", "n1", "n2"])
-    assert [*failed] == ["n1"]
-    assert isinstance(failed["n1"], errors.AccessDenied)
-    assert len(scripted.heads) == 3
-
-
-REFUSED_DELETE = "<DeleteResult><Error>{}<Code>AccessDenied</Code></Error></DeleteResult>"
-
-
-def test_a_bulk_delete_says_what_was_not_deleted(scripted: HostileServer, opened: Opener) -> None:
-    store = opened(endpoint=scripted.endpoint)
-    names = [f"n{index}" for index in range(9)]
-
-    def reply(body: str) -> None:
-        def serve(peer: Peer, head: bytes) -> None:
-            peer.read_body(head)
-            peer.sendall(answer(200, body.encode()))
-
-        scripted.script = serve
-
-    reply(REFUSED_DELETE.format("<Key>n3</Key>"))
-    assert [*store.delete(names)] == ["n3"]
-    gone = "<DeleteResult><Error><Key>n3</Key><Code>NoSuchKey</Code></Error></DeleteResult>"
-    reply(gone)
-    assert not store.delete(names), "some servers call that an error"
-    for unclear in ("", "<Key>other</Key>"):
-        reply(REFUSED_DELETE.format(unclear))
-        with pytest.raises(errors.AccessDenied):
-            store.delete(names)
-    scripted.heads.clear()
-    reply('<!DOCTYPE x [<!ENTITY a "aaaa">]><DeleteResult>&a;</DeleteResult>')
-    assert not store.delete(names), "what cannot be read says nothing: each was deleted singly"
-    assert [head[:6] for head in scripted.heads] == [b"POST /", *[b"DELETE"] * 9]
-
-
-@pytest.mark.parametrize("code", ["SlowDown", "ServiceUnavailable"])
-def test_objects_that_a_busy_store_did_not_come_to_are_deleted_by_another_try(
-    scripted: HostileServer, code: str
-) -> None:
-    """Said of one of them, it is no more a refusal of that one than of all."""
-    busy = REFUSED_DELETE.format("<Key>n3</Key>").replace("AccessDenied", code)
-    answers = [busy, "<DeleteResult/>"]
-
-    def serve(peer: Peer, head: bytes) -> None:
-        peer.read_body(head)
-        peer.sendall(answer(200, answers.pop(0).encode()))
-
-    scripted.script = serve
-    store = open_store(
-        "s3://bucket",
-        S3Settings(endpoint=scripted.endpoint, timeouts=Timeouts(5.0, 30.0, 60.0)),
-        retry=RetryPolicy(attempts=3, base_s=0.0),
-    )
-    assert store.delete([f"n{index}" for index in range(9)]) == {}
-    assert not answers
-    store.close()
 
 
 def guarded(server: HostileServer, prefix: str) -> Store:

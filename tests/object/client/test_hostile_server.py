@@ -10,8 +10,8 @@ import pytest
 from object_servers import SECRET_KEY, HostileServer, Peer, answer, error_body
 from s3_client_helpers import BODY, get, said, store_at
 
+from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.client.s3_settings import S3Settings
-from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy
 from kvtier.backends.object.stores.open_store import open_store

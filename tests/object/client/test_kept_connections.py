@@ -11,8 +11,8 @@ import pytest
 from object_servers import HostileServer, Opener, Peer, answer, error_body
 from s3_client_helpers import BODY, get, said
 
-from kvtier.backends.object.client import connection_pool
-from kvtier.backends.object.client.sockets import Timeouts
+from kvtier.backends.object.client.http import connection_pool
+from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import PutOutcome

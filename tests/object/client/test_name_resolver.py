@@ -15,9 +15,9 @@ from object_servers import (
     get_body,
 )
 
-from kvtier.backends.object.client import name_resolver as resolver
-from kvtier.backends.object.client import sockets
-from kvtier.backends.object.client.name_resolver import Resolver
+from kvtier.backends.object.client.http import name_resolver as resolver
+from kvtier.backends.object.client.http import sockets
+from kvtier.backends.object.client.http.name_resolver import Resolver
 from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.open_store import open_store

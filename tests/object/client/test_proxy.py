@@ -17,8 +17,8 @@ from typing import Self
 import pytest
 from object_servers import HostileServer, Peer, ServerProcess, answer
 
-from kvtier.backends.object.client.endpoint import Address
-from kvtier.backends.object.client.proxy import Proxy, proxy_for
+from kvtier.backends.object.client.http.endpoint import Address
+from kvtier.backends.object.client.http.proxy import Proxy, proxy_for
 from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.s3_store import S3Store

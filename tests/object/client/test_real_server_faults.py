@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from object_servers import ServerProcess
 
+from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.client.s3_settings import S3Settings
-from kvtier.backends.object.client.sockets import Timeouts
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy
 from kvtier.backends.object.stores.open_store import open_store

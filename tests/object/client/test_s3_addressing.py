@@ -22,8 +22,8 @@ from object_servers import (
     serve_body,
 )
 
-from kvtier.backends.object.client.connection_pool import ConnectionPool
-from kvtier.backends.object.client.endpoint import Address, bucket_address
+from kvtier.backends.object.client.http.connection_pool import ConnectionPool
+from kvtier.backends.object.client.http.endpoint import Address, bucket_address
 from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.open_store import open_store

@@ -16,7 +16,7 @@ from certificates import make_certificate
 from object_servers import HostileServer, Opener, Peer, answer
 from s3_client_helpers import BODY, get
 
-from kvtier.backends.object.client.sockets import Timeouts
+from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.s3_store import S3Store
 

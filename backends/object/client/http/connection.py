@@ -11,8 +11,8 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from kvtier.backends.object.client.endpoint import Address
-from kvtier.backends.object.client.sockets import Transport, map_socket_errors
+from kvtier.backends.object.client.http.endpoint import Address
+from kvtier.backends.object.client.http.sockets import Transport, map_socket_errors
 from kvtier.backends.object.stores.errors import (
     ObjectTooLarge,
     TimedOut,

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import ssl
 
-from kvtier.backends.object.client.endpoint import Address
+from kvtier.backends.object.client.http.endpoint import Address
 from kvtier.backends.object.stores.errors import TLSRefused
 
 _OUT_OF_TIME, _OTHER_HOST = (9, 10), (62, 64)

@@ -8,15 +8,15 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from kvtier.backends.object.client.endpoint import Address
-from kvtier.backends.object.client.http_connection import (
+from kvtier.backends.object.client.http.connection import (
     HTTPConnection,
     Response,
     StaleConnection,
 )
-from kvtier.backends.object.client.proxy import Proxy
-from kvtier.backends.object.client.sockets import Timeouts, connect, map_socket_errors
-from kvtier.backends.object.client.tls import TrustStore
+from kvtier.backends.object.client.http.endpoint import Address
+from kvtier.backends.object.client.http.proxy import Proxy
+from kvtier.backends.object.client.http.sockets import Timeouts, connect, map_socket_errors
+from kvtier.backends.object.client.http.tls import TrustStore
 from kvtier.backends.object.stores.errors import TimedOut
 from kvtier.backends.object.stores.store import Buffer
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from kvtier.backends.object.client.endpoint import Address
 from kvtier.backends.object.client.extra import optional_module
+from kvtier.backends.object.client.http.endpoint import Address
 from kvtier.backends.object.stores.errors import ProxyRefused, Unavailable
 
 _RESPONSE_BYTES_MAX = 16 << 10

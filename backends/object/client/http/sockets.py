@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from kvtier.backends.object.client.endpoint import Address
-from kvtier.backends.object.client.name_resolver import Resolver
-from kvtier.backends.object.client.proxy import Proxy
-from kvtier.backends.object.client.tls import TrustStore
+from kvtier.backends.object.client.http.endpoint import Address
+from kvtier.backends.object.client.http.name_resolver import Resolver
+from kvtier.backends.object.client.http.proxy import Proxy
+from kvtier.backends.object.client.http.tls import TrustStore
 from kvtier.backends.object.stores.errors import (
     ProxyRefused,
     TimedOut,
