@@ -17,7 +17,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from object_subjects import FolderSubject
@@ -85,62 +85,37 @@ class FaultyStore(Store):
             raise TimedOut("the answer is lost")
         return answer
 
-    def put(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        *,
-        if_absent: bool = False,
-        deadline: float | None = None,
-    ) -> PutOutcome:
+    def put(self, name: str, buffers: Sequence[Buffer], **more: Any) -> PutOutcome:
         fault = self._plan.next()
         if fault is Fault.FULL:
             raise StoreFull("full")
-        return self._call(
-            lambda: self._inner.put(name, buffers, if_absent=if_absent, deadline=deadline), fault
-        )
+        return self._call(lambda: self._inner.put(name, buffers, **more), fault)
 
-    def get(
-        self,
-        name: str,
-        into: Sequence[Buffer],
-        *,
-        offset: int | None = None,
-        deadline: float | None = None,
-    ) -> int | None:
+    def get(self, name: str, into: Sequence[Buffer], **more: Any) -> int | None:
         fault = self._plan.next()
         if fault is Fault.DENIED:
             return None
-        found = self._call(
-            lambda: self._inner.get(name, into, offset=offset, deadline=deadline), fault
-        )
-        self._flip(fault, into)
-        return found
-
-    def _flip(self, fault: Fault | None, into: Sequence[Buffer]) -> None:
+        found = self._call(lambda: self._inner.get(name, into, **more), fault)
         views = [view for view in into if len(view)]
         if fault is Fault.FLIPPED and views:
             view = views[self._plan.below(len(views))]
             view[self._plan.below(len(view))] ^= 1 << self._plan.below(8)
+        return found
 
-    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
+    def head(self, name: str, **more: Any) -> ObjectInfo | None:
         fault = self._plan.next()
         if fault is Fault.DENIED:
             return None
-        return self._call(lambda: self._inner.head(name, deadline=deadline), fault)
+        return self._call(lambda: self._inner.head(name, **more), fault)
 
-    def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
-    ) -> Iterator[ObjectInfo]:
-        for info in self._inner.list(prefix, after=after, deadline=deadline):
+    def list(self, *names: Any, **more: Any) -> Iterator[ObjectInfo]:
+        for info in self._inner.list(*names, **more):
             self._call(lambda: None, self._plan.next())
             yield info
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
         fault = self._plan.next()
-        return self._call(lambda: self._inner.delete(names, deadline=deadline), fault)
+        return self._call(lambda: self._inner.delete(names, **more), fault)
 
 
 class FaultySubject(FolderSubject):
