@@ -6,6 +6,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,14 @@ _RETURNED_MAX = 1 << 17
 """So many of the last entries that `read_new` returned are recognised in a joined manifest."""
 _Unreadable = StoreError | NewerFormat
 """Why a manifest is left alone."""
+
+
+class _Read(NamedTuple):
+    """What came of reading one manifest. Without entries it has nothing new, or is damaged."""
+
+    entries: Entries | None = None
+    vanished: bool = False
+    unreadable: _Unreadable | None = None
 
 
 class Journal:
@@ -194,16 +203,16 @@ class Journal:
         vanished is left out."""
         covered = set(skip_if_covered_by) - self._damaged - self._unreadable
 
-        def read(name: str) -> Entries | _Unreadable | bool | None:
+        def read(name: str) -> _Read:
             return self._read_one(name, sizes[name], covered)
 
         found: dict[str, Entries | None] = {}
         unreadable: dict[str, _Unreadable] = {}
-        for name, entries in zip(sizes, in_parallel(read, list(sizes)), strict=True):
-            if isinstance(entries, StoreError | NewerFormat):
-                unreadable[name] = entries
-            elif not isinstance(entries, bool):
-                found[name] = entries
+        for name, result in zip(sizes, in_parallel(read, list(sizes)), strict=True):
+            if result.unreadable is not None:
+                unreadable[name] = result.unreadable
+            elif not result.vanished:
+                found[name] = result.entries
         if unreadable:
             if len(unreadable) == len(sizes):
                 self._check_rights(unreadable)
@@ -238,37 +247,34 @@ class Journal:
                 error,
             )
 
-    def _read_one(
-        self, name: str, size: int, covered: set[str]
-    ) -> Entries | _Unreadable | bool | None:
-        """As in `_fetch`; False if the manifest has vanished, or why it may not be read."""
+    def _read_one(self, name: str, size: int, covered: set[str]) -> _Read:
         full_name = self._full_name(name)
         for again in (True, False):  # damage on the way is gone the second time
             try:
                 return self._read_whole(full_name, size, covered)
             except (NewerFormat, Forbidden, Archived) as error:
-                return error
+                return _Read(unreadable=error)
             except (FormatError, LengthMismatch) as error:
                 if not again:
                     self._damaged.add(name)
                     _log.warning(
                         "manifest %s is damaged, a listing will tell: %s", full_name, error
                     )
-        return None
+        return _Read()
 
-    def _read_whole(self, full_name: str, size: int, covered: set[str]) -> Entries | bool | None:
+    def _read_whole(self, full_name: str, size: int, covered: set[str]) -> _Read:
         data = memoryview(bytearray(size))
         if covered and size > 2 * _HEAD_READ_BYTES:
             head = data[:_HEAD_READ_BYTES]
             if self._store.get(full_name, [head], offset=0) is None:
-                return False
+                return _Read(vanished=True)
             covers = manifest.unpack_head(head, self.namespace.digest)[2]
             if covers and covered.issuperset(covers):
-                return None
+                return _Read()
         length = self._store.get(full_name, [data])
         if length is None:
-            return False
-        return manifest.unpack(data[:length], self.namespace.digest)[0]
+            return _Read(vanished=True)
+        return _Read(manifest.unpack(data[:length], self.namespace.digest)[0])
 
 
 def _entry_fingerprints(entries: Entries) -> npt.NDArray[np.uint64]:
