@@ -63,6 +63,7 @@ class ObjectCatalogue(SlabTier):
             updates.popleft()
         while self._surplus > 0:
             self._drop_surplus()
+        self.learning = not self._keeper.catalogued
         self._events.clear()
 
     # -- updates ---------------------------------------------------------------------------------

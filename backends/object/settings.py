@@ -12,8 +12,14 @@ from kvtier.backends.object.client.s3_settings import check_settings as check_bu
 from kvtier.backends.object.stores.errors import Misconfigured
 from kvtier.backends.object.stores.open_store import open_store, parse_url
 from kvtier.backends.object.stores.store import Store
-from kvtier.core.folders import standing_folder
-from kvtier.core.settings import Duration, Threads, TierSettings, WritePolicy, check_capacity
+from kvtier.core.settings import (
+    Duration,
+    Threads,
+    TierSettings,
+    WritePolicy,
+    check_capacity,
+    standing_folder,
+)
 from kvtier.core.system.disk import Disk
 from kvtier.errors import ConfigError, NotHere
 

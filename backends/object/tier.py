@@ -194,6 +194,8 @@ class ObjectTier(ObjectCatalogue):
     def tick(self) -> None:
         super().tick()
         self._catch_up()
+        # In this order: the keeper tells what an audit has found before the audit is over.
+        self.learning &= not self._keeper.catalogued or bool(self._keeper.updates)
         self.unwell = self._keeper.background_errors.unresolved
 
     def refresh(self) -> None:

@@ -31,6 +31,7 @@ class ReadOnlyKeeper(Keeper):
         self.schedule.look_begins()
         self.outbox.flush()
         self._publish_recorded()
+        self.catalogued = True
         self.schedule.audited()
 
     def _look_at_others(self) -> None:

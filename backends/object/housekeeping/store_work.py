@@ -84,6 +84,8 @@ class StoreWork:
         self._purged_before = 0.0
         self._offered: OfferedBlocks = lambda: iter(())
         self._listing = False
+        self.catalogued = False
+        """Whether the tier has been told of all that is there, since it was opened."""
 
     def ask_for_room(self) -> None:
         """Other namespaces leave too little room."""
@@ -198,6 +200,7 @@ class StoreWork:
         self._purged_before = begun - self.limits.reader_grace_s
         self._needs_room = False
         self._apply(result)
+        self.catalogued = True
         self.outbox.flush()
         self._claims.cap.note_foreign(result.foreign)
         self._claims.drop_dead(dead)
