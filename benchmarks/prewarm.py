@@ -36,13 +36,16 @@ from object_servers import ACCESS_KEY, SECRET_KEY, rclone
 
 from benchmarks.memory import memory
 from benchmarks.report import Report
-from kvtier.backends.object import open_for
-from kvtier.cli.choice import Choice, choose
+from kvtier.backends.object.settings import open_for
 from kvtier.cli.console import Progress
-from kvtier.cli.copying import Copied, Pace, open_sink, pieces_of
-from kvtier.cli.holdings import look
-from kvtier.cli.reader import ChoiceReader, Numbers, Reader
+from kvtier.cli.copying.pace import Pace
+from kvtier.cli.copying.reader import ChoiceReader, Numbers, Reader
+from kvtier.cli.copying.report import Copied
+from kvtier.cli.copying.selection import Choice, choose
+from kvtier.cli.copying.sink import open_sink, pieces_of
+from kvtier.cli.inspection.inspectors import inspector_of, look
 from kvtier.config import StackConfig, load
+from kvtier.core.inspection import Depth
 from kvtier.core.interfaces.handler import HostHandler
 from kvtier.core.interfaces.mover import Transfer, TransferKind
 from kvtier.core.records.record import HEADER_BYTES, Buffer, Header, record_bytes, seal
@@ -158,7 +161,8 @@ def fill_source(world: World, stack: Path) -> None:
     config = load(stack)
     made = Made(world.namespace)
     keys = [block_key(b"bench" + number.to_bytes(8, "big")) for number in range(world.blocks)]
-    with open_sink(config, 2, world.namespace, made, Pace(None)) as sink:
+    filling = inspector_of(config, 2).filling()
+    with open_sink(filling, world.namespace, made, Pace(None)) as sink:
         pieces = (
             (keys[start : start + sink.piece], list(range(start, world.blocks))[: sink.piece])
             for start in range(0, world.blocks, sink.piece)
@@ -170,9 +174,9 @@ def fill_source(world: World, stack: Path) -> None:
 
 
 def chosen(config: StackConfig, world: World) -> Choice:
-    (place,) = look(config, 2, quick=True)
-    choice = choose([place], world.namespace.id)
-    assert len(choice) == world.blocks, place
+    store = look(config, 2, Depth.RECORDED)
+    choice = choose(store, world.namespace.id)
+    assert len(choice) == world.blocks, store
     return choice
 
 
@@ -180,7 +184,7 @@ def read_alone(world: World, stack: Path) -> float:
     """Read and prove everything into memory."""
     config = load(stack)
     choice = chosen(config, world)
-    reader = ChoiceReader(config, choice, world.namespace)
+    reader = ChoiceReader(choice, world.namespace)
     sink = Sinkhole(record_bytes(world.namespace.payload_bytes), reader.batch_blocks)
     mover = ThreadMover([reader, sink], world.namespace)
     start = time.monotonic()
@@ -212,7 +216,8 @@ def store_alone(world: World, stack: Path, tier: int) -> float:
     config = load(stack)
     choice = chosen(config, world)
     result = Copied("")
-    with open_sink(config, tier, world.namespace, Made(world.namespace), Pace(None)) as sink:
+    filling = inspector_of(config, tier).filling()
+    with open_sink(filling, world.namespace, Made(world.namespace), Pace(None)) as sink:
         sink.fill(pieces_of(choice, sink.piece), result, Progress("", 0, ""))
     assert result.copied == world.blocks, result
     world.empty(stack)
@@ -223,7 +228,7 @@ def plain_client(world: World, stack: Path) -> float:
     """GET everything into memory, with our own client and nothing else."""
     config = load(stack)
     settings: Any = config.tiers[2]
-    names = [block.name for block in chosen(config, world).blocks()]
+    names = [block.where for block in chosen(config, world).blocks()]
     size = HEADER_BYTES + world.namespace.payload_bytes
     store = open_for(settings)
 

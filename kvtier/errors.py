@@ -58,6 +58,10 @@ class BackendError(KVTierError):
     """A kind of tier is not installed, or what its entry point names is not a backend."""
 
 
+class Unsupported(KVTierError):
+    """A kind of tier cannot do what it was asked for: the message says what, and what to do."""
+
+
 class FormatError(KVTierError):
     """Bytes on a medium are not what kvtier writes, or were written by a newer version."""
 

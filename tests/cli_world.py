@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from kvtier import Stack
-from kvtier.cli import commands
+from kvtier.cli import app
+from kvtier.core.interfaces import backend as door
 from kvtier.core.slab import layout
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
@@ -28,6 +29,33 @@ tiers:
   - {{kind: cpu, path: "{host}", capacity: 4MiB}}
   - {{kind: nvme, path: "{blocks}", capacity: 16MiB, free_floor: 0}}
 """
+
+KINDS = ("nvme", "folder")
+"""Kinds of a second tier: a built-in one, and that of examples/custom_tier."""
+every_kind = pytest.mark.parametrize("second_tier", KINDS)
+EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_tier"
+
+
+def stack_text(host: Path, blocks: Path, kind: str = "nvme") -> str:
+    """A stack of host memory and a tier of this kind."""
+    text = STACK.format(host=host, blocks=blocks)
+    return text if kind == "nvme" else text.replace("nvme", kind).replace(", free_floor: 0", "")
+
+
+def install_example(folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "") -> None:
+    """Have the example's package found, here and in the processes that are started from here, with
+    more kinds of a package in this folder."""
+    info = folder / "kvtier_folder-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-folder\nVersion: 0.1.0\n")
+    points = f"[kvtier.backends]\nfolder = kvtier_folder:BACKEND\n{more}"
+    (info / "entry_points.txt").write_text(points)
+    for path in (folder, EXAMPLE):
+        monkeypatch.syspath_prepend(str(path))
+        monkeypatch.setenv("PYTHONPATH", str(path), prepend=os.pathsep)
+    for known in (door.backend, door._points):
+        known.cache_clear()
+
 
 # Fills a stack with as many blocks as it is told, says so, and holds it open until told to go.
 HOLDER = """
@@ -71,7 +99,7 @@ def served(path: Path, namespace: Namespace = NAMESPACE, count: int = 8) -> int:
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> str:
     """Run what cannot work; what it says of that."""
-    assert commands.run(args) == code
+    assert app.run(args) == code
     out, err = capsys.readouterr()
     assert out == ""
     assert "Traceback" not in err
@@ -143,6 +171,11 @@ def one(folder: Path, pattern: str) -> Path:
         if path.suffix not in (".slab", ".table") or has_blocks(path.with_suffix(".table"))
     ]
     return found
+
+
+def block_file(folder: Path, kind: str) -> Path:
+    """A file of the second tier that begins with a block's record."""
+    return one(folder, "*.slab") if kind == "nvme" else min(folder.rglob("*.kv"))
 
 
 def has_blocks(table: Path) -> bool:

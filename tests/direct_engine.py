@@ -16,6 +16,7 @@ from fake_device import FakeDevice
 
 from kvtier.backends.cpu import Region
 from kvtier.core.costs.model import CostModel
+from kvtier.core.interfaces.handler import HostRegion
 from kvtier.core.records.record import record_bytes
 from kvtier.device.copier import DeviceCopier
 from kvtier.device.copy_plan import Blocks
@@ -72,10 +73,13 @@ class Rank:
             group_ids=[0],
             rank=rank,
             ranks=RANKS,
+            attach=Region.attach,
             open_copier=self._open_copier,
         )
 
-    def _open_copier(self, layout: DeviceLayout, region: Region, namespace: bytes) -> DeviceCopier:
+    def _open_copier(
+        self, layout: DeviceLayout, region: HostRegion, namespace: bytes
+    ) -> DeviceCopier:
         def open_direct() -> DirectLoader | None:
             loader = DirectLoader(layout, self.driver, namespace, stages=3)
             return loader if self._able else None

@@ -7,32 +7,33 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvtier.backends.cpu import early_memory, huge_page_support
+from kvtier.backends.cpu import early_memory, huge_page_support, sharing
 from kvtier.backends.cpu.handler import CpuHandler
 from kvtier.backends.cpu.region import (
     SUFFIX,
     OwnedRegion,
     Region,
+    in_use,
     least_capacity,
     leftovers,
     plan_region,
+    regions,
     remove,
     unfinished,
 )
+from kvtier.backends.cpu.settings import CpuSettings
 from kvtier.backends.cpu.tier import CpuSpec, CpuTier
 from kvtier.core.eviction import create_policy, policy_class
 from kvtier.core.interfaces.backend import Backend, TierContext
 from kvtier.core.records.record import HEADER_BYTES, record_bytes
-from kvtier.core.settings import (
-    ByteSize,
-    Duration,
-    Persistence,
-    TierSettings,
-    check_capacity,
-)
+from kvtier.core.settings import ByteSize, Persistence, check_capacity
 from kvtier.core.system.disk import Disk
 from kvtier.errors import ConfigError, NotHere, NotWritable
+
+if TYPE_CHECKING:
+    from kvtier.core.inspection import Inspector, InspectorContext
 
 __all__ = [
     "BACKEND",
@@ -42,25 +43,9 @@ __all__ = [
     "CpuSpec",
     "CpuTier",
     "Region",
-    "begin_memory",
 ]
 
 logger = logging.getLogger(__name__)
-
-
-class CpuSettings(TierSettings, frozen=True, kw_only=True, tag="cpu"):
-    """Blocks in shared memory: the tier that engines copy from and to."""
-
-    path: str = "/dev/shm"
-    """The folder, on tmpfs, that holds the region."""
-    name: str = "kv"
-    """The name of the region: a restarted engine finds its blocks under the same name."""
-    persistence: Persistence = Persistence.KEEP
-    """Whether the region outlives the process."""
-    keep_for: Duration = Duration(7 * 86400.0)
-    """If no engine has used the region for this long, the next engine that starts removes it."""
-    huge_pages: bool = False
-    """Ask for huge pages; if the system gives none, log why and go on without."""
 
 
 class CpuBackend(Backend[CpuSettings]):
@@ -70,6 +55,7 @@ class CpuBackend(Backend[CpuSettings]):
     settings = CpuSettings
     spec = CpuSpec
     host = True
+    mapped = True
 
     def check(self, settings: CpuSettings, record_bytes: int | None) -> None:
         policy_class(settings.eviction)  # which raises ConfigError
@@ -121,16 +107,28 @@ class CpuBackend(Backend[CpuSettings]):
     def open_handler(self, settings: CpuSettings, context: TierContext) -> CpuHandler:
         return CpuHandler(Region.attach(region_path(settings, context)))
 
+    def attach(self, path: Path) -> Region:
+        return Region.attach(path)
+
+    def find_region(self, settings: CpuSettings, engine: str) -> Path | None:
+        found = [path for path in regions(Path(settings.path)) if sharing.is_of(path, engine)]
+        found = [path for path in found if in_use(path)]
+        return found[0] if len(found) == 1 else None
+
+    def begin_memory(self, settings: CpuSettings, near: Sequence[int]) -> None:
+        folder = Path(settings.path)
+        if not any(folder.glob(f"{_named(settings)}-*{SUFFIX}")):  # one may have it already
+            early_memory.begin(folder, _capacity(settings), near, huge_pages=settings.huge_pages)
+
+    def open_inspector(
+        self, settings: CpuSettings, context: InspectorContext
+    ) -> Inspector[CpuSettings]:
+        from kvtier.backends.cpu.inspection.inspector import CpuInspector
+
+        return CpuInspector(self, settings, context)
+
     def identity(self, settings: CpuSettings) -> str | None:
         return str(Path(settings.path).resolve() / _named(settings))
-
-
-def begin_memory(settings: CpuSettings, near: Sequence[int]) -> None:
-    """For a process that is about to open the tier: take its memory meanwhile, unless there may be
-    a region that has it already."""
-    folder = Path(settings.path)
-    if not any(folder.glob(f"{_named(settings)}-*{SUFFIX}")):
-        early_memory.begin(folder, _capacity(settings), near, huge_pages=settings.huge_pages)
 
 
 def _no_place(kind: type[NotHere], settings: CpuSettings) -> NotHere:

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.backends.cpu import memory_limits
 from kvtier.backends.cpu.region_memory import Memory
+from kvtier.core.system import memory_limits
 
 logger = logging.getLogger(__name__)
 

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from kvtier.backends.cpu.region import Region
 from kvtier.backends.cpu.tier import CpuSpec
-from kvtier.core.interfaces.handler import HostHandler, own_spec
+from kvtier.core.interfaces.handler import RegionHandler, own_spec
 from kvtier.core.records.record import Buffer
 from kvtier.core.slab import layout
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome
 
 
-class CpuHandler(HostHandler):
+class CpuHandler(RegionHandler):
     """Maps the region that the engine's tier owns."""
 
     def __init__(self, region: Region) -> None:
-        self.region = region
+        self.region: Region = region
 
     def views(self, spec: LoadStoreSpec) -> list[Buffer]:
         return [self.region.record(slot) for slot in own_spec(spec, CpuSpec).slots]

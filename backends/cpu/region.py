@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.backends.cpu import early_memory, memory_limits
+from kvtier.backends.cpu import early_memory, sharing
 from kvtier.backends.cpu.region_memory import Memory
 from kvtier.core.records.record import ALIGN, Buffer, padded
 from kvtier.core.slab.layout import (
@@ -30,7 +30,10 @@ from kvtier.core.slab.layout import (
     TABLE_AT,
     SlabHeader,
     entry_at,
+    read_entries,
 )
+from kvtier.core.slab.pieces import pinning_order
+from kvtier.core.system import memory_limits
 from kvtier.core.system.disk import Disk, is_locked, lock_within
 from kvtier.errors import FormatError, MediumError, MediumInUse, NewerFormat
 
@@ -91,6 +94,23 @@ class Region:
         """A slot's entry as it stands: who copies a record compares it before and after."""
         at = entry_at(slot)
         return bytes(self.table[at : at + ENTRY_BYTES])
+
+    @property
+    def namespace(self) -> bytes:
+        """The digest of the namespace whose blocks it holds."""
+        return self.header.namespace
+
+    def name_engine(self, engine: str) -> None:
+        """For its owner: whose region it is, in a word that the engine's workers know, too."""
+        sharing.name_engine(self.table, engine)
+
+    def pinning_order(self) -> list[range]:
+        """The slots in pieces, in the order in which a device pins them."""
+        return pinning_order(self.header, read_entries(self.table, self.header.slots))
+
+    def note_pinned(self, rank: int, slots: int) -> None:
+        """For a rank: so many slots, in that order, are pinned for its device."""
+        sharing.note_pinned(self.table, rank, slots)
 
     def set_flags(self, flags: int) -> None:
         """For its owner: whether it is to be kept may be another matter than when it was made."""

@@ -9,7 +9,6 @@ import hashlib
 import struct
 from pathlib import Path
 
-from kvtier.backends.cpu.region import Region, in_use, regions
 from kvtier.core.records.record import Buffer
 from kvtier.core.slab.layout import TABLE_AT
 
@@ -19,22 +18,20 @@ _PINNED = struct.Struct("<I")
 _RANKS_MAX = (TABLE_AT - _PINNED_AT) // _PINNED.size
 
 
-def begin(region: Region) -> None:
+def begin(table: Buffer) -> None:
     """For a new owner: its ranks have not said anything yet."""
-    region.table[_ENGINE_AT : _ENGINE_AT + _ENGINE_BYTES] = bytes(_ENGINE_BYTES)
-    region.table[_PINNED_AT:TABLE_AT] = bytes(TABLE_AT - _PINNED_AT)
+    table[_ENGINE_AT : _ENGINE_AT + _ENGINE_BYTES] = bytes(_ENGINE_BYTES)
+    table[_PINNED_AT:TABLE_AT] = bytes(TABLE_AT - _PINNED_AT)
 
 
-def name_engine(region: Region, engine: str) -> None:
+def name_engine(table: Buffer, engine: str) -> None:
     """For its owner: whose region it is, in a word that the engine's workers know, too."""
-    region.table[_ENGINE_AT : _ENGINE_AT + _ENGINE_BYTES] = _digest(engine)
+    table[_ENGINE_AT : _ENGINE_AT + _ENGINE_BYTES] = _digest(engine)
 
 
-def find(folder: Path, engine: str) -> Path | None:
-    """The region of an engine that is there; None if there is none, or several say so."""
-    found = [path for path in regions(folder) if _engine_of(path) == _digest(engine)]
-    found = [path for path in found if in_use(path)]
-    return found[0] if len(found) == 1 else None
+def is_of(path: Path, engine: str) -> bool:
+    """Whether this region says that it is this engine's."""
+    return _engine_of(path) == _digest(engine)
 
 
 def _engine_of(path: Path) -> bytes:

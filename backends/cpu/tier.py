@@ -40,7 +40,7 @@ class CpuTier(SlabTier):
         self._table = owned.region.table
         self._key_of = [None] * header.slots
         self._policy.resize(header.slots)
-        sharing.begin(owned.region)
+        sharing.begin(owned.region.table)
         entries = layout.read_entries(self._table, header.slots)
         self._places = place_of(pinning_order(header, entries), header.slots)
         """Where in the order of pinning each slot comes."""

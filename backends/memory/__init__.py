@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from kvtier.backends.memory.handler import MemoryHandler
+from kvtier.backends.memory.settings import MemorySettings
 from kvtier.backends.memory.store import MemorySpec, MemoryStore
 from kvtier.backends.memory.tier import MemoryTier
 from kvtier.core.interfaces.backend import Backend, TierContext
-from kvtier.core.settings import Capacity, TierSettings, check_capacity
+from kvtier.core.settings import Capacity, check_capacity
 from kvtier.errors import ConfigError, MediumError
+
+if TYPE_CHECKING:
+    from kvtier.core.inspection import Inspector, InspectorContext
 
 __all__ = [
     "BACKEND",
@@ -21,14 +26,6 @@ __all__ = [
     "MemoryStore",
     "MemoryTier",
 ]
-
-
-class MemorySettings(TierSettings, frozen=True, kw_only=True, tag="memory"):
-    """Blocks in the memory of one process: the reference that the other tiers are held against."""
-
-    name: str = "memory"
-    """Tells apart two tiers of this kind in one stack."""
-    eviction: str = "lru"
 
 
 class MemoryBackend(Backend[MemorySettings]):
@@ -63,6 +60,13 @@ class MemoryBackend(Backend[MemorySettings]):
                 "open its tier first, and run the mover on threads"
             )
         return MemoryHandler(store)
+
+    def open_inspector(
+        self, settings: MemorySettings, context: InspectorContext
+    ) -> Inspector[MemorySettings]:
+        from kvtier.backends.memory.inspector import MemoryInspector
+
+        return MemoryInspector(self, settings, context)
 
     def identity(self, settings: MemorySettings) -> str | None:
         return f"memory:{settings.name}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvtier.backends.nvme.folder.folder import Limits, NvmeFolder
 from kvtier.backends.nvme.handler import NvmeHandler
 from kvtier.backends.nvme.housekeeping.keeper import Keeper
 from kvtier.backends.nvme.housekeeping.read_only_keeper import FolderToRead, Reader, only_reads
+from kvtier.backends.nvme.settings import NvmeSettings, slab_bytes
 from kvtier.backends.nvme.spec import NvmeSpec
 from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.core.eviction import create_policy, policy_class
@@ -17,10 +19,7 @@ from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import (
     ByteSize,
     Durability,
-    Duration,
     Persistence,
-    Threads,
-    TierSettings,
     WritePolicy,
     check_capacity,
     standing_folder,
@@ -28,6 +27,9 @@ from kvtier.core.settings import (
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
 from kvtier.core.system.disk import Disk
 from kvtier.errors import ConfigError, NotWritable
+
+if TYPE_CHECKING:
+    from kvtier.core.inspection import Inspector, InspectorContext
 
 __all__ = [
     "BACKEND",
@@ -38,34 +40,8 @@ __all__ = [
     "NvmeTier",
 ]
 
-_SLAB_MIN = 1 << 20
-_SLAB_USUAL = 64 << 20
-_SLAB_MAX = 1 << 30
-_SLABS_MIN = 4
-"""A folder has room for so many at least: a slab is what engines that share one hand over."""
-_SLABS_MAX = 1 << 14
-"""And for so many at most: a keeper lists all of them, again and again."""
 _SMALL_FILES = 64 << 10
 """Room kept for the namespace's description and the like."""
-
-
-class NvmeSettings(TierSettings, frozen=True, kw_only=True, tag="nvme"):
-    """Blocks on a local disk, in a folder that several engines and the command line may share."""
-
-    path: str
-    """The folder; it is made if its parent exists. Everything in it counts against `capacity`."""
-    free_floor: ByteSize = ByteSize(1 << 30)
-    """How much must stay free on the file system, whatever `capacity` says."""
-    persistence: Persistence = Persistence.KEEP
-    """Whether blocks outlive the process."""
-    keep_for: Duration = Duration(3 * 86400.0)
-    """For how long after its last use a model that is not served keeps its share of the folder."""
-    durability: Durability = Durability.PROCESS
-    """Whether a committed block survives only the death of processes, or a loss of power too."""
-    threads: Threads = 8
-    """How many reads and writes are under way at once."""
-    direct: bool = True
-    """Bypass the page cache where the file system allows it."""
 
 
 class NvmeBackend(Backend[NvmeSettings]):
@@ -128,6 +104,13 @@ class NvmeBackend(Backend[NvmeSettings]):
             disk=disk,
         )
 
+    def open_inspector(
+        self, settings: NvmeSettings, context: InspectorContext
+    ) -> Inspector[NvmeSettings]:
+        from kvtier.backends.nvme.inspection.inspector import NvmeInspector
+
+        return NvmeInspector(self, settings, context)
+
     def folder(self, settings: NvmeSettings) -> Path | None:
         path = Path(settings.path)
         return None if only_reads(path, settings.write) else path
@@ -150,13 +133,6 @@ def _folder_to_write(settings: NvmeSettings) -> Path:
 def _check_readable(folder: Path) -> None:
     if not os.access(folder, os.R_OK | os.X_OK):
         raise NotWritable(".path", f"no right to read {folder}", "change its owner or its rights")
-
-
-def slab_bytes(capacity: int) -> int:
-    """How large slabs are made: a sixteenth of the folder, but neither tiny nor huge."""
-    usual = min(_SLAB_USUAL, capacity // _SLABS_MIN)
-    most = max(_SLAB_MAX, capacity // _SLABS_MAX)
-    return min(capacity, max(_SLAB_MIN, usual, min(most, capacity // 16)))
 
 
 def _least(slot_bytes: int) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
+from kvtier.backends.object.budget.budget import UNLIMITED
 from kvtier.backends.object.budget.claims import LEASE_S
 from kvtier.backends.object.handler import ObjectHandler
 from kvtier.backends.object.housekeeping.keeper import Keeper
@@ -18,8 +20,12 @@ from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy, policy_class
 from kvtier.core.interfaces.backend import Backend, TierContext
 from kvtier.core.records.compression import Codec, codec_for
+from kvtier.core.settings import ByteSize, Capacity
 from kvtier.errors import MediumError
 from kvtier.types import Namespace
+
+if TYPE_CHECKING:
+    from kvtier.core.inspection import Inspector, InspectorContext
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +90,16 @@ class ObjectBackend(Backend[ObjectSettings]):
             load_s=settings.load_deadline.seconds,
             store_s=settings.store_deadline.seconds,
         )
+
+    def open_inspector(
+        self, settings: ObjectSettings, context: InspectorContext
+    ) -> Inspector[ObjectSettings]:
+        from kvtier.backends.object.inspection.inspector import ObjectInspector
+
+        return ObjectInspector(self, settings, context)
+
+    def at_url(self, url: str) -> ObjectSettings | None:
+        return ObjectSettings(url=url, capacity=Capacity(ByteSize(UNLIMITED)))
 
     def identity(self, settings: ObjectSettings) -> str | None:
         folder = parse_url(settings.url).folder

@@ -4,6 +4,7 @@ import sys
 
 SUITES = (
     "contract",
+    "contract_inspection",
     "contract_medium",
     "contract_moves",
     "fault_suite",

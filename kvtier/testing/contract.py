@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import MediumError, NotResident
+from kvtier.testing.contract_inspection import InspectionContract
 from kvtier.testing.contract_medium import MediumContract
 from kvtier.testing.contract_moves import TransferContract
 from kvtier.testing.records import NAMESPACE, make_keys
@@ -372,5 +373,5 @@ class CatalogueContract:
         assert rig.resident(keys) == keys
 
 
-class TierContract(CatalogueContract, TransferContract, MediumContract):
+class TierContract(CatalogueContract, TransferContract, MediumContract, InspectionContract):
     """All that a backend must do, and what its subject says that it does beyond."""

@@ -13,13 +13,13 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvtier import config as stack_config
-from kvtier.backends.cpu import CpuHandler, CpuSettings, begin_memory, sharing
 from kvtier.core.costs.hit_offers import Shape
 from kvtier.core.costs.model import CostModel
+from kvtier.core.interfaces.backend import backend
+from kvtier.core.interfaces.handler import RegionHandler
 from kvtier.core.system import numa
 from kvtier.device.idle_times import Steps
 from kvtier.errors import ConfigError
@@ -59,7 +59,7 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
     def get_manager(self) -> Any:
         config = self.config
         stack = read_stack(self.extra_config)
-        if stack.tiers[0].kind != "cpu":
+        if not backend(stack.tiers[0].kind).mapped:
             raise ConfigError(
                 "$.tiers[0].kind",
                 f"is {stack.tiers[0].kind}, which the engine's workers cannot reach",
@@ -79,8 +79,8 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
             engine=f"{stack.name}-dp{index}" if shared else None,
             near=self._near,
         )
-        assert isinstance(opened.host, CpuHandler)
-        sharing.name_engine(opened.host.region, self._engine)
+        assert isinstance(opened.host, RegionHandler)
+        opened.host.region.name_engine(self._engine)
         logger.info("KV cache is kept, and found again: %s", opened.summary())
         manager = ChainManager(
             opened,
@@ -94,9 +94,9 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
     def get_worker(self, kv_caches: Any) -> Any:
         config = self.config
         stack = read_stack(self.extra_config)
-        cpu, (_, alone) = stack.tiers[0], read_engine(self.extra_config)
-        if alone and isinstance(cpu, CpuSettings) and kv_caches.tensors[0].tensor.is_cuda:
-            begin_memory(cpu, self._near)  # the scheduler needs it when the engine is warm
+        kind, (_, alone) = backend(stack.tiers[0].kind), read_engine(self.extra_config)
+        if alone and kv_caches.tensors[0].tensor.is_cuda:  # the scheduler needs it in a moment
+            kind.begin_memory(stack.tiers[0], self._near)
         return VllmWorker(
             RankWorker(
                 kv_caches,
@@ -108,9 +108,8 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
                 pipelined=config.parallel.pp_size > 1,
                 gds=stack.gds,
                 folders=stack_config.folders(stack),
-                region=partial(
-                    sharing.find, Path(getattr(stack.tiers[0], "path", "")), self._engine
-                ),
+                attach=kind.attach,
+                find_region=partial(kind.find_region, stack.tiers[0], self._engine),
             )
         )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import object_servers
 import pytest
-from cli_world import HOLDER, STACK, Hold, fill
+from cli_world import HOLDER, Hold, fill, install_example, stack_text
 
 
 @pytest.fixture(autouse=True)
@@ -22,23 +22,39 @@ def hang_ups_end_processes() -> Iterator[None]:
 
 
 @pytest.fixture
-def stack_file(tmp_path: Path) -> Path:
+def second_tier() -> str:
+    """The kind of the second tier; tests that are for several kinds are parametrised with it."""
+    return "nvme"
+
+
+@pytest.fixture
+def known_kind(
+    second_tier: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """Its package is installed."""
+    if second_tier == "folder":
+        install_example(tmp_path_factory.mktemp("example"), monkeypatch)
+    return second_tier
+
+
+@pytest.fixture
+def stack_file(tmp_path: Path, known_kind: str) -> Path:
     """A stack of two tiers in which nothing has been stored yet."""
     host, blocks = tmp_path / "host", tmp_path / "disk" / "blocks"
     host.mkdir()
     blocks.parent.mkdir()
     path = tmp_path / "stack.yaml"
-    path.write_text(STACK.format(host=host, blocks=blocks))
+    path.write_text(stack_text(host, blocks, known_kind))
     return path
 
 
 @pytest.fixture
-def fresh(tmp_path: Path) -> Path:
+def fresh(tmp_path: Path, known_kind: str) -> Path:
     """Another stack, with nothing in it."""
     folder = tmp_path / "fresh"
     (folder / "host").mkdir(parents=True)
     path = folder / "stack.yaml"
-    path.write_text(STACK.format(host=folder / "host", blocks=folder / "blocks"))
+    path.write_text(stack_text(folder / "host", folder / "blocks", known_kind))
     return path
 
 

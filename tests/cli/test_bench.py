@@ -8,15 +8,19 @@ import os
 import signal
 import subprocess
 import xml.etree.ElementTree as ElementTree
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
-from cli_world import KVTIER, Hold, command, run
+from cli_world import KVTIER, Hold, command, every_kind, run
 from msgspec import structs
 
-from kvtier.cli import commands, measure, rubbish
-from kvtier.cli.holdings import BENCH_MARK
+from kvtier.cli import app
+from kvtier.cli.measuring import tier_speeds as measure
 from kvtier.config import load
+from kvtier.core.inspection import measuring
+from kvtier.core.inspection.measuring import BENCH_MARK
+from kvtier.core.system import memory_limits
 from kvtier.stack import Stack
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 
@@ -32,13 +36,16 @@ def everything(folder: Path) -> dict[str, int]:
     }
 
 
-def test_every_tier_is_measured(stack_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert commands.run(["bench", "--config", str(stack_file), *SMALL, "--json"]) == 0
+@every_kind
+def test_every_tier_is_measured(
+    stack_file: Path, second_tier: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run(["bench", "--config", str(stack_file), *SMALL, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"]
     assert [(tier["tier"], tier["hits"], tier["blocks"]) for tier in report["tiers"]] == [
         ("cpu", 12, 12),
-        ("nvme", 8, 8),
+        (second_tier, 8, 8),
     ]
     for tier in report["tiers"]:
         assert tier["store_bytes_per_s"] > 0
@@ -50,16 +57,17 @@ def test_a_table_and_a_plot(
     stack_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plot = tmp_path / "plot.svg"
-    assert commands.run(["bench", "-c", str(stack_file), *SMALL, "--svg", str(plot)]) == 0
+    assert app.run(["bench", "-c", str(stack_file), *SMALL, "--svg", str(plot)]) == 0
     out = capsys.readouterr().out
     assert "8/8" in out
     assert "nvme" in out
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
 
 
+@every_kind
 def test_nothing_is_left_behind(stack_file: Path, tmp_path: Path) -> None:
     before = everything(tmp_path)
-    assert commands.run(["bench", "-c", str(stack_file), *SMALL]) == 0
+    assert app.run(["bench", "-c", str(stack_file), *SMALL]) == 0
     assert everything(tmp_path) == before
     assert list((tmp_path / "disk").iterdir()) == []
 
@@ -107,11 +115,11 @@ def test_what_is_being_measured_is_no_rubbish(
         found = measured(*args)  # type: ignore[arg-type]
         for path in (tmp_path / "disk").glob(f"{BENCH_MARK}*"):
             os.utime(path, (0, 0))
-            seen.append(rubbish._bench_lives(path))
+            seen.append(measuring._lives(path))
         return found
 
     monkeypatch.setattr(measure, "_measure_lower", look_meanwhile)
-    assert commands.run(["bench", "-c", str(stack_file), *SMALL]) == 0
+    assert app.run(["bench", "-c", str(stack_file), *SMALL]) == 0
     assert seen == [True, True]
 
 
@@ -127,7 +135,7 @@ def test_wrong_bytes_are_told(
         count(result, stack, ticket, blocks)  # type: ignore[arg-type]
 
     monkeypatch.setattr(measure, "_count", expect_others)
-    assert commands.run(["bench", "-c", str(stack_file), *SMALL]) == 1
+    assert app.run(["bench", "-c", str(stack_file), *SMALL]) == 1
     assert "12 WRONG" in capsys.readouterr().out
 
 
@@ -135,7 +143,7 @@ def test_a_tier_that_is_only_read_is_not_written(
     stack_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stack_file.write_text(stack_file.read_text().replace("free_floor: 0", "write: never"))
-    assert commands.run(["bench", "-c", str(stack_file), *SMALL]) == 0
+    assert app.run(["bench", "-c", str(stack_file), *SMALL]) == 0
     assert "only read" in capsys.readouterr().out
 
 
@@ -144,7 +152,7 @@ def test_too_little_room_is_said_before(
 ) -> None:
     stack_file.write_text(stack_file.read_text().replace("free_floor: 0", "free_floor: 8000TiB"))
     assert load(stack_file)
-    assert commands.run(["bench", "-c", str(stack_file), *SMALL]) == 1
+    assert app.run(["bench", "-c", str(stack_file), *SMALL]) == 1
     assert "fewer blocks" in capsys.readouterr().err
 
 
@@ -155,7 +163,7 @@ def test_too_little_memory_is_said_of_what_is_measured(
     text = stack_file.read_text()
     stack_file.write_text(text.replace("16MiB", "600MiB").replace("4MiB", "600MiB"))
     asked = ["--chunk", "512MiB", "--blocks", "65536"]  # 32 TiB, and as much again
-    assert commands.run(["bench", "-c", str(stack_file), *asked]) == 1
+    assert app.run(["bench", "-c", str(stack_file), *asked]) == 1
     said = capsys.readouterr().err
     assert f"{tmp_path / 'host'} has too little free room to measure with 64" in said
     assert "fewer blocks" in said
@@ -165,9 +173,9 @@ def test_too_little_memory_is_said_of_what_is_measured(
 def test_where_no_memory_is_left_nothing_is_measured(
     stack_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measure, "in_memory", lambda folder: True)
-    monkeypatch.setattr(measure, "memory_left", lambda: 0)
-    assert commands.run(["bench", "-c", str(stack_file), *SMALL]) == 1
+    monkeypatch.setattr(memory_limits, "in_memory", lambda folder: True)
+    monkeypatch.setattr(memory_limits, "memory_left", lambda: 0)
+    assert app.run(["bench", "-c", str(stack_file), *SMALL]) == 1
     assert "too little free room" in capsys.readouterr().err
 
 
@@ -196,13 +204,13 @@ class TestAStoreInUse:
     ) -> None:
         """For want of room, or by Ctrl-C as of a bucket, beside which no folder is made."""
 
-        def begin(settings: object, room: int) -> None:
-            if ended_by is KeyboardInterrupt:
-                signal.raise_signal(signal.SIGINT)
-            else:
+        def begin(*_: object) -> AbstractContextManager[Path]:
+            if ended_by is not KeyboardInterrupt:
                 raise OSError(errno.ENOSPC, "No space left on device")
+            signal.raise_signal(signal.SIGINT)
+            return nullcontext(tmp_path / "own")
 
-        monkeypatch.setattr(measure, "_folder_beside", begin)
+        monkeypatch.setattr("kvtier.core.inspection.inspector.folder_beside", begin)
         config = load(stack_file)
         with (
             pytest.raises(ended_by),
@@ -241,16 +249,21 @@ def test_interrupted_while_a_store_is_down_it_does_not_go_on(
 PACKAGE = """
 from pathlib import Path
 from kvtier.backends.memory import MemoryBackend, MemorySettings
+from kvtier.core.inspection import Inspector
 class Cave(MemorySettings, frozen=True, kw_only=True, tag="cave"):
     url: str
 class Chest(MemorySettings, frozen=True, kw_only=True, tag="chest"):
     path: Path
 class CaveBackend(MemoryBackend):
     kind, settings, host = "cave", Cave, False
+    def open_inspector(self, settings, context):
+        return Inspector(self, settings, context)
     def open_tier(self, settings, context):
         raise AssertionError("what is there is left alone")
 class ChestBackend(MemoryBackend):
     kind, settings, host = "chest", Chest, False
+    def open_inspector(self, settings, context):
+        return Inspector(self, settings, context)
     def open_tier(self, settings, context):
         assert list(settings.path.iterdir()) == []
         return super().open_tier(settings, context)

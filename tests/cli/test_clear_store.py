@@ -11,20 +11,22 @@ from typing import Any
 
 import pytest
 
+from kvtier.backends.object.inspection import inspector, proofs, store_access
+from kvtier.backends.object.inspection.deletion import empty_store, remove_namespace
 from kvtier.backends.object.object_names import block_name, description_name
+from kvtier.backends.object.settings import ObjectSettings
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo
-from kvtier.cli import commands, look_objects
-from kvtier.cli.blocks import blocks_of
-from kvtier.cli.holdings import look
-from kvtier.cli.look_objects import empty_store, remove_namespace
+from kvtier.cli import app
+from kvtier.cli.inspection.inspectors import ConsoleReporter, look
 from kvtier.config import load
-from kvtier.core.settings import TierSettings
+from kvtier.core.inspection import Depth
 from kvtier.errors import MediumError
 from kvtier.testing.records import GROUPED, NAMESPACE, make_keys
 
 BLOCKS = 2500
+WATCH = ConsoleReporter()
 AT_ONCE = 100
 
 
@@ -71,7 +73,7 @@ class Counting(FileStore):
 
 
 @pytest.fixture
-def settings(stack_file: Path, tmp_path: Path) -> TierSettings:
+def settings(stack_file: Path, tmp_path: Path) -> ObjectSettings:
     url = f"file://{tmp_path}/store"
     stack_file.write_text(
         f'{stack_file.read_text()}  - {{kind: object, capacity: 64MiB, url: "{url}"}}\n'
@@ -80,13 +82,16 @@ def settings(stack_file: Path, tmp_path: Path) -> TierSettings:
         path = tmp_path / "store" / block_name(NAMESPACE.id, key)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    return load(stack_file).tiers[2]
+    found = load(stack_file).tiers[2]
+    assert isinstance(found, ObjectSettings)
+    return found
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
     store = Counting(tmp_path / "store")
-    monkeypatch.setattr(look_objects, "open_for", lambda settings: store)
+    for module in (inspector, proofs, store_access):
+        monkeypatch.setattr(module, "open_for", lambda settings: store)
     return store
 
 
@@ -95,34 +100,34 @@ def files(root: Path) -> int:
 
 
 def test_no_more_names_are_held_than_are_deleted_at_once(
-    settings: TierSettings, store: Counting
+    settings: ObjectSettings, store: Counting
 ) -> None:
-    remove_namespace(settings, NAMESPACE.id)
+    remove_namespace(settings, NAMESPACE.id, WATCH)
     assert files(store.root) == 0
     assert store.most <= AT_ONCE
 
 
 @pytest.mark.slow
 def test_a_store_that_goes_on_by_number_is_emptied_too(
-    settings: TierSettings, store: Counting
+    settings: ObjectSettings, store: Counting
 ) -> None:
     store.by_number = True
-    remove_namespace(settings, NAMESPACE.id)
+    remove_namespace(settings, NAMESPACE.id, WATCH)
     assert files(store.root) == 0
 
 
-def test_what_is_protected_stays_and_is_said(settings: TierSettings, store: Counting) -> None:
+def test_what_is_protected_stays_and_is_said(settings: ObjectSettings, store: Counting) -> None:
     store.protected = block_name(NAMESPACE.id, make_keys(1)[0])
     with pytest.raises(
         MediumError, match=f"kept some .* {NAMESPACE.id}: it is protected; see kvtier"
     ):
-        remove_namespace(settings, NAMESPACE.id)
+        remove_namespace(settings, NAMESPACE.id, WATCH)
     assert files(store.root) == 1
 
 
 @pytest.mark.slow
 def test_somebody_who_goes_on_writing_is_not_waited_for(
-    settings: TierSettings, store: Counting, monkeypatch: pytest.MonkeyPatch
+    settings: ObjectSettings, store: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = block_name(NAMESPACE.id, make_keys(1)[0])
 
@@ -132,17 +137,17 @@ def test_somebody_who_goes_on_writing_is_not_waited_for(
         return {}
 
     monkeypatch.setattr(store, "delete", delete)
-    empty_store(settings)
+    empty_store(settings, WATCH)
     assert files(store.root) == 1
 
 
 def test_blocks_are_counted_and_not_kept(
-    settings: TierSettings, store: Counting, stack_file: Path
+    settings: ObjectSettings, store: Counting, stack_file: Path
 ) -> None:
     place = look(load(stack_file), 2)[0]
-    assert [part.blocks for part in place.parts] == [BLOCKS]
+    assert [part.blocks for part in place.contents.parts] == [BLOCKS]
     counted = store.listed
-    assert next(blocks_of(place)).key in make_keys(BLOCKS)
+    assert next(place.blocks()).key in make_keys(BLOCKS)
     assert store.listed == counted + 1
 
 
@@ -150,11 +155,11 @@ def test_blocks_are_counted_and_not_kept(
 def test_gc_lists_a_store_once_unless_it_looks_for_what_is_idle(
     words: list[str],
     times: int,
-    settings: TierSettings,
+    settings: ObjectSettings,
     store: Counting,
     stack_file: Path,
 ) -> None:
-    assert commands.run(["gc", "--dry-run", "--config", str(stack_file), *words]) == 0
+    assert app.run(["gc", "--dry-run", "--config", str(stack_file), *words]) == 0
     assert times * BLOCKS <= store.listed < times * BLOCKS + 20
 
 
@@ -167,26 +172,26 @@ def test_gc_lists_a_store_once_unless_it_looks_for_what_is_idle(
     ],
 )
 def test_nothing_is_listed_that_is_not_asked_for(
-    words: list[str], code: int, settings: TierSettings, store: Counting, stack_file: Path
+    words: list[str], code: int, settings: ObjectSettings, store: Counting, stack_file: Path
 ) -> None:
-    assert commands.run([*words, "--config", str(stack_file)]) == code
+    assert app.run([*words, "--config", str(stack_file)]) == code
     assert store.listed < 20
 
 
 def test_a_store_that_is_lost_while_it_is_looked_through_is_said(
-    settings: TierSettings, store: Counting, stack_file: Path, capsys: pytest.CaptureFixture[str]
+    settings: ObjectSettings, store: Counting, stack_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.lost_after = 2 * BLOCKS - 1  # it is listed to count, and to check
-    assert commands.run(["verify", "--config", str(stack_file), "--json"]) == 1
+    assert app.run(["verify", "--config", str(stack_file), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["counts"]["bad"] == BLOCKS - 1
     assert "it is away" in found["troubles"][0]
 
 
-@pytest.mark.parametrize("count", [True, False])
+@pytest.mark.parametrize("depth", [Depth.COUNTED, Depth.NAMES])
 def test_what_tells_of_one_namespace_and_cannot_be_read_hides_not_what_tells_of_another(
-    count: bool,
-    settings: TierSettings,
+    depth: Depth,
+    settings: ObjectSettings,
     store: Counting,
     stack_file: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -203,33 +208,33 @@ def test_what_tells_of_one_namespace_and_cannot_be_read_hides_not_what_tells_of_
         return read(name, *words, **named)
 
     monkeypatch.setattr(store, "get", get)
-    (place,) = look(load(stack_file), 2, count=count)
-    assert {part.namespace for part in place.parts} == {closed.id, other.id}
-    assert place.namespaces == {other.id: other}
-    assert "it is away" in place.troubles[0]
+    (place,) = look(load(stack_file), 2, depth)
+    assert {part.namespace for part in place.contents.parts} == {closed.id, other.id}
+    assert place.contents.namespaces == {other.id: other}
+    assert "it is away" in place.contents.troubles[0]
 
 
 def test_gc_says_what_to_do_about_a_store_that_is_lost_meanwhile(
-    settings: TierSettings, store: Counting, stack_file: Path, capsys: pytest.CaptureFixture[str]
+    settings: ObjectSettings, store: Counting, stack_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.lost_after = 5
-    assert commands.run(["gc", "--config", str(stack_file)]) == 1
+    assert app.run(["gc", "--config", str(stack_file)]) == 1
     said = "kvtier: it is away; see that the store is running, and kvtier doctor\n"
     assert capsys.readouterr().err == said
 
 
 def test_what_is_not_kvtiers_stays_and_what_is_a_newer_ones_with_its_description(
-    settings: TierSettings, store: Counting, capsys: pytest.CaptureFixture[str]
+    settings: ObjectSettings, store: Counting, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours = [f"{NAMESPACE.id}/manifest/{1:016x}-{0:010d}", f"{NAMESPACE.id}/uses/{1:016x}-{0:010d}"]
     description = f"{NAMESPACE.id}/namespace.json"
     others = [f"{NAMESPACE.id}/my-notes.txt", f"{NAMESPACE.id}/sketches/{1:016x}.v2"]
     for name in (description, *ours, *others):
         store.put(name, [memoryview(b"x")])
-    remove_namespace(settings, NAMESPACE.id)
+    remove_namespace(settings, NAMESPACE.id, WATCH)
     assert [info.name for info in store.list()] == sorted([description, *others])
     assert "2 objects below" in capsys.readouterr().err
     store.delete(others)
-    remove_namespace(settings, NAMESPACE.id)
+    remove_namespace(settings, NAMESPACE.id, WATCH)
     assert files(store.root) == 0
     assert capsys.readouterr().err == ""

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import Hold, command, run, served
+from cli_world import Hold, command, every_kind, run, served
 
 from kvtier import Stack
 from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.cli.console import Progress
-from kvtier.cli.copying import Copied, Pace, Sink, open_sink
-from kvtier.cli.reader import Reader
+from kvtier.cli.copying.pace import Pace
+from kvtier.cli.copying.reader import Reader
+from kvtier.cli.copying.report import Copied
+from kvtier.cli.copying.sink import Sink, open_sink
+from kvtier.cli.inspection.inspectors import inspector_of
 from kvtier.config import load
 from kvtier.core.records.record import HEADER_BYTES, Buffer
 from kvtier.core.slab import layout
@@ -50,7 +53,10 @@ with Stack.open(Path(sys.argv[1]), NAMESPACE) as stack:
 
 
 # The command line, but that it waits for room however long others take to make it.
-PATIENT = "from kvtier.cli import copying, main; copying._ROOM_S = 300.0; main.main()"
+PATIENT = (
+    "from kvtier.cli import main; from kvtier.cli.copying import sink; sink._ROOM_S = 300.0; "
+    "main.main()"
+)
 
 
 def patiently(*args: object) -> subprocess.Popen[str]:
@@ -69,11 +75,13 @@ def fill_up(engine: Stack) -> None:
 
 
 class TestPrewarm:
+    @every_kind
     def test_from_another_stack(self, filled: Path, fresh: Path) -> None:
         (report,) = run("prewarm", "-c", fresh, "--from", filled)["namespaces"]
         assert (report["asked"], report["copied"]) == (BLOCKS, BLOCKS)
         assert served(fresh) == BLOCKS
 
+    @every_kind
     def test_again_there_is_nothing_to_do(self, filled: Path, fresh: Path) -> None:
         run("prewarm", "-c", fresh, "--from", filled)
         (report,) = run("prewarm", "-c", fresh, "--from", filled)["namespaces"]
@@ -136,6 +144,7 @@ class TestPrewarm:
         assert (engine.returncode, done.code) == (0, 1), done.out
         assert "stop the engine meanwhile" in done.err
 
+    @every_kind
     def test_from_a_stack_in_use(self, stack_file: Path, fresh: Path, hold: Hold) -> None:
         engine = hold(stack_file)
         assert run("prewarm", "-c", fresh, "--from", stack_file)["ok"]
@@ -154,6 +163,7 @@ class TestPrewarm:
         assert "stop its engine" in done.err
         assert len(list((fresh.parent / "host").glob("*~2.region"))) <= 1
 
+    @every_kind
     def test_the_newest_until_a_size(self, filled: Path, fresh: Path) -> None:
         (report,) = run("prewarm", "-c", fresh, "--from", filled, "--size", "40KiB")["namespaces"]
         assert report["asked"] == report["copied"] == 3
@@ -211,6 +221,7 @@ class TestPrewarm:
         run("prewarm", "-c", fresh, "--from", filled, "--into", "cpu", "-n", NAMESPACE.id)
         assert served(fresh) == BLOCKS
 
+    @every_kind
     def test_groups_and_parts(self, stack_file: Path, fresh: Path) -> None:
         wanted = {
             key: payload(key, GROUPED) for group in range(4) for key in make_keys(4, group=group)
@@ -232,11 +243,13 @@ class TestPrewarm:
         assert (report["copied"], report["bad"]) == (BLOCKS - 1, 1)
         assert served(fresh) == BLOCKS - 1
 
+    @every_kind
     def test_no_more_than_there_is_room_for(self, filled: Path, fresh: Path) -> None:
         fresh.write_text(fresh.read_text().replace("16MiB", "88KiB"))
         (report,) = run("prewarm", "-c", fresh, "--from", filled)["namespaces"]
         assert 0 < report["asked"] == report["copied"] < BLOCKS
 
+    @every_kind
     def test_what_is_there_does_not_make_room_for_the_rest(self, filled: Path, fresh: Path) -> None:
         """Some are there, in a full tier, and of all in it the longest unused."""
         fresh.write_text(fresh.read_text().replace("16MiB", "256KiB"))
@@ -269,7 +282,7 @@ def test_what_cannot_be_read_is_tried_once(fresh: Path, monkeypatch: pytest.Monk
         NvmeTier, "prepare_store", lambda tier, keys, *, evict: take(tier, keys[:4], evict=evict)
     )
     result = Copied(NAMESPACE.id)
-    with open_sink(load(fresh), 1, NAMESPACE, Gone(), Pace(None)) as sink:
+    with open_sink(inspector_of(load(fresh), 1).filling(), NAMESPACE, Gone(), Pace(None)) as sink:
         sink.fill([(make_keys(100), list(range(100)))], result, Progress("", 0, ""))
     assert (result.unread, result.bad, result.copied, result.not_stored) == (100, 0, 0, 0)
 
@@ -293,7 +306,7 @@ def test_what_is_lost_again_before_the_end_is_not_called_stored(fresh: Path) -> 
             sink._settle(result, bar)
         sink._tier.forget(keys[:3])
 
-    with open_sink(load(fresh), 1, NAMESPACE, Good(), Pace(None)) as sink:
+    with open_sink(inspector_of(load(fresh), 1).filling(), NAMESPACE, Good(), Pace(None)) as sink:
         sink.fill(pieces(sink), result, bar)
     assert (result.copied, result.not_stored) == (5, 3)
     assert result.bytes == sum(len(payload(key)) for key in keys[3:])
@@ -360,7 +373,7 @@ class TestPace:
 
         result = Copied("")
         pace = Pace(rate, clock.sleep, clock)
-        with open_sink(load(fresh), 1, NAMESPACE, Source(), pace) as sink:
+        with open_sink(inspector_of(load(fresh), 1).filling(), NAMESPACE, Source(), pace) as sink:
             pieces = [
                 (keys[at : at + sink.piece], list(range(at, min(count, at + sink.piece))))
                 for at in range(0, count, sink.piece)
@@ -371,6 +384,7 @@ class TestPace:
 
 
 class TestSnapshots:
+    @every_kind
     def test_out_and_back(self, filled: Path, fresh: Path, tmp_path: Path) -> None:
         store = f"file://{tmp_path}/snapshot"
         (report,) = run("snapshot", "-c", filled, "--to", store)["namespaces"]
@@ -389,6 +403,7 @@ class TestSnapshots:
         assert run("du", "-c", fresh, "--tier", "nvme")[0]["blocks"] == 0
         assert served(fresh) == BLOCKS
 
+    @every_kind
     def test_of_a_running_stack(self, stack_file: Path, tmp_path: Path, hold: Hold) -> None:
         engine = hold(stack_file)
         run("snapshot", "-c", stack_file, "--to", f"file://{tmp_path}/snapshot")

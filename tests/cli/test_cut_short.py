@@ -13,7 +13,7 @@ import object_servers
 import pytest
 from cli_world import KVTIER, STACK, Hold, command, run
 
-from kvtier.cli.holdings import look
+from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
 from kvtier.core.slab.layout import RESERVED
 from kvtier.testing.records import NAMESPACE
@@ -29,7 +29,7 @@ HELD = """
 import sys, time
 from pathlib import Path
 from kvtier.cli import main
-from kvtier.cli.copying import Pace
+from kvtier.cli.copying.pace import Pace
 going_on, left = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
 spend = Pace.spend
 def spend_or_wait(pace, size):
@@ -64,8 +64,8 @@ def stack(request: pytest.FixtureRequest, tmp_path: Path, hold: Hold) -> Path:
 
 def arrived(stack: Path) -> int:
     """How many blocks are there for anybody to see."""
-    (place,) = look(load(stack), 1)
-    return sum(part.blocks for part in place.parts)
+    (nvme,) = look(load(stack), 1)
+    return sum(part.blocks for part in nvme.contents.parts)
 
 
 def start(stack: Path, known: int = 0) -> subprocess.Popen[str]:
@@ -127,10 +127,10 @@ def test_interrupted(stack: Path, blocks: int, number: int) -> None:
     assert f"kvtier: interrupted: {arrived(stack)} blocks" in said
     assert "run it again" in said
     assert len(said.splitlines()) == 1
-    (place,) = look(load(stack), 1)
-    assert not place.troubles
-    assert all((slab.entries()["state"] != RESERVED).all() for slab in place.slabs)
-    assert not any(slab.in_use for slab in place.slabs)
+    (nvme,) = look(load(stack), 1)
+    assert not nvme.contents.troubles
+    assert all((slab.entries()["state"] != RESERVED).all() for slab in nvme.slabs)
+    assert not any(slab.in_use for slab in nvme.slabs)
     finishes(stack, arrived(stack))
 
 
@@ -182,7 +182,10 @@ def test_who_waits_for_another_can_be_interrupted(stack: Path) -> None:
 
 
 # The command line, but that it takes a stopped command for stopped as soon as it sees it.
-AT_ONCE = "from kvtier.cli import hold, main; hold._STOPPED_S = 0.0; main.main()"
+AT_ONCE = (
+    "from kvtier.backends.nvme.inspection import offline_locks; offline_locks._STOPPED_S = 0.0; "
+    "from kvtier.cli import main; main.main()"
+)
 
 
 @pytest.mark.parametrize("stack", ["folder"], indirect=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.main import ENDING
+from kvtier.cli.signals import ENDING
 from kvtier.vllm.serving.server_process import Server
 
 # Like vLLM's: shared memory and a semaphore that have names, and a child that has them, too.
@@ -52,7 +52,7 @@ def test_a_killed_server_leaves_nothing(tmp_path: Path) -> None:
 
 DEAF = """
 import contextlib, os, signal, sys
-from kvtier.cli.demo import _ending_in_order
+from kvtier.cli.commands.demo import _ending_in_order
 
 class Finalizer:
     def __del__(self):

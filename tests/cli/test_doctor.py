@@ -5,20 +5,24 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_world import command
 
-from kvtier.backends.cpu import huge_page_support, memory_limits
+from kvtier.backends.cpu import huge_page_support
 from kvtier.backends.object.client import deletes
+from kvtier.backends.object.inspection import checks as check_store
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.cli import check_store, checks
-from kvtier.cli.checks import Level, check_machine, check_order, check_tier
-from kvtier.config import load
+from kvtier.cli.inspection import machine_checks as checks
+from kvtier.cli.inspection.inspectors import inspector_of
+from kvtier.cli.inspection.machine_checks import check_gds, check_machine, check_order
+from kvtier.config import StackConfig, load
+from kvtier.core.inspection import Finding, Level
+from kvtier.core.system import memory_limits as room
 from kvtier.core.system.disk import Disk
 from kvtier.core.system.mounts import mounted
 from kvtier.core.system.numa import Topology
@@ -33,6 +37,11 @@ def run(stack_file: Path, *args: str, code: int = 0) -> Any:
 def run_gc(stack_file: Path) -> list[Any]:
     found: list[Any] = json.loads(command("gc", "-c", stack_file, "--json").out)["found"]
     return found
+
+
+def check_tier(config: StackConfig, tier: int) -> Generator[Finding]:
+    yield from inspector_of(config, tier).checks()
+    yield from check_gds(config, tier)
 
 
 def levels(stack_file: Path, tier: int) -> dict[str, Level]:
@@ -87,9 +96,9 @@ def test_host_memory_on_a_disk_is_said(stack_file: Path) -> None:
 def test_memory_that_is_not_there_is_missed_before_an_engine_does(
     stack_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_limits, "in_memory", lambda folder: True)
+    monkeypatch.setattr(room, "in_memory", lambda folder: True)
     assert not any("does not fit" in what for what in levels(stack_file, 0))
-    monkeypatch.setattr(memory_limits, "memory_left", lambda: 1 << 20)
+    monkeypatch.setattr(room, "memory_left", lambda: 1 << 20)
     warned = [what for what, level in levels(stack_file, 0).items() if level is Level.WARN]
     assert any("only 1 MiB of memory: the region does not fit" in what for what in warned)
 

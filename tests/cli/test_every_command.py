@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from cli_world import Hold, command
+from cli_world import Hold, command, every_kind
 
 from kvtier import Stack
 from kvtier.testing.records import NAMESPACE, make_keys, payload
@@ -65,6 +65,7 @@ def test_no_file_named(words: list[str]) -> None:
 
 
 @every
+@every_kind
 def test_an_empty_stack(words: list[str], stack_file: Path, tmp_path: Path) -> None:
     before = files(tmp_path)
     done = command(*words, "-c", stack_file)
@@ -78,6 +79,7 @@ def test_an_empty_stack(words: list[str], stack_file: Path, tmp_path: Path) -> N
 
 
 @every
+@every_kind
 def test_a_stack_in_use_goes_on_undisturbed(words: list[str], stack_file: Path, hold: Hold) -> None:
     engine = hold(stack_file)
     done = command(*words, "-c", stack_file)
@@ -87,6 +89,7 @@ def test_a_stack_in_use_goes_on_undisturbed(words: list[str], stack_file: Path, 
 
 
 @every_look
+@every_kind
 def test_looking_changes_nothing(words: list[str], filled: Path, tmp_path: Path) -> None:
     before = files(tmp_path)
     done = command(*words, "-c", filled)
@@ -162,6 +165,7 @@ def test_slabs_of_a_newer_version(words: list[str], filled: Path, tmp_path: Path
 
 
 @every
+@every_kind
 def test_forty_columns(words: list[str], filled: Path) -> None:
     done = command(*words, "-c", filled, columns=40)
     assert (done.code, done.err) == (0, "")
@@ -198,6 +202,7 @@ def test_a_tier_takes_a_line_of_a_terminal(filled: Path) -> None:
 
 
 @every
+@every_kind
 def test_json(words: list[str], filled: Path) -> None:
     done = command(*words, "-c", filled, "--json")
     assert (done.code, done.err) == (0, "")

@@ -15,9 +15,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli_world import KVTIER, STACK, Done, Hold, command, fill
+from cli_world import KVTIER, Done, Hold, command, every_kind, fill, stack_text
 
-from kvtier.cli import commands
+from kvtier.cli import app
 from kvtier.core.slab import layout
 from kvtier.testing.records import NAMESPACE
 
@@ -84,13 +84,15 @@ OF_NEWER = FINE | dict.fromkeys(
 )
 OF_NEWER["explain"] = NEWER
 every = pytest.mark.parametrize("deed", DEEDS)
+IN_USE_BY_ONE = IN_USE | dict.fromkeys(["prewarm into", "restore", "import"], (1, "cannot use"))
+"""Of a medium that one process at a time may use."""
 
 
 class Scene:
     """A stack with blocks in it, and beside it what the commands need."""
 
-    def __init__(self, folder: Path, stack: Path) -> None:
-        self.folder, self.stack = folder, stack
+    def __init__(self, folder: Path, stack: Path, kind: str) -> None:
+        self.folder, self.stack, self.kind = folder, stack, kind
         self.good, self.empty = self.another("good"), self.another("empty")
 
     @property
@@ -102,7 +104,7 @@ class Scene:
         (home / "host").mkdir(parents=True)
         (home / "disk").mkdir()
         path = home / "stack.yaml"
-        path.write_text(STACK.format(host=home / "host", blocks=home / "disk" / "blocks"))
+        path.write_text(stack_text(home / "host", home / "disk" / "blocks", self.kind))
         return path
 
     def words(self, deed: str) -> list[str]:
@@ -113,14 +115,14 @@ class Scene:
         """In this process, because there are many; a traceback would fail the test."""
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = commands.run(self.words(deed))
+            code = app.run(self.words(deed))
         return Done(code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture
-def scene(stack_file: Path, tmp_path: Path) -> Scene:
+def scene(stack_file: Path, tmp_path: Path, second_tier: str) -> Scene:
     """The stack itself is empty."""
-    scene = Scene(tmp_path, stack_file)
+    scene = Scene(tmp_path, stack_file, second_tier)
     fill(scene.good)
     (tmp_path / "prompt.jsonl").write_text(json.dumps({"tokens": list(range(600))}))
     config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 64}
@@ -130,7 +132,7 @@ def scene(stack_file: Path, tmp_path: Path) -> Scene:
         ["export", tmp_path / "blocks.kvpack"],
         ["snapshot", "--to", f"file://{tmp_path}/store"],
     ):
-        assert commands.run([*map(str, words), "-c", str(scene.good)]) == 0
+        assert app.run([*map(str, words), "-c", str(scene.good)]) == 0
     return scene
 
 
@@ -154,14 +156,16 @@ def state(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @every
+@every_kind
 def test_an_empty_stack(deed: str, scene: Scene) -> None:
     check(scene.run(deed), EMPTY[deed])
 
 
 @every
+@every_kind
 def test_a_stack_in_use_goes_on_undisturbed(deed: str, scene: Scene, hold: Hold) -> None:
     engine = hold(scene.stack)
-    check(scene.run(deed), IN_USE[deed])
+    check(scene.run(deed), (IN_USE if scene.kind == "nvme" else IN_USE_BY_ONE)[deed])
     engine.communicate("check\n")
     assert engine.returncode == 0
 
@@ -239,6 +243,7 @@ def test_what_is_newer_stays_beside_what_is_cleared(stocked: Scene) -> None:
 
 
 @every
+@every_kind
 def test_forty_columns(deed: str, stocked: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     done = stocked.run(deed)

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from cli_world import STACK, command, run
+from cli_world import STACK, command, every_kind, run
 
 from kvtier import Stack
-from kvtier.cli import commands, explain, look_objects
+from kvtier.backends.object.inspection import inspector, store_survey
+from kvtier.cli import app
+from kvtier.cli.commands import explain
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.testing.records import payload
 from kvtier.types import BlockKey, Namespace, block_key
@@ -204,6 +206,7 @@ class TestPrompts:
 
 
 class TestExplain:
+    @every_kind
     def test_a_prompt_that_hits_in_part(self, stack_file: Path, prompt_file: Path) -> None:
         store(stack_file, ENGINE, 4)
         report = run("explain", prompt_file, "-c", stack_file)
@@ -380,14 +383,15 @@ def test_each_namespace_is_searched_in_its_own_blocks(
     for number in range(4):
         store(stack_file, Namespace(facts=FACTS | {"dtype": f"{number}"}, group_bytes=(4096,)), 5)
     looked: Counter[str] = Counter()
-    parse = look_objects.parse_block
+    parse = store_survey.parse_block
 
     def count(name: str) -> tuple[str, BlockKey, int] | None:
         looked[name] += 1
         return parse(name)
 
-    monkeypatch.setattr(look_objects, "parse_block", count)
-    assert commands.run(["explain", str(prompt_file), "-c", str(stack_file), "--json"]) == 0
+    for module in (inspector, store_survey):
+        monkeypatch.setattr(module, "parse_block", count)
+    assert app.run(["explain", str(prompt_file), "-c", str(stack_file), "--json"]) == 0
     assert [each["hits"] for each in json.loads(capsys.readouterr().out)["answers"]] == [5] * 4
     assert max(looked.values()) == 2, "in the listing, and for its own namespace"
 
@@ -401,12 +405,12 @@ def test_of_a_large_store_single_blocks_are_asked_for(
     )
     store(stack_file, Namespace(facts=FACTS, group_bytes=(4096,)), 5)
     listed: list[str] = []
-    prefix = look_objects.blocks_prefix
+    prefix = inspector.blocks_prefix
     monkeypatch.setattr(
-        look_objects, "blocks_prefix", lambda *words: listed.append(words[1]) or prefix(*words)
+        inspector, "blocks_prefix", lambda *words: listed.append(words[1]) or prefix(*words)
     )
     monkeypatch.setattr(explain, "_LISTED_AT_ONCE", 0)
-    assert commands.run(["explain", str(prompt_file), "-c", str(stack_file)]) == 0
+    assert app.run(["explain", str(prompt_file), "-c", str(stack_file)]) == 0
     assert len(listed) > 1
     assert all(len(key) == 2 * 36 for key in listed)
 

@@ -16,8 +16,8 @@ from cli_world import command
 
 from kvtier.backends.object.housekeeping.use_counts import Uses
 from kvtier.backends.object.stores.errors import StoreError
-from kvtier.cli import commands
-from kvtier.cli.pack import PackWriter
+from kvtier.cli import app
+from kvtier.cli.copying.pack_files import PackWriter
 from kvtier.core.records.record import record_bytes
 from kvtier.core.slab.layout import TABLE_AT
 from kvtier.testing.records import NAMESPACE
@@ -43,7 +43,7 @@ def read_only_lock(filled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_clear_goes_on_with_the_rest(
     read_only_lock: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert commands.run(["clear", "--yes", "--json", "-c", str(read_only_lock)]) == 1
+    assert app.run(["clear", "--yes", "--json", "-c", str(read_only_lock)]) == 1
     out, err = capsys.readouterr()
     cleared = json.loads(out)
     assert [(each["kind"], bool(each["kept"])) for each in cleared] == [
@@ -55,7 +55,7 @@ def test_clear_goes_on_with_the_rest(
 
 def test_gc_goes_on_with_the_rest(read_only_lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["gc", "--idle", "0s", "-c", str(read_only_lock)]
-    assert commands.run([*args, "--json"]) == 1
+    assert app.run([*args, "--json"]) == 1
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert [(Path(row["where"]).suffix, row["removed"]) for row in report["found"]] == [
@@ -72,8 +72,8 @@ def test_gc_says_what_it_removed_before_something_could_not_be_looked_at(
     def unreadable(*_: object) -> Any:
         raise OSError(errno.EIO, os.strerror(errno.EIO), "blocks")
 
-    monkeypatch.setattr("kvtier.cli.rubbish._of_folder", unreadable)
-    assert commands.run(["gc", "--idle", "0s", "-c", str(filled)]) == 1
+    monkeypatch.setattr("kvtier.backends.nvme.inspection.inspector.find_garbage", unreadable)
+    assert app.run(["gc", "--idle", "0s", "-c", str(filled)]) == 1
     out, err = capsys.readouterr()
     assert "1 was removed" in out
     assert "blocks: Input/output error" in err
@@ -94,7 +94,7 @@ def test_a_table_that_its_disk_does_not_give_hides_no_other_tier(
         return read(fd, size, at)
 
     monkeypatch.setattr(os, "pread", read_all_but_entries)
-    assert commands.run([*words, "--json", "--config", str(filled)]) == 1
+    assert app.run([*words, "--json", "--config", str(filled)]) == 1
     out, err = capsys.readouterr()
     tables = [*(filled.parent / "disk").rglob("*.table")]
     assert [f"kvtier: {each}: {FAILING}" for each in sorted(tables)] == err.splitlines()
@@ -122,7 +122,7 @@ def test_nor_is_one_in_a_damaged_file_system(
         return read(fd, size, at)
 
     monkeypatch.setattr(os, "pread", read_no_table)
-    assert commands.run(["ls", "-c", str(filled)]) == 1
+    assert app.run(["ls", "-c", str(filled)]) == 1
     err = capsys.readouterr().err
     assert f".table: {os.strerror(number)}; " in err
     assert "remove it" not in err
@@ -138,7 +138,7 @@ def test_a_copy_is_whole_without_its_statistics(
         raise StoreError("no room: free some")
 
     monkeypatch.setattr(Uses, "carry", full)
-    assert commands.run(["snapshot", "-c", str(filled), "--to", f"file://{tmp_path}/s"]) == 0
+    assert app.run(["snapshot", "-c", str(filled), "--to", f"file://{tmp_path}/s"]) == 0
     out, err = capsys.readouterr()
     assert NAMESPACE.id[:12] in out
     assert "did not come along: no room: free some" in err

@@ -12,8 +12,9 @@ import xxhash
 from cli_world import command, run
 
 from kvtier import Stack
-from kvtier.cli import commands, look_objects
-from kvtier.cli.ls import layout_of
+from kvtier.backends.object.inspection import inspector, store_survey
+from kvtier.cli import app
+from kvtier.cli.commands.ls import layout_of
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey, Namespace
 
@@ -204,13 +205,13 @@ def test_counts_are_read_only_where_they_are_shown(
     words: list[str], used: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stack = with_store(used, tmp_path / "store")
-    assert commands.run(["snapshot", "-c", str(stack)]) == 0
+    assert app.run(["snapshot", "-c", str(stack)]) == 0
     read: list[str] = []
-    monkeypatch.setattr(look_objects, "used_blocks", lambda store, _: read.append("listed"))
-    monkeypatch.setattr(look_objects, "count_uses", lambda store, *_: read.append("counted"))
-    assert commands.run([*words, "-c", str(stack)]) == 0
+    monkeypatch.setattr(store_survey, "used_blocks", lambda store, _: read.append("listed"))
+    monkeypatch.setattr(store_survey, "count_uses", lambda store, *_: read.append("counted"))
+    assert app.run([*words, "-c", str(stack)]) == 0
     assert not read
-    assert commands.run(["ls", "-c", str(stack)]) == 0
+    assert app.run(["ls", "-c", str(stack)]) == 0
     assert read == ["listed"]
 
 
@@ -231,14 +232,15 @@ def test_objects_are_looked_at_once_however_many_namespaces_there_are(
             assert stack.settle()
             stack.load(KEYS[:1])
     looked: list[str] = []
-    parse = look_objects.parse_block
+    parse = store_survey.parse_block
 
     def count(name: str) -> tuple[str, BlockKey, int] | None:
         looked.append(name)
         return parse(name)
 
-    monkeypatch.setattr(look_objects, "parse_block", count)
-    assert commands.run([*words, "-c", str(stack_file), "--tier", "object", "--json"]) == 0
+    for module in (inspector, store_survey):
+        monkeypatch.setattr(module, "parse_block", count)
+    assert app.run([*words, "-c", str(stack_file), "--tier", "object", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     parts = (found if words == ["ls"] else found[0])["namespaces"]
     assert [(part["blocks"], part["hits"]) for part in parts] == [(8, 1)] * 4

@@ -11,14 +11,16 @@ import pytest
 from cli_world import Hold, served
 
 from kvtier import Stack
+from kvtier.backends.cpu.inspection import garbage as cpu_garbage
 from kvtier.backends.nvme.folder.files import hold_owner
-from kvtier.cli import blocks, gc, rubbish
-from kvtier.cli.blocks import Block, Proof, Prover, blocks_of
-from kvtier.cli.hold import has_owner_now, holding
-from kvtier.cli.holdings import BENCH_MARK, look
-from kvtier.cli.repair import quarantine, remove_broken
+from kvtier.backends.nvme.inspection.offline_locks import has_owner_now
+from kvtier.cli.commands import gc
+from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
-from kvtier.core.slab import layout
+from kvtier.core.inspection import Garbage, Proof
+from kvtier.core.inspection.measuring import BENCH_MARK, holding
+from kvtier.core.slab import layout, slab_files
+from kvtier.core.slab.slab_files import SlabBlock
 from kvtier.errors import MediumInUse
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 
@@ -27,8 +29,8 @@ class TestAnEngineCameMeanwhile:
     def test_slabs_that_were_taken_over_stay(self, filled: Path, hold: Hold) -> None:
         config = load(filled)
         (nvme,) = look(config, 1)
-        nvme.capacity = 0
-        beyond = list(rubbish.find(config, [nvme], None))
+        nvme.contents.capacity = 0
+        beyond = list(gc.find([nvme], None))
         assert beyond
         engine = hold(filled)
         assert not any(each.remove() for each in beyond)
@@ -39,13 +41,12 @@ class TestAnEngineCameMeanwhile:
         self, filled: Path, hold: Hold
     ) -> None:
         (nvme,) = look(load(filled), 1)
-        found = list(blocks_of(nvme))
+        found = list(nvme.blocks())
         slab = found[0].slab
-        assert slab is not None
         hold(filled)
         before = slab.table.read_bytes()
         with pytest.raises(MediumInUse):
-            quarantine(slab, found)
+            nvme.quarantine(found)
         assert slab.table.read_bytes() == before
 
     def test_a_namespace_that_was_used_meanwhile_stays(self, filled: Path, tmp_path: Path) -> None:
@@ -53,7 +54,7 @@ class TestAnEngineCameMeanwhile:
         for table in home.glob("*.table"):
             os.utime(table, (time.time() - 7200,) * 2)
         config = load(filled)
-        idle = next(iter(rubbish.find(config, look(config, 1), 3600.0)))
+        idle = next(iter(gc.find(look(config, 1), 3600.0)))
         assert idle.where == str(home)
         assert served(filled) == 8
         assert not idle.remove()
@@ -66,7 +67,7 @@ class TestAnEngineCameMeanwhile:
         region = next(tmp_path.rglob("*.region"))
         os.utime(region, (0 if idle_s is None else time.time() - 7200,) * 2)
         config = load(filled)
-        (found,) = rubbish.find(config, look(config, 0), idle_s)
+        (found,) = gc.find(look(config, 0), idle_s)
         assert found.where == str(region)
         assert served(filled) == 8
         assert not found.remove()
@@ -81,7 +82,7 @@ class TestAnEngineCameMeanwhile:
         for path in (mark, half, making):
             path.touch()
         config = load(filled)
-        found = list(rubbish.find(config, look(config, 1), None))
+        found = list(gc.find(look(config, 1), None))
         assert {each.where for each in found} == {str(mark), str(half), str(making)}
         half.with_suffix(".table").touch()
         owner = hold_owner(mark.parent, 0xDDDD)
@@ -98,7 +99,7 @@ class TestAnEngineCameMeanwhile:
         (tmp_path / "disk" / "blocks").mkdir()
         config = load(stack_file)
         places = look(config, 1) * 2  # also where two tiers lie side by side it is found once
-        (found,) = rubbish.find(config, places, None)
+        (found,) = gc.find(places, None)
         with holding(bench):
             assert not found.remove()
         assert bench.exists()
@@ -106,17 +107,16 @@ class TestAnEngineCameMeanwhile:
 
     def test_a_slot_that_was_used_again_is_not_marked(self, filled: Path) -> None:
         (nvme,) = look(load(filled), 1)
-        was, other = list(blocks_of(nvme))[:2]
-        assert was.slab is not None
+        was, other = list(nvme.blocks())[:2]
         before = was.slab.table.read_bytes()
-        assert quarantine(was.slab, [msgspec.structs.replace(was, key=other.key)]) == 0
+        assert nvme.quarantine([msgspec.structs.replace(was, key=other.key)]) == 0
         assert was.slab.table.read_bytes() == before
 
     def test_a_slab_that_is_whole_again_or_in_a_folder_in_use_is_not_removed(
         self, filled: Path, tmp_path: Path
     ) -> None:
         (place,) = look(load(filled), 1)
-        table = next(blocks_of(place)).slab.table  # type: ignore[union-attr]
+        table = next(place.blocks()).slab.table
         text = table.read_bytes()
         os.truncate(table, 100)
         (place,) = look(load(filled), 1)
@@ -124,12 +124,12 @@ class TestAnEngineCameMeanwhile:
         mark = table.parent / "owners" / "0000dddd"
         mark.touch()
         owner = hold_owner(mark.parent, 0xDDDD)
-        (left,) = remove_broken(place, "")
+        (left,) = place.remove_broken("")
         os.close(owner)
         assert "is in use" in left
         assert table.exists()
         table.write_bytes(text)
-        assert remove_broken(place, "") == []
+        assert place.remove_broken("") == []
         assert table.exists()
 
     def test_a_region_that_was_made_anew_is_not_broken(self, filled: Path, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ class TestAnEngineCameMeanwhile:
         assert place.broken == [region]
         with Stack.open(filled, NAMESPACE) as stack:
             stack.store({key: payload(key) for key in make_keys(8)})
-        remove_broken(place, "")
+        place.remove_broken("")
         assert region.exists()
         assert served(filled) == 8
 
@@ -151,9 +151,9 @@ class TestAnEngineCameMeanwhile:
         owner = tmp_path / "host" / f"kvtier-{os.getuid()}-kv-cli.owner"
         owner.touch()
         config = load(stack_file)
-        (lock,) = rubbish.find(config, look(config, 0), None)
+        (lock,) = gc.find(look(config, 0), None)
         assert lock.where == str(owner)
-        monkeypatch.setattr(rubbish, "in_use", lambda region: False)
+        monkeypatch.setattr(cpu_garbage, "in_use", lambda region: False)
         with Stack.open(stack_file, NAMESPACE):
             assert not lock.remove()
             assert owner.exists()
@@ -164,7 +164,7 @@ class TestAnEngineCameMeanwhile:
         making = tmp_path / "host" / f"kvtier-{os.getuid()}-kv-cli.making"
         making.touch()
         config = load(filled)
-        (found,) = rubbish.find(config, look(config, 0), None)
+        (found,) = gc.find(look(config, 0), None)
         assert found.where == str(making)
         with Stack.open(filled, NAMESPACE):
             assert not found.remove()
@@ -192,16 +192,16 @@ class TestASlotIsUsedAgain:
     def test_before(self, filled: Path) -> None:
         config = load(filled)
         (nvme,) = look(config, 1)
-        block = next(blocks_of(nvme))
-        assert Prover(config, {}).prove(block).proof is Proof.GOOD
+        block = next(nvme.blocks())
+        assert nvme.prover({}).prove(block).proof is Proof.GOOD
         free(block)
-        assert Prover(config, {}).prove(block).proof is Proof.GONE
+        assert nvme.prover({}).prove(block).proof is Proof.GONE
 
     def test_meanwhile(self, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         config = load(filled)
         (nvme,) = look(config, 1)
-        block = next(blocks_of(nvme))
-        read = blocks.read_file
+        block = next(nvme.blocks())
+        read = slab_files.read_file
 
         def half_written(path: Path, most: int, at: int = 0) -> bytes:
             if path.suffix == ".table":
@@ -209,8 +209,8 @@ class TestASlotIsUsedAgain:
             free(block)
             return bytes(most)
 
-        monkeypatch.setattr(blocks, "read_file", half_written)
-        assert Prover(config, {}).prove(block).proof is Proof.GONE
+        monkeypatch.setattr(slab_files, "read_file", half_written)
+        assert nvme.prover({}).prove(block).proof is Proof.GONE
 
     def test_its_table_is_cut_short(self, filled: Path) -> None:
         (nvme,) = look(load(filled), 1)
@@ -220,15 +220,14 @@ class TestASlotIsUsedAgain:
             assert len(slab.entries()) == 0
 
 
-def free(block: Block) -> None:
-    assert block.slab is not None
+def free(block: SlabBlock) -> None:
     with block.slab.table.open("r+b") as table:
         table.seek(layout.entry_at(block.slot))
         table.write(bytes([layout.FREE]))
 
 
 def test_what_is_in_use_again_is_no_success(tmp_path: Path) -> None:
-    found = [rubbish.Rubbish("a file", str(tmp_path), 5, remove=lambda: False)]
+    found = [Garbage("a file", str(tmp_path), 5, remove=lambda: False)]
     rows, refused = gc._collect(found, dry_run=False)
     assert [row.removed for row in rows] == [False]
     assert refused == ["1 of them are in use again and stay"]

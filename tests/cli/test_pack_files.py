@@ -7,13 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
-from cli_world import command, run, served
+from cli_world import command, every_kind, run, served
 
 pytestmark = pytest.mark.slow
 
 BLOCKS = 8
 
 
+@every_kind
 def test_out_and_in(filled: Path, fresh: Path, tmp_path: Path) -> None:
     file = tmp_path / "blocks.kvpack"
     (report,) = run("export", file, "-c", filled)["namespaces"]

@@ -11,8 +11,8 @@ import pytest
 from cli_world import command
 from msgspec import structs
 
-from kvtier.cli import sweep
-from kvtier.cli.outlook import Link, expect, load_seconds
+from kvtier.cli.measuring import trace_sweep as sweep
+from kvtier.cli.measuring.expectations import Link, expect, load_seconds
 from kvtier.config import load
 from kvtier.core.eviction.traces.trace import read_trace
 from kvtier.observe.kv_shape import read_shape, shape_of

@@ -17,10 +17,10 @@ import pytest
 from cli_world import STACK, Done, Hold, command, no_rights
 
 from kvtier import Stack
-from kvtier.cli import commands
-from kvtier.cli.blocks import blocks_of
-from kvtier.cli.holdings import Locked, locked_files, look
+from kvtier.cli import app
+from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
+from kvtier.core.inspection.media_files import Locked, locked_files
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Presence
 
@@ -234,7 +234,7 @@ def test_a_copy_leaves_what_others_keep_where_this_stack_only_reads(kept: Kept, 
     assert done.code == 0, done.err
     tier = ["nvme", "object"].index(kind) + 1
     (place,) = look(load(kept.stack), tier)
-    there = {block.key for block in blocks_of(place)}
+    there = {block.key for block in place.blocks()}
     assert there == {*many, *make_keys(8, start=1000)}
 
 
@@ -334,14 +334,14 @@ def test_a_stack_that_was_never_used(kept: Kept) -> None:
     finally:
         kept.out.chmod(0o700)
     assert (done.code, done.out, done.err) == (0, "nothing is stored here yet\n", "")
-    assert commands.run(["ls", "-c", str(stack)]) == 0
+    assert app.run(["ls", "-c", str(stack)]) == 0
     assert {path.name for path in kept.out.iterdir()} == {"host", "stack.yaml"}
 
 
 def test_what_goes_while_it_is_looked_at(kept: Kept) -> None:
     places = look(load(kept.stack, to_write=False))
-    assert commands.run(["clear", "--yes", "-c", str(kept.stack)]) == 0
-    assert [list(blocks_of(place)) for place in places[:2]] == [[], []]
+    assert app.run(["clear", "--yes", "-c", str(kept.stack)]) == 0
+    assert [list(place.blocks()) for place in places[:2]] == [[], []]
 
 
 def test_regions_of_namesakes_are_seen(kept: Kept) -> None:

@@ -14,12 +14,15 @@ import pytest
 from cli_world import KVTIER, Hold, command, one, run, served
 
 from kvtier import Stack
-from kvtier.cli import look_slabs, rubbish
-from kvtier.cli.clear import _clear
-from kvtier.cli.holdings import BENCH_MARK, look
-from kvtier.cli.repair import remove_broken
-from kvtier.cli.rubbish import remove_home
+from kvtier.backends.cpu.inspection import garbage as cpu_garbage
+from kvtier.backends.nvme.inspection import garbage as nvme_garbage
+from kvtier.backends.nvme.inspection import inspector as nvme_inspector
+from kvtier.backends.nvme.inspection.garbage import remove_home
+from kvtier.cli.commands import gc
+from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
+from kvtier.core.inspection import measuring
+from kvtier.core.inspection.measuring import BENCH_MARK
 from kvtier.core.records.record import record_bytes
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
@@ -246,25 +249,23 @@ class TestAnotherWasQuicker:
         config = load(filled)
         places = look(config)
         root = tmp_path / "disk" / "blocks"
-        (region,) = rubbish.find(config, places[:1], 0.0)
+        (region,) = gc.find(places[:1], 0.0)
         shutil.rmtree(root / NAMESPACE.id)
         one(tmp_path, "*.region").unlink()
         assert remove_home(root, root / NAMESPACE.id)
         assert region.remove()
-        assert [each.what for each in rubbish.find(config, places, 0.0)] == [
-            "lock without its region"
-        ]
+        assert [each.what for each in gc.find(places, 0.0)] == ["lock without its region"]
 
     def test_a_region_is_gone_when_it_is_to_be_removed(self, filled: Path, tmp_path: Path) -> None:
         config = load(filled)
         (cpu, nvme) = look(config)
         for path in (tmp_path / "host").iterdir():
             path.unlink()
-        assert [each.kept for each in _clear(config, cpu, cpu.parts[0])] == [""]
+        assert [each.kept for each in cpu.clear(cpu.contents.parts[0])] == [""]
         cpu.broken = [slab.table for slab in cpu.slabs]
         nvme.broken = [slab.table for slab in nvme.slabs]
-        shutil.rmtree(nvme.where)
-        assert remove_broken(cpu, "") + remove_broken(nvme, "") == []
+        shutil.rmtree(nvme.contents.where)
+        assert cpu.remove_broken("") + nvme.remove_broken("") == []
         assert list((tmp_path / "host").iterdir()) == []
 
     def test_it_goes_while_gc_looks(
@@ -273,10 +274,12 @@ class TestAnotherWasQuicker:
         home = tmp_path / "disk" / "blocks" / NAMESPACE.id
         config = load(filled)
         (nvme,) = look(config, 1)
-        nvme.capacity = 0
-        seen = rubbish.unfinished
-        monkeypatch.setattr(rubbish, "unfinished", lambda home: shutil.rmtree(home) or seen(home))
-        found = rubbish.find(config, [nvme], 0.0)
+        nvme.contents.capacity = 0
+        seen = nvme_garbage.unfinished
+        monkeypatch.setattr(
+            nvme_garbage, "unfinished", lambda home: shutil.rmtree(home) or seen(home)
+        )
+        found = gc.find([nvme], 0.0)
         assert all(each.remove() for each in found)
         assert not home.exists()
 
@@ -286,23 +289,23 @@ class TestAnotherWasQuicker:
         config = load(filled)
         places = look(config)
         gone = tmp_path / "gone.region"
-        monkeypatch.setattr(rubbish, "leftovers", lambda *_: [gone])
+        monkeypatch.setattr(cpu_garbage, "leftovers", lambda *_: [gone])
         bench = tmp_path / "disk" / f"{BENCH_MARK}1"
         bench.mkdir()
-        lives = rubbish._bench_lives
-        monkeypatch.setattr(rubbish, "_bench_lives", lambda path: bench.rmdir() or lives(path))
-        assert list(rubbish.find(config, places, None)) == []
+        lives = measuring._lives
+        monkeypatch.setattr(measuring, "_lives", lambda path: bench.rmdir() or lives(path))
+        assert list(gc.find(places, None)) == []
 
     def test_it_goes_while_it_is_looked_at(
         self, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         home = tmp_path / "disk" / "blocks" / NAMESPACE.id
-        read = look_slabs.read_file
+        read = nvme_inspector.read_file
 
         def gone(path: Path, most: int) -> bytes:
             shutil.rmtree(home)
             return read(path, most)
 
-        monkeypatch.setattr(look_slabs, "read_file", gone)
+        monkeypatch.setattr(nvme_inspector, "read_file", gone)
         (place,) = look(load(filled), 1)
-        assert (place.parts, place.troubles) == ([], [])
+        assert (place.contents.parts, place.contents.troubles) == ([], [])

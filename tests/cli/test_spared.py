@@ -17,21 +17,26 @@ from cli_world import command
 
 from kvtier import Stack
 from kvtier.backends.cpu import region
+from kvtier.backends.cpu.inspection.offline_locks import remove_region
 from kvtier.backends.cpu.region import Region
 from kvtier.backends.nvme.folder.files import hold_owner
-from kvtier.backends.object import open_for
+from kvtier.backends.nvme.inspection.offline_locks import sparing
 from kvtier.backends.object.budget.claim import PREFIX
+from kvtier.backends.object.inspection import proofs
+from kvtier.backends.object.inspection.temporary_objects import left_behind, new_probe, remove_left
 from kvtier.backends.object.object_names import description_name, uses_prefix
-from kvtier.cli import commands, prove_objects, rubbish
-from kvtier.cli.blocks import Proof, Prover, blocks_of
-from kvtier.cli.fill import tier_to_fill
-from kvtier.cli.hold import remove_region, sparing
-from kvtier.cli.holdings import BENCH_MARK, Slab, count_parts, look
-from kvtier.cli.trials import left_behind, new_probe, remove_left
+from kvtier.backends.object.settings import open_for
+from kvtier.cli import app
+from kvtier.cli.commands import gc
+from kvtier.cli.copying.targets import tier_to_fill
+from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
+from kvtier.core.inspection import Proof, Reporter
+from kvtier.core.inspection.measuring import BENCH_MARK
 from kvtier.core.records.record import Header
 from kvtier.core.settings import Duration, WritePolicy
 from kvtier.core.slab import layout
+from kvtier.core.slab.slab_files import Slab
 from kvtier.errors import KVTierError, MediumInUse
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
@@ -94,16 +99,15 @@ def test_a_look_writes_no_folder(stack_file: Path, tmp_path: Path) -> None:
 def test_an_idle_namespace_of_a_store_that_is_served_again(stored: Path, tmp_path: Path) -> None:
     config = load(stored)
     places = look(config, 2)
-    assert places[0].parts[0].newest is not None
-    places[0].parts[0].newest = 1.0
-    places[0].served.clear()
-    idle = next(iter(rubbish.find(config, places, 3600.0)))
+    assert places[0].contents.parts[0].newest is not None
+    places[0].contents.parts[0].newest = 1.0
+    places[0]._survey.served.clear()
+    idle = next(iter(gc.find(places, 3600.0)))
     assert "nobody used" in idle.what
     assert not idle.remove()
     assert len(objects(stored)) == BLOCKS
-    for path in (tmp_path / "store").rglob(
-        "*"
-    ):  # manifests are young: servers of others write them
+    # Manifests are young: servers of others write them.
+    for path in (tmp_path / "store").rglob("*"):
         if path.is_file() and ("claims" in path.parts or "uses" in path.parts):
             os.utime(path, (0, 0))
     settings: Any = config.tiers[2]
@@ -125,7 +129,7 @@ def test_what_lies_behind_a_link_is_somebody_elses(stack_file: Path, tmp_path: P
     blocks.mkdir()
     (blocks / NAMESPACE.id).symlink_to(theirs.parent)
     config = load(stack_file)
-    assert list(rubbish.find(config, look(config, 1), 0.0)) == []
+    assert list(gc.find(look(config, 1), 0.0)) == []
 
 
 @pytest.mark.slow
@@ -170,7 +174,7 @@ def test_marks_behind_a_link_are_somebody_elses(stack_file: Path, tmp_path: Path
     home.mkdir(parents=True)
     (home / "owners").symlink_to(theirs)
     config = load(stack_file)
-    assert list(rubbish.find(config, look(config, 1), None)) == []
+    assert list(gc.find(look(config, 1), None)) == []
 
 
 def test_a_slab_in_the_folder_of_another_model_is_not_that_models(filled: Path) -> None:
@@ -179,7 +183,9 @@ def test_a_slab_in_the_folder_of_another_model_is_not_that_models(filled: Path) 
     shutil.copytree(home, home.with_name(OTHER.id))
     (home.with_name(OTHER.id) / "namespace.json").write_bytes(OTHER.to_json())
     (now,) = look(load(filled), 1)
-    assert [(part.namespace, part.blocks) for part in now.parts] == [(NAMESPACE.id, BLOCKS)]
+    assert [(part.namespace, part.blocks) for part in now.contents.parts] == [
+        (NAMESPACE.id, BLOCKS)
+    ]
     assert {path.parent.name for path in now.broken} == {OTHER.id}
 
 
@@ -193,7 +199,7 @@ def test_slabs_made_ahead_go_unless_somebody_has_them_or_a_newer_version_made_th
     version = len(layout.MAGIC)
     for table, text in zip(empty, texts, strict=True):
         table.write_bytes(text[:version] + b"\xff\xff" + text[version + 2 :])
-    with sparing(Path(nvme.where), NAMESPACE):
+    with sparing(Path(nvme.contents.where), NAMESPACE):
         assert all(table.exists() for table in empty)
     for table, text in zip(empty, texts, strict=True):
         table.write_bytes(text)
@@ -202,28 +208,27 @@ def test_slabs_made_ahead_go_unless_somebody_has_them_or_a_newer_version_made_th
     for slab in nvme.slabs:
         (owners / slab.engine).touch()
         fds.append(hold_owner(owners, int(slab.engine, 16)))
-    with sparing(Path(nvme.where), NAMESPACE):
+    with sparing(Path(nvme.contents.where), NAMESPACE):
         assert all(table.exists() for table in empty)
     for fd in fds:
         os.close(fd)
-    with sparing(Path(nvme.where), NAMESPACE):
+    with sparing(Path(nvme.contents.where), NAMESPACE):
         assert not any(table.exists() for table in empty)
 
 
 def test_a_model_is_in_use_if_one_of_its_slabs_is(filled: Path) -> None:
     (nvme,) = look(load(filled), 1)
-    nvme.parts = []
     nvme.slabs[0].in_use = True
-    count_parts(nvme)
-    assert [part.in_use for part in nvme.parts] == [True]
+    nvme.count(nvme.contents)
+    assert [part.in_use for part in nvme.contents.parts] == [True]
 
 
-@pytest.mark.parametrize("kind", ["memory", "cpu"])
-def test_no_tier_is_filled_that_keeps_nothing(filled: Path, kind: str) -> None:
+@pytest.mark.parametrize("into", ["memory", "cpu"])
+def test_no_tier_is_filled_that_keeps_nothing(filled: Path, into: str) -> None:
     text = filled.read_text() + "  - {kind: memory, capacity: 4MiB}\n"
     filled.write_text(text.replace("kind: cpu,", "kind: cpu, persistence: discard,"))
     with pytest.raises(KVTierError, match="keeps nothing"):
-        tier_to_fill(load(filled), kind)
+        tier_to_fill(load(filled), into)
 
 
 def test_an_object_is_not_unpacked_that_is_larger_than_its_model_says(
@@ -231,17 +236,17 @@ def test_an_object_is_not_unpacked_that_is_larger_than_its_model_says(
 ) -> None:
     config = load(stored)
     (place,) = look(config, 2)
-    block = next(blocks_of(place))
+    block = next(place.blocks())
     settings: Any = config.tiers[2]
     with closing(open_for(settings)) as store:
         record = memoryview(bytearray(block.bytes))
-        store.get(block.name, [record])
+        store.get(block.where, [record])
         header = Header.read(record)
         header.payload_bytes *= 2
         header.write(record)
-        store.put(block.name, [record])
-    monkeypatch.setattr(prove_objects, "decode", lambda *_: pytest.fail("it was unpacked"))
-    verdict = Prover(config, place.namespaces).prove(block)
+        store.put(block.where, [record])
+    monkeypatch.setattr(proofs, "decode", lambda *_: pytest.fail("it was unpacked"))
+    verdict = place.prover(place.contents.namespaces).prove(block)
     assert (verdict.proof, "does not fit" in verdict.why) == (Proof.BAD, True)
 
 
@@ -250,10 +255,10 @@ def test_no_memory_is_taken_for_an_object_that_is_too_large_for_a_record(
 ) -> None:
     config = load(stored)
     (place,) = look(config, 2)
-    os.truncate(tmp_path / "store" / next(blocks_of(place)).name, 1 << 42)
+    os.truncate(tmp_path / "store" / next(place.blocks()).where, 1 << 42)
     (place,) = look(config, 2)
-    large = next(block for block in blocks_of(place) if block.bytes == 1 << 42)
-    verdict = Prover(config, place.namespaces).prove(large)
+    large = next(block for block in place.blocks() if block.bytes == 1 << 42)
+    verdict = place.prover(place.contents.namespaces).prove(large)
     assert (verdict.proof, "is no record" in verdict.why) == (Proof.BAD, True)
 
 
@@ -265,7 +270,7 @@ def test_what_somebody_tries_a_store_with_again_stays(stored: Path, tmp_path: Pa
         os.utime(tmp_path / "store" / name, (0, 0))
         assert left_behind(settings) == {name: 5}
         store.put(name, [memoryview(b"12345")])
-        assert not remove_left(settings, name)
+        assert not remove_left(settings, name, Reporter())
         assert store.head(name) is not None
 
 
@@ -277,7 +282,7 @@ def test_a_model_of_which_one_slab_was_used_is_not_idle(filled: Path) -> None:
     for young in tables:
         for table in tables:
             os.utime(table, None if table == young else (0, 0))
-        assert list(rubbish.find(config, [nvme], 3600.0)) == []
+        assert list(gc.find([nvme], 3600.0)) == []
 
 
 def test_of_slabs_beyond_the_capacity_the_oldest_go_and_no_more_than_must(filled: Path) -> None:
@@ -286,10 +291,10 @@ def test_of_slabs_beyond_the_capacity_the_oldest_go_and_no_more_than_must(filled
     first, oldest, *others = nvme.slabs
     for age, slab in enumerate((*others, first, oldest)):
         os.utime(slab.table, (1e9 - age, 1e9 - age))
-    nvme.capacity = nvme.used - oldest.bytes
-    assert [each.where for each in rubbish.find(config, [nvme], None)] == [str(oldest.data)]
-    nvme.capacity -= 1
-    found = [each.where for each in rubbish.find(config, [nvme], None)]
+    nvme.contents.capacity = nvme.contents.used - oldest.size
+    assert [each.where for each in gc.find([nvme], None)] == [str(oldest.data)]
+    nvme.contents.capacity -= 1
+    found = [each.where for each in gc.find([nvme], None)]
     assert found == [str(oldest.data), str(first.data)]
 
 
@@ -305,8 +310,8 @@ def test_who_only_reads_has_no_say_in_how_much_others_keep_and_for_how_long(
     store = msgspec.structs.replace(store, write=write, age_max=Duration(1.0))
     config = msgspec.structs.replace(found, tiers=(host, nvme, store))
     places = look(config)
-    places[1].capacity = places[1].used - 1
-    goes = [each.what for each in rubbish.find(config, places, None)]
+    places[1].contents.capacity = places[1].contents.used - 1
+    goes = [each.what for each in gc.find(places, None)]
     beyond = ["slab beyond the capacity, written longest ago", f"{BLOCKS} blocks that are too old"]
     expected = [] if write is WritePolicy.NEVER else beyond
     assert [each.partition(" or over")[0] for each in goes] == expected
@@ -371,8 +376,8 @@ def test_rubbish_that_goes_makes_room_for_slabs(filled: Path, tmp_path: Path) ->
     left = tmp_path / "disk" / "blocks" / NAMESPACE.id / "0000aaaa.0000bbbb.data.making"
     left.write_bytes(bytes(1 << 20))
     (nvme,) = look(config, 1)
-    nvme.capacity = nvme.used - (2 << 20)
-    assert sorted(each.what for each in rubbish.find(config, [nvme], None)) == [
+    nvme.contents.capacity = nvme.contents.used - (2 << 20)
+    assert sorted(each.what for each in gc.find([nvme], None)) == [
         "file that a dead process was making",
         "folder of a measurement that was killed",
     ]
@@ -404,7 +409,7 @@ def test_a_file_that_appears_while_it_is_exported_stays(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from kvtier.cli import export
+    from kvtier.cli.commands import export
 
     file = tmp_path / "blocks.kvpack"
     proved = export._proved
@@ -414,11 +419,11 @@ def test_a_file_that_appears_while_it_is_exported_stays(
         return proved(*args)
 
     monkeypatch.setattr(export, "_proved", meanwhile)
-    assert commands.run(["export", str(file), "-c", str(filled)]) == 1
+    assert app.run(["export", str(file), "-c", str(filled)]) == 1
     assert "--force" in capsys.readouterr().err
     assert file.read_text() == "another's"
     assert not list(tmp_path.glob("*.making"))
-    assert commands.run(["export", str(file), "-c", str(filled), "--force"]) == 0
+    assert app.run(["export", str(file), "-c", str(filled), "--force"]) == 0
     assert file.read_bytes().startswith(b"KVTPACK")
 
 

@@ -17,7 +17,7 @@ import pytest
 
 KEEPER = """
 import sys
-from kvtier.cli import terminal
+from kvtier.cli.console import foreground as terminal
 assert terminal.in_foreground()
 terminal.REMIND_S = float(sys.argv.pop(1))
 sys.exit(terminal.run(sys.argv[1:]))

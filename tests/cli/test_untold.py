@@ -12,20 +12,23 @@ from typing import Any
 import pytest
 from cli_world import command, served
 
+from kvtier.backends.object.inspection.manifest_audit import ManifestCopyAudit
 from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.errors import AccessDenied
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo
-from kvtier.cli import commands
-from kvtier.cli.choice import choose
+from kvtier.cli import app
 from kvtier.cli.console import Progress
-from kvtier.cli.copying import Copied, Pace, open_sink, pieces_of
-from kvtier.cli.holdings import look
-from kvtier.cli.reader import ChoiceReader
-from kvtier.cli.told import Expected
+from kvtier.cli.copying.pace import Pace
+from kvtier.cli.copying.reader import ChoiceReader
+from kvtier.cli.copying.report import Copied
+from kvtier.cli.copying.selection import choose
+from kvtier.cli.copying.sink import open_sink, pieces_of
+from kvtier.cli.inspection.inspectors import inspector_of, look
 from kvtier.config import load
+from kvtier.core.inspection import Depth, Reporter
 from kvtier.testing.records import NAMESPACE, make_keys
 
 pytestmark = pytest.mark.slow
@@ -39,7 +42,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command in this process: its exit code, its answer and what it says beside it."""
 
     def run(*args: object) -> tuple[int, Any, str]:
-        code = commands.run([*map(str, args), "--json"])
+        code = app.run([*map(str, args), "--json"])
         out, err = capsys.readouterr()
         return code, json.loads(out) if out else None, err
 
@@ -124,7 +127,7 @@ def test_what_the_store_tells_cannot_be_read(
     def away(*_: object) -> Any:
         raise AccessDenied("no GET here")
 
-    monkeypatch.setattr("kvtier.cli.told.Journal", away)
+    monkeypatch.setattr("kvtier.backends.object.inspection.manifest_audit.Journal", away)
     code, answer, said = run("snapshot", "-c", filled, "--to", store.root.as_uri())
     assert (code, answer["namespaces"][0]["untold"]) == (1, BLOCKS)
     assert "cannot be read: no GET here" in said
@@ -180,11 +183,11 @@ def test_nothing_is_listed_where_what_is_told_of_fills_the_room(
     listed: list[str] = []
     find = FileStore.list
 
-    def watch(store: FileStore, prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
+    def reporter(store: FileStore, prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
         listed.append(prefix)
         return find(store, prefix, **more)
 
-    monkeypatch.setattr(FileStore, "list", watch)
+    monkeypatch.setattr(FileStore, "list", reporter)
     code, answer, _ = run("restore", "-c", fresh, "--from", url, "--size", "40KiB")
     assert (code, answer["namespaces"][0]["copied"]) == (0, 3)
     assert f"{NAMESPACE.id}/blocks/" not in listed
@@ -197,14 +200,15 @@ def test_what_made_room_need_not_be_told_of(store: FileStore, tmp_path: Path, fi
         f"{filled.read_text()}  - {{kind: object, url: {store.root.as_uri()}, capacity: 1GiB}}\n"
     )
     keys = make_keys(3)
-    expected = Expected(load(filled).tiers[2], NAMESPACE)
+    settings: Any = load(filled).tiers[2]
+    expected = ManifestCopyAudit(settings, NAMESPACE, Reporter())
     expected.add(keys)
-    assert expected.untold() == 3
+    assert expected.missing() == 3
     expected.drop(keys[:2])
-    assert expected.untold() == 1
+    assert expected.missing() == 1
     entries = pack_entries(ADDED, keys, [0, 0, 7], [1, 1, 1], [1, 1, 1])
     Journal(store, NAMESPACE).append(entries)
-    assert expected.untold() == 0
+    assert expected.missing() == 0
 
 
 def test_who_is_told_to_end_waits_for_no_listing(
@@ -228,12 +232,12 @@ def test_who_is_told_to_end_waits_for_no_listing(
         f"{fresh.read_text()}  - {{kind: object, url: {store.root.as_uri()}, capacity: 1GiB}}\n"
     )
     source, target = load(filled), load(fresh)
-    choice = choose(look(source), NAMESPACE.id)
+    choice = choose(look(source, depth=Depth.RECORDED), NAMESPACE.id)
     result = Copied(NAMESPACE.id)
 
     def copy() -> None:
-        reader = ChoiceReader(source, choice, NAMESPACE)
-        with open_sink(target, 2, NAMESPACE, reader, Pace(None)) as sink:
+        reader = ChoiceReader(choice, NAMESPACE)
+        with open_sink(inspector_of(target, 2).filling(), NAMESPACE, reader, Pace(None)) as sink:
             sink.fill(pieces_of(choice, sink.piece), result, Progress("", 0, ""))
             monkeypatch.setattr(FileStore, "list", endless)
             threading.Thread(target=sink._tier.refresh, daemon=True).start()

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_world import Hold, command, fill, flip, one, run, served
+from cli_world import Hold, block_file, command, every_kind, fill, flip, one, run, served
 
 from kvtier import Stack
 from kvtier.config import load
@@ -20,16 +20,20 @@ OTHER = Namespace(facts={"model": "another"}, group_bytes=(4096,))
 
 
 class TestVerify:
+    @every_kind
     def test_all_is_well(self, filled: Path) -> None:
         report = run("verify", "-c", filled)
         assert report["ok"]
         assert report["counts"]["good"] == 16
         assert report["bytes"] == 16 * SLOT
 
+    @every_kind
     @pytest.mark.parametrize("at", [0, 20, 50, 88, 128, HEADER_BYTES, HEADER_BYTES + 8191])
-    def test_any_flipped_bit_is_found(self, filled: Path, tmp_path: Path, at: int) -> None:
-        flip(one(tmp_path, "*.slab"), at)
-        report = run("verify", "-c", filled, "--tier", "nvme", code=1)
+    def test_any_flipped_bit_is_found(
+        self, filled: Path, tmp_path: Path, at: int, second_tier: str
+    ) -> None:
+        flip(block_file(tmp_path, second_tier), at)
+        report = run("verify", "-c", filled, "--tier", second_tier, code=1)
         assert report["counts"]["good"] == 7
         assert len(report["bad"]) == 1
         assert report["bad"][0]["key"] in {key.hex() for key in make_keys(8)}
@@ -57,6 +61,7 @@ class TestVerify:
         assert report["counts"]["newer"] == 1
         assert (slab.read_bytes(), one(tmp_path, "*.table").read_bytes()) == before
 
+    @every_kind
     @pytest.mark.slow
     def test_a_sample_reads_so_many(self, filled: Path) -> None:
         assert run("verify", "-c", filled, "--sample", "3")["counts"]["good"] == 3
@@ -77,15 +82,19 @@ class TestVerify:
         assert report["counts"] == report["counts"] | {"bad": 0, "quarantined": 1, "good": 15}
         assert served(filled) == 8, "the other tier has it still"
 
+    @every_kind
     @pytest.mark.slow
-    def test_repair_waits_for_the_owner(self, stack_file: Path, tmp_path: Path, hold: Hold) -> None:
+    def test_repair_waits_for_the_owner(
+        self, stack_file: Path, tmp_path: Path, hold: Hold, second_tier: str
+    ) -> None:
         engine = hold(stack_file)
-        flip(one(tmp_path, "*.slab"), HEADER_BYTES)
-        table = one(tmp_path, "*.table").read_bytes()
+        bad = block_file(tmp_path, second_tier)
+        flip(bad, HEADER_BYTES)
+        before = {path: path.read_bytes() for path in bad.parent.iterdir() if path.is_file()}
         done = command("verify", "-c", stack_file, "--repair")
         assert done.code == 1
         assert "stop its engine first" in done.err
-        assert one(tmp_path, "*.table").read_bytes() == table
+        assert {path: path.read_bytes() for path in before} == before
         engine.communicate("go\n")
         assert run("verify", "-c", stack_file, "--repair")["repaired"] == 1
 

@@ -16,13 +16,12 @@ import pytest
 from cli_world import Hold, command, run
 
 from kvtier import Stack
-from kvtier.backends.object import open_for
+from kvtier.backends.object.inspection.temporary_objects import new_bench, new_probe
 from kvtier.backends.object.object_names import block_name
-from kvtier.cli import commands
-from kvtier.cli.hold import holding
-from kvtier.cli.holdings import BENCH_MARK
-from kvtier.cli.trials import new_bench, new_probe
+from kvtier.backends.object.settings import open_for
+from kvtier.cli import app
 from kvtier.config import load
+from kvtier.core.inspection.measuring import BENCH_MARK, holding
 from kvtier.core.system.disk import Disk
 from kvtier.testing.records import GROUPED, NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
@@ -144,7 +143,7 @@ def test_claims_stay_with_what_cannot_be_removed(
         unlink(disk, path)
 
     monkeypatch.setattr(Disk, "unlink", protect)
-    assert commands.run(["clear", "-c", str(in_a_folder), "--tier", "object", "--yes"]) == 1
+    assert app.run(["clear", "-c", str(in_a_folder), "--tier", "object", "--yes"]) == 1
     assert {name.partition("/")[0] for name in objects(in_a_folder)} == {"claims", NAMESPACE.id}
 
 
@@ -174,7 +173,7 @@ def test_what_a_store_does_not_delete_is_not_called_in_use(
         unlink(disk, path)
 
     monkeypatch.setattr(Disk, "unlink", protect)
-    assert commands.run(["gc", "-c", str(in_a_folder), "--tier", "object", *idle]) == 1
+    assert app.run(["gc", "-c", str(in_a_folder), "--tier", "object", *idle]) == 1
     said = capsys.readouterr().err
     assert "the store kept" in said
     assert "in use" not in said

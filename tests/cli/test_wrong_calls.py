@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cli_world import KVTIER, command
 
-from kvtier.cli import commands
+from kvtier.cli import app
 from kvtier.testing.records import NAMESPACE
 
 pytestmark = pytest.mark.slow
@@ -106,7 +106,7 @@ def test_a_wrong_call(
     places["fleeting"] = folder / "fleeting.yaml"
     places["fleeting"].write_text(FLEETING.format(folder=folder))
     before = sorted(folder.rglob("*"))
-    assert commands.run([word.format(**places) for word in words.split()]) == code
+    assert app.run([word.format(**places) for word in words.split()]) == code
     out, err = capsys.readouterr()
     assert out == ""
     assert says in " ".join(err.split())
@@ -121,9 +121,9 @@ def test_an_empty_text_is_no_namespace(
     words: list[str], filled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As from a variable of the shell that is not set: above all, it does not mean all."""
-    assert commands.run([*words, "-c", str(filled)]) == 1
+    assert app.run([*words, "-c", str(filled)]) == 1
     assert "an empty text names no namespace" in capsys.readouterr().err
-    assert commands.run(["ls", NAMESPACE.id, "-c", str(filled)]) == 0
+    assert app.run(["ls", NAMESPACE.id, "-c", str(filled)]) == 0
 
 
 @pytest.mark.parametrize(
@@ -139,16 +139,16 @@ def test_an_empty_text_is_no_namespace(
 def test_an_empty_text_is_not_the_folder_here(
     words: list[str], what: str, filled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert commands.run([word.format(stack=filled) for word in words]) == 2
+    assert app.run([word.format(stack=filled) for word in words]) == 2
     assert f"an empty text names no {what}" in capsys.readouterr().err
 
 
 def test_options_that_may_stand_twice(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert commands.run(["ls", "--json", "--json", "-c", str(filled)]) == 0
+    assert app.run(["ls", "--json", "--json", "-c", str(filled)]) == 0
     model = filled.with_name("model.json")
     model.write_text(MODEL)
     rates = ["--bandwidth", "cpu=1GB/s", "--bandwidth", "nvme=2GB/s"]
-    assert commands.run(["plan", str(model), "--no-measure", *rates, "-c", str(filled)]) == 0
+    assert app.run(["plan", str(model), "--no-measure", *rates, "-c", str(filled)]) == 0
     assert "2 GB/s" in capsys.readouterr().out
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvtier.cli import commands
+from kvtier.cli import app
 from kvtier.config import load
 from kvtier.vllm.hooks.versions import REFERENCE
 
@@ -31,7 +31,7 @@ OF_ALL = {"instance", "engine"}
 def understood(words: list[str]) -> dict[str, Any]:
     """What the command line makes of these words; it complains about wrong ones by raising."""
     assert Path(words[0]).name == "kvtier"
-    context = commands.load(words[1]).make_context(words[1], words[2:])
+    context = app.load(words[1]).make_context(words[1], words[2:])
     return dict(context.params, rest=context.args)
 
 

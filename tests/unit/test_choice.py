@@ -11,12 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier import Stack
+from kvtier.backends.object import BACKEND, ObjectSettings
+from kvtier.backends.object.inspection.inspector import ObjectInspector
 from kvtier.backends.object.manifests.manifest import ADDED, pack_entries
-from kvtier.cli.choice import Choice, choose
-from kvtier.cli.holdings import Place, Slab, look
-from kvtier.cli.reader import ChoiceReader, Numbers
+from kvtier.cli.copying.reader import ChoiceReader, Numbers
+from kvtier.cli.copying.selection import Choice, choose
+from kvtier.cli.inspection.inspectors import look
 from kvtier.config import StackConfig, load
+from kvtier.core.inspection import InspectorContext
+from kvtier.core.settings import ByteSize, Capacity
 from kvtier.core.slab import layout
+from kvtier.core.slab.slab_files import Slab, SlabSource
 from kvtier.testing.records import NAMESPACE, blank, make_keys, payload
 from kvtier.types import BlockKey, Outcome, group_of
 
@@ -29,21 +34,26 @@ rows = st.lists(
 """Key, when it was stored, and its bytes."""
 
 
-def store(found: list[tuple[int, int, int]]) -> Place:
-    """A store whose manifests say this."""
-    keys = [KEYS[index] for index, _, _ in found]
-    times = [at * 1_000_000 for _, at, _ in found]
-    sizes = [size for _, _, size in found]
-    entries = pack_entries(ADDED, keys, list(range(len(found))), sizes, times)
-    uses = np.array(sizes, np.uint32) % 7, np.array(sizes, np.uint32)
-    return Place(tier=1, kind="object", where="", manifests={NAME: entries}, uses={NAME: uses})
+class Store(ObjectInspector):
+    """Its manifests say this."""
+
+    def __init__(self, found: list[tuple[int, int, int]]) -> None:
+        settings = ObjectSettings(url="s3://bucket/kv", capacity=Capacity(ByteSize(1 << 30)))
+        super().__init__(BACKEND, settings, InspectorContext(tier=1))
+        keys = [KEYS[index] for index, _, _ in found]
+        times = [at * 1_000_000 for _, at, _ in found]
+        sizes = [size for _, _, size in found]
+        entries = pack_entries(ADDED, keys, list(range(len(found))), sizes, times)
+        self._survey.manifests[NAME] = entries
+        uses = np.array(sizes, np.uint32) % 7, np.array(sizes, np.uint32)
+        self._survey.uses[NAME] = uses
 
 
 @given(rows, rows)
 def test_each_block_once_and_the_newest_first(
     near: list[tuple[int, int, int]], far: list[tuple[int, int, int]]
 ) -> None:
-    places = [store(near), store(far)]
+    places = [Store(near), Store(far)]
     best: dict[BlockKey, tuple[int, int]] = {}
     for number, found in enumerate((near, far)):
         for index, at, _ in found:
@@ -59,7 +69,7 @@ def test_each_block_once_and_the_newest_first(
 
 @given(rows)
 def test_the_most_used_of_a_store_first(found: list[tuple[int, int, int]]) -> None:
-    choice = choose([store(found)], NAME, hottest=True)
+    choice = choose([Store(found)], NAME, hottest=True)
     order = [(-(block.bytes % 7), -block.stored_at) for block in choice.blocks()]
     assert order == sorted(order)
 
@@ -74,7 +84,7 @@ def test_a_part_of_them(
     found: list[tuple[int, int, int]], most: int, sizes: list[int], wanted: set[BlockKey]
 ) -> None:
     """As much as there is room for, by what each takes where it goes."""
-    choice = choose([store(found)], NAME)
+    choice = choose([Store(found)], NAME)
     keys = choice.keys(0, len(choice))
     room = [sizes[min(group_of(key), len(sizes) - 1)] for key in keys]
     assert choice.room(sizes).tolist() == room
@@ -105,9 +115,9 @@ def stack_of(folder: Path) -> StackConfig:
 def slab_of(choice: Choice) -> Slab:
     """The slab in which all of these blocks are."""
     (number,) = set(choice.places(range(len(choice)))[0])
-    slab = choice.origins[number].slab
-    assert slab is not None
-    return slab
+    source = choice.sources[number]
+    assert isinstance(source, SlabSource)
+    return source.slab
 
 
 def test_the_most_used_first(tmp_path: Path) -> None:
@@ -136,7 +146,7 @@ def test_what_changes_meanwhile_is_gone_and_what_is_damaged_is_not(tmp_path: Pat
         assert stack.settle()
         (place,) = look(config, 1)
         choice = choose([place], NAME)
-        reader = ChoiceReader(config, choice, NAMESPACE)
+        reader = ChoiceReader(choice, NAMESPACE)
         row = choice.keys(0, 3).index(keys[0])
         assert not reader.used_again(row, keys[0])
         assert reader.used_again(row, keys[1])
@@ -163,7 +173,7 @@ def test_what_is_no_slab_of_this_size_any_more_is_damaged(tmp_path: Path) -> Non
     (place,) = look(config, 1)
     choice = choose([place], NAME)
     slab = slab_of(choice)
-    reader = ChoiceReader(config, choice, NAMESPACE)
+    reader = ChoiceReader(choice, NAMESPACE)
     spec = Numbers([0])
     assert reader.load(spec, [key], [blank()[:-4096]]) == [Outcome.CORRUPT]
     assert not reader.used_again(0, key)
@@ -179,7 +189,7 @@ def test_what_is_no_slab_of_this_size_any_more_is_damaged(tmp_path: Path) -> Non
 
 
 def test_of_very_many_blocks_the_most_used_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.cli.choice.USED_MAX", 3)
+    monkeypatch.setattr("kvtier.cli.copying.selection.USED_MAX", 3)
     found = [(number, 0, size) for number, size in enumerate((5, 7, 12, 1, 6))]
-    told = choose([store(found)], NAME).used()
+    told = choose([Store(found)], NAME).used()
     assert told == {KEYS[0]: (5, 5.0), KEYS[2]: (5, 12.0), KEYS[4]: (6, 6.0)}

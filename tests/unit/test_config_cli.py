@@ -11,7 +11,7 @@ import pytest
 import yaml
 from cli_world import refused
 
-from kvtier.cli import commands
+from kvtier.cli import app
 from kvtier.config import load
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ def stack(tmp_path: Path, other_tiers: None) -> Path:
 def test_a_tier_of_another_package_is_not_said_to_be_empty(
     stack: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert commands.run(["ls", "-c", str(stack)]) == 1
+    assert app.run(["ls", "-c", str(stack)]) == 1
     out, err = capsys.readouterr()
     assert out == "nothing is stored in what can be seen\n"
     assert "a tier of kind bench holds cannot be seen from outside" in err
@@ -36,13 +36,13 @@ def test_a_tier_of_another_package_is_not_said_to_be_empty(
 def test_no_option_is_advised_that_a_command_has_not(
     stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert commands.run(["snapshot", "--to", f"file://{tmp_path}/store", "-c", str(stack)]) == 1
+    assert app.run(["snapshot", "--to", f"file://{tmp_path}/store", "-c", str(stack)]) == 1
     assert "where a command has --tier" in capsys.readouterr().err
 
 
 class TestCheck:
     def test_a_good_file(self, stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert commands.run(["config", "check", str(stack)]) == 0
+        assert app.run(["config", "check", str(stack)]) == 0
         assert capsys.readouterr().out == f"{stack}: all is well (bench)\n"
 
     def test_a_bad_file_names_every_place(
@@ -56,10 +56,10 @@ class TestCheck:
         ]
 
     def test_json(self, stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert commands.run(["config", "check", str(stack), "--json"]) == 0
+        assert app.run(["config", "check", str(stack), "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == {"ok": True, "errors": [], "warnings": []}
         stack.write_text("version: 1\ntiers: [{kind: bench, capacity: 5MB, wrt: never}]\n")
-        assert commands.run(["config", "check", str(stack), "--json"]) == 2
+        assert app.run(["config", "check", str(stack), "--json"]) == 2
         assert json.loads(capsys.readouterr().out) == {
             "ok": False,
             "errors": [
@@ -85,21 +85,21 @@ class TestCheck:
         tiers = '[{kind: cpu, path: "%s", capacity: 4MiB}, {kind: object, url: "s3://bucket/kv", '
         tiers += "capacity: 1TiB, profile: %s}]"
         stack.write_text(f"version: 1\ntiers: {tiers}\n" % (tmp_path, "kv"))
-        assert commands.run(["config", "check", str(stack)]) == 0
+        assert app.run(["config", "check", str(stack)]) == 0
         assert capsys.readouterr() == (f"{stack}: all is well (cpu -> object)\n", "")
         stack.write_text(stack.read_text().replace("profile: kv", "profile: other"))
-        assert commands.run(["config", "check", str(stack)]) == 0
+        assert app.run(["config", "check", str(stack)]) == 0
         out, err = capsys.readouterr()
         assert "all is well (cpu -> object), but for this user\n" in out
         assert f"{stack}: $.tiers[1]: there is no AWS profile 'other'" in err
-        assert commands.run(["config", "check", str(stack), "--json"]) == 0
+        assert app.run(["config", "check", str(stack), "--json"]) == 0
         (warning,) = json.loads(capsys.readouterr().out)["warnings"]
         assert warning["place"] == "$.tiers[1]"
         err = refused(capsys, "serve", "a/model", "--config", str(stack))
         assert "there is no AWS profile 'other'" in err
         stack.write_text(stack.read_text().replace(", profile: other", ""))
         monkeypatch.setenv("AWS_PROFILE", "another")
-        assert commands.run(["config", "check", str(stack)]) == 0
+        assert app.run(["config", "check", str(stack)]) == 0
         err = capsys.readouterr().err
         assert "there is no AWS profile 'another', which the environment names" in err
 
@@ -119,9 +119,9 @@ class TestCheck:
         stack.write_text(json.dumps({"version": 1, "tiers": tiers}))
         said = refused(capsys, "config", "check", str(stack))
         assert len(said.splitlines()) == len(tiers)
-        assert commands.run(["config", "check", str(stack), "--elsewhere"]) == 0
+        assert app.run(["config", "check", str(stack), "--elsewhere"]) == 0
         assert "all is well" in capsys.readouterr().out
-        assert commands.run(["config", "show", str(stack), "--json"]) == 0
+        assert app.run(["config", "show", str(stack), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["tiers"][0]["capacity"] == "900TiB"
         tiers[2]["capacity"] = "1KiB"
         tiers[5]["threads"] = 9999
@@ -133,7 +133,7 @@ class TestCheck:
         ]
 
     def test_against_a_block(self, stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert commands.run(["config", "check", str(stack), "--block-size", "5MiB"]) == 0
+        assert app.run(["config", "check", str(stack), "--block-size", "5MiB"]) == 0
         capsys.readouterr()
         err = refused(capsys, "config", "check", str(stack), "--block-size", "6MiB")
         assert "$.tiers[0].capacity: 5MiB holds no block" in err
@@ -147,31 +147,31 @@ class TestCheck:
     def test_an_option_may_name_the_file(
         self, what: str, stack: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        assert commands.run(["config", what, "--config", str(stack)]) == 0
-        assert commands.run(["config", what, "-c", str(stack), str(stack)]) == 2, "only one"
+        assert app.run(["config", what, "--config", str(stack)]) == 0
+        assert app.run(["config", what, "-c", str(stack), str(stack)]) == 2, "only one"
         monkeypatch.setenv("KVTIER_CONFIG", "/no/such/file")
-        assert commands.run(["config", what]) == 2
-        assert commands.run(["config", what, str(stack)]) == 0
-        assert commands.run(["config", what, "-c", str(stack)]) == 0
+        assert app.run(["config", what]) == 2
+        assert app.run(["config", what, str(stack)]) == 0
+        assert app.run(["config", what, "-c", str(stack)]) == 0
         monkeypatch.delenv("KVTIER_CONFIG")
-        assert commands.run(["config", what]) == 2
+        assert app.run(["config", what]) == 2
 
     def test_the_environment_may_name_the_file(
         self, stack: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("KVTIER_CONFIG", str(stack))
-        assert commands.run(["config", "check"]) == 0
+        assert app.run(["config", "check"]) == 0
 
 
 class TestShow:
     def test_defaults_are_filled_in(self, stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert commands.run(["config", "show", str(stack)]) == 0
+        assert app.run(["config", "show", str(stack)]) == 0
         shown = capsys.readouterr().out
         assert "load_deadline: 10s" in shown
         assert load(yaml.safe_load(shown)) == load(stack)
 
     def test_json(self, stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert commands.run(["config", "show", str(stack), "--json"]) == 0
+        assert app.run(["config", "show", str(stack), "--json"]) == 0
         assert load(json.loads(capsys.readouterr().out)) == load(stack)
 
 
@@ -183,9 +183,9 @@ class TestSchemaAndReference:
         assert "tier kind 'broken'" in err
 
     def test_built_in(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert commands.run(["config", "schema", "--built-in"]) == 0
+        assert app.run(["config", "schema", "--built-in"]) == 0
         assert "StackConfig" in json.loads(capsys.readouterr().out)["$defs"]
-        assert commands.run(["config", "reference", "--built-in"]) == 0
+        assert app.run(["config", "reference", "--built-in"]) == 0
         assert "kind: memory" in capsys.readouterr().out
 
 
@@ -195,7 +195,7 @@ class TestInit:
     ) -> None:
         file, folder = tmp_path / "stack.yaml", tmp_path / 'odd "$${folder}" # here'
         args = ["config", "init", str(file), "--folder", str(folder)]
-        assert commands.run(args) == 0
+        assert app.run(args) == 0
         assert folder.stat().st_mode & 0o777 == 0o700
         config: Any = load(file)
         assert [settings.kind for settings in config.tiers] == ["cpu", "nvme"]
@@ -209,7 +209,7 @@ class TestInit:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         args = ["config", "init", "--folder", str(tmp_path), "--memory", "25%", "--disk", "3TB"]
-        assert commands.run(args) == 0
+        assert app.run(args) == 0
         tiers = yaml.safe_load(capsys.readouterr().out)["tiers"]
         assert [tier["capacity"] for tier in tiers] == ["25%", "3TB"]
 
@@ -217,7 +217,7 @@ class TestInit:
         file, bucket = tmp_path / "stack.yaml", f"file://{tmp_path}/bucket"
         args = ["config", "init", str(file), "--folder", str(tmp_path / "kv"), "--name", "first"]
         args += ["--memory", "16MiB", "--disk", "32MiB", "--bucket", bucket]
-        assert commands.run(args) == 0
+        assert app.run(args) == 0
         config: Any = load(file)
         assert [settings.kind for settings in config.tiers] == ["cpu", "nvme", "object"]
         assert config.name == "first"
@@ -250,7 +250,7 @@ class TestInit:
         assert list(tmp_path.iterdir()) == []
 
     def test_printed(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert commands.run(["config", "init", "--folder", str(tmp_path / "new")]) == 0
+        assert app.run(["config", "init", "--folder", str(tmp_path / "new")]) == 0
         assert str(tmp_path / "new") in capsys.readouterr().out
         assert not (tmp_path / "new").exists()
 
@@ -264,9 +264,9 @@ class TestInit:
     ) -> None:
         monkeypatch.chdir(tmp_path)
         args = ["config", "init", "--folder", "kv", "--memory", "4MiB", "--disk", "4MiB"]
-        assert commands.run([*args, "--", name]) == 0
+        assert app.run([*args, "--", name]) == 0
         said = capsys.readouterr().out.partition("then: kvtier ")[2]
-        assert commands.run(shlex.split(said)) == 0
+        assert app.run(shlex.split(said)) == 0
 
     def test_where_nobody_may_write(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

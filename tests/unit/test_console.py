@@ -17,7 +17,8 @@ import typer
 from cli_world import KVTIER, refused
 
 from kvtier import __version__
-from kvtier.cli import commands, console, options
+from kvtier.cli import app, console
+from kvtier.cli.console import options, questions
 
 SHORT = (
     "import mmap, resource, threading; "
@@ -27,25 +28,25 @@ A_THREAD = "threading.stack_size(1 << 30); threading.Thread(target=print).start(
 
 
 class TestTheFrame:
-    @pytest.mark.parametrize("name", commands.COMMANDS)
+    @pytest.mark.parametrize("name", app.COMMANDS)
     def test_every_command_has_help_with_an_example(
         self, name: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert commands.run([name, "--help"]) == 0
+        assert app.run([name, "--help"]) == 0
         assert "Usage: kvtier " in capsys.readouterr().out
-        command = commands.load(name)
+        command = app.load(name)
         for each in getattr(command, "commands", {"": command}).values():
             assert each.help, f"{name} {each.name} says nothing about itself"
             assert "Example" in (each.epilog or ""), f"{name} {each.name} has no example"
 
     def test_help_lists_all_commands(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert commands.run(["--help"]) == 0
+        assert app.run(["--help"]) == 0
         out = capsys.readouterr().out
-        assert all(f"\n  {name} " in out for name in commands.COMMANDS)
+        assert all(f"\n  {name} " in out for name in app.COMMANDS)
         assert "Exit codes" in out
 
     def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert commands.run(["--version"]) == 0
+        assert app.run(["--version"]) == 0
         assert capsys.readouterr().out == f"kvtier {__version__}\n"
 
     @pytest.mark.parametrize("args", [["nope"], ["config", "nope"], ["--nope"], ["config"]])
@@ -54,14 +55,14 @@ class TestTheFrame:
 
     def test_help_imports_no_command(self) -> None:
         code = (
-            "import sys; from kvtier.cli.commands import run; run(['--help']); "
+            "import sys; from kvtier.cli.app import run; run(['--help']); "
             "print(*[m for m in sys.modules if m.startswith('kvtier.')], file=sys.stderr)"
         )
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
         )
-        assert "kvtier.cli.commands" in done.stderr
-        assert "kvtier.cli.config" not in done.stderr
+        assert "kvtier.cli.app" in done.stderr
+        assert "kvtier.cli.commands" not in done.stderr
 
     def test_forty_columns(self) -> None:
         environment = os.environ | {"COLUMNS": "40"}
@@ -148,7 +149,7 @@ class TestTheFrame:
         done = run_command(PUT_OFF.format(presses=presses))
         assert (done.returncode, done.stdout.strip(), done.stderr) == (130, said, "")
 
-    @pytest.mark.parametrize("module", ["kvtier.errors", "typer", "kvtier.cli.config"])
+    @pytest.mark.parametrize("module", ["kvtier.errors", "typer", "kvtier.cli.commands.config"])
     def test_interrupted_while_python_imports(self, module: str) -> None:
         code = INTERRUPTED_IMPORT.format(module=module, script=str(KVTIER))
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -169,7 +170,7 @@ runpy.run_path("{script}", run_name="__main__")
 """
 
 PUT_OFF = """
-    from kvtier.cli.interrupts import uninterrupted
+    from kvtier.cli.console.interrupts import uninterrupted
     now = 0.0
     with uninterrupted(lambda: now):
         for now in ({presses}):
@@ -179,15 +180,16 @@ PUT_OFF = """
 
 COMMAND = """
 import signal, sys, time, types, typer
-from kvtier.cli import commands, console, options, main
+from kvtier.cli import app, console, main
+from kvtier.cli.console import options
 from kvtier.errors import KVTierError
-module = types.ModuleType("kvtier.cli.try")
+module = types.ModuleType("kvtier.cli.commands.try")
 module.app = console.new_app()
 @module.app.command()
 def run() -> None:
     {body}
 sys.modules[module.__name__] = module
-commands.COMMANDS["try"] = "Try."
+app.COMMANDS["try"] = "Try."
 sys.argv[1:] = ["try"]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -254,7 +256,7 @@ class TestConsole:
             return read[:1], [], []
 
         before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
-        monkeypatch.setattr(console, "select", SimpleNamespace(select=wait))
+        monkeypatch.setattr(questions, "select", SimpleNamespace(select=wait))
         with os.fdopen(child) as stdin:
             monkeypatch.setattr(sys, "stdin", stdin)
             console.confirm("Go?", yes=False)
@@ -271,12 +273,12 @@ class TestConsole:
 
     def test_a_config_option_reads_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[Path] = []
-        app = console.new_app()
+        one = console.new_app()
 
-        @app.command()
+        @one.command()
         def run(config: options.ConfigOption) -> None:
             seen.append(config)
 
         monkeypatch.setenv("KVTIER_CONFIG", "x.yaml")
-        typer.main.get_command(app).main([], standalone_mode=False)
+        typer.main.get_command(one).main([], standalone_mode=False)
         assert seen == [Path("x.yaml")]

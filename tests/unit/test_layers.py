@@ -37,6 +37,7 @@ SINGLE_FILES = {
     "stack": "stack",
     "__main__": "cli",
 }
+BUILT_IN = {"cpu", "nvme", "object", "memory"}
 HEAVY = {"torch", "triton", "vllm", "boto3", "botocore", "kvikio", "transformers"}
 MAY_IMPORT_HEAVY = {
     "vllm": {"torch", "vllm", "transformers"},
@@ -134,6 +135,82 @@ def test_files_and_functions_are_small(path: Path) -> None:
                 f"{path}:{node.lineno}: {node.name} has {length} lines, "
                 f"more than {FUNCTION_LINES_MAX}"
             )
+
+
+KNOWS_BACKENDS = {
+    "kvtier/cli/starter_stack.py": "the text of a new stack names the built-in tiers",
+    "kvtier/testing/stateful.py": "the memory tier is the model that the others are held against",
+}
+"""The files outside backends/ that may import one by name, and why."""
+
+
+def test_backends_are_unknown_outside() -> None:
+    """So that a tier of another package is one like any other: by its entry point alone."""
+    found = set()
+    for path in product_files():
+        name = str(path.relative_to(ROOT))
+        if name.startswith("backends/"):
+            continue
+        tree = tree_of(path)
+        if any(each.startswith("kvtier.backends.") for _, each in imports(tree)):
+            found.add(name)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Compare | ast.MatchValue):
+                texts = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+                about_kinds = "kind" in ast.unparse(node) or isinstance(node, ast.MatchValue)
+                kinds = BUILT_IN.intersection(texts) if about_kinds else set()
+                assert not kinds, f"{path}:{node.lineno} compares a kind of tier with {kinds}"
+    assert found == set(KNOWS_BACKENDS)
+
+
+def modules() -> dict[str, Path]:
+    return {module_of(path): path for path in product_files()}
+
+
+def graph_of(known: dict[str, Path]) -> dict[str, set[str]]:
+    """Which module imports which, within functions too; what is only for types counts nothing."""
+    graph: dict[str, set[str]] = {}
+    for module, path in known.items():
+        tree = tree_of(path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = []
+        targets = set()
+        for _, name in imports(tree):
+            targets.add(name if name in known else name.rpartition(".")[0])
+        graph[module] = {name for name in targets if name in known and name != module}
+    return graph
+
+
+def circles_in(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, whatever the way: Tarjan's strongly connected components."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in sorted(graph[node]):
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[node] = min(low[node], low[other])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            if len(stack) - at > 1:
+                found.append(sorted(stack[at:]))
+            del stack[at:]
+
+    for node in sorted(graph):
+        if node not in index:
+            visit(node)
+    return found
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    assert circles_in(graph_of(modules())) == []
 
 
 def test_any_exception_is_caught_in_few_places() -> None:

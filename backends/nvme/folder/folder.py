@@ -41,6 +41,7 @@ from kvtier.backends.nvme.folder.lock import FolderBusy, folder_locked
 from kvtier.backends.nvme.folder.namespace_diff import differs_in
 from kvtier.backends.nvme.housekeeping.idle_namespaces import reclaim
 from kvtier.core.records.record import Buffer
+from kvtier.core.settings.folder_access import WHOSE
 from kvtier.core.slab.layout import (
     ENTRY_BYTES,
     FLAG_DISCARD,
@@ -58,7 +59,6 @@ logger = logging.getLogger(__name__)
 
 _MAKING = ".making"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-WHOSE = "give it to the user of the engines (chown -R), and run what copies into it as that user"
 NOBODY = 0
 """The owner of a slab that was let go of, so that others adopt it."""
 _SLACK_SHARE = 4

@@ -5,24 +5,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from kvtier.core.inspection import InspectorContext
 from kvtier.core.interfaces.backend import Backend, TierContext
-from kvtier.core.settings import TierSettings, check_capacity
+from kvtier.core.settings import check_capacity
 from kvtier.core.system.disk import Disk
 from kvtier.errors import ConfigError
 from kvtier_folder.handler import FolderHandler
+from kvtier_folder.inspector import FolderInspector
 from kvtier_folder.medium import FolderSpec
+from kvtier_folder.settings import FolderSettings
 from kvtier_folder.tier import FolderTier
 
 __all__ = ["BACKEND", "FolderBackend", "FolderSettings", "FolderSpec", "FolderTier"]
-
-
-class FolderSettings(TierSettings, frozen=True, kw_only=True, tag="folder"):
-    """One file a block, in a folder of its own; for one process at a time."""
-
-    path: str
-    """The folder; it is made if its parent exists. Everything in it belongs to this tier."""
-    eviction: str = "lru"
-    """What must go when the tier is full: it knows only the least recently used."""
 
 
 class FolderBackend(Backend[FolderSettings]):
@@ -50,6 +44,11 @@ class FolderBackend(Backend[FolderSettings]):
         self, settings: FolderSettings, context: TierContext, disk: Disk | None = None
     ) -> FolderHandler:
         return FolderHandler(Path(settings.path), context.namespace, disk or Disk())
+
+    def open_inspector(
+        self, settings: FolderSettings, context: InspectorContext
+    ) -> FolderInspector:
+        return FolderInspector(self, settings, context)
 
     def identity(self, settings: FolderSettings) -> str | None:
         return str(Path(settings.path).resolve())

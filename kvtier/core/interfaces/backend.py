@@ -3,44 +3,38 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import msgspec
-
-from kvtier.core.interfaces.handler import Handler
-from kvtier.core.interfaces.tier import Tier
+from kvtier.core.interfaces.handler import Handler, HostRegion
+from kvtier.core.interfaces.tier import Tier, TierContext
 from kvtier.core.settings import TierSettings
-from kvtier.errors import BackendError
-from kvtier.types import LoadStoreSpec, Namespace
+from kvtier.errors import BackendError, Unsupported
+from kvtier.types import LoadStoreSpec
+
+if TYPE_CHECKING:
+    from kvtier.core.inspection import Inspector, InspectorContext
+
+__all__ = ["GROUP", "Backend", "TierContext", "backend", "kinds"]
 
 GROUP = "kvtier.backends"
 
 S = TypeVar("S", bound=TierSettings)
 
 
-class TierContext(msgspec.Struct, frozen=True):
-    """What a backend is told beside its settings. Crosses to the mover's process."""
-
-    namespace: Namespace
-    engine: str = "default"
-    """Names this engine among those of one machine: private media (the CPU region) carry it."""
-    near: tuple[int, ...] = ()
-    """The NUMA nodes that host memory should come from; empty where there is no choice."""
-    serving: bool = False
-    """Whether an engine is about to serve with it: what takes long is then done at once."""
-
-
 class Backend(ABC, Generic[S]):
-    """A kind of tier: its settings, its spec, and how to open its two halves."""
+    """A kind of tier: its settings, its spec, and how to open its two halves and its inspector."""
 
     kind: str
     settings: type[S]
     spec: type[LoadStoreSpec]
     host: bool = False
     """Its medium is host memory (its handler is a `HostHandler`): it can be the first tier."""
+    mapped: bool = False
+    """And other processes of its engine can map that (`attach`): workers copy to and from it."""
 
     @abstractmethod
     def check(self, settings: S, record_bytes: int | None) -> None:
@@ -55,6 +49,29 @@ class Backend(ABC, Generic[S]):
     @abstractmethod
     def open_handler(self, settings: S, context: TierContext) -> Handler:
         """Open the data side of a medium that `open_tier` has created, maybe elsewhere."""
+
+    def attach(self, path: Path) -> HostRegion:
+        """Map host memory that the engine's tier has made, in another of its processes."""
+        raise Unsupported(f"no other process can map the memory of a tier of kind {self.kind}")
+
+    def find_region(self, settings: S, engine: str) -> Path | None:
+        """What `attach` maps for the engine that goes by this name (`HostRegion.name_engine`); None
+        while it is not there."""
+        return None
+
+    def begin_memory(self, settings: S, near: Sequence[int]) -> None:
+        """For a process that is about to open the tier: take its memory in the meantime."""
+
+    def open_inspector(self, settings: S, context: InspectorContext) -> Inspector[S]:
+        """Look at the medium from outside, for the command line; opens, locks and makes nothing.
+        This one sees nothing, and says so."""
+        from kvtier.core.inspection import Inspector  # which engines need not import
+
+        return Inspector(self, settings, context)
+
+    def at_url(self, url: str) -> S | None:
+        """The settings of an unlimited store at this url, if it is one of this kind."""
+        return None
 
     def folder(self, settings: S) -> Path | None:
         """The folder in whose files its records lie as they are, if they do (`Tier.in_files`)."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 from kvtier.core.records.record import Buffer
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome
@@ -66,3 +67,42 @@ class HostHandler(Handler):
     @abstractmethod
     def landed(self, spec: LoadStoreSpec, index: int, outcome: Outcome) -> None:
         """Block `index` has arrived, verified, or never will: whoever waits for it may go on."""
+
+
+class HostRegion(Protocol):
+    """Host memory in numbered slots that several processes of one engine map."""
+
+    path: Path
+    data: Buffer
+    """All slots, in place."""
+
+    def record(self, slot: int) -> Buffer:
+        """A slot's record, in place."""
+
+    def state(self, slot: int) -> int:
+        """The state byte of a slot's entry."""
+
+    def entry(self, slot: int) -> bytes:
+        """A slot's entry as it stands."""
+
+    @property
+    def namespace(self) -> bytes:
+        """The digest of the namespace whose blocks it holds."""
+
+    def name_engine(self, engine: str) -> None:
+        """For its owner: whose it is, in a word that the engine's workers know, too."""
+
+    def pinning_order(self) -> Sequence[range]:
+        """The slots in pieces, in the order in which a device pins them."""
+
+    def note_pinned(self, rank: int, slots: int) -> None:
+        """For a rank: so many slots, in that order, are pinned for its device."""
+
+    def close(self) -> None:
+        """Unmap it."""
+
+
+class RegionHandler(HostHandler):
+    """Host memory that an engine's workers map, too (`Backend.attach`)."""
+
+    region: HostRegion

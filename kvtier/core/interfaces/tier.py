@@ -9,16 +9,31 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from kvtier.types import (
     BlockKey,
     FilePlace,
     LoadStoreSpec,
+    Namespace,
     Outcome,
     Presence,
     Reservation,
     TierEvent,
     TierStats,
 )
+
+
+class TierContext(msgspec.Struct, frozen=True):
+    """What a backend is told beside its settings. Crosses to the mover's process."""
+
+    namespace: Namespace
+    engine: str = "default"
+    """Names this engine among those of one machine: private media (the CPU region) carry it."""
+    near: tuple[int, ...] = ()
+    """The NUMA nodes that host memory should come from; empty where there is no choice."""
+    serving: bool = False
+    """Whether an engine is about to serve with it: what takes long is then done at once."""
 
 
 class Tier(ABC):

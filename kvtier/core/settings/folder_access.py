@@ -11,6 +11,9 @@ from kvtier.errors import ConfigError, NotWritable
 _SHORT = re.compile(r"^~(?=/|$)|\$([A-Za-z_][A-Za-z0-9_]*)")
 """What a shell would replace."""
 
+WHOSE = "give it to the user of the engines (chown -R), and run what copies into it as that user"
+"""What to do about a folder of another user's."""
+
 
 def standing_folder(folder: Path, place: str, *, only_read: bool = False) -> Path:
     """The folder, or the one it will be made in; raises NotWritable if nothing can be kept there.

@@ -1,7 +1,10 @@
-"""Fixed slots behind a table: the catalogue that the CPU and the NVMe tier share.
+"""Fixed slots behind a table: what the CPU and the NVMe tier share.
 
 - `layout`: the table as docs/reference/format.md states it: a header page, then 64 bytes an entry.
 - `tier`: the catalogue in memory: which slot holds which key, what is pinned, what is free.
 - `recovered`: which blocks a restart has found, hottest first.
+- `pieces`: the order in which a device pins the slots.
+- `slab_files`: reads a slab from outside.
+- `inspection`: the inspector of a medium that consists of slabs.
 - `memory`: gives freed memory back to the system.
 """

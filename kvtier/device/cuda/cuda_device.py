@@ -22,6 +22,7 @@ from kvtier.device.copier import Host
 from kvtier.device.copy_plan import Copies, Ints
 from kvtier.device.cuda.batch_copies import BatchCopy, few_at_once
 from kvtier.device.cuda.copier import CudaCopier
+from kvtier.device.cuda.stream_events import end_of, event_on
 from kvtier.device.direct.loader import DirectLoader
 from kvtier.device.idle_times import Steps
 from kvtier.device.layout import DeviceLayout
@@ -136,23 +137,6 @@ class _CudaLane:
 
     def record(self) -> Event:
         return end_of(self._torch, self._stream)
-
-
-def event_on(torch: Any, stream: Any) -> Event:
-    """The point that a stream has come to, for threads that sleep until then."""
-    event: Event = torch.cuda.Event(blocking=True)
-    event.record(stream)  # type: ignore[attr-defined]
-    return event
-
-
-def end_of(torch: Any, stream: Any) -> Event:
-    """The point that a stream of the copier's has come to. Where no event can be had, the stream
-    itself, which can be waited for as well: what it has been given must not outlive its job."""
-    try:
-        return event_on(torch, stream)
-    except RuntimeError:
-        own: Event = stream
-        return own
 
 
 def open_copier(

@@ -16,8 +16,8 @@ from kvtier.core.records.record import PIECE_BYTES, part_sum, pieces_of, sum_of
 from kvtier.device.accelerator import Event
 from kvtier.device.copy_plan import Ints
 from kvtier.device.cuda import kernel_trial, kernels
-from kvtier.device.cuda.cuda_device import end_of
 from kvtier.device.cuda.kernel_launch import QuickLaunch
+from kvtier.device.cuda.stream_events import end_of
 from kvtier.device.layout import DeviceLayout
 
 BUDGET_BYTES = 384 << 20

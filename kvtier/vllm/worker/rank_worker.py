@@ -17,11 +17,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvtier.backends.cpu import Region, sharing
+from kvtier.core.interfaces.handler import HostRegion
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.settings import Gds
-from kvtier.core.slab.layout import read_entries
-from kvtier.core.slab.pieces import pinning_order
 from kvtier.device.copier import DeviceCopier, Job, JobResult
 from kvtier.device.copy_plan import Blocks
 from kvtier.device.cpu_copier import CpuCopier, host_arrays
@@ -36,7 +34,7 @@ from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
 
 logger = logging.getLogger(__name__)
 
-OpenCopier = Callable[[DeviceLayout, Region, bytes], DeviceCopier]
+OpenCopier = Callable[[DeviceLayout, HostRegion, bytes], DeviceCopier]
 
 
 READY_S = 120.0
@@ -81,7 +79,8 @@ class RankWorker:
         pipelined: bool = False,
         gds: Gds = Gds.OFF,
         folders: Sequence[Path] = (),
-        region: Callable[[], Path | None] = lambda: None,
+        attach: Callable[[Path], HostRegion],
+        find_region: Callable[[], Path | None] = lambda: None,
         open_copier: OpenCopier | None = None,
     ) -> None:
         part, parts = (0, 1) if alike else (rank, ranks)
@@ -94,10 +93,11 @@ class RankWorker:
         self.steps = Steps()
         """Told by whoever is told of the engine's steps."""
         self._pinning = Pinning(rank, self.steps)
-        self._find_region = region
+        self._find_region = find_region
         self._open_copier = open_copier or device_of(caches, gds, folders, self._pinning)
         self._copier: DeviceCopier | None = None
-        self._region: Region | None = None
+        self._attach = attach
+        self._region: HostRegion | None = None
         self._opened: tuple[str, Geometry] | None = None
         self._numbers: dict[int, tuple[int, TransferKind]] = {}
         """The errand of each job under way, and what kind of job it is."""
@@ -244,8 +244,8 @@ class RankWorker:
                 return
             self._pinning.least_slots = least_slots
             self.steps.begin_anew()
-            with contextlib.closing(Region.attach(path)) as region:
-                geometry = Geometry(region.header.namespace, group_bytes, parts)
+            with contextlib.closing(self._attach(path)) as region:
+                geometry = Geometry(region.namespace, group_bytes, parts)
             if not self._open(str(path), geometry).make_ready(READY_S):
                 logger.warning("the engine serves before its copies are as fast as they will be")
         except (KVTierError, OSError, RuntimeError, ValueError) as error:
@@ -256,7 +256,7 @@ class RankWorker:
             return self._copier
         self._close_copier()
         layout = self._as_stated(geometry)
-        self._region = Region.attach(Path(name))
+        self._region = self._attach(Path(name))
         self._opened = (name, geometry)
         self._copier = self._open_copier(layout, self._region, geometry.digest)
         return self._copier
@@ -338,7 +338,7 @@ def device_of(caches: Any, gds: Gds, folders: Sequence[Path], pinning: Pinning) 
     if device.type == "cuda":
         cuda_device.build_kernels(index, batch_copy)
 
-    def open_copier(layout: DeviceLayout, region: Region, namespace: bytes) -> DeviceCopier:
+    def open_copier(layout: DeviceLayout, region: HostRegion, namespace: bytes) -> DeviceCopier:
         if device.type == "cpu":
             return CpuCopier(layout, host_arrays(caches), region, namespace)
         if device.type != "cuda":
@@ -351,10 +351,10 @@ def device_of(caches: Any, gds: Gds, folders: Sequence[Path], pinning: Pinning) 
             index=index,
             batch_copy=batch_copy(),
             open_direct=None if access.mode is Gds.OFF else lambda: access.open(layout, namespace),
-            order=pinning_order(region.header, read_entries(region.table, region.header.slots)),
+            order=region.pinning_order(),
             least_slots=pinning.least_slots,
             steps=pinning.steps,
-            note=partial(sharing.note_pinned, region.table, pinning.rank),
+            note=partial(region.note_pinned, pinning.rank),
         )
 
     return open_copier

@@ -13,6 +13,7 @@ import pytest
 from direct_engine import Tensor
 
 from kvtier import Stack
+from kvtier.backends.cpu import Region
 from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.device.copy_plan import Blocks
 from kvtier.device.cpu_copier import CpuCopier, PageCopier
@@ -48,6 +49,7 @@ class Setting:
             group_ids=[0],
             rank=0,
             ranks=1,
+            attach=Region.attach,
             open_copier=lambda layout, region, namespace: CpuCopier(
                 layout, [self.pages], region, namespace
             ),

@@ -18,6 +18,8 @@ from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.housekeeping import keeper as keeper_module
 from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
+from kvtier.backends.object.inspection import store_survey
+from kvtier.backends.object.inspection.store_survey import StoreSurvey
 from kvtier.backends.object.manifests import journal
 from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.object_names import block_name
@@ -29,9 +31,8 @@ from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.retry import RetryPolicy
 from kvtier.backends.object.stores.store import ObjectInfo, Store
 from kvtier.backends.object.tier import ObjectTier
-from kvtier.cli.holdings import Place
-from kvtier.cli.look_objects import _count, _name, _read_manifests
 from kvtier.core.eviction import create_policy
+from kvtier.core.inspection import Depth
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Presence
 
@@ -175,18 +176,16 @@ def test_a_listing_that_fails_after_minutes_is_not_begun_at_once_again(tmp_path:
 
 
 @pytest.mark.s3
-@pytest.mark.parametrize("look", [_count, _name, _read_manifests])
+@pytest.mark.parametrize("depth", Depth)
 def test_namespaces_without_end(
-    bucket: Store, endless: Endless, monkeypatch: pytest.MonkeyPatch, look: Callable[..., None]
+    bucket: Store, endless: Endless, monkeypatch: pytest.MonkeyPatch, depth: Depth
 ) -> None:
-    from kvtier.cli import look_objects
-
-    monkeypatch.setattr(look_objects, "NAMESPACES_MAX", 20)
-    monkeypatch.setattr(look_objects, "_describe", lambda *_: None)
+    monkeypatch.setattr(store_survey, "NAMESPACES_MAX", 20)
+    monkeypatch.setattr(StoreSurvey, "_describe", lambda *_: None)
     monkeypatch.setattr(retry, "LISTED_MAX", 10**6)
     endless.name = lambda number: re.sub("^.{32}", f"{number:032x}", block(number))
     with pytest.raises(EndlessListing, match="20 namespaces"):
-        look(Place(tier=0, kind="object", where="s3://bucket"), bucket, uses_of=None)
+        StoreSurvey().look(bucket, depth)
 
 
 class Listed(FileStore):

@@ -17,10 +17,10 @@ import pytest
 from object_servers import ServerProcess
 from shared_prefix_process import BLOCKS, LEASE_S, RECORD, subject_at
 
-from kvtier.backends.object import open_for
 from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.manifests.manifest import ADDED
 from kvtier.backends.object.object_names import parse_block
+from kvtier.backends.object.settings import open_for
 from kvtier.backends.object.stores.store import Store
 from kvtier.core.slab.layout import keys_of
 from kvtier.testing.records import NAMESPACE, make_keys

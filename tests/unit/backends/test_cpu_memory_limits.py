@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvtier.backends.cpu import (
-    BACKEND,
-    CpuSettings,
-    huge_page_support,
-    memory_limits,
-    region_memory,
-)
+from kvtier.backends.cpu import BACKEND, CpuSettings, huge_page_support, region_memory
 from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.records.record import Buffer
 from kvtier.core.settings import ByteSize, Capacity
+from kvtier.core.system import memory_limits
 from kvtier.core.system.populate import populate
 from kvtier.errors import MediumError
 from kvtier.testing.records import NAMESPACE

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from cpu_regions import CONTEXT, opened, put
 
-from kvtier.backends.cpu import CpuTier, Region, sharing, tier
+from kvtier.backends.cpu import BACKEND, CpuSettings, CpuTier, Region, sharing, tier
+from kvtier.core.settings import ByteSize, Capacity
 from kvtier.core.slab import layout
 from kvtier.core.slab.layout import SlabHeader
 from kvtier.core.slab.pieces import pieces_of, pinning_order, place_of
@@ -72,25 +73,27 @@ def test_what_is_kept_and_used_most_is_pinned_first(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_died_amid_pinning_says_nothing_to_the_next_engine(tmp_path: Path) -> None:
+    settings = CpuSettings(path=str(tmp_path), capacity=Capacity(ByteSize(1 << 20)))
     with opened(tmp_path) as cpu:
-        sharing.name_engine(cpu.region, "an engine")
+        cpu.region.name_engine("an engine")
         sharing.note_pinned(cpu.region.table, 0, 5)
         sharing.note_pinned(cpu.region.table, 1, 3)
         assert sharing.pinned(cpu.region.table) == 3
-        assert sharing.find(tmp_path, "an engine") == cpu.region.path
-        assert sharing.find(tmp_path, "another") is None
-    assert sharing.find(tmp_path, "an engine") is None, "it is gone"
+        assert BACKEND.find_region(settings, "an engine") == cpu.region.path
+        assert BACKEND.find_region(settings, "another") is None
+    assert BACKEND.find_region(settings, "an engine") is None, "it is gone"
     with opened(tmp_path) as cpu:
         assert sharing.pinned(cpu.region.table) is None
-        assert sharing.find(tmp_path, "an engine") is None
+        assert BACKEND.find_region(settings, "an engine") is None
 
 
 def test_two_regions_that_name_one_engine_are_nobodys(tmp_path: Path) -> None:
+    settings = CpuSettings(path=str(tmp_path), capacity=Capacity(ByteSize(1 << 20)))
     other = type(CONTEXT)(CONTEXT.namespace, "other")
     with opened(tmp_path) as one, opened(tmp_path, other) as two:
         for cpu in (one, two):
-            sharing.name_engine(cpu.region, "an engine")
-        assert sharing.find(tmp_path, "an engine") is None
+            cpu.region.name_engine("an engine")
+        assert BACKEND.find_region(settings, "an engine") is None
 
 
 def test_scheduler_and_worker_work_out_the_same_order(tmp_path: Path) -> None:

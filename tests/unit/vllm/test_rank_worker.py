@@ -13,6 +13,7 @@ from direct_engine import Tensor
 
 from kvtier import Stack
 from kvtier.backends.cpu import Region
+from kvtier.core.interfaces.handler import HostRegion
 from kvtier.core.records.record import record_bytes
 from kvtier.device.copier import DeviceCopier
 from kvtier.device.copy_plan import Blocks
@@ -53,10 +54,11 @@ class Rank:
             ranks=RANKS,
             alike=alike,
             pipelined=pipelined,
+            attach=Region.attach,
             open_copier=self._open,
         )
 
-    def _open(self, layout: DeviceLayout, region: Region, namespace: bytes) -> DeviceCopier:
+    def _open(self, layout: DeviceLayout, region: HostRegion, namespace: bytes) -> DeviceCopier:
         return CpuCopier(layout, list(self.pages), region, namespace)
 
     def ended(self, job: int) -> Ended:

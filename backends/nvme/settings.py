@@ -1,0 +1,39 @@
+"""The settings of an NVMe tier, and what follows from them."""
+
+from __future__ import annotations
+
+from kvtier.core.settings import ByteSize, Durability, Duration, Persistence, Threads, TierSettings
+
+_SLAB_MIN = 1 << 20
+_SLAB_USUAL = 64 << 20
+_SLAB_MAX = 1 << 30
+_SLABS_MIN = 4
+"""A folder has room for so many at least: a slab is what engines that share one hand over."""
+_SLABS_MAX = 1 << 14
+"""And for so many at most: a keeper lists all of them, again and again."""
+
+
+class NvmeSettings(TierSettings, frozen=True, kw_only=True, tag="nvme"):
+    """Blocks on a local disk, in a folder that several engines and the command line may share."""
+
+    path: str
+    """The folder; it is made if its parent exists. Everything in it counts against `capacity`."""
+    free_floor: ByteSize = ByteSize(1 << 30)
+    """How much must stay free on the file system, whatever `capacity` says."""
+    persistence: Persistence = Persistence.KEEP
+    """Whether blocks outlive the process."""
+    keep_for: Duration = Duration(3 * 86400.0)
+    """For how long after its last use a model that is not served keeps its share of the folder."""
+    durability: Durability = Durability.PROCESS
+    """Whether a committed block survives only the death of processes, or a loss of power too."""
+    threads: Threads = 8
+    """How many reads and writes are under way at once."""
+    direct: bool = True
+    """Bypass the page cache where the file system allows it."""
+
+
+def slab_bytes(capacity: int) -> int:
+    """How large slabs are made: a sixteenth of the folder, but neither tiny nor huge."""
+    usual = min(_SLAB_USUAL, capacity // _SLABS_MIN)
+    most = max(_SLAB_MAX, capacity // _SLABS_MAX)
+    return min(capacity, max(_SLAB_MIN, usual, min(most, capacity // 16)))

@@ -1,0 +1,92 @@
+"""What `doctor` looks at beside tiers: versions, limits, GPUs, and the order of tiers."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+
+from kvtier.config import StackConfig
+from kvtier.core.inspection import Finding, Level
+from kvtier.core.interfaces.backend import backend
+from kvtier.core.settings import Gds, WritePolicy
+from kvtier.core.system.numa import Topology
+from kvtier.device.direct.kvikio_driver import probe as probe_gds
+from kvtier.errors import ConfigError
+from kvtier.vllm.hooks.versions import installed
+
+
+def check_machine() -> Iterator[Finding]:
+    """What concerns all tiers."""
+    try:
+        vllm = installed()
+        kind = " (CPU build)" if vllm.cpu else ""
+        yield Finding("vllm", Level.OK, f"vLLM {vllm.version}{kind} is supported")
+    except ConfigError as error:
+        known = "not installed" not in error.problem
+        level = Level.BAD if known else Level.NOTE
+        yield Finding("vllm", level, f"vLLM {error.problem}", error.remedy)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < 1024:
+        yield Finding(
+            "files",
+            Level.WARN,
+            f"a process may open {limit} files",
+            "raise it to 4096 or more: ulimit -n 4096",
+        )
+    machine = Topology()
+    if len(machine.nodes) > 1:
+        gpus = [str(node) for node in machine.gpus() if node is not None]
+        where = f"GPUs are at {', '.join(gpus)}" if gpus else "no GPU says where it is"
+        yield Finding("numa", Level.OK, f"{len(machine.nodes)} NUMA nodes; {where}")
+
+
+def check_order(config: StackConfig) -> Iterator[Finding]:
+    """What tiers get from those above them, where that may be another thing than was meant."""
+    disk: int | None = None
+    for tier, settings in enumerate(config.tiers):
+        if settings.write is not WritePolicy.THROUGH:
+            disk = None
+            continue
+        if tier and config.tiers[tier - 1].write is WritePolicy.ON_EVICT:
+            yield Finding(
+                f"{tier} {settings.kind}",
+                Level.NOTE,
+                f"gets what tier {tier - 1} has, and that only what the tier above it lets go",
+                f"with write: through in tier {tier - 1} it gets every block at once",
+            )
+        in_files = backend(settings.kind).folder(settings) is not None
+        if in_files and disk is not None:
+            yield Finding(
+                f"{tier} {settings.kind}",
+                Level.NOTE,
+                f"holds the same blocks as tier {disk}",
+                "two disks that are joined to one file system (RAID 0, LVM) hold twice as many",
+            )
+        if in_files:
+            disk = tier
+
+
+def check_gds(config: StackConfig, tier: int) -> Iterator[Finding]:
+    """Try what workers would: to read a tier's file straight into GPU memory."""
+    settings, mode = config.tiers[tier], config.gds
+    folder = backend(settings.kind).folder(settings)
+    if mode is Gds.OFF or folder is None:
+        return
+    area = f"{tier} {settings.kind}"
+    reason = probe_gds(folder)
+    if reason is None:
+        yield Finding(area, Level.OK, "GPUDirect Storage works here")
+    elif mode is Gds.REQUIRE:
+        yield Finding(
+            area,
+            Level.BAD,
+            f"GPUDirect Storage is required, but {reason}",
+            "mend that, or set gds: auto to go through pinned memory",
+        )
+    else:
+        yield Finding(
+            area,
+            Level.NOTE,
+            f"no GPUDirect Storage: {reason}",
+            "blocks go through pinned memory, which is what most machines do",
+        )
