@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from cpu_regions import CONTEXT, opened, put, served, settings
 
-from kvtier.backends.cpu import begin_memory, early_memory, memory_limits, region_memory
+from kvtier.backends.cpu import BACKEND, early_memory, region_memory
 from kvtier.core.records.record import Buffer
+from kvtier.core.system import memory_limits
 from kvtier.testing.records import make_keys
 
 
@@ -40,8 +41,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_the_region_has_the_memory_that_was_taken_before(tmp_path: Path, taken: list[int]) -> None:
-    begin_memory(settings(tmp_path), ())
-    begin_memory(settings(tmp_path), ())
+    BACKEND.begin_memory(settings(tmp_path), ())
+    BACKEND.begin_memory(settings(tmp_path), ())
     assert list(tmp_path.iterdir()) == [], "it has no name: nothing is left of it if nobody comes"
     with opened(tmp_path, type(CONTEXT)(CONTEXT.namespace, "test", (), True)) as cpu:
         assert len(taken) == 1, "not once more"
@@ -56,7 +57,7 @@ def test_the_region_has_the_memory_that_was_taken_before(tmp_path: Path, taken: 
 def test_a_region_that_is_kept_has_its_memory(tmp_path: Path, taken: list[int]) -> None:
     with opened(tmp_path):
         pass
-    begin_memory(settings(tmp_path), ())
+    BACKEND.begin_memory(settings(tmp_path), ())
     assert not taken
     assert not early_memory._begun
 
@@ -66,7 +67,7 @@ def test_what_does_not_fit_is_not_taken(
 ) -> None:
     """The scheduler says so."""
     monkeypatch.setattr(memory_limits, "memory_left", lambda: 4096)
-    begin_memory(settings(tmp_path), ())
+    BACKEND.begin_memory(settings(tmp_path), ())
     assert not taken
     assert not early_memory._begun
 
@@ -74,9 +75,9 @@ def test_what_does_not_fit_is_not_taken(
 def test_memory_that_is_too_small_or_for_nobody_is_given_back(
     tmp_path: Path, taken: list[int]
 ) -> None:
-    begin_memory(settings(tmp_path, blocks=2), ())
+    BACKEND.begin_memory(settings(tmp_path, blocks=2), ())
     with opened(tmp_path, blocks=8) as cpu:
         assert cpu.region.path.stat().st_size == cpu.region.header.data_end > taken[0]
-    begin_memory(settings(tmp_path / "..", blocks=2), ())
+    BACKEND.begin_memory(settings(tmp_path / "..", blocks=2), ())
     early_memory.drop(tmp_path / "..")
     assert len(open_files(tmp_path)) == 0
