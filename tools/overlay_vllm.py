@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
+
+from vllm_wheel import download
 
 _SUFFIXES = (".py", ".json", ".jinja")
 
@@ -35,9 +36,7 @@ def overlay(version: str, target: Path) -> None:
     """Fill the folder; it appears whole or not at all."""
     building = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.absolute().parent))
     try:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        subprocess.run([*command, "-d", str(building), f"vllm=={version}"], check=True)
-        [wheel] = building.glob("vllm-*.whl")
+        wheel = download(version, building)
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if name.endswith(_SUFFIXES)]
             archive.extractall(building, names)

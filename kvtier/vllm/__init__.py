@@ -1,6 +1,16 @@
 """kvtier inside vLLM: `--kv-transfer-config` names this module and `KVTierConnector`.
 
 Importing this package imports neither vLLM nor torch; asking for the connector imports both.
+
+- `connector.py`: the class that vLLM loads; `spec.py`: what vLLM builds behind it, in its words
+- `hooks/`: the border to vLLM, where all that it does not promise is touched
+- `scheduler/`: what is found, loaded and stored; `worker/`: the copies of one rank
+- `protocol.py`: what these two tell each other
+- `identity/`: namespaces, keys and fingerprints
+- `settings.py`: what `--kv-transfer-config` says; `unsupported_modes.py`: what an engine cannot do
+- `plugin.py`: what vLLM runs before it reads its settings
+- `guard.py`: no exception of kvtier's reaches vLLM
+- `serving/`: prompts, a server process and a small model, for the command line
 """
 
 from __future__ import annotations

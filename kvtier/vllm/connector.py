@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from functools import cached_property, partial
 from typing import Any
@@ -17,22 +18,24 @@ import vllm
 from kvtier.config import StackConfig
 from kvtier.core.settings import Persistence
 from kvtier.types import Namespace
+from kvtier.vllm import unsupported_modes
 from kvtier.vllm.guard import guarded
 from kvtier.vllm.hooks import (
-    compat,
-    construction_context,
-    engine_core,
+    cache_groups,
+    construction,
+    engine_calls,
+    event_tracker,
     failure_tolerant_worker,
+    interfaces,
     orphaned_engine,
-    reused_request_ids,
-    session_requests,
-    step_replay,
-    unsupported_modes,
+    request_states,
+    scheduler_steps,
 )
 from kvtier.vllm.hooks.block_allocation import AllocatedBlocks
 from kvtier.vllm.hooks.idle_requests import IdleRequests
-from kvtier.vllm.hooks.versions import check_version
+from kvtier.vllm.hooks.versions import check_version, warn_if_untested
 from kvtier.vllm.identity import namespace_facts
+from kvtier.vllm.protocol import Report
 from kvtier.vllm.scheduler import metrics, prefill_handoff
 from kvtier.vllm.scheduler.block_events import DescribedEvents
 from kvtier.vllm.settings import (
@@ -57,40 +60,43 @@ _IGNORED = {"sync_load_budget_bytes": "requests wait for their loads"}
 """What vLLM's connector could do, and what is done instead: a load must not fail there."""
 
 
-class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
+class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
     """Keeps KV cache in the tiers of a stack. Works alone and under MultiConnector."""
 
     connector_worker: Any
     connector_scheduler: Any
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        check_version(vllm.__version__)
         _share_log()
+        check_version(vllm.__version__)
         stack = _settle(vllm_config, kv_cache_config)
         # Else another connector brings prompts from engine to engine.
-        self._hands_over = len(construction_context.transfer_configs(vllm_config)) == 1
+        self._hands_over = len(construction.transfer_configs(vllm_config)) == 1
         self._without_hits = unsupported_modes.uses_nothing(vllm_config)
         self._looks_ahead = unsupported_modes.looks_ahead(kv_cache_config)
         self._numbers_media = unsupported_modes.numbers_media(vllm_config)
         self._blurs_adapters = unsupported_modes.blurs_adapters(vllm_config)
-        self._sessions = session_requests.Sessions(vllm_config, kv_cache_config)
-        self._block_tokens = compat.block_tokens(vllm_config, kv_cache_config)
+        self._misreads_sessions = unsupported_modes.misreads_sessions(vllm_config, kv_cache_config)
+        self._block_tokens = cache_groups.block_tokens(vllm_config, kv_cache_config)
         self._pool: Any = None
         self._given: AllocatedBlocks | None = None
-        self._paused, self._spins = construction_context.pausing(), construction_context.spins()
-        self._waits = False  # where it spins: whether this step computes nothing
+        self.paused = False
+        """The engine is; its scheduler says so."""
+        self._spins = not orphaned_engine.has_own_process()
+        self._waits = False
+        """It spins, and this step computes nothing."""
         self._computed = True
         """Since its weights changed last; if not, nothing is kept that others make wrong."""
-        self._blurred = False
-        """What requests without an adapter compute is not to be stored any more."""
         self._has_cache = vllm_config.cache_config.enable_prefix_caching
         self._cache_filled = self._cache_stale = False
         """Whether vLLM's own prefix cache may hold blocks, and whether some of these may be wrong:
         nothing is stored then of requests that come, until it is reset."""
+        self._spoilt = False
+        """Sessions may have left wrong ones there, and may go on doing so."""
         if role.name == "SCHEDULER":
-            self._steps = step_replay.Steps(vllm_config.parallel_config.world_size)
+            warn_if_untested(vllm.__version__)
             orphaned_engine.end_with_parent()
-            engine_core.listen()
+            engine_calls.listen()
             self._introduce(vllm_config, kv_cache_config, stack)
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_worker is not None:
@@ -98,18 +104,19 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 self.connector_worker.spec, vllm_config, kv_cache_config
             )
         if self.connector_scheduler is not None:
-            compat.mend_groups(self)
-            if (unit := compat.loses_decoded(self)) is not None:
+            cache_groups.correct_groups(self)
+            if (unit := cache_groups.loses_decoded(self)) is not None:
                 logger.warning(
                     "what is decoded is kept, but not found again: this model's windows or states "
                     "are kept at the end of prompts alone. Let vLLM keep more of them, with "
                     "--prefix-cache-retention-interval, a multiple of %d tokens",
                     unit,
                 )
-            self._manager.keep(compat.group_shapes(self), partial(compat.with_holes, self))
-            if compat.describes_events(vllm_config):
-                kinds = compat.event_kinds(self)
-                compat.track_events(self, DescribedEvents(self._manager.known_as, kinds))
+            shapes = cache_groups.group_shapes(self)
+            self._manager.keep(shapes, partial(request_states.with_holes, self))
+            if event_tracker.describes_events(vllm_config):
+                events = DescribedEvents(self._manager.known_as, event_tracker.event_kinds(self))
+                event_tracker.track_events(self, events)
 
     @staticmethod
     def _introduce(vllm_config: Any, kv_cache_config: Any, stack: StackConfig) -> None:
@@ -126,8 +133,8 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
             logger.warning("%s", warning)
         for limit in unsupported_modes.to_be_told(vllm_config, kv_cache_config):
             logger.warning("%s", limit)
-        payloads, blocks, parts = compat.chunk_sizes(vllm_config, kv_cache_config)
-        tokens = compat.block_tokens(vllm_config, kv_cache_config)
+        payloads, blocks, parts = cache_groups.chunk_sizes(vllm_config, kv_cache_config)
+        tokens = cache_groups.block_tokens(vllm_config, kv_cache_config)
         facts = namespace_facts.facts_of(vllm_config, blocks, extra.get("weights"), tokens)
         namespace = Namespace(facts=facts, group_bytes=payloads, parts=parts)
         extra["kvtier_namespace"] = namespace.to_json().decode()
@@ -160,30 +167,43 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         self._given = AllocatedBlocks(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
-        reused_request_ids.make_room(self, request.request_id)
         self._manager.remember_adapter(request.request_id, request.lora_request)
-        has_media = request.mm_features or request.resumable  # a session may get some later
-        if self._looks_ahead or (self._numbers_media and has_media):
+        if self._keeps_nothing_of(request):
             self._manager.keep_nothing(request.request_id)
         super().on_new_request(request)
-        compat.heed_whole_chunks(self, request)
-        if request.resumable:
-            session_requests.name_anew(self, request)
+        request_states.heed_whole_chunks(self, request)
         if self._hands_over and prefill_handoff.is_expected(request.kv_transfer_params):
             self._manager.expect(request.request_id)
-        if self._cache_stale or (self._blurred and request.lora_request is None):
+        if self._cache_stale or self._spoilt:
             self._manager.keep_no_more(request.request_id)
+
+    def _keeps_nothing_of(self, request: Any) -> bool:
+        """Whether the keys of a request do not tell all, or what it computes may be wrong."""
+        if request.resumable and self._misreads_sessions and self._has_cache and not self._spoilt:
+            self._spoilt = True
+            self._manager.keep_no_more()
+            logger.warning(
+                "a session, to whose input more is added, may be computed wrong by vLLM as this "
+                "engine is configured, and others may find that in vLLM's own prefix cache: "
+                "nothing is kept from now on"
+            )
+        return bool(
+            self._looks_ahead
+            or request.resumable
+            or (self._numbers_media and request.mm_features)
+            or (self._blurs_adapters and request.lora_request is None)
+        )
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self._resting.forget(request.request_id)
         if self._without_hits:
-            return compat.without_hits(self, request, num_computed_tokens)
-        limit = compat.load_limit(self, request, num_computed_tokens)
+            return request_states.without_hits(self, request, num_computed_tokens)
+        limit = request_states.load_limit(self, request, num_computed_tokens)
         scarce = self._may_lack_blocks(request)
         self._manager.asks(request.request_id, num_computed_tokens, limit, scarce)
-        ends, loading = compat.prompt_ends(self, request), compat.being_loaded(self)
+        ends, loading = request_states.prompt_ends(self, request), request_states.being_loaded(self)
         if self._manager.still_waits(request.request_id, ends, loading):
             self._manager.put_off(request.request_id)
             return None, False
@@ -194,7 +214,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
             self._manager.put_off(request.request_id, loading)
         else:
             self._manager.uses(request.request_id, ends)
-        compat.part_at(request, self._manager.junction(request.request_id))
+        request_states.part_at(request, self._manager.junction(request.request_id))
         return found
 
     def _may_lack_blocks(self, request: Any) -> bool:
@@ -223,47 +243,33 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         return self.request_finished(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        if self._blurs_adapters and not self._blurred:
-            self._look_for_blur(scheduler_output)
         if self._resting.all_rest(scheduler_output, self._given):
-            meta = compat.nothing_to_transfer()
+            meta = scheduler_steps.nothing_to_transfer()
             self._manager.on_schedule_end()
         else:
             meta = self._look_at(scheduler_output)
         computes = scheduler_output.total_num_scheduled_tokens > 0
         self._computed |= computes
         self._waits = self._spins and not computes
-        self._steps.begin(meta, self._manager.step_began(scheduler_output))
+        meta.given_up = self._manager.step_began(scheduler_output)
         return meta
 
     def _look_at(self, scheduler_output: Any) -> Any:
         """Have vLLM's side find out what there is to be stored and loaded."""
-        self._cache_stale |= self._sessions.spoil(self, scheduler_output)
         if self._given is not None:
             self._given.tell(self.connector_scheduler, scheduler_output)
-        step = reused_request_ids.without_namesakes(self, self._resting.leave_out(scheduler_output))
-        meta = super().build_connector_meta(compat.read_as_0_33(self, step))
+        step = self._resting.leave_out(scheduler_output)
+        meta = super().build_connector_meta(scheduler_steps.read_as_0_33(self, step))
         self._resting.looked_at(step)
         return meta
-
-    def _look_for_blur(self, scheduler_output: Any) -> None:
-        """What is computed wrong is in vLLM's own cache from now on, for all requests that come."""
-        for request in compat.blurred(self, scheduler_output):
-            self._blurred = True
-            self._manager.keep_no_more(request)
-        if self._blurred:
-            logger.warning(
-                "requests with and without LoRA adapters are computed in one step, which vLLM does "
-                "wrong on a CPU: until the engine starts again, nothing is kept of those without"
-            )
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         if meta is None and not connector_output.invalid_block_ids:
             return  # no worker has anything to say
         self._manager.mistook(getattr(meta, "mistakes", 0))
-        reports = failure_tolerant_worker.hear(connector_output, self._steps)
-        with compat.manager_locked(self):
+        reports: dict[int, Report] = getattr(meta, "reports", {})
+        with scheduler_steps.manager_locked(self):
             foreign = connector_output.invalid_block_ids  # of another connector, beside this one
             vouched = self._manager.vouches(reports)  # asked in any case: it keeps account of them
             if foreign or not vouched:
@@ -271,14 +277,13 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
             for number, report in reports.items():
                 request = self._manager.report(number, report)
                 if request is not None:
-                    compat.store_again(self, request)
+                    request_states.store_again(self, request)
                     self._resting.wake(request)
         super().update_connector_output(connector_output)
 
     def get_kv_connector_stats(self) -> Any:
         # Asked at the end of every step, in their order; and that alone is.
         if self.connector_scheduler is not None:
-            self._steps.ended()
             self._manager.step_ended()
             if self._waits and self._manager.copying():
                 time.sleep(_PAUSE_S)
@@ -290,13 +295,13 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def has_pending_push_work(self) -> bool:
         # An engine that pauses or goes to sleep waits until there is none. Its device is at rest
         # when nothing is copied; what waits for a disk or a bucket is written later.
-        if self._paused():
-            return compat.has_jobs(self) or self._manager.copying()
+        if self.paused:
+            return request_states.has_jobs(self) or self._manager.copying()
         return bool(super().has_pending_push_work())
 
     def reset_cache(self) -> Any:
         self._resting.wake_all()
-        with compat.resettable(self):
+        with scheduler_steps.resettable(self):
             done = super().reset_cache()
         failure_tolerant_worker.finish_stores()
         return done
@@ -304,7 +309,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
     def weights_changed(self) -> None:
         """The workers were called to take other weights, or a part of them."""
         if self._computed:
-            with compat.manager_locked(self):
+            with scheduler_steps.manager_locked(self):
                 self._manager.reset_cache()
         if self._cache_filled and not self._cache_stale:
             logger.warning(
@@ -312,15 +317,6 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
                 "before: nothing is stored until it is reset"
             )
         self._computed, self._cache_stale = False, self._cache_filled
-
-    def step_failed(self) -> None:
-        """The engine goes on, and all its requests have been aborted; of the other steps that were
-        under way nothing is heard, either."""
-        self._cache_stale = self._cache_filled
-        self._steps.lost()
-        with compat.manager_locked(self):
-            self._manager.steps_lost()
-            self._manager.reset_cache()
 
     def engine_forgot(self) -> None:
         """vLLM's own prefix cache was emptied."""
@@ -346,7 +342,7 @@ class KVTierConnector(compat.OffloadingConnector):  # type: ignore[misc]
         return super().build_prom_metrics(vllm_config, types, *arguments)
 
 
-compat.register(KVTierConnector)
+construction.register(KVTierConnector)
 
 
 def _share_log() -> None:
@@ -363,7 +359,8 @@ def _share_log() -> None:
 def _settle(vllm_config: Any, kv_cache_config: Any) -> StackConfig:
     """Refuse an engine that cannot be served, and settle what vLLM's side and ours both read;
     answers with the stack."""
-    for transfer in construction_context.transfer_configs(vllm_config):
+    unsupported_modes.refuse(vllm_config, os.environ)
+    for transfer in construction.transfer_configs(vllm_config):
         check_role(transfer.kv_role)
         transfer.kv_load_failure_policy = "recompute"  # a request does not end with its load
     ranks = vllm_config.parallel_config
@@ -390,7 +387,7 @@ def _settle(vllm_config: Any, kv_cache_config: Any) -> StackConfig:
 
 def _set_chunk(extra: dict[str, Any], stack: StackConfig, vllm_config: Any, kv_cache: Any) -> None:
     """How many of the engine's blocks make one stored block: as the user says, or the stack."""
-    tokens = compat.block_tokens(vllm_config, kv_cache)
+    tokens = cache_groups.block_tokens(vllm_config, kv_cache)
     asked = [name for name in ("blocks_per_chunk", "block_size") if name in extra]
     if "blocks_per_chunk" in asked:
         blocks = whole_number(extra, "blocks_per_chunk")
@@ -398,7 +395,7 @@ def _set_chunk(extra: dict[str, Any], stack: StackConfig, vllm_config: Any, kv_c
         blocks = whole_number(extra, "block_size") // tokens[0]
     else:
         blocks = stack.chunk_tokens // tokens[0] if len(set(tokens)) == 1 else 1
-    most = compat.most_blocks(kv_cache)
+    most = cache_groups.most_blocks(kv_cache)
     if most is not None and blocks > most:
         for name in asked:
             logger.warning(

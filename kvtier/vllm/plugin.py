@@ -1,40 +1,19 @@
-"""What vLLM runs in each of its processes before it reads its settings (`vllm.general_plugins`).
-
-vLLM believes of every connector that loads blocks that they may be of images that were seen
-elsewhere: all clients may send embeddings in place of images then, and leave them out. Nobody
-brings such blocks here, and one request like that ends the engine.
-"""
+"""What vLLM runs in each of its processes before it reads its settings (`vllm.general_plugins`)."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+import contextlib
 
-OURS = "KVTierConnector"
+from kvtier.vllm.hooks import construction, embedding_inputs
 
 
-@functools.cache
 def load() -> None:
-    """Let clients of an engine with our connector send what they may send to one without; once."""
-    from vllm.config import VllmConfig
+    """Put in place what must be there before an engine is configured or constructed.
 
-    resolve = getattr(VllmConfig, "_resolve_mm_embedding_inputs", None)
-    if resolve is None:
-        return
-
-    @functools.wraps(resolve)
-    def resolve_as_without_us(config: Any) -> None:
-        if not brings_no_embeddings(config):
-            resolve(config)
-
-    VllmConfig._resolve_mm_embedding_inputs = resolve_as_without_us
-
-
-def brings_no_embeddings(config: Any) -> bool:
-    """Whether ours is the only connector of this engine."""
-    blocks, embeddings = config.kv_transfer_config, config.ec_transfer_config
-    return (
-        blocks is not None
-        and blocks.kv_connector == OURS
-        and not (embeddings is not None and embeddings.is_ec_consumer)
-    )
+    Engines without a connector of ours do not notice. A vLLM in which one of these has moved must
+    start for them all the same: our connector refuses it, and names what has moved, where it is
+    used.
+    """
+    for prepare in (embedding_inputs.allow_as_without_us, construction.watch):
+        with contextlib.suppress(ImportError, AttributeError):
+            prepare()

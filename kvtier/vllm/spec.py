@@ -26,8 +26,10 @@ from kvtier.errors import ConfigError
 from kvtier.stack import Stack
 from kvtier.types import BlockKey
 from kvtier.vllm.guard import guarded
-from kvtier.vllm.hooks import compat
-from kvtier.vllm.hooks import failure_tolerant_worker as errands
+from kvtier.vllm.hooks import interfaces
+from kvtier.vllm.hooks.cache_groups import ranks_alike
+from kvtier.vllm.hooks.failure_tolerant_worker import ErrandSpec
+from kvtier.vllm.hooks.request_states import positions
 from kvtier.vllm.identity.weight_fingerprints import Adapters
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
 from kvtier.vllm.scheduler.block_events import events_of
@@ -49,7 +51,7 @@ Holes = Callable[[Collection[bytes], Any], set[bytes]]
 """Tells which of these chunks of a request are not whole."""
 
 
-class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
+class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
     """Opens the stack for the scheduler, and a rank's copies for a worker."""
 
     @classmethod
@@ -104,7 +106,7 @@ class KVTierSpec(compat.OffloadingSpec):  # type: ignore[misc]
                 group_ids=[group.group_id for group in config.groups],
                 rank=config.parallel.rank,
                 ranks=config.parallel.world_size,
-                alike=compat.ranks_alike(config),
+                alike=ranks_alike(config),
                 pipelined=config.parallel.pp_size > 1,
                 gds=stack.gds,
                 folders=stack_config.folders(stack),
@@ -144,7 +146,7 @@ def _passed_on(
     return passed_on
 
 
-class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
+class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     """vLLM's manager: asks ours, and answers in vLLM's words."""
 
     def __init__(self, manager: ChainManager, *, events: bool, keeps: bool) -> None:
@@ -179,17 +181,17 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
 
     # -- loads
 
-    @guarded(lambda: compat.LookupResult.MISS)
+    @guarded(lambda: interfaces.LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        found = self._manager.lookup(key, req_context.req_id, compat.positions(req_context))
+        found = self._manager.lookup(key, req_context.req_id, positions(req_context))
         if found is None:
-            return compat.LookupResult.RETRY
-        return compat.LookupResult.HIT if found else compat.LookupResult.MISS
+            return interfaces.LookupResult.RETRY
+        return interfaces.LookupResult.HIT if found else interfaces.LookupResult.MISS
 
-    @guarded(lambda: compat.CacheHitSource.EXTERNAL_UNSPECIFIED)
+    @guarded(lambda: interfaces.CacheHitSource.EXTERNAL_UNSPECIFIED)
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
         tier = self._manager.source_of(key, req_context.req_id)
-        sources = compat.CacheHitSource
+        sources = interfaces.CacheHitSource
         if self._manager.chain.tiers[tier].medium == "object":
             return sources.EXTERNAL_UNSPECIFIED
         return sources.HOST if tier == 0 else sources.DISK
@@ -198,14 +200,14 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Any:
         errand = self._prepare_load(keys, req_context.req_id) or _hopeless(keys)
-        return errands.ErrandSpec(errand)
+        return ErrandSpec(errand)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """The workers' reports have ended the load already, one way or the other."""
 
     # -- stores
 
-    @guarded(lambda: compat.PrepareStoreOutput([], None, []))
+    @guarded(lambda: interfaces.PrepareStoreOutput([], None, []))
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
         self.has_events = True
         holes = self._with_holes(keys, req_context)
@@ -213,8 +215,8 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         taken, errand = self._manager.prepare_store(whole, req_context.req_id)
         if taken:
             self.adapters.stores(req_context.req_id, errand.number)
-        return compat.PrepareStoreOutput(
-            keys_to_store=taken, store_spec=errands.ErrandSpec(errand), evicted_keys=[]
+        return interfaces.PrepareStoreOutput(
+            keys_to_store=taken, store_spec=ErrandSpec(errand), evicted_keys=[]
         )
 
     def complete_store(
@@ -236,12 +238,6 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self._manager.pace.ended()
 
     @guarded(lambda: None)
-    def steps_lost(self) -> None:
-        """None of those that began ends, and what they were to compute is in no block."""
-        self._manager.distrust_stores()
-        self._manager.pace.lost()
-
-    @guarded(lambda: None)
     def report(self, number: int, report: Report) -> str | None:
         """What ranks say of an errand; names the request if its load has now failed."""
         self._meter.reported(report)
@@ -260,11 +256,11 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
 
     # -- the life of requests and of the engine
 
-    @guarded(compat.RequestOffloadingContext)
+    @guarded(interfaces.RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> Any:
         request = req_context.req_id
         self._manager.on_new_request(request, self._salts.pop(request, b""))
-        return compat.RequestOffloadingContext()
+        return interfaces.RequestOffloadingContext()
 
     @guarded(lambda: None)
     def remember_adapter(self, request: str, adapter: Any) -> None:
@@ -331,7 +327,7 @@ class VllmManager(compat.OffloadingManager):  # type: ignore[misc]
         self._manager.close()
 
 
-class VllmWorker(compat.OffloadingWorker):  # type: ignore[misc]
+class VllmWorker(interfaces.OffloadingWorker):  # type: ignore[misc]
     """vLLM's worker: whatever happens, every job ends and is reported."""
 
     def __init__(self, worker: RankWorker) -> None:
@@ -339,7 +335,6 @@ class VllmWorker(compat.OffloadingWorker):  # type: ignore[misc]
         self._mark: object = None
 
     give_up = _passed_on(RankWorker.give_up, to="_worker")
-    abandon = _passed_on(RankWorker.abandon, to="_worker")
     make_way = _passed_on(RankWorker.make_way, to="_worker")
     wait = _passed_on(RankWorker.wait, to="_worker")
     make_ready = _passed_on(RankWorker.make_ready, to="_worker")
@@ -386,7 +381,9 @@ class VllmWorker(compat.OffloadingWorker):  # type: ignore[misc]
     def get_finished(self) -> list[Any]:
         """As vLLM's own worker class would ask; ours asks `take_ended`."""
         return [
-            compat.TransferResult(ended.job_id, ended.ok, ended.report.bytes_moved, ended.seconds)
+            interfaces.TransferResult(
+                ended.job_id, ended.ok, ended.report.bytes_moved, ended.seconds
+            )
             for ended in self.take_ended()
         ]
 

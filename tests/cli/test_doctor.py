@@ -26,6 +26,9 @@ from kvtier.core.system import memory_limits as room
 from kvtier.core.system.disk import Disk
 from kvtier.core.system.mounts import mounted
 from kvtier.core.system.numa import Topology
+from kvtier.vllm.hooks import versions
+from kvtier.vllm.hooks.touch_points import source_check
+from kvtier.vllm.hooks.touch_points.table import TOUCH_POINTS
 
 
 def run(stack_file: Path, *args: str, code: int = 0) -> Any:
@@ -267,19 +270,51 @@ def test_nodes_are_told_where_there_are_several(monkeypatch: pytest.MonkeyPatch)
     assert not [each for each in check_machine() if each.area == "numa"]
 
 
-@pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0"])
-def test_a_vllm_that_is_not_supported(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.vllm.hooks.versions.version", lambda name: version)
+@pytest.mark.parametrize(
+    ("version", "moved", "level"),
+    [
+        ("0.32.0+cpu", None, Level.OK),
+        ("0.32.1", [], Level.OK),
+        ("0.94.0", [], Level.WARN),
+        ("0.94.0", ["Engine.step is not there"], Level.BAD),
+    ],
+)
+def test_a_vllm_by_what_it_has(
+    version: str, moved: list[str] | None, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = [source_check.Finding(TOUCH_POINTS[0], moved or [])]
+    monkeypatch.setattr(versions, "version", lambda name: version)
+    monkeypatch.setattr(versions, "touch_points", lambda found: points)
     (finding,) = [each for each in checks.check_machine() if each.area == "vllm"]
-    assert finding.level is Level.BAD
+    assert finding.level is level
     assert version in finding.what
-    assert finding.remedy
+    assert finding.remedy or level is Level.OK
 
 
-def test_a_vllm_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.vllm.hooks.versions.version", lambda name: "0.32.1+cpu")
-    (finding,) = [each for each in checks.check_machine() if each.area == "vllm"]
-    assert (finding.level, finding.what) == (Level.OK, "vLLM 0.32.1+cpu (CPU build) is supported")
+def test_a_look_into_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a stack; here into one that has nothing inside."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('it is not imported')\n")
+    (tmp_path / "vllm-0.94.0.dist-info").mkdir()
+    metadata = tmp_path / "vllm-0.94.0.dist-info" / "METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.94.0\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    done = command("doctor", "--vllm", "--json")
+    assert done.code == 1
+    said = json.loads(done.out)
+    assert (said["version"], said["tested"]) == ("0.94.0", False)
+    assert all(each["moved"] and each["without_it"] for each in said["touch_points"])
+    done = command("doctor", "--vllm")
+    assert done.code == 1
+    assert "vLLM 0.94.0 (never tested; tested are 0.31, 0.32 and 0.33)" in done.said
+    assert f"0 of {len(said['touch_points'])} touch-points are there" in done.said
+
+
+def test_without_a_stack_there_is_nothing_else_to_look_at() -> None:
+    done = command("doctor")
+    assert done.code == 2
+    assert "--config: is missing" in done.err
 
 
 @pytest.mark.slow

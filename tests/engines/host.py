@@ -157,15 +157,6 @@ class Host(Slowed):
         engine.abort_request(["failed"])
         self._step()
 
-    def fail_a_step(self, when: str) -> None:
-        """The next step fails, and the engine goes on: see `failing.fail_a_step`."""
-        from failing import fail_a_step
-
-        fail_a_step(self._core, self._connector_worker.worker, when)
-        begun = range(1, self._serial + 1)
-        self._llm.llm_engine.abort_request([f"begun-{each}" for each in begun])
-        self._step()
-
     def wait_for_others(self, patience: float) -> None:
         """How long blocks are waited for that another engine has computed."""
         import kvtier.vllm.scheduler.prefill_handoff

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -246,10 +247,37 @@ def test_every_file_says_what_it_is_for(path: Path) -> None:
         assert ast.get_docstring(tree), f"{path} does not begin with a sentence about itself"
 
 
-def test_heavy_parts_of_vllm_are_known_to_one_file() -> None:
-    """Private names of vLLM (an underscore) are imported by compat.py alone."""
-    for path in (ROOT / "kvtier" / "vllm").rglob("*.py"):
-        for line, name in imports(tree_of(path)):
-            if name.startswith("vllm.") and path.name != "compat.py":
-                private = [part for part in name.split(".") if part.startswith("_")]
-                assert not private, f"{path}:{line}: {name} belongs into compat.py"
+PROMISED = {"vllm", "vllm.config", "vllm.platforms"}
+"""The modules of vLLM that may be imported outside kvtier/vllm/hooks/."""
+NAMED_TUPLES = {"_asdict", "_replace"}
+
+
+def outside_the_border() -> list[Path]:
+    files = (ROOT / "kvtier" / "vllm").rglob("*.py")
+    return sorted(path for path in files if "hooks" not in path.parts)
+
+
+@pytest.mark.parametrize("path", outside_the_border(), ids=module_of)
+def test_vllm_is_reached_into_by_its_hooks_alone(path: Path) -> None:
+    """What vLLM does not promise is touched in kvtier/vllm/hooks/, where it stands in a table."""
+    tree = tree_of(path)
+    for line, name in imports(tree):
+        module = name.rpartition(".")[0] or name
+        assert not name.startswith("vllm") or {name, module} & PROMISED, (
+            f"{path}:{line}: {name} belongs into kvtier/vllm/hooks/"
+        )
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
+            mine = ast.unparse(node.value) in ("self", "cls") or node.attr in own | NAMED_TUPLES
+            assert mine, f"{path}:{node.lineno}: {ast.unparse(node)} is private to somebody else"
+        elif isinstance(node, ast.Call):
+            assert ast.unparse(node.func) != "setattr", f"{path}:{node.lineno} changes another's"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kvtier" / "vllm").rglob("*.py")), ids=module_of)
+def test_nobody_looks_at_who_calls(path: Path) -> None:
+    walks = {"_getframe", "currentframe", "f_back", "f_locals"}
+    for node in ast.walk(tree_of(path)):
+        name = getattr(node, "attr", None) or getattr(node, "id", None)
+        assert name not in walks, f"{path}:{node.lineno} walks up Python's stack"

@@ -12,7 +12,6 @@ import pytest
 
 from kvtier.cli.commands import serve
 from kvtier.errors import ConfigError
-from kvtier.vllm.hooks import versions
 
 
 def transfer(command: list[str]) -> dict[str, object]:
@@ -192,14 +191,3 @@ def test_processors_that_are_slow_at_16_bits(tmp_path: Path, features: str, slow
     cpuinfo.write_text(f"processor\t: 0\nmodel name\t: any\n{features}\nbugs\t\t: some\n")
     assert serve.is_slow_at_halves(cpuinfo) is slow
     assert not serve.is_slow_at_halves(tmp_path / "none")
-
-
-@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1.dev3+cpu", "0.33.0"])
-def test_supported_versions(version: str) -> None:
-    versions.check_version(version)
-
-
-@pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0", "unknown"])
-def test_other_versions_are_refused_with_a_sentence(version: str) -> None:
-    with pytest.raises(ConfigError, match=f"works with vLLM 0.31 to 0.33, and {version} is"):
-        versions.check_version(version)

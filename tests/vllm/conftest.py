@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from engines.engine import Engine
+from engines.engine import HOST, Engine
 from engines.world import World
 
 MODELS = Path(sys.prefix) / "models"
@@ -33,7 +33,7 @@ def model() -> Callable[..., Path]:
 
     def build(family: str, seed: int = 0, layers: int = 4) -> Path:
         target = MODELS / (f"{family}-{seed}" if layers == 4 else f"{family}-{seed}-{layers}")
-        command = [sys.executable, "-m", "kvtier.vllm.serving.tiny_model", str(target)]
+        command = [sys.executable, str(HOST.with_name("families.py")), str(target)]
         command += ["--family", family, "--seed", str(seed), "--layers", str(layers)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvtier.vllm.hooks.step_replay import Said, Steps
 from kvtier.vllm.identity.weight_fingerprints import Adapters
 from kvtier.vllm.protocol import Report
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
 def test_stores_of_adapters_are_forgotten_when_they_have_ended(tmp_path: Path) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-        OffloadingWorkerMetadata,
-    )
-
     from kvtier.vllm import KVTierConnector
     from kvtier.vllm.hooks.failure_tolerant_worker import ErrandMetadata
 
@@ -28,7 +23,6 @@ def test_stores_of_adapters_are_forgotten_when_they_have_ended(tmp_path: Path) -
     adapters.began("a", adapter)
     connector: Any = KVTierConnector.__new__(KVTierConnector)
     connector.connector_scheduler = SimpleNamespace(update_connector_output=lambda _: None)
-    connector._steps = Steps(ranks=1)
     connector._manager = SimpleNamespace(
         mistook=lambda _: None,
         vouches=adapters.vouches,
@@ -37,9 +31,8 @@ def test_stores_of_adapters_are_forgotten_when_they_have_ended(tmp_path: Path) -
     )
     for errand, invalid in enumerate([set(), {3}]):
         adapters.stores("a", errand)
-        said = Said(OffloadingWorkerMetadata(), {errand: Report(1)}, set(), set())
         output = SimpleNamespace(
-            kv_connector_worker_meta=ErrandMetadata(said={(0, errand): said}),
+            kv_connector_worker_meta=ErrandMetadata(reports={errand: Report(1)}),
             invalid_block_ids=invalid,
             finished_recving=None,
         )

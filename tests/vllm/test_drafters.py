@@ -75,7 +75,7 @@ def test_what_is_kept_beside_a_drafter_is_found(
     tmp_path: Path, beside: str, kept: list[int]
 ) -> None:
     """Up to where there is a state, which vLLM keeps a block earlier then, or a window."""
-    from kvtier.vllm.hooks import compat
+    from kvtier.vllm.hooks import cache_groups
     from kvtier.vllm.spec import VllmManager
 
     keys = [block_key(each, 0) for each in HASHES] + [block_key(HASHES[at], 1) for at in kept]
@@ -84,8 +84,8 @@ def test_what_is_kept_beside_a_drafter_is_found(
         stack.store({BlockKey(key): payload(key, TWO_GROUPS) for key in keys})
         asked = VllmManager(manager(stack).manager, events=False, keeps=False)
         connector = Made(connector_scheduler=scheduler_with_drafter(asked, beside))
-        compat.mend_groups(connector)
-        asked.keep(compat.group_shapes(connector), lambda _keys, _context: set())
+        cache_groups.correct_groups(connector)
+        asked.keep(cache_groups.group_shapes(connector), lambda _keys, _context: set())
         request = Made(
             request_id="r",
             kv_transfer_params=None,

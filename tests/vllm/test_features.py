@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engines.engine import HOST, Engine, EngineError, connector
 from engines.world import World, flip, prompt
+
+from kvtier.errors import ConfigError
 
 PROMPT = prompt(21, 1100)
 HIT = 1024
@@ -285,36 +289,22 @@ def test_what_the_engine_has_itself_is_not_pushed_out(
         assert tier["stored"] == 9 * HIT // 256, "each once"
 
 
-def test_a_session_to_which_input_is_added(
-    world: World, model: Callable[..., Path], plain_llama: Engine
-) -> None:
-    """What it computed piece by piece serves requests that ask for all of it."""
-    pieces = [prompt(31, 300), prompt(32, 400), prompt(33, 500)]
-    with world.engine(model("llama"), stack=world.stack()) as engine:
-        asked = engine.converse(pieces=pieces, tokens=8)[:1100]
-        engine.forget_engine_cache()
-        (found,) = engine.generate(prompts=[asked])
-    (expected,) = plain_llama.generate(prompts=[asked])
-    assert found == expected | {"cached": HIT}
+def test_ids_that_are_not_unique_are_refused(world: World, model: Callable[..., Path]) -> None:
+    """vLLM's offloading takes a request for one that has just ended, and ends the engine."""
+    doubled = {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
+    with pytest.raises(EngineError, match="one that has just ended"):
+        world.engine(model("llama"), stack=world.stack(), environment=doubled)
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_name_that_is_given_again(
-    world: World, model: Callable[..., Path], plain_llama: Engine, steps: int
-) -> None:
-    """To another, before the engine knows that the first has ended, and while that is stored."""
-    asked = [prompt(34 + each, 1100) for each in range(3)]
-    with world.engine(model("llama"), stack=world.stack()) as engine:
-        engine.slow_stores(pause=0.05)
-        for each in asked:
-            engine.converse(pieces=[each], tokens=2, steps=steps)
-        engine.slow_stores(pause=0)
-        engine.forget_engine_cache()
-        found = engine.generate(prompts=asked)
-        engine.settle()
-        facts = engine.facts()
-    assert found == [each | {"cached": HIT} for each in plain_llama.generate(prompts=asked)]
-    assert (facts["pending"], facts["requests"], facts["mistakes"]) == (0, 0, 0)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
+def test_an_engine_that_goes_on_after_a_failed_step_is_refused() -> None:
+    """(It needs several servers, with ranks on GPUs.)"""
+    from kvtier.vllm.unsupported_modes import refuse
+
+    for tolerant in (False, True):
+        config = SimpleNamespace(parallel_config=SimpleNamespace(enable_fault_tolerance=tolerant))
+        with pytest.raises(ConfigError) if tolerant else contextlib.nullcontext():
+            refuse(config, {})
 
 
 def test_nothing_is_kept_where_tokens_see_later_ones(

@@ -25,7 +25,7 @@ class Counted(list[bytes]):
 def test_block_hashes_are_gone_through_when_a_chunk_is_whole() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as theirs
 
-    from kvtier.vllm.hooks import compat
+    from kvtier.vllm.hooks import request_states
 
     hashes = Counted(bytes([at]) * 32 for at in range(9))
     request: Any = Made(request_id="r", block_hashes=hashes, kv_transfer_params=None, kv_hints=None)
@@ -39,7 +39,9 @@ def test_block_hashes_are_gone_through_when_a_chunk_is_whole() -> None:
         req_context=theirs._create_req_context(request),
         offloading_context=None,
     )
-    compat.heed_whole_chunks(Made(connector_scheduler=Made(_req_status={"r": status})), request)
+    request_states.heed_whole_chunks(
+        Made(connector_scheduler=Made(_req_status={"r": status})), request
+    )
     for more, walks, known in [(0, 2, [2, 1]), (2, 2, [2, 1]), (1, 4, [3, 1]), (4, 6, [4, 2])]:
         hashes.extend([bytes([len(hashes) + at]) * 32 for at in range(more)])
         for _ in range(3):

@@ -154,13 +154,14 @@ import os
 from types import SimpleNamespace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
-from kvtier.vllm import KVTierConnector, compat
+from kvtier.vllm import KVTierConnector
+from kvtier.vllm.hooks import interfaces
 
 def told(blocks):
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
     types = {kind: kind for kind in (Counter, Gauge, Histogram)}
     metrics = KVTierConnector.build_prom_metrics(config, types, ["engine"], {0: ["0"]})
-    stats = compat.OffloadingConnectorStats()
+    stats = interfaces.OffloadingConnectorStats()
     stats.set_gauge("kvtier:blocks", blocks, ("nvme",))
     stats.increase_counter("kvtier:stored_blocks", blocks, ("nvme",))
     metrics.observe(stats.data, 0)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from engines.engine import HOST
 from engines.world import World, prompt
 
@@ -44,25 +43,6 @@ def test_an_engine_that_waits_for_a_load_does_not_spin(
         before = engine.pauses()
         engine.generate(prompts=[prompt(43, 1100)])
         assert engine.pauses() == before, "all is in the engine's own cache"
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
-def test_an_engine_in_a_process_of_its_own_pauses_itself() -> None:
-    from vllm.v1.engine.core import EngineCore, EngineCoreProc
-
-    from kvtier.vllm.hooks import construction_context
-
-    class Within(EngineCore):
-        def __init__(self, vllm_config: object) -> None:
-            self.spins = construction_context.spins()
-
-    class Served(EngineCoreProc):
-        def __init__(self, vllm_config: object) -> None:
-            self.spins = construction_context.spins()
-
-    assert Within(None).spins
-    assert not Served(None).spins
-    assert not construction_context.spins(), "nobody knows who steps"
 
 
 def test_a_storm_on_an_engine_that_schedules_ahead(

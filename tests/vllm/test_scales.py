@@ -15,7 +15,7 @@ def test_scales_that_are_loaded_stay_as_they_are() -> None:
     from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
     from vllm.v1.kv_cache_interface import KVQuantMode
 
-    from kvtier.vllm.hooks.failure_tolerant_worker import _set_scales
+    from kvtier.vllm.hooks.failure_tolerant_worker import set_scales
 
     def layer() -> Any:
         attention = TritonAttentionImpl.__new__(TritonAttentionImpl)
@@ -26,7 +26,7 @@ def test_scales_that_are_loaded_stay_as_they_are() -> None:
 
     ready, other = layer(), layer()
     layers = {"ready": ready, "no attention": object(), "plain": SimpleNamespace(impl=object())}
-    _set_scales(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)))
+    set_scales(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)))
     loaded = torch.arange(ready.kv_cache.numel()).remainder(127).to(torch.int8)
     for each in (ready, other):
         each.kv_cache.copy_(loaded.view(each.kv_cache.shape))

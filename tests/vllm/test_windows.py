@@ -14,6 +14,7 @@ import pytest
 from engines.engine import connector
 from engines.world import World, chunk_tokens, prompt
 
+from kvtier.errors import ConfigError
 from kvtier.types import block_key
 
 importing = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, through vLLM
@@ -165,7 +166,7 @@ def _kind(name: str, **fields: int) -> Any:
 
 @importing
 def test_how_many_blocks_a_chunk_may_have() -> None:
-    from kvtier.vllm.hooks import compat
+    from kvtier.vllm.hooks import cache_groups
 
     full = _kind("FullAttentionSpec", sliding_window=128)
     window = _kind("SlidingWindowSpec", sliding_window=100)
@@ -174,7 +175,7 @@ def test_how_many_blocks_a_chunk_may_have() -> None:
     state = _kind("MambaSpec")
     wanted = [([full], None), ([full, window], 6), ([local, window], 4), ([window, tiny], 1)]
     for groups, blocks in [*wanted, ([full, state], 1)]:
-        assert compat.most_blocks(Made(kv_cache_groups=groups)) == blocks
+        assert cache_groups.most_blocks(Made(kv_cache_groups=groups)) == blocks
 
 
 @importing
@@ -190,7 +191,7 @@ def test_workers_cut_chunks_as_the_scheduler_does() -> None:
         UniformTypeKVCacheSpecs,
     )
 
-    from kvtier.vllm.hooks import compat
+    from kvtier.vllm.hooks import cache_groups
 
     layers = {
         f"layer.{size}": SlidingWindowSpec(
@@ -208,27 +209,32 @@ def test_workers_cut_chunks_as_the_scheduler_does() -> None:
     ]
     worker = KVCacheConfig(num_blocks=8, kv_cache_tensors=tensors, kv_cache_groups=[group])
     scheduler = theirs.generate_scheduler_kv_cache_config([worker])
-    assert compat.most_blocks(worker) == compat.most_blocks(scheduler) == 8
+    assert cache_groups.most_blocks(worker) == cache_groups.most_blocks(scheduler) == 8
     for side in (worker, scheduler):
-        assert compat.page_bytes(side, side.kv_cache_groups[0]) == sum(pages.values())
+        assert cache_groups.page_bytes(side, side.kv_cache_groups[0]) == sum(pages.values())
 
 
 @importing
-def test_every_connector_above_is_known() -> None:
-    """vLLM goes by what is set for the first, whatever is made of it."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+def test_the_connector_above_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it constructs others from copies: vLLM goes by what is set for the first."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from kvtier.vllm.hooks import construction_context
+    from kvtier.vllm.hooks import construction
 
-    class Above(MultiConnector):
-        def __init__(self, vllm_config: Any, below: Any) -> None:
-            self.found = below()
+    first, ours = Made(kv_transfer_config="first"), Made(kv_transfer_config="ours")
 
-    first, second, ours = (Made(kv_transfer_config=number) for number in range(3))
-    made = Above(
-        first, lambda: Above(second, lambda: construction_context.transfer_configs(ours)).found
-    )
-    assert made.found == [2, 1, 0]
+    def look(config: Any) -> list[Any]:
+        return construction.transfer_configs(ours)
+
+    monkeypatch.setattr(construction, "_watched", False)
+    with pytest.raises(ConfigError, match="VLLM_PLUGINS"):
+        construction.transfer_configs(ours)
+    monkeypatch.setattr(KVConnectorFactory, "create_connector", look)
+    construction.watch()
+    construction.watch()
+    assert KVConnectorFactory.create_connector(first) == ["ours", "first"]
+    assert KVConnectorFactory.create_connector(ours) == ["ours"]
+    assert construction.transfer_configs(ours) == ["ours"], "none is under construction"
 
 
 @importing
@@ -236,18 +242,18 @@ def test_blocks_of_a_context_that_ranks_share_are_longer() -> None:
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from kvtier.vllm.hooks import compat
+    from kvtier.vllm.hooks import cache_groups
 
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
     groups = Made(kv_cache_groups=[Made(kv_cache_spec=spec)])
     shared = Made(parallel_config=Made(decode_context_parallel_size=2))
-    assert compat.block_tokens(shared, groups) == [32]
+    assert cache_groups.block_tokens(shared, groups) == [32]
 
 
 @importing
 def test_chunks_with_holes_are_known() -> None:
     """vLLM stores what a request found in its own cache, too: from the middle of a chunk on."""
-    from kvtier.vllm.hooks import compat
+    from kvtier.vllm.hooks import request_states
 
     keys = {group: [block_key(bytes([at]) * 8, group) for at in range(3)] for group in (0, 1)}
     groups = [
@@ -262,7 +268,7 @@ def test_chunks_with_holes_are_known() -> None:
     ends = {key: 32 * at for each in keys.values() for at, key in enumerate(each, 1)}
     context = Made(req_id="r", _offload_key_positions=ends)
     offered = [*keys[0], *keys[1]]
-    found = compat.with_holes(Made(connector_scheduler=scheduler), offered, context)
+    found = request_states.with_holes(Made(connector_scheduler=scheduler), offered, context)
     assert found == set(keys[0][:2])
 
 
@@ -333,7 +339,9 @@ def test_what_was_passed_over_of_a_window_may_be_anothers_at_the_end() -> None:
         status=RequestStatus.RUNNING,
         is_finished=lambda: request.status is not RequestStatus.RUNNING,
     )
-    pool = Made(get_new_blocks=lambda: [Made(block_id=15)], cache_full_blocks=None)
+    pool = Made(
+        get_new_blocks=lambda: [Made(block_id=15)], cache_full_blocks=None, cache_partial_block=None
+    )
     told = AllocatedBlocks(pool)
 
     def step(**said: Any) -> dict[int, list[int]]:

@@ -18,6 +18,8 @@ from kvtier.core.inspection import Finding, Level
 from kvtier.core.interfaces.backend import backend
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.observe import human
+from kvtier.vllm.hooks import versions
+from kvtier.vllm.hooks.touch_points.report import as_data, told
 
 app = console.new_app()
 
@@ -31,16 +33,23 @@ _NOT_MEASURED = Finding(
 
 
 @app.command(
-    epilog="Examples: kvtier doctor --config stack.yaml; kvtier doctor -c stack.yaml --no-measure"
+    epilog="Examples: kvtier doctor --config stack.yaml; kvtier doctor -c stack.yaml --no-measure; "
+    "kvtier doctor --vllm"
 )
 def doctor(
-    config: options.ConfigOption,
+    config: options.MaybeConfigOption = None,
     do_measure: Annotated[
         bool,
         typer.Option(
             "--measure/--no-measure", help="Also time how fast blocks are stored and loaded."
         ),
     ] = True,
+    vllm: Annotated[
+        bool,
+        typer.Option(
+            "--vllm", help="Only look at all that kvtier touches inside the installed vLLM."
+        ),
+    ] = False,
     json: options.JsonOption = False,
 ) -> None:
     """Look at memory, disks, stores and versions, and measure every tier.
@@ -48,6 +57,11 @@ def doctor(
     It leaves nothing behind, and a running engine does not notice. Exit code 1 if something will
     not work; what could only be better does not count.
     """
+    if vllm:
+        _look_into_vllm(as_json=json)
+        return
+    if config is None:
+        raise ConfigError("--config", "is missing", "name a stack, or look into vLLM with --vllm")
     stack = load(config, to_write=False)  # what lacks the right to write is a finding
     findings: list[Finding] = []
     measured: list[Measured] = []
@@ -72,6 +86,21 @@ def doctor(
             }
         )
     if bad:
+        raise typer.Exit(console.EXIT_FAILURE)
+
+
+def _look_into_vllm(*, as_json: bool) -> None:
+    found = versions.find()
+    points = versions.touch_points(found.version)
+    if as_json:
+        said = {"version": found.version, "tested": found.tested, "touch_points": as_data(points)}
+        console.print_json(said)
+    else:
+        known = "tested" if found.tested else f"never tested; tested are {versions.tested()}"
+        console.say(f"vLLM {found.version} ({known})")
+        for line in told(points):
+            console.say(line)
+    if any(each.moved for each in points):
         raise typer.Exit(console.EXIT_FAILURE)
 
 

@@ -67,12 +67,11 @@ def new_app() -> typer.Typer:
     )
 
 
-ConfigOption = Annotated[
-    Path,
-    typer.Option(
-        "--config", "-c", envvar="KVTIER_CONFIG", metavar="FILE", help="The stack: a YAML file."
-    ),
-]
+_CONFIG = typer.Option(
+    "--config", "-c", envvar="KVTIER_CONFIG", metavar="FILE", help="The stack: a YAML file."
+)
+ConfigOption = Annotated[Path, _CONFIG]
+MaybeConfigOption = Annotated[Path | None, _CONFIG]
 TierOption = Annotated[
     str | None,
     typer.Option(

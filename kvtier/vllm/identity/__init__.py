@@ -1,1 +1,6 @@
-"""Rooms of identity."""
+"""What makes KV bytes interchangeable: under which namespace and which keys they are found again.
+
+- `namespace_facts.py`: the facts of an engine's namespace, from its configuration
+- `weight_fingerprints.py`: fingerprints of weights, and of LoRA adapters while they are used
+- `prompt_keys.py`: the keys of a prompt, computed without vLLM
+"""

@@ -12,22 +12,22 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from sys import getsizeof
 from typing import Any, NamedTuple
 
 import msgspec
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
-from vllm.v1.core.kv_cache_utils import (
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-    resolve_block_hashes,
-    to_event_extra_keys,
-)
 
 from kvtier.types import GROUP_BYTES, BlockKey, group_of
 from kvtier.vllm.guard import guarded
-from kvtier.vllm.hooks import compat
+from kvtier.vllm.hooks import interfaces
+from kvtier.vllm.hooks.event_tracker import (
+    BlockRemoved,
+    BlockStored,
+    extra_keys,
+    maybe_convert_block_hash,
+    resolve_block_hashes,
+)
 
 KnownAs = Callable[[bytes, str], BlockKey]
 """The key by which the tiers know what vLLM knows by this one, of this request."""
@@ -107,7 +107,7 @@ class DescribedEvents:
     """It was found: a tier above may take it in now."""
 
     def record_partial_store(self, *_: Any) -> None:
-        """Chunks are stored whole (`compat.mend_groups`)."""
+        """Chunks are stored whole (`cache_groups.correct_groups`)."""
 
     record_partial_lookup = record_partial_store
 
@@ -208,19 +208,11 @@ def _describe(request: Any, group: Any, chunk: int) -> _Description:
         tokens=array("i", request.all_token_ids[start : start + tokens]),
         block_tokens=block,
         adapter=(None, None) if adapter is None else (adapter.adapter_id, adapter.name),
-        extra_keys=to_event_extra_keys(list(_extra_keys(request, start, start + tokens, block))),
+        extra_keys=extra_keys(request, start, start + tokens, block),
     )
 
 
-def _extra_keys(request: Any, start: int, end: int, block: int) -> Iterator[Any]:
-    """What beside its tokens is in the hash of each block."""
-    medium = 0
-    for at in range(start, end, block):
-        keys, medium = generate_block_hash_extra_keys(request, at, at + block, medium)
-        yield keys
-
-
-_LOCALITY = {"nvme": compat.Locality.LOCAL, "object": compat.Locality.REMOTE}
+_LOCALITY = {"nvme": interfaces.Locality.LOCAL, "object": interfaces.Locality.REMOTE}
 
 
 def events_of(events: Iterable[Any]) -> list[Any]:
@@ -229,9 +221,9 @@ def events_of(events: Iterable[Any]) -> list[Any]:
     for event in events:
         memory = event.medium in ("cpu", "memory")
         told.append(
-            compat.OffloadingEvent(
+            interfaces.OffloadingEvent(
                 keys=list(event.keys),
-                medium=compat.Medium.CPU if memory else compat.Medium.STORAGE,
+                medium=interfaces.Medium.CPU if memory else interfaces.Medium.STORAGE,
                 removed=event.kind.value == "removed",
                 locality=_LOCALITY.get(event.medium),
                 ownership=None if memory else event.medium,

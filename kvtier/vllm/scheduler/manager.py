@@ -89,12 +89,11 @@ class ChainManager:
         kept = salt is not None
         self._requests[request] = RequestState(salt=salt or b"", kept=kept, refused=not kept)
 
-    def keep_no_more(self, request: str) -> None:
-        """What there is of this request may be half computed. It may have ended, too, while a
-        store of it is under way."""
-        state = self._requests.get(request)
-        if state is not None:
-            state.kept = False
+    def keep_no_more(self, request: str | None = None) -> None:
+        """What there is of this request, or of all (None), may be half computed, or wrong. It may
+        have ended, too, while a store of it is under way."""
+        for name in self._requests if request is None else self._requests.keys() & {request}:
+            self._requests[name].kept = False
 
     def known_as(self, key: bytes, request: str) -> BlockKey:
         """The key by which the tiers know this one of a request's."""

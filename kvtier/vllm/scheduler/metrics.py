@@ -13,7 +13,7 @@ from prometheus_client import Gauge
 from kvtier.core.chain.stats import ChainStats
 from kvtier.core.costs.link_rates import LinkCosts
 from kvtier.vllm import guard
-from kvtier.vllm.hooks import compat
+from kvtier.vllm.hooks import interfaces
 from kvtier.vllm.protocol import Report
 from kvtier.vllm.scheduler.manager import ChainManager
 
@@ -78,10 +78,10 @@ def definitions(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     """All of kvtier's metrics, in vLLM's words."""
     found: dict[str, Any] = {}
     for name, (text, labels) in _COUNTERS.items():
-        found[name] = compat.OffloadingCounterMetadata(text, labels)
+        found[name] = interfaces.OffloadingCounterMetadata(text, labels)
     for name, (text, labels) in _GAUGES.items():
-        found[name] = compat.OffloadingGaugeMetadata(text, labels)
-    found[_TRANSFER] = compat.OffloadingHistogramMetadata(
+        found[name] = interfaces.OffloadingGaugeMetadata(text, labels)
+    found[_TRANSFER] = interfaces.OffloadingHistogramMetadata(
         "Seconds from the queueing of a transfer to its end", ("source", "target"), _SECONDS
     )
     return found
@@ -144,7 +144,7 @@ class Meter:
         self._next = now + _EVERY_S
         # What is under way will be something to tell when it has ended.
         self._unread = self._manager.has_pending_work
-        stats = compat.OffloadingConnectorStats()
+        stats = interfaces.OffloadingConnectorStats()
         chain = self._manager.chain
         found = chain.chain_stats()
         for (name, labels), value in _by_label(self._counters(found)).items():

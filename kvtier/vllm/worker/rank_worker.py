@@ -328,7 +328,7 @@ def device_of(caches: Any, gds: Gds, folders: Sequence[Path], pinning: Pinning) 
     def batch_copy() -> BatchCopy:
         import torch
 
-        from kvtier.vllm.hooks.compat import batched_copy
+        from kvtier.vllm.hooks.interfaces import batched_copy
 
         theirs = cuda_device.torch_copy(
             batched_copy()

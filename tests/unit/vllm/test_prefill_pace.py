@@ -69,19 +69,6 @@ def test_steps_that_never_end_are_forgotten(clock: Clock, costs: CostModel) -> N
     assert costs.recompute_seconds(0, 1000) == pytest.approx(0.5)
 
 
-def test_a_step_that_is_lost_is_taken_for_no_other(clock: Clock, costs: CostModel) -> None:
-    pace = Pace(costs, clock)
-    pace.began(1000, 0)
-    pace.lost()
-    clock.now += 1000
-    pace.ended()
-    assert costs.recompute_seconds(0, 1000) is None
-    pace.began(1000, 0)
-    clock.now += 0.5
-    pace.ended()
-    assert costs.recompute_seconds(0, 1000) == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize(
     ("new", "cached", "said"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +14,7 @@ from kvtier.vllm.serving import tiny_model
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"family": "gpt5"}, "choose one of llama, gemma3"),
+        ({"family": "gpt5"}, "choose one of llama"),
         ({"layers": 0}, "at least 1"),
         ({"hidden": 100}, "a multiple of 128"),
         ({"hidden": 0}, "a multiple of 128"),
@@ -48,15 +47,13 @@ def test_two_may_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     target = tmp_path / "model"
     theirs = json.dumps({"family": "llama", "layers": 4, "hidden": 256, "seed": seed})
 
-    def save_weights(folder: Path, config: object, own: int) -> None:
+    def save_weights(folder: Path, config: object, own: int, loaded_by: str) -> None:
         target.mkdir()
         (target / tiny_model.DESCRIPTION_FILE).write_text(theirs)
 
-    monkeypatch.setitem(tiny_model.FAMILIES, "llama", lambda layers, hidden: None)
+    nothing = tiny_model.Family(lambda layers, hidden: None, lambda folder: None)
+    monkeypatch.setitem(tiny_model.FAMILIES, "llama", nothing)
     monkeypatch.setattr(tiny_model, "_save_weights", save_weights)
-    monkeypatch.setattr(
-        tiny_model, "_tokenizer", lambda: SimpleNamespace(save_pretrained=lambda folder: None)
-    )
     if seed:
         with pytest.raises(ConfigError, match="name another folder"):
             tiny_model.build(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import select
 import signal
@@ -71,3 +72,14 @@ def test_a_process_that_nobody_started_is_not_watched() -> None:
     before = threading.active_count()
     orphaned_engine.end_with_parent()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "own"), [("EngineCore", True), ("EngineCore_DP1", True), ("MainProcess", False)]
+)
+def test_an_engine_within_its_callers_process(
+    name: str, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It steps without a pause while it only waits; vLLM pauses one that has its own."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_name", name)
+    assert orphaned_engine.has_own_process() is own

@@ -1,15 +1,36 @@
-"""What an engine cannot do as it is configured, for reasons of vLLM's."""
+"""What an engine cannot do as it is configured: what is refused, not kept, or not used."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import vllm
 from vllm.platforms import current_platform
 
-from kvtier.vllm.hooks import compat
+from kvtier.errors import ConfigError
+from kvtier.vllm.hooks import cache_groups
 from kvtier.vllm.hooks.versions import numbers_of
+
+_NOT_UNIQUE = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
+
+
+def refuse(vllm_config: Any, environment: Mapping[str, str]) -> None:
+    """Raise ConfigError for an engine in which something of ours would be lost, or would end it."""
+    if vllm_config.parallel_config.enable_fault_tolerance:
+        raise ConfigError(
+            "--enable-fault-tolerance",
+            "an engine that goes on after a step that failed takes for computed what that step was "
+            "to compute, and awaits copies of it for ever",
+            "leave it out, or serve without kvtier",
+        )
+    if environment.get(_NOT_UNIQUE, "0") not in ("", "0"):
+        raise ConfigError(
+            _NOT_UNIQUE,
+            "lets a request have the id of one that has just ended; vLLM's offloading takes it for "
+            "that one, and the engine ends",
+            "unset it, or serve without kvtier",
+        )
 
 
 def to_be_told(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
@@ -35,6 +56,11 @@ def to_be_told(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
             "clients may send embeddings in place of images, and a request that leaves them out "
             "ends the engine: see docs/guides/serve.md, Embeddings from clients"
         )
+    if blurs_adapters(vllm_config):
+        yield (
+            "of requests without a LoRA adapter nothing is kept: vLLM's operators for CPUs compute "
+            "them wrong in a step that has others with one"
+        )
 
 
 def uses_nothing(vllm_config: Any) -> bool:
@@ -58,7 +84,7 @@ def prefills_whole_only(vllm_config: Any) -> bool:
 def looks_ahead(kv_cache_config: Any) -> bool:
     """Whether tokens of a prompt see those that come later: what is computed of its beginning is of
     no use to a prompt that goes on otherwise. vLLM turns its own prefix cache off."""
-    specs = compat.layer_specs(kv_cache_config)
+    specs = cache_groups.layer_specs(kv_cache_config)
     return any(getattr(spec, "non_causal", False) for spec in specs)
 
 
@@ -85,7 +111,7 @@ def overflows(vllm_config: Any) -> bool:
 
 def awaits_embeddings(vllm_config: Any) -> bool:
     """Whether clients may send embeddings, and leave them out: with another connector beside ours
-    that may be meant so; else plugin.py was not run."""
+    that may be meant so."""
     media, embeddings = vllm_config.model_config.multimodal_config, vllm_config.ec_transfer_config
     elsewhere = embeddings is not None and embeddings.is_ec_consumer
     return media is not None and media.allow_missing_mm_embeddings and not elsewhere
@@ -98,13 +124,16 @@ def blurs_adapters(vllm_config: Any) -> bool:
 
 
 def misreads_sessions(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Whether vLLM may go on with a session from what is not there: of an answer that ends amid
-    drafts which were right it takes for computed what comes next, before 0.33 and unless it
-    schedules ahead; and states have seen the tokens by then that are dropped."""
-    drafts = vllm_config.speculative_config is not None and numbers_of(vllm.__version__) < (0, 33)
+    """Whether vLLM may go on with a session from what is not there, and leave that in its own
+    prefix cache: 0.31 leaves a block the name that it has by a token which is dropped; of an answer
+    that ends amid drafts which were right, versions before 0.33 take for computed what comes next,
+    unless they schedule ahead; and states have seen the tokens by then that are dropped."""
+    version = numbers_of(vllm.__version__)
+    drafts = vllm_config.speculative_config is not None and version < (0, 33)
     ahead = vllm_config.scheduler_config.async_scheduling
-    kinds = {type(spec).__name__ for spec in compat.layer_specs(kv_cache_config)}
-    return (drafts and not ahead) or any("Mamba" in kind for kind in kinds)
+    kinds = {type(spec).__name__ for spec in cache_groups.layer_specs(kv_cache_config)}
+    states = any("Mamba" in kind for kind in kinds)
+    return version < (0, 32) or (drafts and not ahead) or states
 
 
 def numbers_media(vllm_config: Any) -> bool:

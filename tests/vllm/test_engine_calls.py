@@ -30,6 +30,8 @@ class Ears:
     def engine_forgot(self) -> None:
         self.heard.append("forgot")
 
+    paused = False
+
 
 class Engine:
     """What vLLM's core asks for what it is told to do, of which any may fail."""
@@ -48,7 +50,7 @@ class Engine:
         return self._do("done")
 
     def _do(self, answer: Any) -> Any:
-        ears = getattr(self.scheduler.connector, "_connectors", [self.scheduler.connector])
+        ears = getattr(self.scheduler.connector, "sub_connectors", [self.scheduler.connector])
         for each in ears:
             if isinstance(each, Ears):
                 each.heard.append("done")
@@ -61,33 +63,31 @@ CALLS = ("collective_rpc", "add_lora", "remove_lora", "reset_prefix_cache")
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """vLLM's engine core, of which another plugin has wrapped a call."""
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.fault_tolerance.engine_core_sentinel import EngineCoreSentinel
 
-    from kvtier.vllm.hooks import engine_core
+    from kvtier.vllm.hooks import engine_calls
 
-    for call in CALLS:
-        plain = getattr(EngineCore, call)
-        plain = getattr(plain, "__wrapped__", plain)
-        monkeypatch.setattr(EngineCore, call, plain)
-    monkeypatch.setattr(EngineCoreSentinel, "on_fault", EngineCoreSentinel.on_fault)
+    for owner, call in [(EngineCore, each) for each in CALLS] + [(Scheduler, "set_pause_state")]:
+        plain = getattr(owner, call)
+        monkeypatch.setattr(owner, call, getattr(plain, "__wrapped__", plain))
 
     @functools.wraps(call := EngineCore.collective_rpc)
     def traced(core: Any, *arguments: Any) -> Any:
         return call(core, *arguments)
 
     monkeypatch.setattr(EngineCore, "collective_rpc", traced)
-    engine_core.listen.cache_clear()
-    engine_core.listen()
-    engine_core.listen()
+    engine_calls.listen.cache_clear()
+    engine_calls.listen()
+    engine_calls.listen()
     yield EngineCore
-    engine_core.listen.cache_clear()
+    engine_calls.listen.cache_clear()
 
 
 def test_each_connector_is_told_once(core: Any) -> None:
     """After weights were changed or a cache was reset, and before an adapter is read or dropped."""
     ears = [Ears(), Ears()]
-    engine = Engine(SimpleNamespace(_connectors=[ears[0], object(), ears[1]]))
+    engine = Engine(SimpleNamespace(sub_connectors=[ears[0], object(), ears[1]]))
     for call, argument in [
         ("collective_rpc", "reload_weights"),
         ("collective_rpc", "get_weight_version"),
@@ -109,6 +109,18 @@ def test_what_fails_may_have_been_done_in_part(core: Any) -> None:
             getattr(core, call)(engine, "update_weights")
     assert not core.reset_prefix_cache(engine)
     assert ears.heard == ["weights", "reads update_weights", "lets go of update_weights", "done"]
+
+
+def test_they_are_told_of_pauses(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    ears = Ears()
+    scheduler: Any = Scheduler.__new__(Scheduler)
+    scheduler.connector = ears
+    for state, paused in [("PAUSED_NEW", True), ("PAUSED_ALL", True), ("UNPAUSED", False)]:
+        scheduler.set_pause_state(PauseState[state])
+        assert (ears.paused, scheduler.pause_state) == (paused, PauseState[state])
 
 
 def test_engines_without_such_a_connector_go_on(core: Any) -> None:

@@ -1,0 +1,94 @@
+"""What kvtier reads of vLLM's engine, its requests and its events, and which calls it wraps."""
+
+from __future__ import annotations
+
+from kvtier.vllm.hooks.touch_points.point import ISSUES, TouchPoint
+
+ENGINE = (
+    TouchPoint(
+        target="vllm.v1.core.block_pool:BlockPool",
+        members=(
+            "get_new_blocks(num_blocks)",
+            "cache_full_blocks(request, blocks, num_cached_blocks, num_full_blocks)",
+            "cache_partial_block(request, block)",
+            *("evict_blocks(block_ids)", "get_num_free_blocks()"),
+        ),
+        used_by="block_allocation.py",
+        why="which blocks a step gives out; and a request that makes way for another in its step "
+        "leaves blocks in vLLM's own cache that it has not computed",
+        without_it="others are computed from such blocks, and stored: wrong answers",
+    ),
+    TouchPoint(
+        target="vllm.v1.core.sched.output:SchedulerOutput",
+        members=(
+            *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"),
+            *("total_num_scheduled_tokens", "finished_req_ids", "preempted_req_ids"),
+            "kv_cache_block_copies",
+        ),
+        used_by="idle_requests.py",
+        why="vLLM's side is told only of requests that may have something to store",
+        without_it="a step with hundreds of requests takes a millisecond or two longer",
+    ),
+    TouchPoint(
+        target="vllm.v1.core.sched.output:CachedRequestData",
+        members=("req_ids", "new_block_ids", "num_computed_tokens", "resumed_req_ids"),
+        used_by="idle_requests.py",
+        why="the same",
+        without_it="the same",
+    ),
+    TouchPoint(
+        target="vllm.v1.request:Request",
+        members=(
+            *("request_id", "lora_request", "resumable", "mm_features", "kv_transfer_params"),
+            *("num_tokens()", "num_prompt_tokens", "block_hashes", "all_token_ids", "status"),
+            "shared_prefix_boundary",
+        ),
+        used_by="request_states.py",
+        why="what a request is; and vLLM keeps states and windows where a prompt parts from others",
+        without_it="what prompts share is not found again for models with windows or states",
+    ),
+    TouchPoint(
+        target="vllm.v1.engine.core:EngineCore",
+        members=(
+            *("scheduler", "collective_rpc(method)", "reset_prefix_cache()", "_reset_caches()"),
+            *("add_lora(lora_request)", "remove_lora(lora_id)"),
+        ),
+        used_by="engine_calls.py",
+        why="vLLM tells no connector that weights are read, adapters come and go, or its own cache "
+        "is reset",
+        without_it="blocks of other weights, or of another adapter, would be served",
+        upstream=f"{ISSUES}9744, {ISSUES}42125",
+    ),
+    TouchPoint(
+        target="vllm.v1.core.sched.scheduler:Scheduler",
+        members=("connector", "set_pause_state(pause_state)"),
+        used_by="engine_calls.py",
+        why="an engine that is paused waits only for copies from and to its device",
+        without_it="a pause, or sleep, would wait for disks and buckets",
+    ),
+    TouchPoint(
+        target="vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector",
+        members=("sub_connectors()",),
+        used_by="engine_calls.py",
+        why="kvtier's connector may be one of several",
+        without_it="below a MultiConnector it would not be told of the above",
+    ),
+    TouchPoint(
+        target="vllm.distributed.kv_events",
+        members=("BlockStored", "BlockRemoved"),
+        used_by="event_tracker.py",
+        why="the tiers' events in vLLM's words",
+        without_it="no events",
+    ),
+    TouchPoint(
+        target="vllm.v1.core.kv_cache_utils",
+        members=(
+            "generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)",
+            *("maybe_convert_block_hash(hash_bytes)", "to_event_extra_keys(extra_keys)"),
+            "resolve_block_hashes(block_hashes, hash_block_size, block_size)",
+        ),
+        used_by="event_tracker.py",
+        why="events name what is in a block as vLLM's own events do",
+        without_it="routers cannot match them",
+    ),
+)

@@ -1,0 +1,33 @@
+"""The table of what is touched, beside the vLLM that is installed."""
+
+from __future__ import annotations
+
+import pytest
+import vllm
+
+from kvtier.vllm.hooks import versions
+from kvtier.vllm.hooks.touch_points.table import TOUCH_POINTS
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, through vLLM
+
+
+def test_all_of_it_is_there() -> None:
+    found = versions.touch_points(vllm.__version__)
+    assert [moved for each in found for moved in each.moved] == []
+    assert versions.find().tested
+
+
+def test_nothing_private_is_overridden_that_is_not_in_it() -> None:
+    """Of the classes that ours derive from: by accident, say, in a version that has a new one."""
+    from kvtier.vllm import KVTierConnector
+    from kvtier.vllm.hooks.failure_tolerant_worker import ErrandMetadata, FailureTolerantWorker
+    from kvtier.vllm.spec import KVTierSpec, VllmManager, VllmWorker
+
+    known = {name.partition("(")[0] for each in TOUCH_POINTS for name in each.members}
+    for ours in (
+        *(KVTierConnector, KVTierSpec, VllmManager, VllmWorker),
+        *(ErrandMetadata, FailureTolerantWorker),
+    ):
+        theirs = {name for base in ours.__mro__[1:-1] for name in vars(base)}
+        private = {each for each in vars(ours) if each.startswith("_") and each[1] != "_"}
+        assert private & theirs <= known | {"_abc_impl"}, ours
