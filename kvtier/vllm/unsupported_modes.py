@@ -54,7 +54,7 @@ def to_be_told(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
     if awaits_embeddings(vllm_config):
         yield (
             "clients may send embeddings in place of images, and a request that leaves them out "
-            "ends the engine: see docs/guides/serve.md, Embeddings from clients"
+            "ends the engine: see docs/reference/vllm.md, Embeddings from clients"
         )
     if blurs_adapters(vllm_config):
         yield (

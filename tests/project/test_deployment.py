@@ -101,13 +101,13 @@ def test_the_image_runs_what_the_manifest_calls() -> None:
 
 
 def series() -> dict[str, set[str]]:
-    """The series of all metrics that docs/guides/serve.md lists, with their labels. Another test
-    holds that list beside a server."""
+    """The series of all metrics that docs/reference/metrics.md lists, with their labels. Another
+    test compares that list with a server."""
     endings = {"gauge": [""], "gauges": [""], "histogram": ["_bucket", "_sum", "_count"]}
     row = re.compile(r"^\| ((?:`kvtier:\w+`,? )+)\|([^|\n]*)\| (\w+)", re.M)
     return {
         name + ending: set(re.findall(r"\w+", labels)) | ({"le"} if ending == "_bucket" else set())
-        for metrics, labels, kind in row.findall((ROOT / "docs/guides/serve.md").read_text())
+        for metrics, labels, kind in row.findall((ROOT / "docs/reference/metrics.md").read_text())
         for name in _METRIC.findall(metrics)
         for ending in endings.get(kind, ["_total"])
     }
@@ -140,7 +140,7 @@ def test_the_share_of_hits_is_of_all_that_was_asked_for() -> None:
 
 
 def test_what_a_tier_dropped_is_not_said_to_lack_room_alone() -> None:
-    # A write that failed counts there, too (docs/guides/serve.md): more room would not help.
+    # A write that failed counts there, too (docs/reference/metrics.md): more room would not help.
     (shown,) = [shown for text, shown in expressions() if "dropped_blocks" in text]
     assert shown == "{{tier}}: no room, or failed"
 

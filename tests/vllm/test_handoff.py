@@ -71,7 +71,7 @@ def test_of_several_connectors_none_hands_over(world: World, model: Callable[...
 
 
 def test_servers_behind_a_router(world: World, model: Callable[..., Path]) -> None:
-    """As docs/guides/serve.md has it. One computes, the other answers as if it had; also where the
+    """As docs/guides/share.md has it. One computes, the other answers as if it had; also where the
     first is there no more."""
     computing, answering, routing = page_commands()
     folder = str(model("llama"))
@@ -117,9 +117,9 @@ def test_servers_behind_a_router(world: World, model: Callable[..., Path]) -> No
 
 
 def page_commands() -> list[list[str]]:
-    """What docs/guides/serve.md says to type for it."""
+    """What docs/guides/share.md says to type for it."""
     marked = "<!-- run by tests/vllm/test_handoff.py -->\n```sh\n"
-    _, _, after = (ROOT / "docs/guides/serve.md").read_text().partition(marked)
+    _, _, after = (ROOT / "docs/guides/share.md").read_text().partition(marked)
     return [shlex.split(line, comments=True) for line in after.partition("```")[0].splitlines()]
 
 

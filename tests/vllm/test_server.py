@@ -19,7 +19,7 @@ from engines.world import World, flip
 
 from kvtier.vllm.serving.server_process import Server
 
-PAGE = Path(__file__).parents[2] / "docs/guides/serve.md"
+DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TEXT = "Tell me about caches. " * 50
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -98,7 +98,8 @@ def test_metrics_restart_and_sleep(serving: Serving, server: Server) -> None:
 
     known = {line.split()[2] for line in server.get("/metrics").splitlines() if "# HELP" in line}
     ours = {re.sub("_(total|created)$", "", name) for name in known if name.startswith("kvtier:")}
-    assert ours == set(re.findall(r"`(kvtier:\w+)`(?=[ ,].*\|)", PAGE.read_text()))
+    page = (DOCS / "reference/metrics.md").read_text()
+    assert ours == set(re.findall(r"`(kvtier:\w+)`(?=[ ,].*\|)", page))
 
     server.kill()
     name = "small"
@@ -221,7 +222,8 @@ def test_an_engine_ends_with_its_server(world: World, model: Callable[..., Path]
 def test_among_several_connectors(world: World, model: Callable[..., Path]) -> None:
     """It works, its counters are seen, and a load that fails is recomputed there, too."""
     serving = Serving(world, model("llama"))
-    (block,) = [each for each in BLOCK.findall(PAGE.read_text()) if "MultiConnector" in each]
+    page = (DOCS / "guides/serve.md").read_text()
+    (block,) = [each for each in BLOCK.findall(page) if "MultiConnector" in each]
     name, served, _, *flags = shlex.split(block.replace("/path/of/stack.yaml", str(serving.stack)))
     assert (name, served) == ("vllm", "serve")
     flags += FLAGS
