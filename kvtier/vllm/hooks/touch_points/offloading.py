@@ -48,6 +48,16 @@ OFFLOADING_SIDES = (
     ),
     TouchPoint(
         target=f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler",
+        members=(
+            *("_block_id_to_pending_jobs", "_current_batch_load_jobs"),
+            *("_current_batch_jobs_to_flush", "_current_batch_allocated_block_ids"),
+        ),
+        used_by="idle_requests.py",
+        why="a step in which vLLM's side has nothing to do is not shown to it",
+        without_it="each step goes through all running requests",
+    ),
+    TouchPoint(
+        target=f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler",
         members=("_events_tracker",),
         used_by="event_tracker.py",
         why="vLLM's tracker keeps what it told for ever, and knows no adapters nor resets",
@@ -58,6 +68,7 @@ OFFLOADING_SIDES = (
         members=(
             *("req", "req_context", "config", "group_states"),
             *("max_load_tokens", "max_offload_tokens", "update_offload_keys()"),
+            "update_block_id_groups(new_block_id_groups)",
         ),
         used_by="request_states.py",
         why="a request's keys and limits; its hashes are gone through when there is a whole chunk",
