@@ -21,8 +21,10 @@ import numpy as np
 from benchmarks.memory import memory
 from benchmarks.report import Report
 from kvtier.backends.nvme import NvmeTier
-from kvtier.backends.nvme.folder.folder import Limits, NvmeFolder
-from kvtier.core.chain.catch_up import LOOKED_AT
+from kvtier.backends.nvme.folder.folder import NvmeFolder
+from kvtier.backends.nvme.folder.limits import Limits
+from kvtier.backends.nvme.folder.slab_creation import create_slab
+from kvtier.core.chain.writes.catch_up import LOOKED_AT
 from kvtier.core.interfaces.backend import TierContext, backend
 from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import ByteSize, Capacity
@@ -53,7 +55,7 @@ def write_and_die(folder: Path, count: int) -> None:
     made = keys(count)
     done = 0
     while done < count:
-        slab = space.create_slab(owner, (1 << 30) // slot, limits)
+        slab = create_slab(space, owner, (1 << 30) // slot, limits)
         assert slab is not None
         part = made[done : done + slab.header.slots]
         entries = layout.pack_entries(layout.VALID, part, 0, 1)

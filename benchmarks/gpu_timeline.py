@@ -13,7 +13,7 @@ from benchmarks.gpu_beside import Duplex
 from benchmarks.report import Report
 
 SIZE = 2 << 30
-KERNELS = ("_bring", "_move", "_add_blocks", "_finish")
+KERNELS = ("bring_numbers", "move_pages", "add_blocks", "finish_sums")
 
 
 class Span(NamedTuple):

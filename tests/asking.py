@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import Stack
-from kvtier.core.costs.hit_offers import Shape
+from kvtier.core.costs.chunk_spans import Shape
 from kvtier.core.costs.model import CostModel
 from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import ByteSize

@@ -16,8 +16,8 @@ from unittest import mock
 import msgspec
 
 from kvtier import Stack
-from kvtier.core.chain.cascade import Cascade
-from kvtier.core.chain.write_links import Link
+from kvtier.core.chain.writes.cascade import Cascade
+from kvtier.core.chain.writes.write_links import Link
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey
 

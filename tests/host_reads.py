@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvtier.device.cuda import cuda_device
+from kvtier.device.cuda import cuda_runtime
 from kvtier.device.direct.kvikio_driver import DeviceMemory, KvikioStage, device_sums
 
 
@@ -48,7 +48,7 @@ class HostDriver:
         return HostFile(self._torch, path)
 
     def stages(self, count: int, size: int) -> list[KvikioStage]:
-        memory = DeviceMemory(cuda_device.runtime(), count * size)
+        memory = DeviceMemory(cuda_runtime.runtime(), count * size)
         whole = self._torch.as_tensor(memory, device="cuda")
         assert whole.data_ptr() == memory.__cuda_array_interface__["data"][0]
         pieces = [whole[at : at + size] for at in range(0, count * size, size)]

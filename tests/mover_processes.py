@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvtier.core.interfaces.mover import Mover
 from kvtier.move.process_mover import ProcessMover
-from kvtier.testing.mover import SOON
+from kvtier.testing.mover_rig import SOON
 
 
 def pid_of(mover: Mover) -> int:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtier.backends.nvme import NvmeHandler, NvmeTier
-from kvtier.backends.nvme.folder.folder import Limits, NvmeFolder
+from kvtier.backends.nvme.folder.folder import NvmeFolder
+from kvtier.backends.nvme.folder.limits import Limits
 from kvtier.backends.nvme.housekeeping.keeper import Keeper
 from kvtier.core.eviction import create_policy
 from kvtier.core.records.record import record_bytes

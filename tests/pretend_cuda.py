@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kvtier.core.records.record import PIECE_BYTES, part_sum, pieces_of
-from kvtier.device.cuda import cuda_device, kernels, staging_buffers
+from kvtier.device.cuda import cuda_runtime, kernels, staging_buffers
 
 MULTIPROCESSORS = 32
 
@@ -236,7 +236,7 @@ def install() -> None:
     torch.as_tensor = _as_tensor
     torch.Tensor.to = _to
     torch.Tensor.cuda = torch.Tensor.pin_memory = lambda tensor: tensor
-    cuda_device.runtime = lambda: cudart
+    cuda_runtime.runtime = lambda: cudart
     interpreted, one_at_a_time = kernels.move, threading.Lock()
 
     def move(*arguments: Any, **options: Any) -> None:

@@ -10,7 +10,8 @@ from kvtier.backends.memory import BACKEND as MEMORY_BACKEND
 from kvtier.backends.memory import MemorySettings
 from kvtier.backends.nvme import BACKEND as NVME_BACKEND
 from kvtier.backends.nvme import NvmeHandler, NvmeSettings, NvmeTier
-from kvtier.backends.nvme.folder.folder import Limits, NvmeFolder
+from kvtier.backends.nvme.folder.folder import NvmeFolder
+from kvtier.backends.nvme.folder.limits import Limits
 from kvtier.backends.nvme.housekeeping.keeper import Keeper
 from kvtier.core.eviction import create_policy
 from kvtier.core.interfaces.backend import TierContext

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import mmap
 import os
-import stat
 import struct
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from kvtier.backends.cpu import early_memory, sharing
-from kvtier.backends.cpu.region_memory import Memory
+from kvtier.backends.cpu import sharing
+from kvtier.backends.cpu.region_locks import LOCK_TRY_S, OPEN_FLAGS
 from kvtier.core.records.record import ALIGN, Buffer, padded
 from kvtier.core.slab.layout import (
     ENTRY_BYTES,
@@ -33,23 +30,13 @@ from kvtier.core.slab.layout import (
     read_entries,
 )
 from kvtier.core.slab.pieces import pinning_order
-from kvtier.core.system import memory_limits
-from kvtier.core.system.disk import Disk, is_locked, lock_within
-from kvtier.errors import FormatError, MediumError, MediumInUse, NewerFormat
+from kvtier.core.system.disk import lock_within
+from kvtier.errors import FormatError, MediumError
 
-logger = logging.getLogger(__name__)
-
-SUFFIX = ".region"
-_MAKING = ".making"
-_KEEP_AT = 136
-_KEEP = struct.Struct("<I")
+MAKING_SUFFIX = ".making"
+KEEP_AT = 136
+KEEP = struct.Struct("<I")
 """For how many seconds a region that nobody uses is kept; 0 if its maker died before it said so."""
-_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-"""All users share /dev/shm, and may lay a link there that leads anywhere."""
-_DYING_S = 5.0
-"""How long a new owner waits for processes of a killed engine to disappear."""
-_ASKING_S = 0.2
-"""How long to try for a lock: who only asks whether it is held takes it for a moment."""
 
 
 class Region:
@@ -68,13 +55,13 @@ class Region:
     def attach(cls, path: Path) -> Region:
         """Map a region that an owner has made; raises MediumError or FormatError."""
         try:
-            fd = os.open(path, _OPEN)
+            fd = os.open(path, OPEN_FLAGS)
         except OSError as error:
             raise MediumError(
                 f"cannot open the CPU region {path} ({error.strerror}): its engine makes it first"
             ) from error
         try:
-            if not lock_within(fd, fcntl.LOCK_SH, _ASKING_S):
+            if not lock_within(fd, fcntl.LOCK_SH, LOCK_TRY_S):
                 raise MediumError(f"the CPU region {path} is being taken over: try again")
             return cls(path, fd, read_header(fd))
         except (FormatError, MediumError, OSError, ValueError):
@@ -120,7 +107,7 @@ class Region:
 
     def keep_for(self, seconds: float) -> None:
         """For its owner: how long others, who may keep theirs for less, leave it alone."""
-        _KEEP.pack_into(self.table, _KEEP_AT, min(max(1, round(seconds)), 0xFFFFFFFF))
+        KEEP.pack_into(self.table, KEEP_AT, min(max(1, round(seconds)), 0xFFFFFFFF))
 
     def close(self) -> None:
         """Unmap; whoever still holds a view of a record keeps the mapping alive until it drops."""
@@ -165,240 +152,3 @@ def plan_region(capacity: int, slot_bytes: int, namespace: bytes, *, discard: bo
         namespace=namespace,
         flags=FLAG_DISCARD if discard else 0,
     )
-
-
-class OwnedRegion:
-    """A region with the owner's lock held: found as it was left, or made anew."""
-
-    def __init__(
-        self,
-        path: Path,
-        wanted: SlabHeader,
-        disk: Disk,
-        near: Sequence[int] = (),
-        *,
-        huge_pages: bool = False,
-        serving: bool = False,
-    ) -> None:
-        self.path = path
-        self._disk = disk
-        self._memory = Memory(path, near, huge_pages=huge_pages, serving=serving)
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = lock_owner(path)
-        except OSError as error:
-            raise MediumError(
-                f"cannot make a CPU region in {path.parent} ({error.strerror}): "
-                "set the cpu tier's path to a folder on tmpfs where you may write"
-            ) from error
-        try:
-            self.region = self._open(wanted)
-        except BaseException:
-            if not path.exists():
-                _owner_path(path).unlink(missing_ok=True)
-            unlock(self._lock)
-            raise
-
-    def _open(self, wanted: SlabHeader) -> Region:
-        if self.path.exists():
-            reason = self._unusable(wanted)
-            if reason is None:
-                region = Region.attach(self.path)
-                if region.header.flags != wanted.flags:
-                    region.set_flags(wanted.flags)
-                return region
-            logger.warning("CPU region %s is made anew: %s", self.path, reason)
-            try:
-                self.path.unlink(missing_ok=True)
-            except OSError as error:
-                raise MediumError(
-                    f"cannot make the CPU region {self.path} anew ({error.strerror}): remove it, "
-                    "or give the cpu tier another name"
-                ) from error
-        return self._create(wanted)
-
-    def _unusable(self, wanted: SlabHeader) -> str | None:
-        """Why the region that is there cannot be taken over; None if it can."""
-        try:
-            fd = os.open(self.path, _OPEN)
-        except OSError as error:
-            return f"it cannot be opened ({error.strerror})"
-        try:
-            if os.fstat(fd).st_uid != os.getuid():  # who could change it under our hands
-                return "it belongs to another user"
-            if not lock_within(fd, fcntl.LOCK_EX, _DYING_S):
-                return "processes of an earlier engine still write to it"
-            found = read_header(fd)
-        except (FormatError, OSError) as error:
-            return str(error)
-        finally:
-            os.close(fd)
-        if found.namespace != wanted.namespace:
-            return "it belongs to another namespace (model, layout or version)"
-        if (found.slots, found.slot_bytes) != (wanted.slots, wanted.slot_bytes):
-            return "its capacity has changed"
-        return None
-
-    def _create(self, header: SlabHeader) -> Region:
-        size, making = header.data_end, self.path.with_suffix(_MAKING)
-        try:
-            self._disk.unlink(making)
-            fd = early_memory.claim(making, size)
-            if fd is None:
-                self._check_room(size)
-                fd = self._disk.open(making, create=True)
-            try:
-                if os.fstat(fd).st_size == 0:
-                    self._memory.shape(fd, size)
-                self._disk.allocate(fd, size)
-                os.pwrite(fd, header.pack(), 0)
-            finally:
-                self._disk.close(fd)
-            making.rename(self.path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._disk.unlink(making)
-            free = self._disk.free_bytes(self.path.parent)
-            raise MediumError(
-                f"cannot make a CPU region of {size} bytes in {self.path.parent} "
-                f"({error.strerror}; {free} bytes are free there): lower the cpu tier's capacity, "
-                "or give shared memory more room (in containers: --shm-size)"
-                + said_of_idle(self.path.parent, [self.path])
-            ) from error
-        return Region.attach(self.path)
-
-    def _check_room(self, size: int) -> None:
-        left = memory_limits.memory_left() if memory_limits.in_memory(self.path.parent) else None
-        if left is not None and size > left:  # the system would not refuse, but kill somebody
-            raise MediumError(
-                f"a CPU region of {size} bytes does not fit into memory, of which {left} bytes are "
-                "free (on this machine, or below its container's limit): lower the cpu tier's "
-                "capacity, raise the limit, or remove regions that nobody uses (kvtier gc)"
-                + said_of_idle(self.path.parent, [self.path])
-            )
-
-    def note_use(self) -> None:
-        """Say by the file's time that it is in use: writing through a mapping does not."""
-        with contextlib.suppress(OSError):
-            os.utime(self.path)
-
-    def close(self, *, remove: bool) -> None:
-        """Give the region up; its blocks stay for the next owner unless it is removed."""
-        if remove:
-            self.path.unlink(missing_ok=True)
-        else:
-            self.note_use()
-        self.region.close()
-        if remove:
-            _owner_path(self.path).unlink(missing_ok=True)
-        unlock(self._lock)
-
-
-def _owner_path(path: Path) -> Path:
-    return path.with_suffix(".owner")
-
-
-def lock_owner(path: Path) -> int:
-    """Be the owner of a region, be it there or not, until `unlock`; raises MediumInUse if somebody
-    else is, and OSError."""
-    owner = _owner_path(path)
-    while True:
-        fd = os.open(owner, _OPEN | os.O_CREAT, 0o600)
-        if not lock_within(fd, fcntl.LOCK_EX, _ASKING_S):
-            os.close(fd)
-            raise MediumInUse(
-                f"the CPU region {path} is in use by another engine: give each engine its own name"
-            )
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(fd), owner.stat()):
-                return fd
-        os.close(fd)  # it was removed before it was locked
-
-
-def unlock(owner: int) -> None:
-    """By word, because a child that was forked off has the file open, too, as long as it lives."""
-    fcntl.flock(owner, fcntl.LOCK_UN)
-    os.close(owner)
-
-
-def in_use(path: Path) -> bool:
-    """Whether any live process owns or maps the region."""
-    return _held(path) or _held(_owner_path(path))
-
-
-def _held(path: Path) -> bool:
-    """Whether a lock is held; one that cannot be tried may be."""
-    try:
-        return is_locked(path)
-    except OSError:
-        return True
-
-
-def regions(folder: Path) -> Iterator[Path]:
-    """All of this user's regions in a folder."""
-    yield from own_files(folder, f"kvtier-*{SUFFIX}")
-
-
-def said_of_idle(folder: Path, own: Sequence[Path]) -> str:
-    """Which regions but these nobody uses now, for those who miss their room. An engine that has
-    got another name leaves one that no command of its stack removes, for `keep_for`."""
-    with contextlib.suppress(OSError):
-        idle = [str(each) for each in regions(folder) if each not in own and not in_use(each)]
-        if idle:
-            return f"; no engine uses {', '.join(idle)} now: remove what none will come back to"
-    return ""
-
-
-def own_files(folder: Path, pattern: str) -> Iterator[Path]:
-    """This user's files with such names: whoever shares the folder may put others there."""
-    for path in sorted(folder.glob(pattern)):
-        with contextlib.suppress(OSError):
-            found = path.lstat()
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
-                yield path
-
-
-def leftovers(folder: Path, now: float) -> list[Path]:
-    """Regions that nobody will attach to again: unused, and either meant to be discarded, damaged,
-    or not attached for as long as their last owner said."""
-    found = []
-    for path in regions(folder):
-        try:
-            if in_use(path):
-                continue
-            with path.open("rb") as file:
-                header = read_header(file.fileno())
-                (keep_s,) = _KEEP.unpack(os.pread(file.fileno(), _KEEP.size, _KEEP_AT))
-            unused_s = abs(now - path.stat().st_mtime)  # a clock may have been ahead
-            if header.flags & FLAG_DISCARD or unused_s > keep_s:
-                found.append(path)
-        except (NewerFormat, OSError):
-            continue
-        except FormatError:
-            found.append(path)
-    return found
-
-
-def unfinished(folder: Path) -> list[Path]:
-    """Regions whose makers died before they were there."""
-    left = own_files(folder, f"kvtier-{os.getuid()}-*{_MAKING}")
-    making = [path.with_suffix(SUFFIX) for path in left]
-    return [path for path in making if not path.exists() and not in_use(path)]
-
-
-def remove(path: Path) -> bool:
-    """Delete a region and what lies beside it; False if somebody has begun to use it."""
-    try:
-        lock = lock_owner(path)
-    except FileNotFoundError:  # not even its folder is there
-        return True
-    except (MediumInUse, OSError):
-        return False
-    try:
-        if _held(path):
-            return False
-        for victim in (path, path.with_suffix(_MAKING), _owner_path(path)):
-            victim.unlink(missing_ok=True)
-    finally:
-        unlock(lock)
-    return True

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvtier.backends.cpu import sharing
-from kvtier.backends.cpu.region import OwnedRegion
+from kvtier.backends.cpu.owned_region import OwnedRegion
 from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.slab import layout
 from kvtier.core.slab.pieces import pinning_order, place_of

@@ -1,29 +1,71 @@
-"""Two threads at one tier: its own, which asks, and its keeper's, which helps while nobody asks."""
+"""Two threads use one tier: its own, and its keeper's, which applies updates while it is idle."""
 
 from __future__ import annotations
 
 import functools
 import threading
+import time
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
+from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.slab.tier import SlabTier
 
+_IDLE_S = 5.0
+"""A tier that was not called for so long may not be called again soon: its keeper applies updates
+itself, because neighbours wait for slabs that an idle engine holds."""
 
-class AskedTier(SlabTier):
-    """A tier that its keeper may take news in for."""
 
-    mutex: threading.RLock
-    _asked: bool
+class SerializedTier(SlabTier):
+    """A tier whose updates its keeper may apply while the tier's own thread is idle."""
+
+    def __init__(
+        self,
+        medium: str,
+        slot_bytes: int,
+        policy: EvictionPolicy,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(medium, slot_bytes, policy, clock)
+        self.mutex = threading.RLock()
+        self._asked = True
+        self._idle_since = 0.0
+        self._taking = False
+        """Whether the keeper applies updates: a caller waits meanwhile, and a recent call keeps it
+        from beginning, so that what a lookup has found is there a moment later."""
+
+    def take_in_if_idle(self) -> None:
+        """For the keeper's thread: what this tier's own thread is not there to do."""
+        now = time.monotonic()
+        if self._asked:
+            self._asked, self._idle_since = False, now
+        elif now - self._idle_since >= _IDLE_S and self.mutex.acquire(blocking=False):
+            try:
+                self._taking = True
+                while self._updates_wait() and not self._asked:
+                    self._take_some_in()
+                self._events.fold()
+            finally:
+                self._taking = False
+                self.mutex.release()
+
+    @abstractmethod
+    def _updates_wait(self) -> bool:
+        """Whether the keeper has queued updates."""
+
+    @abstractmethod
+    def _take_some_in(self) -> None:
+        """Apply some of them."""
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
-S = TypeVar("S", bound="AskedTier")
+S = TypeVar("S", bound="SerializedTier")
 
 
-def alone(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Keep the keeper from taking news in meanwhile, and from going on with it before."""
+def serialized(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Run a method without the keeper applying updates meanwhile; make it stop if it does now."""
 
     def call(tier: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         tier._asked = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 
-from kvtier.backends.nvme.folder.folder import SlabFile
+from kvtier.backends.nvme.folder.slab_file import SlabFile
 from kvtier.backends.nvme.spec import SLOT_BITS
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -11,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.backends.nvme.duplicate_blocks import Copies
-from kvtier.backends.nvme.folder.folder import SlabFile
+from kvtier.backends.nvme.folder.slab_file import SlabFile
 from kvtier.backends.nvme.housekeeping.keeper import Keeper
-from kvtier.backends.nvme.housekeeping.updates import Updates
-from kvtier.backends.nvme.single_thread import AskedTier, alone
+from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
+from kvtier.backends.nvme.single_thread import SerializedTier, serialized
 from kvtier.backends.nvme.slot_numbering import Place, Places
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
-from kvtier.core.chain.cascade import AHEAD_BLOCKS_MAX
+from kvtier.core.chain.writes.cascade import AHEAD_BLOCKS_MAX
 from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.interfaces.handler import own_spec
 from kvtier.core.slab import layout
@@ -34,16 +33,12 @@ left."""
 _AHEAD_SLOTS = 1 << 14
 """At most so many slots are made ahead, more than any burst has blocks: they take memory, too."""
 
-_NEWS_SLOTS = 1 << 11
+_UPDATE_SLOTS = 1 << 11
 """About so many entries are taken in by one call, in some two milliseconds: the death of a
 neighbour may be a million."""
 
-_IDLE_S = 5.0
-"""Who has not been asked for so long may not be asked again soon: the keeper takes news in itself,
-because neighbours wait for slabs that an idle engine holds."""
 
-
-class NvmeTier(AskedTier):
+class NvmeTier(SerializedTier):
     """Slots of all slabs of a namespace, numbered through; only those of own slabs are written."""
 
     in_files = True
@@ -55,12 +50,6 @@ class NvmeTier(AskedTier):
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__("nvme", keeper.limits.slot_bytes, policy, clock)
-        self.mutex = threading.RLock()
-        self._asked = True
-        self._idle_since = 0.0
-        self._taking = False
-        """Whether the keeper takes news in: who asks meanwhile waits, and who has just asked keeps
-        it from beginning, so that what a lookup has found is there a moment later."""
         self._keeper = keeper
         self._places = Places()
         self._copies = Copies()
@@ -79,81 +68,69 @@ class NvmeTier(AskedTier):
         keeper.when_idle = self.take_in_if_idle
 
     # Not `lookup`, which only reads, and is asked most.
-    prepare_load = alone(SlabTier.prepare_load)
-    complete_load = alone(SlabTier.complete_load)
-    prepare_store = alone(SlabTier.prepare_store)
-    complete_store = alone(SlabTier.complete_store)
-    touch = alone(SlabTier.touch)
-    carry_uses = alone(SlabTier.carry_uses)
-    victims = alone(SlabTier.victims)
-    take_events = alone(SlabTier.take_events)
-    take_recovered = alone(SlabTier.take_recovered)
-    forget_recovered = alone(SlabTier.forget_recovered)
+    prepare_load = serialized(SlabTier.prepare_load)
+    complete_load = serialized(SlabTier.complete_load)
+    prepare_store = serialized(SlabTier.prepare_store)
+    complete_store = serialized(SlabTier.complete_store)
+    touch = serialized(SlabTier.touch)
+    carry_uses = serialized(SlabTier.carry_uses)
+    victims = serialized(SlabTier.victims)
+    take_events = serialized(SlabTier.take_events)
+    take_recovered = serialized(SlabTier.take_recovered)
+    forget_recovered = serialized(SlabTier.forget_recovered)
 
-    # -- news ------------------------------------------------------------------------------
+    # -- updates ---------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
         self._asked = True
-        if self._taking or self._keeper.news:
+        if self._taking or self._keeper.updates:
             with self.mutex:
                 self._take_some_in()
 
     def _take_some_in(self) -> None:
-        news, budget = self._keeper.news, _NEWS_SLOTS
-        while news and budget > 0:
-            budget -= self._take_in(news.popleft())
+        updates, budget = self._keeper.updates, _UPDATE_SLOTS
+        while updates and budget > 0:
+            budget -= self._take_in(updates.popleft())
 
     def _take_all_in(self) -> None:
-        while self._keeper.news:
+        while self._keeper.updates:
             self._take_some_in()
 
-    def take_in_if_idle(self) -> None:
-        """For the keeper's thread: what this tier's own thread is not there to do."""
-        now = time.monotonic()
-        if self._asked:
-            self._asked, self._idle_since = False, now
-        elif now - self._idle_since >= _IDLE_S and self.mutex.acquire(blocking=False):
-            try:
-                self._taking = True
-                while self._keeper.news and not self._asked:
-                    self._take_some_in()
-                self._events.fold()
-            finally:
-                self._taking = False
-                self.mutex.release()
+    def _updates_wait(self) -> bool:
+        return bool(self._keeper.updates)
 
-    def _take_in(self, news: Updates) -> int:
+    def _take_in(self, update: SlabUpdate) -> int:
         """Learn something; answers with how many entries were looked at."""
-        slab = news.slab
+        slab = update.slab
         place = self._places.by_slab.get(slab.id)
-        if news.written is not None:
+        if update.written is not None:
             if place is not None:
-                self._written([place.base + slot for slot in news.written])
-            return len(news.written)
-        if news.gone:
+                self._written([place.base + slot for slot in update.written])
+            return len(update.written)
+        if update.gone:
             if place is not None:
                 self._lose([place])
-        elif news.remove is not None:
+        elif update.remove is not None:
             if place is not None and place.mine:
-                self._let_go(place, remove=news.remove)
+                self._let_go(place, remove=update.remove)
         else:
-            self._see(news, place)
-        return slab.header.slots if news.changes is None else len(news.changes[0])
+            self._see(update, place)
+        return slab.header.slots if update.changes is None else len(update.changes[0])
 
-    def _see(self, news: Updates, place: Place | None) -> None:
+    def _see(self, update: SlabUpdate, place: Place | None) -> None:
         """A slab is there: a new one, or one that has changed or changed hands."""
-        slab, known = news.slab, place is not None
+        slab, known = update.slab, place is not None
         place = place or self._number(slab)
-        if news.table is not None:
+        if update.table is not None:
             before = self._forget_place(place) if known else set()
-            found = self._own_blocks(place, layout.read_entries(news.table, slab.header.slots))
+            found = self._own_blocks(place, layout.read_entries(update.table, slab.header.slots))
             self._events.add(EventKind.REMOVED, before.difference(self._where))
             self._events.add(EventKind.STORED, found.difference(before))
             self._offer(self._copies.take(before))
-        elif news.changes is not None:
+        elif update.changes is not None:
             if not place.mine:
-                self._see_changes(place, *news.changes)
-        elif news.mine:
+                self._see_changes(place, *update.changes)
+        elif update.mine:
             self._own(place, mine=True)
             self._free.extend(place.slots)
 
@@ -216,7 +193,7 @@ class NvmeTier(AskedTier):
     def _offer(self, found: Iterable[tuple[int, BlockKey]]) -> None:
         """Offer what stands in others' slots, or note it until that can be."""
         key_of, where = self._key_of, self._where
-        known = (where, self._reserved, self._doomed)
+        known = (where, self._reserved, self._dropped_pinned)
         fresh = []
         for slot, key in found:
             if key and key_of[slot] is None and not any(key in each for each in known):
@@ -235,7 +212,7 @@ class NvmeTier(AskedTier):
             if key is None or self._where.get(key) != slot:
                 continue
             if slot in self._pins:
-                self._doomed[key] = slot
+                self._dropped_pinned[key] = slot
             else:
                 self._key_of[slot] = None
             keys.append(key)
@@ -345,12 +322,12 @@ class NvmeTier(AskedTier):
 
     # -- the rest --------------------------------------------------------------------------
 
-    @alone
+    @serialized
     def forget(self, keys: Sequence[BlockKey]) -> None:
         self._copies.take(keys)
         super().forget(keys)
 
-    @alone
+    @serialized
     def clear(self) -> None:
         """Own slabs are given up whole, so that not even what was evicted can be found again."""
         self._take_all_in()
@@ -362,12 +339,12 @@ class NvmeTier(AskedTier):
         super().clear()
         self._want_room()
 
-    @alone
+    @serialized
     def tick(self) -> None:
         super().tick()
         self._catch_up()
         self.unwell = self._keeper.unwell
-        self.learning &= self.unwell or bool(self._keeper.news)
+        self.learning &= self.unwell or bool(self._keeper.updates)
 
     def refresh(self) -> None:
         with self.mutex:

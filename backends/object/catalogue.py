@@ -109,7 +109,7 @@ class ObjectCatalogue(SlabTier):
 
     def _all_new(self, rows: Rows) -> bool:
         """Whether these rows can be taken as they are, which is so when a tier is opened."""
-        tables = (self._where, self._reserved, self._doomed, self._tombstones)
+        tables = (self._where, self._reserved, self._dropped_pinned, self._tombstones)
         return (
             all(table.keys().isdisjoint(rows.keys) for table in tables)
             and len(set(rows.keys)) == len(rows)
@@ -153,7 +153,7 @@ class ObjectCatalogue(SlabTier):
 
     def _is_in_transit(self, key: BlockKey, generation: int) -> bool:
         """Whether this object is being written, read for the last time, or deleted."""
-        if key in self._reserved or key in self._doomed:
+        if key in self._reserved or key in self._dropped_pinned:
             return True
         return self._tombstones.covers(key, generation)
 
@@ -162,7 +162,7 @@ class ObjectCatalogue(SlabTier):
         another writer. An evicted object has the room of the block that replaces it."""
         if key in self._reserved or self._tombstones.knows(key, generation, at):
             return True
-        slot = self._doomed.get(key)
+        slot = self._dropped_pinned.get(key)
         return slot is not None and at <= self._times[slot]
 
     def _apply_removed(self, rows: Rows) -> None:
@@ -185,7 +185,7 @@ class ObjectCatalogue(SlabTier):
         for key, slot in zip(keys, slots, strict=True):
             self._generation.pop(key, None)
             if slot in self._pins:
-                self._doomed[key] = slot
+                self._dropped_pinned[key] = slot
             else:
                 now_free.append(slot)
         self._policy.remove(slots)

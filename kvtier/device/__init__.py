@@ -3,6 +3,7 @@
 - `copier`: what a copier is asked and answers. Read it first.
 - `layout`, `copy_plan`: an engine's tensors in numbers, and which bytes go where.
 - `job_queue`: jobs in, batches out, results back, between the engine and the copier's threads.
+- `job_batches`: a job under way, and the batches that are cut from it.
 - `cpu_copier`: the copier for an engine whose tensors lie in host memory.
 - `accelerator`: what a device with streams offers; `cuda` is one.
 - `pinned_memory`: host memory that a device reaches directly.

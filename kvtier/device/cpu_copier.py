@@ -19,7 +19,8 @@ import numpy.typing as npt
 from kvtier.core.records.record import Buffer
 from kvtier.device.accelerator import ERRORS
 from kvtier.device.copier import DeviceCopier, Host, Job, JobResult, Prover
-from kvtier.device.job_queue import Batch, JobQueue, Work
+from kvtier.device.job_batches import Batch, Work
+from kvtier.device.job_queue import JobQueue
 from kvtier.device.layout import DeviceLayout
 from kvtier.types import Outcome
 
@@ -138,8 +139,8 @@ class CpuCopier(DeviceCopier):
     ) -> None:
         self._pages = PageCopier(layout, arrays)
         self._prover = Prover(layout, host, namespace)
-        self._desk = desk = JobQueue(layout, self._prover, self._BATCH_BYTES, clock)
-        takes = [desk.load] * load_threads + [desk.store_after_loads]
+        self._job_queue = job_queue = JobQueue(layout, self._prover, self._BATCH_BYTES, clock)
+        takes = [job_queue.load] * load_threads + [job_queue.store_after_loads]
         self._threads: list[threading.Thread] = []
         try:
             for take in takes:
@@ -153,25 +154,25 @@ class CpuCopier(DeviceCopier):
             raise
 
     def submit(self, job: Job, mark: object = None) -> None:
-        self._desk.submit(job)
+        self._job_queue.submit(job)
 
     def poll(self) -> list[JobResult]:
-        return self._desk.poll()
+        return self._job_queue.poll()
 
     def give_up(self, id: int) -> None:
-        self._desk.give_up(id)
+        self._job_queue.give_up(id)
 
     def wait(self, ids: Collection[int]) -> None:
-        self._desk.wait(ids)
+        self._job_queue.wait(ids)
 
     def close(self) -> None:
-        self._desk.close()
+        self._job_queue.close()
         for thread in self._threads:
             thread.join()
 
     def _run(self, take: Callable[[], Batch | None]) -> None:
-        while (batch := self._desk.next(take)) is not None:
-            self._desk.finish(batch, self._move_all(batch))
+        while (batch := self._job_queue.next(take)) is not None:
+            self._job_queue.finish(batch, self._move_all(batch))
 
     def _move_all(self, batch: Batch) -> list[Outcome]:
         """Move the batch's records; once one of a load has failed, the others are only proved."""

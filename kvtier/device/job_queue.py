@@ -1,137 +1,23 @@
-"""The desk between an engine and a copier's threads: jobs in, batches out, results back."""
+"""The queue between an engine and a copier's threads: jobs in, batches out, results back."""
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvtier.core.interfaces.mover import TransferKind
-from kvtier.device.accelerator import ERRORS
-from kvtier.device.copier import Busy, Job, JobResult, Prover
-from kvtier.device.copy_plan import Ints, Pieces, cut
+from kvtier.device.copier import Job, JobResult, Prover
+from kvtier.device.copy_plan import cut
+from kvtier.device.job_batches import Batch, Work
 from kvtier.device.layout import DeviceLayout
-from kvtier.types import BlockKey, Outcome, group_of
-
-logger = logging.getLogger(__name__)
+from kvtier.types import Outcome, group_of
 
 LOCK_KEPT_S = 2e-4
 """For so long the engine's thread keeps Python's lock while one of a copier's waits for it. These
 need it several times for each batch, and briefly (docs/how_it_works/gpu.md)."""
-
-
-class Work:
-    """A job under way: what waits, what runs, and what became of the rest; rows are its records."""
-
-    def __init__(self, job: Job, pieces: Pieces, mark: Any, now: float) -> None:
-        self.job = job
-        self.pieces = pieces
-        self.mark = mark
-        """How far the engine's own work had come when the job was given, as the copier says it."""
-        self.reached = False  # that far, as a thread has seen
-        self.places: Ints | None = None  # what `staged.py` makes of the pieces
-        self.groups: list[int] = pieces.group.tolist()
-        self.waiting = deque(row for row in range(len(pieces)) if row not in job.files)
-        """Rows with a slot that have not begun; those without are `unread`."""
-        self.unread = deque(sorted(job.files))
-        self.outcomes = [Outcome.CANCELLED] * len(pieces)
-        self.copying, self.reading = Busy(), Busy()
-        self.holding = 0  # running rows that still touch the device
-        self.failed = False
-        """A record of this load was not what it should be: the others are looked at, not copied."""
-        self.moved = self.read = 0
-        self.started = now
-
-    def record(self, row: int) -> tuple[BlockKey, int, int]:
-        """A row's key, slot and group."""
-        return self.job.keys[row], self.job.slots[row], self.groups[row]
-
-    @property
-    def loading(self) -> bool:
-        """Whether it brings bytes to the device."""
-        return self.job.kind is TransferKind.LOAD
-
-    @property
-    def ended(self) -> bool:
-        """Whether every row has an outcome."""
-        return not (self.waiting or self.unread or self.copying.running or self.reading.running)
-
-    def give_up(self, outcome: Outcome) -> None:
-        """Everything that has not begun ends with this outcome."""
-        for rows in (self.waiting, self.unread):
-            for row in rows:
-                self.outcomes[row] = outcome
-            rows.clear()
-
-
-class Batch(NamedTuple):
-    """Rows of a job that are moved together, all of one group."""
-
-    work: Work
-    rows: list[int]
-    from_files: bool = False
-
-    @property
-    def group(self) -> int:
-        """The group's position in the layout."""
-        return self.work.groups[self.rows[0]]
-
-    @property
-    def busy(self) -> Busy:
-        """The clock that runs meanwhile."""
-        return self.work.reading if self.from_files else self.work.copying
-
-
-def each_row(
-    batch: Batch, step: Callable[[Batch, int], Outcome], so_far: Sequence[Outcome] = ()
-) -> list[Outcome]:
-    """One step for every row, in order; for none that is not good any more, if it is said how the
-    rows have fared so far."""
-    outcomes = []
-    for row, outcome in zip(batch.rows, so_far or [Outcome.OK] * len(batch.rows), strict=True):
-        if outcome.ok:
-            try:
-                outcome = step(batch, row)
-            except ERRORS:
-                logger.exception("a %s of the engine failed", batch.work.job.kind.value)
-                outcome = Outcome.IO_ERROR
-        outcomes.append(outcome)
-    return outcomes
-
-
-def unchanged(prover: Prover, stamps: Mapping[int, bytes], batch: Batch, row: int) -> Outcome:
-    """OK if a row's slot still holds the record that it held when these stamps were taken."""
-    same = prover.unchanged(batch.work.job.slots[row], stamps[row])
-    return Outcome.OK if same else Outcome.GONE
-
-
-def or_failed(batch: Batch, step: Callable[[], list[Outcome]]) -> list[Outcome]:
-    """What a step makes of a batch; if it breaks, nothing of the batch is good."""
-    try:
-        return step()
-    except ERRORS:
-        logger.exception("a %s of the engine failed", batch.work.job.kind.value)
-        return [Outcome.IO_ERROR] * len(batch.rows)
-
-
-def head(outcomes: list[Outcome], failed: bool) -> list[Outcome]:
-    """Cancel rows that are good so far, but come after one that is not: of a load that has failed
-    no more is copied."""
-    kept = []
-    for outcome in outcomes:
-        kept.append(Outcome.CANCELLED if failed and outcome.ok else outcome)
-        failed = failed or not outcome.ok
-    return kept
-
-
-def failed(outcomes: list[Outcome]) -> list[Outcome]:
-    """What becomes of a batch that the device has not moved."""
-    return [Outcome.IO_ERROR if outcome.ok else outcome for outcome in outcomes]
 
 
 class JobQueue:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.core.chain.write_links import TOUCHES_KEPT, Touches
+from kvtier.core.chain.writes.write_links import TOUCHES_KEPT, Touches
 from kvtier.core.eviction import UNKNOWN, EvictionPolicy, create_policy
 from kvtier.core.eviction.traces.trace import Request
 from kvtier.core.settings import Admission, WritePolicy

@@ -4,11 +4,15 @@ import sys
 
 SUITES = (
     "contract",
+    "contract_catalogue",
     "contract_inspection",
     "contract_medium",
     "contract_moves",
+    "contract_pins",
+    "contract_restarts",
     "fault_suite",
     "mover",
+    "mover_rig",
     "stateful",
     "subject",
 )

@@ -131,8 +131,8 @@ class Medium:
         operation, _, slots = line.decode().rstrip().partition(":")
         return operation, [int(slot) for slot in slots.split(",")]
 
-    def told(self, slot: int) -> Outcome | None:
-        """What the handler was told of this slot by `landed`."""
+    def reported(self, slot: int) -> Outcome | None:
+        """The outcome that `landed` reported of this slot; None as long as there is none."""
         code = self._row(2)[slot]
         return _OUTCOMES[code - 1] if code else None
 

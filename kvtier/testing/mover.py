@@ -7,7 +7,6 @@ class TestMine(MoverContract):
 from __future__ import annotations
 
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,140 +14,14 @@ from pathlib import Path
 import pytest
 
 from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.interfaces.mover import Mover, Transfer, TransferKind, TransferResult
-from kvtier.core.records.record import HEADER_BYTES, record_bytes
-from kvtier.core.settings import ByteSize, Capacity
+from kvtier.core.interfaces.mover import Mover, TransferKind
+from kvtier.core.records.record import HEADER_BYTES
 from kvtier.testing.media import (
     Fault,
-    FileSettings,
-    FileSpec,
-    HostSettings,
-    HostSpec,
-    Medium,
     MediumSettings,
 )
-from kvtier.testing.records import NAMESPACE, fill, make_keys, prove
+from kvtier.testing.mover_rig import BATCH, FAR, HOST, NEAR, QUEUE_BLOCKS, RECORD, MoverRig
 from kvtier.types import Outcome
-
-HOST, NEAR, FAR = 0, 1, 2
-SOON = 120.0
-"""Only what hangs takes so long."""
-BATCH = 4
-QUEUE_BLOCKS = 32
-RECORD = record_bytes(NAMESPACE.payload_bytes)
-
-
-class MoverRig:
-    """A mover over three media (host memory, and two that are not), and the test's side of them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.media = [
-            Medium(folder / f"tier{tier}", RECORD, create=True) for tier in (HOST, NEAR, FAR)
-        ]
-        size = Capacity(ByteSize(1 << 20))
-        paths = [str(medium.path) for medium in self.media]
-        self.tiers: list[MediumSettings] = [HostSettings(capacity=size, path=paths[HOST])]
-        self.tiers += [
-            FileSettings(
-                capacity=size,
-                path=paths[tier],
-                concurrency=2 if tier == NEAR else 1,
-                batch_blocks=BATCH,
-                queue_blocks=QUEUE_BLOCKS,
-            )
-            for tier in (NEAR, FAR)
-        ]
-        self.context = TierContext(NAMESPACE)
-        self.mover: Mover
-        self._ids = 0
-
-    def close(self) -> None:
-        """Let everything go, then end the mover."""
-        for medium in self.media:
-            medium.release()
-        self.mover.close()
-        self.close_media()
-
-    def close_media(self) -> None:
-        """Close the test's side of the media."""
-        for medium in self.media:
-            medium.close()
-
-    def fill(self, tier: int, slots: Sequence[int]) -> None:
-        """Write the right record of key `slot` into every one of these slots."""
-        keys = make_keys(max(slots) + 1)
-        for slot in slots:
-            fill(self.media[tier].record(slot), keys[slot])
-
-    def transfer(
-        self,
-        kind: TransferKind,
-        source: int,
-        target: int,
-        slots: Sequence[int],
-        seconds: float = SOON,
-    ) -> Transfer:
-        """Key `slot` from slot `slot` to slot `slot`, for each of these."""
-        self._ids += 1
-        keys = make_keys(max(slots, default=0) + 1)
-        specs = [HostSpec, FileSpec, FileSpec]
-        return Transfer(
-            id=self._ids,
-            kind=kind,
-            source=source,
-            target=target,
-            keys=[keys[slot] for slot in slots],
-            source_spec=specs[source](list(slots)),
-            target_spec=specs[target](list(slots)),
-            deadline=time.monotonic() + seconds,
-        )
-
-    def load(self, slots: Sequence[int], source: int = NEAR, seconds: float = SOON) -> int:
-        """Submit a load into host memory that must be accepted; its id."""
-        return self.submit(self.transfer(TransferKind.LOAD, source, HOST, slots, seconds))
-
-    def store(self, slots: Sequence[int], target: int = NEAR, seconds: float = SOON) -> int:
-        """Submit a store from host memory that must be accepted; its id."""
-        return self.submit(self.transfer(TransferKind.STORE, HOST, target, slots, seconds))
-
-    def relay(self, slots: Sequence[int], seconds: float = SOON) -> int:
-        """Submit a store from one medium that is not host memory to another; its id."""
-        return self.submit(self.transfer(TransferKind.STORE, NEAR, FAR, slots, seconds))
-
-    def submit(self, transfer: Transfer) -> int:
-        """Submit what must be accepted; its id."""
-        assert self.mover.submit(transfer)
-        return transfer.id
-
-    def results(self, *ids: int) -> list[TransferResult]:
-        """The results of these transfers, in this order; no others may come."""
-        found: dict[int, TransferResult] = {}
-        until = time.monotonic() + SOON
-        while len(found) < len(ids):
-            assert time.monotonic() < until, f"no result of {set(ids) - set(found)}"
-            self.mover.wait(1.0)
-            for result in self.mover.poll():
-                assert result.id in ids
-                assert result.id not in found
-                found[result.id] = result
-        return [found[each] for each in ids]
-
-    def outcomes(self, transfer: int) -> list[Outcome]:
-        """How one transfer ended."""
-        return self.results(transfer)[0].outcomes
-
-    def right(self, tier: int, slots: Sequence[int]) -> bool:
-        """Whether these slots hold the right records."""
-        keys = make_keys(max(slots) + 1)
-        return all(prove(self.media[tier].record(slot), keys[slot]).ok for slot in slots)
-
-    def empty(self, tier: int, slots: Sequence[int]) -> bool:
-        """Whether nothing was ever written to these slots."""
-        return all(bytes(self.media[tier].record(slot)) == bytes(RECORD) for slot in slots)
-
-    def told(self, slots: Sequence[int]) -> list[Outcome | None]:
-        """What host memory was told of these slots."""
-        return [self.media[HOST].told(slot) for slot in slots]
 
 
 class MoverContract:
@@ -173,7 +46,7 @@ class MoverContract:
         (result,) = rig.results(rig.load(slots))
         assert result.outcomes == [Outcome.OK] * 10
         assert rig.right(HOST, slots)
-        assert rig.told([*slots, 10]) == [Outcome.OK] * 10 + [None]
+        assert rig.reported([*slots, 10]) == [Outcome.OK] * 10 + [None]
         assert result.bytes_moved == 10 * RECORD
         assert 0 < result.busy_seconds <= result.seconds
 
@@ -182,7 +55,7 @@ class MoverContract:
         rig.fill(HOST, slots)
         assert rig.outcomes(rig.store(slots)) == [Outcome.OK] * 9
         assert rig.right(NEAR, slots)
-        assert rig.told(slots) == [None] * 9
+        assert rig.reported(slots) == [None] * 9
 
     def test_blocks_pass_between_media_that_are_not_host_memory(self, rig: MoverRig) -> None:
         slots = list(range(QUEUE_BLOCKS))
@@ -204,7 +77,7 @@ class MoverContract:
         expected[2] = expected[4] = Outcome.CORRUPT
         (result,) = rig.results(rig.load(slots))
         assert result.outcomes == expected
-        assert rig.told(slots) == expected
+        assert rig.reported(slots) == expected
         assert result.bytes_moved == 4 * RECORD
 
     def test_the_record_of_another_key_is_corrupt(self, rig: MoverRig) -> None:
@@ -231,7 +104,7 @@ class MoverContract:
         rig.fill(NEAR, [0, 1])
         rig.media[NEAR].break_(0, Fault.GONE)
         assert rig.outcomes(rig.load([0, 1])) == [Outcome.GONE, Outcome.OK]
-        assert rig.told([0, 1]) == [Outcome.GONE, Outcome.OK]
+        assert rig.reported([0, 1]) == [Outcome.GONE, Outcome.OK]
 
     def test_a_handler_that_raises_fails_its_batch_and_nothing_else(self, rig: MoverRig) -> None:
         slots = list(range(8))
@@ -241,7 +114,7 @@ class MoverContract:
             outcomes = rig.outcomes(rig.load(slots))
             assert outcomes[0] is Outcome.IO_ERROR
             assert outcomes[4:] == [Outcome.OK] * 4
-            assert rig.told(slots) == outcomes
+            assert rig.reported(slots) == outcomes
 
     def test_a_handler_that_raises_halfway_fails_a_relay(self, rig: MoverRig) -> None:
         slots = list(range(4))
@@ -332,7 +205,7 @@ class MoverContract:
             rig.media[NEAR].next_call()
         late = rig.load([2, 3], seconds=0.05)
         assert rig.outcomes(late) == [Outcome.TIMEOUT] * 2
-        assert rig.told([2, 3]) == [Outcome.TIMEOUT] * 2
+        assert rig.reported([2, 3]) == [Outcome.TIMEOUT] * 2
         assert rig.mover.stats().timeouts == 1
         rig.media[NEAR].release()
         rig.results(*busy)
@@ -354,7 +227,7 @@ class MoverContract:
         rig.media[NEAR].release()
         expected = [Outcome.OK if slot in started else Outcome.CANCELLED for slot in slots]
         assert rig.outcomes(first) == expected
-        assert rig.told(slots) == expected
+        assert rig.reported(slots) == expected
 
     def test_close_cancels_what_waits_and_refuses_what_comes(self, rig: MoverRig) -> None:
         rig.media[NEAR].hold([0, 1])

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvtier import config as stack_config
-from kvtier.core.costs.hit_offers import Shape
+from kvtier.core.costs.chunk_spans import Shape
 from kvtier.core.costs.model import CostModel
 from kvtier.core.interfaces.backend import backend
 from kvtier.core.interfaces.handler import RegionHandler

@@ -16,7 +16,7 @@ import pytest
 from cli_world import command
 
 from kvtier import Stack
-from kvtier.backends.cpu import region
+from kvtier.backends.cpu import region_locks
 from kvtier.backends.cpu.inspection.offline_locks import remove_region
 from kvtier.backends.cpu.region import Region
 from kvtier.backends.nvme.folder.files import hold_owner
@@ -340,7 +340,7 @@ def test_host_memory_that_was_made_anew_while_it_was_asked_for_stays(
     """Its lock went with the old, and who has locked that has nothing."""
     (cpu,) = look(load(filled), 0)
     path = cpu.slabs[0].table
-    owner, lock_within = path.with_suffix(".owner"), region.lock_within
+    owner, lock_within = path.with_suffix(".owner"), region_locks.lock_within
     with ExitStack() as engine:
 
         def late(fd: int, how: int, seconds: float) -> bool:
@@ -349,7 +349,7 @@ def test_host_memory_that_was_made_anew_while_it_was_asked_for_stays(
             fcntl.flock(engine.enter_context(owner.open("w")), fcntl.LOCK_EX)
             return lock_within(fd, how, seconds)
 
-        monkeypatch.setattr(region, "lock_within", late)
+        monkeypatch.setattr(region_locks, "lock_within", late)
         with pytest.raises(MediumInUse, match="stop its engine"):
             remove_region(path)
         assert path.exists()

@@ -19,7 +19,8 @@ from kvtier.core.records.record import HEADER_BYTES, Buffer
 from kvtier.core.settings import TierSettings
 from kvtier.core.system.disk import Disk
 from kvtier.testing import contract_moves
-from kvtier.testing.contract import CatalogueContract, TierContract
+from kvtier.testing.contract import TierContract
+from kvtier.testing.contract_catalogue import CatalogueContract
 from kvtier.testing.crash_campaign import Books, Broken
 from kvtier.testing.crash_processes import Finding
 from kvtier.testing.records import NAMESPACE, blank, make_keys, prove, sealed

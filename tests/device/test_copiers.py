@@ -13,7 +13,8 @@ from fake_device import FakeDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.backends.cpu.region import OwnedRegion, plan_region
+from kvtier.backends.cpu.owned_region import OwnedRegion
+from kvtier.backends.cpu.region import plan_region
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import HEADER_BYTES, Header, record_bytes, verify
 from kvtier.core.slab import layout as table

@@ -86,19 +86,19 @@ def test_a_store_that_the_engine_waits_for_goes_before_loads_and_other_stores() 
     keys = keys_of(5)
     for slot, key in enumerate(keys):
         host.put(slot, key, table.VALID if slot < 2 else table.RESERVED)
-    desk = JobQueue(world.layout, Prover(world.layout, host, NAMESPACE), 1)
-    desk.submit(job_of(TransferKind.LOAD, 1, [0, 1], keys[:2], 0))
-    desk.submit(job_of(TransferKind.STORE, 2, [2, 3], keys[2:4], 8))
-    desk.submit(job_of(TransferKind.STORE, 3, [4], keys[4:], 16))
-    assert desk.next(desk.store_after_loads, wait=False) is None
-    engine = threading.Thread(target=desk.wait, args=([3],))
+    job_queue = JobQueue(world.layout, Prover(world.layout, host, NAMESPACE), 1)
+    job_queue.submit(job_of(TransferKind.LOAD, 1, [0, 1], keys[:2], 0))
+    job_queue.submit(job_of(TransferKind.STORE, 2, [2, 3], keys[2:4], 8))
+    job_queue.submit(job_of(TransferKind.STORE, 3, [4], keys[4:], 16))
+    assert job_queue.next(job_queue.store_after_loads, wait=False) is None
+    engine = threading.Thread(target=job_queue.wait, args=([3],))
     engine.start()
-    batch = desk.next(desk.store_after_loads)
+    batch = job_queue.next(job_queue.store_after_loads)
     assert batch is not None
     assert batch.work.job.id == 3
-    desk.finish(batch, [Outcome.OK])
+    job_queue.finish(batch, [Outcome.OK])
     engine.join()
-    assert desk.next(desk.store_after_loads, wait=False) is None
+    assert job_queue.next(job_queue.store_after_loads, wait=False) is None
 
 
 class Tensor:

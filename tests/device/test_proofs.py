@@ -8,7 +8,7 @@ from device_worlds import NAMESPACE, MemoryHost, keys_of
 from kvtier.core.records.record import CODEC_RAW, Header
 from kvtier.core.slab import layout as table
 from kvtier.device.copier import Busy, Prover, header_fits
-from kvtier.device.job_queue import failed
+from kvtier.device.job_batches import failed
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.types import Outcome
 

@@ -20,7 +20,8 @@ from kvtier.device.copier import Job, Prover
 from kvtier.device.copy_plan import Blocks
 from kvtier.device.cuda.copier import CudaCopier, _Pipe
 from kvtier.device.cuda.staged_copies import STORES_AT_ONCE, StagedPath
-from kvtier.device.job_queue import Batch, JobQueue
+from kvtier.device.job_batches import Batch
+from kvtier.device.job_queue import JobQueue
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.types import FilePlace, Outcome
 
@@ -48,46 +49,46 @@ def setting() -> tuple[Any, DeviceLayout, MemoryHost, Job]:
 
 def test_batches_are_cut_to_fit() -> None:
     _pool, layout, host, job = setting()
-    desk = JobQueue(layout, Prover(layout, host, NAMESPACE), 100 * PAGE)
-    desk.fit([3])
-    desk.fit([5])
-    desk.submit(job)
-    cut = [desk.next(desk.store, wait=False) for _ in range(3)]
+    job_queue = JobQueue(layout, Prover(layout, host, NAMESPACE), 100 * PAGE)
+    job_queue.fit([3])
+    job_queue.fit([5])
+    job_queue.submit(job)
+    cut = [job_queue.next(job_queue.store, wait=False) for _ in range(3)]
     assert [batch and len(batch.rows) for batch in cut] == [3, 3, 2]
 
 
 def test_jobs_name_keys_of_their_groups_and_files_of_their_keys() -> None:
     _pool, layout, host, job = setting()
     layout = msgspec.structs.replace(layout, group_ids=(1,))
-    desk = JobQueue(layout, Prover(layout, host, NAMESPACE), PAGE, reads_files=True)
+    job_queue = JobQueue(layout, Prover(layout, host, NAMESPACE), PAGE, reads_files=True)
     with pytest.raises(ValueError, match="other groups"):
-        desk.submit(job)
+        job_queue.submit(job)
     job = msgspec.structs.replace(job, keys=keys_of(ROWS, groups=[1] * ROWS))
     for at in (ROWS, ROWS + 1):
         with pytest.raises(ValueError, match="files"):
-            desk.submit(msgspec.structs.replace(job, files={at: FilePlace("slab", 0)}))
-    desk.submit(job)
-    assert desk.next(desk.store, wait=False) is not None
+            job_queue.submit(msgspec.structs.replace(job, files={at: FilePlace("slab", 0)}))
+    job_queue.submit(job)
+    assert job_queue.next(job_queue.store, wait=False) is not None
 
 
 def test_one_bad_slot_stops_no_store() -> None:
     _pool, layout, host, job = setting()
-    desk = JobQueue(layout, Prover(layout, host, NAMESPACE), PAGE)
-    desk.submit(job)
+    job_queue = JobQueue(layout, Prover(layout, host, NAMESPACE), PAGE)
+    job_queue.submit(job)
     outcomes = [Outcome.GONE] + [Outcome.OK] * (ROWS - 1)
     for outcome in outcomes:
-        batch = desk.next(desk.store, wait=False)
+        batch = job_queue.next(job_queue.store, wait=False)
         assert batch is not None
-        desk.finish(batch, [outcome])
-    (result,) = desk.poll()
+        job_queue.finish(batch, [outcome])
+    (result,) = job_queue.poll()
     assert (result.outcomes, result.bytes_moved) == (outcomes, (ROWS - 1) * PAGE)
 
 
 def test_a_batch_that_was_cut_before_goes_page_by_page() -> None:
     _pool, layout, host, job = setting()
-    desk = JobQueue(layout, Prover(layout, host, NAMESPACE), 100 * PAGE)
-    desk.submit(job)
-    large = desk.next(desk.store)
+    job_queue = JobQueue(layout, Prover(layout, host, NAMESPACE), 100 * PAGE)
+    job_queue.submit(job)
+    large = job_queue.next(job_queue.store)
     assert large is not None
     assert len(large.rows) == ROWS
     device, moved = FakeDevice(staging=2, room=3 * PAGE), []
@@ -142,15 +143,20 @@ def by_one_buffer(
     """For one record."""
     device, prover = FakeDevice(staging=1, room=PAGE), Prover(layout, host, NAMESPACE)
     (stage,) = device.stages(layout, PAGE, urgent=True)
-    desk = JobQueue(layout, prover, PAGE)
+    job_queue = JobQueue(layout, prover, PAGE)
     slots_at = int(np.frombuffer(host.record(0), np.uint8).ctypes.data)
-    return device, desk, StagedPath(layout, desk, prover, slots_at, host.slot_bytes), stage
+    return (
+        device,
+        job_queue,
+        StagedPath(layout, job_queue, prover, slots_at, host.slot_bytes),
+        stage,
+    )
 
 
 def test_how_far_the_engine_has_come_is_asked_once_for_each_job() -> None:
     """Each time gives Python's lock away."""
     _pool, layout, host, job = setting()
-    _device, desk, path, stage = by_one_buffer(layout, host)
+    _device, job_queue, path, stage = by_one_buffer(layout, host)
     asked = 0
 
     class Mark:
@@ -159,16 +165,16 @@ def test_how_far_the_engine_has_come_is_asked_once_for_each_job() -> None:
             asked += 1
 
     for name in range(2):
-        desk.submit(msgspec.structs.replace(job, id=name), Mark())
-        while (batch := desk.next(desk.store, wait=False)) is not None:
+        job_queue.submit(msgspec.structs.replace(job, id=name), Mark())
+        while (batch := job_queue.next(job_queue.store, wait=False)) is not None:
             path.store(batch, stage)
-    assert [result.ok for result in desk.poll()] == [True, True]
+    assert [result.ok for result in job_queue.poll()] == [True, True]
     assert asked == 2
 
 
 def test_what_crosses_the_link_takes_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     _pool, layout, host, job = setting()
-    device, desk, path, stage = by_one_buffer(layout, host)
+    device, job_queue, path, stage = by_one_buffer(layout, host)
     turns, crossed = path._turns, list[str]()
 
     def seen(step: str, whether: Callable[[], bool]) -> None:
@@ -183,13 +189,13 @@ def test_what_crosses_the_link_takes_its_turn(monkeypatch: pytest.MonkeyPatch) -
 
     seen("send", lambda: turns._room._value == STORES_AT_ONCE - 1)
     seen("fetch", lambda: turns._loads == 1)
-    desk.submit(job, device.mark())
-    while (batch := desk.next(desk.store, wait=False)) is not None:
+    job_queue.submit(job, device.mark())
+    while (batch := job_queue.next(job_queue.store, wait=False)) is not None:
         path.store(batch, stage)
     for slot, key in enumerate(job.keys):
         host.put(slot, key, table.VALID)
-    desk.submit(msgspec.structs.replace(job, kind=TransferKind.LOAD), device.mark())
-    while (batch := desk.next(desk.load, wait=False)) is not None:
+    job_queue.submit(msgspec.structs.replace(job, kind=TransferKind.LOAD), device.mark())
+    while (batch := job_queue.next(job_queue.load, wait=False)) is not None:
         path.load(batch, stage)
     assert crossed == ["send"] * ROWS + ["fetch"] * ROWS
 
@@ -197,22 +203,22 @@ def test_what_crosses_the_link_takes_its_turn(monkeypatch: pytest.MonkeyPatch) -
 def test_nothing_more_of_a_failed_load_is_copied() -> None:
     """Nobody waits for it any more, and the engine may give its blocks to others."""
     pool, layout, host, job = setting()
-    device, desk, path, stage = by_one_buffer(layout, host)
-    desk.submit(job, device.mark())
-    while (batch := desk.next(desk.store, wait=False)) is not None:
+    device, job_queue, path, stage = by_one_buffer(layout, host)
+    job_queue.submit(job, device.mark())
+    while (batch := job_queue.next(job_queue.store, wait=False)) is not None:
         path.store(batch, stage)
     for slot, key in enumerate(job.keys):
         host.put(slot, key, table.VALID)
     host.record(0)[HEADER_BYTES] ^= 1
     turned = Blocks(np.arange(ROWS)[::-1].copy(), [ROWS], [0])
     before = pool.copy()
-    desk.submit(
+    job_queue.submit(
         msgspec.structs.replace(job, id=1, kind=TransferKind.LOAD, blocks=turned), device.mark()
     )
-    while (batch := desk.next(desk.load, wait=False)) is not None:
+    while (batch := job_queue.next(job_queue.load, wait=False)) is not None:
         path.load(batch, stage)
-        desk.wait([1])
-    stored, loaded = desk.poll()
+        job_queue.wait([1])
+    stored, loaded = job_queue.poll()
     assert stored.ok
     assert loaded.outcomes == [Outcome.CORRUPT] + [Outcome.CANCELLED] * (ROWS - 1)
     assert (pool == before).all()
@@ -234,20 +240,20 @@ class Sleeper(threading.Condition):
 def test_an_engine_does_not_wait_for_what_is_only_looked_at_of_a_failed_load() -> None:
     """The last batch that might write to its blocks has ended; the others are of no use to it."""
     _pool, layout, host, job = setting()
-    desk = JobQueue(layout, Prover(layout, host, NAMESPACE), PAGE)
-    desk._done = sleeper = Sleeper(desk._lock)
+    job_queue = JobQueue(layout, Prover(layout, host, NAMESPACE), PAGE)
+    job_queue._done = sleeper = Sleeper(job_queue._lock)
     for slot, key in enumerate(job.keys):
         host.put(slot, key, table.VALID)
-    desk.submit(msgspec.structs.replace(job, kind=TransferKind.LOAD))
-    first, second = (desk.next(desk.load, wait=False) for _ in range(2))
+    job_queue.submit(msgspec.structs.replace(job, kind=TransferKind.LOAD))
+    first, second = (job_queue.next(job_queue.load, wait=False) for _ in range(2))
     assert first is not None
     assert second is not None
-    engine = threading.Thread(target=desk.wait, args=([0],), daemon=True)
+    engine = threading.Thread(target=job_queue.wait, args=([0],), daemon=True)
     engine.start()
     assert sleeper.slept.acquire(timeout=60)
-    desk.finish(first, [Outcome.CORRUPT])
+    job_queue.finish(first, [Outcome.CORRUPT])
     assert sleeper.slept.acquire(timeout=60), "the second might still write"
-    desk.finish(second, [Outcome.OK])
+    job_queue.finish(second, [Outcome.OK])
     engine.join(20)
     assert not engine.is_alive()
-    assert desk.poll() == [], "the others are still to be looked at"
+    assert job_queue.poll() == [], "the others are still to be looked at"

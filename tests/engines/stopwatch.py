@@ -77,7 +77,7 @@ class TimedHost(Host):
 
     def weigh(self, how: str) -> None:
         """Let hits be taken as they are (crowd), each for itself (alone), or always."""
-        from kvtier.core.costs.model import CostSettings
+        from kvtier.core.costs.cost_settings import CostSettings
 
         appraiser, patience = self._manager.chain._appraiser, self._manager._patience
         self._weighing = self._manager.costs or self._weighing

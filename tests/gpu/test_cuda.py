@@ -14,7 +14,7 @@ from kvtier.core.records.record import part_sum, pieces_of, sum_of
 from kvtier.core.slab import layout as table
 from kvtier.device.copier import Job, JobResult
 from kvtier.device.copy_plan import Blocks, cut
-from kvtier.device.cuda import cuda_device
+from kvtier.device.cuda import cuda_device, runtime_copies
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.cuda.cuda_device import Cuda, open_copier
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
@@ -174,7 +174,7 @@ def test_kernels_that_were_built_at_the_start_are_not_built_again(
     """vLLM can forbid to build any while it serves (--jit-monitor-mode=error)."""
     knobs = pytest.importorskip("triton").knobs
     index = torch.cuda.current_device()
-    cuda_device.build_kernels(index, lambda: cuda_device.runtime_copy(torch))
+    cuda_device.build_kernels(index, lambda: runtime_copies.runtime_copy(torch))
 
     def forbid(**_: object) -> None:
         raise RuntimeError("a kernel is built while the engine serves")
@@ -208,7 +208,9 @@ def test_few_streams_are_taken_that_the_engine_might_share(
         return make(*arguments, **options)
 
     monkeypatch.setattr(torch.cuda, "Stream", count)
-    cuda_device.build_kernels(torch.cuda.current_device(), lambda: cuda_device.runtime_copy(torch))
+    cuda_device.build_kernels(
+        torch.cuda.current_device(), lambda: runtime_copies.runtime_copy(torch)
+    )
     stage = Stage(torch, 16384)
     assert stage.copier._loads.staged
     stage.copier.close()
@@ -223,10 +225,11 @@ def test_the_device_takes_the_checksums_that_the_host_takes(
     torch: Any, size: int, parts: int
 ) -> None:
     kernels = pytest.importorskip("kvtier.device.cuda.kernels")
+    checksum_kernels = pytest.importorskip("kvtier.device.cuda.checksum_kernels")
     staging = pytest.importorskip("kvtier.device.cuda.staging_buffers")
     words = torch.int64
     data = torch.randint(0, 255, (parts * size,), dtype=torch.uint8, device="cuda")
-    numbers = torch.from_numpy(kernels.constants()).to("cuda:0")
+    numbers = torch.from_numpy(checksum_kernels.constants()).to("cuda:0")
     totals = torch.empty(kernels.totals_of(parts, size), dtype=words, device="cuda")
     pieces = pieces_of(size)
     sums = torch.zeros(parts * pieces, dtype=words, device="cuda")

@@ -17,8 +17,8 @@ from hypothesis.stateful import (
 )
 from hypothesis.stateful import rule as step
 
-from kvtier.core.chain.catch_up import PAUSE_MAX_S
 from kvtier.core.chain.in_flight import Ticket
+from kvtier.core.chain.writes.catch_up import PAUSE_MAX_S
 from kvtier.core.settings import Admission, WritePolicy
 from kvtier.errors import NotResident
 from kvtier.testing.records import make_keys, prove

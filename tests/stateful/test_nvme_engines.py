@@ -110,7 +110,7 @@ class Walker:
             self.tier.refresh()
         self.check()
         tier = self.tier
-        held = [tier._pins, tier._reserved, tier._doomed, tier._unwanted, tier._unwritten]
+        held = [tier._pins, tier._reserved, tier._dropped_pinned, tier._unwanted, tier._unwritten]
         assert not any(held)
         assert not tier._tainted
         self.engine.close()
@@ -120,20 +120,20 @@ class Walker:
         where = tier._where
         assert all(tier._key_of[slot] == key for key, slot in where.items())
         assert not where.keys() & tier._reserved.keys()
-        named = [where.values(), tier._reserved.values(), tier._doomed.values()]
+        named = [where.values(), tier._reserved.values(), tier._dropped_pinned.values()]
         keyed = [slot for slot, key in enumerate(tier._key_of) if key is not None]
         assert sorted(keyed) == sorted(chain(*named)), "a slot whose news nobody would hear"
         own = {
             slot for place in tier._places.by_slab.values() if place.mine for slot in place.slots
         }
         free = list(tier._free)
-        places = [free, tier._reserved.values(), where.values(), tier._doomed.values()]
+        places = [free, tier._reserved.values(), where.values(), tier._dropped_pinned.values()]
         times = Counter(slot for slots in [*places, tier._quarantine] for slot in slots)
         assert max(times.values(), default=0) <= 1, "a slot in two places"
         assert own <= times.keys() | tier._unwritten, "a slot is lost"
         assert own.issuperset(free)
         assert not tier._unwritten.union(tier._pins).intersection(free)
-        known = [where, tier._reserved, tier._doomed]
+        known = [where, tier._reserved, tier._dropped_pinned]
         for key, slot in tier._copies.slot_of.items():
             assert slot not in own
             held = tier._key_of[slot] is not None or any(key in each for each in known)

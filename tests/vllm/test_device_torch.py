@@ -40,7 +40,7 @@ _KERNELS = """
 import numpy as np
 import torch
 from kvtier.core.records.record import part_sum, pieces_of, sum_of
-from kvtier.device import kernels
+from kvtier.device.cuda import checksum_kernels, kernels
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.cuda.staging_buffers import references_of
 
@@ -77,7 +77,7 @@ for size in (*sizes, (4 << 20) + 1016):  # the last: a piece that is longer than
     data = rng.integers(0, 256, (2, size), dtype=np.uint8)
     totals = torch.zeros(kernels.totals_of(2, size), dtype=torch.int64)
     sums = torch.zeros(2 * pieces_of(size), dtype=torch.int64)
-    numbers = torch.from_numpy(kernels.constants())
+    numbers = torch.from_numpy(checksum_kernels.constants())
     words = torch.from_numpy(data).view(torch.int64)
     kernels.digest(words, numbers, totals, sums.data_ptr(), 2, size, 3)
     found = sums.numpy().view(np.uint64).reshape(2, -1).tolist()
@@ -102,9 +102,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from kvtier.device import kernels
+from kvtier.device.cuda import kernels
 
-builds, together = {}, {"_move": 8, "_add_blocks": 16}
+builds, together = {}, {"move_pages": 8, "add_blocks": 16}
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 def said(option):
@@ -157,7 +157,7 @@ class Launched:
                 assert early is None, f"waits for a word before all are on their way: {early}"
             print(name, *fixed.values(), generation)
 
-for name in ("_bring", "_move", "_add_blocks", "_finish"):
+for name in ("bring_numbers", "move_pages", "add_blocks", "finish_sums"):
     setattr(kernels, name, Launched(getattr(kernels, name)))
 words, halfway = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int64)[1:]
 assert words.data_ptr() % 16 == 0 != halfway.data_ptr() % 16
@@ -183,7 +183,7 @@ import threading
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from kvtier.device import kernels
+from kvtier.device.cuda import kernels
 
 class Driver:
     def get_current_target(self):
@@ -196,7 +196,7 @@ class Driver:
         return 0
 
 def built():
-    every = (kernels._bring, kernels._move, kernels._add_blocks, kernels._finish)
+    every = (kernels.bring_numbers, kernels.move_pages, kernels.add_blocks, kernels.finish_sums)
     return [len(known[0]) for each in every for known in each.device_caches.values()]
 
 def launch(kernel, programs, *arguments, **constants):
@@ -277,7 +277,7 @@ import ctypes
 import pretend_cuda
 import numpy as np
 import torch
-from kvtier.device import cuda, kernels, staging
+from kvtier.device.cuda import cuda_device as cuda, kernels, staging_buffers as staging
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 
 inside, to = [], torch.Tensor.to

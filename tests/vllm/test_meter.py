@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvtier import Stack
-from kvtier.core.costs.hit_offers import Shape
+from kvtier.core.costs.chunk_spans import Shape
 from kvtier.core.costs.load_runs import Run
 from kvtier.core.costs.model import CostModel
 from kvtier.core.records.record import record_bytes

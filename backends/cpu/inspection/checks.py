@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtier.backends.cpu import huge_page_support
-from kvtier.backends.cpu.region import plan_region, said_of_idle
+from kvtier.backends.cpu.leftover_regions import said_of_idle
+from kvtier.backends.cpu.region import plan_region
 from kvtier.backends.cpu.settings import CpuSettings
 from kvtier.core import amounts
 from kvtier.core.inspection import Finding, Level

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from kvtier.backends.cpu.region import SUFFIX, in_use, leftovers, own_files, remove
+from kvtier.backends.cpu.leftover_regions import leftovers, own_files, remove
+from kvtier.backends.cpu.region_locks import SUFFIX, in_use
 from kvtier.core.inspection.findings import Garbage, of_file
 
 _MAKING = ".making"

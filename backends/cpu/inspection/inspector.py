@@ -17,7 +17,8 @@ from kvtier.backends.cpu.inspection.checks import check_memory
 from kvtier.backends.cpu.inspection.filling import CpuFilling
 from kvtier.backends.cpu.inspection.garbage import find_garbage
 from kvtier.backends.cpu.inspection.offline_locks import region_held, remove_region
-from kvtier.backends.cpu.region import SUFFIX, read_header
+from kvtier.backends.cpu.region import read_header
+from kvtier.backends.cpu.region_locks import SUFFIX
 from kvtier.backends.cpu.settings import CpuSettings
 from kvtier.core.inspection import Cleared, Depth, Finding, Garbage, Part, Reach
 from kvtier.core.inspection.measuring import refuse_without_room

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvtier.backends.cpu.region import lock_owner, unlock
+from kvtier.backends.cpu.region_locks import lock_owner, unlock
 from kvtier.core.system.disk import lock_within
 from kvtier.errors import MediumInUse
 

@@ -15,39 +15,32 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import AbstractContextManager
 from pathlib import Path
-
-import msgspec
 
 from kvtier.backends.nvme.folder.files import (
     DATA_SUFFIX,
     TABLE_SUFFIX,
-    halves,
     held,
-    homes,
     length,
     marks,
     owner_path,
     remove_slab,
-    take_away,
-    unfinished,
     used_at,
     used_bytes,
     whole,
 )
-from kvtier.backends.nvme.folder.lock import FolderBusy, folder_locked
+from kvtier.backends.nvme.folder.limits import Limits, kept_free
+from kvtier.backends.nvme.folder.lock import folder_locked
 from kvtier.backends.nvme.folder.namespace_diff import differs_in
+from kvtier.backends.nvme.folder.slab_file import NOBODY, SlabFile, file_sizes
 from kvtier.backends.nvme.housekeeping.idle_namespaces import reclaim
 from kvtier.core.records.record import Buffer
 from kvtier.core.settings.folder_access import WHOSE
 from kvtier.core.slab.layout import (
-    ENTRY_BYTES,
-    FLAG_DISCARD,
     OWNER,
     OWNER_AT,
-    SLOTS_MAX,
     TABLE_AT,
     SlabHeader,
 )
@@ -57,24 +50,8 @@ from kvtier.types import Namespace
 
 logger = logging.getLogger(__name__)
 
-_MAKING = ".making"
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NOBODY = 0
-"""The owner of a slab that was let go of, so that others adopt it."""
-_SLACK_SHARE = 4
-"""This part of a slab is left free above the floor. Who has fallen below the floor gives up a whole
-slab: if that were made again at once, it would go for the next little thing that others write."""
-
-
-class SlabFile(msgspec.Struct, frozen=True):
-    """A slab as it lies in the folder."""
-
-    header: SlabHeader
-    owner: int
-
-    @property
-    def id(self) -> int:
-        return self.header.slab_id
+MAKING_SUFFIX = ".making"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class NvmeFolder:
@@ -97,7 +74,7 @@ class NvmeFolder:
 
     def establish(self) -> None:
         """Make what is missing of the folder; raises MediumError if it cannot be used, or if its
-        disk was taken off: below that may be the system's own, which nobody gave us to fill."""
+        disk was unmounted: what lies below the mount point belongs to the system's disk."""
         with self._explained():
             standing = self.root if self.root.exists() else self.root.parent
             if self._device not in (None, standing.stat().st_dev):
@@ -117,7 +94,7 @@ class NvmeFolder:
         except OSError as error:
             reason = error.strerror
             remedy = "name a folder where you may write, on a local disk"
-            if error.errno in _NO_ROOM:
+            if error.errno in NO_ROOM:
                 remedy = "free some room there"
             elif isinstance(error, PermissionError) and os.access(self.root, os.W_OK | os.X_OK):
                 reason = f"{error.filename}: {reason}"
@@ -133,18 +110,18 @@ class NvmeFolder:
             if folder.is_symlink():  # nobody counts what lies behind it
                 raise OSError(errno.ELOOP, f"{folder} is a link: remove it")
         try:
-            self._describe()
+            self.describe()
         except OSError as error:
-            if error.errno not in _NO_ROOM:
+            if error.errno not in NO_ROOM:
                 raise  # else an engine starts all the same: before the first slab comes another try
 
-    def _describe(self) -> None:
+    def describe(self) -> None:
         """Leave the namespace's JSON beside the data, for people and for `explain`."""
         path, text = self.home / "namespace.json", self.namespace.to_json()
         if path.is_file() and length(path) == len(text) and path.read_bytes() == text:
             return
         begun = path.exists()
-        making = path.with_suffix(f".{secrets.token_hex(4)}{_MAKING}")
+        making = path.with_suffix(f".{secrets.token_hex(4)}{MAKING_SUFFIX}")
         try:
             making.write_bytes(text)
             making.chmod(0o600)
@@ -182,7 +159,7 @@ class NvmeFolder:
         """Whether some process still acts for this owner."""
         return owner != NOBODY and held(owner_path(self.owners, owner))
 
-    def alone(self, owner: int) -> bool:
+    def is_only_owner(self, owner: int) -> bool:
         """Whether no other owner of this namespace is alive."""
         mine = owner_path(self.owners, owner)
         return not any(held(path) for path in marks(self.home) if path != mine)
@@ -246,53 +223,6 @@ class NvmeFolder:
         finally:
             self.disk.close(fd)
 
-    def create_slab(self, owner: int, slots_max: int, limits: Limits) -> SlabFile | None:
-        """A new empty slab within the budget and above the floor; None if there is no room."""
-        with self.locked():
-            header = self._plan_slab(slots_max, limits)
-            if header is None:
-                return None
-            making = self._making(header.slab_id, owner)
-            try:
-                self._describe()
-                fds = self._begin(making, header)
-            except OSError as error:
-                self._give_up(making, error)
-                return None
-        final = (self.data_path(header.slab_id), self.table_path(header.slab_id))
-        try:
-            self._fill(fds, header, owner)
-            with self.locked():
-                for source, target in zip(making, final, strict=True):
-                    source.rename(target)
-        except (OSError, FolderBusy) as error:
-            self._give_up((*making, *final), error)
-            return None
-        return SlabFile(header, owner)
-
-    def _plan_slab(self, slots_max: int, limits: Limits) -> SlabHeader | None:
-        """Under the lock: the largest slab that there is room for."""
-        self._sweep()
-        slots = self._slots_at_most(slots_max, limits)
-        if slots < slots_max and self.reclaim(limits, limits.slab_bytes):
-            slots = self._slots_at_most(slots_max, limits)
-        if slots < 1:
-            return None
-        return SlabHeader(
-            slots=slots,
-            slot_bytes=limits.slot_bytes,
-            data_at=0,
-            slab_id=self._new_id(),
-            namespace=self.namespace.digest,
-            flags=FLAG_DISCARD if limits.discard else 0,
-        )
-
-    def _slots_at_most(self, slots_max: int, limits: Limits) -> int:
-        used = used_bytes(self.root)
-        room = self.bound(limits, used) - used
-        fitting = max(0, room - TABLE_AT) // (limits.slot_bytes + ENTRY_BYTES)
-        return min(slots_max, fitting, SLOTS_MAX)
-
     def bound(self, limits: Limits, used: int) -> int:
         """What the folder may hold, or can where its disk is full before that."""
         free = self.disk.free_bytes(self.root) - kept_free(limits.free_floor, limits.slab_bytes)
@@ -301,94 +231,14 @@ class NvmeFolder:
     def cut_off(self, slabs: Iterable[SlabFile]) -> int:
         """Bytes that somebody has cut off these slabs: what is written next brings them back."""
         return sum(
-            max(0, _file_sizes(slab.header)[0] - length(self.data_path(slab.id))) for slab in slabs
+            max(0, file_sizes(slab.header)[0] - length(self.data_path(slab.id))) for slab in slabs
         )
-
-    def _making(self, slab_id: int, owner: int) -> tuple[Path, Path]:
-        """Data and table of a slab that is not whole yet; the maker's mark lets others clean up."""
-        stem = f"{slab_id:08x}.{owner:08x}"
-        return self.home / f"{stem}.data{_MAKING}", self.home / f"{stem}.table{_MAKING}"
-
-    def _begin(self, making: tuple[Path, Path], header: SlabHeader) -> list[int]:
-        """Under the lock: files of full length, which count against the budget at once."""
-        fds: list[int] = []
-        try:
-            for path, size in zip(making, _file_sizes(header), strict=True):
-                fds.append(self.disk.open(path, create=True))
-                os.ftruncate(fds[-1], size)
-        except OSError:
-            for fd in fds:
-                self.disk.close(fd)
-            raise
-        return fds
-
-    def _fill(self, fds: list[int], header: SlabHeader, owner: int) -> None:
-        """Take the room, and write the header; others need not wait for that."""
-        page = bytearray(header.pack().ljust(TABLE_AT, b"\0"))
-        OWNER.pack_into(page, OWNER_AT, owner)
-        try:
-            for fd, size in zip(fds, _file_sizes(header), strict=True):
-                self.disk.allocate(fd, size)
-            if self.disk.writev(fds[1], [memoryview(page)], 0) != len(page):
-                raise OSError(errno.EIO, "a slab's header was written in part")
-        finally:
-            for fd in fds:
-                self.disk.close(fd)
-
-    def _give_up(self, paths: Sequence[Path], error: OSError | FolderBusy) -> None:
-        """Leave nothing of a slab that cannot be made; only the lack of room is no error."""
-        for path in paths:
-            self.disk.unlink(path)
-        if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
-            raise error
-
-    def _new_id(self) -> int:
-        while True:
-            slab_id = secrets.randbits(32)
-            if not self.table_path(slab_id).exists() and not self.data_path(slab_id).exists():
-                return slab_id
 
     def remove_slab(self, slab_id: int) -> None:
         """Delete both of its files."""
         remove_slab(self.disk, self.table_path(slab_id))
 
-    def _sweep(self) -> None:
-        """Under the lock: remove what the dead left half made, and their files."""
-        for home in homes(self.root):
-            for path in marks(home):
-                if not held(path):
-                    take_away(self.disk, path)
-            for path, maker in unfinished(home):
-                if not held(maker):
-                    take_away(self.disk, path)
-            for path in halves(home):
-                take_away(self.disk, path)
-
     def reclaim(self, limits: Limits, wanted: int) -> bool:
         """Under the lock: have those whom nobody serves make room for so much; whether any did."""
         bound = self.bound(limits, used_bytes(self.root))
         return reclaim(self.root, self.home, bound, wanted, limits.keep_s, self.disk)
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """What the settings allow, in bytes."""
-
-    capacity: int
-    free_floor: int
-    slot_bytes: int
-    slab_bytes: int
-    discard: bool = False
-    """Whether what is stored is for this process alone."""
-    keep_s: float = 0.0
-    """How long an idle namespace keeps its share after its last use."""
-    grows: bool = True
-    """Whether slabs are made; else what is there is only read."""
-
-
-def kept_free(free_floor: int, slab_bytes: int) -> int:
-    """What must stay free on the disk when slabs of this size are made."""
-    return free_floor + slab_bytes // _SLACK_SHARE
-
-
-def _file_sizes(header: SlabHeader) -> tuple[int, int]:
-    return header.data_end, header.table_bytes

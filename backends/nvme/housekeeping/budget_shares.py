@@ -12,8 +12,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from kvtier.backends.nvme.folder.files import held, homes, marks, owner_path, used_bytes
-from kvtier.backends.nvme.folder.folder import Limits, NvmeFolder, SlabFile
-from kvtier.backends.nvme.housekeeping.updates import Updates
+from kvtier.backends.nvme.folder.folder import NvmeFolder
+from kvtier.backends.nvme.folder.limits import Limits
+from kvtier.backends.nvme.folder.slab_file import SlabFile
+from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
 from kvtier.core.settings import ByteSize
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ class Neighbours(msgspec.Struct):
     """How many they are, with us."""
     capacity: int
     """The largest that one of them allows to all."""
-    starving: set[str] = msgspec.field(default_factory=set)
+    lacking_room: set[str] = msgspec.field(default_factory=set)
     """The namespaces of others that wait for room."""
     stored: set[str] = msgspec.field(default_factory=set)
     """The namespaces for which one of the others stores."""
@@ -38,7 +40,7 @@ class Neighbours(msgspec.Struct):
 
 
 class Shares:
-    """One engine's part of a folder: whether it has too little, or too much while others starve.
+    """One engine's part of a folder: whether it has too little, or too much while others lack room.
 
     Where settings differ, the largest capacity of those that live and store counts. By its own, who
     has less would give up all that it is handed, again and again, until nothing is left.
@@ -58,12 +60,12 @@ class Shares:
         """Let the neighbours know what we allow to all, before there is anything of ours."""
         if self._said is None:
             with contextlib.suppress(OSError):  # on a full disk there is no room for a word either
-                self.tell(owner_fd, hungry=False)
+                self.tell(owner_fd, lacks_room=False)
 
-    def tell(self, owner_fd: int, hungry: bool) -> None:
+    def tell(self, owner_fd: int, lacks_room: bool) -> None:
         """Let the neighbours know whether it lacks room."""
         capacity = self._limits.capacity if self._limits.grows else 0
-        said = _SAID.pack(_HUNGRY if hungry else b"", capacity)
+        said = _SAID.pack(_HUNGRY if lacks_room else b"", capacity)
         if said != self._said:
             os.pwrite(owner_fd, said, 0)
             self._said = said
@@ -82,7 +84,7 @@ class Shares:
                 namespace = path.parent.parent.name
                 (found.stored if capacity else found.read).add(namespace)
                 if word == _HUNGRY:
-                    found.starving.add(namespace)
+                    found.lacking_room.add(namespace)
         if found.capacity > self._limits.capacity and self._limits.grows and not self._said_larger:
             self._said_larger = True
             logger.warning(
@@ -100,7 +102,7 @@ class Shares:
         """What counts for one more slab beside these; None if others wait for the room."""
         found = self.neighbours(owner)
         more = _bytes_of(mine) + self._limits.slab_bytes
-        if mine and found.starving and more > self._fair(found):
+        if mine and found.lacking_room and more > self._fair(found):
             return None
         capacity = found.capacity - self._folder.cut_off(slabs)
         return msgspec.structs.replace(self._limits, capacity=capacity)
@@ -114,8 +116,8 @@ class Shares:
             return True
         return _bytes_of(mine) + more <= self._fair(self.neighbours(owner))
 
-    def excess(self, owner: int, mine: Sequence[SlabFile]) -> Updates | None:
-        """The coldest slab: to give away because neighbours starve, or to give up because the
+    def excess(self, owner: int, mine: Sequence[SlabFile]) -> SlabUpdate | None:
+        """The coldest slab: to give away because neighbours lack room, or to give up because the
         folder is over its limits. Before that, idle models lose what is beyond their share."""
         if not mine:
             return None
@@ -127,10 +129,10 @@ class Shares:
                     return None
                 over = self._over(found)  # or have others done that, while we waited for the lock
         if not over:
-            if not found.starving or self._keeps(mine, found):
+            if not found.lacking_room or self._keeps(mine, found):
                 return None
-            remove = folder.namespace.id not in found.starving
-        return Updates(min(mine, key=lambda slab: folder.last_used(slab.id)), remove=remove)
+            remove = folder.namespace.id not in found.lacking_room
+        return SlabUpdate(min(mine, key=lambda slab: folder.last_used(slab.id)), remove=remove)
 
     def _keeps(self, mine: Sequence[SlabFile], found: Neighbours) -> bool:
         """Whether what we have is within our share. Who only reads has none, but for that of its

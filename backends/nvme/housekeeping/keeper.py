@@ -2,8 +2,8 @@
 
 The keeper runs in a thread of its own and does all the file work: it finds slabs that others made,
 re-reads tables that changed, adopts slabs of the dead, makes new slabs before room runs out, gives
-room to neighbours that starve, and writes down what was dropped. What it learns it hands over as
-`News`, which the tier takes in at its next call.
+room to neighbours that lack it, and writes down what was dropped. What it learns it queues as
+updates, which the tier applies at its next call.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-
-import msgspec
+from collections.abc import Callable
 
 from kvtier.backends.nvme.folder.files import hold_owner, let_go, owner_path
-from kvtier.backends.nvme.folder.folder import NOBODY, Limits, NvmeFolder, SlabFile
+from kvtier.backends.nvme.folder.folder import NvmeFolder
+from kvtier.backends.nvme.folder.limits import Limits
 from kvtier.backends.nvme.folder.lock import has_name
+from kvtier.backends.nvme.folder.slab_creation import create_slab
+from kvtier.backends.nvme.folder.slab_file import NOBODY, SlabFile
 from kvtier.backends.nvme.housekeeping.budget_shares import Shares
-from kvtier.backends.nvme.housekeeping.updates import Updates, changes
+from kvtier.backends.nvme.housekeeping.problems import Problems
+from kvtier.backends.nvme.housekeeping.slab_watch import Known, SlabWatch
+from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
 from kvtier.backends.nvme.housekeeping.use_counts import Uses
 from kvtier.backends.nvme.table_writes import write_entries
 from kvtier.core.slab import layout
@@ -37,43 +40,32 @@ _LOOK_SHARE = 10
 """A look around takes at most one part in so many of a core, however many slabs there are."""
 _WORK_SHARE = 20
 """And all housekeeping together one part in so many: the engine's own thread waits for it."""
-_NEWS_MAX = 64
+_UPDATES_MAX = 64
 """With more that the tier has not taken in, the keeper does not look: nobody may ask for days, and
 what happens meanwhile is one difference later on."""
 _HOUSEKEEPING_S = 1.0
 _GIVEN_ROUNDS = 3
-"""So long what was given away is left to those who starve, before it is taken back."""
-_AWAY_S = 3600.0
-"""A trouble that comes back after so long is said again."""
+"""So long what was given away is left to those who lack room, before it is taken back."""
 _USES_S = 10.0
 _CLOSE_S = 2.0
 """Who closes waits no longer for a disk that hangs: what is not written down by then is lost."""
-_RECENT_NS = 100_000_000
-"""File times are coarse: a table written this recently is read again even if it looks unchanged."""
-
-
-class Known(msgspec.Struct):
-    """A slab as the keeper last saw it."""
-
-    slab: SlabFile
-    mine: bool
-    changed_ns: int = 0
-    table: bytes = b""
 
 
 class Keeper:
-    """The file work of one tier. `news` is a queue from the keeper to the tier; the methods below
-    the line are the other direction."""
+    """The file work of one tier. `updates` is a queue from the keeper to the tier; `want_room`,
+    `record`, `release` and `flush` are the other direction."""
 
     def __init__(self, folder: NvmeFolder, limits: Limits) -> None:
         self.folder = folder
         self.limits = limits
         self.owner, self._owner_fd = folder.claim()
-        self.news: deque[Updates] = deque()
+        self.updates: deque[SlabUpdate] = deque()
         self.uses = Uses()
         self.when_idle: Callable[[], None] = lambda: None
-        """Called between rounds: a tier that nobody asks must take its news in all the same."""
-        self._known: dict[int, Known] = {}
+        """Called between rounds: a tier that nobody calls must apply its updates all the same."""
+        self._problems = Problems(folder.root)
+        self._watch = SlabWatch(folder, self.updates, self._problems)
+        self._known, self._broken = self._watch.known, self._watch.broken
         self._given: dict[int, float] = {}
         self._todo: deque[tuple[int, int, bytes]] = deque()
         self._released: deque[tuple[int, bool]] = deque()
@@ -87,8 +79,6 @@ class Keeper:
         self.unwell = False
         """Whether the last round came to nothing."""
         self._thread: threading.Thread | None = None
-        self._heard: dict[str, float] = {}
-        self._broken: set[int] = set()
 
     def start(self) -> None:
         """Begin to work in the background."""
@@ -101,7 +91,7 @@ class Keeper:
             self._wake.clear()
             if not self._stopping:
                 self.work()
-                with self._going_on(Exception):
+                with self._problems.tolerated(Exception):
                     self.when_idle()
         self._end()
 
@@ -118,7 +108,7 @@ class Keeper:
                 self.unwell = False
             except Exception as error:  # noqa: BLE001 - without this thread no slab is made
                 self.unwell = True
-                self._complain(error)
+                self._problems.report(error)
 
     def _round(self, thorough: bool) -> None:
         if not has_name(self._owner_fd, owner_path(self.folder.owners, self.owner)):
@@ -130,7 +120,7 @@ class Keeper:
         if thorough or now >= self._next_housekeeping or self._slots_wanted:
             began = time.thread_time()
             self._adopt_orphans()
-            with self._going_on():
+            with self._problems.tolerated():
                 self._make_room()
             self._share()
             self._write_uses(now, thorough)
@@ -142,90 +132,30 @@ class Keeper:
         """The folder has been removed under us, or what makes us an owner: make it anew, unless its
         disk was taken off. Slabs that are left are orphans now, like all others of the dead. A mark
         that is there again as another file, as after a copy, nobody holds: it is held anew."""
-        self.news.extend(Updates(known.slab, gone=True) for known in self._known.values())
+        self.updates.extend(SlabUpdate(known.slab, gone=True) for known in self._known.values())
         self._known.clear()
         try:
             owner, fd = self.owner, hold_owner(self.folder.owners, self.owner)
         except (FileNotFoundError, NotADirectoryError):
             self.folder.establish()
             owner, fd = self.folder.claim()
-            self._say_once(f"NVMe folder {self.folder.root} was removed: starting over in another")
+            self._problems.warn_once(
+                f"NVMe folder {self.folder.root} was removed: starting over in another"
+            )
         self._shares.begin_again()
         os.close(self._owner_fd)
         self.owner, self._owner_fd = owner, fd
-
-    @contextlib.contextmanager
-    def _going_on(self, after: type[Exception] = OSError) -> Iterator[None]:
-        """One strange file must not stop the work on all others."""
-        try:
-            yield
-        except after as error:
-            self._complain(error)
-
-    def _complain(self, error: Exception) -> None:
-        problem = getattr(error, "strerror", 0) or str(error) or type(error).__name__
-        trace = None if isinstance(error, (OSError, MediumError)) else error
-        self._say_once(f"NVMe folder {self.folder.root}: {problem}", trace)
-
-    def _say_once(self, message: str, trace: Exception | None = None) -> None:
-        heard, self._heard[message] = self._heard.get(message, -_AWAY_S), time.monotonic()
-        if self._heard[message] - heard > _AWAY_S:
-            logger.warning("%s", message, exc_info=trace)
 
     # -- looking ---------------------------------------------------------------------------
 
     def _look(self) -> bool:
         """Learn what has changed, unless the tier has enough to take in."""
-        if len(self.news) > _NEWS_MAX:
+        if len(self.updates) > _UPDATES_MAX:
             return False
         began = time.monotonic()
-        self._look_around()
+        self._watch.look()
         self._look_took = time.monotonic() - began
         return True
-
-    def _look_around(self) -> None:
-        present = self.folder.slab_ids()
-        self._broken &= present
-        for slab_id in [slab_id for slab_id in self._known if slab_id not in present]:
-            known = self._known.pop(slab_id)
-            self.news.append(Updates(known.slab, gone=True))
-        for slab_id in present:
-            self._look_at(slab_id)
-
-    def _look_at(self, slab_id: int) -> None:
-        known = self._known.get(slab_id)
-        if known is not None and known.mine:
-            return
-        now = time.time_ns()  # not later: what changes after the look may bear the same time
-        try:
-            changed = self.folder.changed_ns(slab_id)
-            if known is not None and known.changed_ns == changed:
-                return
-            slab, table = self.folder.read_table(slab_id)
-        except NewerFormat as error:
-            self._say_once(f"slab {slab_id:08x} is left alone: {error}")
-            return
-        except FormatError as error:
-            if not self.folder.table_path(slab_id).exists():
-                return  # it is being removed
-            self._broken.add(slab_id)
-            self._say_once(f"slab {slab_id:08x} is broken: {error}")
-            return
-        except FileNotFoundError:
-            return
-        except OSError as error:  # one strange file must not stop the work on all others
-            self._say_once(f"slab {slab_id:08x} cannot be read: {error.strerror}")
-            return
-        if not self.folder.alive(slab.owner):
-            # to be adopted, and learnt from then; if by another, what is known already counts
-            self._known[slab_id] = Known(slab, False, table=known.table if known else b"")
-            return
-        if abs(now - changed) < _RECENT_NS:  # one of the future is a clock's that was wrong
-            changed = 0
-        slots, keys = changes(known.table if known else b"", table, slab.header.slots)
-        self._known[slab_id] = Known(slab, False, changed, table)
-        if slots or known is None:
-            self.news.append(Updates(slab, changes=(slots, keys)))
 
     # -- owning ----------------------------------------------------------------------------
 
@@ -245,11 +175,14 @@ class Keeper:
         with self.folder.locked():
             # The coldest first, as the tier takes in the blocks of one slab.
             for orphan in sorted(orphans, key=lambda slab: self.folder.last_used(slab.id)):
-                with self._going_on(), contextlib.suppress(FormatError, FileNotFoundError):
+                with (
+                    self._problems.tolerated(),
+                    contextlib.suppress(FormatError, FileNotFoundError),
+                ):
                     self._adopt(orphan.id)
-            if self._broken and self.folder.alone(self.owner):
+            if self._broken and self.folder.is_only_owner(self.owner):
                 while self._broken:
-                    with self._going_on():
+                    with self._problems.tolerated():
                         self._remove_broken(self._broken.pop())
 
     def _adopt(self, slab_id: int) -> None:
@@ -262,7 +195,7 @@ class Keeper:
             return
         self.folder.write_owner(slab_id, self.owner)
         self._known[slab_id] = Known(slab, True)
-        self.news.append(Updates(slab, mine=True, table=table))
+        self.updates.append(SlabUpdate(slab, mine=True, table=table))
 
     def _remove_broken(self, slab_id: int) -> None:
         """Look once more, because a read may go wrong where nothing is."""
@@ -281,22 +214,22 @@ class Keeper:
         if not mine and self.limits.grows:
             wanted = max(wanted, 1)
         if not wanted:
-            self._shares.tell(self._owner_fd, hungry=False)
+            self._shares.tell(self._owner_fd, lacks_room=False)
         slots = max(1, self.limits.slab_bytes // self.limits.slot_bytes)
         while wanted > 0 and not self._stopping:
             known = [each.slab for each in self._known.values()]
             limits = self._shares.limits(self.owner, mine, known)
-            slab = self.folder.create_slab(self.owner, slots, limits) if limits else None
+            slab = create_slab(self.folder, self.owner, slots, limits) if limits else None
             if slab is None:
                 self._full_until = time.monotonic() + self._between
                 lacks = self._shares.lacks(self.owner, mine, slots * self.limits.slot_bytes)
-                self._shares.tell(self._owner_fd, hungry=lacks)
+                self._shares.tell(self._owner_fd, lacks_room=lacks)
                 return
             mine.append(slab)
             wanted -= slab.header.slots
             self._known[slab.id] = Known(slab, True)
-            self.news.append(Updates(slab, mine=True))
-            self._shares.tell(self._owner_fd, hungry=False)
+            self.updates.append(SlabUpdate(slab, mine=True))
+            self._shares.tell(self._owner_fd, lacks_room=False)
 
     def _mine(self) -> list[SlabFile]:
         return [known.slab for known in self._known.values() if known.mine]
@@ -305,7 +238,7 @@ class Keeper:
         """Let go of a slab that others are to have, and leave its room to them for a while."""
         excess = self._shares.excess(self.owner, self._mine())
         if excess is not None:
-            self.news.append(excess)
+            self.updates.append(excess)
             self._full_until = time.monotonic() + _GIVEN_ROUNDS * self._between
 
     # -- what the tier asks for --------------------------------------------------------------
@@ -317,8 +250,8 @@ class Keeper:
             self._wake.set()
 
     def record(self, slab_id: int, slot: int, state: int, key: BlockKey) -> None:
-        """Write an entry down soon: dropped (FREE, no key) or quarantined (BAD). News says when it
-        is done; until then the slot must not be used."""
+        """Write an entry down soon: dropped (FREE, no key) or quarantined (BAD). An update
+        says when it is done; until then the slot must not be used."""
         self._todo.append((slab_id, slot, layout.pack_entries(state, [key], 0, 0)))
         self._wake.set()
 
@@ -333,7 +266,7 @@ class Keeper:
             try:
                 self._write_down()
             except (OSError, MediumError) as error:
-                self._complain(error)
+                self._problems.report(error)
 
     def _write_down(self) -> None:
         """What cannot be written waits for the next round, before what comes until then."""
@@ -344,19 +277,19 @@ class Keeper:
             slab_id, slot, entry = self._todo.popleft()
             by_slab.setdefault(slab_id, {})[slot] = entry
         for slab_id in list(by_slab):
-            with self._going_on():
+            with self._problems.tolerated():
                 table = self.folder.table_path(slab_id)
                 write_entries(self.folder.disk, table, by_slab[slab_id])
                 written = list(by_slab.pop(slab_id))
                 if known := self._known.get(slab_id):
-                    self.news.append(Updates(known.slab, written=written))
+                    self.updates.append(SlabUpdate(known.slab, written=written))
         left = [(i, slot, each) for i, rows in by_slab.items() for slot, each in rows.items()]
         self._todo.extendleft(reversed(left))
         due = [self._released.popleft() for _ in range(released)]
         try:
             for slab_id, remove in due.copy():
                 if remove or slab_id not in by_slab:
-                    with self._going_on():
+                    with self._problems.tolerated():
                         self._hand_over(slab_id, remove)
                         due.remove((slab_id, remove))
         finally:
@@ -386,7 +319,9 @@ class Keeper:
             return
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            self._say_once(f"NVMe folder {self.folder.root} does not answer: closing without it")
+            self._problems.warn_once(
+                f"NVMe folder {self.folder.root} does not answer: closing without it"
+            )
 
     def _end(self) -> None:
         with self._mutex, contextlib.suppress(OSError, MediumError):

@@ -11,8 +11,9 @@ import logging
 import os
 from pathlib import Path
 
-from kvtier.backends.nvme.folder.folder import NOBODY, NvmeFolder
+from kvtier.backends.nvme.folder.folder import NvmeFolder
 from kvtier.backends.nvme.folder.namespace_diff import differs_in
+from kvtier.backends.nvme.folder.slab_file import NOBODY
 from kvtier.backends.nvme.housekeeping.keeper import Keeper
 from kvtier.core.settings import WritePolicy
 from kvtier.errors import MediumError
@@ -29,7 +30,7 @@ def only_reads(path: Path, write: WritePolicy) -> bool:
     return write is WritePolicy.NEVER and path.is_dir() and not os.access(path, os.W_OK | os.X_OK)
 
 
-class FolderToRead(NvmeFolder):
+class ReadOnlyFolder(NvmeFolder):
     """One namespace's part of a folder in which nothing is ever written."""
 
     settled_ns = 1 << 63
@@ -55,7 +56,7 @@ class FolderToRead(NvmeFolder):
         return True
 
 
-class Reader(Keeper):
+class ReadOnlyKeeper(Keeper):
     """A keeper that only looks."""
 
     def pause(self) -> float:

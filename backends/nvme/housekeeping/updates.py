@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from kvtier.backends.nvme.folder.folder import SlabFile
+from kvtier.backends.nvme.folder.slab_file import SlabFile
 from kvtier.core.slab import layout
 from kvtier.types import BlockKey
 
 
-class Updates(msgspec.Struct):
+class SlabUpdate(msgspec.Struct):
     """Something about a slab that the tier does not know yet."""
 
     slab: SlabFile

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier.backends.nvme.folder.files import TABLE_SUFFIX, homes, slab_files, used_bytes
-from kvtier.backends.nvme.folder.folder import kept_free
+from kvtier.backends.nvme.folder.limits import kept_free
 from kvtier.backends.nvme.housekeeping.read_only_keeper import only_reads
 from kvtier.backends.nvme.settings import NvmeSettings, slab_bytes
 from kvtier.core import amounts

@@ -11,7 +11,7 @@ import msgspec
 from kvtier.cli import console
 from kvtier.cli.measuring.expectations import Expectation
 from kvtier.config import StackConfig
-from kvtier.core.chain.write_links import TOUCHES_KEPT
+from kvtier.core.chain.writes.write_links import TOUCHES_KEPT
 from kvtier.core.eviction.traces.trace import Request
 from kvtier.core.records.record import record_bytes
 from kvtier.observe import human

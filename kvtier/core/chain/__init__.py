@@ -1,12 +1,13 @@
 """Ordered tiers that behave as one.
 
 - `tier_chain`: the door: lookup, load, store, poll. Read it first.
+- `locator`: which tier can give each block.
 - `plan`: pure functions that decide what moves where.
 - `ledger`, `in_flight`: everything under way, and who waits for it.
 - `promises`: the room that a lookup has promised to a request.
+- `load_starter`: begins the loads of a request's blocks that are not in host memory.
 - `promotion`: the way up, from lower tiers into host memory.
-- `cascade`, `write_links`: the way down, by write policy and admission.
-- `catch_up`: after a restart, what upper tiers have and lower ones lack.
+- `writes`: the way down, by write policy and admission, and what is caught up on after a restart.
 - `direct_reads`: loads past host memory, straight from files.
 - `embedded_loads`: loads of callers that have no request, as the Python API has.
 - `health`: which tiers and keys are left alone for a while after a failure.

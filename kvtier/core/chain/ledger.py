@@ -1,9 +1,9 @@
-"""Everything in flight has one owner: reserve, commit and abort are the only ways in and out.
+"""Owns everything in flight: reserve, commit and abort are the only ways in and out.
 
 The ledger alone pins and reserves in the tiers, so that what it holds is what is held. Two things
-are never released on a clock, because somebody may still be touching the bytes: the target of a
-transfer (until the mover's result is there) and the slots of a load (until its reader says that it
-has ended). Deadlines end the waiting instead: a load that is late fails, and nobody joins it.
+are never released by a timeout, because a reader or writer may still touch the bytes: the target of
+a transfer (until the mover's result is there) and the slots of a load (until its reader says that
+it has ended). Deadlines end the waiting instead: a load that is late fails, and nobody joins it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Ledger:
         """Blocks of each tier that are on their way into host memory."""
         self.joinable: dict[BlockKey, Move] = {}
         """Promotions that another request may join."""
-        self.stranded: set[BlockKey] = set()
+        self.abandoned: set[BlockKey] = set()
         """Slots of promotions that nobody may join: given up, but the mover, or a reader that was
         promised them, may still be touching them."""
-        self.doomed: set[BlockKey] = set()
+        self.dropped_pinned: set[BlockKey] = set()
         """Dropped from host memory while pinned: their slots are taken until the last unpin."""
         self.promised: dict[BlockKey, int] = {}
         """Keys that lookup has promised room for, and the tiers that were to give them."""
@@ -64,7 +64,7 @@ class Ledger:
     # loads: open, fill, seal, release
 
     def open_ticket(self, request: str, deadline: float) -> Ticket:
-        """Begin a load; whoever opens it seals it, and releases it in the end."""
+        """Begin a load. The caller seals it, and releases it in the end."""
         ticket = Ticket(request, deadline)
         self._tickets[ticket] = None
         return ticket
@@ -132,7 +132,7 @@ class Ledger:
         keys: Sequence[BlockKey] | None = None,
         failed: Mapping[BlockKey, Outcome] | None = None,
     ) -> list[int]:
-        """Nobody reads these blocks for this ticket any more (None: it has ended altogether).
+        """The reader of this ticket is done with these blocks (None: with all of them).
 
         Answers with the transfers that nobody waits for any more.
         """
@@ -150,7 +150,7 @@ class Ledger:
             blamed = {key: why for key, why in (failed or {}).items() if key in ours}
             self._tiers[HOST].complete_load(pinned, blamed or None)
             if blamed:
-                self.doom(blamed)
+                self.note_dropped(blamed)
         if failed and unsettled:
             self._spoil(ticket, {key: failed[key] for key in unsettled.intersection(failed)})
         self._unhold(ticket, held)
@@ -170,7 +170,7 @@ class Ledger:
 
     def _unhold(self, ticket: Ticket, keys: list[BlockKey]) -> None:
         free = self._held.let_go(ticket, keys)
-        self.stranded.difference_update(free)
+        self.abandoned.difference_update(free)
         self._tiers[HOST].complete_store(free, dict.fromkeys(free, Outcome.CANCELLED))
 
     def _spoil(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
@@ -178,7 +178,7 @@ class Ledger:
             bad = failed.keys() & set(move.keys)
             if bad:
                 move.spoiled.update((key, failed[key]) for key in bad)
-                self.strand([move.transfer.id])
+                self.abandon([move.transfer.id])
 
     def _leave(self, ticket: Ticket) -> list[int]:
         for move in ticket.moves:
@@ -187,13 +187,13 @@ class Ledger:
         ticket.moves = []
         return idle
 
-    def strand(self, ids: Iterable[int]) -> list[int]:
+    def abandon(self, ids: Iterable[int]) -> list[int]:
         """Let nobody join these transfers any more; answers with those still under way."""
         known = [id for id in ids if id in self._moves]
         for move in [self._moves[id] for id in known]:
             if move.joinable:
                 move.joinable = False
-                self.stranded.update(move.keys)
+                self.abandoned.update(move.keys)
                 for key in move.keys:
                     self.joinable.pop(key, None)
         return known
@@ -273,12 +273,12 @@ class Ledger:
         failed = {**move.spoiled, **failed}
         self._tiers[move.transfer.source].complete_load(keys, blamed or None)
         if blamed and move.transfer.source == HOST:
-            self.doom(blamed)
+            self.note_dropped(blamed)
         if move.transfer.kind is TransferKind.LOAD:
             self.loading[move.transfer.source] -= len(keys)
             for key in keys:
                 self.joinable.pop(key, None)
-                self.stranded.discard(key)
+                self.abandoned.discard(key)
         committed = [key for key in keys if key not in failed] if failed else list(keys)
         ended = self._hold(move, failed) if failed and move.waiters else keys
         self._tiers[move.transfer.target].complete_store(ended, failed or None)
@@ -290,9 +290,9 @@ class Ledger:
         for ticket in move.waiters:
             read = [key for key in failed if key in ticket.unsettled]
             self._held.keep(ticket, read)
-        stranded = [key for key in failed if key in self._held]
-        self.stranded.update(stranded)
-        self._tiers[HOST].give_up(stranded)
+        abandoned = [key for key in failed if key in self._held]
+        self.abandoned.update(abandoned)
+        self._tiers[HOST].give_up(abandoned)
         return [key for key in move.keys if key not in self._held]
 
     def _land(self, ticket: Ticket, move: Move, failed: Mapping[BlockKey, Outcome]) -> bool:
@@ -318,7 +318,7 @@ class Ledger:
     def reserve(self, keys: Sequence[BlockKey], evict: bool) -> Reservation:
         """Reserve host slots that the engine will fill."""
         taken = self._take(HOST, keys, evict)
-        self.doomed.difference_update(taken.keys)  # or there would be no slots for them
+        self.dropped_pinned.difference_update(taken.keys)  # or there would be no slots for them
         self._stores.update(dict.fromkeys(taken.keys, True))
         return taken
 
@@ -338,8 +338,8 @@ class Ledger:
 
     def expire(self, now: float) -> tuple[list[Ticket], list[int]]:
         """End the waiting of what is late: tickets that failed, transfers to stop caring about."""
-        if self.doomed:
-            self.doomed.intersection_update(self.pinned(HOST))
+        if self.dropped_pinned:
+            self.dropped_pinned.intersection_update(self.pinned(HOST))
         joinable = [move for move in self._moves.values() if move.joinable]
         late = {m.transfer.id: m for m in joinable if m.transfer.deadline <= now}
         slow = set(late)
@@ -354,16 +354,16 @@ class Ledger:
             ticket.failed.update(dict.fromkeys(ticket.pending, Outcome.TIMEOUT))
             ticket.pending = set()
             ended.append(ticket)
-        self.strand(late)
+        self.abandon(late)
         waits = {id for id, m in late.items() if any(t.pending for t in m.waiters)}
         return ended, [id for id in late if id not in waits]
 
     def void(self, keys: Iterable[BlockKey]) -> None:
-        """What of these keys is moving between tiers shall not become visible."""
+        """Moves of these keys between tiers shall not make them visible."""
         chosen = set(keys)
         for move in self._moves.values():
             move.spoiled.update(dict.fromkeys(chosen.intersection(move.keys), Outcome.CANCELLED))
-        self.strand([id for id, move in self._moves.items() if move.spoiled])
+        self.abandon([id for id, move in self._moves.items() if move.spoiled])
 
     def void_all(self) -> list[int]:
         """Nothing that is on its way in shall become visible, be it moving or being stored.
@@ -373,11 +373,11 @@ class Ledger:
         for move in self._moves.values():
             move.spoiled = dict.fromkeys(move.keys, Outcome.CANCELLED)
         self._stores = dict.fromkeys(self._stores, False)
-        return self.strand(list(self._moves))
+        return self.abandon(list(self._moves))
 
-    def doom(self, keys: Iterable[BlockKey]) -> None:
-        """Host memory was told to drop these; those that are pinned take up their slots still."""
-        self.doomed.update(set(keys).intersection(self.pinned(HOST)))
+    def note_dropped(self, keys: Iterable[BlockKey]) -> None:
+        """Host memory has dropped these keys; those that are pinned still take up their slots."""
+        self.dropped_pinned.update(set(keys).intersection(self.pinned(HOST)))
 
     def pinned(self, tier: int) -> list[BlockKey]:
         """What this ledger has pinned in a tier."""

@@ -9,7 +9,7 @@ import msgspec
 
 from kvtier.core.chain.in_flight import Settled
 from kvtier.core.chain.plan import JOINING
-from kvtier.core.chain.write_links import LinkStats
+from kvtier.core.chain.writes.write_links import LinkStats
 from kvtier.core.interfaces.mover import MoverStats, TransferResult
 from kvtier.types import BlockKey, Namespace, Outcome, TierStats
 

@@ -6,17 +6,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from kvtier.core.chain.cascade import Cascade
 from kvtier.core.chain.direct_reads import DirectReads
 from kvtier.core.chain.embedded_loads import EmbeddedLoads
 from kvtier.core.chain.health import Health
 from kvtier.core.chain.in_flight import Ticket
 from kvtier.core.chain.ledger import Ledger
-from kvtier.core.chain.plan import HOST, JOINING, NOWHERE, plan_at_hand, plan_host, plan_lower
+from kvtier.core.chain.load_starter import LoadStarter
+from kvtier.core.chain.locator import Locator
+from kvtier.core.chain.plan import HOST, NOWHERE
 from kvtier.core.chain.promises import Promises
 from kvtier.core.chain.promotion import Promotion
 from kvtier.core.chain.stats import ChainStats, Sample, Tally
-from kvtier.core.costs.hit_offers import Appraiser, Decision, Span, asked, columns, needed
+from kvtier.core.chain.writes.cascade import Cascade
+from kvtier.core.costs.chunk_spans import Span, asked, columns, needed
+from kvtier.core.costs.hit_decision import Appraiser, Decision
 from kvtier.core.costs.model import CostModel
 from kvtier.core.interfaces.mover import Mover, TransferResult
 from kvtier.core.interfaces.tier import Tier
@@ -79,6 +82,12 @@ class TierChain(Tier):
         self._direct = DirectReads(tiers, self._ledger, self._load_health, self._tally, costs)
         queues = [rule.queue_blocks for rule in settings]
         self.promises = Promises(tiers[HOST], self._slots[HOST], queues, self._ledger, self._direct)
+        self._locator = Locator(
+            self.tiers, self._ledger, self._load_health, self._direct, mover, clock
+        )
+        self._load_starter = LoadStarter(
+            self._ledger, self._promotion, self._direct, self.promises, mover, self._tally, clock
+        )
         # Apart from loads: what can no longer be written to may well be read.
         self._store_health = Health(len(tiers), rest_seconds)
         self._cascade = Cascade(
@@ -140,38 +149,7 @@ class TierChain(Tier):
     def locate(self, keys: Sequence[BlockKey], *, at_hand: bool = False) -> list[int]:
         """The nearest tier that can give each key, or NOWHERE, COMING, JOINING (see plan); with
         `at_hand` what need not be waited for. Promises nothing, and does not ask about room."""
-        ledger = self._ledger
-        answers = self.tiers[HOST].lookup(keys)
-        if Presence.MISS not in answers and Presence.PENDING not in answers:
-            return [HOST] * len(keys)
-        if at_hand:
-            coming = [key for key in keys if key in ledger.joinable]
-            return plan_at_hand(keys, answers, set(self.tiers[HOST].arrived(coming)))
-        # Their slots are not free yet: nothing could be loaded into host memory under these keys.
-        lost = ledger.stranded | ledger.doomed
-        origins = plan_host(keys, answers, ledger.joinable, lost)
-        sought = [at for at, origin in enumerate(origins) if origin == NOWHERE]
-        if lost:
-            sought = [at for at in sought if keys[at] not in lost]
-        now = self._clock()
-        for tier in range(HOST + 1, len(self.tiers)):
-            if not sought:
-                break
-            if self._load_health.down(tier, now) or not self._reaches(tier):
-                continue
-            resting = self._load_health.resting(tier)
-            skipped = [at for at in sought if keys[at] in resting] if resting else []
-            if skipped:
-                sought = [at for at in sought if keys[at] not in resting]
-            whole = len(sought) == len(keys)
-            answers = self.tiers[tier].lookup(keys if whole else [keys[at] for at in sought])
-            origins, sought = plan_lower(origins, sought, tier, answers)
-            sought = sorted(sought + skipped) if skipped else sought
-        return origins
-
-    def _reaches(self, tier: int) -> bool:
-        """Whether blocks of a lower tier can be had: by readers of its files, or by the mover."""
-        return tier in self._direct.tiers or not self._mover.down
+        return self._locator.locate(keys, at_hand=at_hand)
 
     # load
 
@@ -192,7 +170,7 @@ class TierChain(Tier):
             origins = self.locate(keys)
             self._pin(ticket, keys, origins)
         if origins.count(HOST) < len(keys):
-            self._take_in(ticket, keys, origins)
+            self._load_starter.start(ticket, keys, origins)
         self._ledger.seal(ticket, keys)
         self._uses.append([*ticket.keys, *ticket.files] if ticket.files else ticket.keys)
         self.promises.count_again()
@@ -206,23 +184,6 @@ class TierChain(Tier):
             return False
         self._tally.found(HOST, mine)
         return True
-
-    def _take_in(self, ticket: Ticket, keys: list[BlockKey], origins: list[int]) -> None:
-        # What is read from files needs no slot, and takes none that the others were promised.
-        for origin in sorted(set(origins), key=lambda at: (at in self._direct.tiers, at)):
-            mine = [key for key, from_ in zip(keys, origins, strict=True) if from_ == origin]
-            if origin == JOINING:
-                for key in mine:
-                    self._tally.found(self._ledger.joinable[key].transfer.source, [key])
-                self._ledger.join(ticket, mine)
-            elif origin > HOST:
-                if origin in self._direct.tiers:
-                    self.promises.count_again()
-                    left = self.promises.left()
-                    room = 0 if self._mover.down else min(left.slots, left.queues[origin])
-                    mine = self._direct.start(ticket, origin, mine, room)
-                if mine:
-                    self._promotion.start(ticket, origin, mine, self._clock())
 
     def read_directly(self, able: bool) -> None:
         """Say whether the readers of `begin_load` fetch what lies in files themselves."""
@@ -243,7 +204,7 @@ class TierChain(Tier):
             self.promises.end()
 
     def _drop(self, ids: list[int]) -> None:
-        self._mover.cancel(self._ledger.strand(ids))
+        self._mover.cancel(self._ledger.abandon(ids))
         self.promises.count_again()
 
     def prepare_load(self, keys: Sequence[BlockKey]) -> LoadStoreSpec:
@@ -359,7 +320,7 @@ class TierChain(Tier):
         self._ledger.void(keys)
         for tier in self.tiers:
             tier.forget(keys)
-        self._ledger.doom(keys)
+        self._ledger.note_dropped(keys)
         self.promises.end()
 
     def clear(self) -> None:
@@ -367,7 +328,7 @@ class TierChain(Tier):
         for tier in self.tiers:
             tier.clear()
         self._drop(self._ledger.void_all())
-        self._ledger.doom(self._ledger.pinned(HOST))
+        self._ledger.note_dropped(self._ledger.pinned(HOST))
         self.promises.end()
 
     def take_events(self) -> list[TierEvent]:

@@ -9,45 +9,14 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
-
-from kvtier.core.costs.link_rates import DeviceRate, LinkCosts, LinkRate
+from kvtier.core.costs.cost_settings import CostSettings, Prior
+from kvtier.core.costs.link_rates import LinkCosts
+from kvtier.core.costs.load_estimates import LoadEstimates
 from kvtier.core.costs.load_runs import DEVICE, Offer, Run, in_memory, kinks
 from kvtier.core.costs.prefill_rate import Prefill
+from kvtier.core.costs.probes import Probes
 
 _HEAD_TOKENS = 1024
-
-
-class Prior(msgspec.Struct, frozen=True):
-    """What is assumed of a link until it has been used: better rather too good than too bad."""
-
-    latency: float = 0.001
-    bandwidth: float = 2e9
-
-
-DEVICE_PRIOR = Prior(latency=20e-6, bandwidth=25e9)
-PAGEABLE_BANDWIDTH = 8e9
-"""What is assumed of memory that is not pinned."""
-
-
-class CostSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How bold the model is; the defaults suit every medium that was measured."""
-
-    regain: float = 0.8
-    """A link that was refused is taken again when it costs at most this share of recomputing."""
-    probe_seconds: float = 5.0
-    """The shortest time between two probes of a refused link."""
-    probe_seconds_max: float = 300.0
-    """The longest: the floor of probes by which a link that recovered is found out."""
-    probe_share: float = 0.02
-    """At most this share of time is spent on probes that are expected to lose."""
-    probe_size: float = 0.25
-    """A probe may take this share of recomputing, and more only where it would not tell enough."""
-    sure: float = 2.0
-    """Blocks in host memory that are moved so many times as fast as computed are always loaded."""
-    crowd_max: float = 8.0
-    """A load that spares those who wait behind may take at most so many times as long as
-    recomputing."""
 
 
 class CostModel:
@@ -63,19 +32,19 @@ class CostModel:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings or CostSettings()
-        self._priors = {DEVICE: DEVICE_PRIOR} | dict(priors or {})
         self._clock = clock
-        prior = self._priors[DEVICE]
-        self._device = DeviceRate(prior.latency, prior.bandwidth, PAGEABLE_BANDWIDTH)
-        self._links: dict[str, LinkRate] = {DEVICE: self._device}
+        self._loads = LoadEstimates(priors or {}, self._settings.regain)
+        self._link = self._loads.link
+        self._device = self._loads.device
+        self._links = self._loads.links
         self._prefill = Prefill()
         self._doubt = 1.0
-        self._limits: dict[str, float] = {}
+        self._probes = Probes(self._loads, self._settings, self._recompute)
         self._waiting, self._crowd, self._ahead = 0, 1.0, 0.0
 
     def limit(self, link: str, seconds: float) -> None:
         """No load over this link is to be begun that would take longer."""
-        self._limits[link] = min(seconds, self._limits.get(link, seconds))
+        self._loads.limits[link] = min(seconds, self._loads.limits.get(link, seconds))
 
     def started(self, link: str, token: int, size: int) -> float:
         """A load of `size` bytes was queued; `token` is the caller's name for it, used once.
@@ -171,7 +140,7 @@ class CostModel:
         self._count(runs, count)
         if count < blocks:
             self._prefill.tried((blocks - count) * tokens_per_block)
-            count += self._probe(runs, count, tokens_per_block, start, now)
+            count += self._probes.more_blocks(runs, count, tokens_per_block, start, now)
         return count
 
     def choose(self, offers: Sequence[Offer], start: int) -> int:
@@ -188,7 +157,7 @@ class CostModel:
         spared = self._recompute(start, offers[-1].stop)
         self._crowd = self._spares(offers[-1].loads, spared, now)
         gains = [
-            self._worth(start, stop) - max(0.0, self._loading(loads, now)[0] - self._ahead)
+            self._worth(start, stop) - max(0.0, self._loads.slowest(loads, now)[0] - self._ahead)
             for stop, loads in offers
         ]
         sure = self._sure_offer(offers, start)
@@ -199,7 +168,7 @@ class CostModel:
         if best == len(offers) - 1:
             return best
         self._prefill.tried(offers[-1].stop - (offers[best].stop if best >= 0 else start))
-        return self._probe_offer(offers, best, start, now)
+        return self._probes.longer_offer(offers, best, start, now)
 
     @property
     def prefill_rate(self) -> float:
@@ -210,13 +179,6 @@ class CostModel:
     def stats(self) -> dict[str, LinkCosts]:
         """Each link's rates and decisions so far."""
         return {name: link.costs() for name, link in self._links.items()} | self._device.besides()
-
-    def _link(self, name: str) -> LinkRate:
-        link = self._links.get(name)
-        if link is None:
-            prior = self._priors.get(name) or Prior()
-            link = self._links[name] = LinkRate(prior.latency, prior.bandwidth)
-        return link
 
     def _recompute(self, start: int, stop: int) -> float:
         return self._doubt * self._prefill.seconds(start, stop)
@@ -242,14 +204,6 @@ class CostModel:
         """What it is worth to all that these tokens need not be computed."""
         return self._recompute(start, stop) * self._crowd
 
-    def _terms(self, name: str, now: float) -> tuple[float, float]:
-        """A link's terms, worse than they are while it has to win back what it lost."""
-        link = self._link(name)
-        fixed, each = link.terms(now)
-        if link.refusing:
-            return fixed / self._settings.regain, each / self._settings.regain
-        return fixed, each
-
     def _fastest(
         self, runs: Sequence[Run], per_block: int, start: int, end: int, now: float
     ) -> int:
@@ -260,16 +214,16 @@ class CostModel:
         """
         stop = start + end * per_block
         best, best_count = self._ahead + self._worth(start, stop), 0
-        device_fixed, device_each = self._terms(DEVICE, now)
+        device_fixed, device_each = self._loads.terms(DEVICE, now)
         streams: dict[str, tuple[float, float]] = {}  # link -> (seconds so far, seconds a byte)
         device, done = device_fixed, 0
         for link, blocks, size in runs:
             if not blocks:
                 continue
-            own, each = streams.get(link) or self._terms(link, now)
+            own, each = streams.get(link) or self._loads.terms(link, now)
             own_block, device_block = each * size / blocks, device_each * size / blocks
             others = max(self._ahead, *(took for took, _ in streams.values()), 0.0)
-            in_time = (self._limits.get(link, math.inf) - own) / max(own_block, 1e-12)
+            in_time = (self._loads.limits.get(link, math.inf) - own) / max(own_block, 1e-12)
             fitting = int(max(0, min(blocks, in_time)))
             beside = kinks(own, own_block, others, device, device_block, fitting)
             for count in (fitting, *beside):
@@ -316,17 +270,6 @@ class CostModel:
                 link.refusing = True
             count -= run.blocks
 
-    def _loading(self, loads: Sequence[Run], now: float) -> tuple[float, str]:
-        """How long these loads take, and the link that they wait for in the end."""
-        fixed, each = self._terms(DEVICE, now)
-        slowest = (fixed + each * sum(run.bytes for run in loads), DEVICE)
-        for link, _, size in [run for run in loads if run.link != DEVICE]:
-            fixed, each = self._terms(link, now)
-            seconds = fixed + each * size
-            late = seconds > self._limits.get(link, math.inf)
-            slowest = max(slowest, (math.inf if late else seconds, link))
-        return slowest
-
     def _book(self, offers: Sequence[Offer], best: int) -> None:
         """Book a choice; what the next longer hit would wait for is refusing from now on."""
         taken = {run.link: run.blocks for run in offers[best].loads} if best >= 0 else {}
@@ -337,64 +280,6 @@ class CostModel:
             if count >= run.blocks:
                 link.refusing = self._link(DEVICE).refusing = False
         if best < len(offers) - 1:
-            _, blocking = self._loading(offers[best + 1].loads, self._clock())
+            _, blocking = self._loads.slowest(offers[best + 1].loads, self._clock())
             if blocking not in taken:
                 self._link(blocking).refusing = True
-
-    def _probe_offer(self, offers: Sequence[Offer], best: int, start: int, now: float) -> int:
-        """A longer hit than the best, taken only to learn; mostly the best."""
-        _, blocking = self._loading(offers[best + 1].loads, now)
-        link = self._link(blocking)
-        if now < link.next_probe:
-            return best
-        fixed, each = link.terms(now)
-        limit = self._limits.get(blocking, math.inf)
-        allowed = self._recompute(start, offers[-1].stop) * self._settings.probe_size - fixed
-        most = max(allowed, 2 * fixed)
-        chosen = best + 1
-        known = offers[best].stop if best >= 0 else start
-        for at in range(chosen + 1, len(offers)):
-            size = sum(run.bytes for run in offers[at].loads if run.link == blocking)
-            seconds = fixed + each * size
-            wins = seconds < self._recompute(known, offers[at].stop)
-            if (wins or each * size <= most) and seconds <= limit:
-                chosen = at
-        stop, loads = offers[chosen]
-        loss = self._loading(loads, now)[0] - self._recompute(known, stop)
-        blocks = sum(run.blocks for run in loads if run.link == blocking)
-        self._note_probe(link, blocks, loss, now)
-        return chosen
-
-    def _note_probe(self, link: LinkRate, blocks: int, loss: float, now: float) -> None:
-        rules = self._settings
-        pause = min(max(loss / rules.probe_share, rules.probe_seconds), rules.probe_seconds_max)
-        link.next_probe = now + pause
-        link.probes += 1
-        link.probed += blocks
-
-    def _probe(
-        self, runs: Sequence[Run], count: int, per_block: int, start: int, now: float
-    ) -> int:
-        """How many blocks to load beyond the fastest prefix, only to learn; mostly 0."""
-        end = start + sum(run.blocks for run in runs) * per_block
-        at = start + count * per_block
-        for run in runs:
-            if count < run.blocks:
-                break
-            count -= run.blocks
-        link, rules = self._link(run.link), self._settings
-        if now < link.next_probe:
-            return 0
-        fixed, each = link.terms(now)
-        block = max(each * run.bytes / run.blocks, 1e-12)
-        limit = self._limits.get(run.link, math.inf)
-        allowed = (self._recompute(start, end) * rules.probe_size - fixed) / block
-        # Large enough to tell a change of bandwidth from one of latency.
-        telling = 2 * fixed / block + 1
-        most = run.blocks - count
-        blocks = int(min(most, max(allowed, telling), max((limit - fixed) / block, 1)))
-        if fixed + block * most < min(self._recompute(at, at + most * per_block), limit):
-            blocks = most  # it would win, but for what it has to win back: find out if it does
-        loss = fixed + block * blocks - self._recompute(at, at + blocks * per_block)
-        self._note_probe(link, blocks, loss, now)
-        return blocks

@@ -2,6 +2,7 @@
 
 - `layout`: the table as docs/reference/format.md states it: a header page, then 64 bytes an entry.
 - `tier`: the catalogue in memory: which slot holds which key, what is pinned, what is free.
+- `prompt_order`: which block comes before which in a prompt.
 - `recovered`: which blocks a restart has found, hottest first.
 - `pieces`: the order in which a device pins the slots.
 - `slab_files`: reads a slab from outside.

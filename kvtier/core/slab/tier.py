@@ -7,13 +7,14 @@ enters through the hooks at the end; they must not block.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 
 from kvtier.core.eviction import UNKNOWN, EvictionPolicy
 from kvtier.core.records.tier_events import Events
 from kvtier.core.slab import layout
+from kvtier.core.slab.prompt_order import PromptOrder
 from kvtier.core.slab.recovered import RecoveringTier
 from kvtier.errors import NotResident
 from kvtier.types import (
@@ -34,15 +35,12 @@ _QUARANTINE_SHARE = 128
 
 _TOUCHES_MAX = 64
 
-_EXPECTED_MAX = 1 << 16
-"""How many missing blocks of past requests are remembered, with the block before each."""
-
 
 class SlabTier(RecoveringTier):
     """A tier over numbered slots, one block each.
 
     A key is in at most one of three places: `_reserved` (on its way in), `_where` (a hit), or
-    `_doomed` (dropped while pinned: offered to nobody, and its slot stays until the last unpin).
+    `_dropped_pinned` (offered to nobody any more, and its slot stays taken until the last unpin).
     A slot is free, or belongs to the key in `_key_of[slot]`, or is quarantined.
     """
 
@@ -58,7 +56,7 @@ class SlabTier(RecoveringTier):
         self.slot_bytes = slot_bytes
         self._policy = policy
         self._clock = clock
-        self._expected: OrderedDict[BlockKey, BlockKey] = OrderedDict()
+        self._prompts = PromptOrder()
         self._touched: list[Sequence[BlockKey]] = []
         self._foreign = False
         """Whether some slots belong to other processes (`_owned` is asked only then)."""
@@ -66,7 +64,7 @@ class SlabTier(RecoveringTier):
         self._key_of: list[BlockKey | None] = []
         self._reserved: dict[BlockKey, int] = {}
         self._unwanted: set[BlockKey] = set()  # reserved before a clear: to be aborted
-        self._doomed: dict[BlockKey, int] = {}
+        self._dropped_pinned: dict[BlockKey, int] = {}
         self._tainted: set[int] = set()  # to be quarantined when nobody reads there any more
         self._pins: dict[int, int] = {}
         self._free: deque[int] = deque()
@@ -107,18 +105,18 @@ class SlabTier(RecoveringTier):
         if failed:
             for key, outcome in failed.items():
                 self._fail(key, outcome)
-        where, doomed, pins = self._where, self._doomed, self._pins
+        where, dropped, pins = self._where, self._dropped_pinned, self._pins
         for key in keys:
             slot = where.get(key)
             if slot is None:
-                slot = doomed[key]
+                slot = dropped[key]
             left = pins[slot] - 1
             if left:
                 pins[slot] = left
                 continue
             del pins[slot]
-            if key in doomed:
-                self._release([doomed.pop(key)])
+            if key in dropped:
+                self._release([dropped.pop(key)])
 
     def _fail(self, key: BlockKey, outcome: Outcome) -> None:
         slot = self._where.get(key)
@@ -134,11 +132,11 @@ class SlabTier(RecoveringTier):
 
     def prepare_store(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:
         self._catch_up()
-        where, reserved, doomed = self._where, self._reserved, self._doomed
+        where, reserved, dropped = self._where, self._reserved, self._dropped_pinned
         new = [
             key
             for key in dict.fromkeys(keys)
-            if key not in where and key not in reserved and key not in doomed
+            if key not in where and key not in reserved and key not in dropped
         ]
         evicted: list[BlockKey] = []
         missing = len(new) - len(self._free)
@@ -213,7 +211,7 @@ class SlabTier(RecoveringTier):
             keys = list(dict.fromkeys(offered))  # a policy is told of a slot once a call
             hits = next((i for i, key in enumerate(keys) if key not in where), len(keys))
             if hits < len(keys):
-                self._expect(keys[max(0, hits - 1) :])
+                self._prompts.expect(keys[max(0, hits - 1) :])
                 behind = [where[key] for key in keys[hits:] if key in where]
                 self._note_uses(self._own_among(behind))
             used = keys[:hits]
@@ -233,26 +231,10 @@ class SlabTier(RecoveringTier):
         slots = {where[key]: layout.possible(*used[key], now) for key in used if key in where}
         self._on_carried({slot: uses for slot, uses in slots.items() if self._owned(slot)})
 
-    def _expect(self, keys: Sequence[BlockKey]) -> None:
-        """Remember which block comes before each of these: they may be stored soon."""
-        expected = self._expected
-        expected.update(zip(keys[1:], keys, strict=False))
-        while len(expected) > _EXPECTED_MAX:
-            expected.popitem(last=False)
-
     def _use(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
-        """Tell the policy of new blocks, and of the one before them if it is known. What goes on
-        from another one that is here, amid them, is of another prompt."""
-        before = [self._expected.pop(key, None) for key in keys]
-        begins, after = [0], [self._behind(before[0])]
-        for at in range(1, len(keys)):
-            if before[at] not in (None, keys[at - 1]):
-                slot = self._behind(before[at])
-                if slot != UNKNOWN:
-                    begins.append(at)
-                    after.append(slot)
+        """Tell the policy of new blocks, and of the one before them if it is known."""
         now = self._clock()
-        for start, stop, slot in zip(begins, [*begins[1:], len(keys)], after, strict=True):
+        for start, stop, slot in self._prompts.runs(keys, self._behind):
             self._policy.use(slots[start:stop], keys[start:stop], now, slot)
 
     def _behind(self, key: BlockKey | None) -> int:
@@ -279,7 +261,7 @@ class SlabTier(RecoveringTier):
         slots = [self._where.pop(key) for key in keys]
         for key, slot in zip(keys, slots, strict=True):
             if slot in self._pins:
-                self._doomed[key] = slot
+                self._dropped_pinned[key] = slot
             else:
                 free_now.append(slot)
         owned = self._own_among(slots)
@@ -336,7 +318,7 @@ class SlabTier(RecoveringTier):
         returns slots that hold a second copy of a known key."""
         where, key_of = self._where, self._key_of
         fresh = dict(zip(keys, slots, strict=True))  # of two copies in one table, the later one
-        for known in (where, self._reserved, self._doomed):
+        for known in (where, self._reserved, self._dropped_pinned):
             for key in fresh.keys() & known.keys():
                 del fresh[key]
         copies: list[int] = []

@@ -24,7 +24,8 @@ from kvtier.device.copy_plan import Copies, Ints, Pieces, describe
 from kvtier.device.cuda.staged_copies import StagedPath
 from kvtier.device.direct.copies import DirectPath
 from kvtier.device.direct.loader import DirectLoader
-from kvtier.device.job_queue import Batch, JobQueue, each_row, failed, head, unchanged
+from kvtier.device.job_batches import Batch, each_row, failed, head, unchanged
+from kvtier.device.job_queue import JobQueue
 from kvtier.device.layout import DeviceLayout
 from kvtier.types import Outcome
 
@@ -112,7 +113,7 @@ class CudaCopier(DeviceCopier):
         self._device = device
         self._on_close = on_close
         self._prover = Prover(layout, host, namespace)
-        self._desk = JobQueue(
+        self._job_queue = JobQueue(
             layout,
             self._prover,
             self._BATCH_BYTES,
@@ -133,9 +134,11 @@ class CudaCopier(DeviceCopier):
         """Set when copies are as fast as they will get."""
         self._stopping = threading.Event()
         self._staged = StagedPath(
-            layout, self._desk, self._prover, self._slots_at, self._slot_bytes
+            layout, self._job_queue, self._prover, self._slots_at, self._slot_bytes
         )
-        self._direct = DirectPath(layout, device, self._desk, open_direct) if open_direct else None
+        self._direct = (
+            DirectPath(layout, device, self._job_queue, open_direct) if open_direct else None
+        )
         self._opening: list[threading.Thread] = []
         self._issuing: list[threading.Thread] = []
         self._reading: list[threading.Thread] = []
@@ -170,7 +173,7 @@ class CudaCopier(DeviceCopier):
                 stages = self._device.stages(self._layout, self._BATCH_BYTES, urgent=urgent)
                 for stage in stages:
                     self._staged.warm_up(stage)
-                    self._desk.fit(stage.rows)
+                    self._job_queue.fit(stage.rows)
                 pipe.use(stages)
         except ERRORS as error:
             what = "stores" if self._loads.staged else "records"
@@ -194,7 +197,7 @@ class CudaCopier(DeviceCopier):
     # -- the engine's side -----------------------------------------------------------------
 
     def submit(self, job: Job, mark: object = None) -> None:
-        self._desk.submit(job, self.mark() if mark is None else mark)
+        self._job_queue.submit(job, self.mark() if mark is None else mark)
 
     def mark(self) -> Event:
         return self._device.mark()
@@ -205,13 +208,13 @@ class CudaCopier(DeviceCopier):
         return all(each.wait(max(0.0, end - time.monotonic())) for each in there)
 
     def poll(self) -> list[JobResult]:
-        return self._desk.poll()
+        return self._job_queue.poll()
 
     def give_up(self, id: int) -> None:
-        self._desk.give_up(id)
+        self._job_queue.give_up(id)
 
     def wait(self, ids: Collection[int]) -> None:
-        self._desk.wait(ids)
+        self._job_queue.wait(ids)
 
     @property
     def reads_files(self) -> bool:  # type: ignore[override]
@@ -223,7 +226,7 @@ class CudaCopier(DeviceCopier):
 
     def close(self) -> None:
         self._stopping.set()
-        self._desk.close()
+        self._job_queue.close()
         if self._direct is not None:
             self._direct.stop()
         for thread in [*self._opening, *self._issuing]:
@@ -240,7 +243,7 @@ class CudaCopier(DeviceCopier):
     # -- to the device ---------------------------------------------------------------------
 
     def _issue_loads(self) -> None:
-        while (batch := self._desk.next(self._desk.load)) is not None:
+        while (batch := self._job_queue.next(self._job_queue.load)) is not None:
             if self._loads.by_stage(self._staged.load, batch):
                 continue
             slots = batch.work.job.slots
@@ -256,12 +259,12 @@ class CudaCopier(DeviceCopier):
     def _land_loads(self) -> None:
         while (flight := self._loads.flights.get()) is not None:
             same = partial(unchanged, self._prover, flight.stamps)
-            self._desk.finish(flight.batch, each_row(flight.batch, same, self._landed(flight)))
+            self._job_queue.finish(flight.batch, each_row(flight.batch, same, self._landed(flight)))
 
     # -- from the device -------------------------------------------------------------------
 
     def _issue_stores(self) -> None:
-        while (batch := self._desk.next(self._desk.store)) is not None:
+        while (batch := self._job_queue.next(self._job_queue.store)) is not None:
             if self._stores.by_stage(self._staged.store, batch):
                 continue
             outcomes = each_row(batch, self._reserved)
@@ -274,8 +277,8 @@ class CudaCopier(DeviceCopier):
     def _land_stores(self) -> None:
         while (flight := self._stores.flights.get()) is not None:
             batch, outcomes = flight.batch, self._landed(flight)
-            self._desk.released(batch)
-            self._desk.finish(batch, each_row(batch, self._seal, outcomes), released=True)
+            self._job_queue.released(batch)
+            self._job_queue.finish(batch, each_row(batch, self._seal, outcomes), released=True)
         self._stores.flights.put(None)  # for the next of these threads
 
     def _seal(self, batch: Batch, row: int) -> Outcome:

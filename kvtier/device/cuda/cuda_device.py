@@ -5,23 +5,21 @@ Written against CUDA 12.8 to 13; docs/how_it_works/gpu.md says what of it has ru
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import logging
-import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from kvtier.core.records.record import Buffer
 from kvtier.core.system.numa import Topology, bind_thread
 from kvtier.device.accelerator import ERRORS, Event, Lane, Stage
 from kvtier.device.copier import Host
 from kvtier.device.copy_plan import Copies, Ints
+from kvtier.device.cuda import cuda_runtime
 from kvtier.device.cuda.batch_copies import BatchCopy, few_at_once
 from kvtier.device.cuda.copier import CudaCopier
+from kvtier.device.cuda.cuda_runtime import cores_near, forget_error, leave_captures_alone
+from kvtier.device.cuda.runtime_copies import runtime_copy
 from kvtier.device.cuda.stream_events import end_of, event_on
 from kvtier.device.direct.loader import DirectLoader
 from kvtier.device.idle_times import Steps
@@ -195,13 +193,13 @@ class CudaRegistrar:
     def register(self, address: int, size: int) -> str | None:
         result = _code(self._runtime.cudaHostRegister(address, size, _PORTABLE | _MAPPED))
         if result:
-            forget_error(runtime())
+            forget_error(cuda_runtime.runtime())
         return f"CUDA error {result}" if result else None
 
     def unregister(self, address: int) -> None:
         result = _code(self._runtime.cudaHostUnregister(address))
         if result:
-            forget_error(runtime())
+            forget_error(cuda_runtime.runtime())
             logger.warning("unpinning memory failed (CUDA error %d)", result)
 
 
@@ -211,149 +209,3 @@ _PORTABLE, _MAPPED = 1, 2
 def _code(result: Any) -> int:
     """The number of an error, which torch wraps in a type of its own."""
     return int(getattr(result, "value", result))
-
-
-def forget_error(cudart: Any) -> None:
-    """An error that was dealt with must not be reported by the next call that has none."""
-    cudart.cudaGetLastError()
-
-
-def leave_captures_alone() -> None:
-    """Let this thread work while another one captures a graph, which it would spoil otherwise."""
-    mode = ctypes.c_int(_CAPTURE_RELAXED)
-    runtime().cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-
-
-_CAPTURE_RELAXED = 2
-
-
-def torch_copy(operation: Callable[[Any, Any, Any, bool], None]) -> BatchCopy:
-    """Wrap an operation on tensors of pointers, like vLLM's `swap_blocks_batch`, which takes
-    sources first. With drivers before 12.8 it copies piece by piece, and says of no error."""
-    import torch
-
-    cudart = runtime()
-
-    def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
-        tensors = [torch.from_numpy(column) for column in (sources, targets, sizes)]
-        forget_error(cudart)  # somebody else's
-        operation(tensors[0], tensors[1], tensors[2], quiet_source)
-        if result := cudart.cudaGetLastError():
-            raise RuntimeError(f"a batch of copies: error {result}")
-        return tensors
-
-    return copy
-
-
-class _Attributes(ctypes.Structure):
-    """cudaMemcpyAttributes."""
-
-    _fields_ = [
-        ("source_order", ctypes.c_int),
-        ("source_hint", ctypes.c_int * 2),
-        ("target_hint", ctypes.c_int * 2),
-        ("flags", ctypes.c_uint),
-    ]
-
-
-_IN_STREAM_ORDER = 1
-_ANY_ORDER = 3
-_OVERLAP_WITH_COMPUTE = 1
-
-
-_UNSUPPORTED = (36, 801)
-"""The driver is too old for the call, or the platform does not have it."""
-
-
-def runtime_copy(torch: Any) -> BatchCopy:
-    """cudaMemcpyBatchAsync of the runtime that torch has loaded; piece by piece where that, or the
-    driver, is older than 12.8."""
-    cudart = runtime()
-    version, driver = ctypes.c_int(), ctypes.c_int()
-    cudart.cudaRuntimeGetVersion(ctypes.byref(version))
-    cudart.cudaDriverGetVersion(ctypes.byref(driver))
-    one_by_one = _piece_by_piece(torch, cudart)
-    if min(version.value, driver.value) < 12080:
-        logger.warning("CUDA before 12.8 has no batched copies: every page costs a call")
-        return one_by_one
-    fails_at = [ctypes.c_size_t()] if version.value < 13000 else []
-    first = (ctypes.c_size_t * 1)(0)
-    orders = [
-        ctypes.byref(_Attributes(source_order=order, flags=_OVERLAP_WITH_COMPUTE))
-        for order in (_IN_STREAM_ORDER, _ANY_ORDER)
-    ]
-    batched = True
-
-    def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
-        nonlocal batched
-        if not batched:
-            return one_by_one(targets, sources, sizes, quiet_source)
-        columns = [np.ascontiguousarray(each) for each in (targets, sources, sizes)]
-        result = cudart.cudaMemcpyBatchAsync(
-            *(ctypes.c_void_p(each.__array_interface__["data"][0]) for each in columns),
-            ctypes.c_size_t(len(sizes)),
-            orders[quiet_source],
-            first,
-            ctypes.c_size_t(1),
-            *(ctypes.byref(each) for each in fails_at),
-            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-        )
-        if not result:
-            return columns
-        forget_error(cudart)
-        if result not in _UNSUPPORTED:
-            raise RuntimeError(f"cudaMemcpyBatchAsync: error {result}")
-        logger.warning("no batched copies here (CUDA error %d): every page costs a call", result)
-        batched = False
-        return one_by_one(targets, sources, sizes, quiet_source)
-
-    return copy
-
-
-def _piece_by_piece(torch: Any, cudart: Any) -> BatchCopy:
-    def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        pieces = zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)
-        for target, source, size in pieces:
-            result = cudart.cudaMemcpyAsync(
-                ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(size), 4, stream
-            )
-            if result:
-                forget_error(cudart)
-                raise RuntimeError(f"cudaMemcpyAsync: error {result}")
-        return None
-
-    return copy
-
-
-def cores_near(index: int, topology: Topology) -> set[int]:
-    """The cores of the NUMA node that a device is at; empty if there is nothing to choose."""
-    name = ctypes.create_string_buffer(32)
-    cudart = runtime()
-    if cudart.cudaDeviceGetPCIBusId(name, ctypes.c_int(len(name)), ctypes.c_int(index)):
-        forget_error(cudart)
-        return set()
-    node = topology.node_of(name.value.decode())
-    cores = topology.cores(node)
-    if cores:
-        logger.info("copies of CUDA device %d run on the cores of NUMA node %d", index, node)
-    return cores
-
-
-_RUNTIME = re.compile(r"libcudart(-\w+)?\.so[.\d]*")
-
-
-@functools.cache
-def runtime() -> ctypes.CDLL:
-    """The CUDA runtime in this process: torch has loaded one, and there must not be two.
-
-    Looked for once: an engine has thousands of mappings, and each thread of a copier asks. Others
-    load stand-ins of a similar name (TileLang's `libcudart_stub.so`).
-    """
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        lines = [line.removesuffix(" (deleted)\n") for line in maps if "libcudart" in line]
-    mapped = {line.rstrip("\n").split(maxsplit=5)[-1] for line in lines}
-    paths = [path for path in mapped if _RUNTIME.fullmatch(path.rpartition("/")[2])]
-    if not paths:
-        raise RuntimeError("torch has loaded no CUDA runtime: this is a build without CUDA")
-    return ctypes.CDLL(sorted(paths)[0])

@@ -19,7 +19,8 @@ from kvtier.core.records.record import HEADER_BYTES
 from kvtier.device.accelerator import ERRORS, Event, Stage
 from kvtier.device.copier import Prover
 from kvtier.device.copy_plan import Ints
-from kvtier.device.job_queue import Batch, JobQueue, each_row, failed, head, or_failed, unchanged
+from kvtier.device.job_batches import Batch, each_row, failed, head, or_failed, unchanged
+from kvtier.device.job_queue import JobQueue
 from kvtier.device.layout import DeviceLayout
 from kvtier.types import Outcome
 
@@ -90,10 +91,15 @@ class StagedPath:
     """Moves batches between slots and pages."""
 
     def __init__(
-        self, layout: DeviceLayout, desk: JobQueue, prover: Prover, slots_at: int, slot_bytes: int
+        self,
+        layout: DeviceLayout,
+        job_queue: JobQueue,
+        prover: Prover,
+        slots_at: int,
+        slot_bytes: int,
     ) -> None:
         self._layout = layout
-        self._desk = desk
+        self._job_queue = job_queue
         self._prover = prover
         self._slots_at = slots_at
         self._slot_bytes = slot_bytes
@@ -118,7 +124,7 @@ class StagedPath:
 
     def load(self, batch: Batch, stage: Stage) -> None:
         """Slots to the buffer; what is proved there goes on to its pages."""
-        self._desk.finish(batch, or_failed(batch, partial(self._load, batch, stage)))
+        self._job_queue.finish(batch, or_failed(batch, partial(self._load, batch, stage)))
 
     def _load(self, batch: Batch, stage: Stage) -> list[Outcome]:
         slots = batch.work.job.slots
@@ -167,7 +173,7 @@ class StagedPath:
             ids[~np.isin(fetched, good)] = -1
 
         def place() -> None:
-            _reach(batch, self._desk.clock)
+            _reach(batch, self._job_queue.clock)
             stage.scatter(batch.group, ids)
 
         return proved if _done(batch, stage, place) else failed(proved)
@@ -180,7 +186,7 @@ class StagedPath:
         group, rows = batch.group, _good(batch, outcomes)
 
         def leave() -> None:
-            _reach(batch, self._desk.clock)
+            _reach(batch, self._job_queue.clock)
             stage.gather(group, self._ids(batch, rows))
 
         if rows:
@@ -189,7 +195,7 @@ class StagedPath:
             if left.whole:
                 summed = _queue(batch, stage, lambda: stage.digest(group, len(rows)))
             fine = _ended(batch, left)
-            self._desk.released(batch)
+            self._job_queue.released(batch)
             fine = _ended(batch, summed) and fine
             if fine:
                 with self._turns.store():
@@ -198,7 +204,7 @@ class StagedPath:
                 outcomes = or_failed(batch, partial(self._seal, batch, stage, rows, outcomes))
             else:
                 outcomes = failed(outcomes)
-        self._desk.finish(batch, outcomes, released=bool(rows))
+        self._job_queue.finish(batch, outcomes, released=bool(rows))
 
     def _reserved(self, batch: Batch, row: int) -> Outcome:
         key, slot, _ = batch.work.record(row)

@@ -15,7 +15,7 @@ import numpy as np
 from kvtier.core.records.record import PIECE_BYTES, part_sum, pieces_of, sum_of
 from kvtier.device.accelerator import Event
 from kvtier.device.copy_plan import Ints
-from kvtier.device.cuda import kernel_trial, kernels
+from kvtier.device.cuda import checksum_kernels, kernel_trial, kernels
 from kvtier.device.cuda.kernel_launch import QuickLaunch
 from kvtier.device.cuda.stream_events import end_of
 from kvtier.device.layout import DeviceLayout
@@ -40,7 +40,7 @@ class Staging:
         self.device = torch.device("cuda", index)
         self.layout = layout
         self.batch_copy = batch_copy
-        self.numbers = self.on_device(kernels.constants())
+        self.numbers = self.on_device(checksum_kernels.constants())
         self.references = [
             references_of(layout, group, self.on_device) for group in range(len(layout.groups))
         ]
@@ -218,7 +218,7 @@ class DeviceSums:
         sample = np.random.default_rng(0).integers(0, 256, min(longest, _SAMPLE), dtype=np.uint8)
         with torch.cuda.stream(stream):
             self._sums = torch.empty(pieces_of(longest), dtype=torch.int64, pin_memory=True)
-            self._numbers = torch.from_numpy(kernels.constants()).to(device)
+            self._numbers = torch.from_numpy(checksum_kernels.constants()).to(device)
             count = kernels.totals_of(1, longest)
             self._totals = torch.empty(count, dtype=torch.int64, device=device)
             there = torch.from_numpy(sample).to(device)

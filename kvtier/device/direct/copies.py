@@ -16,7 +16,8 @@ import numpy as np
 from kvtier.device.accelerator import ERRORS, Accelerator
 from kvtier.device.copy_plan import Pieces, describe
 from kvtier.device.direct.loader import DirectLoader, DirectRead, Landing, Reading
-from kvtier.device.job_queue import Batch, JobQueue, Work
+from kvtier.device.job_batches import Batch, Work
+from kvtier.device.job_queue import JobQueue
 from kvtier.device.layout import DeviceLayout
 from kvtier.errors import KVTierError
 from kvtier.types import Outcome
@@ -34,13 +35,13 @@ class _UnderWay(NamedTuple):
 
 
 class DirectPath:
-    """Reads what a desk's loads have in files. `run` is for a thread of its own."""
+    """Reads what the loads of a job queue have in files. `run` is for a thread of its own."""
 
     def __init__(
         self,
         layout: DeviceLayout,
         device: Accelerator,
-        desk: JobQueue,
+        job_queue: JobQueue,
         open_loader: Callable[[], DirectLoader | None],
     ) -> None:
         self.able = False
@@ -49,7 +50,7 @@ class DirectPath:
         """Whether it is not known yet, which may take long."""
         self._layout = layout
         self._lane = device.lane(urgent=True)
-        self._desk = desk
+        self._job_queue = job_queue
         self._open = open_loader
         self._loader: DirectLoader | None = None
         self._failures = 0
@@ -64,7 +65,7 @@ class DirectPath:
             self._loader.stop()
 
     def run(self) -> None:
-        """Serve until the desk closes."""
+        """Serve until the job queue closes."""
         try:
             self._loader = self._open()
         except (KVTierError, *ERRORS):
@@ -83,13 +84,13 @@ class DirectPath:
         """Begin reads while there are buffers; False at the end."""
         loader = self._loader
         while loader is None or loader.free or not under_way:
-            batch = self._desk.next(self._desk.read, wait=not under_way)
+            batch = self._job_queue.next(self._job_queue.read, wait=not under_way)
             if batch is None:
                 break
             if loader is None or not loader.free:
                 # No read can end any more, or none could ever begin.
                 self._judge(batch.work, Outcome.IO_ERROR)
-                self._desk.finish(batch, [Outcome.DROPPED])
+                self._job_queue.finish(batch, [Outcome.DROPPED])
                 continue
             job, (row,) = batch.work.job, batch.rows
             read = DirectRead(job.files[row], job.keys[row], batch.work.groups[row])
@@ -104,7 +105,7 @@ class DirectPath:
             outcome = self._place(one.batch, landing)
             self._loader.give_back(landing.stage)
         self._judge(one.batch.work, outcome)
-        self._desk.finish(one.batch, [outcome])
+        self._job_queue.finish(one.batch, [outcome])
 
     def _place(self, batch: Batch, landing: Landing) -> Outcome:
         """Copy a proved record from its buffer to its pages."""

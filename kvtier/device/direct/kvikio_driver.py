@@ -18,7 +18,7 @@ import numpy as np
 
 from kvtier.core.records.record import part_sum
 from kvtier.core.settings import Gds
-from kvtier.device.cuda.cuda_device import runtime
+from kvtier.device.cuda.cuda_runtime import runtime
 from kvtier.device.direct.loader import DirectDriver, DirectFile, DirectLoader, DirectStage
 from kvtier.device.layout import DeviceLayout
 from kvtier.errors import MediumError

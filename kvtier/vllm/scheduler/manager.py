@@ -15,15 +15,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from kvtier.core.chain.in_flight import Ticket
 from kvtier.core.chain.plan import HOST, JOINING
-from kvtier.core.costs.hit_offers import (
-    Decision,
-    Shape,
-    junction,
-    kept_within,
-    whole,
-    windowed,
-    woven,
-)
+from kvtier.core.costs.chunk_spans import Shape, junction, kept_within, whole, windowed, woven
+from kvtier.core.costs.hit_decision import Decision
 from kvtier.core.costs.load_runs import DEVICE
 from kvtier.core.costs.model import CostModel
 from kvtier.stack import Stack

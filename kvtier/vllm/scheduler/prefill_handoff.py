@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from kvtier.core.chain.plan import COMING, NOWHERE
 from kvtier.core.chain.tier_chain import TierChain
-from kvtier.core.costs.hit_offers import Shape
+from kvtier.core.costs.chunk_spans import Shape
 from kvtier.core.costs.model import CostModel
 from kvtier.vllm.scheduler.request_state import RequestState
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtier.core.costs.hit_offers import Decision, Shape, Span, last_stop
+from kvtier.core.costs.chunk_spans import Shape, Span, last_stop
+from kvtier.core.costs.hit_decision import Decision
 from kvtier.types import GROUP_BYTES, BlockKey
 from kvtier.vllm.identity.prompt_keys import salted
 

@@ -23,7 +23,7 @@ from kvtier.core.settings import Gds
 from kvtier.device.copier import DeviceCopier, Job, JobResult
 from kvtier.device.copy_plan import Blocks
 from kvtier.device.cpu_copier import CpuCopier, host_arrays
-from kvtier.device.cuda import cuda_device
+from kvtier.device.cuda import cuda_device, runtime_copies
 from kvtier.device.cuda.batch_copies import BatchCopy, or_else
 from kvtier.device.direct.kvikio_driver import DirectAccess, KvikioDriver, probe
 from kvtier.device.idle_times import Steps
@@ -330,10 +330,10 @@ def device_of(caches: Any, gds: Gds, folders: Sequence[Path], pinning: Pinning) 
 
         from kvtier.vllm.hooks.interfaces import batched_copy
 
-        theirs = cuda_device.torch_copy(
+        theirs = runtime_copies.torch_copy(
             batched_copy()
         )  # knows no other way where there are no batches
-        return or_else(theirs, lambda: cuda_device.runtime_copy(torch))
+        return or_else(theirs, lambda: runtime_copies.runtime_copy(torch))
 
     if device.type == "cuda":
         cuda_device.build_kernels(index, batch_copy)

@@ -18,6 +18,7 @@ import pytest
 
 from kvtier.core.system.numa import Topology
 from kvtier.device.cuda import cuda_device as cuda
+from kvtier.device.cuda import cuda_runtime, runtime_copies
 from kvtier.device.cuda.batch_copies import BatchCopy, few_at_once, or_else
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.pinned_memory import PinnedMemory
@@ -191,8 +192,8 @@ def columns(*numbers: int) -> Any:
 
 
 def copy_with(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> BatchCopy:
-    monkeypatch.setattr(cuda, "runtime", lambda: runtime)
-    return cuda.runtime_copy(Torch)
+    monkeypatch.setattr(cuda_runtime, "runtime", lambda: runtime)
+    return runtime_copies.runtime_copy(Torch)
 
 
 @pytest.mark.parametrize(("version", "arguments"), [(12080, 9), (12090, 9), (13000, 8)])
@@ -207,7 +208,7 @@ def test_the_batched_copy_of_each_runtime(
     read = [ctypes.cast(each, ctypes.POINTER(ctypes.c_int64))[:2] for each in call[:3]]
     assert read == [[10, 20], [30, 40], [5, 6]]
     assert (call[3].value, call[6].value, call[-1].value) == (2, 1, 77)
-    assert ctypes.sizeof(cuda._Attributes) == 24
+    assert ctypes.sizeof(runtime_copies._Attributes) == 24
     assert call[4]._obj.source_order == 1
 
 
@@ -240,7 +241,7 @@ def test_an_error_code_is_raised(monkeypatch: pytest.MonkeyPatch, version: int) 
 def test_an_operation_that_says_of_no_error_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's, where the driver has no batched copies."""
     runtime, called = Runtime(13000), []
-    monkeypatch.setattr(cuda, "runtime", lambda: runtime)
+    monkeypatch.setattr(cuda_runtime, "runtime", lambda: runtime)
     torch = ModuleType("torch")
     torch.from_numpy = lambda column: column.tolist()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -250,10 +251,10 @@ def test_an_operation_that_says_of_no_error_is_asked(monkeypatch: pytest.MonkeyP
         called.append(tensors)
 
     with pytest.raises(RuntimeError, match="error 1"):
-        cuda.torch_copy(fails)(columns(10), columns(20), columns(5), True)
+        runtime_copies.torch_copy(fails)(columns(10), columns(20), columns(5), True)
     assert called == [([20], [10], [5], True)]
     monkeypatch.setattr(runtime, "_result", 0)
-    assert cuda.torch_copy(fails)(columns(10), columns(20), columns(5), False)
+    assert runtime_copies.torch_copy(fails)(columns(10), columns(20), columns(5), False)
 
 
 def test_copies_that_fail_go_another_way_from_then_on() -> None:
@@ -350,7 +351,7 @@ def test_a_registration_is_for_every_context_and_the_device(
             return Wrapped(712 if len(asked) > 1 else 0)
 
     runtime = Runtime(13000)
-    monkeypatch.setattr(cuda, "runtime", lambda: runtime)
+    monkeypatch.setattr(cuda_runtime, "runtime", lambda: runtime)
     registrar = cuda.CudaRegistrar(Cudart)
     assert registrar.register(4096, 8192) is None
     assert registrar.register(4096, 8192) == "CUDA error 712"
@@ -387,8 +388,8 @@ def test_a_thread_of_ours_spoils_no_graph_that_is_being_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runtime = Runtime(13000)
-    monkeypatch.setattr(cuda, "runtime", lambda: runtime)
-    cuda.leave_captures_alone()
+    monkeypatch.setattr(cuda_runtime, "runtime", lambda: runtime)
+    cuda_runtime.leave_captures_alone()
     assert runtime.mode == 2
 
 
@@ -422,8 +423,8 @@ def test_the_cores_beside_a_device(
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     runtime = Bus(13000, result)
-    monkeypatch.setattr(cuda, "runtime", lambda: runtime)
-    assert cuda.cores_near(2, Topology(tmp_path)) == cores
+    monkeypatch.setattr(cuda_runtime, "runtime", lambda: runtime)
+    assert cuda_runtime.cores_near(2, Topology(tmp_path)) == cores
     assert runtime.forgotten == bool(result), "torch would report it after the engine's next kernel"
 
 
@@ -434,12 +435,12 @@ def test_a_cuda_runtime_is_found_beside_what_stands_for_one(tmp_path: Path) -> N
     found = ctypes.util.find_library("z") or ctypes.util.find_library("m")
     program = (
         "import ctypes, pathlib, shutil, sys; "
-        "from kvtier.device.cuda import cuda_device; "
+        "from kvtier.device.cuda import cuda_runtime; "
         "loaded = ctypes.CDLL(sys.argv[1]); "
         "maps = pathlib.Path('/proc/self/maps').read_text().splitlines(); "
         "path = next(line.split(maxsplit=5)[5] for line in maps if sys.argv[1] in line); "
         "copies = [shutil.copy(path, name) for name in sys.argv[2:]]; "
-        "loaded = [ctypes.CDLL(name) for name in copies]; print(cuda_device.runtime()._name)"
+        "loaded = [ctypes.CDLL(name) for name in copies]; print(cuda_runtime.runtime()._name)"
     )
     command = [sys.executable, "-c", program, str(found), str(library), str(other)]
     said = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -448,4 +449,4 @@ def test_a_cuda_runtime_is_found_beside_what_stands_for_one(tmp_path: Path) -> N
 
 def test_without_a_cuda_runtime_there_is_a_reason() -> None:
     with pytest.raises(RuntimeError, match="without CUDA"):
-        cuda.runtime()
+        cuda_runtime.runtime()

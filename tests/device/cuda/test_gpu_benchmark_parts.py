@@ -121,15 +121,15 @@ def test_slow_turns_are_fewer(monkeypatch: pytest.MonkeyPatch, seconds: float, t
 def test_a_timeline_says_how_long_the_link_is_idle_and_what_is_there_at_once() -> None:
     spans = [
         Span("Memcpy HtoD (Pinned -> Device)", 10.0, 20.0),
-        Span("_move", 15.0, 18.0),
+        Span("move_pages", 15.0, 18.0),
         Span("Memcpy HtoD (Pinned -> Device)", 12.0, 16.0),
         Span("Memcpy HtoD (Pinned -> Device)", 25.0, 30.0),
-        Span("_move", 25.0, 30.0),
+        Span("move_pages", 25.0, 30.0),
     ]
     report = Report("a timeline")
     tell(report, "loads", spans)
     assert [(figure.name, figure.value) for figure in report.figures] == [
         ("loads: copies to the device are on the link", 75.0),
         ("loads: copies to the device at once", 19 / 15),
-        ("loads: _move takes", 4.0),
+        ("loads: move_pages takes", 4.0),
     ]

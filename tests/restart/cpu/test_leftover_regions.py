@@ -14,12 +14,8 @@ import pytest
 from cpu_regions import CONTEXT, opened, settings, writer
 
 from kvtier.backends.cpu import BACKEND
-from kvtier.backends.cpu.region import (
-    in_use,
-    leftovers,
-    remove,
-    unfinished,
-)
+from kvtier.backends.cpu.leftover_regions import leftovers, remove, unfinished
+from kvtier.backends.cpu.region_locks import in_use
 from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.settings import Duration
 from kvtier.errors import MediumError

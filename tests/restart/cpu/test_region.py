@@ -16,13 +16,9 @@ from cpu_regions import CONTEXT, opened, put, served, settings, writer
 
 from kvtier.backends.cpu import BACKEND, CpuSettings
 from kvtier.backends.cpu import huge_page_support as huge
-from kvtier.backends.cpu.region import (
-    Region,
-    in_use,
-    leftovers,
-    read_header,
-    regions,
-)
+from kvtier.backends.cpu.leftover_regions import leftovers, regions
+from kvtier.backends.cpu.region import Region, read_header
+from kvtier.backends.cpu.region_locks import in_use
 from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.settings import ByteSize, Capacity
 from kvtier.core.slab import layout
@@ -97,7 +93,7 @@ def test_a_region_has_one_owner(tmp_path: Path) -> None:
 def test_workers_of_a_dead_engine_cannot_write_into_the_next_ones_region(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.backends.cpu.region._DYING_S", 0.1)
+    monkeypatch.setattr("kvtier.backends.cpu.owned_region._DYING_S", 0.1)
     with opened(tmp_path) as tier:
         put(tier, make_keys(3))
         straggler = Region.attach(tier.region.path)

@@ -33,7 +33,8 @@ from kvtier.move import process_mover as process
 from kvtier.move.process_mover import ProcessMover
 from kvtier.move.protocol import Hello, TierOpening, frame
 from kvtier.testing.media import MediumSettings
-from kvtier.testing.mover import HOST, NEAR, SOON, MoverContract, MoverRig
+from kvtier.testing.mover import MoverContract
+from kvtier.testing.mover_rig import HOST, NEAR, SOON, MoverRig
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Outcome
 

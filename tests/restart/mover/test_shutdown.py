@@ -19,7 +19,7 @@ from kvtier.errors import MoverError
 from kvtier.move import process_connection
 from kvtier.move.process_mover import ProcessMover
 from kvtier.move.protocol import Ready
-from kvtier.testing.mover import HOST, NEAR, SOON, MoverRig
+from kvtier.testing.mover_rig import HOST, NEAR, SOON, MoverRig
 
 pytestmark = pytest.mark.usefixtures("installed")
 

@@ -321,10 +321,10 @@ def test_a_new_owner_says_anew_that_it_starves(rich: Engine, tmp_path: Path) -> 
         mark = tmp_path / name
         fd = os.open(mark, os.O_RDWR | os.O_CREAT)
         shares.begin_again()
-        shares.tell(fd, hungry=True)
+        shares.tell(fd, lacks_room=True)
         assert mark.read_bytes()[:6] == b"hungry"
         if name == "second":
-            shares.tell(fd, hungry=False)
+            shares.tell(fd, lacks_room=False)
             assert mark.read_bytes()[:6] != b"hungry"
         os.close(fd)
 

@@ -102,7 +102,7 @@ def test_who_comes_later_has_its_part_in_the_end(tmp_path: Path, namespace: Name
     assert min(parts) >= 3
     poor.keeper._full_until = 0.0
     poor.put(make_keys(8, start=100))
-    assert not rich.keeper._shares.neighbours(rich.keeper.owner).starving, "it has enough"
+    assert not rich.keeper._shares.neighbours(rich.keeper.owner).lacking_room, "it has enough"
     rich.close()
     poor.close()
 
@@ -271,7 +271,7 @@ def test_who_cannot_say_that_it_starves_says_so_later(
         patch.setattr(os, "pwrite", full)
         poor = Engine(tmp_path / "kv")
     poor.keeper.work(thorough=True)
-    assert rich.keeper._shares.neighbours(rich.keeper.owner).starving == {NAMESPACE.id}
+    assert rich.keeper._shares.neighbours(rich.keeper.owner).lacking_room == {NAMESPACE.id}
     poor.close()
     rich.close()
 

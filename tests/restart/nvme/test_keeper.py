@@ -22,9 +22,12 @@ from cli_world import no_rights
 from clocks import Clock
 from nvme_rig import Engine, open_files
 
-from kvtier.backends.nvme.folder.folder import NOBODY, Limits, NvmeFolder
+from kvtier.backends.nvme.folder.folder import NvmeFolder
+from kvtier.backends.nvme.folder.limits import Limits
+from kvtier.backends.nvme.folder.slab_creation import create_slab
+from kvtier.backends.nvme.folder.slab_file import NOBODY
 from kvtier.backends.nvme.housekeeping import keeper as keeper_module
-from kvtier.backends.nvme.housekeeping.updates import Updates
+from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
 from kvtier.core.records.record import record_bytes
 from kvtier.core.slab import layout
 from kvtier.core.system.disk import Disk
@@ -65,7 +68,7 @@ def test_a_slab_that_cannot_be_made_leaves_nothing(tmp_path: Path, lack: str) ->
     owner, fd = folder.claim()
     there, before = set(folder.home.iterdir()), open_files()
     with files_of_at_most(SLOT if lack == "length" else 1 << 40):
-        assert folder.create_slab(owner, 8, LIMITS) is None
+        assert create_slab(folder, owner, 8, LIMITS) is None
     assert open_files() == before
     assert set(folder.home.iterdir()) == there
     os.close(fd)
@@ -89,12 +92,12 @@ def test_a_folder_is_listed_again_only_if_slabs_came_or_went(
     listed: list[object] = []
     list_folder = os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or list_folder(path))
-    one.keeper._look_around()
+    one.keeper._watch.look()
     os.utime(home, (long_ago, long_ago))
-    one.keeper._look_around()
+    one.keeper._watch.look()
     listed.clear()
     for _ in range(3):
-        one.keeper._look_around()
+        one.keeper._watch.look()
     assert home not in listed
     other = Engine(tmp_path / "kv", blocks=64)
     keys = make_keys(2)
@@ -110,7 +113,7 @@ def test_a_change_right_after_a_listing_is_seen(tmp_path: Path) -> None:
     owner, fd = folder.claim()
     folder.slab_ids()
     changed = folder.home.stat().st_mtime_ns
-    slab = folder.create_slab(owner, 8, LIMITS)
+    slab = create_slab(folder, owner, 8, LIMITS)
     assert slab is not None
     os.utime(folder.home, ns=(changed, changed))
     assert folder.slab_ids() == {slab.id}
@@ -120,12 +123,14 @@ def test_a_change_right_after_a_listing_is_seen(tmp_path: Path) -> None:
 CLOSED_FOR_A_WHILE = """
 import os, sys
 from pathlib import Path
-from kvtier.backends.nvme.folder.folder import Limits, NvmeFolder
+from kvtier.backends.nvme.folder.folder import NvmeFolder
+from kvtier.backends.nvme.folder.limits import Limits
+from kvtier.backends.nvme.folder.slab_creation import create_slab
 from kvtier.core.system.disk import Disk
 from kvtier.testing.records import NAMESPACE
 folder = NvmeFolder(Path(sys.argv[1]), NAMESPACE, Disk())
 owner, _ = folder.claim()
-folder.create_slab(owner, 8, Limits(1 << 20, 0, slot_bytes=1 << 14, slab_bytes=1 << 17))
+create_slab(folder, owner, 8, Limits(1 << 20, 0, slot_bytes=1 << 14, slab_bytes=1 << 17))
 os.utime(folder.home, (10**9, 10**9))
 folder.home.chmod(0)
 print(len(folder.slab_ids()))
@@ -243,7 +248,7 @@ def test_a_slab_is_not_given_up_while_something_is_on_its_way_into_it_or_out_of_
     file = tier._places.by_slab[slab].slab
 
     def asked_to_give_up() -> None:
-        engine.keeper.news.append(Updates(file, remove=remove))
+        engine.keeper.updates.append(SlabUpdate(file, remove=remove))
         tier.tick()
         engine.keeper.flush()
 
@@ -272,7 +277,7 @@ def test_a_slab_that_has_been_given_away_is_not_removed(tmp_path: Path) -> None:
     (slab,) = engine.own_slabs
     for remove in (False, True):
         file = engine.tier._places.by_slab[slab].slab
-        engine.keeper.news.append(Updates(file, remove=remove))
+        engine.keeper.updates.append(SlabUpdate(file, remove=remove))
         engine.tier.tick()
         engine.keeper.flush()
     assert engine.keeper.folder.read_table(slab)[0].owner == NOBODY
@@ -364,7 +369,8 @@ def test_a_trouble_is_said_again_only_if_it_was_away_for_an_hour(
     engine = Engine(tmp_path / "kv", disk=disk)
     engine.put(make_keys(1))
     steady = SimpleNamespace(monotonic=clock, thread_time=time.thread_time, time_ns=time.time_ns)
-    monkeypatch.setattr("kvtier.backends.nvme.housekeeping.keeper.time", steady)
+    for module in ("keeper", "problems"):
+        monkeypatch.setattr(f"kvtier.backends.nvme.housekeeping.{module}.time", steady)
     said = []
     for fails in [True] * 5 + [False] * 2 + [True]:
         disk.fails = fails

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from nvme_rig import Engine
 
-from kvtier.backends.nvme import handler as handler_module
+from kvtier.backends.nvme import open_slabs as open_slabs_module
 from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec
 from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.core.system.disk import Disk
@@ -97,7 +97,7 @@ def two_slabs(folder: Path) -> tuple[Counting, Engine, list[BlockKey], NvmeSpec]
 def test_slabs_are_closed_while_others_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handler_module, "_OPEN_SLABS_MAX", 2)
+    monkeypatch.setattr(open_slabs_module, "_OPEN_SLABS_MAX", 2)
     disk = Counting()
     engine = Engine(tmp_path / "kv", blocks=32, disk=disk)
     keys = make_keys(32)
@@ -127,7 +127,7 @@ def test_slabs_are_closed_while_others_are_read(
 def test_a_slab_that_two_read_is_closed_when_the_last_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handler_module, "_OPEN_SLABS_MAX", 1)
+    monkeypatch.setattr(open_slabs_module, "_OPEN_SLABS_MAX", 1)
     disk, engine, keys, spec = two_slabs(tmp_path)
     done: list[int] = []
 
@@ -165,15 +165,15 @@ def test_not_all_open_slabs_are_looked_at_whenever_another_is_opened(
     engine.keeper.work(thorough=True)
     slabs = sorted(engine.keeper._known)
     assert len(slabs) == 40
-    looked: list[handler_module.OpenSlab] = []
-    deleted = handler_module.OpenSlab.deleted
+    looked: list[open_slabs_module.OpenSlab] = []
+    deleted = open_slabs_module.OpenSlab.deleted
 
-    def look(slab: handler_module.OpenSlab) -> bool:
+    def look(slab: open_slabs_module.OpenSlab) -> bool:
         looked.append(slab)
         return deleted(slab)
 
-    monkeypatch.setattr(handler_module, "_OPEN_SLABS_MAX", 30)
-    monkeypatch.setattr(handler_module.OpenSlab, "deleted", look)
+    monkeypatch.setattr(open_slabs_module, "_OPEN_SLABS_MAX", 30)
+    monkeypatch.setattr(open_slabs_module.OpenSlab, "deleted", look)
     (key,) = make_keys(1)
     for _ in range(3):
         for slab in slabs:
@@ -184,7 +184,7 @@ def test_not_all_open_slabs_are_looked_at_whenever_another_is_opened(
         engine.keeper.folder.remove_slab(slab)
     for slab in slabs[:10]:
         engine.handler.load(NvmeSpec([slab << SLOT_BITS], engine.keeper.owner), [key], [blank()])
-    assert len(engine.handler._slabs) == 10, "all that were removed are closed by then"
+    assert len(engine.handler._slabs._slabs) == 10, "all that were removed are closed by then"
     engine.close()
 
 

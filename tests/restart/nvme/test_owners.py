@@ -116,7 +116,7 @@ def test_only_one_of_two_heirs_that_saw_the_same_death_takes_the_slabs(tmp_path:
     heirs = [Engine(tmp_path / "kv", blocks=8) for _ in range(2)]
     dying.close()
     for heir in heirs:
-        heir.keeper._look_around()  # nobody owns them, both believe
+        heir.keeper._watch.look()  # nobody owns them, both believe
     for heir in heirs:
         heir.keeper._adopt_orphans()
         heir.tier.tick()

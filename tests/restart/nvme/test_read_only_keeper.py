@@ -14,8 +14,8 @@ import pytest
 from nvme_rig import Engine, child, expect, open_files
 
 from kvtier.backends.nvme import BACKEND, NvmeHandler, NvmeSettings, NvmeTier
-from kvtier.backends.nvme.folder.folder import Limits
-from kvtier.backends.nvme.housekeeping.read_only_keeper import FolderToRead, Reader
+from kvtier.backends.nvme.folder.limits import Limits
+from kvtier.backends.nvme.housekeeping.read_only_keeper import ReadOnlyFolder, ReadOnlyKeeper
 from kvtier.core.eviction import create_policy
 from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.records.record import record_bytes
@@ -35,7 +35,7 @@ class Guest(Engine):
         self.namespace, self.root = namespace, root
         slot = record_bytes(namespace.payload_bytes)
         limits = Limits(1 << 30, 0, slot_bytes=slot, slab_bytes=1 << 20, grows=False)
-        self.keeper = Reader(FolderToRead(root, namespace, Disk()), limits)
+        self.keeper = ReadOnlyKeeper(ReadOnlyFolder(root, namespace, Disk()), limits)
         self.tier = NvmeTier(self.keeper, create_policy("lru"))
         self.handler = NvmeHandler(
             root, namespace, threads=2, direct=True, power_safe=False, only_read=True
@@ -107,7 +107,7 @@ def test_files_are_opened_to_be_read_and_around_the_page_cache_if_that_can_be_ha
     before = open_files()
     guest = Guest(image)
     assert guest.read(make_keys(6)) == make_keys(6)
-    slabs = guest.handler._slabs.values()
+    slabs = guest.handler._slabs._slabs.values()
     assert slabs
     for fd in [fd for slab in slabs for fd in (slab.table_fd, slab.data_fd)]:
         assert call(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY

@@ -11,7 +11,9 @@ import pytest
 from nvme_rig import SLAB_BLOCKS, Engine, open_files
 
 from kvtier.backends.nvme import tier as tier_module
-from kvtier.backends.nvme.folder.folder import Limits, NvmeFolder
+from kvtier.backends.nvme.folder.folder import NvmeFolder
+from kvtier.backends.nvme.folder.limits import Limits
+from kvtier.backends.nvme.folder.slab_creation import create_slab
 from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
 from kvtier.core.system.disk import AnyPath, Disk, is_locked
@@ -55,7 +57,7 @@ class Maker:
     def make(self) -> int:
         """How many slots the slab has that was made; 0 if none was."""
         limits = Limits(1 << 20, free_floor=FLOOR, slot_bytes=SLOT, slab_bytes=8 * SLOT)
-        slab = self.folder.create_slab(self.owner, 8, limits)
+        slab = create_slab(self.folder, self.owner, 8, limits)
         return slab.header.slots if slab else 0
 
     def files(self) -> list[Path]:

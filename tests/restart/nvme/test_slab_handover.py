@@ -13,10 +13,10 @@ import pytest
 from nvme_rig import Engine, child, expect
 
 from kvtier.backends import nvme
-from kvtier.backends.nvme import tier as tier_module
-from kvtier.backends.nvme.folder.folder import SlabFile
-from kvtier.backends.nvme.housekeeping import keeper as keeper_module
-from kvtier.backends.nvme.housekeeping.updates import Updates
+from kvtier.backends.nvme import single_thread
+from kvtier.backends.nvme.folder.slab_file import SlabFile
+from kvtier.backends.nvme.housekeeping import slab_watch as slab_watch_module
+from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
 from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec
 from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.core.slab.layout import BAD, ENTRY_BYTES, TABLE_AT, SlabHeader, entry_at
@@ -177,7 +177,7 @@ def test_what_lies_in_anothers_slab_never_goes_here_nor_is_its_slot_used(tmp_pat
 def test_what_nobody_listens_to_is_told_later_as_one_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_module, "_IDLE_S", 0.0)
+    monkeypatch.setattr(single_thread, "_IDLE_S", 0.0)
     idle, busy = Engine(tmp_path / "kv", blocks=16), Engine(tmp_path / "kv", blocks=16)
     first, keys = make_keys(3), make_keys(300, start=100)
     busy.put(first)
@@ -253,11 +253,11 @@ def test_the_slabs_of_the_largest_folder_can_be_numbered(tebibytes: int) -> None
 
 def test_numbers_of_lost_slabs_are_used_again_whatever_their_size(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "kv", blocks=4)
-    news = engine.keeper.news
+    news = engine.keeper.updates
 
     def come_and_go(number: int, slots: int) -> None:
-        news.append(Updates(slab(number, slots), changes=([], [])))
-        news.append(Updates(slab(number, slots), gone=True))
+        news.append(SlabUpdate(slab(number, slots), changes=([], [])))
+        news.append(SlabUpdate(slab(number, slots), gone=True))
         engine.tier.tick()
 
     come_and_go(1, 64)
@@ -275,7 +275,7 @@ def test_what_the_next_owner_drops_is_heard_of_by_who_saw_the_last_one_die(tmp_p
     seeing = Engine(tmp_path / "kv", grows=False)
     assert seeing.hits(keys) == keys
     first.close()
-    seeing.keeper._look_around()  # it sees that nobody owns these slabs, and is not the first
+    seeing.keeper._watch.look()  # it sees that nobody owns these slabs, and is not the first
     second = Engine(tmp_path / "kv")
     assert second.hits(keys) == keys
     second.tier.forget(keys[:2])
@@ -309,9 +309,9 @@ def test_more_slabs_than_any_engine_makes_can_be_numbered(tmp_path: Path) -> Non
     engine = Engine(tmp_path / "kv", blocks=4)
     key, *_ = make_keys(1)
     for number in range(1, count):
-        engine.keeper.news.append(Updates(slab(number, 1), changes=([], [])))
-    engine.keeper.news.append(Updates(slab(count, 1), changes=([0], [key])))
-    while engine.keeper.news:
+        engine.keeper.updates.append(SlabUpdate(slab(number, 1), changes=([], [])))
+    engine.keeper.updates.append(SlabUpdate(slab(count, 1), changes=([0], [key])))
+    while engine.keeper.updates:
         engine.tier.tick()
     assert engine.tier.lookup([key]) == [Presence.HIT]
     assert engine.tier.prepare_load([key]) == NvmeSpec([count << SLOT_BITS], engine.keeper.owner)
@@ -325,8 +325,8 @@ def test_much_news_is_taken_in_over_several_calls(tmp_path: Path) -> None:
     keys = make_keys(4 * count)
     for number in range(4):
         mine = keys[number * count : (number + 1) * count]
-        engine.keeper.news.append(
-            Updates(slab(number + 1, count), changes=(list(range(count)), mine))
+        engine.keeper.updates.append(
+            SlabUpdate(slab(number + 1, count), changes=(list(range(count)), mine))
         )
     found = engine.tier.lookup(keys).count(Presence.HIT)
     assert found == 2 * count, "two of them are about as much as one call does"
@@ -400,7 +400,7 @@ def test_who_is_stopped_while_looking_around_misses_nothing(
     mine = Engine(tmp_path / "kv", disk=disk)
     when = table.stat().st_mtime_ns
     clock = SimpleNamespace(monotonic=time.monotonic, time_ns=lambda: when)
-    monkeypatch.setattr(keeper_module, "time", clock)
+    monkeypatch.setattr(slab_watch_module, "time", clock)
 
     def change_and_stop() -> None:
         neighbour.put(keys[1:])

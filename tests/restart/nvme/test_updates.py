@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from nvme_rig import Engine
 
+from kvtier.backends.nvme import single_thread
 from kvtier.backends.nvme import tier as tier_module
-from kvtier.backends.nvme.housekeeping.updates import Updates
+from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
 from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.testing.records import make_keys
 from kvtier.types import Presence
@@ -22,7 +23,7 @@ def test_news_for_an_idle_engine_is_bounded(tmp_path: Path) -> None:
     for key in keys:
         busy.put([key])
         idle.keeper.work()
-    assert len(idle.keeper.news) < 100
+    assert len(idle.keeper.updates) < 100
     assert idle.read(keys) == busy.read(keys) != []
     idle.close()
     busy.close()
@@ -31,7 +32,7 @@ def test_news_for_an_idle_engine_is_bounded(tmp_path: Path) -> None:
 def test_an_idle_engine_gives_slabs_away_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_module, "_IDLE_S", 0.0)
+    monkeypatch.setattr(single_thread, "_IDLE_S", 0.0)
     idle = Engine(tmp_path / "kv", blocks=16)
     idle.put(make_keys(16))
     poor = Engine(tmp_path / "kv", blocks=16)
@@ -49,42 +50,42 @@ def test_an_idle_engine_gives_slabs_away_too(
 def test_a_tier_that_is_being_asked_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_module, "_IDLE_S", 600.0)
+    monkeypatch.setattr(single_thread, "_IDLE_S", 600.0)
     engine = Engine(tmp_path / "kv", blocks=4)
-    engine.keeper.news.append(
-        Updates(next(iter(engine.tier._places.by_slab.values())).slab, gone=True)
+    engine.keeper.updates.append(
+        SlabUpdate(next(iter(engine.tier._places.by_slab.values())).slab, gone=True)
     )
     for _ in range(2):
         engine.keeper.when_idle()
-    assert engine.keeper.news, "it was asked a moment ago"
+    assert engine.keeper.updates, "it was asked a moment ago"
     engine.tier._idle_since -= 1000
     keeper = threading.Thread(target=engine.keeper.when_idle)
     with engine.tier.mutex:
         keeper.start()
         keeper.join()
-    assert engine.keeper.news, "it is being asked"
+    assert engine.keeper.updates, "it is being asked"
     engine.keeper.when_idle()
-    assert not engine.keeper.news
+    assert not engine.keeper.updates
     engine.close()
 
 
 def test_much_news_is_taken_in_a_little_at_each_call_but_at_once_if_nobody_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_module, "_NEWS_SLOTS", 1)
+    monkeypatch.setattr(tier_module, "_UPDATE_SLOTS", 1)
     keys = make_keys(12)
     heir, dying = Engine(tmp_path / "kv", blocks=24), Engine(tmp_path / "kv", blocks=24)
     assert dying.put(keys) == keys
     dying.close()
     heir.keeper.work(thorough=True)
-    slabs = len(heir.keeper.news)
+    slabs = len(heir.keeper.updates)
     assert slabs >= 3
     heir.tier.tick()
-    assert len(heir.keeper.news) == slabs - 1
-    monkeypatch.setattr(tier_module, "_IDLE_S", 0.0)
+    assert len(heir.keeper.updates) == slabs - 1
+    monkeypatch.setattr(single_thread, "_IDLE_S", 0.0)
     for _ in range(2):
         heir.keeper.when_idle()
-    assert not heir.keeper.news
+    assert not heir.keeper.updates
     assert heir.read(keys) == keys
     heir.close()
 
@@ -99,14 +100,16 @@ def test_who_asks_while_the_keeper_takes_news_in_waits(
     found: list[Presence] = []
     asking = threading.Thread(target=lambda: found.extend(tier.lookup(keys)))
 
-    def slowly(news: Updates) -> int:
+    def slowly(news: SlabUpdate) -> int:
         asking.start()
         asking.join(0.05)
         assert asking.is_alive(), "what it finds is about to go"
         return take_in(news)
 
     monkeypatch.setattr(tier, "_take_in", slowly)
-    engine.keeper.news.append(Updates(next(iter(tier._places.by_slab.values())).slab, gone=True))
+    engine.keeper.updates.append(
+        SlabUpdate(next(iter(tier._places.by_slab.values())).slab, gone=True)
+    )
     engine.keeper.when_idle()
     tier._idle_since -= 10
     engine.keeper.when_idle()
@@ -145,14 +148,14 @@ def test_who_goes_on_while_the_keeper_takes_much_in_waits_for_a_little_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[NvmeTier], None]
 ) -> None:
     """Also who does not begin with a lookup, as after a long step."""
-    monkeypatch.setattr(tier_module, "_NEWS_SLOTS", 1)
+    monkeypatch.setattr(tier_module, "_UPDATE_SLOTS", 1)
     engine = Engine(tmp_path / "kv", blocks=4)
-    tier, news, door = engine.tier, engine.keeper.news, Door()
+    tier, news, door = engine.tier, engine.keeper.updates, Door()
     tier.mutex = door  # type: ignore[assignment]
     going_on = threading.Thread(target=call, args=[tier])
     take_in = tier._take_in
 
-    def meanwhile(each: Updates) -> int:
+    def meanwhile(each: SlabUpdate) -> int:
         if not door.waited_for.is_set():
             going_on.start()
             door.waited_for.wait()
@@ -160,7 +163,7 @@ def test_who_goes_on_while_the_keeper_takes_much_in_waits_for_a_little_of_it(
 
     monkeypatch.setattr(tier, "_take_in", meanwhile)
     slab = next(iter(tier._places.by_slab.values())).slab
-    news.extend([Updates(slab, gone=True)] * 50)
+    news.extend([SlabUpdate(slab, gone=True)] * 50)
     engine.keeper.when_idle()
     tier._idle_since -= 10
     engine.keeper.when_idle()

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from nvme_rig import Engine
 
 from kvtier.backends.cpu import CpuTier
-from kvtier.backends.cpu.region import OwnedRegion, plan_region
+from kvtier.backends.cpu.owned_region import OwnedRegion
+from kvtier.backends.cpu.region import plan_region
 from kvtier.backends.nvme import NvmeTier
 from kvtier.backends.nvme.folder.files import used_bytes
 from kvtier.backends.nvme.folder.folder import NvmeFolder
@@ -23,8 +24,7 @@ from kvtier.backends.nvme.housekeeping.idle_namespaces import fair_share
 from kvtier.backends.nvme.housekeeping.keeper import Keeper
 from kvtier.core.eviction import create_policy
 from kvtier.core.eviction.adaptive.policy import Adaptive
-from kvtier.core.slab import layout
-from kvtier.core.slab import tier as slab_tier
+from kvtier.core.slab import layout, prompt_order
 from kvtier.core.system.disk import Disk
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey
@@ -397,11 +397,11 @@ def test_kill_while_they_are_written(tmp_path: Path, lines: int) -> None:
 def test_what_was_asked_for_in_vain_is_remembered_within_bounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slab_tier, "_EXPECTED_MAX", 100)
+    monkeypatch.setattr(prompt_order, "_EXPECTED_MAX", 100)
     engine = Engine(tmp_path / "kv")
     for start in range(0, 1000, 50):
         engine.tier.touch(make_keys(50, start=start))
         engine.tier.tick()
-    assert len(engine.tier._expected) == 100
-    assert make_keys(1, start=999)[0] in engine.tier._expected, "the last ones"
+    assert len(engine.tier._prompts.before) == 100
+    assert make_keys(1, start=999)[0] in engine.tier._prompts.before, "the last ones"
     engine.close()

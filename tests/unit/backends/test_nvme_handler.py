@@ -267,6 +267,6 @@ def test_nobody_acts_for_an_owner_whose_mark_was_taken_away(tmp_path: Path) -> N
     (mark,) = (tmp_path / "kv").glob("*/owners/*")
     mark.unlink()  # as with the whole folder
     assert handler.store(reservation.spec, keys, records) == [Outcome.DROPPED] * 2
-    assert not handler._owners, "the descriptor that its lock hung on is closed"
+    assert not handler._slabs._owners, "the descriptor that its lock hung on is closed"
     handler.close()
     tier.close()

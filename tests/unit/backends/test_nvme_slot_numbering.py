@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.backends.nvme.folder.folder import SlabFile
+from kvtier.backends.nvme.folder.slab_file import SlabFile
 from kvtier.backends.nvme.slot_numbering import Place, Places
 from kvtier.backends.nvme.spec import SLOT_BITS
 from kvtier.core.slab.layout import SlabHeader

@@ -7,7 +7,7 @@ from chains import KEYS, REST, ChainRig, rule
 from msgspec.structs import replace
 
 from kvtier.backends.memory import MemoryTier
-from kvtier.core.chain import write_links
+from kvtier.core.chain.writes import write_links
 from kvtier.core.settings import Admission, WritePolicy
 from kvtier.testing.records import make_keys
 from kvtier.types import Outcome, TierStats

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.backends.memory import MemoryStore
-from kvtier.core.chain.cascade import STEP_BLOCKS
-from kvtier.core.chain.catch_up import LOOKED_AT, PATIENCE_S, PAUSE_S, CatchUp
 from kvtier.core.chain.plan import LinkPlan
-from kvtier.core.chain.write_links import Link
+from kvtier.core.chain.writes.cascade import STEP_BLOCKS
+from kvtier.core.chain.writes.catch_up import LOOKED_AT, PATIENCE_S, PAUSE_S, CatchUp
+from kvtier.core.chain.writes.write_links import Link
 from kvtier.core.settings import Admission, WritePolicy
 from kvtier.core.slab.recovered import Survivors
 from kvtier.testing.records import NAMESPACE, make_keys

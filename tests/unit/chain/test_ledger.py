@@ -253,7 +253,7 @@ class Juggler:
     def cancel(self) -> None:
         request = self.random.choice("ab")
         for ticket in [ticket for ticket in self.tickets if ticket.request == request]:
-            self.ledger.strand(self.ledger.release(ticket))
+            self.ledger.abandon(self.ledger.release(ticket))
             self.tickets.remove(ticket)
 
     def store(self) -> None:
@@ -288,11 +288,11 @@ class Juggler:
             if index == 0:
                 reserved |= {key for keys in self.stores for key in keys}
                 held = {key for ticket in self.tickets for key in ticket.held}
-                assert set(self.ledger.joinable) | self.ledger.stranded == held | {
+                assert set(self.ledger.joinable) | self.ledger.abandoned == held | {
                     key for t in self.transfers if t.target == 0 for key in t.keys
                 }
                 reserved |= held
-                assert not self.ledger.stranded & self.ledger.joinable.keys()
+                assert not self.ledger.abandoned & self.ledger.joinable.keys()
             assert tier.stats().in_flight == len(reserved)
 
 
@@ -314,5 +314,5 @@ def test_whatever_happens_nothing_leaks(seed: int) -> None:
         juggler.release()
     assert is_quiet(juggler.ledger)
     assert not juggler.ledger.joinable
-    assert not juggler.ledger.stranded
+    assert not juggler.ledger.abandoned
     juggler.rig.assert_quiet()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from chains import KEYS, REST, SLOT, STORE_DEADLINE, ChainRig, rule
 
-from kvtier.core.chain.cascade import STEP_BLOCKS
+from kvtier.core.chain.writes.cascade import STEP_BLOCKS
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.settings import Admission, WritePolicy
 from kvtier.testing.records import make_keys

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvtier.backends.memory import MemoryStore, MemoryTier
 from kvtier.core.chain.health import DOUBLINGS, KEYS_KEPT, Health
 from kvtier.core.chain.plan import LinkPlan
-from kvtier.core.chain.write_links import MISSED_KEPT, Link, Touches
+from kvtier.core.chain.writes.write_links import MISSED_KEPT, Link, Touches
 from kvtier.core.settings import Admission, WritePolicy
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Outcome, block_key

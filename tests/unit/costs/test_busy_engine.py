@@ -15,8 +15,9 @@ from statistics import mean
 
 import pytest
 
+from kvtier.core.costs.cost_settings import CostSettings
 from kvtier.core.costs.load_runs import Run
-from kvtier.core.costs.model import CostModel, CostSettings
+from kvtier.core.costs.model import CostModel
 from kvtier.vllm.scheduler.compute_backlog import Backlog
 from kvtier.vllm.scheduler.load_deadlines import LoadDeadlines
 from kvtier.vllm.scheduler.prefill_pace import Pace

@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 
 from kvtier.core.chain.plan import COMING, HOST, JOINING, NOWHERE
 from kvtier.core.chain.stats import Tally
-from kvtier.core.costs.hit_offers import (
-    Appraiser,
-    Decision,
-    Room,
+from kvtier.core.costs.chunk_spans import (
     Shape,
     Span,
     asked,
@@ -24,12 +21,12 @@ from kvtier.core.costs.hit_offers import (
     junction,
     kept_within,
     needed,
-    offers,
-    stops,
     whole,
     windowed,
     woven,
 )
+from kvtier.core.costs.hit_decision import Appraiser, Decision
+from kvtier.core.costs.hit_offers import Room, offers, stops
 from kvtier.core.costs.load_runs import DEVICE, Offer
 from kvtier.core.costs.model import CostModel
 from kvtier.testing.records import NAMESPACE, make_keys

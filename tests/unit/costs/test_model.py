@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 from clocks import Clock
 
+from kvtier.core.costs.cost_settings import CostSettings, Prior
 from kvtier.core.costs.load_runs import DEVICE, Run
-from kvtier.core.costs.model import CostModel, CostSettings, Prior
+from kvtier.core.costs.model import CostModel
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 4 << 20

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 from clocks import Clock
 
+from kvtier.core.costs.cost_settings import CostSettings
 from kvtier.core.costs.load_runs import DEVICE, Offer, Run
-from kvtier.core.costs.model import CostModel, CostSettings
+from kvtier.core.costs.model import CostModel
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 4 << 20

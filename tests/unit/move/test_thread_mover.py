@@ -15,7 +15,8 @@ from kvtier.move import batch_carrier
 from kvtier.move.queues import Job
 from kvtier.move.thread_mover import ThreadMover
 from kvtier.testing.media import FILE, HOST, FileSettings, MediumSettings
-from kvtier.testing.mover import SOON, MoverContract, MoverRig
+from kvtier.testing.mover import MoverContract
+from kvtier.testing.mover_rig import SOON, MoverRig
 from kvtier.types import Outcome
 
 
@@ -74,7 +75,7 @@ class TestThreadMover(MoverContract):
         late = Job(transfer, (1,), 4, 0.0).cut(2, 0.0, Outcome.TIMEOUT)
         rig.mover._run(late)  # type: ignore[attr-defined]
         assert late.job.outcomes == [Outcome.TIMEOUT] * 2
-        assert rig.told(range(2)) == [Outcome.TIMEOUT] * 2
+        assert rig.reported(range(2)) == [Outcome.TIMEOUT] * 2
         assert rig.empty(0, range(2))
 
     def test_close_cancels_the_second_half_of_a_relay(self, rig: MoverRig) -> None:

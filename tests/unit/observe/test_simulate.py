@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from simulated import simulate
 
-from kvtier.core.chain.write_links import Touches
+from kvtier.core.chain.writes.write_links import Touches
 from kvtier.core.eviction import UNKNOWN, create_policy
 from kvtier.core.eviction.traces.trace import Request
 from kvtier.core.settings import Admission, WritePolicy

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backends.cpu.region import OwnedRegion, plan_region
+from kvtier.backends.cpu.owned_region import OwnedRegion
+from kvtier.backends.cpu.region import plan_region
 from kvtier.core.system import numa
 from kvtier.core.system.disk import Disk
 from kvtier.core.system.numa import Topology

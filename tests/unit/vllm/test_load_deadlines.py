@@ -24,7 +24,7 @@ from asking import (
 
 from kvtier import Stack
 from kvtier.core.chain.in_flight import Ticket
-from kvtier.core.costs.hit_offers import Shape
+from kvtier.core.costs.chunk_spans import Shape
 from kvtier.core.costs.link_rates import GRACE_S
 from kvtier.core.costs.model import CostModel
 from kvtier.core.system.disk import Disk

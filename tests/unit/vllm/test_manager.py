@@ -20,7 +20,7 @@ from asking import (
 )
 
 from kvtier import Stack
-from kvtier.core.costs.hit_offers import Shape
+from kvtier.core.costs.chunk_spans import Shape
 from kvtier.testing.records import make_keys
 from kvtier.types import GROUP_BYTES, BlockKey, Outcome, group_of
 from kvtier.vllm.protocol import NO_SLOT, Report

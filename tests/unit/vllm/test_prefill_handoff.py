@@ -21,7 +21,7 @@ from asking import (
 )
 
 from kvtier import Stack
-from kvtier.core.costs.hit_offers import Shape
+from kvtier.core.costs.chunk_spans import Shape
 from kvtier.core.settings import ByteSize
 from kvtier.vllm.protocol import Report
 from kvtier.vllm.scheduler.prefill_handoff import WAIT_S, answer, is_expected

@@ -20,7 +20,7 @@ from asking import (
 
 from kvtier import Stack
 from kvtier.core.chain.tier_chain import TierChain
-from kvtier.core.costs.hit_offers import Shape
+from kvtier.core.costs.chunk_spans import Shape
 from kvtier.core.costs.load_runs import DEVICE
 from kvtier.core.costs.model import CostModel
 from kvtier.testing.records import make_keys

@@ -21,7 +21,7 @@ from asking import (
 
 from kvtier import Stack
 from kvtier.core.chain.tier_chain import TierChain
-from kvtier.core.costs.hit_offers import Shape
+from kvtier.core.costs.chunk_spans import Shape
 from kvtier.types import BlockKey, group_of
 from kvtier.vllm.protocol import Report
 from kvtier.vllm.scheduler.load_deadlines import PATIENCE_S

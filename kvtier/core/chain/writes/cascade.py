@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.core.chain.catch_up import CatchUp
 from kvtier.core.chain.health import Health
 from kvtier.core.chain.in_flight import Settled
 from kvtier.core.chain.ledger import Ledger
 from kvtier.core.chain.plan import HOST, plan_links
-from kvtier.core.chain.write_links import Link, LinkStats
+from kvtier.core.chain.writes.catch_up import CatchUp
+from kvtier.core.chain.writes.write_links import Link, LinkStats
 from kvtier.core.interfaces.mover import Mover, TransferResult
 from kvtier.core.interfaces.tier import Tier
 from kvtier.core.settings import TierSettings, WritePolicy

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from kvtier.core.chain.write_links import Link
+from kvtier.core.chain.writes.write_links import Link
 from kvtier.core.interfaces.tier import Tier
 from kvtier.types import BlockKey, Presence
 
