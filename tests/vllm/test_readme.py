@@ -20,7 +20,7 @@ from sources import copy_sources
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
-    r"^<!-- run by tests/vllm/test_walk.py -->\n```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL
+    r"^<!-- run by tests/vllm/test_readme.py -->\n```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
 ANSWER = re.compile(r"^prompt (\d): (\d+) tokens, (\d+) cached \((.*)\), ", re.MULTILINE)
 CHUNK = 256
