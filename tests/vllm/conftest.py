@@ -14,7 +14,7 @@ from engines.world import World
 MODELS = Path(sys.prefix) / "models"
 HANGS_S = 1800
 """A test starts several engines, each of which takes half a minute where processors are busy."""
-LONGEST = ("test_walk.py", "test_gpu_rehearsal.py", "test_demo.py")
+LONGEST = ("test_readme.py", "test_gpu_rehearsal.py", "test_demo.py")
 """They begin first: the workers share whole files, and all wait for the one that ends last."""
 
 
