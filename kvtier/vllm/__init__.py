@@ -2,6 +2,7 @@
 
 Importing this package imports neither vLLM nor torch; asking for the connector imports both.
 
+- `engine_settings.py`: what is settled or refused before vLLM's own connector is constructed
 - `connector.py`: the class that vLLM loads; `spec.py`: what vLLM builds behind it, in its words
 - `hooks/`: the border to vLLM, where all that it does not promise is touched
 - `scheduler/`: what is found, loaded and stored; `worker/`: the copies of one rank
