@@ -6,11 +6,11 @@ class TestMine(TierContract):
 
 from __future__ import annotations
 
-from kvtier.testing.contract_catalogue import CatalogueContract
-from kvtier.testing.contract_inspection import InspectionContract
-from kvtier.testing.contract_medium import MediumContract
-from kvtier.testing.contract_moves import TransferContract
-from kvtier.testing.contract_restarts import RestartContract
+from kvtier.testing.contract_parts.catalogue import CatalogueContract
+from kvtier.testing.contract_parts.inspection import InspectionContract
+from kvtier.testing.contract_parts.medium import MediumContract
+from kvtier.testing.contract_parts.moves import TransferContract
+from kvtier.testing.contract_parts.restarts import RestartContract
 
 
 class TierContract(

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvtier.backends.memory import MemoryStore, MemoryTier
 from kvtier.core.records.record import record_bytes
 from kvtier.errors import NotResident
-from kvtier.testing.contract_medium import follow
+from kvtier.testing.contract_parts.medium import follow
 from kvtier.testing.records import NAMESPACE
 from kvtier.testing.subject import Rig, Subject, failures
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Presence, Reservation, block_key

@@ -12,7 +12,7 @@ from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.interfaces.tier import Tier
 from kvtier.core.settings import TierSettings
 from kvtier.core.system.disk import Disk
-from kvtier.testing.contract_catalogue import CatalogueContract
+from kvtier.testing.contract_parts.catalogue import CatalogueContract
 from kvtier.testing.stateful import SETTINGS, tier_machine
 
 

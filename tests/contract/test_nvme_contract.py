@@ -3,7 +3,7 @@
 from subjects import NVME, SLABS
 
 from kvtier.testing.contract import TierContract
-from kvtier.testing.contract_pins import BLOCKS, STILL_OR_NO_LONGER_THERE
+from kvtier.testing.contract_parts.pins import BLOCKS, STILL_OR_NO_LONGER_THERE
 from kvtier.testing.records import make_keys
 from kvtier.testing.subject import Rig
 

@@ -18,9 +18,9 @@ from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.records.record import HEADER_BYTES, Buffer
 from kvtier.core.settings import TierSettings
 from kvtier.core.system.disk import Disk
-from kvtier.testing import contract_moves
 from kvtier.testing.contract import TierContract
-from kvtier.testing.contract_catalogue import CatalogueContract
+from kvtier.testing.contract_parts import moves
+from kvtier.testing.contract_parts.catalogue import CatalogueContract
 from kvtier.testing.crash_campaign import Books, Broken
 from kvtier.testing.crash_processes import Finding
 from kvtier.testing.records import NAMESPACE, blank, make_keys, prove, sealed
@@ -339,7 +339,7 @@ def test_the_contract_opens_no_two_handlers_at_once(tmp_path: Path) -> None:
     contract.subject = HalvesSubject(Alone)
     rig = Rig(contract.subject, tmp_path)
     with pytest.MonkeyPatch.context() as meanwhile:
-        meanwhile.setattr(contract_moves, "load_elsewhere", elsewhere)
+        meanwhile.setattr(moves, "load_elsewhere", elsewhere)
         contract.test_another_process_finds_the_medium(rig)
     rig.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import MediumError, NotResident
-from kvtier.testing.contract_pins import PinContract
+from kvtier.testing.contract_parts.pins import PinContract
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.testing.subject import Rig, Subject, failures
 from kvtier.types import EventKind, Outcome, Presence, block_key
