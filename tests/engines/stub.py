@@ -71,6 +71,8 @@ WORKER_HOOKS = (
 )
 """What vLLM asks of a connector in a step in which nothing comes or goes."""
 
+_STEP_S = 0.005
+
 
 class StubEngine:
     """Schedules, executes nothing, and takes note of tokens that nobody has computed.
@@ -130,6 +132,9 @@ class StubEngine:
             self.scheduler.add_request(request)
         while self._under_way(requests):
             self.step()
+            # A model takes as long to compute. Without that, requests whose decoded blocks are kept
+            # would store more in each step than is written behind them.
+            time.sleep(_STEP_S)
 
     def _under_way(self, requests: int) -> bool:
         decoding = [r for r in self.scheduler.running if r.num_output_tokens]

@@ -53,4 +53,6 @@ def test_nor_does_one_in_which_all_get_a_block_for_what_is_not_stored(calls: Cal
 
 def test_blocks_of_what_is_decoded_are_noted_in_one_pass(calls: Calls) -> None:
     quiet, crossing = (least(calls["64 True"][crossed]) for crossed in ("false", "true"))
+    noted = crossing.pop("RequestOffloadState.update_block_id_groups")  # vLLM's, once a request
+    assert noted <= 64
     assert sum(crossing.values()) <= sum(quiet.values()) + 1, crossing
