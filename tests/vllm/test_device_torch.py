@@ -232,7 +232,7 @@ from cpu_regions import CONTEXT, NAMESPACE, opened
 from kvtier.backends.cpu import Region, sharing
 from kvtier.core.slab.layout import read_entries
 from kvtier.core.slab.pieces import pinning_order
-from kvtier.device import cuda
+from kvtier.device.cuda import cuda_device as cuda
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.idle_times import Steps
 

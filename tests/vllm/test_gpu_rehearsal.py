@@ -51,9 +51,9 @@ gpu_sweep.SIZE, gpu_sweep.PAGES, gpu_sweep.TURNS = 2 << 20, [64 << 10], 1
 gpu_kernels.ROUNDS, gpu_kernels.BYTES_MAX = 1, 1 << 20
 gpu_sweep.SECONDS = gpu_sweep.VARIANT_SECONDS = 600.0  # processors may be busy here
 gpu_sweep.VARIANTS = [each for each in gpu_sweep.VARIANTS if each.title in TITLES]
-before = gpu_sweep.staging._EACH_WAY
+before = gpu_sweep.staging_buffers._EACH_WAY
 gpu_sweep.main()
-assert gpu_sweep.staging._EACH_WAY == before
+assert gpu_sweep.staging_buffers._EACH_WAY == before
 """
 
 _HURRIED = """
