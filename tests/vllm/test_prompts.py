@@ -73,22 +73,23 @@ def test_salts_and_adapters_are_in_the_keys(world: World, model: Callable[..., P
     stack = world.stack()
     options = {"enable_lora": True, "max_lora_rank": 8, "prefix_caching_hash_algo": "sha256_cbor"}
     salted, tuned, plain = (prompt(seed, 1100) for seed in (1, 2, 3))
+    named = {"adapter": ["tuned", 1, str(adapter)]}
     with world.engine(model("llama"), stack=stack, **options) as engine:
-        engine.generate(prompts=[salted], more=[{"cache_salt": "yours"}])
-        engine.generate_with(prompt=tuned, adapter=["tuned", 1, str(adapter)])
-        engine.generate(prompts=[plain])
+        engine.generate(prompts=[salted], more=[{"cache_salt": "yours", **named}])
+        engine.generate(prompts=[tuned], more=[named])
+        engine.generate(prompts=[plain])  # without an adapter nothing is kept on a CPU
         engine.settle()
     source = world.folder / "stack.yaml"
     source.write_text(yaml.safe_dump(stack))
     lora = {"name": "tuned", "path": str(adapter)}
     lines: list[tuple[dict[str, Any], int]] = [
-        ({"tokens": salted, "cache_salt": "yours"}, 4),
-        ({"tokens": salted, "cache_salt": "mine"}, 0),
-        ({"tokens": salted}, 0),
+        ({"tokens": salted, "cache_salt": "yours", "lora": lora}, 4),
+        ({"tokens": salted, "cache_salt": "mine", "lora": lora}, 0),
+        ({"tokens": salted, "lora": lora}, 0),
         ({"tokens": tuned, "lora": lora}, 4),
         ({"tokens": tuned, "lora": {**lora, "name": "other"}}, 0),
         ({"tokens": tuned}, 0),
-        ({"tokens": plain}, 4),
+        ({"tokens": plain}, 0),
     ]
     prompts = world.folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line, _ in lines))
