@@ -35,8 +35,9 @@ def read_only_lock(filled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def locked(root: Path) -> contextlib.AbstractContextManager[None]:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(root / "lock"))
 
-    for module in ("rubbish", "repair"):  # first: what is imported later would keep it for ever
-        monkeypatch.setattr(f"kvtier.cli.{module}.folder_locked", locked)
+    for module in ("garbage", "offline_locks"):
+        # First: what is imported later would keep it for ever.
+        monkeypatch.setattr(f"kvtier.backends.nvme.inspection.{module}.folder_locked", locked)
     return filled
 
 
