@@ -2,7 +2,8 @@
 
 The tier answers from memory (`tier`, `catalogue`). The handler moves blocks to and from the store
 in the mover (`handler`). A keeper in a thread of its own does all other work in the store
-(`housekeeping/`). `docs/OBJECT_STORE.md` says what the tier promises and what lies in a store.
+(`housekeeping/`). docs/how_it_works/object_store.md
+says what the tier promises, docs/reference/format.md what lies in a store.
 
     backend        opens the tier and the handler, and checks settings
     settings       the settings of the tier, and the store that they name

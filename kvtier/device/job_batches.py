@@ -25,7 +25,7 @@ class Work:
         self.mark = mark
         """How far the engine's own work had come when the job was given, as the copier says it."""
         self.reached = False  # that far, as a thread has seen
-        self.places: Ints | None = None  # what `staged.py` makes of the pieces
+        self.places: Ints | None = None  # what `StagedPath` makes of the pieces
         self.groups: list[int] = pieces.group.tolist()
         self.waiting = deque(row for row in range(len(pieces)) if row not in job.files)
         """Rows with a slot that have not begun; those without are `unread`."""

@@ -64,9 +64,8 @@ class FileStore(Store):
         self._disk = disk or Disk()
         with map_os_errors(self._root):
             self.root.mkdir(mode=0o700, exist_ok=True)
-            if not os.access(
-                self.root, os.R_OK | os.X_OK
-            ):  # the right to write is checked by each write
+            # Each write checks the right to write.
+            if not os.access(self.root, os.R_OK | os.X_OK):
                 raise AccessDenied(f"no right to read the folder {self.root}")
             self._mounted = os.stat(self._root).st_dev != os.stat(self._parent).st_dev
 

@@ -52,7 +52,7 @@ class Tier(ABC):
     in_files: bool = False
     """Whether records lie in local files as they are: `files` says where."""
     out_of_use: bool = False
-    """Whether it has broken these guarantees: it holds and takes nothing more (`Fence`)."""
+    """Whether it has broken these guarantees: it holds and takes nothing more (`IsolatedTier`)."""
     unwell: bool = False
     """Whether what it does itself on its medium, beside the mover, fails now. When that has ended,
     nobody need wait any longer to try."""
