@@ -27,6 +27,7 @@ from kvtier.device.copy_plan import Blocks
 from kvtier.device.cuda.cuda_device import open_copier
 from kvtier.device.direct.kvikio_driver import DirectAccess, KvikioDriver, probe
 from kvtier.move.thread_mover import ThreadMover
+from kvtier.testing.memory_folders import SHARED, make_memory_folder
 from kvtier.types import Namespace, block_key
 
 DISK_BYTES = 1 << 30
@@ -45,7 +46,7 @@ class DiskArena:
         self.bytes = records * layout.part_bytes[0]
         namespace = Namespace(facts={"model": "benchmark"}, group_bytes=layout.group_bytes)
         slots = records * record_bytes(namespace.payload_bytes)
-        self._memory = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=_memory(2 * slots)))
+        self._memory = make_memory_folder("bench", _memory(2 * slots))
         room = Capacity(size=ByteSize(slots + (64 << 20)))
         cpu = CpuSettings(capacity=room, path=str(self._memory), name="bench")
         nvme = NvmeSettings(
@@ -155,9 +156,9 @@ class DiskArena:
         shutil.rmtree(self._memory, ignore_errors=True)
 
 
-def _memory(size: int) -> str | None:
+def _memory(size: int) -> Path:
     """Shared memory, if it has room; else wherever temporary files go."""
-    return "/dev/shm" if shutil.disk_usage("/dev/shm").free > size else None
+    return SHARED if shutil.disk_usage(SHARED).free > size else Path(tempfile.gettempdir())
 
 
 def one_hop(torch: Any, report: Report, folder: Path) -> None:

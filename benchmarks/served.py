@@ -15,6 +15,7 @@ from typing import Any
 import engines.engine
 from engines.engine import Engine
 
+from kvtier.testing.memory_folders import make_memory_folder
 from kvtier.vllm.serving import tiny_model
 
 HOST = Path(engines.engine.__file__).with_name("stopwatch.py")
@@ -58,7 +59,7 @@ class Served:
 def folders() -> Iterator[tuple[Path, Path]]:
     """One on a disk (`FOLDER` says where), and one in shared memory."""
     folder = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=os.environ.get("FOLDER")))
-    region = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir="/dev/shm"))
+    region = make_memory_folder("bench")
     try:
         yield folder, region
     finally:

@@ -6,6 +6,7 @@
 - `fault_suite`, `faults`: a tier on a disk that fails.
 - `crash_campaign`, `crash_processes`: writers that are killed at random instants.
 - `mover`, `mover_rig`: what every mover promises.
+- `memory_folders`: folders in shared memory that do not outlive who made them.
 - `media`, `records`, `handler_process`: small media, blocks and processes that the suites use.
 """
 

@@ -26,6 +26,7 @@ from kvtier.core.system import memory_limits as room
 from kvtier.core.system.disk import Disk
 from kvtier.core.system.mounts import mounted
 from kvtier.core.system.numa import Topology
+from kvtier.testing.memory_folders import make_memory_folder
 from kvtier.vllm.hooks import versions
 from kvtier.vllm.hooks.touch_points import source_check
 from kvtier.vllm.hooks.touch_points.table import TOUCH_POINTS
@@ -226,8 +227,7 @@ def test_no_slab_is_made_of_the_last_of_a_disk(
 
 
 def test_a_disk_that_is_memory(stack_file: Path) -> None:
-    folder = Path("/dev/shm") / f"kvtier-test-{os.getpid()}"
-    folder.mkdir()
+    folder = make_memory_folder()
     try:
         text = stack_file.read_text().replace(str(stack_file.parent / "disk"), str(folder))
         stack_file.write_text(text)

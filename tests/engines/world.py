@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import uuid
 from pathlib import Path
 from typing import Any
 
 from engines.engine import Engine
+from kvtier.testing.memory_folders import make_memory_folder
 
 
 class World:
@@ -15,8 +15,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.region = Path("/dev/shm") / f"kvtier-test-{uuid.uuid4().hex}"
-        self.region.mkdir(mode=0o700)
+        self.region = make_memory_folder()
         self.blocks = folder / "blocks"
         self._engines: list[Engine] = []
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import engines.engine
 import pytest
+
+from kvtier.testing.memory_folders import make_memory_folder
 
 STUB = Path(engines.engine.__file__).with_name("stub.py")
 CALLS_MAX = 80
@@ -21,8 +22,7 @@ Calls = dict[str, dict[str, list[dict[str, int]]]]
 @pytest.fixture(scope="module")
 def calls(model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Calls:
     """By the number of requests, and whether what is decoded is stored."""
-    region = Path("/dev/shm") / f"kvtier-test-{uuid.uuid4().hex}"
-    region.mkdir(mode=0o700)
+    region = make_memory_folder()
     command = [sys.executable, str(STUB), str(model("llama")), str(tmp_path_factory.mktemp("step"))]
     done = subprocess.run([*command, str(region)], capture_output=True, text=True, check=False)
     for path in region.iterdir():
