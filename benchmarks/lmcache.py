@@ -1,6 +1,6 @@
 """First tokens of kvtier beside LMCache, in turns: from CPU memory, from disk, and after kills.
 
-    make bench-lmcache      # TOKENS=1024,8193,8000 LAYERS=16 HIDDEN=1024 ROUNDS=5 DTYPE=float32
+    make bench-lmcache      # TOKENS=1024,8193,8000 LAYERS=16 HIDDEN=1024 ROUNDS=5
 
 LMCache runs in its multi-process mode: `lmcache server`, and engines with LMCacheMPConnector. An
 engine of each kind and one without a cache live at the same time. What lies on disk leaves the page
@@ -25,13 +25,14 @@ from typing import Any
 from engines.engine import Engine
 
 from benchmarks.report import Report
-from benchmarks.served import DTYPE, Served, folders
+from benchmarks.served import DTYPE, HOST, Served, folders
 
 TOKENS = [int(each) for each in os.environ.get("TOKENS", "1024,8193,8000").split(",")]
 LAYERS = int(os.environ.get("LAYERS", "16"))
 HIDDEN = int(os.environ.get("HIDDEN", "1024"))
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 PORT, HTTP_PORT = 15555, 18080
+LMCACHE_HOST = HOST.with_name("stopwatch_lmcache.py")
 _READY_S = 120.0
 _WRITTEN_S = 60.0
 _AHEAD = 1.5
@@ -53,7 +54,7 @@ class Peer:
             *(str(Path(sys.executable).with_name("lmcache")), "server"),
             *("--port", str(PORT), "--http-port", str(HTTP_PORT), "--chunk-size", "256"),
             *("--l1-size-gb", "2", "--l1-init-size-gb", "2", "--no-l1-use-lazy"),
-            *("--eviction-policy", "LRU"),
+            *("--eviction-policy", "LRU", "--supported-transfer-mode", "auto"),
             *("--l2-adapter", json.dumps(adapter)),
         ]
         with self._log.open("ab") as log:
@@ -63,7 +64,7 @@ class Peer:
         end = time.monotonic() + _READY_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > end:
-                raise SystemExit(f"lmcache server does not start; see {self._log}")
+                raise SystemExit(f"lmcache server does not start:\n{self._end_of_log()}")
             time.sleep(0.2)
 
     def _answers(self) -> bool:
@@ -85,7 +86,10 @@ class Peer:
                 return
             before = now
             time.sleep(1.0)
-        raise SystemExit(f"lmcache writes nothing of {tokens} tokens; see {self._log}")
+        raise SystemExit(f"lmcache writes nothing of {tokens} tokens:\n{self._end_of_log()}")
+
+    def _end_of_log(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -113,7 +117,7 @@ class Bench(Served):
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,
         }
-        return self.start(None, max(TOKENS), transfer=transfer)
+        return self.start(None, max(TOKENS), host=LMCACHE_HOST, transfer=transfer)
 
     def drop_page_cache(self) -> None:
         """Of all files of both caches: what is read next comes from the disk."""
@@ -160,6 +164,7 @@ def alive(
     cold = [engine.first_token(prompt=prompt)["seconds"] for engine in engines]
     bench.report.add(f"{tokens} tokens, without a cache", cold[0], "s")
     ours.settle()
+    theirs.settle()
     peer.settle(tokens)
     found: dict[tuple[str, str], list[float]] = {}
     for turn in range(ROUNDS):

@@ -19,8 +19,11 @@ from kvtier.testing.memory_folders import make_memory_folder
 from kvtier.vllm.serving import tiny_model
 
 HOST = Path(engines.engine.__file__).with_name("stopwatch.py")
-DTYPE = os.environ.get("DTYPE", "bfloat16")
-"""float32 for a processor without AVX-512: on one, it multiplies matrices 170 times as fast."""
+CPU_INFO = Path("/proc/cpuinfo")
+DTYPE = os.environ.get("DTYPE") or (
+    "float32" if CPU_INFO.exists() and "_bf16" not in CPU_INFO.read_text() else "bfloat16"
+)
+"""Without instructions for bfloat16, matrices of float32 are multiplied many times as fast."""
 
 
 class Served:
@@ -39,11 +42,13 @@ class Served:
         self._seed += 1
         return random.Random(self._seed).choices(range(256), k=tokens)
 
-    def start(self, stack: Mapping[str, Any] | None, tokens: int, **more: Any) -> Engine:
+    def start(
+        self, stack: Mapping[str, Any] | None, tokens: int, host: Path = HOST, **more: Any
+    ) -> Engine:
         """An engine for prompts of so many tokens."""
         return Engine(
             self.folder / "engine.log",
-            host=HOST,
+            host=host,
             stack=stack,
             # As `kvtier serve` does it: a core is left for what runs beside the engine.
             environment={"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1))},

@@ -98,7 +98,7 @@ class Bench(Served):
         nvme = {"kind": "nvme", "path": str(self.blocks), "capacity": "16GiB"}
         stack = {"version": 1, "name": "bench", "chunk_tokens": BLOCK, "tiers": [cpu, nvme]}
         # Not as bytes: the environment's VLLM_CPU_KVCACHE_SPACE would go before those.
-        more = {"num_gpu_blocks_override": own // BLOCK + 1, "block_size": BLOCK}
+        more: dict[str, Any] = {"num_gpu_blocks_override": own // BLOCK + 1, "block_size": BLOCK}
         return self.start(stack if name == OURS else None, TOKENS_MAX, **more)
 
     def replay(self, engines: dict[str, Engine]) -> None:

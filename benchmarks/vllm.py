@@ -2,7 +2,7 @@
 
     make bench-vllm      # TOKENS=8192 LAYERS=16 HIDDEN=1024 ROUNDS=5 PAIRS=12 STEPS=96
     make bench-vllm ONLY=decoding,scheduler JSON=figures.json
-    make bench-vllm DTYPE=float32      # where bfloat16 is slow: processors without AVX-512
+    make bench-vllm DTYPE=float32      # the default where the processor has no bfloat16
 
 Both engines live at the same time and take turns, so that a noisy machine is noisy for both. Where
 a few per cent are in question, neighbouring turns are compared pair by pair, and the figure is the
