@@ -31,6 +31,8 @@ TOKENS = [int(each) for each in os.environ.get("TOKENS", "1024,8193,8000").split
 LAYERS = int(os.environ.get("LAYERS", "16"))
 HIDDEN = int(os.environ.get("HIDDEN", "1024"))
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
+TRANSFERS = os.environ.get("TRANSFERS", "lmcache_driven")
+"""LMCache's server copies from and to its engine's memory, or (`engine_driven`) the engine does."""
 PORT, HTTP_PORT = 15555, 18080
 LMCACHE_HOST = HOST.with_name("stopwatch_lmcache.py")
 _READY_S = 120.0
@@ -111,7 +113,11 @@ class Bench(Served):
         return self.start(stack, max(TOKENS))
 
     def lmcache(self) -> Engine:
-        extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": PORT}
+        extra = {
+            "lmcache.mp.host": "tcp://localhost",
+            "lmcache.mp.port": PORT,
+            "lmcache.mp.mp_transfer_mode": TRANSFERS,
+        }
         transfer = {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",
