@@ -26,6 +26,7 @@ from engines.engine import Engine
 
 from benchmarks.report import Report
 from benchmarks.served import DTYPE, HOST, Served, folders
+from kvtier.testing.memory_folders import SHARED
 
 TOKENS = [int(each) for each in os.environ.get("TOKENS", "1024,8193,8000").split(",")]
 LAYERS = int(os.environ.get("LAYERS", "16"))
@@ -160,6 +161,8 @@ def _serving(folder: Path) -> Iterator[Peer]:
         yield peer
     finally:
         peer.kill()
+        for path in SHARED.glob("lmcache_kv_*"):  # of engines and servers that were killed
+            path.unlink(missing_ok=True)
 
 
 def alive(
