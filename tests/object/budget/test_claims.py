@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from claim_simulation import CAPACITY, LEASE_S, LateStore, NameStore, World
-from object_subjects import FOLDER
 
 from kvtier.backends.object import writer_ids
 from kvtier.backends.object.budget import budget as budget_module
@@ -21,9 +19,6 @@ from kvtier.backends.object.object_names import parse_block
 from kvtier.backends.object.stores.errors import Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Buffer, PutOutcome
-from kvtier.testing.records import NAMESPACE, make_keys
-from kvtier.testing.subject import Rig
-from kvtier.types import Namespace
 
 
 @pytest.mark.parametrize("how", ["good", "flaky", "late"])
@@ -137,25 +132,6 @@ def test_who_has_ended_is_plain_to_see_or_not_said() -> None:
 
 def weight(folder: Path) -> int:
     return sum(i.size for i in FileStore(folder / "store").list() if parse_block(i.name))
-
-
-def test_two_living_namespaces_share_one_budget(tmp_path: Path) -> None:
-    newer = Namespace(facts={"model": "newer"}, group_bytes=NAMESPACE.group_bytes)
-    old = Rig(FOLDER, tmp_path, blocks=8)
-    assert old.put(make_keys(3))
-    new = Rig(FOLDER, tmp_path, blocks=8, namespace=newer)
-    assert new.put(make_keys(2)) == [], "the old one may use everything"
-    end = time.monotonic() + 60
-    number = 0
-    while len(new.resident(make_keys(1000))) < 3:
-        assert time.monotonic() < end, "no room is ever given"
-        for rig in (old, new):
-            rig.put(make_keys(2, start=number))
-            assert weight(tmp_path) <= 8 * 12288
-            rig.settle()
-        number += 2
-    new.close()
-    old.close()
 
 
 class Spaces:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import os
 import random
@@ -19,7 +18,6 @@ import pytest
 from manual_keepers import (
     RECORD,
     ListedStore,
-    LockedStore,
     blocks_in,
     filled,
     look,
@@ -65,32 +63,6 @@ def test_the_garbage_collector_has_nothing_to_visit(store: ListedStore) -> None:
     assert after[1]["collections"] - before[1]["collections"] <= 1
     assert tier.stats().blocks == len(keys)
     keeper.close()
-
-
-def test_closing_does_not_wait_for_an_audit(store: ListedStore) -> None:
-    listing, release = threading.Event(), threading.Event()
-    [name] = [block_name(NAMESPACE.id, key) for key in make_keys(1)]
-
-    def endless() -> Iterator[ObjectInfo]:
-        for number in itertools.count():
-            listing.set()
-            yield ObjectInfo(name, RECORD + number % 2, 0.0)
-            if release.is_set():
-                return
-
-    keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    store.blocks = endless()  # type: ignore[assignment]
-    keeper.schedule.next_audit = 0.0
-    keeper.start()
-    assert listing.wait(60)
-    closing = threading.Thread(target=keeper.close)
-    closing.start()
-    closing.join(60)
-    ended = not closing.is_alive()
-    release.set()
-    closing.join()
-    assert ended
 
 
 def test_what_is_gone_is_told_a_little_at_a_time(store: ListedStore) -> None:
@@ -256,39 +228,6 @@ def test_a_budget_that_becomes_small_is_kept_a_little_at_a_time(store: ListedSto
         counts.append(tier.stats().blocks)
     assert counts[-1] == 100
     assert max(before - after for before, after in pairwise(counts)) <= 128
-    keeper.close()
-
-
-def test_an_object_that_cannot_be_deleted_keeps_nothing_else_from_being_done(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = LockedStore(tmp_path / "store")
-    keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
-    keys = make_keys(2)
-    protected, other = [block_name(NAMESPACE.id, key) for key in keys]
-    for name in (protected, other):
-        store.put(name, [memoryview(bytes(RECORD))])
-
-    def freed_by_a_look() -> list[int]:
-        keeper.schedule.next_look = 0.0
-        keeper.run_once()
-        freed = [slot for piece in keeper.updates for slot in piece.deleted]
-        assert any(piece.grant for piece in keeper.updates), "it has looked"
-        keeper.updates.clear()
-        return freed
-
-    store.locked = protected.__eq__
-    for slot, key in enumerate(keys, 1):
-        keeper.outbox.delete(slot, [(key, 0)])
-    assert freed_by_a_look() == [2]
-    assert freed_by_a_look() == []
-    assert [record.levelname for record in caplog.records] == ["WARNING"], "it is said once"
-    store.locked = lambda name: False
-    # the next look but one tries again: what is locked is asked for less and less
-    assert [freed_by_a_look(), freed_by_a_look()] == [[], [1]]
-    assert store.head(protected) is None
     keeper.close()
 
 

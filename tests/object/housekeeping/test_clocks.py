@@ -25,7 +25,7 @@ from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
 from kvtier.testing.records import NAMESPACE, make_keys
-from kvtier.types import Outcome, Presence
+from kvtier.types import Outcome
 
 
 @pytest.fixture
@@ -90,25 +90,6 @@ def test_a_block_by_a_clock_that_is_far_ahead_is_found_gone_and_all_else_written
     left = Journal(store, NAMESPACE).read_all()
     assert left["kind"].tolist() == [ADDED, REMOVED]
     assert not caplog.records
-    keeper.close()
-
-
-@pytest.mark.parametrize("size", [0, RECORD])
-def test_what_a_clock_that_is_ahead_has_removed_does_not_lie_there_uncounted(
-    tmp_path: Path, size: int
-) -> None:
-    """A server whose clock was a year ahead has dropped a block that somebody stored anew."""
-    store = FileStore(tmp_path / "store")
-    keys = filled(store, 1)
-    keeper, tier = opened(store)
-    year_ahead_us = int((time.time() + 3e7) * 1e6)
-    Journal(store, NAMESPACE).append(pack_entries(REMOVED, keys, [0], [size], [year_ahead_us]))
-    keeper.open(tier.offered)
-    tier.start()
-    assert tier.lookup(keys) == [Presence.HIT]
-    assert keeper.budget.used == RECORD
-    entries = Journal(store, NAMESPACE).read_all()
-    assert entries["kind"].tolist() == [ADDED]
     keeper.close()
 
 

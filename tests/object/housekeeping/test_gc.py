@@ -83,18 +83,6 @@ def test_what_was_deleted_is_written_down_though_the_store_goes_away_amid_it(
     assert len(rig.resident(keys)) == 2
 
 
-def test_a_reader_survives_a_collection(rig: Rig) -> None:
-    keys = rig.put(make_keys(4))
-    spec = rig.tier.prepare_load(keys)
-    store = FileStore(rig.folder / "store")
-    gc.collect(store, gc.survey(store, 0, None, time.time()))
-    outcomes = rig.read(keys, spec)
-    assert {outcome.value for outcome in outcomes.values()} == {"gone"}
-    rig.tier.complete_load(keys, outcomes)
-    assert rig.put(keys) == keys
-    assert rig.get(keys) == keys
-
-
 def test_all_namespaces_share_the_budget_and_other_files_are_safe(rig: Rig, tmp_path: Path) -> None:
     rig.put(make_keys(3))
     other = Rig(FOLDER, tmp_path, blocks=8, namespace=GROUPED)
@@ -171,21 +159,6 @@ def test_of_what_stays_no_list_is_held(tmp_path: Path, monkeypatch: pytest.Monke
         (1000.0, "over the budget")
     ] * 3
     assert peak < 50 * blocks, "names alone take three times as much"
-
-
-def test_what_is_left_out_neither_counts_nor_goes(rig: Rig, tmp_path: Path) -> None:
-    keys = rig.put(make_keys(4))
-    other = Rig(FOLDER, tmp_path, blocks=8, namespace=GROUPED)
-    other.put(make_keys(3))
-    for key in keys:
-        age(rig, key, 100.0)
-    store = FileStore(tmp_path / "store")
-    for path in (store.root / GROUPED.id / "blocks").rglob("*-0"):
-        os.utime(path, (time.time() - 5000.0,) * 2)
-    found = gc.survey(store, 3 * RECORD, 3600.0, time.time(), without={GROUPED.id})
-    assert (found.blocks, found.bytes) == (4, 4 * RECORD)
-    assert [one.name.partition("/")[0] for one in found.garbage] == [NAMESPACE.id]
-    other.close()
 
 
 def test_what_is_too_old_goes_and_makes_room_for_what_is_not(rig: Rig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from simulated_fleet import BLOCK_BYTES, NAMESPACE, CountingStore
@@ -24,12 +23,10 @@ from kvtier.backends.object.stores.errors import (
     Unavailable,
     WrongRegion,
 )
-from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Buffer, PutOutcome
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
 from kvtier.core.slab.layout import keys_of
-from kvtier.core.system.disk import AnyPath, Disk
 from kvtier.testing.records import make_keys
 from kvtier.types import BlockKey
 
@@ -117,40 +114,6 @@ def test_claims_are_renewed(store: SlowDeletes, how: str) -> None:
     while keeper.updates:
         tier.tick()
     assert tier.stats().blocks == keeper.budget.deleting == 0
-    keeper.close()
-
-
-def test_claims_are_renewed_beside_a_folder_behind_a_slow_network(tmp_path: Path) -> None:
-    now_s = 1e9
-    claimed_at: list[float] = []
-
-    class FarDisk(Disk):
-        def unlink(self, path: AnyPath) -> None:
-            nonlocal now_s
-            now_s += 0.05
-            super().unlink(path)
-
-        def rename(self, source: AnyPath, target: AnyPath) -> None:
-            if "/claims/" in str(target):
-                claimed_at.append(now_s)
-            super().rename(source, target)
-
-    store = FileStore(tmp_path / "store", disk=FarDisk())
-    keys = make_keys(BLOCKS)
-    for key in keys:
-        store.put(block_name(NAMESPACE.id, key), [memoryview(b"x")])
-    times = [int(now_s * 1e6)] * BLOCKS
-    Journal(store, NAMESPACE).append(pack_entries(ADDED, keys, [0] * BLOCKS, [1] * BLOCKS, times))
-    limits = Limits(1 << 40, refresh_s=5.0, audit_s=600.0)
-    keeper = Keeper(store, NAMESPACE, limits, clock=lambda: now_s, steady=lambda: now_s)
-    tier = ObjectTier(keeper, create_policy(), lambda: now_s)
-    keeper.open(tier.offered)
-    tier.start()
-    tier.clear()
-    keeper.run_once()
-    assert not any(parse_block(info.name) for info in store.list())
-    longest = max(later - at for at, later in pairwise([*claimed_at, now_s]))
-    assert longest <= limits.lease_s / 2
     keeper.close()
 
 

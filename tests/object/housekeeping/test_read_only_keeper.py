@@ -187,24 +187,6 @@ def test_weather_at_the_start_passes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         until(lambda: stack.chain.lookup(KEYS).count(Presence.MISS) == 0)
 
 
-def test_a_folder_without_the_right_to_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By its settings alone, as an engine opens it."""
-    url = f"file://{tmp_path}/store"
-    with Stack.open(stack_of(tmp_path / "writer", url), NAMESPACE) as writer:
-        fill(writer, KEYS)
-    before = everything(tmp_path / "store")
-    monkeypatch.setattr(FileStore, "put", ReadOnlyStore.put)
-    monkeypatch.setattr(FileStore, "delete", ReadOnlyStore.delete)
-    reader = stack_of(tmp_path / "reader", url, write="never", capacity=SLOT)
-    with Stack.open(reader, NAMESPACE) as stack:
-        wanted = {key: payload(key) for key in KEYS}
-        assert stack.load(KEYS) == wanted
-        fill(stack, make_keys(2, start=50))
-    assert everything(tmp_path / "store") == before
-
-
 @pytest.mark.s3
 def test_a_server_that_lets_nobody_write(tmp_path: Path) -> None:
     with object_servers.rclone(tmp_path) as server:

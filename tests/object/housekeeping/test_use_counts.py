@@ -8,19 +8,16 @@ from typing import Any
 
 import pytest
 
-from kvtier.backends.object import lock_yield as lock_yield_module
 from kvtier.backends.object.housekeeping import use_counts as uses_module
 from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
 from kvtier.backends.object.housekeeping.use_counts import Uses, count_uses
 from kvtier.backends.object.manifests import manifest
 from kvtier.backends.object.manifests.manifest import ADDED, HEAD_BYTES, USED, Entries
-from kvtier.backends.object.object_names import block_name, uses_prefix
-from kvtier.backends.object.stores.errors import AccessDenied, StoreError, Unavailable
+from kvtier.backends.object.object_names import uses_prefix
+from kvtier.backends.object.stores.errors import StoreError, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo
-from kvtier.backends.object.tier import ObjectTier
-from kvtier.core.eviction import create_policy
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey
 
@@ -258,32 +255,6 @@ def test_what_cannot_be_deleted_is_not_joined_at_every_look(tmp_path: Path) -> N
         uses.look()
     assert len(names(store)) <= 40 + 2
     assert counted(store)[0] == 40
-
-
-def test_a_store_that_refuses_lists_of_uses_is_audited_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock_yield_module, "_SLICE_S", -1.0)
-
-    class Strict(FileStore):
-        def put(self, name: str, *args: object, **more: object) -> object:  # type: ignore[override]
-            if name.startswith(PREFIX):
-                raise AccessDenied("not there")
-            return super().put(name, *args, **more)  # type: ignore[arg-type]
-
-    store = Strict(tmp_path / "store")
-    keeper = Keeper(store, NAMESPACE, Limits(1 << 30, refresh_s=0.0, audit_s=600.0))
-    tier = ObjectTier(keeper, create_policy())
-    keeper.open(tier.offered)
-    tier.start()
-    store.put(block_name(NAMESPACE.id, KEYS[0]), [memoryview(bytes(12288))])
-    keeper.uses.note(KEYS)
-    keeper.uses._next = 0.0
-    keeper.schedule.next_audit = 0.0
-    keeper.run_once()
-    tier.tick()
-    assert tier.stats().blocks == 1
-    keeper.close()
 
 
 def test_what_is_noted_while_the_store_is_away_takes_no_more_than_counts(tmp_path: Path) -> None:

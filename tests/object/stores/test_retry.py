@@ -116,12 +116,6 @@ def test_a_listing_waits_like_everybody_else() -> None:
     assert clock.now >= 1002.0
 
 
-def test_a_broken_listing_goes_on_where_it_was() -> None:
-    inner, clock = ScriptedStore([TRANSIENT, TRANSIENT]), Clock()
-    found = [info.name for info in retrying(inner, clock).list()]
-    assert found == inner.names
-
-
 def test_a_listing_that_breaks_again_and_again_ends_unless_it_comes_further() -> None:
     inner, clock = ScriptedStore(), Clock()
     names = [f"n{number:02}" for number in range(20)]
