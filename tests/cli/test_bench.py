@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
-from cli_world import KVTIER, Hold, command, every_kind, run
+from cli_world import KVTIER, every_kind, run
 from msgspec import structs
 
 from kvtier.cli import app
@@ -70,18 +70,6 @@ def test_nothing_is_left_behind(stack_file: Path, tmp_path: Path) -> None:
     assert app.run(["bench", "-c", str(stack_file), *SMALL]) == 0
     assert everything(tmp_path) == before
     assert list((tmp_path / "disk").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_stack_in_use_is_not_disturbed(stack_file: Path, tmp_path: Path, hold: Hold) -> None:
-    hold(stack_file)
-    before = everything(tmp_path)
-    done = command("bench", "-c", stack_file, *SMALL)
-    assert (done.code, done.err) == (0, "")
-    assert everything(tmp_path) == before
-    wanted = {key: payload(key) for key in make_keys(8)}
-    with Stack.open(stack_file, NAMESPACE, engine="second") as stack:
-        assert stack.load(list(wanted)) == wanted
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -11,11 +11,10 @@ import io
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
-from cli_world import KVTIER, Done, Hold, command, every_kind, fill, stack_text
+from cli_world import Done, Hold, command, every_kind, fill, stack_text
 
 from kvtier.cli import app
 from kvtier.core.slab import layout
@@ -251,19 +250,6 @@ def test_forty_columns(deed: str, stocked: Scene, monkeypatch: pytest.MonkeyPatc
     for line in done.out.splitlines():
         one_long_word = max(map(len, line.split()), default=0) > 20
         assert len(line) <= 40 or one_long_word, line
-
-
-@every
-def test_output_into_a_closed_pipe(deed: str, stocked: Scene) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    words = [KVTIER, *stocked.words(deed)]
-    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
-    assert done.returncode in (141, FINE[deed][0]), done.stderr
-    assert "Traceback" not in done.stderr
-    if done.returncode != 141:
-        assert FINE[deed][1] in done.stderr
 
 
 @every

@@ -88,15 +88,6 @@ def test_a_stack_in_use_goes_on_undisturbed(words: list[str], stack_file: Path, 
     assert engine.returncode == 0
 
 
-@every_look
-@every_kind
-def test_looking_changes_nothing(words: list[str], filled: Path, tmp_path: Path) -> None:
-    before = files(tmp_path)
-    done = command(*words, "-c", filled)
-    assert (done.code, done.err) == (0, "")
-    assert files(tmp_path) == before
-
-
 @every
 def test_a_folder_without_rights(words: list[str], filled: Path, tmp_path: Path) -> None:
     folder = tmp_path / "disk" / "blocks"

@@ -275,16 +275,6 @@ class TestExplain:
         assert done.code == 1
         assert "shorter than one chunk" in done.said
 
-    def test_an_empty_stack(self, stack_file: Path, prompt_file: Path) -> None:
-        done = command("explain", prompt_file, "-c", stack_file)
-        assert (done.code, done.out) == (1, "")
-        assert "holds nothing yet" in done.err
-
-    def test_keys_that_only_the_engine_can_compute(self, filled: Path, prompt_file: Path) -> None:
-        done = command("explain", prompt_file, "-c", filled)
-        assert done.code == 1
-        assert "cannot be computed here" in done.said
-
     @pytest.mark.slow
     def test_skipped_prompts_are_said_and_counted(self, stack_file: Path, tmp_path: Path) -> None:
         store(stack_file, ENGINE, 4)

@@ -104,17 +104,6 @@ def test_a_store_is_not_said_to_be_out_of_use(in_a_folder: Path, hold: Hold) -> 
         assert [line.split()[-1] for line in shown.splitlines()[-3:]] == ["yes", "yes", "-"]
 
 
-def test_bad_objects_are_found_and_removed(stack: Path, tmp_path: Path) -> None:
-    assert run("verify", "-c", stack)["counts"]["good"] == 3 * BLOCKS
-    victim = next(path for path in tmp_path.rglob("*-0") if path.is_file())
-    body = bytearray(victim.read_bytes())
-    body[-1] ^= 1
-    victim.write_bytes(body)
-    assert [row["tier"] for row in run("verify", "-c", stack, code=1)["bad"]] == [2]
-    assert run("verify", "-c", stack, "--repair")["repaired"] == 1
-    assert run("verify", "-c", stack)["counts"]["good"] == 3 * BLOCKS - 1
-
-
 def test_a_namespace_is_cleared(stack: Path) -> None:
     run("clear", NAMESPACE.id, "-c", stack, "--tier", "object", "--yes")
     assert objects(stack) == []
@@ -283,21 +272,6 @@ def test_what_told_of_blocks_that_went_goes(in_a_folder: Path, tmp_path: Path) -
         assert not any(NAMESPACE.id in name for name in objects(in_a_folder))
         assert run("gc", *args)["found"] == []
         assert run("ls", *args)["namespaces"][0]["namespace"] == other.id
-
-
-def test_prewarm_takes_all_namespaces_of_a_store(stack: Path, tmp_path: Path) -> None:
-    stack.write_text(stack.read_text().replace("16MiB", "640MiB"))  # for slabs of both
-    other = Namespace(facts={"model": "another"}, group_bytes=(4096,))
-    key = make_keys(1)[0]
-    with Stack.open(stack, other, engine="other") as opened:
-        opened.store({key: bytes(4096)})
-        assert opened.settle()
-    run("clear", "-c", stack, "--tier", "nvme", "--yes")
-    run("clear", "-c", stack, "--tier", "cpu", "--yes")
-    copied = {row["namespace"]: row["copied"] for row in run("prewarm", "-c", stack)["namespaces"]}
-    assert copied == {NAMESPACE.id: BLOCKS, other.id: 1}
-    parts = run("du", "-c", stack, "--tier", "nvme")[0]["namespaces"]
-    assert sorted(part["blocks"] for part in parts) == [1, BLOCKS]
 
 
 def test_blocks_are_chosen_by_the_room_they_will_take(in_a_folder: Path, tmp_path: Path) -> None:

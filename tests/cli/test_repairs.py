@@ -211,14 +211,6 @@ class TestClear:
         engine.communicate("check\n")
         assert engine.returncode == 0
 
-    def test_other_files_stay(self, filled: Path, tmp_path: Path) -> None:
-        folder = tmp_path / "disk" / "blocks"
-        (folder / "notes.txt").write_text("mine")
-        (folder / NAMESPACE.id / "letter.txt").write_text("mine")
-        run("clear", "-c", filled, "--yes")
-        assert (folder / "notes.txt").read_text() == "mine"
-        assert [path.name for path in (folder / NAMESPACE.id).iterdir()] == ["letter.txt"]
-
     def test_nothing_to_remove(self, stack_file: Path) -> None:
         assert command("clear", "-c", stack_file).out == "0 blocks (0 B) were removed\n"
 

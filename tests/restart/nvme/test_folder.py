@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from nvme_rig import SLAB_BLOCKS, Engine, LowDisk, child, expect
+from nvme_rig import Engine, LowDisk, child, expect
 
 from kvtier.backends.nvme.folder.files import is_empty, used_bytes
 from kvtier.backends.nvme.housekeeping.idle_namespaces import reclaim
@@ -21,20 +21,6 @@ from kvtier.testing.records import NAMESPACE, make_keys, sealed
 from kvtier.types import Namespace, Outcome
 
 OTHER = Namespace(facts={"model": "another"}, group_bytes=(8192,))
-
-
-def test_what_one_process_commits_another_finds(tmp_path: Path) -> None:
-    mine = Engine(tmp_path / "kv")
-    keys = make_keys(6)
-    with child(
-        "engine = Engine(Path(sys.argv[1])); engine.put(make_keys(6)); print('stored', flush=True)"
-        "\nsys.stdin.readline()",
-        tmp_path / "kv",
-    ) as writer:
-        expect(writer, "stored")
-        assert mine.read(keys) == keys
-        assert mine.put(keys) == [], "what a neighbour holds is not stored again"
-    mine.close()
 
 
 def test_slabs_of_the_dead_are_adopted_with_their_blocks(tmp_path: Path) -> None:
@@ -129,29 +115,6 @@ def test_capacity_holds_while_three_processes_write(tmp_path: Path) -> None:
     assert most <= watcher.capacity
     watcher.read([key for n in range(3) for key in make_keys(60, start=n * 1000)])
     watcher.close()
-
-
-def test_a_smaller_capacity_after_a_restart_is_obeyed(tmp_path: Path) -> None:
-    first = Engine(tmp_path / "kv", blocks=16)
-    first.put(make_keys(16))
-    first.close()
-    second = Engine(tmp_path / "kv", blocks=8)
-    for _ in range(4):
-        second.tier.refresh()
-    assert used_bytes(second.root) <= second.capacity
-    assert second.read(make_keys(16)), "what fits is still served"
-    second.close()
-
-
-def test_another_namespace_takes_room_from_idle_ones(tmp_path: Path) -> None:
-    old = Engine(tmp_path / "kv", blocks=8)
-    old.put(make_keys(8))
-    old.close()
-    new = Engine(tmp_path / "kv", blocks=8, namespace=OTHER)
-    assert len(new.put(make_keys(8))) == 8
-    assert used_bytes(new.root) <= new.capacity
-    assert not (tmp_path / "kv" / NAMESPACE.id).exists()
-    new.close()
 
 
 def test_what_idle_namespaces_hold_goes_after_their_empty_slabs(tmp_path: Path) -> None:
@@ -343,17 +306,6 @@ def test_what_is_not_to_be_kept_is_gone_after_a_crash(tmp_path: Path) -> None:
     after.close()
 
 
-def test_clear_is_not_undone_by_a_restart(tmp_path: Path) -> None:
-    engine = Engine(tmp_path / "kv", blocks=8)
-    engine.put(make_keys(12))  # some of them evicted again
-    engine.tier.clear()
-    engine.tier.flush()
-    engine.close()
-    after = Engine(tmp_path / "kv", blocks=8)
-    assert after.hits(make_keys(12)) == []
-    after.close()
-
-
 def test_what_landed_and_was_given_up_is_found_by_nobody(tmp_path: Path) -> None:
     """A transfer may end well for a block that was forgotten, or found bad, meanwhile."""
     mine, other = Engine(tmp_path / "kv", blocks=8), Engine(tmp_path / "kv", blocks=8)
@@ -369,14 +321,6 @@ def test_what_landed_and_was_given_up_is_found_by_nobody(tmp_path: Path) -> None
     again = Engine(tmp_path / "kv", blocks=8)
     assert again.hits(keys) == keys[1:]
     again.close()
-
-
-def test_files_are_private(tmp_path: Path) -> None:
-    engine = Engine(tmp_path / "kv")
-    engine.put(make_keys(SLAB_BLOCKS + 1))
-    for path in [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]:
-        assert path.stat().st_mode & 0o077 == 0, path
-    engine.close()
 
 
 def test_what_keeps_a_model_from_being_found_is_said_once(

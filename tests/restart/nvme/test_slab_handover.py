@@ -319,22 +319,6 @@ def test_more_slabs_than_any_engine_makes_can_be_numbered(tmp_path: Path) -> Non
     engine.close()
 
 
-def test_much_news_is_taken_in_over_several_calls(tmp_path: Path) -> None:
-    engine = Engine(tmp_path / "kv", blocks=4)
-    count = 1_500
-    keys = make_keys(4 * count)
-    for number in range(4):
-        mine = keys[number * count : (number + 1) * count]
-        engine.keeper.updates.append(
-            SlabUpdate(slab(number + 1, count), changes=(list(range(count)), mine))
-        )
-    found = engine.tier.lookup(keys).count(Presence.HIT)
-    assert found == 2 * count, "two of them are about as much as one call does"
-    engine.tier.tick()
-    assert engine.tier.lookup(keys).count(Presence.HIT) == 4 * count
-    engine.close()
-
-
 def test_for_others_slabs_that_go_nobody_looks_through_what_is_free_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
