@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from claim_simulation import CAPACITY, LEASE_S, LateStore, NameStore, World
@@ -15,9 +14,7 @@ from kvtier.backends.object.budget import budget as budget_module
 from kvtier.backends.object.budget.budget import Budget
 from kvtier.backends.object.budget.claim import Claim, claims_of_ended_writers, parse_claim
 from kvtier.backends.object.budget.claims import Claims
-from kvtier.backends.object.object_names import parse_block
 from kvtier.backends.object.stores.errors import Unavailable
-from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Buffer, PutOutcome
 
 
@@ -128,10 +125,6 @@ def test_who_has_ended_is_plain_to_see_or_not_said() -> None:
     store.put("claims/nothing-like-a-claim", [])
     assert set(claims_of_ended_writers(store, namespace)) == gone
     writer_ids.mark_ended(own)
-
-
-def weight(folder: Path) -> int:
-    return sum(i.size for i in FileStore(folder / "store").list() if parse_block(i.name))
 
 
 class Spaces:

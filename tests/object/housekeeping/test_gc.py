@@ -23,7 +23,7 @@ from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.core.slab.layout import keys_of
 from kvtier.testing.records import GROUPED, NAMESPACE, make_keys
 from kvtier.testing.subject import Rig
-from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey, Namespace, block_key
+from kvtier.types import BlockKey, Namespace, block_key
 
 RECORD = 12288
 
@@ -176,13 +176,9 @@ def test_what_is_too_old_goes_and_makes_room_for_what_is_not(rig: Rig) -> None:
         assert found.garbage_bytes == (2 + len(over)) * RECORD
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"{", GROUPED.to_json(), NAMESPACE.to_json() + b" " * NAMESPACE_BYTES_MAX]
-)
-def test_blocks_go_though_nothing_says_what_they_mean(rig: Rig, text: bytes) -> None:
-    """Or what says so is of another namespace, or longer than anything that we wrote."""
+def test_blocks_go_though_nothing_says_what_they_mean(rig: Rig) -> None:
     rig.put(make_keys(3))
-    (rig.folder / "store" / description_name(NAMESPACE.id)).write_bytes(text)
+    (rig.folder / "store" / description_name(NAMESPACE.id)).write_bytes(b"{")
     store = FileStore(rig.folder / "store")
     assert gc.collect(store, gc.survey(store, 0, None, time.time())) == (3, 0)
 

@@ -111,7 +111,9 @@ def test_one_trial_at_a_time() -> None:
     assert refused == [True]
 
 
-def test_and_say_that_the_store_is_well(caplog: pytest.LogCaptureFixture) -> None:
+def test_answers_about_an_object_say_that_the_store_is_well(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     short = errors.LengthMismatch("short")
     inner, clock = ScriptedStore([TRANSIENT, TRANSIENT, short] * 2), Clock()
