@@ -14,7 +14,7 @@ from cli_world import STACK, command, every_kind, run
 from kvtier import Stack
 from kvtier.backends.object.inspection import inspector, store_survey
 from kvtier.cli import app
-from kvtier.cli.commands import explain
+from kvtier.cli.commands.contents import explain
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.testing.records import payload
 from kvtier.types import BlockKey, Namespace, block_key

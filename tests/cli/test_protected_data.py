@@ -27,7 +27,7 @@ from kvtier.backends.object.inspection.temporary_objects import left_behind, new
 from kvtier.backends.object.object_names import description_name, uses_prefix
 from kvtier.backends.object.settings import open_for
 from kvtier.cli import app
-from kvtier.cli.commands import gc
+from kvtier.cli.commands.contents import gc
 from kvtier.cli.copying.targets import tier_to_fill
 from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
@@ -409,7 +409,7 @@ def test_a_file_that_appears_while_it_is_exported_stays(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from kvtier.cli.commands import export
+    from kvtier.cli.commands.copies import export
 
     file = tmp_path / "blocks.kvpack"
     proved = export._proved

@@ -18,7 +18,7 @@ from kvtier.backends.cpu.inspection import garbage as cpu_garbage
 from kvtier.backends.nvme.inspection import garbage as nvme_garbage
 from kvtier.backends.nvme.inspection import inspector as nvme_inspector
 from kvtier.backends.nvme.inspection.garbage import remove_home
-from kvtier.cli.commands import gc
+from kvtier.cli.commands.contents import gc
 from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
 from kvtier.core.inspection import measuring

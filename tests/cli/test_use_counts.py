@@ -14,7 +14,7 @@ from cli_world import command, run
 from kvtier import Stack
 from kvtier.backends.object.inspection import inspector, store_survey
 from kvtier.cli import app
-from kvtier.cli.commands.ls import layout_of
+from kvtier.cli.commands.contents.ls import layout_of
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey, Namespace
 

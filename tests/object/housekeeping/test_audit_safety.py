@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manual_keepers import CAPACITY, RECORD, blocks_in, filled, opened
+from manual_keepers import CAPACITY, RECORD, blocks_in, created, filled, opened
 
 from kvtier.backends.object import lock_yield as lock_yield_module
 from kvtier.backends.object import writer_ids
@@ -35,15 +35,12 @@ def test_nothing_is_dropped_as_long_as_nobody_knows_what_may_be_there(
     store = FileStore(tmp_path / "store")
     keys = filled(store, 50)
     keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
     for _ in range(2):
         assert tier.lookup(keys) == [Presence.HIT] * 50
         keeper.refresh()
         tier.tick()
     assert tier.prepare_store(make_keys(1, start=100)).keys
     assert blocks_in(store) == 50
-    keeper.close()
 
 
 def test_protected_blocks_make_no_room_for_another_namespace(tmp_path: Path) -> None:
@@ -68,8 +65,6 @@ def test_protected_blocks_make_no_room_for_another_namespace(tmp_path: Path) -> 
 def test_the_claims_of_the_dead_stand_until_what_they_left_is_written_down(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
     keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
     [key] = make_keys(1)
     store.put(block_name(NAMESPACE.id, key), [memoryview(bytes(RECORD))])
     dead = writer_ids.new_writer_id()
@@ -92,13 +87,12 @@ def test_the_claims_of_the_dead_stand_until_what_they_left_is_written_down(tmp_p
     assert keys_of(Journal(store, NAMESPACE).read_all()) == [key]
     tier.tick()
     assert keeper.budget.used == RECORD
-    keeper.close()
 
 
 @pytest.mark.parametrize("due", ["next_audit", "needed_audit"])
 def test_a_listing_that_failed_is_left_until_the_next_look(tmp_path: Path, due: str) -> None:
     store = FileStore(tmp_path / "store")
-    keeper, tier = opened(store)
+    keeper, tier = created(store)
     keeper.open(tier.offered)
     list_some, tried = store.list, 0
 
@@ -114,7 +108,6 @@ def test_a_listing_that_failed_is_left_until_the_next_look(tmp_path: Path, due: 
     for _ in range(3):
         keeper.run_once()
     assert tried == 1
-    keeper.close()
 
 
 def opened_with_yields(
@@ -124,7 +117,7 @@ def opened_with_yields(
     monkeypatch.setattr(lock_yield_module, "_SLICE_S", -1.0)
     store = FileStore(tmp_path / "store")
     filled(store, 3)
-    keeper, tier = opened(store)
+    keeper, tier = created(store)
     keeper.open(tier.offered)
     return store, keeper, tier
 

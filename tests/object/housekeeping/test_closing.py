@@ -12,18 +12,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from manual_keepers import opened
 
 from kvtier.backends.object.housekeeping import keeper as keeper_module
 from kvtier.backends.object.housekeeping.keeper import Keeper
-from kvtier.backends.object.housekeeping.keeper_limits import Limits
 from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.errors import StoreError, TimedOut
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.revocable import RevocableStore
 from kvtier.backends.object.stores.store import Buffer, ObjectInfo, PutOutcome
-from kvtier.backends.object.tier import ObjectTier
-from kvtier.core.eviction import create_policy
 from kvtier.testing.records import NAMESPACE, make_keys
 
 KEYS = make_keys(4)
@@ -71,10 +69,7 @@ class WatchedStore(FileStore):
 
 def busy(store: FileStore) -> Keeper:
     """With something of each kind still to do."""
-    keeper = Keeper(store, NAMESPACE, Limits(1 << 30, refresh_s=600.0, audit_s=600.0))
-    tier = ObjectTier(keeper, create_policy())
-    keeper.open(tier.offered)
-    tier.start()
+    keeper, _ = opened(store)
     for key in KEYS:
         store.put(block_name(NAMESPACE.id, key), [memoryview(bytes(12288))])
     keeper.outbox.added(KEYS[1:], [0] * 3, [12288] * 3)

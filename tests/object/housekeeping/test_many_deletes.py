@@ -114,7 +114,6 @@ def test_claims_are_renewed(store: SlowDeletes, how: str) -> None:
     while keeper.updates:
         tier.tick()
     assert tier.stats().blocks == keeper.budget.deleting == 0
-    keeper.close()
 
 
 @pytest.mark.parametrize("count", [1, 10 * AT_ONCE])
@@ -134,7 +133,6 @@ def test_what_was_stored_is_written_down_when_it_is_due_though_something_is_dele
     stated = neighbour.read_all()
     assert stated["kind"].tolist().count(REMOVED) == count
     assert new in keys_of(stated)
-    keeper.close()
 
 
 def test_who_closes_does_not_wait_for_them(store: SlowDeletes) -> None:
@@ -144,7 +142,6 @@ def test_who_closes_does_not_wait_for_them(store: SlowDeletes) -> None:
     with pytest.raises(Unfinished):
         keeper._audit()
     assert store.deletes == 3
-    keeper.close()
 
 
 def test_claims_are_renewed_while_what_is_known_is_compared(store: SlowDeletes) -> None:
@@ -162,7 +159,6 @@ def test_claims_are_renewed_while_what_is_known_is_compared(store: SlowDeletes) 
     assert max(later - at for at, later in pairwise(store.claimed_at)) <= keeper.limits.lease_s / 2
     tier.tick()
     assert (tier.stats().blocks, keeper.budget.used) == (BLOCKS, BLOCKS * BLOCK_BYTES)
-    keeper.close()
 
 
 def test_who_closes_while_others_are_listened_to_ends_in_peace(
@@ -185,7 +181,6 @@ def test_who_closes_while_others_are_listened_to_ends_in_peace(
     monkeypatch.setattr(keeper._journal, "read_new", stop_then_tell)
     keeper.run_once()
     assert store.deletes == 1
-    keeper.close()
 
 
 @pytest.mark.parametrize("how", ["cleared", "not written down"])
@@ -204,7 +199,6 @@ def test_no_manifest_takes_longer_than_a_put_may(
     assert len(found) == (4 if how == "cleared" else 2)
     assert sum(info.size for info in found) >= 64 * BLOCKS
     assert max(info.size for info in found) <= 64 * 600
-    keeper.close()
 
 
 class LockedBlocks(CountingStore):

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manual_keepers import created
 
 from kvtier.backends.object.housekeeping import use_counts as uses_module
-from kvtier.backends.object.housekeeping.keeper import Keeper
-from kvtier.backends.object.housekeeping.keeper_limits import Limits
 from kvtier.backends.object.housekeeping.use_counts import Uses, count_uses
 from kvtier.backends.object.manifests import manifest
 from kvtier.backends.object.manifests.manifest import ADDED, HEAD_BYTES, USED, Entries
@@ -262,10 +261,9 @@ def test_what_is_noted_while_the_store_is_away_takes_no_more_than_counts(tmp_pat
         def list(self, *args: object, **more: object) -> Iterator[ObjectInfo]:  # type: ignore[override]
             raise Unavailable("not now")
 
-    keeper = Keeper(Away(tmp_path / "store"), NAMESPACE, Limits(1 << 30, 600.0, 600.0))
+    keeper, _ = created(Away(tmp_path / "store"))
     for _ in range(100):
         keeper.uses.note(KEYS)
         keeper.run_once()
     assert len(keeper.uses._noted) == 0
     assert len(keeper.uses._counts) == len(KEYS)
-    keeper.close()

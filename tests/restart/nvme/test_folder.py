@@ -39,7 +39,6 @@ def test_slabs_of_the_dead_are_adopted_with_their_blocks(tmp_path: Path) -> None
     assert heir.put(new) == new, "the heir may evict in what it adopted"
     assert heir.read(new) == new
     assert used_bytes(heir.root) <= heir.capacity
-    heir.close()
 
 
 def test_a_slab_that_was_cut_short_keeps_its_room(tmp_path: Path) -> None:
@@ -52,7 +51,6 @@ def test_a_slab_that_was_cut_short_keeps_its_room(tmp_path: Path) -> None:
     engine.tier.prepare_store(make_keys(1, start=100))
     engine.tier.refresh()
     assert set(engine.root.rglob("*.slab")) == slabs
-    engine.close()
 
 
 def test_a_starving_engine_is_given_slabs(tmp_path: Path) -> None:
@@ -69,8 +67,6 @@ def test_a_starving_engine_is_given_slabs(tmp_path: Path) -> None:
     shares = [len({place >> 24 for place in _places(engine)}) for engine in (rich, poor)]
     assert shares[1] >= 1
     assert used_bytes(rich.root) <= rich.capacity
-    rich.close()
-    poor.close()
 
 
 @pytest.mark.parametrize("namespace", [NAMESPACE, OTHER], ids=["same", "other"])
@@ -89,8 +85,6 @@ def test_who_comes_later_has_its_part_in_the_end(tmp_path: Path, namespace: Name
     poor.keeper._full_until = 0.0
     poor.put(make_keys(8, start=100))
     assert not rich.keeper._shares.neighbours(rich.keeper.owner).lacking_room, "it has enough"
-    rich.close()
-    poor.close()
 
 
 def _places(engine: Engine) -> list[int]:
@@ -114,7 +108,6 @@ def test_capacity_holds_while_three_processes_write(tmp_path: Path) -> None:
         assert all(writer.returncode == 0 for writer in writers)
     assert most <= watcher.capacity
     watcher.read([key for n in range(3) for key in make_keys(60, start=n * 1000)])
-    watcher.close()
 
 
 def test_what_idle_namespaces_hold_goes_after_their_empty_slabs(tmp_path: Path) -> None:
@@ -159,7 +152,6 @@ def test_the_floor_stops_growth_and_gives_room_back(tmp_path: Path) -> None:
     engine.keeper._full_until = 0.0
     new = make_keys(4, start=100)
     assert engine.put(new) == new
-    engine.close()
 
 
 @pytest.mark.parametrize("namespace", [NAMESPACE, OTHER], ids=["same", "other"])
@@ -183,8 +175,6 @@ def test_who_may_have_nothing_for_its_own_floor_takes_nothing_from_others(
         poor.put(make_keys(1, start=200 + number))
         rich.tier.refresh()
     assert poor.own_slabs, "there is room for it again"
-    poor.close()
-    rich.close()
 
 
 def test_an_engine_starts_on_a_full_disk_and_stores_once_there_is_room(
@@ -207,7 +197,6 @@ def test_an_engine_starts_on_a_full_disk_and_stores_once_there_is_room(
     engine.keeper._full_until = 0.0
     assert engine.put(keys) == keys
     assert (engine.keeper.folder.home / "namespace.json").is_file()
-    engine.close()
 
 
 def test_a_description_too_long_for_memory_is_replaced(tmp_path: Path) -> None:
@@ -218,7 +207,6 @@ def test_a_description_too_long_for_memory_is_replaced(tmp_path: Path) -> None:
     engine.keeper.folder.establish()
     assert path.stat().st_size == len(text)
     assert path.read_bytes() == text
-    engine.close()
 
 
 def test_who_cannot_say_that_it_starves_says_so_later(
@@ -235,8 +223,6 @@ def test_who_cannot_say_that_it_starves_says_so_later(
         poor = Engine(tmp_path / "kv")
     poor.keeper.work(thorough=True)
     assert rich.keeper._shares.neighbours(rich.keeper.owner).lacking_room == {NAMESPACE.id}
-    poor.close()
-    rich.close()
 
 
 def test_a_removed_folder_is_made_anew(tmp_path: Path) -> None:
@@ -248,7 +234,6 @@ def test_a_removed_folder_is_made_anew(tmp_path: Path) -> None:
     engine.keeper._full_until = 0.0
     assert engine.put(keys) == keys
     assert engine.read(keys) == keys
-    engine.close()
 
 
 @pytest.mark.parametrize("suffix", [".slab", ".table"])
@@ -268,7 +253,6 @@ def test_files_cut_short_while_open_cost_blocks_only(tmp_path: Path, suffix: str
     fresh = make_keys(4, start=200)
     after.keeper._full_until = 0.0
     assert after.put(fresh) == fresh
-    after.close()
 
 
 def test_a_stopped_process_delays_nobody(tmp_path: Path) -> None:
@@ -291,7 +275,6 @@ def test_a_stopped_process_delays_nobody(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "kv" / "lock", os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel let go of it
     os.close(fd)
-    engine.close()
 
 
 def test_what_is_not_to_be_kept_is_gone_after_a_crash(tmp_path: Path) -> None:
@@ -303,7 +286,6 @@ def test_what_is_not_to_be_kept_is_gone_after_a_crash(tmp_path: Path) -> None:
         assert victim.wait() == -signal.SIGKILL
     after = Engine(tmp_path / "kv")
     assert after.hits(make_keys(4)) == []
-    after.close()
 
 
 def test_what_landed_and_was_given_up_is_found_by_nobody(tmp_path: Path) -> None:
@@ -320,7 +302,6 @@ def test_what_landed_and_was_given_up_is_found_by_nobody(tmp_path: Path) -> None
     other.close()
     again = Engine(tmp_path / "kv", blocks=8)
     assert again.hits(keys) == keys[1:]
-    again.close()
 
 
 def test_what_keeps_a_model_from_being_found_is_said_once(
