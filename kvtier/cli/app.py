@@ -114,8 +114,8 @@ def _exit_codes() -> Iterator[None]:
     except (KVTierError, OSError) as error:
         unwritten = console.end_output(console.EXIT_OK)  # it may have been standard output's
         raise typer.Exit(unwritten or console.explain(error)) from None
-    except signals.Told as told:
-        raise typer.Exit(128 + told.number) from None
+    except signals.EndSignal as ended:
+        raise typer.Exit(128 + ended.number) from None
     except KeyboardInterrupt:
         raise typer.Exit(signals.EXIT_INTERRUPTED) from None
 

@@ -91,7 +91,7 @@ def test_interrupted_it_leaves_nothing(number: int, stack_file: Path, tmp_path: 
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-def test_what_is_being_measured_is_no_rubbish(
+def test_what_is_being_measured_is_no_garbage(
     stack_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it takes, and in whatever kind of place."""

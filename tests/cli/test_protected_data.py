@@ -133,7 +133,7 @@ def test_what_lies_behind_a_link_is_somebody_elses(stack_file: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_mark_that_may_not_be_tried_hides_no_other_rubbish(stored: Path, tmp_path: Path) -> None:
+def test_a_mark_that_may_not_be_tried_hides_no_other_garbage(stored: Path, tmp_path: Path) -> None:
     """As where root has filled a folder once, and was killed."""
     home = tmp_path / "disk" / "blocks" / NAMESPACE.id
     odd = home / "owners" / "0000bbbb"
@@ -366,7 +366,7 @@ def test_what_keeps_host_memory_from_being_removed_is_said(filled: Path) -> None
     assert path.exists()
 
 
-def test_rubbish_that_goes_makes_room_for_slabs(filled: Path, tmp_path: Path) -> None:
+def test_garbage_that_goes_makes_room_for_slabs(filled: Path, tmp_path: Path) -> None:
     """Slabs go only for what is beyond the capacity without it."""
     config = load(filled)
     bench = tmp_path / "disk" / "blocks" / f"{BENCH_MARK}1-x"
