@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from cli_world import command, every_kind, run, served
+from clocks import Clock
 
 from kvtier import Stack
 from kvtier.backends.nvme.tier import NvmeTier
@@ -307,19 +308,6 @@ def test_a_copy_with_a_trouble_is_not_whole(trouble: str) -> None:
     assert result.whole
     setattr(result, trouble, 1)
     assert not result.whole
-
-
-class Clock:
-    """Time passes only while somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class TestPace:

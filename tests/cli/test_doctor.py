@@ -318,12 +318,10 @@ def test_a_store_that_refuses_to_delete_several_at_once_is_found_out(
     """To a bucket that is another request, with a right of its own perhaps."""
 
     class Refusing(FileStore):
-        def delete(
-            self, names: Sequence[str], *, deadline: float | None = None
-        ) -> Mapping[str, StoreError]:
+        def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
             if len(names) > deletes._FEW:
                 raise AccessDenied("no POST here")
-            return super().delete(names, deadline=deadline)
+            return super().delete(names, **more)
 
     store = Refusing(tmp_path / "store")
     stack_file.write_text(

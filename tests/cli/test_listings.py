@@ -122,8 +122,8 @@ def test_what_keeps_two_namespaces_of_a_model_apart(stack_file: Path, tmp_path: 
     assert "engine: 2 here, 1 there" in shown
     assert "model: model here, a/model there" in shown
     assert "dtype:" not in shown
-    told = json.loads(command("show", new.id, "-c", stack_file, "--json").out)
-    assert [each["fact"] for each in told["differs"][old.id]] == ["engine", "model"]
+    shown = json.loads(command("show", new.id, "-c", stack_file, "--json").out)
+    assert [each["fact"] for each in shown["differs"][old.id]] == ["engine", "model"]
 
 
 @pytest.mark.parametrize("weights", ["equal", "other"])

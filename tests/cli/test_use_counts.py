@@ -115,8 +115,8 @@ def test_a_copy_takes_the_counts_along_once(
         copy = ["prewarm" if into != "object" else "restore"]
     before = used_at(used)
     for copied in (0 if how == "store to store" and into == "object" else 8, 0):
-        (told,) = run(*copy, "-c", fresh, "--into", into)["namespaces"]
-        assert told["copied"] == copied
+        (report,) = run(*copy, "-c", fresh, "--into", into)["namespaces"]
+        assert report["copied"] == copied
         assert hits_in(fresh, into) == HITS
     (part,) = run("ls", "-c", fresh, "--tier", into)["namespaces"]
     assert part["hits"] == 4

@@ -34,11 +34,9 @@ class ListedStore(FileStore):
         names = [block_name(NAMESPACE.id, key) for key in keys]
         self.blocks = [ObjectInfo(name, RECORD, modified_s) for name in names]
 
-    def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
-    ) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
         if prefix:
-            return super().list(prefix, after=after, deadline=deadline)
+            return super().list(prefix, **more)
         return iter(self.blocks)
 
 

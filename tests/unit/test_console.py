@@ -72,26 +72,6 @@ class TestTheFrame:
         assert done.returncode == 0
         assert max(map(len, done.stdout.splitlines())) <= 52
 
-    @pytest.mark.parametrize("command", [["config", "schema", "--built-in"], ["--help"]])
-    def test_output_into_a_closed_pipe(self, command: list[str]) -> None:
-        reader, writer = os.pipe()
-        os.close(reader)
-        done = subprocess.run([KVTIER, *command], stdout=writer, stderr=subprocess.PIPE, text=True)
-        os.close(writer)
-        assert (done.returncode, done.stderr) == (141, "")
-
-    def test_output_to_a_full_disk(self) -> None:
-        with open("/dev/full", "wb") as full:
-            done = subprocess.run(
-                [KVTIER, "config", "schema", "--built-in"],
-                stdout=full,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        assert done.returncode == 1
-        assert "No space left" in done.stderr
-        assert "Traceback" not in done.stderr
-
     @pytest.mark.parametrize(
         ("body", "code", "says"),
         [

@@ -233,19 +233,19 @@ def test_a_claim_that_could_not_be_renewed_stands_as_long_as_its_lease(landed: b
 def test_a_listing_that_comes_late_takes_nobody_for_dead(late_s: float) -> None:
     world = World(0, 2)
     store = world.store = LateStore(lambda: world.now, late_s)
-    told = 0
+    heard = 0
     for model in world.writers:
         model.claims._store = store
     for _ in range(60):
         for model in world.writers:
             model.look()
             store.remember(world.stated)
-            told += len(model.heard)
+            heard += len(model.heard)
             model.apply()
         world.now += 5.0
     assert all(model.claims.cap.measured for model in world.writers), "nothing need be listed again"
     assert all(model.budget.hold(1)[0] == 1 for model in world.writers)
-    assert told > 30
+    assert heard > 30
     assert len(store.names) <= 4, "old claims go when the new ones are shown"
 
 

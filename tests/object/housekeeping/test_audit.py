@@ -72,8 +72,8 @@ def test_what_is_gone_is_told_a_little_at_a_time(store: ListedStore) -> None:
     most = 0
     while tier.stats().blocks:
         tier.tick()
-        told = [event for event in tier.take_events() if event.kind is EventKind.REMOVED]
-        most = max(most, sum(len(event.keys) for event in told))
+        removals = [event for event in tier.take_events() if event.kind is EventKind.REMOVED]
+        most = max(most, sum(len(event.keys) for event in removals))
     assert 0 < most <= 1024
 
 
@@ -83,10 +83,8 @@ class PartialStore(FileStore):
 
     hidden: frozenset[str] = frozenset()
 
-    def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
-    ) -> Iterator[ObjectInfo]:
-        listed = super().list(prefix, after=after, deadline=deadline)
+    def list(self, prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
+        listed = super().list(prefix, **more)
         return (info for info in listed if info.name not in self.hidden)
 
 
@@ -239,13 +237,13 @@ def test_closing_does_not_wait_for_a_store_that_hangs(
 
 def test_a_tier_that_nobody_asks_does_not_pile_up_news(store: ListedStore) -> None:
     keeper, tier = opened(store)
-    told = []
+    grants = []
     for _ in range(50):
         keeper.schedule.next_look = 0.0
         keeper.run_once()
-        told.append(keeper.updates[0].grant)
+        grants.append(keeper.updates[0].grant)
     assert len(keeper.updates) == 1
-    assert len({id(standing) for standing in told}) == 50, "the last one is what it hears"
+    assert len({id(grant) for grant in grants}) == 50, "the last one is what it hears"
     tier.tick()
     assert not keeper.updates
     keeper.schedule.next_look = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from simulated_fleet import BLOCK_BYTES, NAMESPACE, CountingStore
@@ -48,21 +49,12 @@ class SlowDeletes(CountingStore):
 
     deletes_at_once = AT_ONCE
 
-    def put(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        *,
-        if_absent: bool = False,
-        deadline: float | None = None,
-    ) -> PutOutcome:
+    def put(self, name: str, buffers: Sequence[Buffer], **more: Any) -> PutOutcome:
         if name.startswith("claims/"):
             self.claimed_at.append(self.now)
-        return super().put(name, buffers, if_absent=if_absent, deadline=deadline)
+        return super().put(name, buffers, **more)
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
         if names and parse_block(names[0]):
             assert len(names) <= AT_ONCE
             self.now += 1.0
@@ -70,7 +62,7 @@ class SlowDeletes(CountingStore):
             if self.deletes == self.stops_at:
                 assert self.keeper is not None
                 self.keeper._stopping = True
-        return super().delete(names, deadline=deadline)
+        return super().delete(names, **more)
 
 
 @pytest.fixture
@@ -209,13 +201,11 @@ class LockedBlocks(CountingStore):
         self.locked = True
         self.asked_at: list[float] = []
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
         if self.locked and names and parse_block(names[0]):
             self.asked_at.append(self.now)
             return {name: AccessDenied("it is locked") for name in names}
-        return super().delete(names, deadline=deadline)
+        return super().delete(names, **more)
 
 
 class RefusedDeletes(CountingStore):
@@ -223,12 +213,10 @@ class RefusedDeletes(CountingStore):
 
     error: StoreError | None = None
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
         if self.error is not None and names and parse_block(names[0]):
             raise self.error
-        return super().delete(names, deadline=deadline)
+        return super().delete(names, **more)
 
 
 @pytest.mark.parametrize(

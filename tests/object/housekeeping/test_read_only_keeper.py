@@ -30,19 +30,10 @@ SLOT = record_bytes(NAMESPACE.payload_bytes)
 class ReadOnlyStore(FileStore):
     """A folder that may only be read."""
 
-    def put(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        *,
-        if_absent: bool = False,
-        deadline: float | None = None,
-    ) -> PutOutcome:
+    def put(self, name: str, buffers: Sequence[Buffer], **more: Any) -> PutOutcome:
         raise AccessDenied(f"no right to write {name}")
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
         raise AccessDenied("no right to delete")
 
     def sweep(self, older_than_s: float) -> Iterator[int]:

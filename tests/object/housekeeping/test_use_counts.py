@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clocks import Clock
 from manual_keepers import created
 
 from kvtier.backends.object.housekeeping import use_counts as uses_module
@@ -22,13 +23,6 @@ from kvtier.types import BlockKey
 
 KEYS = make_keys(8)
 PREFIX = uses_prefix(NAMESPACE.id)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def entries_of(kind: int, keys: Sequence[BlockKey], counts: Sequence[int]) -> Entries:
@@ -71,7 +65,7 @@ def test_all_servers_count_together(store: FileStore) -> None:
 
 
 def test_a_list_is_written_when_it_is_due(store: FileStore) -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     uses = Uses(store, NAMESPACE, 600.0, clock=clock)
     for at, expected in ((1.0, 0), (601.0, 2), (602.0, 2), (1202.0, 4)):
         clock.now = at
@@ -88,9 +82,7 @@ def test_many_lists_become_one(store: FileStore) -> None:
 
 
 class Undeletable(FileStore):
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
         return {name: Unavailable("not now") for name in names}
 
 
@@ -108,7 +100,7 @@ def test_what_is_joined_but_still_there_counts_once(store: FileStore, tmp_path: 
 
 
 def test_a_store_that_is_away_costs_no_count(store: FileStore, tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(0.0)
 
     class Away(FileStore):
         def put(self, *args: object, **more: object) -> object:  # type: ignore[override]
@@ -245,7 +237,7 @@ def test_what_else_lies_there_does_not_hide_lists(store: FileStore) -> None:
 
 
 def test_what_cannot_be_deleted_is_not_joined_at_every_look(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     store = Undeletable(tmp_path / "store")
     uses = Uses(store, NAMESPACE, 600.0, clock=clock)
     for _ in range(40):

@@ -38,8 +38,8 @@ def test_what_goes_here_is_found_where_another_has_stored_it_at_the_same_time(pa
     mine.tier.take_events()
     for start in range(100, 140, 4):
         mine.put(make_keys(4, start=start))
-    told = [event.kind for event in mine.tier.take_events() if make_keys(1)[0] in event.keys]
-    assert told == [EventKind.REMOVED, EventKind.STORED]
+    kinds = [event.kind for event in mine.tier.take_events() if make_keys(1)[0] in event.keys]
+    assert kinds == [EventKind.REMOVED, EventKind.STORED]
     assert mine.read(make_keys(1)) == make_keys(1)
 
 

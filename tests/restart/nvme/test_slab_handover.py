@@ -206,10 +206,10 @@ def test_a_slab_that_changes_hands_is_no_news_of_its_blocks(tmp_path: Path) -> N
         expect(neighbour, "changed")
     neighbour.wait()
     assert mine.hits(keys) == keys[1:5]
-    told = {kind: set[BlockKey]() for kind in EventKind}
+    keys_by_kind = {kind: set[BlockKey]() for kind in EventKind}
     for event in mine.tier.take_events():
-        told[event.kind].update(event.keys)
-    assert told == {EventKind.REMOVED: {keys[0]}, EventKind.STORED: {keys[4]}}
+        keys_by_kind[event.kind].update(event.keys)
+    assert keys_by_kind == {EventKind.REMOVED: {keys[0]}, EventKind.STORED: {keys[4]}}
 
 
 def test_what_comes_back_after_it_was_lost_is_told(tmp_path: Path) -> None:
