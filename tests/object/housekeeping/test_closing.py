@@ -43,28 +43,17 @@ class WatchedStore(FileStore):
         if self.fails is not None and self.fails(what, name):
             raise TimedOut("it takes too long")
 
-    def put(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        *,
-        if_absent: bool = False,
-        deadline: float | None = None,
-    ) -> PutOutcome:
-        self._note("put", name, deadline)
-        return super().put(name, buffers, if_absent=if_absent, deadline=deadline)
+    def put(self, name: str, buffers: Sequence[Buffer], **more: Any) -> PutOutcome:
+        self._note("put", name, more.get("deadline"))
+        return super().put(name, buffers, **more)
 
-    def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
-    ) -> Iterator[ObjectInfo]:
-        self._note("list", prefix, deadline)
-        return super().list(prefix, after=after, deadline=deadline)
+    def list(self, prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
+        self._note("list", prefix, more.get("deadline"))
+        return super().list(prefix, **more)
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
-        self._note("delete", names[0] if names else "", deadline)
-        return super().delete(names, deadline=deadline)
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
+        self._note("delete", names[0] if names else "", more.get("deadline"))
+        return super().delete(names, **more)
 
 
 def busy(store: FileStore) -> Keeper:
