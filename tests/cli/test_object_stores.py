@@ -13,7 +13,7 @@ from typing import Any
 
 import object_servers
 import pytest
-from cli_world import Hold, command, run
+from cli_world import Hold, command, fill, run
 
 from kvtier import Stack
 from kvtier.backends.object.inspection.temporary_objects import new_bench, new_probe
@@ -395,9 +395,7 @@ def test_a_target_that_is_down_is_called_that(
     """And not a tier without room, after a while of waiting for some."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nobody")
-    with Stack.open(in_a_folder, NAMESPACE) as stack:
-        stack.store({key: payload(key) for key in make_keys(BLOCKS)})
-        assert stack.settle()
+    fill(in_a_folder)
     down = 'url: "s3://bucket/kv", region: none, endpoint: "http://127.0.0.1:9"'
     text = in_a_folder.read_text()
     if words[0] == "prewarm":
@@ -416,9 +414,7 @@ def test_a_target_that_is_down_is_called_that(
 def test_what_host_memory_holds_is_described_by_another_tier(
     in_a_folder: Path, tmp_path: Path
 ) -> None:
-    with Stack.open(in_a_folder, NAMESPACE) as stack:
-        stack.store({key: payload(key) for key in make_keys(BLOCKS)})
-        assert stack.settle()
+    fill(in_a_folder)
     words = ["export", tmp_path / "blocks.kvpack", "--tier", "cpu", "-c", in_a_folder]
     assert run(*words)["namespaces"][0]["copied"] == BLOCKS
     lines = in_a_folder.read_text().splitlines(keepends=True)
@@ -437,9 +433,7 @@ def test_a_web_server_is_no_store(
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nobody")
-    with Stack.open(in_a_folder, NAMESPACE) as stack:
-        stack.store({key: payload(key) for key in make_keys(BLOCKS)})
-        assert stack.settle()
+    fill(in_a_folder)
     with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         web = f'url: "s3://bucket/kv", endpoint: "http://127.0.0.1:{server.server_port}"'
