@@ -312,7 +312,7 @@ def test_a_copy_with_a_trouble_is_not_whole(trouble: str) -> None:
 
 class TestPace:
     def test_so_many_bytes_a_second(self) -> None:
-        clock = Clock()
+        clock = Clock(100.0)
         pace = Pace(1000, clock.sleep, clock)
         for _ in range(4):
             pace.spend(500)
@@ -329,7 +329,7 @@ class TestPace:
     @pytest.mark.parametrize("rate", [100_000, 1_000_000, 10_000_000])
     def test_no_byte_is_read_before_its_time(self, fresh: Path, rate: int) -> None:
         """At every moment, what was read is within what the time so far allows."""
-        clock = Clock()
+        clock = Clock(100.0)
         begin = clock.now
         size = NAMESPACE.payload_bytes
         count = 300

@@ -82,7 +82,7 @@ HITS = [3, 1, 0, 0, 0, 0, 0, 0]
 
 
 def hits_in(stack: Path, tier: str) -> list[int]:
-    rows = run("ls", NAMESPACE.id, "-c", stack, "--tier", tier)["blocks"]
+    rows = run("ls", NAMESPACE.id[:8].upper(), "-c", stack, "--tier", tier)["blocks"]
     hits = {row["key"]: row["hits"] for row in rows}
     assert {row["used"] is None for row in rows if not row["hits"]} == {True}
     return [hits[key.hex()] for key in KEYS]
