@@ -19,10 +19,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.belady import replay_belady
 from benchmarks.eviction_workloads import CAPACITIES, WORKLOADS
 from benchmarks.report import Report
 from kvtier.core.eviction import DEFAULT, UNKNOWN, EvictionPolicy, create_policy, policy_names
-from kvtier.core.eviction.traces.belady import replay_belady
 from kvtier.core.eviction.traces.replay import block_keys, replay
 from kvtier.core.eviction.traces.trace import Request, read_trace
 from kvtier.errors import KVTierError

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from kvtier.backends.nvme import NvmeHandler, NvmeTier
 from kvtier.backends.nvme.folder.folder import NvmeFolder
@@ -41,7 +42,11 @@ class LowDisk(Disk):
 
 
 class Engine:
-    """A tier with its handler. No keeper thread: a test says when the keeper works."""
+    """A tier with its handler. No keeper thread: a test says when the keeper works.
+
+    What a test of `restart/nvme` leaves open is closed at its end."""
+
+    opened: ClassVar[list[Engine]] = []
 
     def __init__(
         self,
@@ -75,6 +80,7 @@ class Engine:
         self.handler = NvmeHandler(
             root, namespace, threads=2, direct=True, power_safe=False, disk=disk
         )
+        self.opened.append(self)
 
     @property
     def own_slabs(self) -> set[int]:
@@ -113,6 +119,8 @@ class Engine:
         return [key for key in hits if key not in failed]
 
     def close(self) -> None:
+        if self in self.opened:
+            self.opened.remove(self)
         self.handler.close()
         self.tier.close()
 

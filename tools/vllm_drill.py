@@ -19,7 +19,7 @@ from pathlib import Path
 
 from vllm_wheel import download
 
-from kvtier.vllm.hooks.touch_points.report import told
+from kvtier.vllm.hooks.touch_points.report import as_lines
 from kvtier.vllm.hooks.touch_points.source_check import check, wheel
 from kvtier.vllm.hooks.versions import numbers_of
 
@@ -30,7 +30,7 @@ def drill(path: Path) -> bool:
     with zipfile.ZipFile(path) as archive:
         findings = check(wheel(archive), numbers_of(version))
     print(f"vLLM {version}, by its sources alone:")
-    for line in told(findings):
+    for line in as_lines(findings):
         print(line)
     return not any(finding.moved for finding in findings)
 

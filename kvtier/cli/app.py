@@ -15,26 +15,27 @@ from kvtier import __version__
 from kvtier.cli import console, signals
 from kvtier.errors import KVTierError
 
-# Name, and what it does. The command is the Typer `app` of the file with that name in `commands/`.
+# Name, room in `commands/`, and what it does. The command is the Typer `app` of the file with that
+# name there.
 COMMANDS = {
-    "config": "Check, show and start stack files.",
-    "serve": "Serve a model with vLLM, its KV cache kept in a stack.",
-    "demo": "See what it is good for: a prompt cold, warm, after a crash.",
-    "ls": "List what a stack holds.",
-    "du": "Show how full each tier is.",
-    "show": "Show one namespace or one block.",
-    "explain": "Say why a prompt hits or misses.",
-    "verify": "Check every record of a stack.",
-    "gc": "Remove what nobody will ask for again.",
-    "clear": "Remove blocks.",
-    "doctor": "Look for what is wrong, and say what to do.",
-    "prewarm": "Fill a tier before it is asked.",
-    "snapshot": "Copy what a stack holds to an object store.",
-    "restore": "Copy a snapshot back into a stack.",
-    "export": "Write blocks to a file.",
-    "import": "Take blocks in from a file.",
-    "plan": "Say what a stack is worth for a model.",
-    "bench": "Measure the tiers of a stack.",
+    "config": ("setup", "Check, show and start stack files."),
+    "serve": ("setup", "Serve a model with vLLM, its KV cache kept in a stack."),
+    "demo": ("setup", "See what it is good for: a prompt cold, warm, after a crash."),
+    "ls": ("contents", "List what a stack holds."),
+    "du": ("contents", "Show how full each tier is."),
+    "show": ("contents", "Show one namespace or one block."),
+    "explain": ("contents", "Say why a prompt hits or misses."),
+    "verify": ("contents", "Check every record of a stack."),
+    "gc": ("contents", "Remove what nobody will ask for again."),
+    "clear": ("contents", "Remove blocks."),
+    "doctor": ("setup", "Look for what is wrong, and say what to do."),
+    "prewarm": ("copies", "Fill a tier before it is asked."),
+    "snapshot": ("copies", "Copy what a stack holds to an object store."),
+    "restore": ("copies", "Copy a snapshot back into a stack."),
+    "export": ("copies", "Write blocks to a file."),
+    "import": ("copies", "Take blocks in from a file."),
+    "plan": ("setup", "Say what a stack is worth for a model."),
+    "bench": ("setup", "Measure the tiers of a stack."),
 }
 
 _NAMED = {
@@ -83,7 +84,7 @@ class _Commands(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        help_text = COMMANDS.get(cmd_name)
+        _, help_text = COMMANDS.get(cmd_name, ("", None))
         return None if help_text is None else TyperCommand(cmd_name, help=help_text)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -113,8 +114,8 @@ def _exit_codes() -> Iterator[None]:
     except (KVTierError, OSError) as error:
         unwritten = console.end_output(console.EXIT_OK)  # it may have been standard output's
         raise typer.Exit(unwritten or console.explain(error)) from None
-    except signals.Told as told:
-        raise typer.Exit(128 + told.number) from None
+    except signals.EndSignal as ended:
+        raise typer.Exit(128 + ended.number) from None
     except KeyboardInterrupt:
         raise typer.Exit(signals.EXIT_INTERRUPTED) from None
 
@@ -122,12 +123,13 @@ def _exit_codes() -> Iterator[None]:
 def load(name: str) -> Any:
     """Import one command."""
     file = "import_" if name == "import" else name  # no module can have a keyword's name
-    module = import_module(f"kvtier.cli.commands.{file}")
+    room, help_text = COMMANDS[name]
+    module = import_module(f"kvtier.cli.commands.{room}.{file}")
     for each in module.app.registered_commands:
         each.cls = _Command
     command = typer.main.get_command(module.app)
     command.name = name
-    command.help = command.help or COMMANDS[name]
+    command.help = command.help or help_text
     return command
 
 

@@ -15,8 +15,8 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What people and services end a command by: Ctrl-C, `kill`, a closed terminal."""
 
 
-class Told(KeyboardInterrupt):
-    """To end, by one of these signals."""
+class EndSignal(KeyboardInterrupt):
+    """One of these signals came."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -34,11 +34,11 @@ def begin() -> None:
     """There will be something to undo: from now on what ends a command is an exception."""
     for number in ENDING:
         if signal.getsignal(number) is _leave:
-            signal.signal(number, _tell)
+            signal.signal(number, _raise)
 
 
-def _tell(number: int, frame: FrameType | None) -> None:
-    raise Told(number)
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise EndSignal(number)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -141,7 +141,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
     # -- the scheduler's side ------------------------------------------------------------------
 
     @cached_property
-    def _resting(self) -> IdleRequests:
+    def _idle_requests(self) -> IdleRequests:
         return IdleRequests(self.connector_scheduler)
 
     @cached_property
@@ -185,7 +185,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        self._resting.forget(request.request_id)
+        self._idle_requests.forget(request.request_id)
         if self._without_hits:
             return request_states.without_hits(self, request, num_computed_tokens)
         limit = request_states.load_limit(self, request, num_computed_tokens)
@@ -218,7 +218,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
-        self._resting.forget(request.request_id)
+        self._idle_requests.forget(request.request_id)
         if request.status.name == "FINISHED_ERROR":  # amid its prompt, perhaps
             self._manager.keep_no_more(request.request_id)
         found = self._hands_over and self._manager.hands_over(request.request_id)
@@ -231,7 +231,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         return self.request_finished(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        if self._resting.all_rest(scheduler_output, self._given):
+        if self._idle_requests.all_rest(scheduler_output, self._given):
             meta = scheduler_steps.nothing_to_transfer()
             self._manager.on_schedule_end()
         else:
@@ -246,9 +246,9 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         """Have vLLM's side find out what there is to be stored and loaded."""
         if self._given is not None:
             self._given.tell(self.connector_scheduler, scheduler_output)
-        step = self._resting.leave_out(scheduler_output)
+        step = self._idle_requests.leave_out(scheduler_output)
         meta = super().build_connector_meta(scheduler_steps.read_as_0_33(self, step))
-        self._resting.looked_at(step)
+        self._idle_requests.looked_at(step)
         return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -266,7 +266,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
                 request = self._manager.report(number, report)
                 if request is not None:
                     request_states.store_again(self, request)
-                    self._resting.wake(request)
+                    self._idle_requests.wake(request)
         super().update_connector_output(connector_output)
 
     def get_kv_connector_stats(self) -> Any:
@@ -288,7 +288,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         return bool(super().has_pending_push_work())
 
     def reset_cache(self) -> Any:
-        self._resting.wake_all()
+        self._idle_requests.wake_all()
         with scheduler_steps.resettable(self):
             done = super().reset_cache()
         failure_tolerant_worker.finish_stores()

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
-from cli_world import KVTIER, Hold, command, every_kind, run
+from cli_world import KVTIER, every_kind, run
 from msgspec import structs
 
 from kvtier.cli import app
@@ -72,18 +72,6 @@ def test_nothing_is_left_behind(stack_file: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-@pytest.mark.slow
-def test_a_stack_in_use_is_not_disturbed(stack_file: Path, tmp_path: Path, hold: Hold) -> None:
-    hold(stack_file)
-    before = everything(tmp_path)
-    done = command("bench", "-c", stack_file, *SMALL)
-    assert (done.code, done.err) == (0, "")
-    assert everything(tmp_path) == before
-    wanted = {key: payload(key) for key in make_keys(8)}
-    with Stack.open(stack_file, NAMESPACE, engine="second") as stack:
-        assert stack.load(list(wanted)) == wanted
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_it_leaves_nothing(number: int, stack_file: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
@@ -103,7 +91,7 @@ def test_interrupted_it_leaves_nothing(number: int, stack_file: Path, tmp_path: 
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-def test_what_is_being_measured_is_no_rubbish(
+def test_what_is_being_measured_is_no_garbage(
     stack_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it takes, and in whatever kind of place."""

@@ -14,7 +14,7 @@ from kvtier import Stack
 from kvtier.backends.cpu.inspection import garbage as cpu_garbage
 from kvtier.backends.nvme.folder.files import hold_owner
 from kvtier.backends.nvme.inspection.offline_locks import has_owner_now
-from kvtier.cli.commands import gc
+from kvtier.cli.commands.contents import gc
 from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
 from kvtier.core.inspection import Garbage, Proof

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import Hold, command, every_kind, run, served
+from cli_world import command, every_kind, run, served
+from clocks import Clock
 
 from kvtier import Stack
 from kvtier.backends.nvme.tier import NvmeTier
@@ -80,10 +81,6 @@ class TestPrewarm:
         (report,) = run("prewarm", "-c", fresh, "--from", filled)["namespaces"]
         assert (report["asked"], report["copied"]) == (BLOCKS, BLOCKS)
         assert served(fresh) == BLOCKS
-
-    @every_kind
-    def test_again_there_is_nothing_to_do(self, filled: Path, fresh: Path) -> None:
-        run("prewarm", "-c", fresh, "--from", filled)
         (report,) = run("prewarm", "-c", fresh, "--from", filled)["namespaces"]
         assert (report["copied"], report["already_there"]) == (0, BLOCKS)
 
@@ -143,13 +140,6 @@ class TestPrewarm:
             engine.communicate("go\n")
         assert (engine.returncode, done.code) == (0, 1), done.out
         assert "stop the engine meanwhile" in done.err
-
-    @every_kind
-    def test_from_a_stack_in_use(self, stack_file: Path, fresh: Path, hold: Hold) -> None:
-        engine = hold(stack_file)
-        assert run("prewarm", "-c", fresh, "--from", stack_file)["ok"]
-        engine.communicate("check\n")
-        assert engine.returncode == 0
 
     def test_into_host_memory_before_an_engine_starts(self, filled: Path, fresh: Path) -> None:
         run("prewarm", "-c", fresh, "--from", filled, "--into", "cpu")
@@ -320,22 +310,9 @@ def test_a_copy_with_a_trouble_is_not_whole(trouble: str) -> None:
     assert not result.whole
 
 
-class Clock:
-    """Time passes only while somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 class TestPace:
     def test_so_many_bytes_a_second(self) -> None:
-        clock = Clock()
+        clock = Clock(100.0)
         pace = Pace(1000, clock.sleep, clock)
         for _ in range(4):
             pace.spend(500)
@@ -352,7 +329,7 @@ class TestPace:
     @pytest.mark.parametrize("rate", [100_000, 1_000_000, 10_000_000])
     def test_no_byte_is_read_before_its_time(self, fresh: Path, rate: int) -> None:
         """At every moment, what was read is within what the time so far allows."""
-        clock = Clock()
+        clock = Clock(100.0)
         begin = clock.now
         size = NAMESPACE.payload_bytes
         count = 300
@@ -394,21 +371,6 @@ class TestSnapshots:
         (report,) = run("restore", "-c", fresh, "--from", store)["namespaces"]
         assert report["copied"] == BLOCKS
         assert served(fresh) == BLOCKS
-
-    def test_back_into_host_memory(self, filled: Path, fresh: Path, tmp_path: Path) -> None:
-        store = f"file://{tmp_path}/snapshot"
-        run("snapshot", "-c", filled, "--to", store, "--hottest")
-        run("restore", "-c", fresh, "--from", store, "--into", "cpu")
-        assert run("du", "-c", fresh, "--tier", "cpu")[0]["blocks"] == BLOCKS
-        assert run("du", "-c", fresh, "--tier", "nvme")[0]["blocks"] == 0
-        assert served(fresh) == BLOCKS
-
-    @every_kind
-    def test_of_a_running_stack(self, stack_file: Path, tmp_path: Path, hold: Hold) -> None:
-        engine = hold(stack_file)
-        run("snapshot", "-c", stack_file, "--to", f"file://{tmp_path}/snapshot")
-        engine.communicate("check\n")
-        assert engine.returncode == 0
 
     def test_without_a_store(self, filled: Path) -> None:
         assert "name a url" in command("snapshot", "-c", filled).err

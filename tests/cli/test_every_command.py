@@ -1,285 +1,285 @@
-"""What every command that looks at a stack does where something is not as it should be.
+"""What every command does where something is wrong with the stack.
 
-The other commands are in test_every_deed.py.
+Whatever is wrong: no traceback, one sentence a trouble, what is not kvtier's stays as it was, and
+what can be done is done.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-from itertools import count
+import re
 from pathlib import Path
 
 import pytest
-from cli_world import Hold, command, every_kind
+from cli_world import Done, Hold, command, every_kind, fill, stack_text
 
-from kvtier import Stack
-from kvtier.testing.records import NAMESPACE, make_keys, payload
-from kvtier.types import Namespace
+from kvtier.cli import app
+from kvtier.core.slab import layout
+from kvtier.testing.records import NAMESPACE
 
 pytestmark = pytest.mark.slow
 
-QUICK_BENCH = ["bench", "--chunk", "4KiB", "--blocks", "2", "--rounds", "1"]
-LOOKS = [
-    ["ls"],
-    ["ls", NAMESPACE.id],
-    ["du"],
-    ["show", NAMESPACE.id],
-    ["verify"],
-    ["verify", "--sample=50%"],
-    ["gc", "--dry-run"],
-]
-ALL = [*LOOKS, QUICK_BENCH, ["doctor"]]
+DEEDS = {
+    "explain": "explain {folder}/prompt.jsonl -c {stack}",
+    "prewarm into": "prewarm --from {good} -c {stack}",
+    "prewarm from": "prewarm --from {stack} -c {empty}",
+    "prewarm prompts": "prewarm --from {stack} -c {empty} --prompts {folder}/prompt.jsonl",
+    "snapshot": "snapshot --to file://{folder}/new -c {stack}",
+    "restore": "restore --from file://{folder}/store -c {stack}",
+    "export": "export {folder}/new.kvpack -c {stack}",
+    "import": "import {folder}/blocks.kvpack -c {stack}",
+    "plan": "plan {folder}/model.json --no-measure --prefill 1000 -c {stack}",
+    "clear": "clear --yes -c {stack}",
+    "gc": "gc -c {stack}",
+    "repair": "verify --repair -c {stack}",
+    "config check": "config check {stack}",
+    "config show": "config show {stack}",
+    "serve": "serve {folder}/model -c {stack}",
+}
+LOOKS = {
+    "ls": "ls -c {stack}",
+    "ls one": f"ls {NAMESPACE.id} -c {{stack}}",
+    "du": "du -c {stack}",
+    "show one": f"show {NAMESPACE.id} -c {{stack}}",
+    "verify": "verify -c {stack}",
+    "gc dry run": "gc --dry-run -c {stack}",
+}
+DEEDS |= LOOKS | {
+    "bench": "bench --chunk 4KiB --blocks 2 --rounds 1 -c {stack}",
+    "doctor": "doctor --no-measure -c {stack}",
+}
+KVTIERS = {"lock", "owners", NAMESPACE.id, "namespace.json"}
+SLAB = re.compile(r"[0-9a-f]{8}(\.slab|\.table)?")
+NO_VLLM = (2, "is not installed here")
+NO_KEYS = (1, "its keys were made by no engine")
+NEWER = (1, "left alone: update kvtier")
+DOWN = (1, "see that the store is running, and kvtier doctor")
+RIGHTS = (1, "Permission denied; run this as its owner")
+MINE = (1, "it is left alone: remove it if it is nobody's")
+FINE = dict.fromkeys(DEEDS, (0, "")) | {
+    "explain": NO_KEYS,
+    "prewarm prompts": NO_KEYS,
+    "serve": NO_VLLM,
+}
+NOTHING = (0, "there is nothing to copy")
+EMPTY = FINE | {
+    "explain": (1, "holds nothing yet"),
+    "prewarm from": NOTHING,
+    "prewarm prompts": NOTHING,
+    "snapshot": NOTHING,
+    "export": (1, "nothing here to export"),
+    "ls one": (1, "kvtier ls shows all"),
+    "show one": (1, "see kvtier ls"),
+}
+IN_USE = FINE | {"clear": (1, "is in use: stop its engine")}
+STORE_DOWN = FINE | dict.fromkeys(["prewarm from", "export", "clear", "gc", "repair"], DOWN)
+STORE_DOWN |= dict.fromkeys([*LOOKS, "bench"], DOWN)
+STORE_DOWN["doctor"] = (1, "see that it is running and can be reached from here")
+NO_RIGHTS = dict.fromkeys(DEEDS, (2, "no right to write"))
+NO_RIGHTS |= dict.fromkeys(
+    ["explain", "prewarm from", "prewarm prompts", "snapshot", "export", "clear", "gc", "repair"],
+    RIGHTS,
+)
+NO_RIGHTS |= dict.fromkeys(LOOKS, RIGHTS) | {"doctor": (1, "no right to write")}
+for _deed in ("plan", "config show"):  # which may speak of another machine's stack
+    NO_RIGHTS[_deed] = FINE[_deed]
+NO_RIGHTS_WITHIN = FINE | dict.fromkeys(DEEDS, RIGHTS)
+for _deed in ("plan", "config check", "config show", "serve", "bench", "doctor"):
+    NO_RIGHTS_WITHIN[_deed] = FINE[_deed]
+for _deed in ("prewarm into", "restore", "import"):
+    NO_RIGHTS_WITHIN[_deed] = (
+        1,
+        "another user has stored there: give it to the user of the engines",
+    )
+OTHERS = FINE | dict.fromkeys(["prewarm from", "snapshot", "export", "clear", "gc", "repair"], MINE)
+OTHERS |= dict.fromkeys(LOOKS, MINE)
+OF_NEWER = FINE | dict.fromkeys(
+    ["prewarm from", "prewarm prompts", "snapshot", "export", "clear", "gc", "repair"], NEWER
+)
+OF_NEWER |= dict.fromkeys(LOOKS, NEWER) | {"explain": NEWER}
+every = pytest.mark.parametrize("deed", DEEDS)
+IN_USE_BY_ONE = IN_USE | dict.fromkeys(["prewarm into", "restore", "import"], (1, "cannot use"))
+"""Of a medium that one process at a time may use."""
 
 
-def names(commands: list[list[str]]) -> list[str]:
-    return ["-".join(words[:2]).replace(NAMESPACE.id, "one") for words in commands]
+class Scene:
+    """A stack with blocks in it, and beside it what the commands need."""
+
+    def __init__(self, folder: Path, stack: Path, kind: str) -> None:
+        self.folder, self.stack, self.kind = folder, stack, kind
+        self.good, self.empty = self.another("good"), self.another("empty")
+
+    @property
+    def blocks(self) -> Path:
+        return self.folder / "disk" / "blocks"
+
+    def another(self, name: str) -> Path:
+        home = self.folder / name
+        (home / "host").mkdir(parents=True)
+        (home / "disk").mkdir()
+        path = home / "stack.yaml"
+        path.write_text(stack_text(home / "host", home / "disk" / "blocks", self.kind))
+        return path
+
+    def words(self, deed: str) -> list[str]:
+        places = {"stack": self.stack, "good": self.good, "empty": self.empty}
+        return [word.format(folder=self.folder, **places) for word in DEEDS[deed].split()]
+
+    def run(self, deed: str) -> Done:
+        """In this process, because there are many; a traceback would fail the test."""
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = app.run(self.words(deed))
+        return Done(code, out.getvalue(), err.getvalue())
 
 
-FACTS = {"model": "x" * 20, "dtype": "torch.bfloat16", "block_tokens": "128", "chunk_blocks": "16"}
-every = pytest.mark.parametrize("words", ALL, ids=names(ALL))
-every_look = pytest.mark.parametrize("words", LOOKS, ids=names(LOOKS))
+@pytest.fixture
+def scene(stack_file: Path, tmp_path: Path, second_tier: str) -> Scene:
+    """The stack itself is empty."""
+    scene = Scene(tmp_path, stack_file, second_tier)
+    fill(scene.good)
+    (tmp_path / "prompt.jsonl").write_text(json.dumps({"tokens": list(range(600))}))
+    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 64}
+    (tmp_path / "model.json").write_text(json.dumps(config))
+    (tmp_path / "model").mkdir()
+    for words in (
+        ["export", tmp_path / "blocks.kvpack"],
+        ["snapshot", "--to", f"file://{tmp_path}/store"],
+    ):
+        assert app.run([*map(str, words), "-c", str(scene.good)]) == 0
+    return scene
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+@pytest.fixture
+def stocked(scene: Scene) -> Scene:
+    """With blocks in the stack itself, which nobody uses."""
+    fill(scene.stack)
+    return scene
 
 
-@every
-def test_a_missing_file(words: list[str], tmp_path: Path) -> None:
-    done = command(*words, "-c", tmp_path / "none.yaml")
-    assert (done.code, done.out) == (2, "")
-    assert "there is no such file" in done.err
-    assert len(done.err.splitlines()) == 1
+def check(done: Done, expected: tuple[int, str]) -> None:
+    code, says = expected
+    assert (done.code, says in done.said) == (code, True), (done.out, done.err)
+    assert "Traceback" not in done.err
 
 
-@every
-def test_no_file_named(words: list[str]) -> None:
-    done = command(*words)
-    assert done.code == 2
-    assert "--config" in done.err
+def state(folder: Path) -> dict[str, tuple[int, int]]:
+    """All files below a folder, by what would show that one was written."""
+    found = {str(path): path.lstat() for path in folder.rglob("*")}
+    return {name: (info.st_mtime_ns, info.st_size) for name, info in found.items()}
 
 
 @every
 @every_kind
-def test_an_empty_stack(words: list[str], stack_file: Path, tmp_path: Path) -> None:
-    before = files(tmp_path)
-    done = command(*words, "-c", stack_file)
-    if NAMESPACE.id in words:
-        assert done.code == 1
-        assert "kvtier ls" in done.err
-    else:
-        assert (done.code, done.err) == (0, "")
-        assert done.out
-    assert files(tmp_path) == before
+def test_an_empty_stack(deed: str, scene: Scene) -> None:
+    check(scene.run(deed), EMPTY[deed])
 
 
 @every
 @every_kind
-def test_a_stack_in_use_goes_on_undisturbed(words: list[str], stack_file: Path, hold: Hold) -> None:
-    engine = hold(stack_file)
-    done = command(*words, "-c", stack_file)
-    assert (done.code, done.err) == (0, "")
+def test_a_stack_in_use_goes_on_undisturbed(deed: str, scene: Scene, hold: Hold) -> None:
+    engine = hold(scene.stack)
+    check(scene.run(deed), (IN_USE if scene.kind == "nvme" else IN_USE_BY_ONE)[deed])
     engine.communicate("check\n")
     assert engine.returncode == 0
 
 
-@every_look
-@every_kind
-def test_looking_changes_nothing(words: list[str], filled: Path, tmp_path: Path) -> None:
-    before = files(tmp_path)
-    done = command(*words, "-c", filled)
-    assert (done.code, done.err) == (0, "")
-    assert files(tmp_path) == before
+@every
+def test_a_store_that_is_down(deed: str, stocked: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "nobody")
+    stocked.stack.write_text(
+        f"{stocked.stack.read_text()}  - {{kind: object, capacity: 64MiB, region: none, "
+        'url: "s3://bucket/kv", endpoint: "http://127.0.0.1:9"}\n'
+    )
+    check(stocked.run(deed), STORE_DOWN[deed])
 
 
 @every
-def test_a_folder_without_rights(words: list[str], filled: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "disk" / "blocks"
+@pytest.mark.parametrize("within", [False, True], ids=["folder", "namespace"])
+def test_a_folder_without_rights(deed: str, stocked: Scene, within: bool) -> None:
+    folder = stocked.blocks / NAMESPACE.id if within else stocked.blocks
     folder.chmod(0)
     try:
-        done = command(*words, "-c", filled, rights=False)
+        done = command(*stocked.words(deed), rights=False)
     finally:
         folder.chmod(0o700)
-    if words in LOOKS:
-        assert done.code == 1
-        assert f"{folder}: Permission denied; run this as its owner" in done.err
-        assert ("unknown" in done.out) is (words == ["du"])
-    else:
-        assert done.code == (1 if words == ["doctor"] else 2)
-        assert "no right to write" in done.said
-        assert "change its owner" in done.said
-
-
-@every_look
-def test_a_namespace_without_rights(words: list[str], filled: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "disk" / "blocks" / NAMESPACE.id
-    folder.chmod(0)
-    try:
-        done = command(*words, "-c", filled, rights=False)
-    finally:
-        folder.chmod(0o700)
-    assert done.code == 1
-    assert "Permission denied; run this as its owner" in done.err
+    check(done, NO_RIGHTS_WITHIN[deed] if within else NO_RIGHTS[deed])
 
 
 @every
-def test_a_folder_full_of_other_files(words: list[str], filled: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "disk" / "blocks"
-    (folder / "photos").mkdir()
-    (folder / "photos" / "owners").write_text("not a folder")
-    (folder / "notes.txt").write_text("mine")
-    (folder / ("ab" * 16)).mkdir()
-    (folder / ("ab" * 16) / "00000000.table").write_text("no table")
-    (folder / NAMESPACE.id / "letters.table").write_text("no table either")
+def test_a_folder_full_of_other_files(deed: str, stocked: Scene) -> None:
+    folder = stocked.blocks
+    for name in ("photos", "photos/owners", "ab" * 16):
+        (folder / name).mkdir()
+    for name in ("a.slab", "b.making", "c.12345678.making", "owners/d", "namespace.json"):
+        (folder / "photos" / name).write_text("mine")
+    for name in ("notes.txt", f"{'ab' * 16}/00000000.table", f"{NAMESPACE.id}/letters.table"):
+        (folder / name).write_text("mine")
+    (folder / NAMESPACE.id / "x.making").write_text("mine")
     (folder / "link").symlink_to("nowhere")
     os.mkfifo(folder / "pipe")
-    os.mkfifo(folder / NAMESPACE.id / "0badbeef.table")
-    before = {str(path): path.lstat().st_mtime_ns for path in folder.rglob("*")}
-    done = command(*words, "-c", filled)
-    if words[0] in ("bench", "doctor"):
-        assert done.code == 0
-    else:
-        assert done.code == 1
-        assert all("; " in line for line in done.err.splitlines())
-    assert {str(path): path.lstat().st_mtime_ns for path in folder.rglob("*")} == before
+    if deed != "clear":  # it bears the name of a slab
+        os.mkfifo(folder / NAMESPACE.id / "0badbeef.table")
+    mine = {name: at for name, at in state(folder).items() if Path(name).name not in KVTIERS}
+    mine = {name: at for name, at in mine.items() if not SLAB.fullmatch(Path(name).name)}
+    if deed == "gc":  # which removes the table in it, because there is no slab
+        del mine[str(folder / ("ab" * 16))]
+    check(stocked.run(deed), OTHERS[deed])
+    after = state(folder)
+    assert {name: after.get(name) for name in mine} == mine
+    assert (folder / ("ab" * 16)).is_dir()
 
 
-@every_look
-def test_slabs_of_a_newer_version(words: list[str], filled: Path, tmp_path: Path) -> None:
-    tables = [*tmp_path.rglob("*.table"), *tmp_path.rglob("*.region")]
-    assert len(tables) >= 2
-    for table in tables:
-        with table.open("r+b") as file:
+@every
+def test_files_of_a_newer_version(deed: str, stocked: Scene) -> None:
+    files = [*stocked.blocks.rglob("*.table"), *(stocked.folder / "host").glob("*.region")]
+    for path in files:
+        with path.open("r+b") as file:
             file.seek(8)
             file.write(b"\2")
-    before = files(tmp_path)
-    done = command(*words, "-c", filled)
-    assert done.code == 1
-    assert done.err.count("left alone: update kvtier") == len(tables)
-    assert files(tmp_path) == before
+    before = {path: path.read_bytes() for path in files}
+    check(stocked.run(deed), OF_NEWER[deed])
+    assert {path: path.read_bytes() for path in files} == before
+
+
+def test_what_is_newer_stays_beside_what_is_cleared(stocked: Scene) -> None:
+    newer = stocked.blocks / NAMESPACE.id / "0badbeef.table"
+    (table,) = [
+        path for path in newer.parent.glob("*.table") if any(path.read_bytes()[layout.TABLE_AT :])
+    ]
+    text = bytearray(table.read_bytes())
+    text[8] = 2
+    newer.write_bytes(text)
+    check(stocked.run("clear"), NEWER)
+    assert [path.name for path in newer.parent.glob("*.table")] == [newer.name]
+    assert newer.read_bytes() == text
 
 
 @every
 @every_kind
-def test_forty_columns(words: list[str], filled: Path) -> None:
-    done = command(*words, "-c", filled, columns=40)
-    assert (done.code, done.err) == (0, "")
+def test_forty_columns(deed: str, stocked: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    done = stocked.run(deed)
+    check(done, FINE[deed])
     for line in done.out.splitlines():
         one_long_word = max(map(len, line.split()), default=0) > 20
         assert len(line) <= 40 or one_long_word, line
 
 
-def test_a_block_takes_a_line_of_a_terminal(filled: Path) -> None:
-    out = command("ls", NAMESPACE.id, "-c", filled, "-t", "nvme", columns=80).out
-    head, _, *lines = out.splitlines()
-    assert head.split() == ["tier", "key", "group", "size", "hits", "last", "hit", "age"]
-    assert len(lines) == 8
-    shown = command("show", lines[0].split()[2], "-c", filled)
-    assert shown.code == 0
-    assert "namespace  " + NAMESPACE.id in shown.out
-
-
-def test_a_tier_takes_a_line_of_a_terminal(filled: Path) -> None:
-    """Under a line for each namespace, with what is the same in all tiers."""
-    with Stack.open(filled, Namespace(facts=FACTS, group_bytes=(4096,))) as stack:
-        key = make_keys(1)[0]
-        stack.store({key: bytes(4096)})
-        assert stack.settle()
-    out = command("ls", "-c", filled, columns=80).out
-    assert max(map(len, out.splitlines())) <= 80
-    sections = [section.splitlines() for section in out.split("\n\n")]
-    assert sorted(section[0].split()[1] for section in sections) == ["testing", "x" * 20]
-    for _, head, _, *lines in sections:
-        assert head.split()[:4] == ["tier", "blocks", "size", "hits"]
-        assert {line.split()[1] for line in lines} <= {"cpu", "nvme"}
-    wide = command("ls", "-c", filled, columns=160).out
-    assert wide.split()[:3] == ["tier", "namespace", "model"]
-
-
 @every
-@every_kind
-def test_json(words: list[str], filled: Path) -> None:
-    done = command(*words, "-c", filled, "--json")
-    assert (done.code, done.err) == (0, "")
-    assert json.loads(done.out)
+def test_a_missing_stack_file(deed: str, scene: Scene) -> None:
+    scene.stack.unlink()
+    done = scene.run(deed)
+    check(done, (2, "there is no such file"))
+    assert len(done.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("words", [["ls"], ["show", "{id}"], ["show", "{id}", "--json"]])
-def test_names_do_not_command_the_terminal(words: list[str], stack_file: Path) -> None:
-    """A namespace's facts come from whoever may write to the folder or bucket."""
-    hostile = Namespace(facts={"model": "\x1b]0;mine\x07\x9b2J\r"}, group_bytes=(4096,))
-    with Stack.open(stack_file, hostile) as stack:
-        key = make_keys(1)[0]
-        stack.store({key: payload(key, hostile)})
-        assert stack.settle()
-    done = command(*[word.format(id=hostile.id) for word in words], "-c", stack_file)
-    assert done.code == 0
-    assert "mine" in done.out
-    assert not set(done.out) & set("\x1b\x07\r") | set(done.err)
-    assert "--json" in words or "\x9b" not in done.out
-
-
-def test_of_two_namespaces_with_the_same_digits_none_is_shown(
-    stack_file: Path, tmp_path: Path
-) -> None:
-    seen: dict[str, Namespace] = {}
-    for number in count():
-        first = Namespace(facts={"model": str(number)}, group_bytes=(4096,))
-        second = seen.setdefault(first.id[:4], first)
-        if second is not first:
-            break
-    for namespace in (first, second):
-        home = tmp_path / "disk" / "blocks" / namespace.id
-        home.mkdir(parents=True)
-        (home / "namespace.json").write_bytes(namespace.to_json())
-    done = command("show", first.id[:4], "-c", stack_file, "--json")
-    assert (done.code, done.out) == (1, "")
-    assert "2 namespaces begin with" in done.err
-    done = command("show", first.id, "-c", stack_file)
-    assert (done.code, "is another, because" in done.out) == (0, False), (
-        "another model's is no news"
-    )
-
-
-def test_what_keeps_two_namespaces_of_a_model_apart(stack_file: Path, tmp_path: Path) -> None:
-    shared = {"model": "a/model", "dtype": "bfloat16"}
-    old = Namespace(facts=shared | {"engine": "1"}, group_bytes=(4096,))
-    new = Namespace(facts=shared | {"engine": "2", "model": "model"}, group_bytes=(4096,))
-    for namespace in (old, new):
-        home = tmp_path / "disk" / "blocks" / namespace.id
-        home.mkdir(parents=True)
-        (home / "namespace.json").write_bytes(namespace.to_json())
-    shown = command("show", new.id, "-c", stack_file).out
-    assert f"the same model's namespace {old.id[:12]} is another, because" in shown
-    assert "engine: 2 here, 1 there" in shown
-    assert "model: model here, a/model there" in shown
-    assert "dtype:" not in shown
-    told = json.loads(command("show", new.id, "-c", stack_file, "--json").out)
-    assert [each["fact"] for each in told["differs"][old.id]] == ["engine", "model"]
-
-
-@pytest.mark.parametrize("weights", ["equal", "other"])
-def test_one_model_under_two_names(weights: str, stack_file: Path, tmp_path: Path) -> None:
-    """`./model` and `/models/model`, say, whose name stands in the digest of the configuration."""
-    facts = {"model": "./model", "model_config": "1", "weights": "equal", "dtype": "bfloat16"}
-    again = facts | {"model": "/models/model", "model_config": "2", "weights": weights}
-    both = [Namespace(facts=each, group_bytes=(4096,)) for each in (facts, again)]
-    for namespace in both:
-        with Stack.open(stack_file, namespace) as stack:
-            key = make_keys(1)[0]
-            stack.store({key: bytes(4096)})
-            assert stack.settle()
-    tokens = tmp_path / "prompts.jsonl"
-    tokens.write_text('{"tokens": [1]}\n')
-    names = [f"{each.id[:12]} ({each.facts['model']})" for each in both]
-    fresh = tmp_path / "fresh.yaml"
-    fresh.write_text(stack_file.read_text().replace("/blocks", "/fresh"))
-    for words in (["ls"], ["explain", tokens], ["prewarm", "--from", stack_file]):
-        done = command(*words, "-c", fresh if words[0] == "prewarm" else stack_file)
-        assert all((name in done.said) is (weights == "equal") for name in names), words
-        assert ("the same weights under several names" in done.said) is (weights == "equal")
+@pytest.mark.parametrize("columns", [40, 200])
+def test_the_demo_says_that_it_needs_vllm(columns: int) -> None:
+    done = command("demo", columns=columns)
+    check(done, NO_VLLM)
+    assert len(done.err.splitlines()) == 1

@@ -14,7 +14,7 @@ from cli_world import STACK, command, every_kind, run
 from kvtier import Stack
 from kvtier.backends.object.inspection import inspector, store_survey
 from kvtier.cli import app
-from kvtier.cli.commands import explain
+from kvtier.cli.commands.contents import explain
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.testing.records import payload
 from kvtier.types import BlockKey, Namespace, block_key
@@ -274,16 +274,6 @@ class TestExplain:
         done = command("explain", path, "-c", stack_file)
         assert done.code == 1
         assert "shorter than one chunk" in done.said
-
-    def test_an_empty_stack(self, stack_file: Path, prompt_file: Path) -> None:
-        done = command("explain", prompt_file, "-c", stack_file)
-        assert (done.code, done.out) == (1, "")
-        assert "holds nothing yet" in done.err
-
-    def test_keys_that_only_the_engine_can_compute(self, filled: Path, prompt_file: Path) -> None:
-        done = command("explain", prompt_file, "-c", filled)
-        assert done.code == 1
-        assert "cannot be computed here" in done.said
 
     @pytest.mark.slow
     def test_skipped_prompts_are_said_and_counted(self, stack_file: Path, tmp_path: Path) -> None:

@@ -42,12 +42,10 @@ class Counting(FileStore):
         super().__init__(root)
         self.waiting = self.most = self.listed = 0
 
-    def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
-    ) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
         position = 0
         while True:
-            found = list(super().list(prefix, after=after, deadline=deadline))
+            found = list(super().list(prefix, **more))
             if not self.by_number:
                 page, rest = found, []
             else:  # a page is what stands there now, behind as many as were listed before
@@ -63,9 +61,7 @@ class Counting(FileStore):
             if not rest:
                 return
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
         self.waiting -= len(names)
         kept = [name for name in names if name == self.protected]
         super().delete([name for name in names if name not in kept])

@@ -13,7 +13,7 @@ from typing import Any
 
 import object_servers
 import pytest
-from cli_world import Hold, command, run
+from cli_world import Hold, command, fill, run
 
 from kvtier import Stack
 from kvtier.backends.object.inspection.temporary_objects import new_bench, new_probe
@@ -102,17 +102,6 @@ def test_a_store_is_not_said_to_be_out_of_use(in_a_folder: Path, hold: Hold) -> 
     for words in (["ls"], ["show", NAMESPACE.id]):
         shown = command(*words, "-c", in_a_folder).out
         assert [line.split()[-1] for line in shown.splitlines()[-3:]] == ["yes", "yes", "-"]
-
-
-def test_bad_objects_are_found_and_removed(stack: Path, tmp_path: Path) -> None:
-    assert run("verify", "-c", stack)["counts"]["good"] == 3 * BLOCKS
-    victim = next(path for path in tmp_path.rglob("*-0") if path.is_file())
-    body = bytearray(victim.read_bytes())
-    body[-1] ^= 1
-    victim.write_bytes(body)
-    assert [row["tier"] for row in run("verify", "-c", stack, code=1)["bad"]] == [2]
-    assert run("verify", "-c", stack, "--repair")["repaired"] == 1
-    assert run("verify", "-c", stack)["counts"]["good"] == 3 * BLOCKS - 1
 
 
 def test_a_namespace_is_cleared(stack: Path) -> None:
@@ -285,21 +274,6 @@ def test_what_told_of_blocks_that_went_goes(in_a_folder: Path, tmp_path: Path) -
         assert run("ls", *args)["namespaces"][0]["namespace"] == other.id
 
 
-def test_prewarm_takes_all_namespaces_of_a_store(stack: Path, tmp_path: Path) -> None:
-    stack.write_text(stack.read_text().replace("16MiB", "640MiB"))  # for slabs of both
-    other = Namespace(facts={"model": "another"}, group_bytes=(4096,))
-    key = make_keys(1)[0]
-    with Stack.open(stack, other, engine="other") as opened:
-        opened.store({key: bytes(4096)})
-        assert opened.settle()
-    run("clear", "-c", stack, "--tier", "nvme", "--yes")
-    run("clear", "-c", stack, "--tier", "cpu", "--yes")
-    copied = {row["namespace"]: row["copied"] for row in run("prewarm", "-c", stack)["namespaces"]}
-    assert copied == {NAMESPACE.id: BLOCKS, other.id: 1}
-    parts = run("du", "-c", stack, "--tier", "nvme")[0]["namespaces"]
-    assert sorted(part["blocks"] for part in parts) == [1, BLOCKS]
-
-
 def test_blocks_are_chosen_by_the_room_they_will_take(in_a_folder: Path, tmp_path: Path) -> None:
     """Not by what they take where they are: a small group's are small in a store, and have a whole
     slot each on a disk."""
@@ -421,9 +395,7 @@ def test_a_target_that_is_down_is_called_that(
     """And not a tier without room, after a while of waiting for some."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nobody")
-    with Stack.open(in_a_folder, NAMESPACE) as stack:
-        stack.store({key: payload(key) for key in make_keys(BLOCKS)})
-        assert stack.settle()
+    fill(in_a_folder)
     down = 'url: "s3://bucket/kv", region: none, endpoint: "http://127.0.0.1:9"'
     text = in_a_folder.read_text()
     if words[0] == "prewarm":
@@ -442,9 +414,7 @@ def test_a_target_that_is_down_is_called_that(
 def test_what_host_memory_holds_is_described_by_another_tier(
     in_a_folder: Path, tmp_path: Path
 ) -> None:
-    with Stack.open(in_a_folder, NAMESPACE) as stack:
-        stack.store({key: payload(key) for key in make_keys(BLOCKS)})
-        assert stack.settle()
+    fill(in_a_folder)
     words = ["export", tmp_path / "blocks.kvpack", "--tier", "cpu", "-c", in_a_folder]
     assert run(*words)["namespaces"][0]["copied"] == BLOCKS
     lines = in_a_folder.read_text().splitlines(keepends=True)
@@ -463,9 +433,7 @@ def test_a_web_server_is_no_store(
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nobody")
-    with Stack.open(in_a_folder, NAMESPACE) as stack:
-        stack.store({key: payload(key) for key in make_keys(BLOCKS)})
-        assert stack.settle()
+    fill(in_a_folder)
     with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         web = f'url: "s3://bucket/kv", endpoint: "http://127.0.0.1:{server.server_port}"'

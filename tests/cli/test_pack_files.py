@@ -43,13 +43,6 @@ def test_what_a_link_of_that_name_names_stays(filled: Path, tmp_path: Path) -> N
     assert other.read_text() == "mine"
 
 
-def test_an_empty_stack(stack_file: Path, tmp_path: Path) -> None:
-    done = command("export", tmp_path / "x", "-c", stack_file)
-    assert done.code == 1
-    assert "nothing here" in done.err
-    assert not (tmp_path / "x").exists()
-
-
 @pytest.mark.parametrize("cut", [0, 5, 100, 6000, -1, -9000])
 def test_a_file_cut_short(filled: Path, fresh: Path, tmp_path: Path, cut: int) -> None:
     file = tmp_path / "blocks.kvpack"

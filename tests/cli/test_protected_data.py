@@ -27,7 +27,7 @@ from kvtier.backends.object.inspection.temporary_objects import left_behind, new
 from kvtier.backends.object.object_names import description_name, uses_prefix
 from kvtier.backends.object.settings import open_for
 from kvtier.cli import app
-from kvtier.cli.commands import gc
+from kvtier.cli.commands.contents import gc
 from kvtier.cli.copying.targets import tier_to_fill
 from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
@@ -133,7 +133,7 @@ def test_what_lies_behind_a_link_is_somebody_elses(stack_file: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_mark_that_may_not_be_tried_hides_no_other_rubbish(stored: Path, tmp_path: Path) -> None:
+def test_a_mark_that_may_not_be_tried_hides_no_other_garbage(stored: Path, tmp_path: Path) -> None:
     """As where root has filled a folder once, and was killed."""
     home = tmp_path / "disk" / "blocks" / NAMESPACE.id
     odd = home / "owners" / "0000bbbb"
@@ -366,7 +366,7 @@ def test_what_keeps_host_memory_from_being_removed_is_said(filled: Path) -> None
     assert path.exists()
 
 
-def test_rubbish_that_goes_makes_room_for_slabs(filled: Path, tmp_path: Path) -> None:
+def test_garbage_that_goes_makes_room_for_slabs(filled: Path, tmp_path: Path) -> None:
     """Slabs go only for what is beyond the capacity without it."""
     config = load(filled)
     bench = tmp_path / "disk" / "blocks" / f"{BENCH_MARK}1-x"
@@ -409,7 +409,7 @@ def test_a_file_that_appears_while_it_is_exported_stays(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from kvtier.cli.commands import export
+    from kvtier.cli.commands.copies import export
 
     file = tmp_path / "blocks.kvpack"
     proved = export._proved

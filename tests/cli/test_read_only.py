@@ -283,16 +283,6 @@ def test_a_disk_that_may_only_be_read_is_refused_with_a_way_out(run: Run) -> Non
     assert "or write: never" in run("config check {stack}").said
 
 
-def test_all_is_seen_and_all_is_good(run: Run) -> None:
-    rows = json.loads(run("ls -c {stack} --json").out)["namespaces"]
-    assert [(row["kind"], row["blocks"], row["in_use"]) for row in rows] == [
-        ("cpu", BLOCKS, False),
-        ("nvme", BLOCKS, False),
-        ("object", BLOCKS, None),
-    ]
-    assert json.loads(run("verify -c {stack} --json").out)["counts"]["good"] == 3 * BLOCKS
-
-
 def test_beside_a_running_engine(kept: Kept, hold: Hold) -> None:
     """What is looked at through the mount is what the engine holds at the moment."""
     before = mounted(kept)
@@ -306,23 +296,6 @@ def test_beside_a_running_engine(kept: Kept, hold: Hold) -> None:
     assert command("verify", "-c", kept.stack, before=before).code == 0
     engine.communicate("check\n")
     assert engine.returncode == 0
-
-
-def test_a_folder_that_may_not_even_be_read(kept: Kept) -> None:
-    """All that can be seen is shown, and what cannot is named."""
-    folders = [kept.kept / name for name in ("host", "blocks", "store")]
-    for folder in folders:
-        folder.chmod(0)
-    try:
-        done = command("du", "-c", kept.stack, "--json", rights=False)
-    finally:
-        for folder in folders:
-            folder.chmod(0o700)
-    assert done.code == 1
-    places = json.loads(done.out)
-    for folder, place in zip(folders, places, strict=True):
-        assert str(folder) in place["troubles"][0]
-        assert str(folder) in done.err
 
 
 def test_a_stack_that_was_never_used(kept: Kept) -> None:

@@ -18,7 +18,7 @@ from kvtier.backends.cpu.inspection import garbage as cpu_garbage
 from kvtier.backends.nvme.inspection import garbage as nvme_garbage
 from kvtier.backends.nvme.inspection import inspector as nvme_inspector
 from kvtier.backends.nvme.inspection.garbage import remove_home
-from kvtier.cli.commands import gc
+from kvtier.cli.commands.contents import gc
 from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
 from kvtier.core.inspection import measuring
@@ -210,14 +210,6 @@ class TestClear:
         assert len(list((tmp_path / "host").glob("*.region"))) == 1
         engine.communicate("check\n")
         assert engine.returncode == 0
-
-    def test_other_files_stay(self, filled: Path, tmp_path: Path) -> None:
-        folder = tmp_path / "disk" / "blocks"
-        (folder / "notes.txt").write_text("mine")
-        (folder / NAMESPACE.id / "letter.txt").write_text("mine")
-        run("clear", "-c", filled, "--yes")
-        assert (folder / "notes.txt").read_text() == "mine"
-        assert [path.name for path in (folder / NAMESPACE.id).iterdir()] == ["letter.txt"]
 
     def test_nothing_to_remove(self, stack_file: Path) -> None:
         assert command("clear", "-c", stack_file).out == "0 blocks (0 B) were removed\n"

@@ -67,17 +67,6 @@ def test_what_cannot_be_reached_hides_nothing_else(area: str, tmp_path: Path) ->
     assert served(stack) == BLOCKS
 
 
-def test_the_doctor_goes_on_where_a_disk_cannot_be_looked_at(stored: Path, tmp_path: Path) -> None:
-    blocks = tmp_path / "disk" / "blocks"
-    blocks.chmod(0o300)
-    done = command("doctor", "-c", stored, "--json", rights=False)
-    assert done.code == 1
-    found = json.loads(done.out)["findings"]
-    (bad,) = [each for each in found if each["level"] == "bad"]
-    assert (bad["area"], bad["what"]) == ("1 nvme", f"{blocks}: Permission denied")
-    assert "2 object" in {each["area"] for each in found}
-
-
 def test_host_memory_that_cannot_be_looked_at_is_not_filled(
     stored: Path, stack_file: Path, tmp_path: Path
 ) -> None:
@@ -133,17 +122,6 @@ def test_a_disk_that_is_not_mounted_hides_no_other_tier(
     found = json.loads(done.out)["findings"]
     assert {each["area"] for each in found if each["level"] == "bad"} == away
     assert {each["area"] for each in found} > {"0 cpu", "1 nvme", "2 object"}
-
-
-def test_a_model_whose_description_is_closed_keeps_no_other_away(
-    stored: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "store" / description_name(OTHER.id)).chmod(0)
-    done = command("prewarm", "-c", stored, rights=False)
-    assert done.code == 1
-    assert f"of the namespace {OTHER.id[:12]}" in done.err
-    assert "the right to read it" in done.err
-    assert served(stored) == BLOCKS
 
 
 def test_what_is_cleared_is_no_trouble_any_more(stored: Path, tmp_path: Path) -> None:
@@ -227,16 +205,6 @@ def test_a_model_that_nothing_describes_keeps_no_other_from_being_restored(
     assert done.code == 1
     assert OTHER.id[:12] in done.err
     assert served(fresh) == BLOCKS
-
-
-def test_a_restore_of_which_nothing_is_described_copies_nothing(
-    stored: Path, tmp_path: Path, fresh: Path
-) -> None:
-    for each in (NAMESPACE, OTHER):
-        (tmp_path / "store" / description_name(each.id)).unlink()
-    done = command("restore", "-c", fresh, "--from", stored, "--json")
-    assert (done.code, done.out) == (1, "")
-    assert "says what the namespace" in done.err
 
 
 def test_a_model_that_a_tier_does_not_take_keeps_no_other_away(

@@ -70,7 +70,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return switch
 
 
-def told(store: FileStore) -> set[bytes]:
+def recorded(store: FileStore) -> set[bytes]:
     entries = Journal(store, NAMESPACE).read_all()
     rows = entries[entries["kind"] == ADDED]
     return {row["key"].tobytes()[: row["key_bytes"]] for row in rows}
@@ -91,7 +91,7 @@ def test_a_copy_that_is_not_written_down_is_no_success(
     forgetful(False)
     code, answer, said = run("snapshot", "-c", filled, "--to", url)
     assert (code, answer["namespaces"][0]["already_there"], said) == (0, BLOCKS, "")
-    assert told(store) == set(make_keys(BLOCKS))
+    assert recorded(store) == set(make_keys(BLOCKS))
 
 
 def test_nor_is_that_hidden_by_what_could_not_be_read(
@@ -146,10 +146,10 @@ def test_a_restore_finds_what_nothing_tells_of(
     url = store.root.as_uri()
     if known:
         assert run("snapshot", "-c", filled, "--to", url, "--size", "40KiB")[0] == 0
-    assert len(told(store)) == known
+    assert len(recorded(store)) == known
     forgetful(True)
     assert run("snapshot", "-c", filled, "--to", url)[0] == 1
-    assert len(told(store)) == known
+    assert len(recorded(store)) == known
     code, answer, said = run("restore", "-c", fresh, "--from", url, "-n", NAMESPACE.id[:6])
     (report,) = answer["namespaces"]
     assert (code, report["asked"], report["copied"]) == (0, BLOCKS, BLOCKS)
@@ -248,4 +248,4 @@ def test_who_is_told_to_end_waits_for_no_listing(
         copy()
     assert not ended.is_set()
     assert result.copied == BLOCKS
-    assert told(store) == {bytes(key) for key in make_keys(BLOCKS)}
+    assert recorded(store) == {bytes(key) for key in make_keys(BLOCKS)}

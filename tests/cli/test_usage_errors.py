@@ -160,15 +160,6 @@ def test_completion_of_a_wrong_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (done.out.strip(), done.err) == ("--limit", "")
 
 
-def test_a_device_is_not_replaced_by_an_export(filled: Path, tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    done = command("export", pipe, "--force", "-c", filled)
-    assert (done.code, done.out) == (1, "")
-    assert f"{pipe} is no ordinary file" in done.err
-    assert pipe.is_fifo()
-
-
 @pytest.mark.parametrize("text", ["", "${NOTHING_IS_SET_HERE:-}"])
 def test_an_empty_path_is_not_the_current_folder(text: str, filled: Path) -> None:
     for kind in ("host", "disk/blocks"):

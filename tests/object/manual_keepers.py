@@ -13,7 +13,7 @@ from kvtier.backends.object.manifests.manifest import ADDED, pack_entries
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.store import ObjectInfo
+from kvtier.backends.object.stores.store import ObjectInfo, Store
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
 from kvtier.testing.records import NAMESPACE, make_keys
@@ -34,11 +34,9 @@ class ListedStore(FileStore):
         names = [block_name(NAMESPACE.id, key) for key in keys]
         self.blocks = [ObjectInfo(name, RECORD, modified_s) for name in names]
 
-    def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
-    ) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
         if prefix:
-            return super().list(prefix, after=after, deadline=deadline)
+            return super().list(prefix, **more)
         return iter(self.blocks)
 
 
@@ -54,9 +52,17 @@ class LockedStore(FileStore):
         return {name: AccessDenied("locked") for name in names if self.locked(name)}
 
 
-def opened(store: FileStore, capacity: int = CAPACITY) -> tuple[Keeper, ObjectTier]:
+def created(store: Store, capacity: int = CAPACITY) -> tuple[Keeper, ObjectTier]:
     keeper = Keeper(store, NAMESPACE, Limits(capacity, refresh_s=600.0, audit_s=600.0))
     return keeper, ObjectTier(keeper, create_policy())
+
+
+def opened(store: Store, capacity: int = CAPACITY) -> tuple[Keeper, ObjectTier]:
+    """The tier offers what is written down in the store."""
+    keeper, tier = created(store, capacity)
+    keeper.open(tier.offered)
+    tier.start()
+    return keeper, tier
 
 
 def look(keeper: Keeper, tier: ObjectTier) -> None:

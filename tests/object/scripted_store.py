@@ -53,7 +53,7 @@ class ScriptedStore(Store):
 
 
 class Clock(clocks.Clock):
-    """Goes on while somebody sleeps."""
+    """Remembers who slept how long."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Clock(clocks.Clock):
 
     def sleep(self, seconds: float) -> None:
         self.sleeps.append(seconds)
-        self.now += seconds
+        super().sleep(seconds)
 
 
 TRANSIENT = errors.Unavailable("rain")

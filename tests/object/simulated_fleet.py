@@ -15,6 +15,7 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
@@ -54,12 +55,7 @@ class CountingStore(Store):
         return self.now
 
     def put(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        *,
-        if_absent: bool = False,
-        deadline: float | None = None,
+        self, name: str, buffers: Sequence[Buffer], *, if_absent: bool = False, **_: Any
     ) -> PutOutcome:
         self._count("PUT", name)
         if if_absent and name in self._objects:
@@ -72,12 +68,7 @@ class CountingStore(Store):
         return PutOutcome.STORED
 
     def get(
-        self,
-        name: str,
-        into: Sequence[Buffer],
-        *,
-        offset: int | None = None,
-        deadline: float | None = None,
+        self, name: str, into: Sequence[Buffer], *, offset: int | None = None, **_: Any
     ) -> int | None:
         self._count("GET", name)
         if name not in self._objects:
@@ -89,22 +80,18 @@ class CountingStore(Store):
         self.bytes_read += wanted
         return wanted
 
-    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
+    def head(self, name: str, **_: Any) -> ObjectInfo | None:
         self._count("HEAD", name)
         return self._info(name) if name in self._objects else None
 
-    def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
-    ) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "", *, after: str = "", **_: Any) -> Iterator[ObjectInfo]:
         start = bisect.bisect_left(self._names, prefix)
         end = bisect.bisect_left(self._names, prefix + "\x7f")
         found = [self._info(name) for name in self._names[start:end] if name > after]
         self._count("LIST", prefix, max(1, -(-len(found) // _PAGE)))
         return iter(found)
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
+    def delete(self, names: Sequence[str], **_: Any) -> Mapping[str, StoreError]:
         few = len(names) <= _SINGLE_DELETES
         self._count("DELETE", "", len(names) if few else -(-len(names) // _PAGE))
         for name in names:

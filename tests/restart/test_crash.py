@@ -40,6 +40,14 @@ def test_who_does_not_share_a_medium_is_not_blamed_for_it() -> None:
         campaign("subjects:CPU", kills=4, seed=1, engines=3)
 
 
+@pytest.mark.parametrize(
+    ("kills", "seed"),
+    [(12, 1), *(pytest.param(*many, marks=pytest.mark.slow) for many in ((30, 1), (200, 2)))],
+)
+def test_writers_of_a_store_die(kills: int, seed: int) -> None:
+    assert campaign("object_subjects:FOLDER", kills, seed).startswith(f"{kills + 2} deaths")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 3])
 @pytest.mark.parametrize("subject", ["subjects:CPU", "subjects:NVME"])

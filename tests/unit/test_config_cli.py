@@ -140,9 +140,6 @@ class TestCheck:
         err = refused(capsys, "config", "check", str(stack), "--block-size", "6M")
         assert "did you mean" in err
 
-    def test_a_missing_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "there is no such file" in refused(capsys, "config", "check", str(tmp_path / "x"))
-
     @pytest.mark.parametrize("what", ["check", "show"])
     def test_an_option_may_name_the_file(
         self, what: str, stack: Path, monkeypatch: pytest.MonkeyPatch
@@ -224,14 +221,10 @@ class TestInit:
         assert [str(settings.capacity) for settings in config.tiers] == ["16MiB", "32MiB", "1TiB"]
         assert config.tiers[2].url == bucket
 
-    def test_a_size_that_is_none(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "--disk" in refused(capsys, "config", "init", "--disk", "a lot")
-
     @pytest.mark.parametrize(
         ("args", "says"),
         [
             (["--folder", "~nobody.has.this.name/kv"], "--folder: there is no home"),
-            (["--folder", "kv", "--bucket", "file://{here}/kv"], "--bucket: that is in the folder"),
             (["x.yaml", "--folder", "x.yaml"], "--folder: that is the stack file itself"),
             (["x.yaml", "--folder", __file__], "--folder: that is a file; name a folder"),
         ],
@@ -245,8 +238,7 @@ class TestInit:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        words = [word.format(here=tmp_path) for word in args]
-        assert says in refused(capsys, "config", "init", *words)
+        assert says in refused(capsys, "config", "init", *args)
         assert list(tmp_path.iterdir()) == []
 
     def test_printed(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,9 +259,3 @@ class TestInit:
         assert app.run([*args, "--", name]) == 0
         said = capsys.readouterr().out.partition("then: kvtier ")[2]
         assert app.run(shlex.split(said)) == 0
-
-    def test_where_nobody_may_write(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        target = tmp_path / "gone" / "stack.yaml"
-        assert "is not a folder; make it" in refused(capsys, "config", "init", str(target), code=1)

@@ -72,26 +72,6 @@ class TestTheFrame:
         assert done.returncode == 0
         assert max(map(len, done.stdout.splitlines())) <= 52
 
-    @pytest.mark.parametrize("command", [["config", "schema", "--built-in"], ["--help"]])
-    def test_output_into_a_closed_pipe(self, command: list[str]) -> None:
-        reader, writer = os.pipe()
-        os.close(reader)
-        done = subprocess.run([KVTIER, *command], stdout=writer, stderr=subprocess.PIPE, text=True)
-        os.close(writer)
-        assert (done.returncode, done.stderr) == (141, "")
-
-    def test_output_to_a_full_disk(self) -> None:
-        with open("/dev/full", "wb") as full:
-            done = subprocess.run(
-                [KVTIER, "config", "schema", "--built-in"],
-                stdout=full,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        assert done.returncode == 1
-        assert "No space left" in done.stderr
-        assert "Traceback" not in done.stderr
-
     @pytest.mark.parametrize(
         ("body", "code", "says"),
         [
@@ -149,7 +129,9 @@ class TestTheFrame:
         done = run_command(PUT_OFF.format(presses=presses))
         assert (done.returncode, done.stdout.strip(), done.stderr) == (130, said, "")
 
-    @pytest.mark.parametrize("module", ["kvtier.errors", "typer", "kvtier.cli.commands.config"])
+    @pytest.mark.parametrize(
+        "module", ["kvtier.errors", "typer", "kvtier.cli.commands.setup.config"]
+    )
     def test_interrupted_while_python_imports(self, module: str) -> None:
         code = INTERRUPTED_IMPORT.format(module=module, script=str(KVTIER))
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -183,13 +165,13 @@ import signal, sys, time, types, typer
 from kvtier.cli import app, console, main
 from kvtier.cli.console import options
 from kvtier.errors import KVTierError
-module = types.ModuleType("kvtier.cli.commands.try")
+module = types.ModuleType("kvtier.cli.commands.setup.try")
 module.app = console.new_app()
 @module.app.command()
 def run() -> None:
     {body}
 sys.modules[module.__name__] = module
-app.COMMANDS["try"] = "Try."
+app.COMMANDS["try"] = ("setup", "Try.")
 sys.argv[1:] = ["try"]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.commands import serve
+from kvtier.cli.commands.setup import serve
 from kvtier.errors import ConfigError
 
 

@@ -122,7 +122,7 @@ def let_go(owners: Path, owner: int, fd: int) -> None:
 
 
 def take_away(disk: Disk, path: Path) -> None:
-    """Remove rubbish, if that can be done: a folder of that name, say, must stop nothing else."""
+    """Remove what is of no use, if that can be done: a folder of that name must stop nothing."""
     with contextlib.suppress(OSError):
         disk.unlink(path)
 

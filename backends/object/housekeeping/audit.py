@@ -74,19 +74,19 @@ class AuditResult(msgspec.Struct):
     empty_namespaces: EmptyNamespaces
 
 
-def audit(store: Store, given: AuditInput, lock_yield: LockYield) -> AuditResult:
+def audit(store: Store, inputs: AuditInput, lock_yield: LockYield) -> AuditResult:
     """List everything and compare; raises StoreError, or Unfinished."""
-    comparison = _Comparison(given)
+    comparison = _Comparison(inputs)
     lock_yield.begin()
     for info in store.list():
         lock_yield()
-        if given.stop_at is not None and time.monotonic() > given.stop_at:
+        if inputs.stop_at is not None and time.monotonic() > inputs.stop_at:
             raise Unfinished
         comparison.add(info)
     comparison.compare()
-    _delete_surplus(store, given, comparison, lock_yield)
+    _delete_surplus(store, inputs, comparison, lock_yield)
     _delete(store, comparison.leftovers, lock_yield)
-    gone = _confirm_gone(store, given, *comparison.missing(), lock_yield)
+    gone = _confirm_gone(store, inputs, *comparison.missing(), lock_yield)
     return AuditResult(
         comparison.orphans, gone, comparison.foreign.bytes, comparison.empty_namespaces
     )
@@ -95,18 +95,18 @@ def audit(store: Store, given: AuditInput, lock_yield: LockYield) -> AuditResult
 class _Comparison:
     """What the listing has shown until now, compared with what is recorded."""
 
-    def __init__(self, given: AuditInput) -> None:
+    def __init__(self, inputs: AuditInput) -> None:
         self.orphans = Rows()
         self.empty_namespaces = EmptyNamespaces()
         self.foreign = ForeignBlocks()
         self.leftovers: list[str] = []
         """Objects of this namespace to delete."""
         self.own_bytes = 0
-        self._given = given
+        self._inputs = inputs
         # a removal of a later time is by a wrong clock: its object is offered until then, because
         # nobody would count it otherwise
-        self._latest = given.now + SKEW_US / 1e6
-        self._present = np.zeros(len(given.recorded.entries), np.bool_)
+        self._latest = inputs.now + SKEW_US / 1e6
+        self._present = np.zeros(len(inputs.recorded.entries), np.bool_)
         """For each entry, whether its object is there to stay."""
         self._listed = self._present.copy()
         """For each entry, whether its object was listed."""
@@ -124,8 +124,8 @@ class _Comparison:
             return
         namespace, key, generation = parsed
         self.empty_namespaces.add_block(namespace)
-        if namespace != self._given.namespace:
-            protected = key in self._given.protected.get(namespace, ())
+        if namespace != self._inputs.namespace:
+            protected = key in self._inputs.protected.get(namespace, ())
             self.foreign.add(namespace, info, deletable=not protected)
             return
         self.own_bytes += info.size
@@ -137,7 +137,7 @@ class _Comparison:
 
     def compare(self) -> None:
         """Compare the blocks that wait."""
-        given, recorded = self._given, self._given.recorded
+        inputs, recorded = self._inputs, self._inputs.recorded
         objects = objects_of(self._keys, self._generations)
         rows = recorded.find(objects)
         found = np.zeros(len(rows), ENTRY)  # without a kind if no entry is about the object
@@ -146,15 +146,15 @@ class _Comparison:
         columns = found["kind"].tolist(), found["time_us"].tolist(), found["size"].tolist()
         for at, (info, kind, time_us, size) in enumerate(zip(self._infos, *columns, strict=True)):
             # a time in the future would outlast every removal
-            since = max(time_us / 1e6, min(info.modified_s, given.now))
-            young = given.now - since < given.reader_grace_s
+            since = max(time_us / 1e6, min(info.modified_s, inputs.now))
+            young = inputs.now - since < inputs.reader_grace_s
             # it was stored again after its removal, and its writer may be about to record that
-            again = given.writers_died and young and _earliest(info) > time_us / 1e6
+            again = inputs.writers_died and young and _earliest(info) > time_us / 1e6
             if kind == REMOVED and time_us / 1e6 <= self._latest and not again:
                 present[at] = False
-                if given.writers_died or not young:
+                if inputs.writers_died or not young:
                     self.leftovers.append(info.name)
-            elif info.modified_s <= given.too_old_s:
+            elif info.modified_s <= inputs.too_old_s:
                 present[at] = False
                 self.leftovers.append(info.name)
             elif size != info.size or kind != ADDED:
@@ -169,7 +169,7 @@ class _Comparison:
     def missing(self) -> tuple[Entries, npt.NDArray[np.bool_]]:
         """Blocks that are offered or recorded and not there to stay, and which of them were not
         listed at all."""
-        recorded = self._given.recorded
+        recorded = self._inputs.recorded
         wanted = (recorded.offered | (recorded.entries["kind"] == ADDED)) & ~self._present
         unrecorded = recorded.unrecorded
         prints = fingerprints(unrecorded, unrecorded["generation"])
@@ -184,12 +184,12 @@ def _earliest(info: ObjectInfo) -> float:
 
 
 def _delete_surplus(
-    store: Store, given: AuditInput, comparison: _Comparison, lock_yield: LockYield
+    store: Store, inputs: AuditInput, comparison: _Comparison, lock_yield: LockYield
 ) -> None:
     """Delete the oldest blocks of other namespaces if the budget is exceeded."""
     foreign = comparison.foreign
     sizes = foreign.take_surplus(
-        comparison.own_bytes, given.capacity, lock_yield, needs_room=given.needs_room
+        comparison.own_bytes, inputs.capacity, lock_yield, needs_room=inputs.needs_room
     )
     failed = _delete(store, list(sizes), lock_yield)
     for name, size in sizes.items():
@@ -208,7 +208,7 @@ def _delete(store: Store, names: list[str], lock_yield: LockYield) -> set[str]:
 
 def _confirm_gone(
     store: Store,
-    given: AuditInput,
+    inputs: AuditInput,
     missing: Entries,
     unlisted: npt.NDArray[np.bool_],
     lock_yield: LockYield,
@@ -222,11 +222,11 @@ def _confirm_gone(
     """
 
     def is_there(key: BlockKey, generation: int) -> bool:
-        return store.head(block_name(given.namespace, key, generation)) is not None
+        return store.head(block_name(inputs.namespace, key, generation)) is not None
 
     gone = Rows()
     times = missing["time_us"] / 1e6
-    young = times > given.now - _YOUNG_S
+    young = times > inputs.now - _YOUNG_S
     for piece in lock_yield.chunks(len(missing)):
         some = missing[piece]
         columns = some["generation"].tolist(), times[piece].tolist(), young[piece].tolist()
@@ -237,5 +237,5 @@ def _confirm_gone(
             lock_yield()
             if row not in waiting and not (is_young and is_there(key, generation)):
                 # later than all that is recorded, even by a clock that is ahead
-                gone.add(key, generation, 0, max(at, given.now))
+                gone.add(key, generation, 0, max(at, inputs.now))
     return gone

@@ -22,7 +22,7 @@ from kvtier.backends.object.manifests import manifest
 from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.object_names import ObjectKey, parse_block
 from kvtier.backends.object.stores.errors import Forbidden
-from kvtier.backends.object.stores.store import Store, read_description
+from kvtier.backends.object.stores.store import ObjectInfo, Store, read_description
 
 _CRASHED_S = 3600.0
 """A temporary file that has not been touched for so long has no writer any more."""
@@ -31,21 +31,12 @@ _AT_ONCE = 1 << 14
 """So many blocks are deleted and then recorded: their manifest is written in time."""
 
 
-class Garbage(msgspec.Struct, frozen=True):
-    """An object that should go."""
-
-    name: str
-    size: int
-    modified_s: float
-    reason: str
-
-
 class Survey(msgspec.Struct):
     """What lies below a url, and what of it should go, oldest first."""
 
     blocks: int = 0
     bytes: int = 0
-    garbage: list[Garbage] = []
+    garbage: list[ObjectInfo] = []
     empty_namespaces: dict[str, int] = {}
     """How many bytes describe each namespace that has no block and that nobody uses."""
 
@@ -81,7 +72,7 @@ def survey(
         found.blocks += 1
         found.bytes += info.size
         if age_max_s is not None and now - info.modified_s > age_max_s:
-            found.garbage.append(Garbage(info.name, info.size, info.modified_s, "too old"))
+            found.garbage.append(info)
         else:
             times.append(info.modified_s)
             sizes.append(info.size)
@@ -103,7 +94,7 @@ def _oldest(
     surplus: int,
     others: set[str],
     without: Collection[str],
-) -> Iterator[Garbage]:
+) -> Iterator[ObjectInfo]:
     """The oldest blocks that are together as large as the surplus."""
     order = np.argsort(np.frombuffer(times), kind="stable")
     summed = np.cumsum(np.frombuffer(sizes, np.uint64)[order])
@@ -120,7 +111,7 @@ def _oldest(
     for info in sorted(chosen, key=lambda info: info.modified_s):
         if surplus <= 0:
             return
-        yield Garbage(info.name, info.size, info.modified_s, "over the budget")
+        yield info
         surplus -= info.size
 
 
@@ -134,9 +125,9 @@ def _store_time(now: float) -> float:
     return now - manifest.SKEW_US / 1e6
 
 
-def collect(store: Store, found: Survey) -> tuple[int, int]:
-    """Delete the garbage of a survey and record that it is gone. Returns how many blocks went, and
-    how many temporary files of crashed writers. Raises StoreError.
+def collect(store: Store, found: Survey) -> int:
+    """Delete the garbage of a survey, and temporary files of crashed writers, and record that it is
+    gone. Returns how many blocks went. Raises StoreError.
 
     It works batch by batch: all of it may take an hour, and an error must not undo what is done.
     """
@@ -153,7 +144,9 @@ def collect(store: Store, found: Survey) -> tuple[int, int]:
                 by_namespace[parsed[0]].append(parsed[1:])
         for name, objects in by_namespace.items():
             _record_removed(store, name, objects, now_us)
-    return gone, sum(store.sweep(_CRASHED_S))
+    for _ in store.sweep(_CRASHED_S):
+        pass
+    return gone
 
 
 def _record_removed(store: Store, namespace: str, objects: list[ObjectKey], now_us: int) -> None:

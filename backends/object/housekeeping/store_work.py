@@ -176,7 +176,7 @@ class StoreWork:
         grant, dead = self._claims.renew()
         if grant is not None:
             self.schedule.writers = grant.writers
-        given = AuditInput(
+        inputs = AuditInput(
             namespace=self.namespace.id,
             recorded=self._publish_recorded(),
             capacity=self.budget.capacity,
@@ -190,7 +190,7 @@ class StoreWork:
         )
         self._listing = True
         try:
-            result = audit(self._store, given, self._lock_yield)
+            result = audit(self._store, inputs, self._lock_yield)
         finally:
             self._listing = False
         self.schedule.audited()

@@ -59,9 +59,9 @@ def remove_idle(
 ) -> bool:
     """`remove_namespace`, unless somebody has begun to use it since it was found to be idle: who
     does writes that down beside the blocks, of which there may be millions."""
-    told = (f"{PREFIX}{namespace}-", uses_prefix(namespace))  # others may write its manifests
+    prefixes = (f"{PREFIX}{namespace}-", uses_prefix(namespace))  # others may write its manifests
     with opened_store(settings) as store:
-        last = max((info.modified_s for each in told for info in store.list(each)), default=0.0)
+        last = max((info.modified_s for each in prefixes for info in store.list(each)), default=0.0)
     if time.time() - last <= idle_s:
         return False
     remove_namespace(settings, namespace, reporter)

@@ -74,7 +74,7 @@ def _surveyed(settings: ObjectSettings, going: set[str]) -> Iterator[Garbage]:
     def collect() -> bool:
         with opened_store(settings) as store:
             found = survey(store)
-            gone, _ = gc.collect(store, found)
+            gone = gc.collect(store, found)
         if kept := len(found.garbage) - gone:
             raise MediumError(f"the store kept {kept} of {len(found.garbage)} blocks: try again")
         return True

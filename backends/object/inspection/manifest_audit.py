@@ -55,8 +55,8 @@ class ManifestCopyAudit(CopyAudit):
         except MediumError as error:
             self._reporter.warn(f"what the store tells of its blocks cannot be read: {error}")
             return len(expected)
-        told = manifest.fingerprints(entries[entries["kind"] == ADDED])
-        return int(np.isin(expected, told, invert=True).sum())
+        recorded = manifest.fingerprints(entries[entries["kind"] == ADDED])
+        return int(np.isin(expected, recorded, invert=True).sum())
 
 
 def _marks(keys: Sequence[BlockKey]) -> npt.NDArray[np.uint64]:

@@ -102,8 +102,8 @@ class StoreSurvey:
             found.used += info.size
             parsed = parse_block(info.name)
             if parsed is None:
-                if (told := described_namespace(info.name)) and not parse_manifest(info.name):
-                    self.served[told] = max(info.modified_s, self.served.get(told, 0.0))
+                if (described := described_namespace(info.name)) and not parse_manifest(info.name):
+                    self.served[described] = max(info.modified_s, self.served.get(described, 0.0))
                 continue
             name, key, _ = parsed
             part = parts.get(name)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from kvtier.backends.object.stores.errors import StoreError
-from kvtier.backends.object.stores.store import Buffer, PutOutcome
+from kvtier.backends.object.stores.store import PutOutcome
 from kvtier.backends.object.stores.wrapper import WrappedStore
 
 
@@ -15,19 +15,10 @@ class ReadOnlyStore(WrappedStore):
     def __repr__(self) -> str:
         return f"ReadOnlyStore({self._inner!r})"
 
-    def put(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        *,
-        if_absent: bool = False,
-        deadline: float | None = None,
-    ) -> PutOutcome:
+    def put(self, *_: object, **__: object) -> PutOutcome:
         return PutOutcome.STORED
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
+    def delete(self, *_: object, **__: object) -> Mapping[str, StoreError]:
         return {}
 
     def sweep(self, older_than_s: float) -> Iterator[int]:

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from kvtier.cli.console.output import OUTPUT, warn
-from kvtier.cli.signals import Told
+from kvtier.cli.signals import EndSignal
 from kvtier.core.error_texts import MORE_MEMORY, said_of
 from kvtier.errors import ConfigError, ConfigErrors, KVTierError
 
@@ -37,10 +37,10 @@ def end_output(code: int) -> int:
     """Write what is still buffered, which may fail only now; answers the exit code."""
     try:
         sys.stdout.flush()
-    except (OSError, Told) as error:
+    except (OSError, EndSignal) as error:
         # What cannot be written goes nowhere, or the interpreter would try once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, Told):  # nobody reads on, as in a pager
+        if isinstance(error, EndSignal):  # nobody reads on, as in a pager
             return 128 + error.number
         if isinstance(error, BrokenPipeError):
             return EXIT_CLOSED_PIPE

@@ -34,7 +34,7 @@ def in_foreground() -> bool:
 
 def run(command: Sequence[str]) -> int:
     """Run a server until it ends, or is told to from here; answers with its exit code."""
-    heard = _hear()
+    signals = _signal_pipe()
     keeper = os.getpid()
 
     def stand_apart() -> None:
@@ -48,20 +48,20 @@ def run(command: Sequence[str]) -> int:
         preexec_fn=stand_apart,
     )
     ended = os.pidfd_open(server.pid)
-    presses, told = 0, False
+    presses, terminated = 0, False
     while (code := server.poll()) is None:
-        ready, _, _ = select.select([heard, ended], [], [], REMIND_S)
-        if told and not ready:
+        ready, _, _ = select.select([signals, ended], [], [], REMIND_S)
+        if terminated and not ready:
             server.terminate()
-        for number in os.read(heard, 64) if heard in ready else b"":
+        for number in os.read(signals, 64) if signals in ready else b"":
             presses += number == signal.SIGINT
             if number == signal.SIGTSTP:
                 _pause(server)
             elif number == signal.SIGINT and presses > 1:
-                _tell_all(server, signal.SIGINT if presses == 2 else signal.SIGKILL)
+                _signal_all(server, signal.SIGINT if presses == 2 else signal.SIGKILL)
             else:
                 server.terminate()
-                told = True
+                terminated = True
                 if number == signal.SIGINT:
                     note(_CLOSING)
     if presses:
@@ -69,7 +69,7 @@ def run(command: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _hear() -> int:
+def _signal_pipe() -> int:
     """From where the numbers of signals can be read from now on; none is lost, or comes while
     nobody expects it."""
     reader, writer = os.pipe()
@@ -82,11 +82,11 @@ def _hear() -> int:
 
 
 def _pause(server: subprocess.Popen[bytes]) -> None:
-    _tell_all(server, signal.SIGSTOP)
+    _signal_all(server, signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)
-    _tell_all(server, signal.SIGCONT)
+    _signal_all(server, signal.SIGCONT)
 
 
-def _tell_all(server: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def _signal_all(server: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, number)

@@ -38,18 +38,18 @@ def confirm(question: str, yes: bool) -> None:
 def _typed(question: str) -> str:
     """The line that is typed; nothing at the end of the input. A signal that comes just before a
     read would be heard of only when something is typed, so both are waited for."""
-    heard, hear = os.pipe()
-    os.set_blocking(hear, False)
-    before = signal.set_wakeup_fd(hear)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
     try:
         print(question, end="", file=sys.stderr, flush=True)
-        while sys.stdin not in select.select([sys.stdin, heard], [], [])[0]:
-            os.read(heard, 64)  # of a signal that ended nothing
+        while sys.stdin not in select.select([sys.stdin, reader], [], [])[0]:
+            os.read(reader, 64)  # of a signal that ended nothing
         return sys.stdin.readline()
     finally:
         signal.set_wakeup_fd(before)
-        os.close(heard)
-        os.close(hear)
+        os.close(reader)
+        os.close(writer)
 
 
 def _end_question() -> None:

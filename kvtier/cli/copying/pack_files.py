@@ -151,8 +151,8 @@ class PackReader(Reader):
         if size > NAMESPACE_BYTES_MAX:
             raise FormatError(f"{path} is damaged in its first bytes: export it again")
         text = self._file.read(size)
-        stated = self._file.read(_SUM.size)
-        if stated != _SUM.pack(xxhash.xxh3_64_intdigest(head + text)):
+        checksum = self._file.read(_SUM.size)
+        if checksum != _SUM.pack(xxhash.xxh3_64_intdigest(head + text)):
             raise FormatError(f"{path} is damaged in its first bytes: export it again")
         try:
             return Namespace.from_json(text)
@@ -164,16 +164,16 @@ class PackReader(Reader):
         at = self._file.tell()
         while not (head := self._pread(HEADER_BYTES, at)).startswith(END):
             try:
-                stated = Header.read(memoryview(head))
+                header = Header.read(memoryview(head))
             except FormatError as error:
                 self.trouble = (
                     f"{self._path} is damaged or cut short behind its first records ({error}): "
                     "what came before is taken, export it again for the rest"
                 )
                 return
-            size = min(stated.payload_bytes, self.namespace.payload_bytes)
-            if stated.payload_bytes == self.namespace.payload_of(stated.key):
-                yield stated.key, at
+            size = min(header.payload_bytes, self.namespace.payload_bytes)
+            if header.payload_bytes == self.namespace.payload_of(header.key):
+                yield header.key, at
             else:
                 self.bad += 1
             at += record_bytes(size)

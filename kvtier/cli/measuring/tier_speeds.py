@@ -67,13 +67,13 @@ class Measured(msgspec.Struct, kw_only=True):
         return self.hits == self.blocks and not self.wrong
 
 
-Tell = Callable[[str], None]
+Announce = Callable[[str], None]
 
 
 def measure(
-    config: StackConfig, size: Size, tell: Tell, without: Collection[int] = ()
+    config: StackConfig, size: Size, announce: Announce, without: Collection[int] = ()
 ) -> list[Measured]:
-    """Every tier of a stack but those of some numbers, one after the other; `tell` hears which one
+    """Every tier of a stack but those of some numbers, one after the other; `announce` hears which
     is next."""
     found: list[Measured] = []
     for index, settings in enumerate(config.tiers):
@@ -83,7 +83,7 @@ def measure(
         elif index and settings.write is WritePolicy.NEVER:
             result.note = "only read"
         else:
-            tell(settings.kind)
+            announce(settings.kind)
             try:
                 with _bench_stack(config, size, index) as stack:
                     (_measure_lower if index else _measure_host)(stack, size, result)
@@ -225,7 +225,7 @@ def _bench_stack(config: StackConfig, size: Size, index: int) -> Iterator[Stack]
     """Host memory, and below it tier `index` if that is another; gone without trace afterwards."""
     namespace = Namespace(facts={"bench": secrets.token_hex(8)}, group_bytes=(size.chunk_bytes,))
     room = (record_bytes(size.chunk_bytes) + ENTRY_BYTES) * size.blocks * 2 + _SLACK_BYTES
-    held, told = ExitStack(), False  # who is told to end does so, whatever cannot be removed
+    held, interrupted = ExitStack(), False  # it ends then, whatever cannot be removed
     try:
         with uninterrupted():
             inspectors = [inspector_of(config, tier) for tier in sorted({0, index})]
@@ -235,10 +235,10 @@ def _bench_stack(config: StackConfig, size: Size, index: int) -> Iterator[Stack]
         with _opened(measured, namespace) as stack:
             yield stack
     except KeyboardInterrupt:
-        told = True
+        interrupted = True
         raise
     finally:
-        with uninterrupted(), suppress(MediumDown) if told else nullcontext():
+        with uninterrupted(), suppress(MediumDown) if interrupted else nullcontext():
             try:
                 held.close()
             except MediumError as error:

@@ -107,16 +107,6 @@ def test_nothing_is_granted_without_room_for_all_that_may_be_there(budget: Budge
     assert granted(budget) == 500
 
 
-def test_nothing_is_granted_when_the_claim_has_ended() -> None:
-    now = [0.0]
-    budget = Budget(1000, 1, clock=lambda: now[0])
-    take_over(budget, ALONE)
-    now[0] = 59.9
-    assert budget.hold(7) == (7, 60.0)
-    now[0] = 60.0
-    assert budget.hold(7) == (0, 0.0)
-
-
 def test_credit_is_used_once(budget: Budget) -> None:
     budget.size_claim(alone=False, writers=2, cap=1000)
     take_over(budget, SHARED)

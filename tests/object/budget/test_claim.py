@@ -57,7 +57,7 @@ class Beside:
         self.store.put(name, [])
         return name
 
-    def buriable(self) -> list[str]:
+    def abandoned(self) -> list[str]:
         standing, dead = self.claims.renew()
         assert standing is not None
         return dead
@@ -67,10 +67,10 @@ def test_the_dead_of_a_model_are_left_to_those_who_serve_it() -> None:
     """They must first count what these have left."""
     beside = Beside()
     ours, theirs = beside.put(OURS, 1, CLOSED), beside.put(THEIRS, 2, CLOSED)
-    assert sorted(beside.buriable()) == [ours, theirs]
+    assert sorted(beside.abandoned()) == [ours, theirs]
     living = beside.put(THEIRS, 3, SHARING)
-    assert beside.buriable() == [ours]
+    assert beside.abandoned() == [ours]
     beside.put(OURS, 4, SHARING)
-    assert beside.buriable() == [ours]
+    assert beside.abandoned() == [ours]
     beside.store.delete([living])
-    assert sorted(beside.buriable()) == [ours, theirs]
+    assert sorted(beside.abandoned()) == [ours, theirs]

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from claim_simulation import CAPACITY, LEASE_S, LateStore, NameStore, World
-from object_subjects import FOLDER
 
 from kvtier.backends.object import writer_ids
 from kvtier.backends.object.budget import budget as budget_module
 from kvtier.backends.object.budget.budget import Budget
 from kvtier.backends.object.budget.claim import Claim, claims_of_ended_writers, parse_claim
 from kvtier.backends.object.budget.claims import Claims
-from kvtier.backends.object.object_names import parse_block
 from kvtier.backends.object.stores.errors import Unavailable
-from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Buffer, PutOutcome
-from kvtier.testing.records import NAMESPACE, make_keys
-from kvtier.testing.subject import Rig
-from kvtier.types import Namespace
 
 
 @pytest.mark.parametrize("how", ["good", "flaky", "late"])
@@ -135,29 +127,6 @@ def test_who_has_ended_is_plain_to_see_or_not_said() -> None:
     writer_ids.mark_ended(own)
 
 
-def weight(folder: Path) -> int:
-    return sum(i.size for i in FileStore(folder / "store").list() if parse_block(i.name))
-
-
-def test_two_living_namespaces_share_one_budget(tmp_path: Path) -> None:
-    newer = Namespace(facts={"model": "newer"}, group_bytes=NAMESPACE.group_bytes)
-    old = Rig(FOLDER, tmp_path, blocks=8)
-    assert old.put(make_keys(3))
-    new = Rig(FOLDER, tmp_path, blocks=8, namespace=newer)
-    assert new.put(make_keys(2)) == [], "the old one may use everything"
-    end = time.monotonic() + 60
-    number = 0
-    while len(new.resident(make_keys(1000))) < 3:
-        assert time.monotonic() < end, "no room is ever given"
-        for rig in (old, new):
-            rig.put(make_keys(2, start=number))
-            assert weight(tmp_path) <= 8 * 12288
-            rig.settle()
-        number += 2
-    new.close()
-    old.close()
-
-
 class Spaces:
     """Namespaces that share a store, each with one writer and a capacity of its own."""
 
@@ -264,19 +233,19 @@ def test_a_claim_that_could_not_be_renewed_stands_as_long_as_its_lease(landed: b
 def test_a_listing_that_comes_late_takes_nobody_for_dead(late_s: float) -> None:
     world = World(0, 2)
     store = world.store = LateStore(lambda: world.now, late_s)
-    told = 0
+    heard = 0
     for model in world.writers:
         model.claims._store = store
     for _ in range(60):
         for model in world.writers:
             model.look()
             store.remember(world.stated)
-            told += len(model.heard)
+            heard += len(model.heard)
             model.apply()
         world.now += 5.0
     assert all(model.claims.cap.measured for model in world.writers), "nothing need be listed again"
     assert all(model.budget.hold(1)[0] == 1 for model in world.writers)
-    assert told > 30
+    assert heard > 30
     assert len(store.names) <= 4, "old claims go when the new ones are shown"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manual_keepers import RECORD, blocks_in, look, opened
+from manual_keepers import RECORD, blocks_in, created, look
 
 from kvtier.backends.object import writer_ids
 from kvtier.backends.object.budget.budget import Grant
@@ -37,7 +37,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.store = FileStore(folder / "store")
-        self.keeper, self.tier = opened(self.store, ROOM * RECORD)
+        self.keeper, self.tier = created(self.store, ROOM * RECORD)
         self.budget = self.keeper.budget
         self.keeper.open(self.tier.offered)
         self.tier.start()

@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -50,18 +49,6 @@ def test_a_helper_that_says_nonsense(
     with pytest.raises(errors.NoCredentials) as caught:
         get_body(store)
     assert "hidden" not in str(caught.value)
-
-
-@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", None])
-def test_a_helper_that_is_not_there(
-    opened: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str | None
-) -> None:
-    helped(monkeypatch, tmp_path, f"{tmp_path}/nothing")
-    store = opened(endpoint=endpoint, profile="helped")
-    with pytest.raises(errors.NoCredentials):
-        get_body(store)
-    with pytest.raises(errors.NoCredentials):
-        store.delete([f"n{index}" for index in range(9)])
 
 
 def test_credentials_that_expire_are_refreshed_while_running(
@@ -175,31 +162,6 @@ def test_what_a_helper_says_that_fails_ahead_of_need_is_in_no_log(
 
 def _somebody_asks() -> bool:
     return any(thread.name == "kvtier-credentials" for thread in threading.enumerate())
-
-
-def test_a_helper_that_hangs_ahead_of_need(
-    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What it said before is still good, and used until it says something else."""
-    monkeypatch.setattr(credentials, "_AHEAD_PAUSE_S", 0.0)
-    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=AHEAD_S)
-    first = json.dumps(EXPIRED | {"Expiration": end.isoformat()})
-    said = tmp_path / "said"
-    said.write_text(first)
-    helped(monkeypatch, tmp_path, f"cat {said}")
-    stores = [opened(endpoint=server.endpoint, profile="helped") for _ in range(2)]
-    assert [get_body(store) for store in stores] == [BODY, BODY]
-    said.unlink()
-    os.mkfifo(said)
-    with ThreadPoolExecutor(2) as threads:
-        deleting = threads.submit(stores[0].delete, [f"n{index}" for index in range(9)])
-        reading = threads.submit(get_body, stores[1])
-        _, waiting = wait([deleting, reading], timeout=10.0)
-        while not (deleting.done() and reading.done()) or _somebody_asks():
-            os.close(os.open(said, os.O_RDWR))  # whoever waits for a word reads that there is none
-            time.sleep(0.02)
-    assert not waiting
-    assert reading.result() == BODY
 
 
 def test_a_helper_that_hung_once_is_started_again(

@@ -63,7 +63,7 @@ def test_who_hands_out_credentials_may_hang(
     opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program of the user's, say: calls end all the same, and it is not started once more."""
-    given, asked, plain = (
+    provided, asked, plain = (
         threading.Event(),
         list[CredentialChain](),
         CredentialChain._find_source,
@@ -71,7 +71,7 @@ def test_who_hands_out_credentials_may_hang(
 
     def hangs(signer: CredentialChain) -> Any:
         asked.append(signer)
-        given.wait(20.0)
+        provided.wait(20.0)
         return plain(signer)
 
     monkeypatch.setattr(CredentialChain, "_find_source", hangs)
@@ -80,7 +80,7 @@ def test_who_hands_out_credentials_may_hang(
     for _ in range(2):
         with pytest.raises(errors.NoCredentials, match="in time"):
             get_body(store)
-    given.set()
+    provided.set()
     for thread in threading.enumerate():
         if thread.name == "kvtier-credentials":
             thread.join()
@@ -92,10 +92,10 @@ def test_who_hands_out_credentials_may_hang(
 def test_no_call_waits_for_credentials_beyond_its_deadline(
     opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, plain = threading.Event(), CredentialChain._find_source
+    provided, plain = threading.Event(), CredentialChain._find_source
 
     def hangs(signer: CredentialChain) -> Any:
-        given.wait(20.0)
+        provided.wait(20.0)
         return plain(signer)
 
     monkeypatch.setattr(CredentialChain, "_find_source", hangs)
@@ -113,7 +113,7 @@ def test_no_call_waits_for_credentials_beyond_its_deadline(
     with ThreadPoolExecutor(len(calls)) as threads:
         errs = [each.exception() for each in [threads.submit(call) for call in calls]]
     took = time.monotonic() - began
-    given.set()
+    provided.set()
     assert {type(error) for error in errs} == {errors.NoCredentials}
     assert took < credentials._LOOKUP_S / 2
 

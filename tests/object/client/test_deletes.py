@@ -24,19 +24,12 @@ from object_servers import (
 from kvtier.backends.object.client import deletes, parallel_requests
 from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.client.s3_settings import S3Settings
-from kvtier.backends.object.housekeeping import gc
-from kvtier.backends.object.housekeeping.keeper import Keeper
-from kvtier.backends.object.housekeeping.keeper_limits import Limits
-from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy
 from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.retry import RetryPolicy
 from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import Store
-from kvtier.backends.object.tier import ObjectTier
-from kvtier.core.eviction import create_policy
-from kvtier.testing.records import NAMESPACE, make_keys
 
 pytestmark = pytest.mark.s3
 
@@ -293,34 +286,4 @@ def test_where_bulk_deletes_work_the_next_are_a_thousand(
     names = filled(store, MANY)
     assert store.delete([*names, *(f"d/none-{index}" for index in range(1000))]) == {}
     assert (left(store), front.asked, front.singles) == ([], 3, 0)
-    store.close()
-
-
-def test_everything_that_deletes_much_works_there(front: Front, server: HostileServer) -> None:
-    store = guarded(server, "tier")
-    limits = Limits(1 << 30, refresh_s=600.0, audit_s=600.0, age_max_s=1000.0)
-    now = time.time()
-    keeper = Keeper(store, NAMESPACE, limits, clock=lambda: now)
-    tier = ObjectTier(keeper, create_policy())
-    keys = make_keys(10)
-    names = [block_name(NAMESPACE.id, key) for key in keys]
-    for name in names:
-        store.put(name, [memoryview(bytes(64))])
-    keeper.open(tier.offered)
-    tier.start()
-    assert tier.stats().blocks == 10
-    tier.clear()
-    keeper.flush()
-    assert gc.survey(store, 1 << 30, None, now).blocks == 0
-    for name in names:
-        store.put(name, [memoryview(bytes(64))])
-    now += 2000.0  # an audit finds them too old
-    keeper.refresh()
-    assert gc.survey(store, 1 << 30, None, now).blocks == 0
-    keeper.close()
-    for name in names:
-        store.put(name, [memoryview(bytes(64))])
-    assert gc.collect(store, gc.survey(store, 0, None, now)) == (10, 0)
-    assert gc.survey(store, 1 << 30, None, now).blocks == 0
-    assert front.asked == 1
     store.close()

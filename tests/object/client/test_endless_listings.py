@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from manual_keepers import CAPACITY, RECORD
@@ -154,10 +155,8 @@ class Tedious(FileStore):
     now = 1e9
     listings = 0
 
-    def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
-    ) -> Iterator[ObjectInfo]:
-        yield from super().list(prefix, after=after, deadline=deadline)
+    def list(self, prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
+        yield from super().list(prefix, **more)
         if not prefix:
             self.listings += 1
             self.now += 120.0
@@ -195,12 +194,10 @@ class Listed(FileStore):
         super().__init__(root)
         self._below, self._named = below, name
 
-    def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
-    ) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
         if prefix in ("", self._below):
             return (ObjectInfo(self._named(number), 1, 1e9) for number in count())
-        return super().list(prefix, after=after, deadline=deadline)
+        return super().list(prefix, **more)
 
 
 def test_claims_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

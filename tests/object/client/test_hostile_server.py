@@ -8,13 +8,10 @@ import time
 
 import pytest
 from object_servers import SECRET_KEY, HostileServer, Peer, answer, error_body
-from s3_client_helpers import BODY, get, said, store_at
+from s3_client_helpers import BODY, get, store_at
 
 from kvtier.backends.object.client.http.sockets import Timeouts
-from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores import errors
-from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy
-from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import PutOutcome
 
@@ -76,19 +73,6 @@ def test_a_trickle_ends_at_the_total_deadline(server: HostileServer) -> None:
     store.close()
 
 
-def test_a_trickled_listing_ends_too(server: HostileServer) -> None:
-    def trickle(peer: Peer, head: bytes) -> None:
-        peer.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n<")
-        while not server.release.wait(0.02):
-            peer.sendall(b" ")
-
-    server.script = trickle
-    store = store_at(server, Timeouts(connect_s=1.0, idle_s=5.0, total_s=0.5))
-    with pytest.raises(errors.TimedOut):
-        list(store.list())
-    store.close()
-
-
 def test_a_server_that_reads_no_upload(server: HostileServer) -> None:
     def hang(peer: Peer, head: bytes) -> None:
         server.release.wait()
@@ -122,26 +106,6 @@ def test_nor_is_it_lost_where_the_rest_is_not_read(server: HostileServer, store:
     server.script = refuse
     with pytest.raises(errors.AccessDenied):
         store.put("name", [memoryview(bytes(64 << 20))])
-
-
-def test_a_kept_connection_that_the_server_closed_is_replaced(
-    server: HostileServer, store: S3Store
-) -> None:
-    def once(peer: Peer, head: bytes) -> None:
-        peer.sendall(answer(200, BODY))
-        peer.cut()
-
-    server.script = once
-    for _ in range(3):
-        assert get(store) is not None
-
-
-def test_a_listing_that_does_not_get_on(server: HostileServer, store: S3Store) -> None:
-    more = b"<IsTruncated>true</IsTruncated><NextContinuationToken>x</NextContinuationToken>"
-    server.script = said(answer(200, b"<ListBucketResult>" + more + b"</ListBucketResult>"))
-    with pytest.raises(errors.WrongEndpoint, match="same page"):
-        list(store.list())
-    assert len(server.heads) == 2
 
 
 def test_a_listing_that_goes_in_circles(server: HostileServer, store: S3Store) -> None:
@@ -185,16 +149,6 @@ def test_chunks_that_lie(server: HostileServer, store: S3Store, chunks: bytes) -
     server.script = lie
     with pytest.raises(errors.StoreError):
         get(store)
-
-
-def test_an_error_in_chunks_is_understood(server: HostileServer, store: S3Store) -> None:
-    body = error_body("ExpiredToken")
-    chunked = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:50], body[50:]))
-    head = b"HTTP/1.1 400 No\r\nTransfer-Encoding: chunked\r\n\r\n"
-    server.script = said(head + chunked + b"0\r\n\r\n")
-    for _ in range(3):  # the connection stays in step
-        with pytest.raises(errors.ExpiredToken):
-            get(store)
 
 
 @pytest.mark.parametrize(
@@ -243,25 +197,6 @@ def test_a_put_that_is_refused_for_another_reason_is_not_sent_twice(
         with pytest.raises(kind, match=code):
             store.put("name", [memoryview(b"bytes")], if_absent=True)
     assert len(server.heads) == 2
-
-
-def test_a_full_bucket_is_read_from_all_the_same(server: HostileServer) -> None:
-    def refuse(peer: Peer, head: bytes) -> None:
-        if head.startswith(b"PUT"):
-            peer.read_body(head)
-            peer.sendall(answer(400, error_body("XMinioAdminBucketQuotaExceeded")))
-        else:
-            peer.sendall(answer(200, BODY))
-
-    server.script = refuse
-    store = open_store(
-        "s3://bucket", S3Settings(endpoint=server.endpoint), breaker=BreakerPolicy(failures=2)
-    )
-    for _ in range(4):
-        with pytest.raises(errors.StoreFull):
-            store.put("name", [memoryview(b"bytes")], if_absent=True)
-    assert store.get("name", [memoryview(bytearray(len(BODY)))]) is not None
-    store.close()
 
 
 def test_nothing_secret_is_logged_or_shown(

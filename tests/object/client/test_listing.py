@@ -97,7 +97,7 @@ def test_what_is_no_listing_is_a_wrong_endpoint(body: bytes) -> None:
 
 
 @given(body=st.binary(max_size=300))
-def test_rubbish_raises_nothing_else(body: bytes) -> None:
+def test_arbitrary_bytes_raise_nothing_else(body: bytes) -> None:
     with pytest.raises(WrongEndpoint):
         read_page(body)
 

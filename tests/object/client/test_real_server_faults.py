@@ -12,9 +12,6 @@ from object_servers import ServerProcess
 from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores import errors
-from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy
-from kvtier.backends.object.stores.open_store import open_store
-from kvtier.backends.object.stores.retry import RetryPolicy
 from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import PutOutcome, Store
 
@@ -134,53 +131,6 @@ def test_a_server_lost_in_the_middle_of_a_put(
     own_rclone.thaw() if how == "freeze" else own_rclone.start()
     put(store, data)
     until(lambda: served(store, data))
-
-
-def test_recovery_without_a_restart(own_rclone: ServerProcess) -> None:
-    store = open_store(
-        "s3://bucket/p",
-        S3Settings(endpoint=own_rclone.endpoint, timeouts=QUICK),
-        retry=RetryPolicy(attempts=2, base_s=0.01, cap_s=0.02),
-        breaker=BreakerPolicy(failures=2, open_s=0.05, open_max_s=0.1),
-    )
-    assert put(store, b"bytes") is PutOutcome.STORED
-    own_rclone.kill()
-    seen = set()
-
-    def refused() -> bool:
-        with pytest.raises(errors.StoreError) as caught:
-            get(store, 5)
-        seen.add(type(caught.value))
-        return errors.CircuitOpen in seen
-
-    until(refused)
-    assert errors.Unavailable in seen
-    own_rclone.start()
-
-    def recovered() -> bool:
-        try:
-            return get(store, 5) == b"bytes"
-        except errors.CircuitOpen:
-            return False
-
-    until(recovered)
-    store.close()
-
-
-def test_a_wrong_secret_is_access_denied(
-    rclone_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret-0123456789")
-    store = S3Store(S3Settings(bucket="bucket", endpoint=rclone_server.endpoint))
-    for call in (
-        lambda: put(store, b"x"),
-        lambda: get(store, 1),
-        lambda: list(store.list()),
-    ):
-        with pytest.raises(errors.AccessDenied) as caught:
-            call()
-        assert "not-the-secret" not in str(caught.value)
-    store.close()
 
 
 def test_a_bucket_that_is_not_there(rclone_server: ServerProcess) -> None:

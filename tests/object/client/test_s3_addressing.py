@@ -22,7 +22,6 @@ from object_servers import (
     serve_body,
 )
 
-from kvtier.backends.object.client.http.connection_pool import ConnectionPool
 from kvtier.backends.object.client.http.endpoint import Address, bucket_address
 from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores import errors
@@ -76,14 +75,6 @@ def test_https_to_a_plain_server_says_so(opened: Opener, server: HostileServer) 
     assert caught.value.setting == "endpoint"
     thread.join()
     plain.close()
-
-
-def test_a_ca_bundle_that_cannot_be_read(tmp_path: Path) -> None:
-    settings = S3Settings(
-        bucket="bucket", endpoint="https://127.0.0.1:1", ca_bundle=str(tmp_path / "none.pem")
-    )
-    with pytest.raises(errors.TLSRefused, match=r"none\.pem"):
-        S3Store(settings)
 
 
 def test_path_and_virtual_host_addressing(
@@ -140,24 +131,6 @@ def test_nor_is_one_of_the_profile(
     store.close()
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["http://LocalHost:{}", "http://S3.Example.test", "http://s3.example.test:80"]
-)
-def test_bulk_deletes_go_there_however_it_is_written(
-    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch, endpoint: str
-) -> None:
-    def reply(peer: Peer, head: bytes) -> None:
-        peer.read_body(head)
-        peer.sendall(answer(200, b"<DeleteResult></DeleteResult>"))
-
-    loopback = socket.getaddrinfo("127.0.0.1", server.port, type=socket.SOCK_STREAM)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: loopback)
-    server.script = reply
-    store = opened(endpoint=endpoint.format(server.port))
-    assert store.delete([f"n{index}" for index in range(9)]) == {}
-    assert len(server.heads) == 1
-
-
 def test_bulk_deletes_are_signed_for_the_host_that_they_name(
     rclone_server: ServerProcess, opened: Opener
 ) -> None:
@@ -182,32 +155,6 @@ def test_an_ipv6_endpoint(opened: Opener) -> None:
 def test_aws_itself_is_addressed_by_host() -> None:
     store = S3Store(S3Settings(bucket="my-bucket", region="eu-west-1"))
     assert "https://my-bucket.s3.eu-west-1.amazonaws.com:443" in repr(store)
-
-
-@pytest.mark.parametrize("region", ["us-east-1", "eu-west-1", "cn-north-1"])
-@pytest.mark.parametrize("bucket", ["my-bucket", "my.dotted.bucket"])
-@pytest.mark.parametrize("profile", ["", "use_accelerate_endpoint", "use_dualstack_endpoint"])
-def test_bulk_deletes_go_where_all_else_goes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, region: str, bucket: str, profile: str
-) -> None:
-    """Whatever the user's profile asks for: that is read by botocore alone."""
-    heads: list[bytes] = []
-
-    def refuse(_: ConnectionPool, method: str, head: bytes, *rest: object) -> None:
-        heads.append(head)
-        raise errors.Unavailable("not reached")
-
-    if profile:
-        config = tmp_path / "config"
-        config.write_text(f"[default]\ns3 =\n  {profile} = true\n")
-        monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    monkeypatch.setattr(ConnectionPool, "exchange", refuse)
-    store = S3Store(S3Settings(bucket=bucket, region=region))
-    for count in (1, 9):
-        with pytest.raises(errors.Unavailable):
-            store.delete([f"n{index}" for index in range(count)])
-    one, many = (head.partition(b"host: ")[2].partition(b"\r\n")[0] for head in heads)
-    assert one == many
 
 
 def test_every_request_says_once_whose_it_is(opened: Opener, server: HostileServer) -> None:
@@ -291,23 +238,6 @@ def test_without_the_extra_the_message_names_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "botocore.auth", None)
     with pytest.raises(ExtraMissing, match=r"kvtier\[s3\]"):
         open_store("s3://bucket/x")
-
-
-def test_the_endpoint_of_the_environment(
-    opened: Opener, server: HostileServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with AWS itself: botocore knows the endpoint before there are credentials."""
-
-    def reply(peer: Peer, head: bytes) -> None:
-        peer.read_body(head)
-        peer.sendall(answer(200, b"<DeleteResult></DeleteResult>"))
-
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
-    server.script = reply
-    store = opened(addressing="path")
-    for _ in range(2):
-        assert store.delete([f"n{index}" for index in range(9)]) == {}
-    assert len(server.heads) == 2
 
 
 @pytest.mark.parametrize("endpoint", ["nonsense", "http://[bad", "http://host:port"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import os
 import random
@@ -19,8 +18,8 @@ import pytest
 from manual_keepers import (
     RECORD,
     ListedStore,
-    LockedStore,
     blocks_in,
+    created,
     filled,
     look,
     opened,
@@ -51,12 +50,10 @@ def test_the_garbage_collector_has_nothing_to_visit(store: ListedStore) -> None:
     """A full collection would hold Python's lock for as long as all objects of the process take."""
     keys = make_keys(20_000)
     store.hold(keys)
-    keeper, tier = opened(store)
     Journal(store, NAMESPACE).append(
         pack_entries(ADDED, keys, [0] * len(keys), [RECORD] * len(keys), [10**15] * len(keys))
     )
-    keeper.open(tier.offered)
-    tier.start()
+    keeper, tier = opened(store)
     gc.collect()
     before = gc.get_stats()
     keeper.refresh()
@@ -64,50 +61,20 @@ def test_the_garbage_collector_has_nothing_to_visit(store: ListedStore) -> None:
     assert after[2]["collections"] == before[2]["collections"]
     assert after[1]["collections"] - before[1]["collections"] <= 1
     assert tier.stats().blocks == len(keys)
-    keeper.close()
-
-
-def test_closing_does_not_wait_for_an_audit(store: ListedStore) -> None:
-    listing, release = threading.Event(), threading.Event()
-    [name] = [block_name(NAMESPACE.id, key) for key in make_keys(1)]
-
-    def endless() -> Iterator[ObjectInfo]:
-        for number in itertools.count():
-            listing.set()
-            yield ObjectInfo(name, RECORD + number % 2, 0.0)
-            if release.is_set():
-                return
-
-    keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    store.blocks = endless()  # type: ignore[assignment]
-    keeper.schedule.next_audit = 0.0
-    keeper.start()
-    assert listing.wait(60)
-    closing = threading.Thread(target=keeper.close)
-    closing.start()
-    closing.join(60)
-    ended = not closing.is_alive()
-    release.set()
-    closing.join()
-    assert ended
 
 
 def test_what_is_gone_is_told_a_little_at_a_time(store: ListedStore) -> None:
     keys = make_keys(5000)
     store.hold(keys)
     keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
     store.blocks = []
     keeper.refresh()
     most = 0
     while tier.stats().blocks:
         tier.tick()
-        told = [event for event in tier.take_events() if event.kind is EventKind.REMOVED]
-        most = max(most, sum(len(event.keys) for event in told))
+        removals = [event for event in tier.take_events() if event.kind is EventKind.REMOVED]
+        most = max(most, sum(len(event.keys) for event in removals))
     assert 0 < most <= 1024
-    keeper.close()
 
 
 class PartialStore(FileStore):
@@ -116,10 +83,8 @@ class PartialStore(FileStore):
 
     hidden: frozenset[str] = frozenset()
 
-    def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
-    ) -> Iterator[ObjectInfo]:
-        listed = super().list(prefix, after=after, deadline=deadline)
+    def list(self, prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
+        listed = super().list(prefix, **more)
         return (info for info in listed if info.name not in self.hidden)
 
 
@@ -129,8 +94,6 @@ def test_what_a_listing_leaves_out_is_not_gone(tmp_path: Path, hidden: slice) ->
     store = PartialStore(tmp_path / "store")
     keys = filled(store, 300)
     keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
     store.hidden = frozenset(block_name(NAMESPACE.id, key) for key in keys[hidden])
     for _ in range(3):
         keeper.refresh()
@@ -138,7 +101,6 @@ def test_what_a_listing_leaves_out_is_not_gone(tmp_path: Path, hidden: slice) ->
         store.hidden = frozenset()
     assert tier.lookup(keys) == [Presence.HIT] * 300
     assert blocks_in(store) == 300
-    keeper.close()
 
 
 def test_of_what_has_all_been_deleted_not_each_is_asked_for(tmp_path: Path) -> None:
@@ -154,15 +116,12 @@ def test_of_what_has_all_been_deleted_not_each_is_asked_for(tmp_path: Path) -> N
     store = Asked(tmp_path / "store")
     keys = filled(store, 1000)
     keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
     store.delete([info.name for info in store.list()])
     keeper.refresh()
     while tier.stats().blocks and len(keeper.updates):
         tier.tick()
     assert tier.lookup(keys) == [Presence.MISS] * 1000
     assert asked <= 5
-    keeper.close()
 
 
 @pytest.mark.parametrize(("writers", "least", "most"), [(1, 400, 400), (40, 1, 40)])
@@ -171,14 +130,13 @@ def test_manifests_are_joined_by_one_of_many_at_a_time(
 ) -> None:
     """Forty who joined at once left the state there 38 times, all of which was joined again."""
     monkeypatch.setattr(schedule_module, "random", random.Random(1))
-    keeper, _ = opened(store)
+    keeper, _ = created(store)
     keeper.schedule.writers = writers
     joined: list[float] = []
     monkeypatch.setattr(keeper._journal, "join", joined.append)
     for _ in range(400):
         keeper._join()
     assert least <= len(joined) <= most
-    keeper.close()
 
 
 def test_a_store_that_takes_no_manifest_is_served_and_not_listed_at_every_look(
@@ -201,13 +159,10 @@ def test_a_store_that_takes_no_manifest_is_served_and_not_listed_at_every_look(
     full = Full(store.root)
     full.hold(keys)
     keeper, tier = opened(full)
-    keeper.open(tier.offered)
-    tier.start()
     assert tier.lookup(keys) == [Presence.HIT] * 3
     for _ in range(5):
         look(keeper, tier)
     assert listings <= 2
-    keeper.close()
 
 
 def test_temporary_files_that_are_not_ours_to_remove(
@@ -225,22 +180,19 @@ def test_temporary_files_that_are_not_ours_to_remove(
             raise PermissionError(1, "Operation not permitted", str(path))
         unlink(path)
 
-    keeper, tier = opened(store)
+    keeper, tier = created(store)
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)  # a folder with the sticky bit, as another user
         keeper.open(tier.offered)
     assert torn.exists()
     keeper.refresh()
     assert not torn.exists()
-    keeper.close()
 
 
 def test_a_budget_that_becomes_small_is_kept_a_little_at_a_time(store: ListedStore) -> None:
     keys = make_keys(2000)
     store.hold(keys)
     keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
     small = Grant(
         alone=True,
         claim=RECORD,
@@ -256,40 +208,6 @@ def test_a_budget_that_becomes_small_is_kept_a_little_at_a_time(store: ListedSto
         counts.append(tier.stats().blocks)
     assert counts[-1] == 100
     assert max(before - after for before, after in pairwise(counts)) <= 128
-    keeper.close()
-
-
-def test_an_object_that_cannot_be_deleted_keeps_nothing_else_from_being_done(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = LockedStore(tmp_path / "store")
-    keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
-    keys = make_keys(2)
-    protected, other = [block_name(NAMESPACE.id, key) for key in keys]
-    for name in (protected, other):
-        store.put(name, [memoryview(bytes(RECORD))])
-
-    def freed_by_a_look() -> list[int]:
-        keeper.schedule.next_look = 0.0
-        keeper.run_once()
-        freed = [slot for piece in keeper.updates for slot in piece.deleted]
-        assert any(piece.grant for piece in keeper.updates), "it has looked"
-        keeper.updates.clear()
-        return freed
-
-    store.locked = protected.__eq__
-    for slot, key in enumerate(keys, 1):
-        keeper.outbox.delete(slot, [(key, 0)])
-    assert freed_by_a_look() == [2]
-    assert freed_by_a_look() == []
-    assert [record.levelname for record in caplog.records] == ["WARNING"], "it is said once"
-    store.locked = lambda name: False
-    # the next look but one tries again: what is locked is asked for less and less
-    assert [freed_by_a_look(), freed_by_a_look()] == [[], [1]]
-    assert store.head(protected) is None
-    keeper.close()
 
 
 def test_closing_does_not_wait_for_a_store_that_hangs(
@@ -303,7 +221,7 @@ def test_closing_does_not_wait_for_a_store_that_hangs(
         release.wait()
         return iter(())
 
-    keeper, tier = opened(store)
+    keeper, tier = created(store)
     keeper.open(tier.offered)
     keeper.schedule.next_look = 0.0
     store.list = hang  # type: ignore[method-assign]
@@ -319,21 +237,18 @@ def test_closing_does_not_wait_for_a_store_that_hangs(
 
 def test_a_tier_that_nobody_asks_does_not_pile_up_news(store: ListedStore) -> None:
     keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
-    told = []
+    grants = []
     for _ in range(50):
         keeper.schedule.next_look = 0.0
         keeper.run_once()
-        told.append(keeper.updates[0].grant)
+        grants.append(keeper.updates[0].grant)
     assert len(keeper.updates) == 1
-    assert len({id(standing) for standing in told}) == 50, "the last one is what it hears"
+    assert len({id(grant) for grant in grants}) == 50, "the last one is what it hears"
     tier.tick()
     assert not keeper.updates
     keeper.schedule.next_look = 0.0
     keeper.run_once()
     assert len(keeper.updates) == 1
-    keeper.close()
 
 
 def test_what_others_do_waits_in_the_store_for_a_tier_that_nobody_asks(
@@ -342,8 +257,6 @@ def test_what_others_do_waits_in_the_store_for_a_tier_that_nobody_asks(
     monkeypatch.setattr(store_work_module, "_UPDATES_MAX", 10)
     store = FileStore(tmp_path / "store")
     keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
     keeper._lock_yield.alone = False
     keeper.refresh()
     keys, size = make_keys(100), HEADER_BYTES + NAMESPACE.payload_bytes
@@ -368,14 +281,13 @@ def test_what_others_do_waits_in_the_store_for_a_tier_that_nobody_asks(
     keeper.run_once()
     tier.tick()
     assert {key for key, _ in tier.offered()} == set(keys[-10:])
-    keeper.close()
 
 
 def test_an_audit_takes_little_memory(store: ListedStore) -> None:
     """Millions of blocks may be known, in the process of an engine."""
     keys = make_keys(20_000)
     store.hold(keys)
-    keeper, tier = opened(store)
+    keeper, tier = created(store)
     times = range(10**15, 10**15 + 10**9 * len(keys), 10**9)
     Journal(store, NAMESPACE).append(
         pack_entries(ADDED, keys, [0] * len(keys), [RECORD] * len(keys), times)
@@ -390,4 +302,3 @@ def test_an_audit_takes_little_memory(store: ListedStore) -> None:
         "the last may be another now"
     )
     assert peak < 170 * len(keys)
-    keeper.close()

@@ -125,6 +125,20 @@ def test_what_was_stored_again_since_its_removal_is_not_deleted(
     assert case.stays
 
 
+@pytest.mark.parametrize(
+    ("stored_s", "removed_s", "stays"), [(100, 100.9, False), (99.5, 100, True)]
+)
+def test_a_time_rounded_up_to_the_second_brings_nothing_back(
+    case: Case, stored_s: float, removed_s: float, stays: bool
+) -> None:
+    """OpenStack Swift's is: what was removed within that second seems to be stored after it."""
+    case.put(stored_s)
+    case.known = False
+    finding = case.audit(stated(REMOVED, removed_s), writers_died=True, reader_grace_s=1000.0)
+    assert found(finding) == (int(stays), 0)
+    assert case.stays == stays
+
+
 def test_what_is_removed_and_offered_still_is_said_to_be_gone(case: Case) -> None:
     case.put(500.0)
     assert found(case.audit(stated(REMOVED, 200.0), reader_grace_s=1000.0)) == (0, 1)
@@ -186,9 +200,7 @@ def test_what_is_stated_or_offered_and_not_there_is_gone(
 class Late(FileStore):
     """A listing that does not show what is there."""
 
-    def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
-    ) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
         return iter(())
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from manual_keepers import CAPACITY, RECORD, blocks_in, filled, opened
+from manual_keepers import CAPACITY, RECORD, blocks_in, created, filled, opened
 
 from kvtier.backends.object import lock_yield as lock_yield_module
 from kvtier.backends.object import writer_ids
@@ -18,7 +16,6 @@ from kvtier.backends.object.housekeeping import keeper as keeper_module
 from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
 from kvtier.backends.object.manifests.journal import Journal
-from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.errors import Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
@@ -38,33 +35,12 @@ def test_nothing_is_dropped_as_long_as_nobody_knows_what_may_be_there(
     store = FileStore(tmp_path / "store")
     keys = filled(store, 50)
     keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
     for _ in range(2):
         assert tier.lookup(keys) == [Presence.HIT] * 50
         keeper.refresh()
         tier.tick()
     assert tier.prepare_store(make_keys(1, start=100)).keys
     assert blocks_in(store) == 50
-    keeper.close()
-
-
-def test_nothing_is_dropped_when_others_have_taken_us_for_dead(tmp_path: Path) -> None:
-    store = FileStore(tmp_path / "store")
-    keys = filled(store, 50)
-    keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
-    store.delete([info.name for info in store.list("claims/")])
-    keeper.schedule.next_look = 0.0
-    keeper.run_once()
-    tier.tick()
-    assert tier.lookup(keys) == [Presence.HIT] * 50
-    keeper.run_once()
-    tier.tick()
-    assert tier.prepare_store(make_keys(1, start=100)).keys, "it has listed everything again"
-    assert blocks_in(store) == 50
-    keeper.close()
 
 
 def test_protected_blocks_make_no_room_for_another_namespace(tmp_path: Path) -> None:
@@ -86,83 +62,9 @@ def test_protected_blocks_make_no_room_for_another_namespace(tmp_path: Path) -> 
     keeper.close()
 
 
-def test_what_was_stored_again_is_not_deleted_with_what_the_dead_left(tmp_path: Path) -> None:
-    """Another server has stored it, and is about to write that down."""
-    store = FileStore(tmp_path / "store")
-    keys = make_keys(2)
-    old, again = (block_name(NAMESPACE.id, key) for key in keys)
-    for name in (old, again):
-        store.put(name, [memoryview(bytes(RECORD))])
-    os.utime(store.root / old, (time.time() - 30.0,) * 2)
-    removed_us = int((time.time() - 10.0) * 1e6)
-    neighbour = Journal(store, NAMESPACE)
-    neighbour.append(pack_entries(REMOVED, keys, [0] * 2, [0] * 2, [removed_us] * 2))
-    dead = writer_ids.new_writer_id()
-    writer_ids.mark_ended(dead)
-    claim = Claim(NAMESPACE.id, dead, 1, RECORD, CAPACITY, 60_000, "s", False)
-    store.put(claim.name, [memoryview(b"")])
-    keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
-    assert [info.name for info in store.list("claims/") if dead in info.name] == []
-    assert store.head(old) is None, "nobody accounts for it"
-    assert tier.lookup(keys) == [Presence.MISS, Presence.HIT]
-    assert keeper.budget.used == RECORD
-    neighbour.append(pack_entries(ADDED, keys[1:], [0], [RECORD], [int(time.time() * 1e6)]))
-    keeper.refresh()
-    tier.tick()
-    assert tier.lookup(keys) == [Presence.MISS, Presence.HIT]
-    assert store.head(again) is not None
-    keeper.close()
-
-
-def test_a_store_that_rounds_times_up_brings_nothing_back(tmp_path: Path) -> None:
-    """OpenStack Swift's do: what was removed within a second seems to be stored after that."""
-    store = FileStore(tmp_path / "store")
-    keys = make_keys(1)
-    name = block_name(NAMESPACE.id, keys[0])
-    store.put(name, [memoryview(bytes(RECORD))])
-    whole_s = int(time.time()) - 5
-    os.utime(store.root / name, (whole_s,) * 2)
-    removed_us = int((whole_s - 0.9) * 1e6)
-    Journal(store, NAMESPACE).append(pack_entries(REMOVED, keys, [0], [0], [removed_us]))
-    dead = writer_ids.new_writer_id()
-    writer_ids.mark_ended(dead)
-    store.put(Claim(NAMESPACE.id, dead, 1, 0, CAPACITY, 60_000, "c", False).name, [memoryview(b"")])
-    keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
-    assert tier.lookup(keys) == [Presence.MISS]
-    assert store.head(name) is None
-    keeper.close()
-
-
-@pytest.mark.parametrize(("removed_s", "stays"), [(5.0, True), (60.0, False)])
-def test_what_was_removed_a_moment_ago_is_left_to_its_readers(
-    tmp_path: Path, removed_s: float, stays: bool
-) -> None:
-    """Whoever has removed it deletes it; only what he has left behind is for others to delete."""
-    store = FileStore(tmp_path / "store")
-    [key] = make_keys(1)
-    name = block_name(NAMESPACE.id, key)
-    store.put(name, [memoryview(bytes(RECORD))])
-    os.utime(store.root / name, (time.time() - 100.0,) * 2)
-    removed_us = int((time.time() - removed_s) * 1e6)
-    Journal(store, NAMESPACE).append(pack_entries(REMOVED, [key], [0], [0], [removed_us]))
-    keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
-    keeper.refresh()
-    assert tier.lookup([key]) == [Presence.MISS]
-    assert blocks_in(store) == stays
-    keeper.close()
-
-
 def test_the_claims_of_the_dead_stand_until_what_they_left_is_written_down(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
     keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
     [key] = make_keys(1)
     store.put(block_name(NAMESPACE.id, key), [memoryview(bytes(RECORD))])
     dead = writer_ids.new_writer_id()
@@ -185,13 +87,12 @@ def test_the_claims_of_the_dead_stand_until_what_they_left_is_written_down(tmp_p
     assert keys_of(Journal(store, NAMESPACE).read_all()) == [key]
     tier.tick()
     assert keeper.budget.used == RECORD
-    keeper.close()
 
 
 @pytest.mark.parametrize("due", ["next_audit", "needed_audit"])
 def test_a_listing_that_failed_is_left_until_the_next_look(tmp_path: Path, due: str) -> None:
     store = FileStore(tmp_path / "store")
-    keeper, tier = opened(store)
+    keeper, tier = created(store)
     keeper.open(tier.offered)
     list_some, tried = store.list, 0
 
@@ -207,7 +108,6 @@ def test_a_listing_that_failed_is_left_until_the_next_look(tmp_path: Path, due: 
     for _ in range(3):
         keeper.run_once()
     assert tried == 1
-    keeper.close()
 
 
 def opened_with_yields(
@@ -217,7 +117,7 @@ def opened_with_yields(
     monkeypatch.setattr(lock_yield_module, "_SLICE_S", -1.0)
     store = FileStore(tmp_path / "store")
     filled(store, 3)
-    keeper, tier = opened(store)
+    keeper, tier = created(store)
     keeper.open(tier.offered)
     return store, keeper, tier
 

@@ -25,7 +25,7 @@ from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
 from kvtier.testing.records import NAMESPACE, make_keys
-from kvtier.types import Outcome, Presence
+from kvtier.types import Outcome
 
 
 @pytest.fixture
@@ -39,17 +39,12 @@ def test_times_that_cannot_be(tmp_path: Path, store: ListedStore, modified_s: fl
     keys = make_keys(3)
     store.hold(keys, modified_s)
     keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
     assert tier.stats().blocks == 3
     store.blocks = []
     keeper.refresh()
     keeper.close()
     keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
     assert tier.stats().blocks == 0, "a removal outlasts what it removes"
-    keeper.close()
 
 
 @pytest.mark.parametrize("at_us", [5 * 10**15, (1 << 53) - 1, 1 << 53, 1 << 62])
@@ -62,8 +57,6 @@ def test_an_entry_by_a_clock_that_is_ahead_is_removed(
     Journal(store, NAMESPACE).append(entries)
     for _ in range(2):
         keeper, tier = opened(store)
-        keeper.open(tier.offered)
-        tier.start()
         assert tier.stats().blocks == 0
         left = Journal(store, NAMESPACE).read_all()
         assert not (left["kind"] == ADDED).any()
@@ -77,8 +70,6 @@ def test_a_block_by_a_clock_that_is_far_ahead_is_found_gone_and_all_else_written
 ) -> None:
     [strange, own] = make_keys(2)
     keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
     Journal(store, NAMESPACE).append(pack_entries(ADDED, [strange], [0], [RECORD], [1 << 53]))
     keeper.schedule.next_look = 0.0
     keeper.run_once()
@@ -90,26 +81,6 @@ def test_a_block_by_a_clock_that_is_far_ahead_is_found_gone_and_all_else_written
     left = Journal(store, NAMESPACE).read_all()
     assert left["kind"].tolist() == [ADDED, REMOVED]
     assert not caplog.records
-    keeper.close()
-
-
-@pytest.mark.parametrize("size", [0, RECORD])
-def test_what_a_clock_that_is_ahead_has_removed_does_not_lie_there_uncounted(
-    tmp_path: Path, size: int
-) -> None:
-    """A server whose clock was a year ahead has dropped a block that somebody stored anew."""
-    store = FileStore(tmp_path / "store")
-    keys = filled(store, 1)
-    keeper, tier = opened(store)
-    year_ahead_us = int((time.time() + 3e7) * 1e6)
-    Journal(store, NAMESPACE).append(pack_entries(REMOVED, keys, [0], [size], [year_ahead_us]))
-    keeper.open(tier.offered)
-    tier.start()
-    assert tier.lookup(keys) == [Presence.HIT]
-    assert keeper.budget.used == RECORD
-    entries = Journal(store, NAMESPACE).read_all()
-    assert entries["kind"].tolist() == [ADDED]
-    keeper.close()
 
 
 def test_a_clock_that_is_ahead_keeps_no_size_from_being_corrected(tmp_path: Path) -> None:
@@ -121,8 +92,6 @@ def test_a_clock_that_is_ahead_keeps_no_size_from_being_corrected(tmp_path: Path
     journal = Journal(store, NAMESPACE)
     journal.append(pack_entries(ADDED, [key, other], [0, 0], [RECORD] * 2, times))
     keeper, tier = opened(store)
-    keeper.open(tier.offered)
-    tier.start()
     journal.append(pack_entries(ADDED, [key], [0], [RECORD // 2], [now_us - 10**8]))
     keeper.schedule.next_look = 0.0
     keeper.run_once()
@@ -131,7 +100,6 @@ def test_a_clock_that_is_ahead_keeps_no_size_from_being_corrected(tmp_path: Path
     keeper.refresh()
     tier.tick()
     assert keeper.budget.used == RECORD
-    keeper.close()
 
 
 @pytest.mark.parametrize(("ahead_s", "stays"), [(1e6, True), (-1e6, True), (0.0, False)])

@@ -12,18 +12,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from manual_keepers import opened
 
 from kvtier.backends.object.housekeeping import keeper as keeper_module
 from kvtier.backends.object.housekeeping.keeper import Keeper
-from kvtier.backends.object.housekeeping.keeper_limits import Limits
 from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.errors import StoreError, TimedOut
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.revocable import RevocableStore
 from kvtier.backends.object.stores.store import Buffer, ObjectInfo, PutOutcome
-from kvtier.backends.object.tier import ObjectTier
-from kvtier.core.eviction import create_policy
 from kvtier.testing.records import NAMESPACE, make_keys
 
 KEYS = make_keys(4)
@@ -45,36 +43,22 @@ class WatchedStore(FileStore):
         if self.fails is not None and self.fails(what, name):
             raise TimedOut("it takes too long")
 
-    def put(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        *,
-        if_absent: bool = False,
-        deadline: float | None = None,
-    ) -> PutOutcome:
-        self._note("put", name, deadline)
-        return super().put(name, buffers, if_absent=if_absent, deadline=deadline)
+    def put(self, name: str, buffers: Sequence[Buffer], **more: Any) -> PutOutcome:
+        self._note("put", name, more.get("deadline"))
+        return super().put(name, buffers, **more)
 
-    def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
-    ) -> Iterator[ObjectInfo]:
-        self._note("list", prefix, deadline)
-        return super().list(prefix, after=after, deadline=deadline)
+    def list(self, prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
+        self._note("list", prefix, more.get("deadline"))
+        return super().list(prefix, **more)
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
-        self._note("delete", names[0] if names else "", deadline)
-        return super().delete(names, deadline=deadline)
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
+        self._note("delete", names[0] if names else "", more.get("deadline"))
+        return super().delete(names, **more)
 
 
 def busy(store: FileStore) -> Keeper:
     """With something of each kind still to do."""
-    keeper = Keeper(store, NAMESPACE, Limits(1 << 30, refresh_s=600.0, audit_s=600.0))
-    tier = ObjectTier(keeper, create_policy())
-    keeper.open(tier.offered)
-    tier.start()
+    keeper, _ = opened(store)
     for key in KEYS:
         store.put(block_name(NAMESPACE.id, key), [memoryview(bytes(12288))])
     keeper.outbox.added(KEYS[1:], [0] * 3, [12288] * 3)

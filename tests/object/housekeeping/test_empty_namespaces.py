@@ -23,7 +23,7 @@ from kvtier.backends.object.stores.errors import StoreError
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo, Store
 from kvtier.core.slab.layout import keys_of
-from kvtier.testing.records import GROUPED, NAMESPACE, make_keys
+from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.testing.subject import Rig, Subject
 from kvtier.types import Namespace
 
@@ -138,15 +138,6 @@ def test_a_claim_that_may_be_renewed_keeps_the_rest(tmp_path: Path) -> None:
     writer_ids.mark_ended(own)
 
 
-def test_who_found_its_description_there_writes_it_again(tmp_path: Path) -> None:
-    store = retire(tmp_path)
-    rig = Rig(FOLDER, tmp_path, blocks=8, namespace=OLD)
-    store.delete([description_name(OLD.id)])
-    rig.settle()
-    assert store.head(description_name(OLD.id)) is not None
-    rig.close()
-
-
 def test_a_description_that_was_cut_short_is_written_again(tmp_path: Path) -> None:
     """A loss of power does that to a file that was new."""
     retire(tmp_path).close()
@@ -222,18 +213,3 @@ def test_a_server_that_comes_at_any_moment_loses_nothing(
     for each in (other, rig):
         each.close()
     store.close()
-
-
-def test_a_listing_finds_them(tmp_path: Path) -> None:
-    store = retire(tmp_path)
-    full = Rig(FOLDER, tmp_path, blocks=8, namespace=GROUPED)
-    full.put(make_keys(1))
-    full.close()
-    store.put("notes/mine", [memoryview(b"x")])
-    store.put(f"{'ab' * 16}/strange", [memoryview(b"x")])
-    found = empty_namespaces.EmptyNamespaces()
-    for info in store.list():
-        found.add_other(info)
-    assert set(found.found()) == {OLD.id}
-    assert found.found()[OLD.id] > 0
-    assert found.describes(GROUPED)

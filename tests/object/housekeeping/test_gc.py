@@ -23,7 +23,7 @@ from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.core.slab.layout import keys_of
 from kvtier.testing.records import GROUPED, NAMESPACE, make_keys
 from kvtier.testing.subject import Rig
-from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey, Namespace, block_key
+from kvtier.types import BlockKey, Namespace, block_key
 
 RECORD = 12288
 
@@ -51,7 +51,7 @@ def test_the_oldest_go_first_until_the_budget_holds(rig: Rig) -> None:
         (NAMESPACE.id, key, 0) for key in keys[:2]
     }
     assert rig.get(keys) == keys, "a survey deletes nothing"
-    assert gc.collect(store, found) == (2, 0)
+    assert gc.collect(store, found) == 2
     rig.tier.refresh()
     rig.tier.tick()
     assert rig.resident(keys) == keys[2:], "a running server hears of it"
@@ -83,18 +83,6 @@ def test_what_was_deleted_is_written_down_though_the_store_goes_away_amid_it(
     assert len(rig.resident(keys)) == 2
 
 
-def test_a_reader_survives_a_collection(rig: Rig) -> None:
-    keys = rig.put(make_keys(4))
-    spec = rig.tier.prepare_load(keys)
-    store = FileStore(rig.folder / "store")
-    gc.collect(store, gc.survey(store, 0, None, time.time()))
-    outcomes = rig.read(keys, spec)
-    assert {outcome.value for outcome in outcomes.values()} == {"gone"}
-    rig.tier.complete_load(keys, outcomes)
-    assert rig.put(keys) == keys
-    assert rig.get(keys) == keys
-
-
 def test_all_namespaces_share_the_budget_and_other_files_are_safe(rig: Rig, tmp_path: Path) -> None:
     rig.put(make_keys(3))
     other = Rig(FOLDER, tmp_path, blocks=8, namespace=GROUPED)
@@ -104,7 +92,7 @@ def test_all_namespaces_share_the_budget_and_other_files_are_safe(rig: Rig, tmp_
     (tmp_path / "store" / "plain.txt").write_text("keep")
     found = gc.survey(store, 0, None, time.time())
     assert found.blocks == 6
-    assert gc.collect(store, found) == (6, 0)
+    assert gc.collect(store, found) == 6
     left = [info.name for info in store.list() if parse_block(info.name) is None]
     assert "notes/mine" in left
     assert (tmp_path / "store" / "plain.txt").read_text() == "keep"
@@ -167,25 +155,8 @@ def test_of_what_stays_no_list_is_held(tmp_path: Path, monkeypatch: pytest.Monke
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert [(one.modified_s, one.reason) for one in found.garbage] == [
-        (1000.0, "over the budget")
-    ] * 3
+    assert [one.modified_s for one in found.garbage] == [1000.0] * 3
     assert peak < 50 * blocks, "names alone take three times as much"
-
-
-def test_what_is_left_out_neither_counts_nor_goes(rig: Rig, tmp_path: Path) -> None:
-    keys = rig.put(make_keys(4))
-    other = Rig(FOLDER, tmp_path, blocks=8, namespace=GROUPED)
-    other.put(make_keys(3))
-    for key in keys:
-        age(rig, key, 100.0)
-    store = FileStore(tmp_path / "store")
-    for path in (store.root / GROUPED.id / "blocks").rglob("*-0"):
-        os.utime(path, (time.time() - 5000.0,) * 2)
-    found = gc.survey(store, 3 * RECORD, 3600.0, time.time(), without={GROUPED.id})
-    assert (found.blocks, found.bytes) == (4, 4 * RECORD)
-    assert [one.name.partition("/")[0] for one in found.garbage] == [NAMESPACE.id]
-    other.close()
 
 
 def test_what_is_too_old_goes_and_makes_room_for_what_is_not(rig: Rig) -> None:
@@ -195,23 +166,16 @@ def test_what_is_too_old_goes_and_makes_room_for_what_is_not(rig: Rig) -> None:
     store = FileStore(rig.folder / "store")
     for capacity, over in ((1 << 20, []), (2, []), (1, keys[2:3]), (0, keys[2:])):
         found = gc.survey(store, capacity * RECORD, 3600.0, time.time())
-        reasons = ["too old"] * 2 + ["over the budget"] * len(over)
         names = [block_name(NAMESPACE.id, key) for key in [*keys[:2], *over]]
-        assert [(one.reason, one.name) for one in found.garbage] == list(
-            zip(reasons, names, strict=True)
-        )
+        assert [one.name for one in found.garbage] == names
         assert found.garbage_bytes == (2 + len(over)) * RECORD
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"{", GROUPED.to_json(), NAMESPACE.to_json() + b" " * NAMESPACE_BYTES_MAX]
-)
-def test_blocks_go_though_nothing_says_what_they_mean(rig: Rig, text: bytes) -> None:
-    """Or what says so is of another namespace, or longer than anything that we wrote."""
+def test_blocks_go_though_nothing_says_what_they_mean(rig: Rig) -> None:
     rig.put(make_keys(3))
-    (rig.folder / "store" / description_name(NAMESPACE.id)).write_bytes(text)
+    (rig.folder / "store" / description_name(NAMESPACE.id)).write_bytes(b"{")
     store = FileStore(rig.folder / "store")
-    assert gc.collect(store, gc.survey(store, 0, None, time.time())) == (3, 0)
+    assert gc.collect(store, gc.survey(store, 0, None, time.time())) == 3
 
 
 def test_what_could_not_be_deleted_is_not_said_to_be_gone(rig: Rig) -> None:
@@ -219,7 +183,7 @@ def test_what_could_not_be_deleted_is_not_said_to_be_gone(rig: Rig) -> None:
     rig.tier.flush()
     locked = block_name(NAMESPACE.id, keys[0])
     store = LockedStore(rig.folder / "store", locked.__eq__)
-    assert gc.collect(store, gc.survey(store, 0, None, time.time())) == (2, 0)
+    assert gc.collect(store, gc.survey(store, 0, None, time.time())) == 2
     entries = Journal(store, NAMESPACE).read_all()
     removed = entries[entries["kind"] == REMOVED]
     assert set(keys_of(removed)) == set(keys[1:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
+from typing import Any
 
 import pytest
 from simulated_fleet import BLOCK_BYTES, NAMESPACE, CountingStore
@@ -24,12 +24,10 @@ from kvtier.backends.object.stores.errors import (
     Unavailable,
     WrongRegion,
 )
-from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Buffer, PutOutcome
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
 from kvtier.core.slab.layout import keys_of
-from kvtier.core.system.disk import AnyPath, Disk
 from kvtier.testing.records import make_keys
 from kvtier.types import BlockKey
 
@@ -51,21 +49,12 @@ class SlowDeletes(CountingStore):
 
     deletes_at_once = AT_ONCE
 
-    def put(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        *,
-        if_absent: bool = False,
-        deadline: float | None = None,
-    ) -> PutOutcome:
+    def put(self, name: str, buffers: Sequence[Buffer], **more: Any) -> PutOutcome:
         if name.startswith("claims/"):
             self.claimed_at.append(self.now)
-        return super().put(name, buffers, if_absent=if_absent, deadline=deadline)
+        return super().put(name, buffers, **more)
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
         if names and parse_block(names[0]):
             assert len(names) <= AT_ONCE
             self.now += 1.0
@@ -73,7 +62,7 @@ class SlowDeletes(CountingStore):
             if self.deletes == self.stops_at:
                 assert self.keeper is not None
                 self.keeper._stopping = True
-        return super().delete(names, deadline=deadline)
+        return super().delete(names, **more)
 
 
 @pytest.fixture
@@ -117,41 +106,6 @@ def test_claims_are_renewed(store: SlowDeletes, how: str) -> None:
     while keeper.updates:
         tier.tick()
     assert tier.stats().blocks == keeper.budget.deleting == 0
-    keeper.close()
-
-
-def test_claims_are_renewed_beside_a_folder_behind_a_slow_network(tmp_path: Path) -> None:
-    now_s = 1e9
-    claimed_at: list[float] = []
-
-    class FarDisk(Disk):
-        def unlink(self, path: AnyPath) -> None:
-            nonlocal now_s
-            now_s += 0.05
-            super().unlink(path)
-
-        def rename(self, source: AnyPath, target: AnyPath) -> None:
-            if "/claims/" in str(target):
-                claimed_at.append(now_s)
-            super().rename(source, target)
-
-    store = FileStore(tmp_path / "store", disk=FarDisk())
-    keys = make_keys(BLOCKS)
-    for key in keys:
-        store.put(block_name(NAMESPACE.id, key), [memoryview(b"x")])
-    times = [int(now_s * 1e6)] * BLOCKS
-    Journal(store, NAMESPACE).append(pack_entries(ADDED, keys, [0] * BLOCKS, [1] * BLOCKS, times))
-    limits = Limits(1 << 40, refresh_s=5.0, audit_s=600.0)
-    keeper = Keeper(store, NAMESPACE, limits, clock=lambda: now_s, steady=lambda: now_s)
-    tier = ObjectTier(keeper, create_policy(), lambda: now_s)
-    keeper.open(tier.offered)
-    tier.start()
-    tier.clear()
-    keeper.run_once()
-    assert not any(parse_block(info.name) for info in store.list())
-    longest = max(later - at for at, later in pairwise([*claimed_at, now_s]))
-    assert longest <= limits.lease_s / 2
-    keeper.close()
 
 
 @pytest.mark.parametrize("count", [1, 10 * AT_ONCE])
@@ -171,7 +125,6 @@ def test_what_was_stored_is_written_down_when_it_is_due_though_something_is_dele
     stated = neighbour.read_all()
     assert stated["kind"].tolist().count(REMOVED) == count
     assert new in keys_of(stated)
-    keeper.close()
 
 
 def test_who_closes_does_not_wait_for_them(store: SlowDeletes) -> None:
@@ -181,7 +134,6 @@ def test_who_closes_does_not_wait_for_them(store: SlowDeletes) -> None:
     with pytest.raises(Unfinished):
         keeper._audit()
     assert store.deletes == 3
-    keeper.close()
 
 
 def test_claims_are_renewed_while_what_is_known_is_compared(store: SlowDeletes) -> None:
@@ -199,7 +151,6 @@ def test_claims_are_renewed_while_what_is_known_is_compared(store: SlowDeletes) 
     assert max(later - at for at, later in pairwise(store.claimed_at)) <= keeper.limits.lease_s / 2
     tier.tick()
     assert (tier.stats().blocks, keeper.budget.used) == (BLOCKS, BLOCKS * BLOCK_BYTES)
-    keeper.close()
 
 
 def test_who_closes_while_others_are_listened_to_ends_in_peace(
@@ -222,7 +173,6 @@ def test_who_closes_while_others_are_listened_to_ends_in_peace(
     monkeypatch.setattr(keeper._journal, "read_new", stop_then_tell)
     keeper.run_once()
     assert store.deletes == 1
-    keeper.close()
 
 
 @pytest.mark.parametrize("how", ["cleared", "not written down"])
@@ -241,7 +191,6 @@ def test_no_manifest_takes_longer_than_a_put_may(
     assert len(found) == (4 if how == "cleared" else 2)
     assert sum(info.size for info in found) >= 64 * BLOCKS
     assert max(info.size for info in found) <= 64 * 600
-    keeper.close()
 
 
 class LockedBlocks(CountingStore):
@@ -252,13 +201,11 @@ class LockedBlocks(CountingStore):
         self.locked = True
         self.asked_at: list[float] = []
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
         if self.locked and names and parse_block(names[0]):
             self.asked_at.append(self.now)
             return {name: AccessDenied("it is locked") for name in names}
-        return super().delete(names, deadline=deadline)
+        return super().delete(names, **more)
 
 
 class RefusedDeletes(CountingStore):
@@ -266,12 +213,10 @@ class RefusedDeletes(CountingStore):
 
     error: StoreError | None = None
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
         if self.error is not None and names and parse_block(names[0]):
             raise self.error
-        return super().delete(names, deadline=deadline)
+        return super().delete(names, **more)
 
 
 @pytest.mark.parametrize(

@@ -30,19 +30,10 @@ SLOT = record_bytes(NAMESPACE.payload_bytes)
 class ReadOnlyStore(FileStore):
     """A folder that may only be read."""
 
-    def put(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        *,
-        if_absent: bool = False,
-        deadline: float | None = None,
-    ) -> PutOutcome:
+    def put(self, name: str, buffers: Sequence[Buffer], **more: Any) -> PutOutcome:
         raise AccessDenied(f"no right to write {name}")
 
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
         raise AccessDenied("no right to delete")
 
     def sweep(self, older_than_s: float) -> Iterator[int]:
@@ -185,24 +176,6 @@ def test_weather_at_the_start_passes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         stack = Stack.open(reader, NAMESPACE)
     with stack:
         until(lambda: stack.chain.lookup(KEYS).count(Presence.MISS) == 0)
-
-
-def test_a_folder_without_the_right_to_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By its settings alone, as an engine opens it."""
-    url = f"file://{tmp_path}/store"
-    with Stack.open(stack_of(tmp_path / "writer", url), NAMESPACE) as writer:
-        fill(writer, KEYS)
-    before = everything(tmp_path / "store")
-    monkeypatch.setattr(FileStore, "put", ReadOnlyStore.put)
-    monkeypatch.setattr(FileStore, "delete", ReadOnlyStore.delete)
-    reader = stack_of(tmp_path / "reader", url, write="never", capacity=SLOT)
-    with Stack.open(reader, NAMESPACE) as stack:
-        wanted = {key: payload(key) for key in KEYS}
-        assert stack.load(KEYS) == wanted
-        fill(stack, make_keys(2, start=50))
-    assert everything(tmp_path / "store") == before
 
 
 @pytest.mark.s3

@@ -7,32 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clocks import Clock
+from manual_keepers import created
 
-from kvtier.backends.object import lock_yield as lock_yield_module
 from kvtier.backends.object.housekeeping import use_counts as uses_module
-from kvtier.backends.object.housekeeping.keeper import Keeper
-from kvtier.backends.object.housekeeping.keeper_limits import Limits
 from kvtier.backends.object.housekeeping.use_counts import Uses, count_uses
 from kvtier.backends.object.manifests import manifest
 from kvtier.backends.object.manifests.manifest import ADDED, HEAD_BYTES, USED, Entries
-from kvtier.backends.object.object_names import block_name, uses_prefix
-from kvtier.backends.object.stores.errors import AccessDenied, StoreError, Unavailable
+from kvtier.backends.object.object_names import uses_prefix
+from kvtier.backends.object.stores.errors import StoreError, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo
-from kvtier.backends.object.tier import ObjectTier
-from kvtier.core.eviction import create_policy
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey
 
 KEYS = make_keys(8)
 PREFIX = uses_prefix(NAMESPACE.id)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def entries_of(kind: int, keys: Sequence[BlockKey], counts: Sequence[int]) -> Entries:
@@ -75,7 +65,7 @@ def test_all_servers_count_together(store: FileStore) -> None:
 
 
 def test_a_list_is_written_when_it_is_due(store: FileStore) -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     uses = Uses(store, NAMESPACE, 600.0, clock=clock)
     for at, expected in ((1.0, 0), (601.0, 2), (602.0, 2), (1202.0, 4)):
         clock.now = at
@@ -92,9 +82,7 @@ def test_many_lists_become_one(store: FileStore) -> None:
 
 
 class Undeletable(FileStore):
-    def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
         return {name: Unavailable("not now") for name in names}
 
 
@@ -112,7 +100,7 @@ def test_what_is_joined_but_still_there_counts_once(store: FileStore, tmp_path: 
 
 
 def test_a_store_that_is_away_costs_no_count(store: FileStore, tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(0.0)
 
     class Away(FileStore):
         def put(self, *args: object, **more: object) -> object:  # type: ignore[override]
@@ -249,7 +237,7 @@ def test_what_else_lies_there_does_not_hide_lists(store: FileStore) -> None:
 
 
 def test_what_cannot_be_deleted_is_not_joined_at_every_look(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     store = Undeletable(tmp_path / "store")
     uses = Uses(store, NAMESPACE, 600.0, clock=clock)
     for _ in range(40):
@@ -260,41 +248,14 @@ def test_what_cannot_be_deleted_is_not_joined_at_every_look(tmp_path: Path) -> N
     assert counted(store)[0] == 40
 
 
-def test_a_store_that_refuses_lists_of_uses_is_audited_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock_yield_module, "_SLICE_S", -1.0)
-
-    class Strict(FileStore):
-        def put(self, name: str, *args: object, **more: object) -> object:  # type: ignore[override]
-            if name.startswith(PREFIX):
-                raise AccessDenied("not there")
-            return super().put(name, *args, **more)  # type: ignore[arg-type]
-
-    store = Strict(tmp_path / "store")
-    keeper = Keeper(store, NAMESPACE, Limits(1 << 30, refresh_s=0.0, audit_s=600.0))
-    tier = ObjectTier(keeper, create_policy())
-    keeper.open(tier.offered)
-    tier.start()
-    store.put(block_name(NAMESPACE.id, KEYS[0]), [memoryview(bytes(12288))])
-    keeper.uses.note(KEYS)
-    keeper.uses._next = 0.0
-    keeper.schedule.next_audit = 0.0
-    keeper.run_once()
-    tier.tick()
-    assert tier.stats().blocks == 1
-    keeper.close()
-
-
 def test_what_is_noted_while_the_store_is_away_takes_no_more_than_counts(tmp_path: Path) -> None:
     class Away(FileStore):
         def list(self, *args: object, **more: object) -> Iterator[ObjectInfo]:  # type: ignore[override]
             raise Unavailable("not now")
 
-    keeper = Keeper(Away(tmp_path / "store"), NAMESPACE, Limits(1 << 30, 600.0, 600.0))
+    keeper, _ = created(Away(tmp_path / "store"))
     for _ in range(100):
         keeper.uses.note(KEYS)
         keeper.run_once()
     assert len(keeper.uses._noted) == 0
     assert len(keeper.uses._counts) == len(KEYS)
-    keeper.close()

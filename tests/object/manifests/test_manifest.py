@@ -107,7 +107,7 @@ def test_no_flipped_byte_and_no_cut_is_overlooked() -> None:
 
 
 @given(data=st.binary(max_size=200))
-def test_rubbish_raises_nothing_else(data: bytes) -> None:
+def test_arbitrary_bytes_raise_nothing_else(data: bytes) -> None:
     for some in (data, manifest.MAGIC + data, manifest.MAGIC + b"\1\0\0\0" + data):
         with pytest.raises((FormatError, NewerFormat)):
             manifest.unpack(memoryview(some), DIGEST)

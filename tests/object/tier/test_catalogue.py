@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from manual_keepers import RECORD, blocks_in, look, opened
+from manual_keepers import RECORD, blocks_in, created, look
 
 from kvtier.backends.object.housekeeping.updates import Update
 from kvtier.backends.object.manifests.block_rows import Rows
@@ -27,7 +27,7 @@ class Shared:
 
     def __init__(self, folder: Path) -> None:
         self.store = FileStore(folder / "store")
-        self.keeper, self.tier = opened(self.store)
+        self.keeper, self.tier = created(self.store)
         self.budget = self.keeper.budget
         self.keeper.open(self.tier.offered)
         self.tier.start()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from object_servers import ServerProcess
 
 from kvtier.backends.object import BACKEND, ObjectSettings, handler
 from kvtier.backends.object.budget import budget
@@ -21,7 +20,6 @@ from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo, PutOutcome
 from kvtier.backends.object.stores.wrapper import WrappedStore
 from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.records.record import HEADER_BYTES
 from kvtier.core.settings import ByteSize, Capacity, Duration
 from kvtier.errors import MediumError
 from kvtier.testing.records import NAMESPACE, blank, make_keys, prove, sealed
@@ -121,17 +119,6 @@ def test_a_store_that_goes_away_and_comes_back(pair: Pair) -> None:
     assert pair.tier.stats().bytes_used == 8 * RECORD
 
 
-def test_a_full_store_drops_stores_and_serves_on(pair: Pair) -> None:
-    keys = make_keys(4)
-    pair.put(keys)
-    pair.store.error = StoreFull("full")
-    assert pair.put(make_keys(2, start=50)) == [Outcome.NO_SPACE] * 2
-    pair.store.error = None
-    pair.settle()
-    assert pair.get(keys) == [Outcome.OK] * 4
-    assert pair.tier.stats().dropped == 2
-
-
 def test_who_starts_beside_a_full_store_serves_what_is_there(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,55 +212,6 @@ def test_lookups_never_wait_for_the_store(pair: Pair) -> None:
     refreshing.join()
 
 
-def test_a_key_that_turns_out_to_be_gone_is_forgotten(pair: Pair) -> None:
-    keys = make_keys(3)
-    pair.put(keys)
-    pair.store.inner.delete([block_name(NAMESPACE.id, keys[1])])
-    assert pair.get(keys) == [Outcome.OK, Outcome.GONE, Outcome.OK]
-    assert pair.tier.lookup(keys) == [Presence.HIT, Presence.MISS, Presence.HIT]
-    assert pair.tier.stats().corrupt == 0
-    assert pair.put(keys) == [Outcome.OK]
-    assert pair.get(keys) == [Outcome.OK] * 3
-
-
-def test_what_could_not_be_loaded_while_the_folder_was_away_is_there_when_it_is_back(
-    pair: Pair, tmp_path: Path
-) -> None:
-    keys = make_keys(3)
-    pair.put(keys)
-    pair.settle()
-    folder, away = tmp_path / "store", tmp_path / "away"
-    folder.rename(away)
-    assert pair.get(keys) == [Outcome.IO_ERROR] * 3
-    away.rename(folder)
-    pair.settle()
-    assert pair.get(keys) == [Outcome.OK] * 3
-
-
-def test_an_audit_finds_what_others_deleted(pair: Pair) -> None:
-    keys = make_keys(4)
-    pair.put(keys)
-    pair.store.inner.delete([block_name(NAMESPACE.id, key) for key in keys[:2]])
-    pair.settle()
-    assert pair.tier.lookup(keys) == [Presence.MISS] * 2 + [Presence.HIT] * 2
-
-
-def test_a_flipped_byte_is_never_served(pair: Pair, tmp_path: Path) -> None:
-    keys = make_keys(3)
-    pair.put(keys)
-    for key, at in zip(keys, (20, 500, HEADER_BYTES + 99), strict=True):
-        path = tmp_path / "store" / block_name(NAMESPACE.id, key)
-        data = bytearray(path.read_bytes())
-        data[at] ^= 4
-        path.write_bytes(data)
-    outcomes = pair.get(keys)
-    # the second flip is in the header's unused part, which no checksum needs to cover
-    assert outcomes[0] is outcomes[2] is Outcome.CORRUPT
-    pair.settle()
-    assert pair.put([keys[0], keys[2]]) == [Outcome.OK] * 2
-    assert pair.get(keys) == [Outcome.OK] * 3
-
-
 @pytest.mark.parametrize("codec", ["none", "zstd", "split-zstd"])
 def test_any_codec_is_read_by_every_reader(tmp_path: Path, codec: str) -> None:
     (key,) = make_keys(1)
@@ -311,22 +249,6 @@ def test_what_the_user_keeps_in_the_same_place_is_never_touched(tmp_path: Path) 
     pair.close()
 
 
-def test_blocks_that_are_too_old_go(tmp_path: Path) -> None:
-    pair = Pair(tmp_path)
-    keys = make_keys(3)
-    pair.put(keys)
-    pair.settle()
-    pair.close()
-    young = Pair(tmp_path, age_max=Duration(3600.0))
-    assert young.tier.lookup(keys) == [Presence.HIT] * 3
-    young.close()
-    old = Pair(tmp_path, age_max=Duration(1e-3))
-    old.settle()
-    assert old.tier.lookup(keys) == [Presence.MISS] * 3
-    assert [i for i in old.store.inner.list() if parse_block(i.name)] == []
-    old.close()
-
-
 def test_an_unusable_store_is_refused_or_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -359,41 +281,4 @@ def test_an_unusable_store_is_refused_or_waited_for(
     store.error = None
     tier.refresh()
     assert tier.lookup(keys) == [Presence.HIT] * 2
-    tier.close()
-
-
-@pytest.mark.s3
-def test_a_killed_server_costs_misses_and_comes_back(own_rclone: ServerProcess) -> None:
-    settings = ObjectSettings(
-        url="s3://bucket/p",
-        endpoint=own_rclone.endpoint,
-        capacity=Capacity(size=ByteSize(BLOCKS * RECORD)),
-        refresh=Duration(0.05),
-        connect_timeout=Duration(0.5),
-        idle_timeout=Duration(5.0),
-        load_deadline=Duration(2.0),
-        store_deadline=Duration(2.0),
-    )
-    context = TierContext(NAMESPACE)
-    tier = BACKEND.open_tier(settings, context)
-    handler = BACKEND.open_handler(settings, context)
-    keys = make_keys(3)
-    reserved = tier.prepare_store(keys)
-    assert handler.store(reserved.spec, keys, [sealed(k) for k in keys]) == [Outcome.OK] * 3
-    tier.complete_store(keys)
-    tier.flush()
-    spec = tier.prepare_load(keys)
-    own_rclone.kill()
-    outcomes = handler.load(spec, keys, [blank() for _ in keys])
-    assert not any(outcome.ok for outcome in outcomes)
-    assert set(outcomes) <= {Outcome.IO_ERROR, Outcome.TIMEOUT}
-    own_rclone.start()
-    for _ in range(200):
-        outcomes = handler.load(spec, keys, [blank() for _ in keys])
-        if all(outcome.ok for outcome in outcomes):
-            break
-        threading.Event().wait(0.05)
-    assert outcomes == [Outcome.OK] * 3
-    tier.complete_load(keys)
-    handler.close()
     tier.close()

@@ -37,6 +37,7 @@ from kvtier.core.system.disk import Disk
 from kvtier.testing.fault_suite import BLOCKS, walk
 from kvtier.testing.records import make_keys
 from kvtier.testing.subject import Rig
+from kvtier.types import BlockKey
 
 _T = TypeVar("_T")
 
@@ -137,6 +138,16 @@ class FaultySubject(FolderSubject):
         return BACKEND.open_handler(settings, context, store)
 
 
+def serves_again(rig: Rig) -> list[BlockKey]:
+    """Blocks that it has taken after its store went well again, and gives back."""
+    for _ in range(3):  # what was thought lost is found, then the surplus goes, then copies
+        rig.settle()
+    new = make_keys(BLOCKS, start=1000)
+    assert rig.put(new) == new
+    assert rig.get(new) == new
+    return new
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", [*Fault, None], ids=lambda kind: kind.value if kind else "all")
 def test_right_bytes_or_a_miss_and_full_service_afterwards(
@@ -148,11 +159,7 @@ def test_right_bytes_or_a_miss_and_full_service_afterwards(
     plan.rate = 0.25
     walk(rig, random.Random(seed), steps=60)
     plan.rate = 0.0
-    for _ in range(3):  # what was thought lost is found, then the surplus goes, then copies
-        rig.settle()
-    new = make_keys(BLOCKS, start=1000)
-    assert rig.put(new) == new
-    assert rig.get(new) == new
+    new = serves_again(rig)
     stats = rig.tier.stats()
     assert stats.in_flight == stats.pinned == 0
     rig.reopen()
@@ -167,9 +174,5 @@ def test_a_store_that_always_fails_is_a_tier_that_misses(tmp_path: Path, kind: F
     plan.kinds, plan.rate = [kind], 1.0
     walk(rig, random.Random(1), steps=30)
     plan.rate = 0.0
-    for _ in range(3):  # what was thought lost is found, then the surplus goes, then copies
-        rig.settle()
-    new = make_keys(BLOCKS, start=1000)
-    assert rig.put(new) == new
-    assert rig.get(new) == new
+    serves_again(rig)
     rig.close()

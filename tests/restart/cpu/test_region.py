@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import signal
 import time
 import uuid
 from pathlib import Path
 
 import msgspec
 import pytest
-from cpu_regions import CONTEXT, opened, put, served, settings, writer
+from cpu_regions import CONTEXT, opened, put, served, settings
 
 from kvtier.backends.cpu import BACKEND, CpuSettings
 from kvtier.backends.cpu import huge_page_support as huge
@@ -73,21 +72,6 @@ def test_after_a_restart_prompts_still_go_from_their_ends(tmp_path: Path) -> Non
     assert before == keys[::-1]
     with opened(tmp_path) as tier:
         assert tier.victims(8) == before
-
-
-def test_blocks_outlive_a_killed_engine(tmp_path: Path) -> None:
-    with writer(tmp_path) as pid:
-        os.kill(pid, signal.SIGKILL)
-    with opened(tmp_path) as tier:
-        assert served(tier, make_keys(5)) == make_keys(5)
-        assert served(tier, make_keys(2, start=50)) == [], "what was only reserved is not there"
-        put(tier, make_keys(3, start=100))
-        assert tier.stats().evicted == 0, "the room that the dead had reserved is free"
-
-
-def test_a_region_has_one_owner(tmp_path: Path) -> None:
-    with writer(tmp_path), pytest.raises(MediumInUse, match="another engine"):
-        BACKEND.open_tier(settings(tmp_path), CONTEXT)
 
 
 def test_workers_of_a_dead_engine_cannot_write_into_the_next_ones_region(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -29,12 +28,11 @@ OTHER = NAMESPACE.__class__(
 
 
 @pytest.fixture
-def rich(tmp_path: Path) -> Iterator[Engine]:
+def rich(tmp_path: Path) -> Engine:
     """Has all four slabs of a folder."""
     engine = Engine(tmp_path / "kv", blocks=16)
     engine.put(make_keys(16))
-    yield engine
-    engine.close()
+    return engine
 
 
 def starving(rich: Engine, count: int = 1) -> list[Engine]:
@@ -64,23 +62,20 @@ def test_whose_room_is_given_to_whom(rich: Engine) -> None:
     excess = shares.excess(rich.keeper.owner, mine)
     assert excess is not None
     assert excess.remove is False, "the same model can"
-    like.close()
 
 
 def test_nobody_gives_the_last_slab_away(rich: Engine) -> None:
     shares, mine = Shares(rich.keeper.folder, rich.keeper.limits), rich.keeper._mine()
-    poor = starving(rich, 5)
+    starving(rich, 5)
     assert shares.excess(rich.keeper.owner, mine[:2]) is not None, "more than a sixth"
     assert shares.excess(rich.keeper.owner, mine[:1]) is None
     assert shares.excess(rich.keeper.owner, []) is None
-    for engine in poor:
-        engine.close()
 
 
 def test_where_the_disk_is_full_before_the_capacity_is_reached_what_is_there_is_divided(
     rich: Engine,
 ) -> None:
-    (poor,) = starving(rich)
+    starving(rich)
     limits = msgspec.structs.replace(rich.keeper.limits, capacity=1 << 40)
     disk = LowDisk(free=limits.slab_bytes // 2)
     shares, mine = Shares(NvmeFolder(rich.root, NAMESPACE, disk), limits), rich.keeper._mine()
@@ -88,7 +83,6 @@ def test_where_the_disk_is_full_before_the_capacity_is_reached_what_is_there_is_
     assert shares.excess(rich.keeper.owner, mine[:2]) is None
     disk.free = 1 << 40
     assert shares.excess(rich.keeper.owner, mine) is None, "there is room for all"
-    poor.close()
 
 
 def test_what_an_idle_model_keeps_is_not_counted_as_what_the_living_have(tmp_path: Path) -> None:
@@ -106,8 +100,6 @@ def test_what_an_idle_model_keeps_is_not_counted_as_what_the_living_have(tmp_pat
         second.put(make_keys(1, start=200 + start))
     assert (len(first.own_slabs), len(second.own_slabs)) == (2, 2)
     assert len(list(idle.keeper.folder.home.glob("*.table"))) == 4
-    first.close()
-    second.close()
 
 
 class SmallDisk(LowDisk):
@@ -139,7 +131,6 @@ def test_what_is_served_goes_after_what_nobody_serves(tmp_path: Path, less: str)
     for _ in range(12):
         engine.tier.refresh()
     assert engine.hits(make_keys(8)) == make_keys(8)
-    engine.close()
 
 
 def test_while_others_have_those_whom_nobody_serves_make_room_nobody_else_gives_up_any(
@@ -163,16 +154,14 @@ def test_while_others_have_those_whom_nobody_serves_make_room_nobody_else_gives_
     monkeypatch.setattr(folder, "locked", locked_by_another_before)
     assert Shares(folder, limits).excess(one.keeper.owner, one.keeper._mine()) is None
     assert used_bytes(idle.root) <= limits.capacity
-    one.close()
 
 
 def test_who_has_its_share_lacks_nothing(rich: Engine) -> None:
     shares, mine = Shares(rich.keeper.folder, rich.keeper.limits), rich.keeper._mine()
-    (poor,) = starving(rich)
+    starving(rich)
     slab = rich.keeper.limits.slab_bytes
     found = [shares.lacks(rich.keeper.owner, mine[:count], slab) for count in range(4)]
     assert found == [True, True, False, False]
-    poor.close()
 
 
 def rounds(*engines: Engine, count: int = 24) -> None:
@@ -203,7 +192,6 @@ def test_of_different_capacities_the_largest_of_those_that_run_counts(
     for _ in range(16):
         small.tier.refresh()
     assert 0 < used_bytes(small.root) <= small.capacity, "its own, once it is alone"
-    small.close()
 
 
 def test_who_waits_for_room_and_does_not_take_it_costs_others_no_more_than_its_part(
@@ -222,8 +210,6 @@ def test_who_waits_for_room_and_does_not_take_it_costs_others_no_more_than_its_p
         poor.keeper._full_until = 0.0
         poor.put(make_keys(1, start=number))
     assert len(poor.own_slabs) == 4, "its part was left to it"
-    poor.close()
-    rich.close()
 
 
 def test_who_joins_a_folder_that_is_full_to_the_last_byte_costs_no_slab(rich: Engine) -> None:
@@ -234,7 +220,6 @@ def test_who_joins_a_folder_that_is_full_to_the_last_byte_costs_no_slab(rich: En
     reader.keeper.work(thorough=True)
     assert used_bytes(rich.root) == full
     assert Shares(rich.keeper.folder, limits).excess(rich.keeper.owner, rich.keeper._mine()) is None
-    reader.close()
 
 
 def test_who_only_reads_drops_nothing_and_gives_all_back_to_who_stores(tmp_path: Path) -> None:
@@ -253,8 +238,6 @@ def test_who_only_reads_drops_nothing_and_gives_all_back_to_who_stores(tmp_path:
         again.put(make_keys(1, start=start))
         again.tier.refresh()
     assert (len(again.own_slabs), len(reader.own_slabs)) == (4, 0)
-    reader.close()
-    again.close()
 
 
 @pytest.mark.parametrize(("keep_s", "kept"), [(1000.0, 2), (0.0, 0)])
@@ -272,8 +255,6 @@ def test_who_only_reads_keeps_the_share_of_a_model_that_is_started_again(
     again = Engine(first.root, blocks=16, keep_s=keep_s)
     rounds(again, other, reader)
     assert [len(each.own_slabs) for each in (again, other, reader)] == [2, 2, 0]
-    for engine in (reader, other, again):
-        engine.close()
 
 
 def test_models_that_are_only_read_leave_its_share_to_one_that_is_stored_for(
@@ -294,8 +275,6 @@ def test_models_that_are_only_read_leave_its_share_to_one_that_is_stored_for(
     new = Engine(root, blocks=24, namespace=third, keep_s=1000.0)
     rounds(new, *readers)
     assert [len(each.own_slabs) for each in (new, *readers)] == [2, 2, 2]
-    for each in (new, *readers):
-        each.close()
 
 
 def test_on_a_full_disk_no_room_is_asked_for_again_at_once(tmp_path: Path) -> None:
@@ -312,7 +291,6 @@ def test_on_a_full_disk_no_room_is_asked_for_again_at_once(tmp_path: Path) -> No
     keeper.work(thorough=True)
     keeper.want_room(1)
     assert not keeper._slots_wanted, "each store would have the whole folder looked through"
-    engine.close()
 
 
 def test_a_new_owner_says_anew_that_it_starves(rich: Engine, tmp_path: Path) -> None:

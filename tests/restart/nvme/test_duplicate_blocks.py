@@ -3,7 +3,6 @@ found as soon as it is needed, and can be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,10 @@ Pair = tuple[Engine, Engine]
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
+def pair(tmp_path: Path) -> Pair:
     """Two engines with a slab or two each."""
     mine, other = Engine(tmp_path / "kv", blocks=8), Engine(tmp_path / "kv", blocks=8)
-    yield mine, other
-    mine.close()
-    other.close()
+    return mine, other
 
 
 def both_store(pair: Pair) -> None:
@@ -41,8 +38,8 @@ def test_what_goes_here_is_found_where_another_has_stored_it_at_the_same_time(pa
     mine.tier.take_events()
     for start in range(100, 140, 4):
         mine.put(make_keys(4, start=start))
-    told = [event.kind for event in mine.tier.take_events() if make_keys(1)[0] in event.keys]
-    assert told == [EventKind.REMOVED, EventKind.STORED]
+    kinds = [event.kind for event in mine.tier.take_events() if make_keys(1)[0] in event.keys]
+    assert kinds == [EventKind.REMOVED, EventKind.STORED]
     assert mine.read(make_keys(1)) == make_keys(1)
 
 
@@ -92,7 +89,6 @@ def test_what_is_forgotten_is_not_found_where_one_that_died_had_stored_it_too(
     new = make_keys(8, start=100)
     assert mine.put(new) == new
     assert mine.hits(new) == new, "slots of both are used again"
-    mine.close()
 
 
 @pytest.mark.parametrize("how", ["forget", "clear"])

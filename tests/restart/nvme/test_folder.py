@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from nvme_rig import SLAB_BLOCKS, Engine, LowDisk, child, expect
+from nvme_rig import Engine, LowDisk, child, expect
 
 from kvtier.backends.nvme.folder.files import is_empty, used_bytes
 from kvtier.backends.nvme.housekeeping.idle_namespaces import reclaim
@@ -21,20 +21,6 @@ from kvtier.testing.records import NAMESPACE, make_keys, sealed
 from kvtier.types import Namespace, Outcome
 
 OTHER = Namespace(facts={"model": "another"}, group_bytes=(8192,))
-
-
-def test_what_one_process_commits_another_finds(tmp_path: Path) -> None:
-    mine = Engine(tmp_path / "kv")
-    keys = make_keys(6)
-    with child(
-        "engine = Engine(Path(sys.argv[1])); engine.put(make_keys(6)); print('stored', flush=True)"
-        "\nsys.stdin.readline()",
-        tmp_path / "kv",
-    ) as writer:
-        expect(writer, "stored")
-        assert mine.read(keys) == keys
-        assert mine.put(keys) == [], "what a neighbour holds is not stored again"
-    mine.close()
 
 
 def test_slabs_of_the_dead_are_adopted_with_their_blocks(tmp_path: Path) -> None:
@@ -53,7 +39,6 @@ def test_slabs_of_the_dead_are_adopted_with_their_blocks(tmp_path: Path) -> None
     assert heir.put(new) == new, "the heir may evict in what it adopted"
     assert heir.read(new) == new
     assert used_bytes(heir.root) <= heir.capacity
-    heir.close()
 
 
 def test_a_slab_that_was_cut_short_keeps_its_room(tmp_path: Path) -> None:
@@ -66,7 +51,6 @@ def test_a_slab_that_was_cut_short_keeps_its_room(tmp_path: Path) -> None:
     engine.tier.prepare_store(make_keys(1, start=100))
     engine.tier.refresh()
     assert set(engine.root.rglob("*.slab")) == slabs
-    engine.close()
 
 
 def test_a_starving_engine_is_given_slabs(tmp_path: Path) -> None:
@@ -83,8 +67,6 @@ def test_a_starving_engine_is_given_slabs(tmp_path: Path) -> None:
     shares = [len({place >> 24 for place in _places(engine)}) for engine in (rich, poor)]
     assert shares[1] >= 1
     assert used_bytes(rich.root) <= rich.capacity
-    rich.close()
-    poor.close()
 
 
 @pytest.mark.parametrize("namespace", [NAMESPACE, OTHER], ids=["same", "other"])
@@ -103,8 +85,6 @@ def test_who_comes_later_has_its_part_in_the_end(tmp_path: Path, namespace: Name
     poor.keeper._full_until = 0.0
     poor.put(make_keys(8, start=100))
     assert not rich.keeper._shares.neighbours(rich.keeper.owner).lacking_room, "it has enough"
-    rich.close()
-    poor.close()
 
 
 def _places(engine: Engine) -> list[int]:
@@ -128,30 +108,6 @@ def test_capacity_holds_while_three_processes_write(tmp_path: Path) -> None:
         assert all(writer.returncode == 0 for writer in writers)
     assert most <= watcher.capacity
     watcher.read([key for n in range(3) for key in make_keys(60, start=n * 1000)])
-    watcher.close()
-
-
-def test_a_smaller_capacity_after_a_restart_is_obeyed(tmp_path: Path) -> None:
-    first = Engine(tmp_path / "kv", blocks=16)
-    first.put(make_keys(16))
-    first.close()
-    second = Engine(tmp_path / "kv", blocks=8)
-    for _ in range(4):
-        second.tier.refresh()
-    assert used_bytes(second.root) <= second.capacity
-    assert second.read(make_keys(16)), "what fits is still served"
-    second.close()
-
-
-def test_another_namespace_takes_room_from_idle_ones(tmp_path: Path) -> None:
-    old = Engine(tmp_path / "kv", blocks=8)
-    old.put(make_keys(8))
-    old.close()
-    new = Engine(tmp_path / "kv", blocks=8, namespace=OTHER)
-    assert len(new.put(make_keys(8))) == 8
-    assert used_bytes(new.root) <= new.capacity
-    assert not (tmp_path / "kv" / NAMESPACE.id).exists()
-    new.close()
 
 
 def test_what_idle_namespaces_hold_goes_after_their_empty_slabs(tmp_path: Path) -> None:
@@ -196,7 +152,6 @@ def test_the_floor_stops_growth_and_gives_room_back(tmp_path: Path) -> None:
     engine.keeper._full_until = 0.0
     new = make_keys(4, start=100)
     assert engine.put(new) == new
-    engine.close()
 
 
 @pytest.mark.parametrize("namespace", [NAMESPACE, OTHER], ids=["same", "other"])
@@ -220,8 +175,6 @@ def test_who_may_have_nothing_for_its_own_floor_takes_nothing_from_others(
         poor.put(make_keys(1, start=200 + number))
         rich.tier.refresh()
     assert poor.own_slabs, "there is room for it again"
-    poor.close()
-    rich.close()
 
 
 def test_an_engine_starts_on_a_full_disk_and_stores_once_there_is_room(
@@ -244,7 +197,6 @@ def test_an_engine_starts_on_a_full_disk_and_stores_once_there_is_room(
     engine.keeper._full_until = 0.0
     assert engine.put(keys) == keys
     assert (engine.keeper.folder.home / "namespace.json").is_file()
-    engine.close()
 
 
 def test_a_description_too_long_for_memory_is_replaced(tmp_path: Path) -> None:
@@ -255,7 +207,6 @@ def test_a_description_too_long_for_memory_is_replaced(tmp_path: Path) -> None:
     engine.keeper.folder.establish()
     assert path.stat().st_size == len(text)
     assert path.read_bytes() == text
-    engine.close()
 
 
 def test_who_cannot_say_that_it_starves_says_so_later(
@@ -272,8 +223,6 @@ def test_who_cannot_say_that_it_starves_says_so_later(
         poor = Engine(tmp_path / "kv")
     poor.keeper.work(thorough=True)
     assert rich.keeper._shares.neighbours(rich.keeper.owner).lacking_room == {NAMESPACE.id}
-    poor.close()
-    rich.close()
 
 
 def test_a_removed_folder_is_made_anew(tmp_path: Path) -> None:
@@ -285,7 +234,6 @@ def test_a_removed_folder_is_made_anew(tmp_path: Path) -> None:
     engine.keeper._full_until = 0.0
     assert engine.put(keys) == keys
     assert engine.read(keys) == keys
-    engine.close()
 
 
 @pytest.mark.parametrize("suffix", [".slab", ".table"])
@@ -305,7 +253,6 @@ def test_files_cut_short_while_open_cost_blocks_only(tmp_path: Path, suffix: str
     fresh = make_keys(4, start=200)
     after.keeper._full_until = 0.0
     assert after.put(fresh) == fresh
-    after.close()
 
 
 def test_a_stopped_process_delays_nobody(tmp_path: Path) -> None:
@@ -328,7 +275,6 @@ def test_a_stopped_process_delays_nobody(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "kv" / "lock", os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel let go of it
     os.close(fd)
-    engine.close()
 
 
 def test_what_is_not_to_be_kept_is_gone_after_a_crash(tmp_path: Path) -> None:
@@ -340,18 +286,6 @@ def test_what_is_not_to_be_kept_is_gone_after_a_crash(tmp_path: Path) -> None:
         assert victim.wait() == -signal.SIGKILL
     after = Engine(tmp_path / "kv")
     assert after.hits(make_keys(4)) == []
-    after.close()
-
-
-def test_clear_is_not_undone_by_a_restart(tmp_path: Path) -> None:
-    engine = Engine(tmp_path / "kv", blocks=8)
-    engine.put(make_keys(12))  # some of them evicted again
-    engine.tier.clear()
-    engine.tier.flush()
-    engine.close()
-    after = Engine(tmp_path / "kv", blocks=8)
-    assert after.hits(make_keys(12)) == []
-    after.close()
 
 
 def test_what_landed_and_was_given_up_is_found_by_nobody(tmp_path: Path) -> None:
@@ -368,15 +302,6 @@ def test_what_landed_and_was_given_up_is_found_by_nobody(tmp_path: Path) -> None
     other.close()
     again = Engine(tmp_path / "kv", blocks=8)
     assert again.hits(keys) == keys[1:]
-    again.close()
-
-
-def test_files_are_private(tmp_path: Path) -> None:
-    engine = Engine(tmp_path / "kv")
-    engine.put(make_keys(SLAB_BLOCKS + 1))
-    for path in [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]:
-        assert path.stat().st_mode & 0o077 == 0, path
-    engine.close()
 
 
 def test_what_keeps_a_model_from_being_found_is_said_once(

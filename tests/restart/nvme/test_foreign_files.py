@@ -38,7 +38,6 @@ def test_slabs_whose_data_somebody_removed_are_made_anew(tmp_path: Path, running
     assert engine.put(fresh) == fresh
     assert engine.read(fresh) == fresh
     assert not any(path.exists() for path in tables)
-    engine.close()
 
 
 def test_broken_slabs_are_removed_and_newer_ones_left_alone(tmp_path: Path) -> None:
@@ -56,7 +55,6 @@ def test_broken_slabs_are_removed_and_newer_ones_left_alone(tmp_path: Path) -> N
     assert not tables[0].exists()
     assert tables[1].exists()
     assert after.read(make_keys(12)), "the whole ones are served"
-    after.close()
 
 
 def test_a_slab_that_looks_broken_is_left_while_somebody_else_may_be_at_work(
@@ -75,7 +73,6 @@ def test_a_slab_that_looks_broken_is_left_while_somebody_else_may_be_at_work(
     neighbour.close()
     mine.tier.refresh()
     assert not table.exists()
-    mine.close()
 
 
 @pytest.mark.parametrize("kind", ["slab", "table"])
@@ -114,7 +111,6 @@ def test_slabs_that_lie_where_they_do_not_belong_are_not_offered(
     assert after.hits(make_keys(4)) == []
     assert after.put(make_keys(4)) == make_keys(4)
     assert after.read(make_keys(4)) == make_keys(4)
-    after.close()
 
 
 def test_only_the_dead_lose_what_they_had_begun(tmp_path: Path) -> None:
@@ -151,7 +147,6 @@ def test_what_only_looks_like_a_slab_stops_nothing(tmp_path: Path) -> None:
     engine.close()
     again = Engine(tmp_path / "kv")
     assert again.read(make_keys(8, start=16)) == make_keys(8, start=16)
-    again.close()
 
 
 def test_what_is_removed_gives_its_room_back_although_somebody_has_it_open(tmp_path: Path) -> None:
@@ -162,7 +157,6 @@ def test_what_is_removed_gives_its_room_back_although_somebody_has_it_open(tmp_p
     with folder.data_path(slab).open("rb") as opened:
         folder.remove_slab(slab)
         assert os.fstat(opened.fileno()).st_size == 0
-    engine.close()
 
 
 def test_what_has_another_name_elsewhere_keeps_what_is_in_it(tmp_path: Path) -> None:
@@ -178,7 +172,6 @@ def test_what_has_another_name_elsewhere_keeps_what_is_in_it(tmp_path: Path) -> 
     engine.close()
     copy = Engine(tmp_path / "copy", blocks=8)
     assert copy.read(keys) == keys
-    copy.close()
 
 
 def test_what_a_link_in_the_root_leads_to_is_nobodys_to_clear_away(tmp_path: Path) -> None:
@@ -188,7 +181,6 @@ def test_what_a_link_in_the_root_leads_to_is_nobodys_to_clear_away(tmp_path: Pat
     mine = Engine(tmp_path / "kv")
     (mine.root / OTHER.id).symlink_to(elsewhere.root / OTHER.id)
     assert homes(mine.root) == [mine.keeper.folder.home]
-    mine.close()
 
 
 @pytest.mark.parametrize("whose", [NAMESPACE, OTHER])
@@ -213,7 +205,6 @@ def test_what_bears_no_owners_name_or_lies_behind_a_link_is_no_mark(
     engine = Engine(tmp_path / "kv")
     assert engine.put(make_keys(4)) == make_keys(4)
     assert all(path.exists() for path in theirs)
-    engine.close()
 
 
 @pytest.mark.parametrize("what", [NAMESPACE.id, f"{NAMESPACE.id}/owners"])

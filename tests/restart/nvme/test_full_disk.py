@@ -38,7 +38,6 @@ def test_another_model_takes_room_from_idle_ones_on_a_full_disk(tmp_path: Path) 
     keys = make_keys(8, start=100)
     assert new.put(keys) == keys
     assert disk.free_bytes(tmp_path / "kv") >= 0
-    new.close()
 
 
 def test_what_others_write_to_a_full_disk_costs_not_much_more_of_the_cache(
@@ -55,4 +54,3 @@ def test_what_others_write_to_a_full_disk_costs_not_much_more_of_the_cache(
         engine.put([key])
     assert disk.free_bytes(tmp_path / "kv") >= 0
     assert len(before - engine.own_slabs) <= 4
-    engine.close()

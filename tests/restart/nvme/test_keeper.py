@@ -103,8 +103,6 @@ def test_a_folder_is_listed_again_only_if_slabs_came_or_went(
     keys = make_keys(2)
     other.put(keys)
     assert one.hits(keys) == keys
-    other.close()
-    one.close()
 
 
 def test_a_change_right_after_a_listing_is_seen(tmp_path: Path) -> None:
@@ -151,17 +149,15 @@ def test_a_folder_that_was_closed_for_a_while_is_listed_again(tmp_path: Path) ->
 
 
 def test_looking_around_takes_a_small_share_of_a_core(tmp_path: Path) -> None:
-    mine, neighbour = Engine(tmp_path / "kv"), Engine(tmp_path / "kv")
-    mine.tier.refresh()
-    keeper = mine.keeper
+    keeper = Engine(tmp_path / "kv").keeper
+    Engine(tmp_path / "kv")  # a neighbour
+    keeper.work(thorough=True)
     keeper._look_took = 0.0001
     assert keeper.pause() == 0.02
     keeper._look_took = 0.012  # of two thousand slabs
     assert keeper.pause() == pytest.approx(0.12)
     keeper._look_took = 0.05
     assert keeper.pause() == pytest.approx(0.5)
-    neighbour.close()
-    mine.close()
 
 
 def test_the_work_on_a_large_folder_takes_a_small_share_of_a_core(
@@ -181,8 +177,6 @@ def test_the_work_on_a_large_folder_takes_a_small_share_of_a_core(
         engine.keeper.work(thorough=True)
     assert engine.keeper._next_housekeeping == 1010.0
     assert engine.keeper._full_until == 1010.0
-    monkeypatch.undo()
-    engine.close()
 
 
 def test_what_was_dropped_is_written_before_the_slab_is_handed_over(
@@ -209,7 +203,6 @@ def test_what_was_dropped_is_written_before_the_slab_is_handed_over(
     assert written() == (keeper.owner, [layout.FREE, layout.VALID])
     keeper.flush()
     assert written() == (NOBODY, [layout.FREE, layout.FREE])
-    engine.close()
 
 
 def test_no_slab_is_handed_over_while_what_was_dropped_there_cannot_be_written(
@@ -234,7 +227,6 @@ def test_no_slab_is_handed_over_while_what_was_dropped_there_cannot_be_written(
     found, table = keeper.folder.read_table(slab)
     assert found.owner == NOBODY
     assert layout.read_entries(table, 2)["state"].tolist() == [layout.FREE, layout.VALID]
-    engine.close()
 
 
 @pytest.mark.parametrize("remove", [True, False])
@@ -268,7 +260,6 @@ def test_a_slab_is_not_given_up_while_something_is_on_its_way_into_it_or_out_of_
     assert folder.table_path(slab).exists() is not remove
     if not remove:
         assert folder.read_table(slab)[0].owner == NOBODY
-    engine.close()
 
 
 def test_a_slab_that_has_been_given_away_is_not_removed(tmp_path: Path) -> None:
@@ -281,7 +272,6 @@ def test_a_slab_that_has_been_given_away_is_not_removed(tmp_path: Path) -> None:
         engine.tier.tick()
         engine.keeper.flush()
     assert engine.keeper.folder.read_table(slab)[0].owner == NOBODY
-    engine.close()
 
 
 def test_who_clears_leaves_what_is_anothers(tmp_path: Path) -> None:
@@ -292,8 +282,6 @@ def test_who_clears_leaves_what_is_anothers(tmp_path: Path) -> None:
     assert mine.tier.lookup([*theirs, *ours]) == [Presence.MISS] * 4
     mine.tier.flush()
     assert other.read([*theirs, *ours]) == theirs
-    mine.close()
-    other.close()
 
 
 def test_who_clears_passes_its_free_slots_once_and_not_for_each_slab(tmp_path: Path) -> None:
@@ -313,7 +301,6 @@ def test_who_clears_passes_its_free_slots_once_and_not_for_each_slab(tmp_path: P
     engine.tier.clear()
     assert free.passes == 1
     assert not free
-    engine.close()
 
 
 def test_what_nobody_thought_of_ends_no_keeper_and_is_said_once(
@@ -350,8 +337,6 @@ def test_what_nobody_thought_of_ends_no_keeper_and_is_said_once(
     assert worked.wait(60)
     said = [record for record in caplog.records if record.exc_info]
     assert len(said) == 1
-    engine.close()
-    other.close()
 
 
 def test_a_trouble_is_said_again_only_if_it_was_away_for_an_hour(
@@ -378,8 +363,6 @@ def test_a_trouble_is_said_again_only_if_it_was_away_for_an_hour(
         engine.keeper.work(thorough=True)
         said.append(caplog.text.count("it fails"))
     assert said == [1, 1, 1, 1, 1, 1, 1, 2]
-    monkeypatch.undo()
-    engine.close()
 
 
 def test_a_disk_that_hangs_keeps_nobody_from_closing(
@@ -412,4 +395,3 @@ def test_a_disk_that_hangs_keeps_nobody_from_closing(
     engine.keeper._thread.join()
     after = Engine(tmp_path / "kv")
     assert after.hits(keys) == [], "it was written down when the disk went on"
-    after.close()

@@ -28,7 +28,6 @@ def test_a_table_longer_than_its_slab_is_read_no_further(tmp_path: Path) -> None
     os.truncate(folder.table_path(slab), 1 << 40)
     found, table = folder.read_table(slab)
     assert len(table) == found.header.table_bytes
-    engine.close()
 
 
 class Unsteady(Disk):
@@ -56,7 +55,6 @@ def test_a_read_that_goes_wrong_costs_no_slab(tmp_path: Path, fault: str) -> Non
     first.close()
     second = Engine(tmp_path / "kv", disk=Unsteady(fault, 1))
     assert second.read(keys) == keys
-    second.close()
 
 
 class Counting(Disk):
@@ -185,7 +183,6 @@ def test_not_all_open_slabs_are_looked_at_whenever_another_is_opened(
     for slab in slabs[:10]:
         engine.handler.load(NvmeSpec([slab << SLOT_BITS], engine.keeper.owner), [key], [blank()])
     assert len(engine.handler._slabs._slabs) == 10, "all that were removed are closed by then"
-    engine.close()
 
 
 def test_a_file_that_cannot_be_looked_at_stops_nothing(
@@ -216,8 +213,6 @@ def test_a_file_that_cannot_be_looked_at_stops_nothing(
     engine.tier.touch(make_keys(4))
     engine.keeper.work(thorough=True)
     assert not engine.keeper.uses._noted, "what comes last in a round is done, too"
-    monkeypatch.undo()
-    engine.close()
 
 
 @pytest.mark.parametrize("what", ["", "namespace.json"])
@@ -241,8 +236,6 @@ def test_a_model_whose_folder_cannot_be_looked_at_costs_others_no_room(
     keys = make_keys(20)
     assert engine.put(keys) == keys
     assert engine.read(keys[-8:]) == keys[-8:]
-    monkeypatch.undo()
-    engine.close()
 
 
 def test_slabs_are_closed_for_the_mark_of_who_stores(tmp_path: Path) -> None:
@@ -265,7 +258,6 @@ def test_slabs_are_closed_for_the_mark_of_who_stores(tmp_path: Path) -> None:
     assert outcomes == [Outcome.OK] * 2
     engine.tier.complete_store(new)
     assert engine.read(new) == new
-    engine.close()
 
 
 class FewFiles(Counting):

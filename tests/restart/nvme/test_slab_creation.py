@@ -126,4 +126,3 @@ def test_a_burst_of_large_blocks_takes_no_others_places_while_there_is_room(
     assert (taken.keys, taken.evicted) == (burst, [])
     engine.tier.complete_store(burst, dict.fromkeys(burst, Outcome.CANCELLED))
     assert engine.read(old) == old
-    engine.close()

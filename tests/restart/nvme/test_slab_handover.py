@@ -67,7 +67,6 @@ def test_what_is_read_while_its_slab_is_adopted_is_not_overwritten(tmp_path: Pat
     assert len(after.keys) == 8
     assert set(spec.places) < places(after), "who has been read is room again"
     mine.tier.complete_store(after.keys, dict.fromkeys(after.keys, Outcome.CANCELLED))
-    mine.close()
 
 
 def test_a_store_into_a_slab_that_is_removed_meanwhile_is_not_committed(tmp_path: Path) -> None:
@@ -86,7 +85,6 @@ def test_a_store_into_a_slab_that_is_removed_meanwhile_is_not_committed(tmp_path
     engine.tier.refresh()
     assert engine.put(keys) == keys
     assert engine.read(keys) == keys
-    engine.close()
 
 
 def test_a_block_that_two_store_at_once_hides_nothing_later(tmp_path: Path) -> None:
@@ -100,8 +98,6 @@ def test_a_block_that_two_store_at_once_hides_nothing_later(tmp_path: Path) -> N
     assert mine.read(both) == both
     assert other.put(new) == new, "in the place of the oldest"
     assert mine.read(new) == new
-    mine.close()
-    other.close()
 
 
 def test_a_block_that_is_stored_here_is_not_read_there_meanwhile(tmp_path: Path) -> None:
@@ -116,8 +112,6 @@ def test_a_block_that_is_stored_here_is_not_read_there_meanwhile(tmp_path: Path)
     mine.tier.prepare_load(keys)
     mine.tier.complete_load(keys)
     assert not mine.tier.stats().pinned
-    mine.close()
-    other.close()
 
 
 def test_what_is_wrong_in_anothers_slab_counts_as_gone_and_not_as_damaged(tmp_path: Path) -> None:
@@ -130,8 +124,6 @@ def test_what_is_wrong_in_anothers_slab_counts_as_gone_and_not_as_damaged(tmp_pa
     assert mine.tier.lookup(keys) == [Presence.MISS, Presence.HIT]
     assert mine.tier.stats().corrupt == 0
     assert other.read(keys) == keys
-    mine.close()
-    other.close()
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -170,8 +162,6 @@ def test_what_lies_in_anothers_slab_never_goes_here_nor_is_its_slot_used(tmp_pat
     taken = mine.tier.prepare_store(make_keys(8, start=100))
     assert {place >> SLOT_BITS for place in places(taken)} <= mine.own_slabs
     mine.tier.complete_store(taken.keys, dict.fromkeys(taken.keys, Outcome.CANCELLED))
-    mine.close()
-    other.close()
 
 
 def test_what_nobody_listens_to_is_told_later_as_one_difference(
@@ -194,8 +184,6 @@ def test_what_nobody_listens_to_is_told_later_as_one_difference(
         assert known.isdisjoint(event.keys) == (event.kind is EventKind.STORED)
         known.symmetric_difference_update(event.keys)
     assert known == set(idle.hits([*first, *keys])) != set()
-    idle.close()
-    busy.close()
 
 
 def test_a_slab_that_changes_hands_is_no_news_of_its_blocks(tmp_path: Path) -> None:
@@ -218,11 +206,10 @@ def test_a_slab_that_changes_hands_is_no_news_of_its_blocks(tmp_path: Path) -> N
         expect(neighbour, "changed")
     neighbour.wait()
     assert mine.hits(keys) == keys[1:5]
-    told = {kind: set[BlockKey]() for kind in EventKind}
+    keys_by_kind = {kind: set[BlockKey]() for kind in EventKind}
     for event in mine.tier.take_events():
-        told[event.kind].update(event.keys)
-    assert told == {EventKind.REMOVED: {keys[0]}, EventKind.STORED: {keys[4]}}
-    mine.close()
+        keys_by_kind[event.kind].update(event.keys)
+    assert keys_by_kind == {EventKind.REMOVED: {keys[0]}, EventKind.STORED: {keys[4]}}
 
 
 def test_what_comes_back_after_it_was_lost_is_told(tmp_path: Path) -> None:
@@ -241,8 +228,6 @@ def test_what_comes_back_after_it_was_lost_is_told(tmp_path: Path) -> None:
     again = Engine(tmp_path / "kv", blocks=8)
     assert again.hits(keys) == keys
     assert again.tier.take_events() == []
-    again.close()
-    engine.close()
 
 
 @pytest.mark.parametrize("tebibytes", [1, 16, 64, 240, 4096])
@@ -265,7 +250,6 @@ def test_numbers_of_lost_slabs_are_used_again_whatever_their_size(tmp_path: Path
     for number in range(2, 50):
         come_and_go(number, 1 + number % 64)
     assert len(engine.tier._key_of) == numbered
-    engine.close()
 
 
 def test_what_the_next_owner_drops_is_heard_of_by_who_saw_the_last_one_die(tmp_path: Path) -> None:
@@ -281,8 +265,6 @@ def test_what_the_next_owner_drops_is_heard_of_by_who_saw_the_last_one_die(tmp_p
     second.tier.forget(keys[:2])
     second.tier.flush()
     assert seeing.hits(keys) == keys[2:]
-    for engine in (second, seeing):
-        engine.close()
 
 
 def test_tables_full_of_quarantine_take_no_room_for_ever(tmp_path: Path) -> None:
@@ -299,7 +281,6 @@ def test_tables_full_of_quarantine_take_no_room_for_ever(tmp_path: Path) -> None
     assert after.hits(keys) == []
     assert len(after.put(keys)) == len(keys)
     assert after.tier.stats().quarantined <= 1
-    after.close()
 
 
 @pytest.mark.slow
@@ -316,23 +297,6 @@ def test_more_slabs_than_any_engine_makes_can_be_numbered(tmp_path: Path) -> Non
     assert engine.tier.lookup([key]) == [Presence.HIT]
     assert engine.tier.prepare_load([key]) == NvmeSpec([count << SLOT_BITS], engine.keeper.owner)
     engine.tier.complete_load([key])
-    engine.close()
-
-
-def test_much_news_is_taken_in_over_several_calls(tmp_path: Path) -> None:
-    engine = Engine(tmp_path / "kv", blocks=4)
-    count = 1_500
-    keys = make_keys(4 * count)
-    for number in range(4):
-        mine = keys[number * count : (number + 1) * count]
-        engine.keeper.updates.append(
-            SlabUpdate(slab(number + 1, count), changes=(list(range(count)), mine))
-        )
-    found = engine.tier.lookup(keys).count(Presence.HIT)
-    assert found == 2 * count, "two of them are about as much as one call does"
-    engine.tier.tick()
-    assert engine.tier.lookup(keys).count(Presence.HIT) == 4 * count
-    engine.close()
 
 
 def test_for_others_slabs_that_go_nobody_looks_through_what_is_free_here(
@@ -350,8 +314,6 @@ def test_for_others_slabs_that_go_nobody_looks_through_what_is_free_here(
     mine.tier.tick()
     assert mine.tier.lookup(keys) == [Presence.MISS] * len(keys)
     assert not looked
-    other.close()
-    mine.close()
 
 
 def test_a_slab_that_is_being_removed_is_not_broken(
@@ -373,8 +335,6 @@ def test_a_slab_that_is_being_removed_is_not_broken(
     mine = Engine(tmp_path / "kv", blocks=16, disk=BetweenDisk())
     assert "broken" not in caplog.text
     assert not mine.keeper._broken
-    mine.close()
-    other.close()
 
 
 class Meanwhile(Disk):
@@ -410,8 +370,6 @@ def test_who_is_stopped_while_looking_around_misses_nothing(
     disk.happens = change_and_stop
     mine.keeper.work()
     assert mine.hits(keys) == keys
-    mine.close()
-    neighbour.close()
 
 
 class WornDisk(Disk):
@@ -451,8 +409,6 @@ def test_a_table_that_cannot_be_written_stops_nothing_else(tmp_path: Path) -> No
     mine.tier.refresh()
     assert other.hits(keys) == [*bad[1:], *good[1:]]
     assert mine.tier._unwritten == set()
-    mine.close()
-    other.close()
 
 
 def test_a_slab_that_cannot_be_taken_over_stops_nothing_else(tmp_path: Path) -> None:
@@ -472,4 +428,3 @@ def test_a_slab_that_cannot_be_taken_over_stops_nothing_else(tmp_path: Path) -> 
     assert len(mine.hits(make_keys(8))) == 4
     new = make_keys(4, start=100)
     assert mine.put(new) == new
-    mine.close()

@@ -25,8 +25,6 @@ def test_news_for_an_idle_engine_is_bounded(tmp_path: Path) -> None:
         idle.keeper.work()
     assert len(idle.keeper.updates) < 100
     assert idle.read(keys) == busy.read(keys) != []
-    idle.close()
-    busy.close()
 
 
 def test_an_idle_engine_gives_slabs_away_too(
@@ -43,8 +41,6 @@ def test_an_idle_engine_gives_slabs_away_too(
         idle.keeper.when_idle()
         poor.tier.refresh()
     assert poor.put(new) == new
-    idle.close()
-    poor.close()
 
 
 def test_a_tier_that_is_being_asked_is_left_alone(
@@ -66,7 +62,6 @@ def test_a_tier_that_is_being_asked_is_left_alone(
     assert engine.keeper.updates, "it is being asked"
     engine.keeper.when_idle()
     assert not engine.keeper.updates
-    engine.close()
 
 
 def test_much_news_is_taken_in_a_little_at_each_call_but_at_once_if_nobody_asks(
@@ -87,7 +82,6 @@ def test_much_news_is_taken_in_a_little_at_each_call_but_at_once_if_nobody_asks(
         heir.keeper.when_idle()
     assert not heir.keeper.updates
     assert heir.read(keys) == keys
-    heir.close()
 
 
 def test_who_asks_while_the_keeper_takes_news_in_waits(
@@ -115,7 +109,6 @@ def test_who_asks_while_the_keeper_takes_news_in_waits(
     engine.keeper.when_idle()
     asking.join()
     assert found == [Presence.MISS] * 4
-    engine.close()
 
 
 class Door:
@@ -169,4 +162,3 @@ def test_who_goes_on_while_the_keeper_takes_much_in_waits_for_a_little_of_it(
     engine.keeper.when_idle()
     going_on.join()
     assert len(news) > 40
-    engine.close()

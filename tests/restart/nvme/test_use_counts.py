@@ -83,7 +83,6 @@ class TestNvme:
             for slot in range(layout.SlabHeader.unpack(old).slots):
                 at = layout.entry_at(slot)
                 assert [new[at + i] for i in OTHER_BYTES] == [old[at + i] for i in OTHER_BYTES]
-        engine.close()
 
     def test_a_slot_that_is_used_again_begins_at_nothing(self, tmp_path: Path) -> None:
         engine = Engine(tmp_path / "kv", blocks=4)
@@ -95,7 +94,6 @@ class TestNvme:
         engine.put(new)
         engine.tier.refresh()
         assert [on_disk(engine.root)[key] for key in new] == [0, 0, 0, 0]
-        engine.close()
 
     def test_others_uses_are_no_news(self, tmp_path: Path) -> None:
         keys = make_keys(4)
@@ -113,8 +111,6 @@ class TestNvme:
         other.tier.tick()
         other.tier.refresh()
         assert set(on_disk(one.root).values()) == {1}, "only the owner writes to a slab"
-        one.close()
-        other.close()
 
     def test_what_was_used_last_stays_longest_after_a_restart(self, tmp_path: Path) -> None:
         keys = make_keys(8)
@@ -129,7 +125,6 @@ class TestNvme:
         second = Engine(tmp_path / "kv", blocks=8)
         second.put(make_keys(4, start=50))
         assert second.hits(keys) == keys[:4]
-        second.close()
 
     def test_a_use_in_days_to_come_does_not_stop_the_time_of_eviction(self, tmp_path: Path) -> None:
         """Written while a clock was wrong: ages would be as if nothing happened until then."""
@@ -185,7 +180,6 @@ class TestNvme:
         for path in (engine.root / NAMESPACE.id).glob("*.table"):
             path.unlink()
         engine.tier.refresh()
-        engine.close()
 
 
 class TestIdleModels:
@@ -212,7 +206,6 @@ class TestIdleModels:
         assert used_bytes(by_night.root) <= by_night.capacity
         by_day = Engine(tmp_path / "kv", blocks=16, keep_s=1e6)
         assert 4 <= len(by_day.hits(make_keys(16))) <= 8, "half of the folder, in whole slabs"
-        by_day.close()
 
     def test_the_least_recently_used_goes_first(self, tmp_path: Path) -> None:
         for namespace, age in ((self.OTHER, 900), (NAMESPACE, 500)):
@@ -227,7 +220,6 @@ class TestIdleModels:
         assert not (third.root / self.OTHER.id).exists(), "older than what is kept: it goes whole"
         left = list((third.root / NAMESPACE.id).glob("*.table"))
         assert len(left) == 2, "this one is within its share"
-        third.close()
 
     @pytest.mark.parametrize("oldest", [0, 1])
     def test_none_goes_before_one_that_was_used_less_recently(
@@ -258,7 +250,6 @@ class TestIdleModels:
         engine = Engine(tmp_path / "kv", blocks=16, keep_s=700)
         engine.put(make_keys(16))
         assert engine.hits(make_keys(16)) == make_keys(16)
-        engine.close()
 
     @pytest.mark.parametrize(
         ("idle", "living", "share"),
@@ -391,7 +382,6 @@ def test_kill_while_they_are_written(tmp_path: Path, lines: int) -> None:
     assert max(uses) - min(uses) <= 1, "every count is a whole one"
     again = Engine(tmp_path / "kv", blocks=16)
     assert again.read(make_keys(16)) == make_keys(16)
-    again.close()
 
 
 def test_what_was_asked_for_in_vain_is_remembered_within_bounds(
@@ -404,4 +394,3 @@ def test_what_was_asked_for_in_vain_is_remembered_within_bounds(
         engine.tier.tick()
     assert len(engine.tier._prompts.before) == 100
     assert make_keys(1, start=999)[0] in engine.tier._prompts.before, "the last ones"
-    engine.close()

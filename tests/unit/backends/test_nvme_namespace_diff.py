@@ -30,8 +30,8 @@ def leave(root: Path, name: str, described: bytes, at: float) -> None:
 @pytest.mark.parametrize("latest", ["one", "other"])
 def test_the_one_that_changed_last_is_named(tmp_path: Path, latest: str) -> None:
     for said in ("one", "other"):
-        kin = alike(dialect=said)
-        leave(tmp_path, kin.id, kin.to_json(), 2e9 if said == latest else 1e9)
+        other = alike(dialect=said)
+        leave(tmp_path, other.id, other.to_json(), 2e9 if said == latest else 1e9)
     assert latest in differs_in(tmp_path, alike(dialect="mine"))
 
 
@@ -43,14 +43,14 @@ def test_what_describes_nothing_hides_nothing(tmp_path: Path, described: bytes) 
     for digit in "0f":
         leave(tmp_path, digit * 32, described, 2e9)
     (tmp_path / ("e" * 32)).mkdir()
-    kin = alike(dialect="theirs")
-    leave(tmp_path, kin.id, kin.to_json(), 1e9)
+    other = alike(dialect="theirs")
+    leave(tmp_path, other.id, other.to_json(), 1e9)
     assert "theirs" in differs_in(tmp_path, alike(dialect="mine"))
 
 
 def test_a_description_that_is_too_long_is_not_read(tmp_path: Path) -> None:
-    kin = alike(dialect="theirs")
-    leave(tmp_path, kin.id, kin.to_json() + b" " * NAMESPACE_BYTES_MAX, 1e9)
+    other = alike(dialect="theirs")
+    leave(tmp_path, other.id, other.to_json() + b" " * NAMESPACE_BYTES_MAX, 1e9)
     assert differs_in(tmp_path, alike(dialect="mine")) == ""
 
 

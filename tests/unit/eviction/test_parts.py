@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.belady import replay_belady
 from kvtier.core.eviction import create_policy
 from kvtier.core.eviction.adaptive.block_kinds import (
     KINDS,
@@ -28,7 +29,6 @@ from kvtier.core.eviction.adaptive.prefix_runs import Runs
 from kvtier.core.eviction.adaptive.reuse_forecast import AGES, Forecast, age_steps
 from kvtier.core.eviction.ghost_lists import Ghosts
 from kvtier.core.eviction.slot_lists import NOWHERE
-from kvtier.core.eviction.traces.belady import replay_belady
 from kvtier.core.eviction.traces.replay import replay
 from kvtier.core.eviction.traces.trace import Request, read_trace
 from kvtier.errors import ConfigError

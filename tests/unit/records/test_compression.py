@@ -60,7 +60,7 @@ def test_noise_is_stored_raw_and_not_copied() -> None:
 
 
 @given(stored=st.binary(max_size=256), size=st.integers(0, 512), codec=st.integers(0, 5))
-def test_rubbish_is_refused_or_fills_exactly(stored: bytes, size: int, codec: int) -> None:
+def test_arbitrary_bytes_are_refused_or_fill_exactly(stored: bytes, size: int, codec: int) -> None:
     guard = bytearray(b"\xaa" * (size + 16))
     with contextlib.suppress(FormatError):
         decode(codec, memoryview(stored), memoryview(guard)[:size])

@@ -21,6 +21,7 @@ from asking import (
     small_above_large,
     stored,
 )
+from clocks import Clock
 
 from kvtier import Stack
 from kvtier.core.chain.in_flight import Ticket
@@ -32,16 +33,6 @@ from kvtier.types import BlockKey, Outcome
 from kvtier.vllm.protocol import Errand, Report
 from kvtier.vllm.scheduler.load_deadlines import LoadDeadlines
 from kvtier.vllm.scheduler.manager import ChainManager
-
-
-class Clock:
-    """Begins with the real one, which the mover goes by, and stands still."""
-
-    def __init__(self) -> None:
-        self.now = time.monotonic()
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Gate:
@@ -75,7 +66,7 @@ class Desk(Asking):
     """A manager whose engine computes 1000 tokens a second, above host memory and a folder."""
 
     def __init__(self, folder: Path, *shapes: Shape) -> None:
-        self.clock = Clock()
+        self.clock = Clock(time.monotonic())  # the mover goes by the real one
         costs = CostModel(clock=self.clock)
         costs.observe_prefill(2048, 2.048)
         tiers = small_above_large(folder)
@@ -349,7 +340,7 @@ def test_a_load_is_due_when_the_last_of_its_moves_is() -> None:
 
 def test_one_that_was_to_take_long_has_longer() -> None:
     """It was taken because it spares those behind it."""
-    clock = Clock()
+    clock = Clock(time.monotonic())
     costs = CostModel(clock=clock)
     costs.observe_prefill(2000, 2.0)
     patience = LoadDeadlines(costs, clock, 10.0)
@@ -365,7 +356,7 @@ def test_one_that_was_to_take_long_has_longer() -> None:
 
 @pytest.mark.parametrize("costs", [None, CostModel()])
 def test_who_does_not_know_how_long_computing_takes_waits(costs: CostModel | None) -> None:
-    clock = Clock()
+    clock = Clock(time.monotonic())
     patience = LoadDeadlines(costs, clock, 10.0)
     patience.began(1, 0.0, 0, 1000)
     clock.now += 1e6

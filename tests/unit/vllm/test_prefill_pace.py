@@ -5,16 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from clocks import Clock
 
 from kvtier.core.costs.model import CostModel
 from kvtier.vllm.scheduler.prefill_pace import Pace, prompt_tokens
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

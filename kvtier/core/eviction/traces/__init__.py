@@ -2,5 +2,4 @@
 
 - `trace`: reads a trace from a file.
 - `replay`: what a tier of so many blocks would have served.
-- `belady`: the bound that no policy passes.
 """

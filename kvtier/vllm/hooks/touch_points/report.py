@@ -1,4 +1,4 @@
-"""What is told of a vLLM's touch-points: to people, and to programs."""
+"""What is as_lines of a vLLM's touch-points: to people, and to programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from kvtier.vllm.hooks.touch_points.source_check import Finding
 
 
-def told(findings: Sequence[Finding]) -> Iterator[str]:
+def as_lines(findings: Sequence[Finding]) -> Iterator[str]:
     """A line for each that is there, and of each that has moved what a port has to look at."""
     for finding in findings:
         point = finding.point

@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.vllm.hooks import versions
 from kvtier.vllm.hooks.touch_points import source_check
 from kvtier.vllm.hooks.touch_points.point import TouchPoint
-from kvtier.vllm.hooks.touch_points.report import told
+from kvtier.vllm.hooks.touch_points.report import as_lines
 from kvtier.vllm.hooks.touch_points.source_check import Finding, Sources, check, wheel
 from kvtier.vllm.hooks.touch_points.table import TOUCH_POINTS
 
@@ -95,7 +95,7 @@ def test_a_wheel_is_looked_at_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [each.point for each in check(wheel(archive), (0, 41))] == [points[0]]
         later = check(wheel(archive), (0, 40))
     assert [bool(each.moved) for each in later] == [False, True]
-    *lines, total = told(later)
+    *lines, total = as_lines(later)
     assert total == "1 of 2 touch-points are there as expected"
     assert lines[0] == "ok    vllm.engine:Engine (x.py)"
     assert lines[-1].endswith("without it: nothing works")

@@ -110,26 +110,26 @@ def _ending_in_order() -> Iterator[None]:
     Python drops an exception that comes where none can go on, as in a finalizer: it is raised anew
     until it is seen to be on its way.
     """
-    heard = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
-    told: list[SystemExit] = []
+    handled_signals = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+    exits: list[SystemExit] = []
 
     def leave(number: int, frame: FrameType | None) -> None:
-        for each in heard:
+        for each in handled_signals:
             signal.signal(each, signal.SIG_IGN)
-        told.append(SystemExit(128 + number))
+        exits.append(SystemExit(128 + number))
         signal.signal(signal.SIGALRM, insist)
         signal.setitimer(signal.ITIMER_REAL, _INSIST_S, _INSIST_S)
-        raise told[0]
+        raise exits[0]
 
     def insist(number: int, frame: FrameType | None) -> None:
         handled = sys.exc_info()[1]
-        while handled not in (None, told[0]):
+        while handled not in (None, exits[0]):
             handled = handled.__context__
         if handled is None:
-            raise told[0]
+            raise exits[0]
         signal.setitimer(signal.ITIMER_REAL, 0)
 
-    for each in heard:
+    for each in handled_signals:
         signal.signal(each, leave)
     try:
         yield

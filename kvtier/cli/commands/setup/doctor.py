@@ -19,7 +19,7 @@ from kvtier.core.interfaces.backend import backend
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.observe import human
 from kvtier.vllm.hooks import versions
-from kvtier.vllm.hooks.touch_points.report import as_data, told
+from kvtier.vllm.hooks.touch_points.report import as_data, as_lines
 
 app = console.new_app()
 
@@ -66,7 +66,7 @@ def doctor(
     findings: list[Finding] = []
     measured: list[Measured] = []
 
-    def tell(found: Iterable[Finding]) -> bool:
+    def show_all(found: Iterable[Finding]) -> bool:
         """Show what is found as it comes; whether something of all so far will not work."""
         for finding in found:
             findings.append(finding)
@@ -74,9 +74,9 @@ def doctor(
                 _show(finding)
         return any(finding.level is Level.BAD for finding in findings)
 
-    bad = tell(_findings(stack))
+    bad = show_all(_findings(stack))
     if do_measure:
-        bad = tell([_NOT_MEASURED] if bad else _measure(stack, measured))
+        bad = show_all([_NOT_MEASURED] if bad else _measure(stack, measured))
     if json:
         console.print_json(
             {
@@ -98,7 +98,7 @@ def _look_into_vllm(*, as_json: bool) -> None:
     else:
         known = "tested" if found.tested else f"never tested; tested are {versions.tested()}"
         console.say(f"vLLM {found.version} ({known})")
-        for line in told(points):
+        for line in as_lines(points):
             console.say(line)
     if any(each.moved for each in points):
         raise typer.Exit(console.EXIT_FAILURE)

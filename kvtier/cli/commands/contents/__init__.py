@@ -1,0 +1,1 @@
+"""What a stack holds: looked at, proved, and removed."""

@@ -1,0 +1,1 @@
+"""Stack files, the machine, and the engines that use them."""

@@ -1,0 +1,15 @@
+"""Closes the engines that a test has opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from nvme_rig import Engine
+
+
+@pytest.fixture(autouse=True)
+def closed_engines() -> Iterator[None]:
+    yield
+    for engine in Engine.opened.copy():
+        engine.close()
