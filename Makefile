@@ -219,7 +219,7 @@ gpu-wheels:
 GPU_ENGINE  ?= .gpu-engine
 DEVICE      ?= cuda
 ENGINE_FLAGS = --device $(DEVICE) --out $(RESULTS) $(if $(SHORT),--short) $(if $(AGAIN),--again) \
-	$(if $(ONLY),--only "$(ONLY)") $(if $(FOLDER),--folder "$(FOLDER)") $(if $(SECONDS_MAX),--seconds $(SECONDS_MAX))
+	$(if $(ONLY),--only "$(ONLY)") $(if $(FOLDER),--folder "$(FOLDER)") $(if $(CASES),--cases $(CASES))
 
 ifeq ($(DEVICE),cpu)
 gpu-engine: $(VLLM_STAMP)

@@ -12,6 +12,7 @@ same, and is not carried again. Needs nothing but Python.
 from __future__ import annotations
 
 import argparse
+import compileall
 import hashlib
 import importlib.util
 import io
@@ -165,6 +166,7 @@ def unpack(folder: Path, site: Path) -> bool:
             tarfile.open(fileobj=joined, mode="r|xz") as tar,
         ):
             tar.extractall(making, members(tar), filter="data")
+    compileall.compile_dir(making, quiet=2, workers=0)
     (making / UNPACKED).write_text(json.dumps(wanted))
     shutil.rmtree(site, ignore_errors=True)
     making.rename(site)

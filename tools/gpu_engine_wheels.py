@@ -82,21 +82,30 @@ def closure(root: str, distribution: Callable[[str], importlib.metadata.Distribu
     return [f"{name}=={version}" for name, version in sorted(found.items())]
 
 
-def download(wanted: str, folder: Path, python: str = PYTHON) -> Path:
-    """A wheel; one that is there is not downloaded again."""
+def there(wanted: str, folder: Path) -> Path | None:
+    """A wheel that was downloaded before."""
     name, _, version = wanted.partition("==")
     for path in folder.glob("*.whl"):
         if (canonical(path.name.split("-")[0]), path.name.split("-")[1]) == (name, version):
             return path
+    return None
+
+
+def download(wanted: list[str], folder: Path, python: str = PYTHON) -> list[str]:
+    """Wheels of these that are not there yet; names those that cannot be had."""
+    left = [each for each in wanted if there(each, folder) is None]
+    if not left:
+        return []
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary=:all:", "--python-version", python, "--dest", str(folder)]
     command += [f"--platform=manylinux_{each}_x86_64" for each in PLATFORMS]
-    command += ["--platform=manylinux2014_x86_64", "--platform=any", wanted]
-    before = set(folder.iterdir())
-    if subprocess.run(command, stderr=subprocess.PIPE).returncode != 0:
-        raise PiecesError(f"the package index has no wheel of {wanted} for Python {python}")
-    [wheel] = set(folder.iterdir()) - before
-    return wheel
+    command += ["--platform=manylinux2014_x86_64", "--platform=any"]
+    say(f"downloading {len(left)} wheels")
+    if subprocess.run([*command, *left], stderr=subprocess.PIPE).returncode == 0:
+        return []
+    for each in left:
+        subprocess.run([*command, each], stderr=subprocess.PIPE)
+    return [each for each in left if there(each, folder) is None]
 
 
 def pack(
@@ -122,18 +131,17 @@ def pack(
 def prepare(folder: Path, *, everything: bool, piece_bytes: int = PIECE_BYTES) -> None:
     wheels = folder / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
-    lacking, usual, others = [], [], []
     wanted = closure(INSTALLED_AS, importlib.metadata.distribution)
-    for number, each in enumerate(wanted):
-        say(f"{number + 1} of {len(wanted)}: {each}")
-        try:
-            wheel = download(each, wheels)
-        except PiecesError as error:
-            lacking.append(str(error))
-            continue
-        (usual if each.partition("==")[0] in USUAL else others).append(wheel)
-    say(f"vllm=={VERSION} (some 330 MB)")
-    engine = download(f"vllm=={VERSION}", wheels)
+    lacking = download(wanted, wheels)
+    say(f"vLLM {VERSION}, some 330 MB")
+    if download([f"vllm=={VERSION}"], wheels):
+        raise PiecesError(f"the package index has no wheel of vLLM {VERSION}")
+    usual, others = [], []
+    for each in wanted:
+        if (wheel := there(each, wheels)) is not None:
+            (usual if each.partition("==")[0] in USUAL else others).append(wheel)
+    engine = there(f"vllm=={VERSION}", wheels)
+    assert engine is not None
 
     def keep(name: str) -> bool:
         return everything or not (NOT_NEEDED.fullmatch(name) or name == FLASH_ATTENTION_2)
@@ -158,7 +166,7 @@ def prepare(folder: Path, *, everything: bool, piece_bytes: int = PIECE_BYTES) -
         size = sum(piece["bytes"] for piece in each["pieces"]) / 2**20
         say(f"{name}: {len(each['pieces'])} pieces, {size:.0f} MiB")
     for each in lacking:
-        say(f"left out: {each}")
+        say(f"left out, as the package index has no wheel for Python {PYTHON}: {each}")
     say(f"carry {folder}/manifest.json and *.piece, one by one if need be; then: make gpu-engine")
 
 

@@ -65,6 +65,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="in under four minutes")
     parser.add_argument("--seconds", type=float, help="for all of it")
     parser.add_argument("--again", action="store_true", help="measure what was measured before")
+    parser.add_argument("--cases", type=int, help="so many of the matrix")
     parser.add_argument("--only", default="", help="stages, by names with commas between them")
     return parser.parse_args()
 
@@ -79,7 +80,7 @@ def _stages(
 ) -> list[Stage]:
     short, on_cpu = options.short, device == "cpu"
     cases = [case for case in CASES if case.on_cpu or not on_cpu]
-    cases = cases[:SHORT_CASES] if short else cases
+    cases = cases[: options.cases or (SHORT_CASES if short else None)]
     one = competition.contestant
     slow = 20 if on_cpu else 1
     stages = [

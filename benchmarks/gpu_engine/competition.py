@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.gpu_engine import contestants
 from benchmarks.gpu_engine.contestants import KVTIER, TIERING, WITHOUT, Places
-from benchmarks.gpu_engine.engines import Engine
+from benchmarks.gpu_engine.engines import Engine, EngineFailed
 from benchmarks.gpu_engine.results import Results, Row
 from benchmarks.gpu_engine.scale import Scale
 from benchmarks.gpu_engine.stages import Deadline
@@ -117,9 +117,9 @@ class Competition:
         for name, count, length in self._sizes():
             prompts = self._prompts(count, length)
             self._ask(stage, engine, deadline, f"{name} cold, {when}", prompts)
-            if self._plain is not None and self._plain is not engine:
+            if self._plain is not engine:
                 beside = f"{name} cold, beside {engine.name}, {when}"
-                self._ask(stage, self._plain, deadline, beside, prompts)
+                self._in_turn(self._ask, stage, deadline, beside, prompts)
             made += prompts
         return made
 
@@ -190,8 +190,9 @@ class Competition:
 
     def without(self, deadline: Deadline) -> None:
         """The engine without a connector, which stays for the others to be compared with."""
-        engine = self._plain = self._start(WITHOUT)
-        told = engine.ready(deadline.left(self._scale.start_s))
+        told = self._start_plain(deadline)
+        engine = self._plain
+        assert engine is not None
         row = Row(stage=WITHOUT, engine=WITHOUT, what="start until ready", unit="s", more=told)
         row.values = [told["ready"]]
         self._results.add(row)
@@ -200,9 +201,33 @@ class Competition:
         self._chat(WITHOUT, engine, deadline, "conversations, right after")
         self._decode(WITHOUT, engine, deadline, "a decode step")
 
+    def _start_plain(self, deadline: Deadline) -> dict[str, Any]:
+        engine = self._start(WITHOUT)
+        try:
+            told = engine.ready(deadline.left(self._scale.start_s))
+        except BaseException:
+            engine.kill()
+            raise
+        self._plain = engine
+        return told
+
+    def _in_turn(self, measure: Callable[..., None], stage: str, *arguments: Any) -> None:
+        """The same of the engine without a connector, if it is there: its failure is not that of
+        whom it is compared with."""
+        if self._plain is None:
+            return
+        try:
+            measure(stage, self._plain, *arguments)
+        except EngineFailed as error:
+            self._results.add(Row(stage=stage, engine=WITHOUT, what="beside", failed=str(error)))
+            self.close()
+
     def contestant(self, name: str, deadline: Deadline) -> None:
         """One that has a cache: its start, prompts from everywhere, conversations, its end."""
         self._places.clear()
+        if self._plain is None:  # it was measured in an earlier run
+            with contextlib.suppress(EngineFailed):
+                self._start_plain(deadline)
         settle = self._scale.settle_s / (2 if self._quick else 1)
         with self._started(name, name, deadline, "start until ready") as engine:
             self._cold(name, engine, deadline, "right after")
@@ -233,9 +258,8 @@ class Competition:
         """Decoding, in turns with the engine without a connector."""
         for turn in range(1 if self._quick else 3):
             self._decode(stage, engine, deadline, f"a decode step, turn {turn + 1}")
-            if self._plain is not None:
-                beside = f"a decode step, beside {stage}, turn {turn + 1}"
-                self._decode(stage, self._plain, deadline, beside)
+            beside = f"a decode step, beside {stage}, turn {turn + 1}"
+            self._in_turn(self._decode, stage, deadline, beside)
 
     def _stop(self, stage: str, engine: Engine, deadline: Deadline, what: str) -> None:
         seconds = engine.stop(deadline.left(60.0))
@@ -256,7 +280,8 @@ class Competition:
     def _from_disk(self, name: str, prompts: Sequence[Prompt], deadline: Deadline) -> None:
         """All of it, even where computing is faster; then, as it is by default, what is faster."""
         self._places.forget_memory()
-        for loads in ("always", "worthwhile") if name == KVTIER else ("",):
+        both = ("always",) if self._quick else ("always", "worthwhile")
+        for loads in both if name == KVTIER else ("",):
             more = {"loads": loads} if loads else {}
             with self._started(name, name, deadline, **more) as engine:
                 where = "disk after a restart" + (f", loads: {loads}" if loads else "")
@@ -268,3 +293,4 @@ class Competition:
         """End the engine that stayed."""
         if self._plain is not None:
             self._plain.kill()
+            self._plain = None

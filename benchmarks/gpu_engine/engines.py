@@ -50,7 +50,6 @@ class Engine:
             )
         self._lines: queue.Queue[bytes] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        self.alive = True
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -112,7 +111,6 @@ class Engine:
 
     def kill(self) -> None:
         """As `kill -9`, and all of its processes."""
-        self.alive = False
         left = shared_by(self._process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

@@ -133,7 +133,7 @@ class Matrix:
 
     def _room(self) -> dict[str, Any]:
         """Several small engines on one device."""
-        small: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 16}
+        small: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 32}
         return small | ({"gpu_memory_utilization": 0.1} if self._scale.device == "cuda" else {})
 
     def _ask(
