@@ -21,15 +21,14 @@ def rates_folder(config: StackConfig) -> Path | None:
     """The folder; None if nothing is to be kept, or no home is known."""
     if not config.rates.keep:
         return None
-    if config.rates.path != "auto":
-        return Path(config.rates.path)
+    named = config.rates.path if config.rates.path != "auto" else ""
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not state.is_absolute():  # which counts for nothing, says its specification
-        try:
-            state = Path("~/.local/state").expanduser()
-        except RuntimeError:
-            return None
-    return state / "kvtier" / "rates"
+        state = Path("~/.local/state")
+    try:
+        return Path(named or state / "kvtier" / "rates").expanduser()
+    except RuntimeError:  # nobody knows a home
+        return None
 
 
 def machine() -> str:
