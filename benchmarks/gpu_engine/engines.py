@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any, Self
 
 from engines.engine import shared_by
 
+_ERROR = re.compile(r"\w(Error|Exception): \S")
 Answer = dict[str, Any]
 
 
@@ -93,7 +95,7 @@ class Engine:
         with contextlib.suppress(OSError):
             text = self._log.read_bytes()[self._began :].decode(errors="replace")
             lines = [line for line in text.splitlines() if "See root cause" not in line]
-            errors = [line.strip() for line in lines if "Error" in line]
+            errors = [line.strip() for line in lines if _ERROR.search(line)]
             return (errors or text.strip().splitlines() or ["it said nothing"])[-1][-300:]
         return "it said nothing"
 
