@@ -33,5 +33,5 @@ def test_the_run_is_whole_and_answers_are_equal(tmp_path: Path) -> None:
     assert kept["cached"] == loaded["cached"] == [1600 // 256 * 256]
     (case,) = {row["engine"] for row in told["rows"] if row["stage"] == "matrix"}
     assert rows[case, "disk alone"]["more"]["nvme"] > 0
-    assert rows[case, "CPU memory and disk"]["more"]["cpu"] > 0
+    assert rows[case, "CPU memory"]["more"]["cpu"] > 0
     assert not list(Path("/dev/shm").glob("gpu-engine-*"))
