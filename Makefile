@@ -28,7 +28,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-lmcache bench-trace venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-lmcache bench-trace venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -211,6 +211,28 @@ gpu-wheels:
 	$(PYTHON) -m pip download --quiet --only-binary=:all: --python-version $(GPU_PYTHON) --no-deps \
 		$(addprefix --platform manylinux,_2_28_x86_64 _2_27_x86_64 _2_17_x86_64 2014_x86_64) \
 		--dest .gpu-wheels kvikio-cu13 libkvikio-cu13 rapids-logger  # torch brings the rest
+
+# vLLM for CUDA with kvtier, beside its own offloading, on a machine with a GPU whose $(PYTHON) has
+# torch: in under eight minutes, SHORT=1 in under four. What was measured is not measured again, but
+# with AGAIN=1. `make gpu-engine-wheels` elsewhere makes pieces that can be carried one by one into
+# $(GPU_ENGINE); DEVICE=cpu tries the program itself, with what `make venv-vllm` has installed.
+GPU_ENGINE  ?= .gpu-engine
+DEVICE      ?= cuda
+ENGINE_FLAGS = --device $(DEVICE) --out $(RESULTS) $(if $(SHORT),--short) $(if $(AGAIN),--again) \
+	$(if $(ONLY),--only "$(ONLY)") $(if $(FOLDER),--folder "$(FOLDER)") $(if $(CASES),--cases $(CASES))
+
+ifeq ($(DEVICE),cpu)
+gpu-engine: $(VLLM_STAMP)
+	PYTHONPATH=.:tests $(VLLM_BIN)/python -m benchmarks.gpu_engine $(ENGINE_FLAGS)
+else
+gpu-engine:
+	@$(PYTHON) tools/gpu_engine_pieces.py unpack $(GPU_ENGINE) $(GPU_ENGINE)/site
+	env -u PYTHONDONTWRITEBYTECODE PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(abspath $(GPU_ENGINE))/site \
+		$(GPU_LIMIT) $(if $(SHORT),235,470) $(PYTHON) -m benchmarks.gpu_engine $(ENGINE_FLAGS)
+endif
+
+gpu-engine-wheels: $(VLLM_STAMP)
+	$(VLLM_BIN)/python tools/gpu_engine_wheels.py $(GPU_ENGINE)
 
 # The versions that `make test` installs: the newest that pyproject.toml allows, today.
 lock:

@@ -22,10 +22,12 @@ from typing import Self
 import msgspec
 
 from kvtier.config import MoverMode, Source, StackConfig, check, check_engine, load
+from kvtier.config.rate_owner import rate_owner, rates_folder
 from kvtier.core.chain.in_flight import Ticket
 from kvtier.core.chain.isolated_tier import IsolatedTier
 from kvtier.core.chain.tier_chain import TierChain
 from kvtier.core.costs.model import CostModel
+from kvtier.core.costs.rates_file import RateKeeper, RatesFile
 from kvtier.core.interfaces.backend import TierContext, backend, kinds
 from kvtier.core.interfaces.handler import Handler, HostHandler
 from kvtier.core.interfaces.mover import Mover
@@ -89,6 +91,7 @@ class Stack:
             self.mover = _open_mover(config, self.context, serving=serving)
             opened.insert(0, self.mover)
             self.chain = TierChain(tiers, config.tiers, self.mover, namespace, costs=costs)
+            self._rates = _keep_rates(config, namespace, costs) if costs and serving else None
         except BaseException:
             close_all([*opened, *tiers])
             raise
@@ -252,7 +255,8 @@ class Stack:
         with self._turns:
             if not self._closed:  # else the numbers of its files may be others' by now
                 self._closed = True
-                close_all([self.mover, self.chain, self.host])
+                rates = [self._rates] if self._rates else []
+                close_all([*rates, self.mover, self.chain, self.host])
 
     @property
     def _forked(self) -> bool:
@@ -305,6 +309,13 @@ def _open_tiers(config: StackConfig, wanted: TierContext) -> tuple[TierContext, 
             logger.warning(_NAME_IN_USE, name, engine)
         return context, tiers
     raise AssertionError("the last round returns or raises")
+
+
+def _keep_rates(config: StackConfig, namespace: Namespace, costs: CostModel) -> RateKeeper | None:
+    folder = rates_folder(config)
+    if folder is None:
+        return None
+    return RateKeeper(RatesFile(folder, rate_owner(config, namespace.facts)), costs)
 
 
 def _open_mover(config: StackConfig, context: TierContext, *, serving: bool) -> Mover:

@@ -1,7 +1,9 @@
 """For all tests: property tests take the same examples every time, unless they hunt, and as long as
 they need; and Ctrl-C is heard, by what is tested, too, though a shell's background ignores it."""
 
+import os
 import signal
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -23,6 +25,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FIGURE = "figure"
+
+
+# What engines of tests learn is nothing to those that are served on this machine.
+_STATE = tempfile.TemporaryDirectory(prefix="kvtier-state-")
+os.environ["XDG_STATE_HOME"] = _STATE.name
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,6 +8,7 @@ can be told is in `kvtier.core.settings` and in its backend.
 - `decode`: plain values into structs, and the wording of what is wrong with them.
 - `document`: plain values with their places, and the problems found in them.
 - `yaml_positions`: YAML text as nodes that know their lines.
+- `rate_owner`: where the rates of a stack's engine are kept, and whose they are.
 - `environment`: `${NAME}` in texts, and its value kept out of messages.
 - `json_schema`, `reference`: what a stack file may say, for editors and for people.
 """
@@ -20,6 +21,7 @@ from kvtier.config.stack_config import (
     MoverMode,
     MoverSettings,
     Name,
+    RateSettings,
     Sleep,
     StackConfig,
     check_engine,
@@ -32,6 +34,7 @@ __all__ = [
     "MoverMode",
     "MoverSettings",
     "Name",
+    "RateSettings",
     "Sleep",
     "Source",
     "StackConfig",

@@ -52,6 +52,17 @@ class Loads(enum.Enum):
     """All of them."""
 
 
+class RateSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an engine has learned of its speeds: a few KiB, which start the next one."""
+
+    keep: bool = True
+    """Keep the speeds of disks, links and computing, so that the first hits after a start are
+    decided by them. Only with `loads: worthwhile`."""
+    path: str = "auto"
+    """The folder in which they are kept; `auto` is kvtier/rates in $XDG_STATE_HOME, or in
+    ~/.local/state."""
+
+
 class Sleep(enum.Enum):
     """What becomes of stored blocks when an engine sleeps, or pauses and clears its caches."""
 
@@ -74,6 +85,8 @@ class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     with a shorter window, or with states, take fewer."""
     loads: Loads = Loads.WORTHWHILE
     """Which hits an engine loads: those that cost less than recomputing them, or all."""
+    rates: RateSettings = RateSettings()
+    """What an engine has learned of its speeds."""
     sleep: Sleep = Sleep.FORGET
     """Whether an engine that has slept finds its stored blocks again when it wakes up."""
     gds: Gds = Gds.AUTO

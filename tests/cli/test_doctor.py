@@ -9,6 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from cli_world import command
 
@@ -19,8 +20,16 @@ from kvtier.backends.object.stores.errors import AccessDenied, StoreError
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.cli.inspection import machine_checks as checks
 from kvtier.cli.inspection.inspectors import inspector_of
-from kvtier.cli.inspection.machine_checks import check_gds, check_machine, check_order
-from kvtier.config import StackConfig, load
+from kvtier.cli.inspection.machine_checks import (
+    check_gds,
+    check_machine,
+    check_order,
+    check_rates,
+)
+from kvtier.config import Loads, RateSettings, StackConfig, load
+from kvtier.config.rate_owner import rate_owner
+from kvtier.core.costs.kept_rates import KeptLink, KeptPrefill, Rates
+from kvtier.core.costs.rates_file import RatesFile
 from kvtier.core.inspection import Finding, Level
 from kvtier.core.system import memory_limits as room
 from kvtier.core.system.disk import Disk
@@ -62,6 +71,22 @@ def test_a_good_stack(stack_file: Path) -> None:
 def test_every_finding_that_matters_says_what_to_do(stack_file: Path) -> None:
     for finding in run(stack_file, "--no-measure")["findings"]:
         assert finding["remedy"] or finding["level"] == "ok"
+
+
+def test_what_engines_have_learned_is_told(stack_file: Path, tmp_path: Path) -> None:
+    config = load(stack_file)
+    facts = {"platform": "a card", "tensor_parallel": "2", "model": "a model", "dtype": "bfloat16"}
+    owner, folder = rate_owner(config, facts), tmp_path / "rates"
+    rates = Rates({"nvme": KeptLink(0.0005, 0.5)}, KeptPrefill(0.025, 0.0, 8192))
+    RatesFile(folder, owner).write(rates)
+    RatesFile(folder, msgspec.structs.replace(owner, stack="another")).write(rates)
+    config = msgspec.structs.replace(config, rates=RateSettings(path=str(folder)))
+    (finding,) = check_rates(config)
+    assert (finding.area, finding.level) == ("rates", Level.OK)
+    for part in ("a model bfloat16 on a card tensor_parallel 2", "40,000 tokens/s", "500 us"):
+        assert part in finding.what
+    for other in ({"rates": RateSettings(keep=False)}, {"loads": Loads.ALWAYS}):
+        assert not list(check_rates(msgspec.structs.replace(config, **other)))
 
 
 def test_for_people(stack_file: Path) -> None:

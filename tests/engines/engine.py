@@ -19,7 +19,7 @@ from engines.nursery import Child, nursery
 
 HOST = Path(__file__).with_name("host.py")
 HANGS_S = 600.0
-_SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.mp-|\S*cpushm_)\S*")
+_SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.mp-|vllm_offload_|\S*cpushm_)\S*")
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -134,7 +134,7 @@ class Engine:
 
     def kill(self) -> None:
         """kill -9, with everything that belongs to the engine."""
-        left = _shared_by(self.process.pid)
+        left = shared_by(self.process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -153,7 +153,7 @@ class Engine:
         self.kill()
 
 
-def _shared_by(group: int) -> set[Path]:
+def shared_by(group: int) -> set[Path]:
     """The shared memory of vLLM's own, by way of which its processes talk: hundreds of MiB, which
     nobody removes when they are killed. (kvtier's is the test's.)"""
     found: set[Path] = set()

@@ -170,6 +170,10 @@ class Host(Slowed):
             self._ended += [_shown(output) for output in engine.step() if output.finished]
         return self._ended.pop(0)
 
+    def shut_down(self) -> None:
+        """As a server's engine ends that is told to."""
+        self._llm.llm_engine.engine_core.shutdown()
+
     def storm(self, **arguments: Any) -> dict[str, Any]:
         """Many requests at once, some of them aborted."""
         from storm import storm

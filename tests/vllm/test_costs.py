@@ -146,3 +146,27 @@ def test_a_load_that_hangs_is_not_waited_for(
             engine.settle()
             assert ask(number) == HIT, "what came late was not lost"
         assert engine.facts()["failed_loads"] == 0
+
+
+def test_an_engine_begins_with_what_the_last_one_learned(
+    world: World, model: Callable[..., Path]
+) -> None:
+    """So its first hits are decided by the speeds of this machine."""
+    rates = {"path": str(world.folder / "rates")}
+    stack = world.stack(load_deadline="10min") | {"loads": "worthwhile", "rates": rates}
+    with world.engine(model("llama"), stack=stack) as engine:
+        engine.generate(prompts=PROMPTS)
+        engine.settle()
+        engine.forget_engine_cache()
+        engine.generate(prompts=PROMPTS)
+        engine.settle()
+        learned = engine.costs()
+        engine.shut_down()
+    (kept,) = (world.folder / "rates").iterdir()
+    assert kept.stat().st_mode & 0o777 == 0o600
+    with world.engine(model("llama"), stack=stack) as engine:
+        begins = engine.costs()
+        assert begins["device"]["samples"] == 1
+        assert begins["device"]["latency"] == pytest.approx(learned["device"]["latency"], rel=0.5)
+        seconds = learned["prefill_seconds"]
+        assert begins["prefill_seconds"] == pytest.approx(seconds, rel=0.5)

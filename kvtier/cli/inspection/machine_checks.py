@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import time
 from collections.abc import Iterator
 
-from kvtier.config import StackConfig
+from kvtier.config import Loads, StackConfig
+from kvtier.config.rate_owner import machine, rates_folder, stack_of
+from kvtier.core.costs.kept_rates import KeptRates
+from kvtier.core.costs.rates_file import rates_in
 from kvtier.core.inspection import Finding, Level
 from kvtier.core.interfaces.backend import backend
 from kvtier.core.settings import Gds, WritePolicy
 from kvtier.core.system.numa import Topology
 from kvtier.device.direct.kvikio_driver import probe as probe_gds
 from kvtier.errors import ConfigError
+from kvtier.observe import human
 from kvtier.vllm.hooks.versions import installed, tested
 
 
@@ -98,3 +104,36 @@ def check_gds(config: StackConfig, tier: int) -> Iterator[Finding]:
             f"no GPUDirect Storage: {reason}",
             "blocks go through pinned memory, which is what most machines do",
         )
+
+
+def check_rates(config: StackConfig) -> Iterator[Finding]:
+    """What engines with this stack have learned of its speeds, with which the next one begins."""
+    folder = rates_folder(config)
+    if folder is None or config.loads is not Loads.WORTHWHILE:
+        return
+    mine = (machine(), stack_of(config))
+    known = [each for each in rates_in(folder) if (each.owner.machine, each.owner.stack) == mine]
+    for kept in sorted(known, key=lambda each: -each.saved):
+        whose = f"{kept.owner.model} on {kept.owner.device}"
+        yield Finding("rates", Level.OK, f"{whose}: {_told(kept)}")
+    standing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not os.access(standing, os.W_OK | os.X_OK):
+        yield Finding(
+            "rates",
+            Level.NOTE,
+            f"no right to write in {standing}: each start has to learn them anew",
+            "name a folder in rates.path, or set XDG_STATE_HOME",
+        )
+
+
+def _told(kept: KeptRates) -> str:
+    """Rates, for people."""
+    said = [f"{human.duration(max(0.0, time.time() - kept.saved))} old"]
+    if (prefill := kept.rates.prefill) is not None:
+        said.append(f"computes {1e3 / prefill.seconds_per_ktoken:,.0f} tokens/s")
+    for name, link in sorted(kept.rates.links.items()):
+        speed = f"{name} {human.duration(link.latency)} a load"
+        if link.seconds_per_gib > 0:
+            speed += f" and {human.rate((1 << 30) / link.seconds_per_gib)}"
+        said.append(speed)
+    return "; ".join(said)

@@ -32,6 +32,11 @@ class CostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """At most this share of time is spent on probes that are expected to lose."""
     probe_size: float = 0.25
     """A probe may take this share of recomputing, and more only where it would not tell enough."""
+    probe_loss: float = 0.08
+    """A probe of a link that is as it was expected to be may make a request this share slower than
+    recomputing. If it would tell nothing then, it waits for a longer hit, so many seconds after the
+    last probe, or after the start."""
+    probe_patience: float = 60.0
     sure: float = 2.0
     """Blocks in host memory that are moved so many times as fast as computed are always loaded."""
     crowd_max: float = 8.0

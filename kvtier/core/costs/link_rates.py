@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -11,6 +12,9 @@ from kvtier.core.costs.load_runs import PAGEABLE
 
 GRACE_S = 0.1
 """Word of a load's end takes a moment to arrive."""
+_LEAST_S = 1e-9
+SIZES = (1 << 12, 1 << 26)
+"""The loads that stand for what is assumed of a link, or was known of it before."""
 
 
 class Line:
@@ -25,6 +29,7 @@ class Line:
     _KEEP = 0.9
     _KEEP_ON_CHANGE = 0.05
     _WILD = 2.0
+    _STEADY = 8
 
     def __init__(self, *, ridge_base: float = 0.0, ridge_slope: float = 0.0) -> None:
         self._ridge_base = 1 + ridge_base
@@ -32,6 +37,8 @@ class Line:
         self._w = self._x = self._y = self._xx = self._xy = 0.0
         self._aside: tuple[float, float, float] | None = None
         self._aside_above = False
+        self._expected = 0
+        """How many samples in a row were no surprise."""
         self.base = 0.0
         self.slope = 0.0
         self.samples = 0
@@ -40,10 +47,27 @@ class Line:
         """The y expected at x."""
         return self.base + self.slope * x
 
+    @property
+    def steady(self) -> bool:
+        """Whether nothing surprising was seen of late, nor when an earlier run ended."""
+        return self._expected >= self._STEADY
+
     def suppose(self, x: float, y: float) -> None:
         """Shape the line before the first sample."""
         self._add(x, y, 1.0, y)
         self._solve()
+
+    def recall(self, base: float, slope: float, xs: Sequence[float], weight: float = 1.0) -> None:
+        """Begin with the line of an earlier run, which counts as one sample: at these x, so much
+        each. It may be wrong by now, so two new samples far from it replace it."""
+        self._w = self._x = self._y = self._xx = self._xy = 0.0
+        if base + slope * min(xs) < _LEAST_S:
+            base = _LEAST_S
+        for x in xs:
+            y = base + slope * x
+            self._add(x, y, weight, y)
+        self.base, self.slope, self.samples = base, slope, 1
+        self._expected = self._STEADY
 
     def observe(self, x: float, y: float, weight: float = 1.0) -> None:
         """Learn from one sample; both are above zero."""
@@ -51,9 +75,13 @@ class Line:
         expected = self.at(x) or y
         aside, above = self._aside, y > expected
         self._aside = None
+        self._expected += 1
         if expected / self._WILD <= y <= expected * self._WILD:
             self._add(x, y, weight, expected)
-        elif self.samples == 1:
+            self._solve()
+            return
+        self._expected = 0
+        if self.samples == 1:
             self._rescale(y / expected)
             self._add(x, y, weight, y)
         elif aside is None or self._aside_above != above:
@@ -140,7 +168,7 @@ class InFlight(NamedTuple):
 
 def _supposed(latency: float, bandwidth: float) -> Line:
     line = Line(ridge_base=0.01)
-    for size in (1 << 12, 1 << 26):
+    for size in SIZES:
         line.suppose(size, latency + size / bandwidth)
     return line
 
@@ -161,6 +189,8 @@ class LinkRate:
         self.drain = Drain()
         self.refusing = False
         self.next_probe = 0.0
+        self.probed_at = -math.inf
+        """When it was last tried, or recalled: a trial that costs much comes long after that."""
         self.taken = self.refused = self.probes = self.probed = 0
 
     def costs(self) -> LinkCosts:
@@ -223,10 +253,12 @@ class LinkRate:
     def observe(self, size: int, seconds: float, now: float, probe_seconds: float) -> None:
         """So many bytes have crossed it."""
         surprise = seconds < 0.5 * self.line.at(size)
-        self.line.observe(size, max(seconds, 1e-9))
+        self.line.observe(size, max(seconds, _LEAST_S))
         self.drain.observe(size, seconds, now)
         # A good surprise on a refused link is worth asking about again at once.
         self.next_probe = now if surprise else max(self.next_probe, now + probe_seconds)
+        if surprise:
+            self.probed_at = -math.inf
 
 
 class DeviceRate(LinkRate):
@@ -239,20 +271,21 @@ class DeviceRate(LinkRate):
 
     def __init__(self, latency: float, bandwidth: float, pageable: float) -> None:
         super().__init__(latency, bandwidth)
-        self._lines = {True: self.line, False: _supposed(latency, pageable)}
+        self.lines = {True: self.line, False: _supposed(latency, pageable)}
+        """Of pinned memory, and of memory that is not."""
         self._pinned_at = -math.inf
         self._owed = self._since = 0.0
         """So many bytes were still to be moved then, which may be yet to come."""
 
     def pinned(self, pinned: bool, now: float) -> None:
         """Whether copies go through pinned memory now."""
-        if pinned and self.line is not self._lines[True]:
+        if pinned and self.line is not self.lines[True]:
             self._pinned_at = now
-        self.line = self._lines[pinned]
+        self.line = self.lines[pinned]
 
     def besides(self) -> dict[str, LinkCosts]:
         """What is known of memory that is not pinned, if any was used."""
-        line = self._lines[False]
+        line = self.lines[False]
         if not line.samples:
             return {}
         bandwidth = 1 / line.slope if line.slope > 0 else 0.0

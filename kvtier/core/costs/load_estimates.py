@@ -6,8 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 from kvtier.core.costs.cost_settings import DEVICE_PRIOR, PAGEABLE_BANDWIDTH, Prior
-from kvtier.core.costs.link_rates import DeviceRate, LinkRate
-from kvtier.core.costs.load_runs import DEVICE, Run
+from kvtier.core.costs.kept_rates import SECONDS_MAX, KeptLink
+from kvtier.core.costs.link_rates import SIZES, DeviceRate, Line, LinkRate
+from kvtier.core.costs.load_runs import DEVICE, PAGEABLE, Run
+
+_GIB = 1 << 30
 
 
 class LoadEstimates:
@@ -30,6 +33,20 @@ class LoadEstimates:
             link = self.links[name] = LinkRate(prior.latency, prior.bandwidth)
         return link
 
+    def kept(self) -> dict[str, KeptLink]:
+        """What the next run is told: of those links of which something is known."""
+        lines = {name: link.line for name, link in self.links.items()}
+        lines |= {DEVICE: self.device.lines[True], PAGEABLE: self.device.lines[False]}
+        return {name: _kept(line) for name, line in lines.items() if line.samples}
+
+    def recall(self, kept: Mapping[str, KeptLink], now: float, unprobed: float) -> None:
+        """Begin with what an earlier run knew; no link is probed for so many seconds."""
+        for name, each in kept.items():
+            link = self.link(DEVICE if name == PAGEABLE else name)
+            line = self.device.lines[False] if name == PAGEABLE else link.line
+            line.recall(each.latency, each.seconds_per_gib / _GIB, SIZES)
+            link.probed_at, link.next_probe = now, now + unprobed
+
     def terms(self, name: str, now: float) -> tuple[float, float]:
         """A link's terms, worse than they are while it has to win back what it lost."""
         link = self.link(name)
@@ -48,3 +65,7 @@ class LoadEstimates:
             late = seconds > self.limits.get(link, math.inf)
             slowest = max(slowest, (math.inf if late else seconds, link))
         return slowest
+
+
+def _kept(line: Line) -> KeptLink:
+    return KeptLink(min(line.base, SECONDS_MAX), min(line.slope * _GIB, SECONDS_MAX))

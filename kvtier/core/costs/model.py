@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.core.costs.cost_settings import CostSettings, Prior
+from kvtier.core.costs.kept_rates import Rates
 from kvtier.core.costs.link_rates import LinkCosts
 from kvtier.core.costs.load_estimates import LoadEstimates
 from kvtier.core.costs.load_runs import DEVICE, Offer, Run, in_memory, kinks
@@ -17,6 +18,7 @@ from kvtier.core.costs.prefill_rate import Prefill
 from kvtier.core.costs.probes import Probes
 
 _HEAD_TOKENS = 1024
+_PUBLISHED_S = 1.0
 
 
 class CostModel:
@@ -41,6 +43,18 @@ class CostModel:
         self._doubt = 1.0
         self._probes = Probes(self._loads, self._settings, self._recompute)
         self._waiting, self._crowd, self._ahead = 0, 1.0, 0.0
+        self.latest, self._published = Rates(), 0.0
+        """What the next run may begin with, for other threads: a second old at most."""
+
+    def publish(self) -> None:
+        """Let other threads see what was learned so far."""
+        self.latest = Rates(self._loads.kept(), self._prefill.kept())
+
+    def recall(self, rates: Rates) -> None:
+        """Begin with what an earlier run has learned, before anything is observed."""
+        self._loads.recall(rates.links, self._clock(), self._settings.probe_patience)
+        if rates.prefill is not None:
+            self._prefill.recall(rates.prefill)
 
     def limit(self, link: str, seconds: float) -> None:
         """No load over this link is to be begun that would take longer."""
@@ -71,6 +85,9 @@ class CostModel:
         now = self._clock()
         for link in self._links.values():
             link.collected = now
+        if now >= self._published + _PUBLISHED_S:
+            self._published = now
+            self.publish()
 
     def observe_load(self, link: str, size: int, seconds: float, complete: bool = True) -> None:
         """`size` bytes crossed a link in `seconds`, or have not by then if the load is not

@@ -6,6 +6,7 @@ for ever: what is loaded because of it is not computed. So doubt counts in favou
 
 from __future__ import annotations
 
+from kvtier.core.costs.kept_rates import SECONDS_MAX, KeptPrefill
 from kvtier.core.costs.link_rates import Line
 
 _TELLING_TOKENS = 64
@@ -19,6 +20,10 @@ _DOUBT = 0.25
 """The share of what they take that is believed where nothing but short steps has been seen."""
 _ASKED_KEPT = 0.98
 """By how much the longest hit asked about fades with each."""
+_RECALLED_AT = (512, 8192)
+"""The places in a prompt that stand for what an earlier run knew, and count as much as a step of
+so few tokens."""
+_RECALLED_TOKENS = 64.0
 
 
 class Prefill:
@@ -37,6 +42,20 @@ class Prefill:
     def known(self) -> bool:
         """Whether a step has been seen yet."""
         return bool(self._line.samples)
+
+    def kept(self) -> KeptPrefill | None:
+        """What the next run is told; None while nothing is known."""
+        each, more = 1e3 * self._line.base, 1e6 * self._line.slope
+        if not self.known or each <= 0:
+            return None
+        return KeptPrefill(min(each, SECONDS_MAX), min(more, SECONDS_MAX), max(1, self._longest))
+
+    def recall(self, kept: KeptPrefill) -> None:
+        """Begin with what an earlier run knew: as one short step, so that the first ones of this
+        run count for more."""
+        each, more = kept.seconds_per_ktoken / 1e3, kept.more_per_ktoken / 1e6
+        self._line.recall(each, more, _RECALLED_AT, _RECALLED_TOKENS)
+        self._longest = kept.longest
 
     def seconds(self, start: int, stop: int) -> float:
         """How long tokens `start:stop` take to compute."""

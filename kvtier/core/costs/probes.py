@@ -41,7 +41,11 @@ class Probes:
         fixed, each = link.terms(now)
         block = max(each * run.bytes / run.blocks, 1e-12)
         limit = self._loads.limits.get(run.link, math.inf)
-        allowed = (self._recompute(start, end) * rules.probe_size - fixed) / block
+        spared = self._recompute(at, at + per_block)
+        whole = self._recompute(start, end)
+        allowed = (whole * rules.probe_size - fixed) / block
+        if block > spared and link.line.steady:
+            allowed = min(allowed, (whole * rules.probe_loss - fixed) / (block - spared))
         # Large enough to tell a change of bandwidth from one of latency.
         telling = 2 * fixed / block + 1
         most = run.blocks - count
@@ -49,6 +53,8 @@ class Probes:
         if fixed + block * most < min(self._recompute(at, at + most * per_block), limit):
             blocks = most  # it would win, but for what it has to win back: find out if it does
         loss = fixed + block * blocks - self._recompute(at, at + blocks * per_block)
+        if self._too_dear(link, loss, whole, now):
+            return 0
         self._note(link, blocks, loss, now)
         return blocks
 
@@ -60,25 +66,37 @@ class Probes:
             return best
         fixed, each = link.terms(now)
         limit = self._loads.limits.get(blocking, math.inf)
-        allowed = self._recompute(start, offers[-1].stop) * self._settings.probe_size - fixed
-        most = max(allowed, 2 * fixed)
-        chosen = best + 1
+        whole = self._recompute(start, offers[-1].stop)
+        allowed = whole * self._settings.probe_size - fixed
+        bearable = whole * self._settings.probe_loss
         known = offers[best].stop if best >= 0 else start
-        for at in range(chosen + 1, len(offers)):
+        chosen, loss, telling = best, 0.0, 0.0
+        for at in range(best + 1, len(offers)):
             size = sum(run.bytes for run in offers[at].loads if run.link == blocking)
             seconds = fixed + each * size
-            wins = seconds < self._recompute(known, offers[at].stop)
-            if (wins or each * size <= most) and seconds <= limit:
-                chosen = at
-        stop, loads = offers[chosen]
-        loss = self._loads.slowest(loads, now)[0] - self._recompute(known, stop)
+            lost = seconds - self._recompute(known, offers[at].stop)
+            small = each * size <= allowed and (lost <= bearable or not link.line.steady)
+            telling = telling or 2 * fixed + each * size
+            fits = (lost < 0 or small or each * size <= telling) and seconds <= limit
+            if fits or at == best + 1:
+                chosen, loss = at, lost
+        loads = offers[chosen].loads
+        if self._too_dear(link, loss, whole, now):
+            return best
         blocks = sum(run.blocks for run in loads if run.link == blocking)
         self._note(link, blocks, loss, now)
         return chosen
 
+    def _too_dear(self, link: LinkRate, loss: float, whole: float, now: float) -> bool:
+        """Whether a probe would slow its request, which takes so long to compute as a `whole`, more
+        than it may, and can still wait for a longer one."""
+        rules = self._settings
+        bearable = loss <= whole * rules.probe_loss or not link.line.steady
+        return not bearable and now < link.probed_at + rules.probe_patience
+
     def _note(self, link: LinkRate, blocks: int, loss: float, now: float) -> None:
         rules = self._settings
         pause = min(max(loss / rules.probe_share, rules.probe_seconds), rules.probe_seconds_max)
-        link.next_probe = now + pause
+        link.probed_at, link.next_probe = now, now + pause
         link.probes += 1
         link.probed += blocks

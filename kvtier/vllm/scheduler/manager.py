@@ -69,9 +69,7 @@ class ChainManager:
         self._pending: dict[int, Pending] = {}
         self._requests: dict[str, RequestState] = {}
         self._epoch = b""
-        self.failed_loads = 0
-        self.late_loads = 0
-        self.failed_stores = 0
+        self.failed_loads = self.late_loads = self.failed_stores = 0
 
     # -- keys ------------------------------------------------------------------------------
 
@@ -285,6 +283,8 @@ class ChainManager:
         if pending is None or merged is None:
             return None
         del self._pending[number]
+        if self.costs is not None:
+            self.costs.observe_memory(merged.pinned)
         given_up = self._patience.ended(number)
         self.chain.read_directly(merged.reads_files)
         failed = pending.failed(merged)
@@ -324,7 +324,6 @@ class ChainManager:
         self.chain.end_load(ticket, blamed, (read, report.read_seconds))
         if self.costs is not None:
             size = 0 if failed else moved - read
-            self.costs.observe_memory(report.pinned)
             self.costs.ended(DEVICE, number, not failed, report.busy_seconds, size)
         return not failed
 

@@ -105,7 +105,7 @@ def test_how_long_computing_keeps_all_who_wait_from_the_engine() -> None:
 @pytest.mark.parametrize(
     ("held", "latency", "share", "limit", "probed"),
     [
-        (0, 0.0, 2.2, math.inf, 7),
+        (0, 0.0, 2.2, math.inf, 4),
         (0, 0.06, 2.0, math.inf, 5),
         (0, 0.3, 2.0, math.inf, 22),
         (0, 0.0, 2.0, 0.09, 3),
@@ -114,7 +114,7 @@ def test_how_long_computing_keeps_all_who_wait_from_the_engine() -> None:
         (32, 0.0, 1.5, math.inf, 10),
     ],
     ids=[
-        "a quarter",
+        "what slows the request a little",
         "less its latency",
         "enough to tell",
         "in time",
@@ -135,6 +135,34 @@ def test_how_much_is_tried_of_what_is_refused(
 
 
 @both
+def test_a_link_of_which_something_surprising_was_seen_is_tried_with_more(ask: Ask) -> None:
+    model = known(Clock(), far=(0.0, 2.2))
+    model.observe_load("far", 16 * BLOCK_BYTES, 100 * 16 * 2.2 * BLOCK_SECONDS)
+    for _ in range(7):
+        model.observe_load("far", 16 * BLOCK_BYTES, 16 * 2.2 * BLOCK_SECONDS)
+    model._link("far").next_probe = 0.0
+    assert ask(model, 0, 64) == 6, "a quarter of recomputing"
+    model.observe_load("far", 16 * BLOCK_BYTES, 16 * 2.2 * BLOCK_SECONDS)
+    model._link("far").next_probe = 0.0
+    assert ask(model, 0, 64) == 3, "no surprise in eight loads"
+
+
+@both
+def test_a_probe_that_costs_much_waits_a_minute_for_a_longer_hit(ask: Ask) -> None:
+    clock = Clock()
+    model = known(clock, far=(0.3, 2.0))
+    assert ask(model, 0, 64) > 0, "the first one need not"
+    began = clock.now
+    clock.now = began + 50.0
+    assert ask(model, 0, 64) == 0
+    assert ask(model, 0, 1280) > 0
+    clock.now += 59.0
+    assert ask(model, 0, 64) == 0
+    clock.now += 7.0
+    assert ask(model, 0, 64) > 0, "none has come"
+
+
+@both
 def test_what_would_win_but_for_what_it_has_to_win_back_is_tried_whole(ask: Ask) -> None:
     model = known(Clock(), far=(0.0, 0.9))
     model._link("far").refusing = True
@@ -149,7 +177,7 @@ def test_what_would_win_but_for_what_it_has_to_win_back_is_tried_whole(ask: Ask)
 
 @pytest.mark.parametrize(
     ("held", "latency", "share", "pause"),
-    [(32, 0.0, 1.2, 5.0), (0, 0.3, 2.0, 40.0), (0, 10.0, 2.0, 300.0)],
+    [(32, 0.0, 1.2, 5.0), (0, 0.3, 2.0, 60.0), (0, 10.0, 2.0, 300.0)],
     ids=["at least", "as much as it loses", "at most"],
 )
 def test_how_long_nothing_is_tried_again(

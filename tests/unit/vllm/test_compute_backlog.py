@@ -108,3 +108,18 @@ def test_what_is_loaded_before_memory_is_pinned_says_nothing_of_the_link(stack: 
     costs.observe_memory(True)
     assert costs.stats()[DEVICE].samples == 0
     assert costs._device.line.at(1 << 20) == before
+
+
+def test_stores_tell_of_memory_that_is_not_pinned_before_the_first_load_is_decided(
+    stack: Stack,
+) -> None:
+    costs = CostModel(clock=Clock())
+    asking = manager(stack, FULL, costs=costs, clock=costs._clock)
+    ends = asking.keys(2)
+    asking.manager.on_new_request("a")
+    fast = costs.load_seconds(DEVICE, 1 << 30)
+    for count, pinned in ((1, False), (2, True)):
+        _, errand = asking.manager.prepare_store(list(ends)[count - 1 : count], "a")
+        asking.manager.report(errand.number, Report(1, pinned=pinned))
+        seconds = costs.load_seconds(DEVICE, 1 << 30)
+        assert seconds == fast if pinned else seconds > 2 * fast

@@ -11,7 +11,7 @@ import typer
 from kvtier.cli import console
 from kvtier.cli.console import options
 from kvtier.cli.inspection.inspectors import inspector_of
-from kvtier.cli.inspection.machine_checks import check_gds, check_machine, check_order
+from kvtier.cli.inspection.machine_checks import check_gds, check_machine, check_order, check_rates
 from kvtier.cli.measuring.tier_speeds import Measured, Size, measure
 from kvtier.config import StackConfig, load
 from kvtier.core.inspection import Finding, Level
@@ -107,6 +107,7 @@ def _look_into_vllm(*, as_json: bool) -> None:
 def _findings(config: StackConfig) -> Iterator[Finding]:
     yield from check_machine()
     yield from check_order(config)
+    yield from check_rates(config)
     for tier, settings in enumerate(config.tiers):
         try:
             backend(settings.kind).check(settings, None)
