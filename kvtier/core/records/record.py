@@ -125,6 +125,32 @@ def part_sum(part: Buffer) -> int:
     return sum_of([xxhash.xxh3_64_intdigest(part[start:end]) for start, end in pairs])
 
 
+class PartSum:
+    """The checksum of a part that is looked at in strips, in order: by whoever copies each strip
+    while it is in the processor's cache."""
+
+    def __init__(self, size: int) -> None:
+        self._ends = [index * PIECE_BYTES for index in range(1, pieces_of(size))] + [size]
+        self._at = 0
+        self._piece = xxhash.xxh3_64()
+        self._pieces: list[int] = []
+
+    def add(self, strip: Buffer) -> None:
+        """The next bytes of the part."""
+        while len(strip):
+            room = self._ends[len(self._pieces)] - self._at
+            self._piece.update(strip[:room])
+            self._at += min(room, len(strip))
+            if len(strip) >= room:
+                self._pieces.append(self._piece.intdigest())
+                self._piece.reset()
+            strip = strip[room:]
+
+    def value(self) -> int:
+        """The checksum, now that all of the part was added."""
+        return sum_of(self._pieces)
+
+
 def sum_of(pieces: Sequence[int]) -> int:
     """The checksum of a part whose pieces have these."""
     if len(pieces) == 1:
@@ -164,17 +190,39 @@ def check_part(record: Buffer, index: int, part: Buffer) -> bool:
 
 def verify(record: Buffer, key: BlockKey, namespace: bytes) -> Outcome:
     """Header and payload of a raw record, proved in full: the check behind every load."""
+    header = header_of(record, key, namespace)
+    if header is None or header.payload_bytes > len(record) - HEADER_BYTES:
+        return Outcome.CORRUPT
+    return verify_payload(record, header, record[HEADER_BYTES:])
+
+
+def verify_payload(record: Buffer, header: Header, payload: Buffer) -> Outcome:
+    """Whether a payload, wherever it lies, has the checksums that the record's header states."""
+    size = header.payload_bytes // header.parts
+    for index in range(header.parts):
+        if not check_part(record, index, payload[index * size : (index + 1) * size]):
+            return Outcome.CORRUPT
+    return Outcome.OK
+
+
+def header_of(record: Buffer, key: BlockKey, namespace: bytes) -> Header | None:
+    """The header of a raw record, if it proves that the record was stored for this key."""
     try:
         header = Header.read(record)
     except FormatError:
+        return None
+    mine = header.key == key and header.namespace == namespace and header.codec == CODEC_RAW
+    return header if mine else None
+
+
+def verify_header(
+    record: Buffer, key: BlockKey, namespace: bytes, payload_bytes: int, parts: int
+) -> Outcome:
+    """Whose a raw record is, and how long, proved by its header alone: for records whose reader
+    proves the payload."""
+    header = header_of(record, key, namespace)
+    if header is None:
         return Outcome.CORRUPT
-    if header.key != key or header.namespace != namespace or header.codec != CODEC_RAW:
-        return Outcome.CORRUPT
-    if header.payload_bytes > len(record) - HEADER_BYTES:
-        return Outcome.CORRUPT
-    size = header.payload_bytes // header.parts
-    for index in range(header.parts):
-        start = HEADER_BYTES + index * size
-        if not check_part(record, index, record[start : start + size]):
-            return Outcome.CORRUPT
-    return Outcome.OK
+    stated = (header.payload_bytes, header.stored_bytes, header.parts)
+    fits = stated == (payload_bytes, payload_bytes, parts)
+    return Outcome.OK if fits else Outcome.CORRUPT
