@@ -132,7 +132,7 @@ class DeviceCopier(ABC):
 
     `submit` returns at once. Loads copy each record as it arrives, verified; a store is complete
     when every record is sealed. Only bytes whose entry, header and checksum prove them reach the
-    device as OK.
+    device as OK; a load that fails may leave others in the blocks that it was to fill.
     """
 
     reads_files: bool = False
