@@ -62,7 +62,7 @@ class JobResult(msgspec.Struct, kw_only=True):
     """How a job ended, one outcome a key. After it, nothing touches the job's blocks or slots.
 
     One record that fails fails a load: what had not been copied by then is CANCELLED, unless it has
-    arrived and is bad, too.
+    arrived and is bad, too. If its bytes were wrong, others are waited for a little, to find out.
     """
 
     id: int

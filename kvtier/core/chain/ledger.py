@@ -210,11 +210,8 @@ class Ledger:
         deadline: float,
         prove: bool = True,
     ) -> tuple[Transfer | None, list[BlockKey]]:
-        """Pin blocks at the source and reserve in the target what is new there; `prove` is told to
-        the mover.
-
-        Answers with the transfer, None if there is nothing to move, and what the source lacks.
-        """
+        """Pin blocks at the source and reserve in the target what is new there. Answers with the
+        transfer, None if there is nothing to move, and what the source lacks."""
         move, absent = self._begin(source, target, keys, deadline, prove)
         return move.transfer if move else None, absent
 

@@ -29,7 +29,7 @@ SLOT_BYTES_MAX = record_bytes(PAYLOAD_BYTES_MAX)
 FREE = 0
 RESERVED = 1
 ARRIVED = 2
-"""All bytes are there and verified, but nobody has committed the block."""
+"""All bytes are there, and the header proves whose they are, but nobody has committed the block."""
 VALID = 3
 BAD = 4
 """Quarantined: failed verification; kept out of use, its key kept for a person to see."""
