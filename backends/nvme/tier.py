@@ -22,7 +22,14 @@ from kvtier.core.interfaces.handler import own_spec
 from kvtier.core.slab import layout
 from kvtier.core.slab.memory import give_back_memory
 from kvtier.core.slab.tier import SlabTier
-from kvtier.types import BlockKey, EventKind, FilePlace, LoadStoreSpec, TierStats
+from kvtier.types import (
+    BlockKey,
+    EventKind,
+    FilePlace,
+    LoadStoreSpec,
+    Outcome,
+    TierStats,
+)
 
 _AHEAD_BYTES = 1 << 30
 """Slabs are made before they are needed: with room for so much, which a burst of stores may bring,
@@ -55,6 +62,9 @@ class NvmeTier(SerializedTier):
         self._copies = Copies()
         self._unwritten: set[int] = set()
         """Slots whose entries the keeper has still to write: not to be used before."""
+        self._standing: dict[int, BlockKey] = {}
+        """Evicted blocks whose entries still stand in slots that are given to others, as far as is
+        known here: the handler will write there."""
         limits = keeper.limits
         burst = max(_AHEAD_BYTES, AHEAD_BLOCKS_MAX * limits.slot_bytes)
         ahead = max(limits.slab_bytes, min(limits.capacity // 4, burst))
@@ -71,7 +81,6 @@ class NvmeTier(SerializedTier):
     prepare_load = serialized(SlabTier.prepare_load)
     complete_load = serialized(SlabTier.complete_load)
     prepare_store = serialized(SlabTier.prepare_store)
-    complete_store = serialized(SlabTier.complete_store)
     touch = serialized(SlabTier.touch)
     carry_uses = serialized(SlabTier.carry_uses)
     victims = serialized(SlabTier.victims)
@@ -255,6 +264,8 @@ class NvmeTier(SerializedTier):
             queue.clear()
             queue.extend(kept)
         self._unwritten = {slot for slot in self._unwritten if of(slot) not in gone}
+        for slot in [slot for slot in self._standing if of(slot) in gone]:
+            del self._standing[slot]
 
     # -- hooks -----------------------------------------------------------------------------
 
@@ -283,6 +294,9 @@ class NvmeTier(SerializedTier):
     def _on_dropped(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._record(slot, layout.FREE, BlockKey(b""))
+
+    def _on_evicted(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        self._standing.update(zip(slots, keys, strict=True))
 
     def _on_quarantined(self, slot: int, key: BlockKey) -> None:
         self._record(slot, layout.BAD, key)
@@ -323,9 +337,21 @@ class NvmeTier(SerializedTier):
     # -- the rest --------------------------------------------------------------------------
 
     @serialized
+    def complete_store(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> None:
+        for key in keys if self._standing else ():
+            self._standing.pop(self._reserved.get(key, -1), None)
+        super().complete_store(keys, failed)
+
+    @serialized
     def forget(self, keys: Sequence[BlockKey]) -> None:
         self._copies.take(keys)
         super().forget(keys)
+        dropped = set(keys) if self._standing else ()
+        for slot in [slot for slot, key in self._standing.items() if key in dropped]:
+            place, key = self._places.of(slot), self._standing.pop(slot)
+            self._keeper.hide(place.slab.id, slot - place.base, key)
 
     @serialized
     def clear(self) -> None:

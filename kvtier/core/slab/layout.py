@@ -192,9 +192,14 @@ def ends_first_order(last_used: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]
 
 
 def entry_key(table: Buffer, slot: int) -> BlockKey:
-    """The key that stands in an entry."""
+    """The key that stands in a table's entry."""
     at = entry_at(slot)
-    return BlockKey(bytes(table[at + 24 : at + 24 + min(table[at + 1], KEY_BYTES_MAX)]))
+    return key_in(table[at : at + ENTRY_BYTES])
+
+
+def key_in(entry: Buffer | bytes | bytearray) -> BlockKey:
+    """The key that stands in an entry."""
+    return BlockKey(bytes(entry[24 : 24 + min(entry[1], KEY_BYTES_MAX)]))
 
 
 def read_entries(table: Buffer | bytes, slots: int) -> npt.NDArray[np.void]:

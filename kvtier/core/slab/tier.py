@@ -166,6 +166,7 @@ class SlabTier(RecoveringTier):
             del where[key]
         self._stats.evicted += len(victims)
         self._events.add(EventKind.REMOVED, victims)
+        self._on_evicted(slots, victims)
         self._release(slots)
         return victims
 
@@ -355,6 +356,9 @@ class SlabTier(RecoveringTier):
 
     def _on_committed(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         """Slots hold what they should."""
+
+    def _on_evicted(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        """What these slots hold makes room, and may be found again until they are used."""
 
     def _make_free(self, slots: Sequence[int]) -> None:
         """Slots may be used again."""
