@@ -69,10 +69,12 @@ class NvmeTier(SerializedTier):
         burst = max(_AHEAD_BYTES, AHEAD_BLOCKS_MAX * limits.slot_bytes)
         ahead = max(limits.slab_bytes, min(limits.capacity // 4, burst))
         self._low_water = max(1, min(ahead // limits.slot_bytes, _AHEAD_SLOTS))
+        self._opened = False
         self.refresh()
         self._want_room()
         self.refresh()
         self._events.clear()  # nothing of what is there at the start is news
+        self._opened = True
         give_back_memory()
         self.learning = keeper.unwell
         keeper.when_idle = self.take_in_if_idle
@@ -132,9 +134,11 @@ class NvmeTier(SerializedTier):
         place = place or self._number(slab)
         if update.table is not None:
             before = self._forget_place(place) if known else set()
-            found = self._own_blocks(place, layout.read_entries(update.table, slab.header.slots))
-            self._events.add(EventKind.REMOVED, before.difference(self._where))
-            self._events.add(EventKind.STORED, found.difference(before))
+            keys = self._own_blocks(place, layout.read_entries(update.table, slab.header.slots))
+            if self._opened:
+                found = {key for key in keys if self._where.get(key) in place.slots}
+                self._events.add(EventKind.REMOVED, before.difference(self._where))
+                self._events.add(EventKind.STORED, found.difference(before))
             self._offer(self._copies.take(before))
         elif update.changes is not None:
             if not place.mine:
@@ -163,9 +167,10 @@ class NvmeTier(SerializedTier):
             slot in slots for slot in self._pins
         )
 
-    def _own_blocks(self, place: Place, entries: npt.NDArray[np.void]) -> set[BlockKey]:
+    def _own_blocks(self, place: Place, entries: npt.NDArray[np.void]) -> list[BlockKey]:
         """A slab of the dead is ours now, with all it holds but what is being read at the moment:
-        those slots are their readers' until the last unpin. Answers with the blocks."""
+        those slots are their readers' until the last unpin. Answers with what it holds, be it known
+        from elsewhere, too."""
         self._own(place, mine=True)
         base, slots = place.base, place.slots
         held = np.zeros(len(entries), bool)
@@ -183,7 +188,7 @@ class NvmeTier(SerializedTier):
         self._quarantine.extend((bad + base).tolist())
         self._free.extend((np.flatnonzero(~held) + base).tolist())
         self._on_dropped(copies)  # else a block that is dropped for good would come back by them
-        return {key for key in keys if self._where.get(key) in slots}
+        return keys
 
     def _see_changes(self, place: Place, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         """Another process's slab changed: forget what has gone, learn what is new."""

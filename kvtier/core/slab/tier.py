@@ -318,18 +318,26 @@ class SlabTier(RecoveringTier):
         """Take in own blocks found on the medium, oldest first, and each prompt from its head on;
         returns slots that hold a second copy of a known key."""
         where, key_of = self._where, self._key_of
-        fresh = dict(zip(keys, slots, strict=True))  # of two copies in one table, the later one
-        for known in (where, self._reserved, self._dropped_pinned):
-            for key in fresh.keys() & known.keys():
-                del fresh[key]
+        known = [each for each in (where, self._reserved, self._dropped_pinned) if each]
         copies: list[int] = []
-        if len(fresh) < len(slots):
+        had = len(where)
+        if all(each.keys().isdisjoint(keys) for each in known):  # a million are new at the start
+            fresh = where
+            where.update(zip(keys, slots, strict=True))  # of two copies in one table, the later one
+        else:
+            fresh = {
+                key: slot
+                for key, slot in zip(keys, slots, strict=True)
+                if not any(key in each for each in known)
+            }
+            where.update(fresh)
+        if len(where) - had < len(slots):
             rows = [row for row, key in enumerate(keys) if fresh.get(key) == slots[row]]
-            copies = sorted(set(slots).difference(fresh.values()))
+            held = {slots[row] for row in rows}
+            copies = sorted(slot for slot in slots if slot not in held)
             slots = [slots[row] for row in rows]
             keys = [keys[row] for row in rows]
             last_used = [last_used[row] for row in rows]
-        where.update(fresh)
         for slot, key in zip(slots, keys, strict=True):
             key_of[slot] = key
         now = self._clock()
