@@ -14,6 +14,7 @@ from copy import copy
 from kvtier.core.eviction import UNKNOWN, EvictionPolicy
 from kvtier.core.records.tier_events import Events
 from kvtier.core.slab import layout
+from kvtier.core.slab.neighbours import take_neighbours
 from kvtier.core.slab.prompt_order import PromptOrder
 from kvtier.core.slab.recovered import RecoveringTier
 from kvtier.errors import NotResident
@@ -147,7 +148,10 @@ class SlabTier(RecoveringTier):
         self._stats.dropped += len(new) - count
         taken = new[:count]
         # In order: neighbours are moved by one call, and prompts are evicted from their ends.
-        slots = sorted(free.popleft() for _ in range(count))
+        if self.in_files:
+            slots = take_neighbours(free, count)
+        else:
+            slots = sorted(free.popleft() for _ in range(count))
         for key, slot in zip(taken, slots, strict=True):
             reserved[key] = slot
             self._key_of[slot] = key
