@@ -15,6 +15,7 @@ import argparse
 import gc
 import itertools
 import logging
+import os
 import statistics
 import tempfile
 import time
@@ -53,7 +54,7 @@ class Kvtier:
     def __init__(self, folder: Path, payload: int, count: int) -> None:
         self._payload = payload
         self._namespace = Namespace(facts={"model": "benchmark"}, group_bytes=(payload,))
-        context = TierContext(self._namespace, "benchmark")
+        context = TierContext(self._namespace, f"benchmark-{os.getpid()}")
         size = records.record_bytes(payload)
         cpu, nvme = backend("cpu"), backend("nvme")
         cpu_settings = cpu.settings(
