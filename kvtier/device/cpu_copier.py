@@ -3,8 +3,8 @@
 One strided copy moves the pages of all layers of neighbouring blocks at once, at the speed of a
 plain memmove and without Python's lock. A record's checksum, its copy and the check that nobody
 replaced it meanwhile follow each other while it is in the processor's cache. A larger one is
-copied in strips, each right after it was added to the checksum: one pass over memory less. If that
-is wrong in the end, the load has failed, and the engine computes what the pages should hold.
+copied in strips, each of which is added to the checksum right after: one pass over memory less. If
+that is wrong in the end, the load has failed, and the engine computes what the pages should hold.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
-_CACHED_BYTES = 1 << 20
-"""Processors have as much cache for each core, or more."""
 _STRIP_BYTES = 256 << 10
+"""A part of the cache that a core has for itself."""
 
 
 def host_arrays(caches: Any) -> list[Bytes]:
@@ -85,12 +84,12 @@ class PageCopier:
     def scatter(self, group: int, ids: Sequence[int], skip: int, part: Buffer) -> None:
         """Copy a part's blocks from `skip` on to these blocks of the device."""
         for stack in self._stacks[group]:
-            self._scatter(stack, ids, skip, self._host(stack, part), 0)
+            self._scatter(stack, ids, _runs(ids), skip, self._host(stack, part), 0)
 
     def scatter_summed(self, group: int, ids: Sequence[int], skip: int, part: Buffer) -> int:
         """As `scatter`, strip by strip; the checksum of the part, all of whose bytes it looks at,
         is known when they are copied."""
-        total = PartSum(len(part))
+        total, together = PartSum(len(part)), _runs(ids)
         for stack in self._stacks[group]:
             host = self._host(stack, part)
             size = host[0].nbytes
@@ -98,15 +97,21 @@ class PageCopier:
             for first in range(0, len(host), step):
                 strip = host[first : first + step]
                 at = stack.at + first * size
+                self._scatter(stack, ids, together, skip, strip, first)
                 total.add(part[at : at + strip.nbytes])
-                self._scatter(stack, ids, skip, strip, first)
         return total.value()
 
     def _scatter(
-        self, stack: _Stack, ids: Sequence[int], skip: int, host: Bytes, first: int
+        self,
+        stack: _Stack,
+        ids: Sequence[int],
+        together: Sequence[tuple[int, int]],
+        skip: int,
+        host: Bytes,
+        first: int,
     ) -> None:
         """Copy these of a stack's references, from its `first` on."""
-        for start, stop in _runs(ids):
+        for start, stop in together:
             block = ids[start]
             pages = stack.pages[block : block + stop - start, first : first + len(host)]
             pages.swapaxes(0, 1)[:] = host[:, skip + start : skip + stop]
@@ -235,7 +240,7 @@ class CpuCopier(DeviceCopier):
         if not outcome.ok:
             return outcome
         copy = copy and not work.failed
-        if copy and self._layout.part_bytes[group] > _CACHED_BYTES:
+        if copy and self._layout.part_bytes[group] > _STRIP_BYTES:
             outcome = self._copy_summed(work, row)
         else:
             outcome = prover.verify(slot, key, group)
