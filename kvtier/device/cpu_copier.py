@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
+_CACHED_BYTES = 1 << 20
+"""Processors have as much cache for each core, or more."""
 _STRIP_BYTES = 256 << 10
-"""A part of the cache that a core has for itself."""
 
 
 def host_arrays(caches: Any) -> list[Bytes]:
@@ -240,7 +241,7 @@ class CpuCopier(DeviceCopier):
         if not outcome.ok:
             return outcome
         copy = copy and not work.failed
-        if copy and self._layout.part_bytes[group] > _STRIP_BYTES:
+        if copy and self._layout.part_bytes[group] > _CACHED_BYTES:
             outcome = self._copy_summed(work, row)
         else:
             outcome = prover.verify(slot, key, group)
