@@ -13,14 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.pages import Pages
+
 
 class BareSlab:
     """Aligned slots in one preallocated file, one preadv or pwritev a block, on eight threads."""
 
     name = "bare"
 
-    def __init__(self, folder: Path, memory: memoryview, block: int, count: int) -> None:
+    def __init__(
+        self, folder: Path, memory: memoryview, block: int, count: int, payload: int, pages: Pages
+    ) -> None:
         self._views = [memory[i * block : (i + 1) * block] for i in range(count)]
+        self._payloads = [view[:payload] for view in self._views]
+        self._pages = pages
         self._block = block
         self._slots = 2 * count
         self._next = 0
@@ -51,6 +57,11 @@ class BareSlab:
         )
         assert all(count == block for count in done)
 
+    def to_pages(self, jobs: int) -> None:
+        """Read them back and copy them to where an engine wants them."""
+        self.load(jobs)
+        self._pages.copy(self._payloads)
+
     def forget(self) -> None:
         """Slots are used again; nothing is left behind."""
 
@@ -64,12 +75,16 @@ class VllmFiles:
 
     name = "vllm"
 
-    def __init__(self, folder: Path, memory: memoryview, block: int, count: int) -> None:
+    def __init__(
+        self, folder: Path, memory: memoryview, block: int, count: int, pages: Pages
+    ) -> None:
         from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
         self._root = folder / "vllm"
         view = memory[: block * count].cast("B", (count, block))
         self._tier = FileSystemTierManager(_spec(), view, tier_type="fs", root_dir=str(self._root))
+        self._payloads = [memory[i * block : (i + 1) * block] for i in range(count)]
+        self._pages = pages
         self._count = count
         self._round = 0
         self._job = 0
@@ -109,6 +124,11 @@ class VllmFiles:
         for job in self._jobs(jobs, promotion=True):
             self._tier.submit_load(job)
         self._finish(jobs)
+
+    def to_pages(self, jobs: int) -> None:
+        """Read them back and copy them to where an engine wants them."""
+        self.load(jobs)
+        self._pages.copy(self._payloads)
 
     def _finish(self, jobs: int) -> None:
         self._tier.drain_jobs()

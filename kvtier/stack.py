@@ -32,7 +32,15 @@ from kvtier.core.interfaces.backend import TierContext, backend, kinds
 from kvtier.core.interfaces.handler import Handler, HostHandler
 from kvtier.core.interfaces.mover import Mover
 from kvtier.core.interfaces.tier import Tier
-from kvtier.core.records.record import HEADER_BYTES, Buffer, Header, record_bytes, seal, verify
+from kvtier.core.records.record import (
+    HEADER_BYTES,
+    Buffer,
+    Header,
+    header_of,
+    record_bytes,
+    seal,
+    verify_payload,
+)
 from kvtier.core.system.closing import close_all
 from kvtier.errors import MediumInUse, NotOpen
 from kvtier.move.process_mover import ProcessMover
@@ -194,8 +202,9 @@ class Stack:
     ) -> set[BlockKey]:
         """Add what arrives to `payloads`; says which keys there was room to ask for."""
         self._requests += 1
-        ticket = self.chain.begin_load(keys, f"stack-{self._requests}", end)
+        ticket = self.chain.begin_load(keys, f"stack-{self._requests}", end, proves=True)
         failed: dict[BlockKey, Outcome] = {}
+        found: dict[BlockKey, bytes] = {}
         try:
             while not ticket.landed:
                 self.mover.wait(_WAIT_S)
@@ -204,21 +213,25 @@ class Stack:
             payloads |= found
         finally:  # Ctrl-C may come, and its slots must not be held for ever
             if not self._closed:
-                self.chain.end_load(ticket, failed)
+                self.chain.end_load(ticket, failed, proved=found)
         self.chain.poll()
         return set(ticket.keys)
 
     def _read(self, ticket: Ticket) -> tuple[dict[BlockKey, bytes], dict[BlockKey, Outcome]]:
         payloads: dict[BlockKey, bytes] = {}
         failed: dict[BlockKey, Outcome] = {}
+        digest = self.namespace.digest
         for key, record in zip(ticket.keys, self.host.views(ticket.spec), strict=True):
             if key in ticket.failed:
                 continue
-            size = self.namespace.payload_of(key)
-            copy = memoryview(bytearray(record[: HEADER_BYTES + size]))
-            outcome = verify(copy, key, self.namespace.digest)
-            if outcome.ok:
-                payloads[key] = bytes(copy[HEADER_BYTES:])
+            # Copies are proved, not what was copied: others could still change that.
+            head = memoryview(bytes(record[:HEADER_BYTES]))
+            payload = bytes(record[HEADER_BYTES : HEADER_BYTES + self.namespace.payload_of(key)])
+            header = header_of(head, key, digest)
+            if header is None or header.payload_bytes != len(payload):
+                failed[key] = Outcome.CORRUPT
+            elif (outcome := verify_payload(head, header, memoryview(payload))).ok:
+                payloads[key] = payload
             else:
                 failed[key] = outcome
         return payloads, failed

@@ -26,9 +26,11 @@ def live(config: dict[str, Any], held: int, count: int, used: int) -> None:
     """Open the stack, hold back what goes into one tier, die."""
     write = Cascade._write
 
-    def write_elsewhere(cascade: Cascade, link: Link, keys: Sequence[BlockKey], now: float) -> None:
+    def write_elsewhere(
+        cascade: Cascade, link: Link, keys: Sequence[BlockKey], now: float, *, old: bool = False
+    ) -> None:
         if link.target != held:
-            write(cascade, link, keys, now)
+            write(cascade, link, keys, now, old=old)
 
     with mock.patch.object(Cascade, "_write", write_elsewhere):
         stack = Stack.open(config, NAMESPACE)

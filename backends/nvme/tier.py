@@ -22,7 +22,14 @@ from kvtier.core.interfaces.handler import own_spec
 from kvtier.core.slab import layout
 from kvtier.core.slab.memory import give_back_memory
 from kvtier.core.slab.tier import SlabTier
-from kvtier.types import BlockKey, EventKind, FilePlace, LoadStoreSpec, TierStats
+from kvtier.types import (
+    BlockKey,
+    EventKind,
+    FilePlace,
+    LoadStoreSpec,
+    Outcome,
+    TierStats,
+)
 
 _AHEAD_BYTES = 1 << 30
 """Slabs are made before they are needed: with room for so much, which a burst of stores may bring,
@@ -55,14 +62,19 @@ class NvmeTier(SerializedTier):
         self._copies = Copies()
         self._unwritten: set[int] = set()
         """Slots whose entries the keeper has still to write: not to be used before."""
+        self._standing: dict[int, BlockKey] = {}
+        """Evicted blocks whose entries still stand in slots that are given to others, as far as is
+        known here: the handler will write there."""
         limits = keeper.limits
         burst = max(_AHEAD_BYTES, AHEAD_BLOCKS_MAX * limits.slot_bytes)
         ahead = max(limits.slab_bytes, min(limits.capacity // 4, burst))
         self._low_water = max(1, min(ahead // limits.slot_bytes, _AHEAD_SLOTS))
+        self._opened = False
         self.refresh()
         self._want_room()
         self.refresh()
         self._events.clear()  # nothing of what is there at the start is news
+        self._opened = True
         give_back_memory()
         self.learning = keeper.unwell
         keeper.when_idle = self.take_in_if_idle
@@ -71,7 +83,6 @@ class NvmeTier(SerializedTier):
     prepare_load = serialized(SlabTier.prepare_load)
     complete_load = serialized(SlabTier.complete_load)
     prepare_store = serialized(SlabTier.prepare_store)
-    complete_store = serialized(SlabTier.complete_store)
     touch = serialized(SlabTier.touch)
     carry_uses = serialized(SlabTier.carry_uses)
     victims = serialized(SlabTier.victims)
@@ -123,9 +134,11 @@ class NvmeTier(SerializedTier):
         place = place or self._number(slab)
         if update.table is not None:
             before = self._forget_place(place) if known else set()
-            found = self._own_blocks(place, layout.read_entries(update.table, slab.header.slots))
-            self._events.add(EventKind.REMOVED, before.difference(self._where))
-            self._events.add(EventKind.STORED, found.difference(before))
+            keys = self._own_blocks(place, layout.read_entries(update.table, slab.header.slots))
+            if self._opened:
+                found = {key for key in keys if self._where.get(key) in place.slots}
+                self._events.add(EventKind.REMOVED, before.difference(self._where))
+                self._events.add(EventKind.STORED, found.difference(before))
             self._offer(self._copies.take(before))
         elif update.changes is not None:
             if not place.mine:
@@ -154,9 +167,10 @@ class NvmeTier(SerializedTier):
             slot in slots for slot in self._pins
         )
 
-    def _own_blocks(self, place: Place, entries: npt.NDArray[np.void]) -> set[BlockKey]:
+    def _own_blocks(self, place: Place, entries: npt.NDArray[np.void]) -> list[BlockKey]:
         """A slab of the dead is ours now, with all it holds but what is being read at the moment:
-        those slots are their readers' until the last unpin. Answers with the blocks."""
+        those slots are their readers' until the last unpin. Answers with what it holds, be it known
+        from elsewhere, too."""
         self._own(place, mine=True)
         base, slots = place.base, place.slots
         held = np.zeros(len(entries), bool)
@@ -174,7 +188,7 @@ class NvmeTier(SerializedTier):
         self._quarantine.extend((bad + base).tolist())
         self._free.extend((np.flatnonzero(~held) + base).tolist())
         self._on_dropped(copies)  # else a block that is dropped for good would come back by them
-        return {key for key in keys if self._where.get(key) in slots}
+        return keys
 
     def _see_changes(self, place: Place, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         """Another process's slab changed: forget what has gone, learn what is new."""
@@ -255,6 +269,8 @@ class NvmeTier(SerializedTier):
             queue.clear()
             queue.extend(kept)
         self._unwritten = {slot for slot in self._unwritten if of(slot) not in gone}
+        for slot in [slot for slot in self._standing if of(slot) in gone]:
+            del self._standing[slot]
 
     # -- hooks -----------------------------------------------------------------------------
 
@@ -283,6 +299,9 @@ class NvmeTier(SerializedTier):
     def _on_dropped(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._record(slot, layout.FREE, BlockKey(b""))
+
+    def _on_evicted(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        self._standing.update(zip(slots, keys, strict=True))
 
     def _on_quarantined(self, slot: int, key: BlockKey) -> None:
         self._record(slot, layout.BAD, key)
@@ -323,9 +342,21 @@ class NvmeTier(SerializedTier):
     # -- the rest --------------------------------------------------------------------------
 
     @serialized
+    def complete_store(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> None:
+        for key in keys if self._standing else ():
+            self._standing.pop(self._reserved.get(key, -1), None)
+        super().complete_store(keys, failed)
+
+    @serialized
     def forget(self, keys: Sequence[BlockKey]) -> None:
         self._copies.take(keys)
         super().forget(keys)
+        dropped = set(keys) if self._standing else ()
+        for slot in [slot for slot, key in self._standing.items() if key in dropped]:
+            place, key = self._places.of(slot), self._standing.pop(slot)
+            self._keeper.hide(place.slab.id, slot - place.base, key)
 
     @serialized
     def clear(self) -> None:

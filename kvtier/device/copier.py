@@ -12,7 +12,6 @@ import msgspec
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import (
-    CODEC_RAW,
     HEADER_BYTES,
     Buffer,
     Header,
@@ -20,11 +19,11 @@ from kvtier.core.records.record import (
     put_sum,
     seal_part,
     stated_sum,
+    verify_header,
 )
 from kvtier.core.slab import layout as table
 from kvtier.device.copy_plan import Blocks
 from kvtier.device.layout import DeviceLayout
-from kvtier.errors import FormatError
 from kvtier.types import KEY_BYTES_MAX, BlockKey, FilePlace, Outcome
 
 
@@ -63,7 +62,7 @@ class JobResult(msgspec.Struct, kw_only=True):
     """How a job ended, one outcome a key. After it, nothing touches the job's blocks or slots.
 
     One record that fails fails a load: what had not been copied by then is CANCELLED, unless it has
-    arrived and is bad, too.
+    arrived and is bad, too. If its bytes were wrong, others are waited for a little, to find out.
     """
 
     id: int
@@ -132,7 +131,7 @@ class DeviceCopier(ABC):
 
     `submit` returns at once. Loads copy each record as it arrives, verified; a store is complete
     when every record is sealed. Only bytes whose entry, header and checksum prove them reach the
-    device as OK.
+    device as OK; a load that fails may leave others in the blocks that it was to fill.
     """
 
     reads_files: bool = False
@@ -176,13 +175,7 @@ def header_fits(
     layout: DeviceLayout, namespace: bytes, record: Buffer, key: BlockKey, group: int
 ) -> bool:
     """Whether a record's header proves this key, of this namespace, in this layout's geometry."""
-    try:
-        header = Header.read(record)
-    except FormatError:
-        return False
-    expected = (key, namespace, layout.group_bytes[group], layout.parts, CODEC_RAW)
-    stated = (header.key, header.namespace, header.payload_bytes, header.parts, header.codec)
-    return stated == expected
+    return verify_header(record, key, namespace, layout.group_bytes[group], layout.parts).ok
 
 
 class Prover:

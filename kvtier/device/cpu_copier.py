@@ -1,8 +1,10 @@
 """The copier for KV tensors that lie in host memory: an engine on its CPU platform.
 
 One strided copy moves the pages of all layers of neighbouring blocks at once, at the speed of a
-plain memmove and without Python's lock. A record's copy, its checksum and the check that nobody
-replaced it meanwhile follow each other while it is in the processor's cache.
+plain memmove and without Python's lock. A record's checksum, its copy and the check that nobody
+replaced it meanwhile follow each other while it is in the processor's cache. A larger one is
+copied in strips, each of which is added to the checksum right after: one pass over memory less. If
+that is wrong in the end, the load has failed, and the engine computes what the pages should hold.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.records.record import Buffer
+from kvtier.core.records.record import Buffer, PartSum
 from kvtier.device.accelerator import ERRORS
 from kvtier.device.copier import DeviceCopier, Host, Job, JobResult, Prover
 from kvtier.device.job_batches import Batch, Work
@@ -27,6 +29,10 @@ from kvtier.types import Outcome
 logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
+
+_CACHED_BYTES = 1 << 20
+"""Processors have as much cache for each core, or more."""
+_STRIP_BYTES = 256 << 10
 
 
 def host_arrays(caches: Any) -> list[Bytes]:
@@ -79,11 +85,37 @@ class PageCopier:
     def scatter(self, group: int, ids: Sequence[int], skip: int, part: Buffer) -> None:
         """Copy a part's blocks from `skip` on to these blocks of the device."""
         for stack in self._stacks[group]:
+            self._scatter(stack, ids, _runs(ids), skip, self._host(stack, part), 0)
+
+    def scatter_summed(self, group: int, ids: Sequence[int], skip: int, part: Buffer) -> int:
+        """As `scatter`, strip by strip; the checksum of the part, all of whose bytes it looks at,
+        is known when they are copied."""
+        total, together = PartSum(len(part)), _runs(ids)
+        for stack in self._stacks[group]:
             host = self._host(stack, part)
-            for start, stop in _runs(ids):
-                block = ids[start]
-                pages = stack.pages[block : block + stop - start]
-                pages.swapaxes(0, 1)[:] = host[:, skip + start : skip + stop]
+            size = host[0].nbytes
+            step = max(1, _STRIP_BYTES // size)
+            for first in range(0, len(host), step):
+                strip = host[first : first + step]
+                at = stack.at + first * size
+                self._scatter(stack, ids, together, skip, strip, first)
+                total.add(part[at : at + strip.nbytes])
+        return total.value()
+
+    def _scatter(
+        self,
+        stack: _Stack,
+        ids: Sequence[int],
+        together: Sequence[tuple[int, int]],
+        skip: int,
+        host: Bytes,
+        first: int,
+    ) -> None:
+        """Copy these of a stack's references, from its `first` on."""
+        for start, stop in together:
+            block = ids[start]
+            pages = stack.pages[block : block + stop - start, first : first + len(host)]
+            pages.swapaxes(0, 1)[:] = host[:, skip + start : skip + stop]
 
     def _host(self, stack: _Stack, part: Buffer) -> Bytes:
         _, refs, size = stack.pages.shape
@@ -137,6 +169,7 @@ class CpuCopier(DeviceCopier):
         load_threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._layout = layout
         self._pages = PageCopier(layout, arrays)
         self._prover = Prover(layout, host, namespace)
         self._job_queue = job_queue = JobQueue(layout, self._prover, self._BATCH_BYTES, clock)
@@ -207,13 +240,28 @@ class CpuCopier(DeviceCopier):
         outcome = prover.arrived(slot, key)
         if not outcome.ok:
             return outcome
-        outcome = prover.verify(slot, key, group)
-        if outcome.ok and (work.failed or not copy):
-            return Outcome.CANCELLED
-        if outcome.ok:
-            ids, skip = _blocks(work, row)
-            self._pages.scatter(group, ids, skip, prover.part(slot, group))
+        copy = copy and not work.failed
+        if copy and self._layout.part_bytes[group] > _CACHED_BYTES:
+            outcome = self._copy_summed(work, row)
+        else:
+            outcome = prover.verify(slot, key, group)
+            if outcome.ok and not copy:
+                return Outcome.CANCELLED
+            if outcome.ok:
+                ids, skip = _blocks(work, row)
+                self._pages.scatter(group, ids, skip, prover.part(slot, group))
         return outcome if prover.unchanged(slot, stamp) else Outcome.GONE
+
+    def _copy_summed(self, work: Work, row: int) -> Outcome:
+        """Copy a record that has arrived, and prove it meanwhile."""
+        key, slot, group = work.record(row)
+        prover = self._prover
+        outcome = prover.header(slot, key, group)
+        if not outcome.ok:
+            return outcome
+        ids, skip = _blocks(work, row)
+        found = self._pages.scatter_summed(group, ids, skip, prover.part(slot, group))
+        return Outcome.OK if found == prover.stated(slot) else Outcome.CORRUPT
 
 
 def _blocks(work: Work, row: int) -> tuple[list[int], int]:

@@ -37,6 +37,7 @@ class Work:
         """A record of this load was not what it should be: the others are looked at, not copied."""
         self.moved = self.read = 0
         self.started = now
+        self.deadline = job.deadline
 
     def record(self, row: int) -> tuple[BlockKey, int, int]:
         """A row's key, slot and group."""

@@ -29,6 +29,8 @@ class JobQueue:
 
     _POLL_S = 0.001
     """How often records that are still arriving are looked at: they come from another process."""
+    _WRONG_S = 0.5
+    """How long a load that has failed by wrong bytes waits at least for the rest, to prove it."""
     _AHEAD = 16
     """How many of a job's waiting records are looked at: they arrive nearly in order."""
 
@@ -210,8 +212,8 @@ class JobQueue:
         return self.store()
 
     def _expire(self, work: Work) -> None:
-        if (work.waiting or work.unread) and self.clock() >= work.job.deadline:
-            work.give_up(Outcome.TIMEOUT)
+        if (work.waiting or work.unread) and self.clock() >= work.deadline:
+            work.give_up(Outcome.CANCELLED if work.failed else Outcome.TIMEOUT)
             self._settle(work)
 
     def released(self, batch: Batch) -> None:
@@ -236,17 +238,22 @@ class JobQueue:
                     work.moved += size
                     work.read += size if batch.from_files else 0
                 elif work.loading and not work.failed:
-                    self._condemn(work)
+                    self._condemn(work, outcome)
             self._settle(work)
 
-    def _condemn(self, work: Work) -> None:
+    def _condemn(self, work: Work, why: Outcome) -> None:
         """The engine will recompute the whole request. What has arrived is looked at all the same:
-        else each bad record of a prompt would cost one more request its load."""
+        else each bad record of a prompt would cost one more request its load. So is what arrives
+        soon, if bytes were wrong: nobody else proves it."""
         pending, slots = self._prover.pending, work.job.slots
-        arrived = [row for row in work.waiting if not pending(slots[row])]
+        if wrong := why is Outcome.CORRUPT:
+            now = self.clock()
+            soon = now + max(self._WRONG_S, now - work.started)
+            work.deadline = min(work.deadline, soon)
+        looked_at = [row for row in work.waiting if wrong or not pending(slots[row])]
         work.give_up(Outcome.CANCELLED)
         if not self._closing:
-            work.waiting.extend(arrived)
+            work.waiting.extend(looked_at)
         work.failed = True
 
     def _arrived(self, work: Work) -> list[int]:

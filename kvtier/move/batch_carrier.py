@@ -1,4 +1,8 @@
-"""How one batch moves: straight into host memory, straight out of it, or through staging."""
+"""How one batch moves: straight into host memory, straight out of it, or through staging.
+
+Each byte is proved once on its way to whoever uses it (docs/how_it_works/proofs.md): here only if
+the transfer says that nobody else does it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import time
 from collections.abc import Iterator, Sequence
 
 from kvtier.core.interfaces.handler import Handler, HostHandler
-from kvtier.core.records.record import Buffer, verify
+from kvtier.core.records.record import Buffer, verify, verify_header
+from kvtier.core.slab.layout import runs
 from kvtier.move.queues import Batch
-from kvtier.types import LoadStoreSpec, Namespace, Outcome
+from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 
 _OF_SOURCES = (Outcome.GONE, Outcome.CORRUPT)
 _OUTCOMES = frozenset(Outcome)
@@ -19,6 +24,7 @@ class Carrier:
 
     def __init__(self, handlers: Sequence[Handler], namespace: Namespace) -> None:
         self._handlers = handlers
+        self._namespace = namespace
         self._digest = namespace.digest
 
     def carry(self, batch: Batch) -> None:
@@ -30,7 +36,7 @@ class Carrier:
             self._load(batch, source, target)
         elif isinstance(source, HostHandler):
             spec = transfer.source_spec.select(batch.start, batch.stop)
-            self._store(batch, 0, batch.stop - batch.start, target, source.views(spec))
+            self._store_from_host(batch, target, source.views(spec))
         elif not batch.arrived:
             self._fetch(batch, source)
         else:
@@ -64,22 +70,42 @@ class Carrier:
         if batch.job.transfer.deadline <= time.monotonic():
             batch.spoil(Outcome.TIMEOUT)
             return
-        runs = batch.moved()
+        arrived = batch.moved()
         batch.spoil(Outcome.IO_ERROR)  # until the target says otherwise, should it raise
-        for start, stop in runs:
+        for start, stop in arrived:
             self._store(batch, start, stop, target, batch.buffers[start:stop])
 
     def _read(
         self, batch: Batch, source: Handler, into: Sequence[Buffer]
     ) -> Iterator[tuple[int, Outcome]]:
-        """Read a batch's records; each is verified when it is asked for."""
+        """Read a batch's records; each is proved when it is asked for."""
         transfer = batch.job.transfer
         spec = transfer.source_spec.select(batch.start, batch.stop)
         keys = transfer.keys[batch.start : batch.stop]
         outcomes = _checked(source.load(spec, keys, into), spec)
         read = zip(outcomes, into, keys, strict=True)
         for index, (outcome, record, key) in enumerate(read, batch.start):
-            yield index, verify(record, key, self._digest) if outcome.ok else outcome
+            yield index, self._proved(batch, record, key) if outcome.ok else outcome
+
+    def _proved(self, batch: Batch, record: Buffer, key: BlockKey) -> Outcome:
+        if batch.job.transfer.prove:
+            return verify(record, key, self._digest)
+        size, parts = self._namespace.payload_of(key), self._namespace.parts
+        return verify_header(record, key, self._digest, size, parts)
+
+    def _store_from_host(self, batch: Batch, target: Handler, records: Sequence[Buffer]) -> None:
+        """Write records of host memory, but none that has to be proved first, and is bad."""
+        transfer, outcomes = batch.job.transfer, batch.job.outcomes
+        good = list(range(len(records)))
+        if transfer.prove:
+            keys = transfer.keys[batch.start : batch.stop]
+            for index, (record, key) in enumerate(zip(records, keys, strict=True)):
+                if not (outcome := verify(record, key, self._digest)).ok:
+                    outcomes[batch.start + index] = outcome
+                    good.remove(index)
+        for first, end in runs(good):
+            start, stop = good[first], good[end - 1] + 1
+            self._store(batch, start, stop, target, records[start:stop])
 
     def _store(
         self, batch: Batch, start: int, stop: int, target: Handler, records: Sequence[Buffer]

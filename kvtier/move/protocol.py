@@ -77,6 +77,7 @@ class Submit(msgspec.Struct, tag=True):
     source_spec: msgspec.Raw
     target_spec: msgspec.Raw
     deadline: float
+    prove: bool
 
     @classmethod
     def of(cls, transfer: Transfer) -> Self:
@@ -90,6 +91,7 @@ class Submit(msgspec.Struct, tag=True):
             msgspec.Raw(_encoder.encode(transfer.source_spec)),
             msgspec.Raw(_encoder.encode(transfer.target_spec)),
             transfer.deadline,
+            transfer.prove,
         )
 
     def read(self, specs: Sequence[msgspec.msgpack.Decoder[LoadStoreSpec]]) -> Transfer:
@@ -103,6 +105,7 @@ class Submit(msgspec.Struct, tag=True):
             source_spec=specs[self.source].decode(self.source_spec),
             target_spec=specs[self.target].decode(self.target_spec),
             deadline=self.deadline,
+            prove=self.prove,
         )
 
 

@@ -15,12 +15,13 @@ import pytest
 
 from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.interfaces.mover import Mover, TransferKind
-from kvtier.core.records.record import HEADER_BYTES
+from kvtier.core.records.record import HEADER_BYTES, Header
 from kvtier.testing.media import (
     Fault,
     MediumSettings,
 )
 from kvtier.testing.mover_rig import BATCH, FAR, HOST, NEAR, QUEUE_BLOCKS, RECORD, MoverRig
+from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import Outcome
 
 
@@ -84,6 +85,32 @@ class MoverContract:
         rig.fill(NEAR, [0, 1])
         rig.media[NEAR].record(0)[:] = rig.media[NEAR].record(1)
         assert rig.outcomes(rig.load([0, 1])) == [Outcome.CORRUPT, Outcome.OK]
+
+    def test_where_the_reader_proves_a_load_only_shows_whose_it_is_and_how_long(
+        self, rig: MoverRig
+    ) -> None:
+        rig.fill(NEAR, range(5))
+        rig.media[NEAR].record(0)[HEADER_BYTES + 7] ^= 1
+        rig.media[NEAR].record(1)[20] ^= 1
+        rig.media[NEAR].record(2)[:] = rig.media[NEAR].record(0)
+        key, short = make_keys(4)[3], NAMESPACE.payload_bytes // 2
+        Header(key, NAMESPACE.digest, short).write(rig.media[NEAR].record(3))
+        expected = [Outcome.OK, *[Outcome.CORRUPT] * 3, Outcome.OK]
+        assert rig.outcomes(rig.load(range(5), prove=False)) == expected
+        assert rig.reported(range(5)) == expected
+        assert bytes(rig.media[HOST].record(0)) == bytes(rig.media[NEAR].record(0)), (
+            "the bytes as they were read, for their reader to find out"
+        )
+
+    def test_what_nobody_has_proved_is_proved_before_it_is_written(self, rig: MoverRig) -> None:
+        slots = list(range(5))
+        rig.fill(HOST, slots)
+        rig.media[HOST].record(1)[HEADER_BYTES] ^= 1
+        rig.media[HOST].record(3)[20] ^= 1
+        ok, bad = Outcome.OK, Outcome.CORRUPT
+        assert rig.outcomes(rig.store(slots, prove=True)) == [ok, bad, ok, bad, ok]
+        assert rig.right(NEAR, [0, 2, 4])
+        assert rig.empty(NEAR, [1, 3])
 
     def test_a_corrupt_record_is_not_passed_on(self, rig: MoverRig) -> None:
         slots = list(range(5))

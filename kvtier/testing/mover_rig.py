@@ -86,6 +86,8 @@ class MoverRig:
         target: int,
         slots: Sequence[int],
         seconds: float = SOON,
+        *,
+        prove: bool = True,
     ) -> Transfer:
         """Key `slot` from slot `slot` to slot `slot`, for each of these."""
         self._ids += 1
@@ -100,15 +102,34 @@ class MoverRig:
             source_spec=specs[source](list(slots)),
             target_spec=specs[target](list(slots)),
             deadline=time.monotonic() + seconds,
+            prove=prove,
         )
 
-    def load(self, slots: Sequence[int], source: int = NEAR, seconds: float = SOON) -> int:
+    def load(
+        self,
+        slots: Sequence[int],
+        source: int = NEAR,
+        seconds: float = SOON,
+        *,
+        prove: bool = True,
+    ) -> int:
         """Submit a load into host memory that must be accepted; its id."""
-        return self.submit(self.transfer(TransferKind.LOAD, source, HOST, slots, seconds))
+        return self.submit(
+            self.transfer(TransferKind.LOAD, source, HOST, slots, seconds, prove=prove)
+        )
 
-    def store(self, slots: Sequence[int], target: int = NEAR, seconds: float = SOON) -> int:
+    def store(
+        self,
+        slots: Sequence[int],
+        target: int = NEAR,
+        seconds: float = SOON,
+        *,
+        prove: bool = False,
+    ) -> int:
         """Submit a store from host memory that must be accepted; its id."""
-        return self.submit(self.transfer(TransferKind.STORE, HOST, target, slots, seconds))
+        return self.submit(
+            self.transfer(TransferKind.STORE, HOST, target, slots, seconds, prove=prove)
+        )
 
     def relay(self, slots: Sequence[int], seconds: float = SOON) -> int:
         """Submit a store from one medium that is not host memory to another; its id."""

@@ -19,6 +19,7 @@ from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import HEADER_BYTES, Header, record_bytes, verify
 from kvtier.core.slab import layout as table
 from kvtier.core.system.disk import Disk
+from kvtier.device import cpu_copier
 from kvtier.device.copier import DeviceCopier, Host, Job, JobResult
 from kvtier.device.copy_plan import Blocks, cut
 from kvtier.device.cpu_copier import CpuCopier
@@ -68,12 +69,22 @@ def job_of(kind: TransferKind, blocks: Blocks, keys: list[BlockKey], **more: Any
     return Job(kind=kind, keys=keys, blocks=blocks, **fields)
 
 
-@pytest.mark.parametrize("of", ["cpu", "streams", "staged", "tight"])
+@pytest.mark.parametrize("of", ["cpu", "strips", "streams", "staged", "tight"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_records_out_and_back_are_the_same_pages(of: str, data: st.DataObject) -> None:
     """Store whole chunks from random layouts, wipe the device, load them back."""
     world: World = data.draw(worlds())
+    if of == "strips":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpu_copier, "_CACHED_BYTES", 0)
+            patch.setattr(cpu_copier, "_STRIP_BYTES", data.draw(st.integers(1, 1 << 16)))
+            out_and_back("cpu", world, data)
+    else:
+        out_and_back(of, world, data)
+
+
+def out_and_back(of: str, world: World, data: st.DataObject) -> None:
     layout = world.layout
     stored = data.draw(jobs(layout, whole=True))
     pieces = cut(layout, stored)

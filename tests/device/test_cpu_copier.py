@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from device_worlds import NAMESPACE, MemoryHost, World, keys_of
 
 from kvtier.core.interfaces.mover import TransferKind
+from kvtier.core.records.record import HEADER_BYTES
 from kvtier.core.slab import layout as table
+from kvtier.device import cpu_copier
 from kvtier.device.copier import Job, Prover
 from kvtier.device.copy_plan import Blocks
 from kvtier.device.cpu_copier import CpuCopier, host_arrays
@@ -99,6 +102,28 @@ def test_a_store_that_the_engine_waits_for_goes_before_loads_and_other_stores() 
     job_queue.finish(batch, [Outcome.OK])
     engine.join()
     assert job_queue.next(job_queue.store_after_loads, wait=False) is None
+
+
+@pytest.mark.parametrize("at", [20, HEADER_BYTES, HEADER_BYTES + 3 * PAGE - 1])
+def test_a_bit_that_flipped_is_found_in_what_is_copied_in_strips(monkeypatch: Any, at: int) -> None:
+    monkeypatch.setattr(cpu_copier, "_CACHED_BYTES", 0)
+    monkeypatch.setattr(cpu_copier, "_STRIP_BYTES", PAGE)
+    world = a_world()
+    host, keys = MemoryHost(world.layout, 2), keys_of(2)
+    copier = CpuCopier(world.layout, world.arrays(), host, NAMESPACE)
+    for state in (table.RESERVED, table.VALID):
+        for slot, key in enumerate(keys):
+            host.put(slot, key, state)
+        if state == table.RESERVED:
+            copier.submit(job_of(TransferKind.STORE, 1, [0, 1], keys, 0))
+            copier.wait([1])
+    assert [result.ok for result in copier.poll()] == [True]
+    host.record(1)[at] ^= 1
+    copier.submit(job_of(TransferKind.LOAD, 2, [0, 1], keys, 16))
+    copier.wait([2])
+    copier.close()
+    (result,) = copier.poll()
+    assert result.outcomes == [Outcome.OK, Outcome.CORRUPT]
 
 
 class Tensor:

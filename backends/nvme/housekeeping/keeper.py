@@ -27,7 +27,7 @@ from kvtier.backends.nvme.housekeeping.problems import Problems
 from kvtier.backends.nvme.housekeeping.slab_watch import Known, SlabWatch
 from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
 from kvtier.backends.nvme.housekeeping.use_counts import Uses
-from kvtier.backends.nvme.table_writes import write_entries
+from kvtier.backends.nvme.table_writes import hide_entry, write_entries
 from kvtier.core.slab import layout
 from kvtier.errors import FormatError, MediumError, NewerFormat
 from kvtier.types import BlockKey
@@ -68,6 +68,7 @@ class Keeper:
         self._known, self._broken = self._watch.known, self._watch.broken
         self._given: dict[int, float] = {}
         self._todo: deque[tuple[int, int, bytes]] = deque()
+        self._hidden: deque[tuple[int, int, BlockKey]] = deque()
         self._released: deque[tuple[int, bool]] = deque()
         self._slots_wanted = 0
         self._shares = Shares(folder, limits)
@@ -255,6 +256,12 @@ class Keeper:
         self._todo.append((slab_id, slot, layout.pack_entries(state, [key], 0, 0)))
         self._wake.set()
 
+    def hide(self, slab_id: int, slot: int, key: BlockKey) -> None:
+        """Take an evicted block out of the table soon, if it still stands there: its slot is being
+        given to another."""
+        self._hidden.append((slab_id, slot, key))
+        self._wake.set()
+
     def release(self, slab_id: int, *, remove: bool) -> None:
         """The tier has let go of a slab: hand it over, or delete it."""
         self._released.append((slab_id, remove))
@@ -283,6 +290,11 @@ class Keeper:
                 written = list(by_slab.pop(slab_id))
                 if known := self._known.get(slab_id):
                     self.updates.append(SlabUpdate(known.slab, written=written))
+        for hidden in list(self._hidden):
+            slab_id, slot, key = hidden
+            with self._problems.tolerated():
+                hide_entry(self.folder.disk, self.folder.table_path(slab_id), slot, key)
+                self._hidden.remove(hidden)
         left = [(i, slot, each) for i, rows in by_slab.items() for slot, each in rows.items()]
         self._todo.extendleft(reversed(left))
         due = [self._released.popleft() for _ in range(released)]

@@ -4,6 +4,7 @@
 - `locator`: which tier can give each block.
 - `plan`: pure functions that decide what moves where.
 - `ledger`, `in_flight`: everything under way, and who waits for it.
+- `unproved`: what has come up from a lower tier and nobody has proved yet, and who is to blame.
 - `promises`: the room that a lookup has promised to a request.
 - `load_starter`: begins the loads of a request's blocks that are not in host memory.
 - `promotion`: the way up, from lower tiers into host memory.

@@ -20,6 +20,8 @@ class Ticket:
     itself; `missing` could not be taken in. Blocks in `pending` are on their way. `failed` will not
     arrive, or too late: recompute them.
 
+    A reader that `proves` what it reads finds what has only been looked at by its header.
+
     Its reader may look at all of these slots until the ticket is released, whatever has become of
     the blocks: pinned, still `unsettled`, or failed and so `held` for the reader's sake alone.
     """
@@ -36,15 +38,17 @@ class Ticket:
         "pieces",
         "pinned",
         "pinned_files",
+        "proves",
         "request",
         "spec",
         "unsettled",
     )
     spec: LoadStoreSpec
 
-    def __init__(self, request: str, deadline: float) -> None:
+    def __init__(self, request: str, deadline: float, proves: bool = False) -> None:
         self.request = request
         self.deadline = deadline
+        self.proves = proves
         self.keys: Sequence[BlockKey] = []
         self.missing: list[BlockKey] = []
         self.pending: set[BlockKey] = set()

@@ -14,13 +14,11 @@ from itertools import count
 
 from kvtier.core.chain.in_flight import Held, Move, Settled, Ticket, pin_what_is_there, split
 from kvtier.core.chain.plan import HOST, gather
+from kvtier.core.chain.unproved import BLAMES_SOURCE, Unproved
 from kvtier.core.interfaces.mover import Transfer, TransferKind, TransferResult
 from kvtier.core.interfaces.tier import Tier
 from kvtier.errors import NotResident
 from kvtier.types import BlockKey, Outcome, Reservation
-
-_BLAMES_SOURCE = (Outcome.GONE, Outcome.CORRUPT)
-"""Only these say that the source does not hold what it offered."""
 
 
 class Ledger:
@@ -33,6 +31,7 @@ class Ledger:
         self._tickets: dict[Ticket, None] = {}
         self._stores: dict[BlockKey, bool] = {}
         self._held = Held()
+        self.unproved = Unproved(tiers)
         self.loading = [0] * len(tiers)
         """Blocks of each tier that are on their way into host memory."""
         self.joinable: dict[BlockKey, Move] = {}
@@ -63,9 +62,9 @@ class Ledger:
 
     # loads: open, fill, seal, release
 
-    def open_ticket(self, request: str, deadline: float) -> Ticket:
+    def open_ticket(self, request: str, deadline: float, proves: bool = False) -> Ticket:
         """Begin a load. The caller seals it, and releases it in the end."""
-        ticket = Ticket(request, deadline)
+        ticket = Ticket(request, deadline, proves)
         self._tickets[ticket] = None
         return ticket
 
@@ -99,9 +98,11 @@ class Ledger:
         self, ticket: Ticket, source: int, keys: Sequence[BlockKey], deadline: float
     ) -> Transfer | None:
         """Reserve host slots for blocks of a lower tier and pin them there; None if none fits."""
-        move, _ = self._begin(source, HOST, keys, deadline)
+        move, _ = self._begin(source, HOST, keys, deadline, not ticket.proves)
         if move is None:
             return None
+        if ticket.proves:
+            self.unproved.came(move.keys, source)
         self.joinable.update(dict.fromkeys(move.keys, move))
         self._wait(ticket, move)
         ticket.pending.update(move.keys)
@@ -148,6 +149,7 @@ class Ledger:
         if pinned:
             ours = set(pinned) if failed else ()
             blamed = {key: why for key, why in (failed or {}).items() if key in ours}
+            blamed = self.unproved.blame(blamed)
             self._tiers[HOST].complete_load(pinned, blamed or None)
             if blamed:
                 self.note_dropped(blamed)
@@ -164,7 +166,7 @@ class Ledger:
 
     def _unpin_files(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
         for tier, keys in ticket.pinned_files:
-            blamed = {key: failed[key] for key in keys if failed.get(key) in _BLAMES_SOURCE}
+            blamed = {key: failed[key] for key in keys if failed.get(key) in BLAMES_SOURCE}
             self._tiers[tier].complete_load(keys, blamed or None)
         ticket.pinned_files = []
 
@@ -201,17 +203,20 @@ class Ledger:
     # transfers between tiers: carry, refuse, settle
 
     def carry(
-        self, source: int, target: int, keys: Sequence[BlockKey], deadline: float
+        self,
+        source: int,
+        target: int,
+        keys: Sequence[BlockKey],
+        deadline: float,
+        prove: bool = True,
     ) -> tuple[Transfer | None, list[BlockKey]]:
-        """Pin blocks at the source and reserve in the target what is new there.
-
-        Answers with the transfer, None if there is nothing to move, and what the source lacks.
-        """
-        move, absent = self._begin(source, target, keys, deadline)
+        """Pin blocks at the source and reserve in the target what is new there. Answers with the
+        transfer, None if there is nothing to move, and what the source lacks."""
+        move, absent = self._begin(source, target, keys, deadline, prove)
         return move.transfer if move else None, absent
 
     def _begin(
-        self, source: int, target: int, keys: Sequence[BlockKey], deadline: float
+        self, source: int, target: int, keys: Sequence[BlockKey], deadline: float, prove: bool
     ) -> tuple[Move | None, list[BlockKey]]:
         # Pinned first: making room in the target may evict, and must not do so for nothing.
         pinned, spec = pin_what_is_there(self._tiers[source], keys)
@@ -235,6 +240,7 @@ class Ledger:
             source_spec=spec,
             target_spec=taken.spec,
             deadline=deadline,
+            prove=prove,
         )
         move = self._moves[transfer.id] = Move(transfer)
         self.loading[source] += len(move.keys) if target == HOST else 0
@@ -243,6 +249,8 @@ class Ledger:
     def _take(self, tier: int, keys: Sequence[BlockKey], evict: bool = True) -> Reservation:
         taken = self._tiers[tier].prepare_store(keys, evict=evict)
         if taken.evicted:
+            if tier == HOST:
+                self.unproved.ended(taken.evicted)
             for key in taken.evicted if self.promised else ():
                 self.promised.pop(key, None)
             if tier in self.watched:
@@ -269,7 +277,7 @@ class Ledger:
         if outcomes.count(Outcome.OK) != len(keys):
             reported = [*outcomes, *[Outcome.DROPPED] * (len(keys) - len(outcomes))]
             failed = {k: o for k, o in zip(keys, reported, strict=False) if not o.ok}
-        blamed = {key: why for key, why in failed.items() if why in _BLAMES_SOURCE}
+        blamed = self.unproved.settled(move, failed)
         failed = {**move.spoiled, **failed}
         self._tiers[move.transfer.source].complete_load(keys, blamed or None)
         if blamed and move.transfer.source == HOST:
@@ -373,11 +381,14 @@ class Ledger:
         for move in self._moves.values():
             move.spoiled = dict.fromkeys(move.keys, Outcome.CANCELLED)
         self._stores = dict.fromkeys(self._stores, False)
+        self.unproved.clear()
         return self.abandon(list(self._moves))
 
     def note_dropped(self, keys: Iterable[BlockKey]) -> None:
         """Host memory has dropped these keys; those that are pinned still take up their slots."""
-        self.dropped_pinned.update(set(keys).intersection(self.pinned(HOST)))
+        keys = set(keys)
+        self.unproved.ended(keys)
+        self.dropped_pinned.update(keys.intersection(self.pinned(HOST)))
 
     def pinned(self, tier: int) -> list[BlockKey]:
         """What this ledger has pinned in a tier."""

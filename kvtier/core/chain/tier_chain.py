@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.core.chain.direct_reads import DirectReads
 from kvtier.core.chain.embedded_loads import EmbeddedLoads
@@ -153,19 +153,22 @@ class TierChain(Tier):
 
     # load
 
-    def begin_load(self, keys: Sequence[BlockKey], request: str, deadline: float) -> Ticket:
+    def begin_load(
+        self, keys: Sequence[BlockKey], request: str, deadline: float, *, proves: bool = False
+    ) -> Ticket:
         """Take blocks in for a request: pin what is in host memory, start to move in the rest.
 
         The ticket's spec holds for all of its keys at once; the mover marks each block as it
         lands. `poll` hands the ticket out when all has landed, or will not. What could not be
-        taken in is in `missing`. Its owner ends it: `end_load`.
+        taken in is in `missing`. Its owner ends it: `end_load`. One that `proves` every record that
+        it reads spares the mover the same.
         """
         keys = list(keys)
         promised = self.promises.kept
         origins = [promised.pop(key, NOWHERE) for key in keys]
         if NOWHERE in origins:
             origins = self.locate(keys)
-        ticket = self._ledger.open_ticket(request, deadline)
+        ticket = self._ledger.open_ticket(request, deadline, proves)
         if not self._pin(ticket, keys, origins):
             origins = self.locate(keys)
             self._pin(ticket, keys, origins)
@@ -194,14 +197,21 @@ class TierChain(Tier):
         ticket: Ticket,
         failed: Mapping[BlockKey, Outcome] | None = None,
         read: tuple[int, float] = (0, 0.0),
+        proved: Iterable[BlockKey] = (),
     ) -> None:
-        """Nobody reads for this ticket any more; `failed` could not be read, or were not right.
-        `read` is what its reader has fetched from files: bytes, and seconds."""
+        """Nobody reads for this ticket any more; `failed` could not be read, or were not right, and
+        `proved` were. `read` is what its reader has fetched from files: bytes, and seconds."""
         self._direct.ended(ticket, failed or {}, *read, self._clock())
+        self._ledger.unproved.ended(proved)
         self._ledger.release(ticket, None, failed)
+        self._count_blamed()
         self.promises.count_again()
         if failed:
             self.promises.end()
+
+    def _count_blamed(self) -> None:
+        for tier, count in self._ledger.unproved.take_blamed():
+            self._tally.failed(tier, [Outcome.CORRUPT] * count)
 
     def _drop(self, ids: list[int]) -> None:
         self._mover.cancel(self._ledger.abandon(ids))
@@ -222,6 +232,7 @@ class TierChain(Tier):
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
         self._anonymous.end(keys, failed)
+        self._count_blamed()
         self.promises.count_again()
         if failed:
             self.promises.end()

@@ -22,8 +22,8 @@ class Handler(ABC):
 
     `load` and `store` are called from many threads at once, with batches of at most `batch_blocks`
     blocks. They return one outcome a block and raise nothing but programming errors. A load need
-    not verify: the mover proves every record that it loads. Records in host memory are aligned to
-    4 KiB and long enough for the largest payload of the namespace.
+    not verify: the mover, or who reads the record next, proves it. Records in host memory are
+    aligned to 4 KiB and long enough for the largest payload of the namespace.
     """
 
     concurrency: int = 4
@@ -66,7 +66,8 @@ class HostHandler(Handler):
 
     @abstractmethod
     def landed(self, spec: LoadStoreSpec, index: int, outcome: Outcome) -> None:
-        """Block `index` has arrived, verified, or never will: whoever waits for it may go on."""
+        """Block `index` has arrived, with a header that is proved, or never will: whoever waits for
+        it may go on."""
 
 
 class HostRegion(Protocol):

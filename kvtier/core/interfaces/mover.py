@@ -23,6 +23,10 @@ class Transfer(msgspec.Struct, kw_only=True):
 
     `source` and `target` are positions in the stack's list of tiers. `deadline` is a point of
     `time.monotonic()`, which all processes of a machine share.
+
+    `prove` says that nobody else proves these records: the mover does, every byte of them. Without
+    it whoever reads them from the target does, or somebody has proved them at the source; what is
+    read from a medium still shows by its header whose it is, and how long.
     """
 
     id: int
@@ -33,6 +37,7 @@ class Transfer(msgspec.Struct, kw_only=True):
     source_spec: LoadStoreSpec
     target_spec: LoadStoreSpec
     deadline: float
+    prove: bool = True
 
 
 class TransferResult(msgspec.Struct, kw_only=True):
@@ -68,8 +73,10 @@ class Mover(ABC):
       them out. A mover that is closed or down refuses everything.
     - Every accepted transfer gets exactly one result, and when the result is there nothing touches
       the target any more: until then its slots must not be used for anything else.
-    - Every loaded record is verified in full before it is reported OK, and the target is told
-      block by block as they land (`HostHandler.landed`), not only at the end.
+    - Every record that is read from a medium is verified before it is reported OK, in full or, if
+      its reader proves it (`Transfer.prove`), by its header. The target is told block by block as
+      they land (`HostHandler.landed`), not only at the end.
+    - What is written from host memory is verified in full first if `Transfer.prove` says so.
     - A transfer past its deadline ends with TIMEOUT for the blocks not moved yet.
     - `cancel` ends what has not started with CANCELLED and lets the rest finish.
     - A mover owns its handlers and closes them; results can still be polled after `close`.

@@ -58,19 +58,8 @@ class Header:
 
     def write(self, record: Buffer) -> None:
         """Write the fixed part; the parts' checksums are written by `seal_part`."""
-        fixed = _FIXED.pack(
-            MAGIC,
-            VERSION,
-            self.codec,
-            len(self.key),
-            self.parts,
-            self.payload_bytes,
-            self.stored_bytes,
-            self.namespace,
-            self.key,
-        )
-        record[: _FIXED.size] = fixed
-        _SUM.pack_into(record, _FIXED_SUM_AT, xxhash.xxh3_64_intdigest(fixed))
+        packed = _packed(self)
+        record[: len(packed)] = packed
 
     @staticmethod
     def read(record: Buffer) -> Header:
@@ -125,6 +114,32 @@ def part_sum(part: Buffer) -> int:
     return sum_of([xxhash.xxh3_64_intdigest(part[start:end]) for start, end in pairs])
 
 
+class PartSum:
+    """The checksum of a part that is looked at in strips, in order: by whoever copies each strip
+    while it is in the processor's cache."""
+
+    def __init__(self, size: int) -> None:
+        self._ends = [index * PIECE_BYTES for index in range(1, pieces_of(size))] + [size]
+        self._at = 0
+        self._piece = xxhash.xxh3_64()
+        self._pieces: list[int] = []
+
+    def add(self, strip: Buffer) -> None:
+        """The next bytes of the part."""
+        while len(strip):
+            room = self._ends[len(self._pieces)] - self._at
+            self._piece.update(strip[:room])
+            self._at += min(room, len(strip))
+            if len(strip) >= room:
+                self._pieces.append(self._piece.intdigest())
+                self._piece.reset()
+            strip = strip[room:]
+
+    def value(self) -> int:
+        """The checksum, now that all of the part was added."""
+        return sum_of(self._pieces)
+
+
 def sum_of(pieces: Sequence[int]) -> int:
     """The checksum of a part whose pieces have these."""
     if len(pieces) == 1:
@@ -164,17 +179,51 @@ def check_part(record: Buffer, index: int, part: Buffer) -> bool:
 
 def verify(record: Buffer, key: BlockKey, namespace: bytes) -> Outcome:
     """Header and payload of a raw record, proved in full: the check behind every load."""
+    header = header_of(record, key, namespace)
+    if header is None or header.payload_bytes > len(record) - HEADER_BYTES:
+        return Outcome.CORRUPT
+    return verify_payload(record, header, record[HEADER_BYTES:])
+
+
+def verify_payload(record: Buffer, header: Header, payload: Buffer) -> Outcome:
+    """Whether a payload, wherever it lies, has the checksums that the record's header states."""
+    size = header.payload_bytes // header.parts
+    for index in range(header.parts):
+        if not check_part(record, index, payload[index * size : (index + 1) * size]):
+            return Outcome.CORRUPT
+    return Outcome.OK
+
+
+def header_of(record: Buffer, key: BlockKey, namespace: bytes) -> Header | None:
+    """The header of a raw record, if it proves that the record was stored for this key."""
     try:
         header = Header.read(record)
     except FormatError:
-        return Outcome.CORRUPT
-    if header.key != key or header.namespace != namespace or header.codec != CODEC_RAW:
-        return Outcome.CORRUPT
-    if header.payload_bytes > len(record) - HEADER_BYTES:
-        return Outcome.CORRUPT
-    size = header.payload_bytes // header.parts
-    for index in range(header.parts):
-        start = HEADER_BYTES + index * size
-        if not check_part(record, index, record[start : start + size]):
-            return Outcome.CORRUPT
-    return Outcome.OK
+        return None
+    mine = header.key == key and header.namespace == namespace and header.codec == CODEC_RAW
+    return header if mine else None
+
+
+def verify_header(
+    record: Buffer, key: BlockKey, namespace: bytes, payload_bytes: int, parts: int
+) -> Outcome:
+    """Whose a raw record is, and how long, proved by its header alone: for records whose reader
+    proves the payload. There is only one such header, so nothing of it need be decoded."""
+    expected = _packed(Header(key, namespace, payload_bytes, parts))
+    return Outcome.OK if record[: len(expected)] == expected else Outcome.CORRUPT
+
+
+def _packed(header: Header) -> bytes:
+    """The fixed part of a header, with its checksum."""
+    fixed = _FIXED.pack(
+        MAGIC,
+        VERSION,
+        header.codec,
+        len(header.key),
+        header.parts,
+        header.payload_bytes,
+        header.stored_bytes,
+        header.namespace,
+        header.key,
+    )
+    return fixed + _SUM.pack(xxhash.xxh3_64_intdigest(fixed))

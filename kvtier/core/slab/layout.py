@@ -29,7 +29,7 @@ SLOT_BYTES_MAX = record_bytes(PAYLOAD_BYTES_MAX)
 FREE = 0
 RESERVED = 1
 ARRIVED = 2
-"""All bytes are there and verified, but nobody has committed the block."""
+"""All bytes are there, and the header proves whose they are, but nobody has committed the block."""
 VALID = 3
 BAD = 4
 """Quarantined: failed verification; kept out of use, its key kept for a person to see."""
@@ -192,9 +192,14 @@ def ends_first_order(last_used: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]
 
 
 def entry_key(table: Buffer, slot: int) -> BlockKey:
-    """The key that stands in an entry."""
+    """The key that stands in a table's entry."""
     at = entry_at(slot)
-    return BlockKey(bytes(table[at + 24 : at + 24 + min(table[at + 1], KEY_BYTES_MAX)]))
+    return key_in(table[at : at + ENTRY_BYTES])
+
+
+def key_in(entry: Buffer | bytes | bytearray) -> BlockKey:
+    """The key that stands in an entry."""
+    return BlockKey(bytes(entry[24 : 24 + min(entry[1], KEY_BYTES_MAX)]))
 
 
 def read_entries(table: Buffer | bytes, slots: int) -> npt.NDArray[np.void]:

@@ -14,6 +14,7 @@ from copy import copy
 from kvtier.core.eviction import UNKNOWN, EvictionPolicy
 from kvtier.core.records.tier_events import Events
 from kvtier.core.slab import layout
+from kvtier.core.slab.neighbours import take_neighbours
 from kvtier.core.slab.prompt_order import PromptOrder
 from kvtier.core.slab.recovered import RecoveringTier
 from kvtier.errors import NotResident
@@ -147,7 +148,10 @@ class SlabTier(RecoveringTier):
         self._stats.dropped += len(new) - count
         taken = new[:count]
         # In order: neighbours are moved by one call, and prompts are evicted from their ends.
-        slots = sorted(free.popleft() for _ in range(count))
+        if self.in_files:
+            slots = take_neighbours(free, count)
+        else:
+            slots = sorted(free.popleft() for _ in range(count))
         for key, slot in zip(taken, slots, strict=True):
             reserved[key] = slot
             self._key_of[slot] = key
@@ -166,6 +170,7 @@ class SlabTier(RecoveringTier):
             del where[key]
         self._stats.evicted += len(victims)
         self._events.add(EventKind.REMOVED, victims)
+        self._on_evicted(slots, victims)
         self._release(slots)
         return victims
 
@@ -317,18 +322,26 @@ class SlabTier(RecoveringTier):
         """Take in own blocks found on the medium, oldest first, and each prompt from its head on;
         returns slots that hold a second copy of a known key."""
         where, key_of = self._where, self._key_of
-        fresh = dict(zip(keys, slots, strict=True))  # of two copies in one table, the later one
-        for known in (where, self._reserved, self._dropped_pinned):
-            for key in fresh.keys() & known.keys():
-                del fresh[key]
+        known = [each for each in (where, self._reserved, self._dropped_pinned) if each]
         copies: list[int] = []
-        if len(fresh) < len(slots):
+        had = len(where)
+        if all(each.keys().isdisjoint(keys) for each in known):  # a million are new at the start
+            fresh = where
+            where.update(zip(keys, slots, strict=True))  # of two copies in one table, the later one
+        else:
+            fresh = {
+                key: slot
+                for key, slot in zip(keys, slots, strict=True)
+                if not any(key in each for each in known)
+            }
+            where.update(fresh)
+        if len(where) - had < len(slots):
             rows = [row for row, key in enumerate(keys) if fresh.get(key) == slots[row]]
-            copies = sorted(set(slots).difference(fresh.values()))
+            held = {slots[row] for row in rows}
+            copies = sorted(slot for slot in slots if slot not in held)
             slots = [slots[row] for row in rows]
             keys = [keys[row] for row in rows]
             last_used = [last_used[row] for row in rows]
-        where.update(fresh)
         for slot, key in zip(slots, keys, strict=True):
             key_of[slot] = key
         now = self._clock()
@@ -355,6 +368,9 @@ class SlabTier(RecoveringTier):
 
     def _on_committed(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         """Slots hold what they should."""
+
+    def _on_evicted(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        """What these slots hold makes room, and may be found again until they are used."""
 
     def _make_free(self, slots: Sequence[int]) -> None:
         """Slots may be used again."""

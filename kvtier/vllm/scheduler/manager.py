@@ -229,7 +229,7 @@ class ChainManager:
         state.refused = True  # should this raise, the load fails, and must not be tried for ever
         wanted = state.known_as(list(keys), self._epoch)
         deadline = self._clock() + self._load_seconds
-        ticket = self.chain.begin_load(state.as_it_grows(wanted), request, deadline)
+        ticket = self.chain.begin_load(state.as_it_grows(wanted), request, deadline, proves=True)
         slots = dict(zip(ticket.keys, getattr(ticket.spec, "slots", ()), strict=True))
         errand = self._errand(wanted, [slots.get(key, NO_SLOT) for key in wanted], deadline)
         files = ticket.files
@@ -321,7 +321,7 @@ class ChainManager:
         }
         # Ranks that hold the same have each read all of it.
         moved, read = (n // self._copies for n in (report.bytes_moved, report.bytes_read))
-        self.chain.end_load(ticket, blamed, (read, report.read_seconds))
+        self.chain.end_load(ticket, blamed, (read, report.read_seconds), taken - failed.keys())
         if self.costs is not None:
             size = 0 if failed else moved - read
             self.costs.ended(DEVICE, number, not failed, report.busy_seconds, size)

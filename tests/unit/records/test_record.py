@@ -20,6 +20,7 @@ from kvtier.core.records.record import (
     PIECE_BYTES,
     VERSION,
     Header,
+    PartSum,
     part_sum,
     pieces_of,
     record_bytes,
@@ -67,6 +68,15 @@ def test_the_checksum_of_several_pieces_is_that_of_their_checksums() -> None:
     cuts = [part[:PIECE_BYTES], part[PIECE_BYTES : 2 * PIECE_BYTES], part[2 * PIECE_BYTES :]]
     joined = b"".join(xxhash.xxh3_64_intdigest(cut).to_bytes(8, "little") for cut in cuts)
     assert part_sum(part) == xxhash.xxh3_64_intdigest(joined)
+
+
+@pytest.mark.parametrize("size", [4096, PIECE_BYTES, PIECE_BYTES + 1023, 2 * PIECE_BYTES + 1024])
+@pytest.mark.parametrize("strip", [1 << 20, PIECE_BYTES - 4096, 5 * PIECE_BYTES])
+def test_a_checksum_is_the_same_in_strips(size: int, strip: int) -> None:
+    part, total = pattern(size), PartSum(size)
+    for start in range(0, size, strip):
+        total.add(part[start : start + strip])
+    assert total.value() == part_sum(part)
 
 
 @pytest.mark.parametrize(

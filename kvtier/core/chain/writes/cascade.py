@@ -160,14 +160,16 @@ class Cascade:
         if keys:
             link.stats.offered += len(keys)
             link.stats.admitted += len(keys)
-            self._write(link, keys, now)
+            self._write(link, keys, now, old=True)
             catch_up.began(keys, now)
 
-    def _write(self, link: Link, keys: Sequence[BlockKey], now: float) -> None:
+    def _write(
+        self, link: Link, keys: Sequence[BlockKey], now: float, *, old: bool = False
+    ) -> None:
         # From host memory the mover writes without a copy; the tier above is the second choice.
         for source in dict.fromkeys((HOST, link.source)):
             if keys:
-                keys, left = self._carry(link, source, keys, now)
+                keys, left = self._carry(link, source, keys, now, old=old)
                 lacking = self._lacking(link, left)
                 link.missed(lacking)
                 self._pass_on(link, lacking)
@@ -195,12 +197,14 @@ class Cascade:
                 link.pressed = False
 
     def _carry(
-        self, link: Link, source: int, keys: Sequence[BlockKey], now: float
+        self, link: Link, source: int, keys: Sequence[BlockKey], now: float, *, old: bool = False
     ) -> tuple[list[BlockKey], list[BlockKey]]:
         """Start to move what the source has and the target has not. Answers with what the source
         lacks, and with what the target has or has no room for."""
         deadline = now + self._settings[link.target].store_deadline.seconds
-        transfer, absent = self._ledger.carry(source, link.target, keys, deadline)
+        # What is bad must not spread: only what the engine has just stored here goes on unproved.
+        prove = old or source != HOST or self._ledger.unproved.any_of(keys)
+        transfer, absent = self._ledger.carry(source, link.target, keys, deadline, prove)
         if transfer is not None:
             if self._mover.submit(transfer):
                 link.stats.in_flight += len(transfer.keys)
