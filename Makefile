@@ -28,7 +28,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-lmcache bench-trace venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-lmcache bench-trace venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready campaign
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -124,6 +124,17 @@ bench-object: $(STAMP)
 # The command beside what its two sides can do alone; needs 8 GiB on the disk, and some in /dev/shm.
 bench-prewarm: $(STAMP)
 	PYTHONPATH=tests/object $(BIN)/python -m benchmarks.prewarm
+
+# Kills, power cuts, damage and bad stores: HOURS=8 or MINUTES=10, SEED=7, ONLY=damage,kills,
+# ROUND=12 (with ONLY: that one once more), FOLDER=... The same command goes on where it ended.
+HOURS   ?= 0
+MINUTES ?= 10
+SEED    ?= 1
+FOLDER  ?= build/campaign
+
+campaign: $(STAMP)
+	PYTHONPATH=.:tests:tests/object $(BIN)/python -m campaign --hours $(HOURS) --minutes $(MINUTES) \
+		--seed $(SEED) --folder $(FOLDER) $(if $(ONLY),--only $(ONLY)) $(if $(ROUND),--round $(ROUND))
 
 bench-plan: $(STAMP)
 	$(BIN)/python -m benchmarks.plan
