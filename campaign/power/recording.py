@@ -99,9 +99,7 @@ class Recording:
 
     def crash(self, cut: int, loss: Loss, dice: random.Random) -> Left:
         """What may be left if the machine stops before the change of this number."""
-        data = {
-            inode: _content(list(ops), loss, dice) for inode, ops in self._by_file(cut).items()
-        }
+        data = {inode: _content(list(ops), loss, dice) for inode, ops in self._by_file(cut).items()}
         names, folders = self._names(cut, loss, dice)
         files = {
             name: bytes(data.get(inode, b""))
@@ -117,9 +115,7 @@ class Recording:
                 found[op.inode].append(op)
         return found
 
-    def _names(
-        self, cut: int, loss: Loss, dice: random.Random
-    ) -> tuple[dict[str, int], list[str]]:
+    def _names(self, cut: int, loss: Loss, dice: random.Random) -> tuple[dict[str, int], list[str]]:
         """The names that are left: of each folder's changes at least those that were synced."""
         ops = self.ops[:cut]
         made = {op.inode: op.name for op in ops if op.kind is Kind.MKDIR}
