@@ -131,21 +131,29 @@ def _in_process(scenario: Scenario, round: Round) -> Result:
     if not child:
         _be_the_child(scenario, round, write_end)
     os.close(write_end)
-    said, end = b"", time.monotonic() + scenario.limit_s
-    while (left := end - time.monotonic()) > 0:
-        if select.select([read_end], [], [], left)[0]:
-            if not (chunk := os.read(read_end, 1 << 16)):
-                break
-            said += chunk
-    os.close(read_end)
-    hangs = left <= 0
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # with all that it has started
-    _, status = os.waitpid(child, 0)
+    said, hangs = b"", False
+    try:
+        said, hangs = _listen(read_end, scenario.limit_s)
+    finally:
+        os.close(read_end)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # with all that it has started
+        _, status = os.waitpid(child, 0)
     if said:
         return msgspec.json.decode(said, type=Result)
     why = "hangs" if hangs else f"died: status {status}"
     return Result({}, [f"the round {why}"])
+
+
+def _listen(pipe: int, seconds: float) -> tuple[bytes, bool]:
+    """What a child says until it ends, and whether it took longer than that."""
+    said, end = b"", time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if select.select([pipe], [], [], left)[0]:
+            if not (chunk := os.read(pipe, 1 << 16)):
+                return said, False
+            said += chunk
+    return said, True
 
 
 def _be_the_child(scenario: Scenario, round: Round, pipe: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,11 +33,11 @@ _KEYS = 600
 _COMMANDS = (
     "prewarm",
     "gc",
-    "verify --tier nvme",
+    "verify --tier nvme --json",
     "snapshot --to {backup}",
     "ls",
     "du",
-    "verify --repair",
+    "verify --repair --json",
     "prewarm --hottest --size 1MiB",
 )
 _FINE = ("0", "1")
@@ -151,7 +152,7 @@ def _command(round: Round, stack: Path) -> Child:
         os.dup2(out, 2)
         say(f"command {text}")
         code = app.run([*text.split(), "-c", str(stack)])
-        said = stack.with_name("said").read_text(errors="replace")[-600:].replace("\n", " | ")
+        said = stack.with_name("said").read_text(errors="replace")[:2000].replace("\n", " ")
         say(f"ended {code} {said if code else ''}")
 
     return Child(work)
@@ -165,6 +166,7 @@ def _judge(round: Round, child: Child | None) -> None:
     round.counts[f"run beside: {command.partition(' --to')[0]}"] += 1
     fine = bool(ended) and ended[0].split()[0] in _FINE and "Traceback" not in ended[0]
     round.check(fine, f"{command} ended with {ended} {child.told('raised')}")
+    bad = re.search(r'"bad": [1-9]', ended[0]) if ended else None
+    round.check(bad is None, f"{command} found bad records: {ended}")
     if fine and ended[0].split()[0] == "1":
-        print("EXIT1", command, ended[0], flush=True)
         round.counts["found or could not read something"] += 1
