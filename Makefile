@@ -28,7 +28,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-lmcache bench-trace venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready campaign
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-lmcache bench-trace venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -135,6 +135,13 @@ FOLDER  ?= build/campaign
 campaign: $(STAMP)
 	PYTHONPATH=.:tests:tests/object $(BIN)/python -m campaign --hours $(HOURS) --minutes $(MINUTES) \
 		--seed $(SEED) --folder $(FOLDER) $(if $(ONLY),--only $(ONLY)) $(if $(ROUND),--round $(ROUND))
+
+# Hostile inputs for every parser of what comes from a disk, a store, a socket or a person.
+INPUTS ?= 20000
+
+fuzz: $(STAMP)
+	PYTHONPATH=.:tests:tests/object $(BIN)/python -m campaign.fuzz --inputs $(INPUTS) --seed $(SEED) \
+		$(if $(ONLY),--only "$(ONLY)")
 
 bench-plan: $(STAMP)
 	$(BIN)/python -m benchmarks.plan
