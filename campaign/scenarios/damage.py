@@ -16,7 +16,7 @@ from kvtier.errors import FormatError, MediumError
 from kvtier.testing.records import blank, prove
 from kvtier.types import BlockKey, Outcome
 
-_PASSES = 400
+_PASSES = 1600
 """Over all records of a specimen, in a medium that is open."""
 _OPENINGS = 60
 _FILES_MAX = 6
