@@ -28,13 +28,15 @@ def fuzz(target: Target, bounds: Bounds, inputs: int, seed: int) -> tuple[int, i
     taken, findings = 0, []
     for data in target.corpus:
         mutator.traced(lambda data: _quiet(target, data), data)  # and imports what it needs
-    for number in range(inputs):
+    bounds.begin()
+    for number in range(1, inputs + 1):
         data = mutator.next()
         try:
             if number % _TRACED:
                 taken += bounds.call(target.parse, data, target.typed)
             else:
                 mutator.traced(lambda data: _quiet(target, data), data)
+                bounds.begin()
         except Exception:
             said = traceback.format_exc(limit=-4)
             findings.append(f"{target.name}, input {number} of seed {seed}: {data[:200]!r}\n{said}")

@@ -44,9 +44,11 @@ class Damage(Scenario):
         specimen.restore(specimen.files)
         read, close = _opened(specimen)
         pool = _pool(specimen)
-        for _ in range(_PASSES):
-            _damage_records(round, specimen, pool, read)
-        close()
+        try:
+            for _ in range(_PASSES):
+                _damage_records(round, specimen, pool, read)
+        finally:
+            close()
         for number in range(_OPENINGS):
             stacked = kind in _STACKED and number % 3 == 2
             _damage_files(round, specimen, outside, stacked=stacked)
