@@ -53,6 +53,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(BIN)/python tools/audit_dependencies.py
 
 fix: $(STAMP)
 	$(BIN)/ruff check --fix
