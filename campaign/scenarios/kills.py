@@ -14,6 +14,7 @@ _MEDIA: tuple[tuple[str, Subject, int], ...] = (
     ("cpu", subjects.CPU, 1),
     ("nvme", subjects.NVME, 1),
     ("object folder", object_subjects.FOLDER, 1),
+    ("object folder, 2 engines", object_subjects.FOLDER, 2),
     ("nvme, 2 engines", subjects.SLABS, 2),
     ("nvme, 4 engines", subjects.SLABS, 4),
 )
