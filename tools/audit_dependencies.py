@@ -1,6 +1,6 @@
 """Whether this environment has what constraints.txt says, and nothing else: no network is asked.
 
-Known holes are another matter: `pip-audit -r constraints.txt --no-deps --disable-pip`, with network.
+For known holes, with network: `pip-audit -r constraints.txt --no-deps --disable-pip`.
 """
 
 from __future__ import annotations
