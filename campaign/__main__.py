@@ -36,7 +36,7 @@ def main() -> int:
         runner = Runner(again, options.seed, chosen)
         (scenario,) = chosen.values()
         result = runner.play(scenario, options.round)
-        print(dict(sorted(result.counts.items())))
+        print(dict(sorted(result.counts.items())), *result.notes, sep="\n")
         return 1 if result.findings else 0
     runner = Runner(options.folder, options.seed, chosen)
     try:

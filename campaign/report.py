@@ -55,4 +55,6 @@ def _markdown(books: Books, scenarios: list[Scenario]) -> str:
             for what, count in sorted(tally.counts.items())
         ]
         lines.append("")
+        lines += [f"- {note}" for note in tally.notes]
+        lines.append("")
     return "\n".join(lines)

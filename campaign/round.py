@@ -26,6 +26,7 @@ class Result(msgspec.Struct):
 
     counts: dict[str, int]
     findings: list[str]
+    notes: list[str] = []
 
 
 class Round:
@@ -38,6 +39,8 @@ class Round:
         self.dice = random.Random(f"{seed} {scenario} {number}")
         self.counts: Counter[str] = Counter()
         self.findings: list[str] = []
+        self.notes: list[str] = []
+        """Figures of this round alone, for the report."""
 
     def found(self, text: str) -> None:
         """A promise does not hold."""
@@ -60,7 +63,7 @@ class Round:
 
     @property
     def result(self) -> Result:
-        return Result(dict(self.counts), self.findings)
+        return Result(dict(self.counts), self.findings, self.notes)
 
 
 class Scenario(ABC):

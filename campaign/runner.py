@@ -28,6 +28,7 @@ from kvtier import __version__
 
 _WRITE_S = 5.0
 _TELL_S = 60.0
+_NOTES_MAX = 64
 
 
 class Tally(msgspec.Struct):
@@ -36,6 +37,8 @@ class Tally(msgspec.Struct):
     rounds: int = 0
     seconds: float = 0.0
     counts: dict[str, int] = {}
+    notes: list[str] = []
+    """Of its last rounds."""
 
 
 class Books(msgspec.Struct):
@@ -94,6 +97,8 @@ class Runner:
         tally.rounds = max(tally.rounds, number + 1)
         tally.seconds += time.monotonic() - began
         tally.counts = dict(Counter(tally.counts) + Counter(result.counts))
+        notes = [f"round {number}: {note}" for note in result.notes]
+        tally.notes = [*tally.notes, *notes][-_NOTES_MAX:]
         for text in result.findings:
             self.books.findings.append(Finding(scenario.name, number, text))
             print(f"\nFOUND by {scenario.name}, round {number}: {text}", flush=True)

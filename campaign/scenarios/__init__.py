@@ -9,9 +9,10 @@ from campaign.scenarios.kills import Kills
 from campaign.scenarios.media import Media
 from campaign.scenarios.movers import Movers
 from campaign.scenarios.power import Power
+from campaign.scenarios.serving import Serving
 from campaign.scenarios.shared import Shared
 
 SCENARIOS: dict[str, Scenario] = {
     each.name: each
-    for each in (Damage(), Kills(), Movers(), Commands(), Power(), Shared(), Media())
+    for each in (Damage(), Kills(), Movers(), Commands(), Power(), Shared(), Media(), Serving())
 }

@@ -13,6 +13,7 @@ import pytest
 from campaign.power.recording import Kind, Loss, Op, Recording
 from campaign.round import Round
 from campaign.scenarios import SCENARIOS, damage
+from campaign.scenarios.serving import slope
 from kvtier.core.records import record
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -20,7 +21,7 @@ needs_a_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="no C compi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "serving"])
 def test_a_round_finds_nothing(tmp_path: Path, name: str) -> None:
     if name == "power" and not shutil.which("cc"):
         pytest.skip("no C compiler here")
@@ -45,6 +46,13 @@ def test_a_proof_that_looks_at_no_payload_is_found(
     monkeypatch.setattr(record, "check_part", lambda *_: True)
     with pytest.raises(AssertionError, match="wrong bytes were served"):
         damage.Damage().play(round)
+
+
+def test_a_line_and_its_error() -> None:
+    assert slope([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)]) == (2.0, 0.0)
+    found, error = slope([(0.0, 0.0), (1.0, 3.0), (2.0, 0.0), (3.0, 3.0)])
+    assert found == pytest.approx(0.6)
+    assert error > 0.6, "which says nothing, then"
 
 
 class TestWhatACrashLeaves:
