@@ -37,6 +37,7 @@ def main() -> int:
         (scenario,) = chosen.values()
         result = runner.play(scenario, options.round)
         print(dict(sorted(result.counts.items())), *result.notes, sep="\n")
+        runner.close()
         return 1 if result.findings else 0
     runner = Runner(options.folder, options.seed, chosen)
     try:
@@ -45,6 +46,7 @@ def main() -> int:
         print("\nended; the same command goes on", file=sys.stderr)
     finally:
         page = report.write(runner)
+        runner.close()
     print(f"\n{page}: {len(runner.books.findings)} findings", flush=True)
     return 1 if runner.books.findings else 0
 

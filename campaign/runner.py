@@ -7,6 +7,7 @@ hangs on the machine, but no round hangs on another: scenario, seed and number r
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import platform
@@ -25,6 +26,7 @@ import msgspec
 
 from campaign.round import Finding, Result, Round, Scenario
 from kvtier import __version__
+from kvtier.core.system.disk import lock_within
 
 _WRITE_S = 5.0
 _TELL_S = 60.0
@@ -64,17 +66,33 @@ class Runner:
         self.scenarios = scenarios
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / "books.json"
-        self.books = Books(seed, time.strftime("%Y-%m-%d %H:%M"))
-        if self._file.exists():
-            self.books = msgspec.json.decode(self._file.read_bytes(), type=Books)
-            if self.books.seed != seed:
-                raise SystemExit(
-                    f"{folder} has a campaign of seed {self.books.seed}: go on with SEED="
-                    f"{self.books.seed}, or name another FOLDER"
-                )
+        self._lock = (folder / "lock").open("w")
+        try:
+            self.books = self._opened(seed)
+        except BaseException:
+            self._lock.close()
+            raise
         if (versions := _versions()) not in self.books.versions:
             self.books.versions.append(versions)
         self._written = self._told = 0.0
+
+    def _opened(self, seed: int) -> Books:
+        """What was there before, if there was anything; raises SystemExit if it is another's."""
+        if not lock_within(self._lock.fileno(), fcntl.LOCK_EX, 0.0):
+            raise SystemExit(f"another campaign is at work in {self.folder}: name another FOLDER")
+        if not self._file.exists():
+            return Books(seed, time.strftime("%Y-%m-%d %H:%M"))
+        books = msgspec.json.decode(self._file.read_bytes(), type=Books)
+        if books.seed != seed:
+            raise SystemExit(
+                f"{self.folder} has a campaign of seed {books.seed}: go on with SEED={books.seed}, "
+                "or name another FOLDER"
+            )
+        return books
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        self._lock.close()
 
     def run(self, seconds: float) -> None:
         """As many rounds as begin within so many seconds."""
@@ -163,6 +181,7 @@ def _listen(pipe: int, seconds: float) -> tuple[bytes, bool]:
 
 def _be_the_child(scenario: Scenario, round: Round, pipe: int) -> None:
     os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     logging.getLogger().addHandler(logging.NullHandler())  # what is damaged is warned of
     try:
         scenario.play(round)

@@ -14,15 +14,16 @@ import campaign
 from campaign.round import Round, Scenario
 
 _PYTHON = Path(campaign.__file__).parents[1] / ".venv-vllm" / "bin" / "python"
-_REQUESTS = 240
+_REQUESTS = 800
+"""An engine takes some hundred requests to have all the memory that it will use again."""
 _FLAT = {
     "pins": 0.0,
     "slots in flight": 0.0,
     "known requests": 0.0,
     "descriptors": 10.0,
     "threads": 10.0,
-    "memory": 24 << 20,
-    "mover's memory": 24 << 20,
+    "memory": 32 << 20,
+    "mover's memory": 8 << 20,
     "shared memory": 4 << 20,
 }
 """What a thousand requests may add, beyond what their error explains."""

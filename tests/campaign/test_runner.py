@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -52,11 +53,23 @@ class Hangs(Scenario):
         signal.pause()
 
 
-def runner(folder: Path, *scenarios: Scenario, seed: int = 7) -> Runner:
-    return Runner(folder, seed, {each.name: each for each in scenarios})
+@pytest.fixture
+def runner() -> Iterator[MakeRunner]:
+    made: list[Runner] = []
+
+    def make(folder: Path, *scenarios: Scenario, seed: int = 7) -> Runner:
+        made.append(Runner(folder, seed, {each.name: each for each in scenarios}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
 
 
-def test_a_round_comes_again_by_its_seed(tmp_path: Path) -> None:
+MakeRunner = Callable[..., Runner]
+
+
+def test_a_round_comes_again_by_its_seed(tmp_path: Path, runner: MakeRunner) -> None:
     dice = Dice()
     one = runner(tmp_path / "one", dice).play(dice, 3)
     assert one == runner(tmp_path / "two", dice).play(dice, 3)
@@ -64,7 +77,9 @@ def test_a_round_comes_again_by_its_seed(tmp_path: Path) -> None:
     assert not list((tmp_path / "one").glob("dice-*")), "a round leaves nothing behind"
 
 
-def test_what_is_not_typed_is_found_and_what_is_typed_is_counted(tmp_path: Path) -> None:
+def test_what_is_not_typed_is_found_and_what_is_typed_is_counted(
+    tmp_path: Path, runner: MakeRunner
+) -> None:
     finds = Finds()
     run = runner(tmp_path, finds)
     result = run.play(finds, 0)
@@ -78,17 +93,22 @@ def test_what_is_not_typed_is_found_and_what_is_typed_is_counted(tmp_path: Path)
 
 @pytest.mark.parametrize(("scenario", "said"), [(Dies(), "died"), (Hangs(), "hangs")])
 def test_a_round_that_dies_or_hangs_is_a_finding(
-    tmp_path: Path, scenario: Scenario, said: str
+    tmp_path: Path, runner: MakeRunner, scenario: Scenario, said: str
 ) -> None:
     (found,) = runner(tmp_path, scenario).play(scenario, 0).findings
     assert said in found
 
 
-def test_it_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_it_goes_on_where_it_ended(tmp_path: Path, runner: MakeRunner) -> None:
     dice = Dice()
-    runner(tmp_path, dice).play(dice, 0)
+    first = runner(tmp_path, dice)
+    first.play(dice, 0)
+    with pytest.raises(SystemExit, match="another campaign"):
+        runner(tmp_path, dice)
+    first.close()
     again = runner(tmp_path, dice)
     again.play(dice, 1)
     assert again.books.tallies["dice"].rounds == 2
+    again.close()
     with pytest.raises(SystemExit, match="campaign of seed 7"):
         runner(tmp_path, dice, seed=8)
