@@ -28,7 +28,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-lmcache bench-trace venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-lmcache bench-trace venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -53,6 +53,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(BIN)/python tools/audit_dependencies.py
 
 fix: $(STAMP)
 	$(BIN)/ruff check --fix
@@ -124,6 +125,24 @@ bench-object: $(STAMP)
 # The command beside what its two sides can do alone; needs 8 GiB on the disk, and some in /dev/shm.
 bench-prewarm: $(STAMP)
 	PYTHONPATH=tests/object $(BIN)/python -m benchmarks.prewarm
+
+# Kills, power cuts, damage and bad stores: HOURS=8 or MINUTES=10, SEED=7, ONLY=damage,kills,
+# ROUND=12 (with ONLY: that one once more), FOLDER=... The same command goes on where it ended.
+HOURS   ?= 0
+MINUTES ?= 10
+SEED    ?= 1
+FOLDER  ?= build/campaign
+
+campaign: $(STAMP)
+	PYTHONPATH=.:tests:tests/object $(BIN)/python -m campaign --hours $(HOURS) --minutes $(MINUTES) \
+		--seed $(SEED) --folder $(FOLDER) $(if $(ONLY),--only $(ONLY)) $(if $(ROUND),--round $(ROUND))
+
+# Hostile inputs for every parser of what comes from a disk, a store, a socket or a person.
+INPUTS ?= 20000
+
+fuzz: $(STAMP)
+	PYTHONPATH=.:tests:tests/object $(BIN)/python -m campaign.fuzz --inputs $(INPUTS) --seed $(SEED) \
+		$(if $(ONLY),--only "$(ONLY)")
 
 bench-plan: $(STAMP)
 	$(BIN)/python -m benchmarks.plan

@@ -161,7 +161,7 @@ class Inbox:
                 message = decoder.decode(bytes(self._bytes[start + _LENGTH.size : end]))
                 start = end
                 yield message
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise MoverError(f"a message of a mover cannot be read: {error}") from error
         finally:
             del self._bytes[:start]

@@ -81,7 +81,7 @@ class Books:
                     self.evicted += len(keys)
                 elif what == "C":
                     committed |= keys
-                elif what == "F":
+                elif what in ("F", "R"):
                     gone |= keys
                 elif what == "G":
                     self.banned |= keys

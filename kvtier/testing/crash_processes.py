@@ -6,6 +6,7 @@ death between the deed and the report can be told from a lie:
     T keys   about to store these           C keys   committed: `complete_store` has returned
     E keys   evicted by that reservation    F keys   about to drop these
     G keys   dropped, and flushed: must never come back
+    R keys  given up by the tier itself, where the subject says that it may
     N calls steps   the whole life took so many calls of the disk and bytecode steps
 """
 
@@ -28,7 +29,7 @@ from kvtier.core.interfaces.backend import Backend
 from kvtier.testing.faults import Call, Fault, FaultyDisk, die
 from kvtier.testing.records import make_keys
 from kvtier.testing.subject import Rig, Subject, failures
-from kvtier.types import BlockKey, Outcome
+from kvtier.types import BlockKey, EventKind, Outcome
 
 BLOCKS = 16
 ROUNDS = 12
@@ -126,6 +127,8 @@ class Writer:
             if self._dice.random() < 0.2:
                 self._forget(rig, some[:2])
             rig.tier.tick()
+            if self._subject.sheds and self._engine:
+                self._report("R", _removed(rig))
         self._say("N", f"{disk.calls} {steps.count}")
         die()
 
@@ -157,6 +160,12 @@ class Writer:
 
     def _say(self, what: str, text: str) -> None:
         os.write(self._pipe, f"{what} {text}\n".encode())
+
+
+def _removed(rig: Rig) -> list[BlockKey]:
+    """What has left the tier since it was asked last."""
+    events = rig.tier.take_events()
+    return [key for each in events if each.kind is EventKind.REMOVED for key in each.keys]
 
 
 def look(rig: Rig, keys: Sequence[BlockKey]) -> Finding:

@@ -36,6 +36,9 @@ class Subject(ABC):
     overhead_bytes = 0
     """What the files may take beyond the settings' capacity: locks, descriptions."""
 
+    sheds = False
+    """Beside other engines a tier may drop blocks of its own accord: the room is shared anew when
+    one comes. The crash campaign has its writers report that."""
     quarantine_blocks = 0
     """The room of how many blocks may stay out of use after damage was found there."""
 

@@ -197,6 +197,21 @@ class TestASlotIsUsedAgain:
         free(block)
         assert nvme.prover({}).prove(block).proof is Proof.GONE
 
+    def test_before_and_another_block_is_whole_in_it(self, filled: Path) -> None:
+        (nvme,) = look(load(filled), 1)
+        block, other = list(nvme.blocks())[:2]
+        slab = block.slab
+        with slab.data.open("r+b") as data, slab.table.open("r+b") as table:
+            for file, size, at in (
+                (data, slab.header.slot_bytes, slab.header.slot_at),
+                (table, layout.ENTRY_BYTES, layout.entry_at),
+            ):
+                file.seek(at(other.slot))
+                there = file.read(size)
+                file.seek(at(block.slot))
+                file.write(there)
+        assert nvme.prover({}).prove(block).proof is Proof.GONE
+
     def test_meanwhile(self, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         config = load(filled)
         (nvme,) = look(config, 1)

@@ -24,6 +24,7 @@ class FolderSubject(Subject):
     persistent = True
     shared = True
     revives = True
+    sheds = True
     # manifests and the namespaces' descriptions, and what two engines store before they hear of
     # each other
     overhead_bytes = (64 << 10) + 8 * 12288

@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-PAGES_BESIDE = [ROOT / "ARCHITECTURE.md", *sorted(ROOT.glob("C*.md"))]
+PAGES_BESIDE = [ROOT / "ARCHITECTURE.md", ROOT / "SECURITY.md", *sorted(ROOT.glob("C*.md"))]
 QUICK = {ROOT / "README.md", ROOT / "docs/contributing/writing_a_backend.md"}
 _BLOCK = re.compile(
     r"(?:^<!-- run by (?P<by>\S+) -->\n)?^```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^```$",

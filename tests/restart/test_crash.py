@@ -56,6 +56,11 @@ def test_hundreds_of_deaths(subject: str, seed: int) -> None:
 
 
 @pytest.mark.slow
+def test_writers_that_share_a_store_die_together() -> None:
+    assert campaign("object_subjects:FOLDER", kills=30, seed=5, engines=2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engines", [2, 4])
 def test_engines_that_share_a_folder_die_together(engines: int) -> None:
     assert campaign("subjects:SLABS", kills=90, seed=engines, engines=engines)

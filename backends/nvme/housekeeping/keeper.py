@@ -79,6 +79,8 @@ class Keeper:
         self._between = _HOUSEKEEPING_S
         self.unwell = False
         """Whether the last round came to nothing."""
+        self._takes_nothing = False
+        """It owns no slab, and none can be made: not for the lack of room, which is no failure."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -106,7 +108,7 @@ class Keeper:
         with self._mutex:
             try:
                 self._round(thorough)
-                self.unwell = False
+                self.unwell = self._takes_nothing
             except Exception as error:  # noqa: BLE001 - without this thread no slab is made
                 self.unwell = True
                 self._problems.report(error)
@@ -121,8 +123,12 @@ class Keeper:
         if thorough or now >= self._next_housekeeping or self._slots_wanted:
             began = time.thread_time()
             self._adopt_orphans()
-            with self._problems.tolerated():
+            try:
                 self._make_room()
+                self._takes_nothing = False
+            except OSError as error:
+                self._problems.report(error)
+                self._takes_nothing = not self._mine()
             self._share()
             self._write_uses(now, thorough)
             took = time.thread_time() - began

@@ -73,9 +73,7 @@ class Slab(msgspec.Struct, kw_only=True):
 
     def holds(self, slot: int, key: BlockKey) -> bool:
         """Whether a slot is committed to this key; raises OSError if the table is gone."""
-        entry = self.entry(slot)
-        (found,) = keys_of(np.frombuffer(entry, ENTRY_DTYPE))
-        return entry[0] == VALID and found == key
+        return _is_of(self.entry(slot), key)
 
     def cells(self, count: int) -> list[Cell]:
         """How full each stretch of slots is, and whether one of it is quarantined."""
@@ -89,6 +87,12 @@ class Slab(msgspec.Struct, kw_only=True):
             )
             for cell in np.array_split(states, min(count, len(states)))
         ]
+
+
+def _is_of(entry: bytes, key: BlockKey) -> bool:
+    """Whether an entry says that this block is in its slot."""
+    (found,) = keys_of(np.frombuffer(entry, ENTRY_DTYPE))
+    return entry[0] == VALID and found == key
 
 
 class SlabBlock(Block):
@@ -110,7 +114,7 @@ class SlabProver(Prover):
         slab = block.slab
         try:
             before = slab.entry(block.slot)
-            if before[0] != VALID:
+            if not _is_of(before, block.key):
                 return Verdict(Proof.GONE, "its slot has changed")
             size = slab.header.slot_bytes
             text = read_file(slab.data, size, slab.header.slot_at(block.slot))

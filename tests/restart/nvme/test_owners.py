@@ -16,6 +16,7 @@ from nvme_rig import Engine, open_files
 
 from kvtier.backends.nvme.folder.files import hold_owner, owner_path
 from kvtier.backends.nvme.folder.lock import FolderBusy
+from kvtier.testing.faults import Fault, FaultyDisk, never
 from kvtier.testing.records import make_keys, sealed
 from kvtier.types import Outcome
 
@@ -231,6 +232,29 @@ def other_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("there is only one file system")
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         yield Path(folder)
+
+
+def test_a_folder_in_which_no_slab_can_be_made_is_down(tmp_path: Path) -> None:
+    """It holds nothing and takes nothing, and not for the lack of room."""
+    disk = FaultyDisk()
+    disk.plan = lambda call: Fault.EIO if call.name == "create" else None
+    engine = Engine(tmp_path / "kv", disk=disk)
+    assert engine.put(make_keys(1)) == []
+    engine.tier.tick()
+    assert engine.tier.unwell
+    engine.keeper.work()
+    engine.tier.tick()
+    assert engine.tier.unwell, "until a slab can be made"
+    disk.plan = never
+    assert engine.put(make_keys(1)) == make_keys(1)
+    engine.tier.tick()
+    assert not engine.tier.unwell
+    disk.plan = lambda call: Fault.EIO if call.name == "create" else None
+    keys = make_keys(8, start=10)
+    assert engine.put(keys) == keys, "in what there is, by evicting"
+    engine.tier.tick()
+    assert not engine.tier.unwell
+    engine.close()
 
 
 @pytest.mark.parametrize("below", ["kv", "."])

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from kvtier.core.interfaces.mover import Transfer, TransferKind, TransferResult
 from kvtier.errors import MoverError
 from kvtier.move import protocol
-from kvtier.move.protocol import Answer, Cancel, Ended, Inbox, Submit, answers, frame, requests
+from kvtier.move.protocol import (
+    Answer,
+    Cancel,
+    Ended,
+    Failed,
+    Inbox,
+    Submit,
+    answers,
+    frame,
+    requests,
+)
 from kvtier.testing.media import FileSpec, HostSpec
 from kvtier.testing.records import make_keys
 from kvtier.types import Outcome
@@ -65,6 +75,12 @@ def test_garbage_is_refused_and_never_anything_else(body: bytes) -> None:
     except MoverError:
         return
     assert all(isinstance(message, Submit | Cancel) for message in received)
+
+
+def test_a_text_that_is_no_utf8_is_garbage_too() -> None:
+    body = bytes(frame(Failed("no disk"))).replace(b"Failed", b"Fai\xffed")
+    with pytest.raises(MoverError, match="cannot be read"):
+        list(Inbox().feed(body, answers))
 
 
 def test_a_length_beyond_reason_is_refused_before_anything_is_kept() -> None:

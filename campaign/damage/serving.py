@@ -1,0 +1,69 @@
+"""Opens what is left of a medium, and proves every block that is offered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from campaign.damage.specimens import BLOCKS, NAMESPACE, PackSpecimen, Specimen
+from kvtier import Stack
+from kvtier.backends.cpu import CpuSettings
+from kvtier.cli.copying.pack_files import PackReader
+from kvtier.config import MoverMode, MoverSettings, StackConfig
+from kvtier.core.records.record import record_bytes
+from kvtier.core.settings import ByteSize, Capacity
+from kvtier.testing.records import blank, payload, prove
+from kvtier.types import BlockKey
+
+HOST_BYTES = 2 * BLOCKS * (record_bytes(NAMESPACE.payload_bytes) + 64) + 12288
+
+
+def by_tier(specimen: Specimen) -> set[BlockKey]:
+    """What the tier alone serves; raises AssertionError for a wrong byte."""
+    rig = specimen.rig(specimen.folder)
+    try:
+        return set(rig.get(specimen.keys))
+    finally:
+        rig.close()
+
+
+def by_stack(specimen: Specimen, host: Path, mover: MoverMode = MoverMode.THREADS) -> set[BlockKey]:
+    """What a whole stack serves from it, by way of host memory and its mover."""
+    memory = CpuSettings(path=str(host), capacity=Capacity(size=ByteSize(HOST_BYTES)))
+    below = specimen.subject.settings(
+        specimen.folder, BLOCKS, record_bytes(NAMESPACE.payload_bytes)
+    )
+    settings = MoverSettings(mode=mover)
+    config = StackConfig(version=1, name="specimen", mover=settings, tiers=(memory, below))
+    with Stack(config, NAMESPACE) as stack:
+        found = stack.load(specimen.keys, 20.0)
+        for tier in stack.chain.tiers[:1]:
+            tier.forget(specimen.keys)
+    check_payloads(found)
+    return set(found)
+
+
+def by_reader(specimen: PackSpecimen) -> set[BlockKey]:
+    """What a command takes out of an exported file."""
+    reader = PackReader(specimen.folder / "blocks.kvt")
+    try:
+        if reader.namespace != NAMESPACE:
+            return set()
+        found = list(reader.found())
+        records = [blank(NAMESPACE) for _ in found]
+        keys = [key for key, _ in found]
+        outcomes = reader.read([at for _, at in found], keys, records)
+        return {
+            key
+            for key, record, outcome in zip(keys, records, outcomes, strict=True)
+            if outcome.ok and prove(record, key, NAMESPACE).ok
+        }
+    finally:
+        reader.close()
+
+
+def check_payloads(found: dict[BlockKey, bytes], wanted: Sequence[BlockKey] = ()) -> None:
+    """Raise AssertionError for a block that has not its right bytes, or was not asked for."""
+    for key, data in found.items():
+        if data != payload(key, NAMESPACE):
+            raise AssertionError(f"wrong bytes were served for {key.hex()}")

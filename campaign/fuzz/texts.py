@@ -1,0 +1,121 @@
+"""Parsers of what people write: stacks, traces, prompts, a model's config.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from campaign.fuzz.targets import Target
+from kvtier.config import load
+from kvtier.core.eviction.traces.trace import read_trace
+from kvtier.errors import ConfigError, KVTierError
+from kvtier.observe.kv_shape import read_shape
+from kvtier.vllm.serving.prompts import read_prompts
+
+_STACK = b"""version: 1
+name: fuzz
+chunk_tokens: 256
+mover: {mode: threads}
+tiers:
+  - kind: cpu
+    path: FOLDER
+    capacity: 4MiB
+    load_deadline: 250ms
+  - {kind: nvme, path: "FOLDER/nvme", capacity: 80%, write: on_evict}
+  - kind: object
+    url: "file://FOLDER/store"
+    capacity: 16MiB
+"""
+_SHAPE = b"""{"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32,
+"num_key_value_heads": 8, "hidden_size": 4096, "head_dim": 128, "torch_dtype": "bfloat16",
+"sliding_window": 4096, "layer_types": ["full_attention", "sliding_attention"],
+"quantization_config": {"quant_method": "fp8", "kv_cache_quant_algo": "FP8"}}"""
+_JSON = (
+    b'"',
+    b"[",
+    b"]",
+    b"{",
+    b"}",
+    b"null",
+    b"true",
+    b"1e999",
+    b"-1",
+    b"[[[[",
+    b'"\\ud800"',
+    b"NaN",
+)
+_YAML = (
+    b"&a ",
+    b"*a",
+    b"<<: *a",
+    b"!!python/object:os.system ",
+    b"- ",
+    b": ",
+    b"|",
+    b">",
+    b"? ",
+    b"%",
+)
+
+
+def targets(folder: Path) -> list[Target]:
+    """All of them; files lie in this folder."""
+    return [_stack(folder), _trace(folder), _prompts(folder), _shape(folder)]
+
+
+def _stack(folder: Path) -> Target:
+    path = folder / "stack.yaml"
+
+    def parse(data: bytes) -> None:
+        path.write_bytes(data)
+        load(path)
+
+    whole = _STACK.replace(b"FOLDER", str(folder).encode())
+    corpus = [whole, b"version: 1\ntiers: []\n", whole.replace(b"fuzz", b"${KVTIER_NOT_SET:-x}")]
+    words = (*_YAML, *_JSON, b"${HOME}", b"${NOT_SET}", b"kind: nvme", b"capacity: ", b"64GiB")
+    return Target(
+        name="stack file", corpus=corpus, parse=parse, typed=(ConfigError,), words=words, share=0.02
+    )
+
+
+def _trace(folder: Path) -> Target:
+    path = folder / "trace.jsonl"
+
+    def parse(data: bytes) -> None:
+        path.write_bytes(data)
+        for request in read_trace(path):
+            assert all(0 <= block < 1 << 63 for block in request.blocks)
+
+    corpus = [b'{"timestamp": 27000, "hash_ids": [0, 1, 2]}\n{"timestamp": 1.5, "hash_ids": []}\n']
+    return Target(
+        name="trace", corpus=corpus, parse=parse, typed=(ConfigError,), words=_JSON, share=0.1
+    )
+
+
+def _prompts(folder: Path) -> Target:
+    path = folder / "prompts.jsonl"
+
+    def parse(data: bytes) -> None:
+        path.write_bytes(data)
+        for prompt in read_prompts(path, None).known:
+            assert all(0 <= token < 1 << 31 for token in prompt.tokens)
+
+    corpus = [
+        b'{"tokens": [1, 2, 3], "cache_salt": "a"}\n{"prompt": "text"}\n',
+        b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}\n',
+        b'{"tokens": [1], "tools": [], "multi_modal_data": null}\n',
+    ]
+    return Target(
+        name="prompts", corpus=corpus, parse=parse, typed=(KVTierError,), words=_JSON, share=0.1
+    )
+
+
+def _shape(folder: Path) -> Target:
+    path = folder / "config.json"
+
+    def parse(data: bytes) -> None:
+        path.write_bytes(data)
+        read_shape(path)
+
+    return Target(
+        name="config.json", corpus=[_SHAPE], parse=parse, typed=(ConfigError,), words=_JSON
+    )

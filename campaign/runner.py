@@ -1,0 +1,205 @@
+"""Plays rounds, one after the other, each in a process of its own, and keeps the books in a file.
+
+The next round is of the scenario that has had the least time for its share. So the order of rounds
+hangs on the machine, but no round hangs on another: scenario, seed and number repeat it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import platform
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from campaign.round import Finding, Result, Round, Scenario
+from kvtier import __version__
+from kvtier.core.system.disk import lock_within
+
+_WRITE_S = 5.0
+_TELL_S = 60.0
+_NOTES_MAX = 64
+
+
+class Tally(msgspec.Struct):
+    """What a scenario has had so far."""
+
+    rounds: int = 0
+    seconds: float = 0.0
+    counts: dict[str, int] = {}
+    notes: list[str] = []
+    """Of its last rounds."""
+
+
+class Books(msgspec.Struct):
+    """All that a campaign remembers: what it goes on from."""
+
+    seed: int
+    begun: str
+    versions: list[str] = []
+    tallies: dict[str, Tally] = {}
+    findings: list[Finding] = []
+
+    @property
+    def seconds(self) -> float:
+        """The time of all rounds."""
+        return sum(tally.seconds for tally in self.tallies.values())
+
+
+class Runner:
+    """One campaign in its folder."""
+
+    def __init__(self, folder: Path, seed: int, scenarios: Mapping[str, Scenario]) -> None:
+        self.folder = folder
+        self.scenarios = scenarios
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / "books.json"
+        self._lock = (folder / "lock").open("w")
+        try:
+            self.books = self._opened(seed)
+        except BaseException:
+            self._lock.close()
+            raise
+        if (versions := _versions()) not in self.books.versions:
+            self.books.versions.append(versions)
+        self._written = self._told = 0.0
+
+    def _opened(self, seed: int) -> Books:
+        """What was there before, if there was anything; raises SystemExit if it is another's."""
+        if not lock_within(self._lock.fileno(), fcntl.LOCK_EX, 0.0):
+            raise SystemExit(f"another campaign is at work in {self.folder}: name another FOLDER")
+        if not self._file.exists():
+            return Books(seed, time.strftime("%Y-%m-%d %H:%M"))
+        books = msgspec.json.decode(self._file.read_bytes(), type=Books)
+        if books.seed != seed:
+            raise SystemExit(
+                f"{self.folder} has a campaign of seed {books.seed}: go on with SEED={books.seed}, "
+                "or name another FOLDER"
+            )
+        return books
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        self._lock.close()
+
+    def run(self, seconds: float) -> None:
+        """As many rounds as begin within so many seconds."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            scenario = min(self.scenarios.values(), key=self._had)
+            self.play(scenario, self._tally(scenario).rounds)
+            self._tell(end - time.monotonic())
+        self._write()
+
+    def play(self, scenario: Scenario, number: int) -> Result:
+        """One round, entered into the books."""
+        began = time.monotonic()
+        home = self.folder / f"{scenario.name}-{number}"
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir()
+        result = _in_process(scenario, Round(scenario.name, self.books.seed, number, home))
+        shutil.rmtree(home, ignore_errors=True)
+        tally = self._tally(scenario)
+        tally.rounds = max(tally.rounds, number + 1)
+        tally.seconds += time.monotonic() - began
+        tally.counts = dict(Counter(tally.counts) + Counter(result.counts))
+        notes = [f"round {number}: {note}" for note in result.notes]
+        tally.notes = [*tally.notes, *notes][-_NOTES_MAX:]
+        for text in result.findings:
+            self.books.findings.append(Finding(scenario.name, number, text))
+            print(f"\nFOUND by {scenario.name}, round {number}: {text}", flush=True)
+        if result.findings or time.monotonic() - self._written > _WRITE_S:
+            self._write()
+        return result
+
+    def _tally(self, scenario: Scenario) -> Tally:
+        return self.books.tallies.setdefault(scenario.name, Tally())
+
+    def _had(self, scenario: Scenario) -> float:
+        return self._tally(scenario).seconds / scenario.share
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        making = self._file.with_suffix(".making")
+        making.write_bytes(msgspec.json.format(msgspec.json.encode(self.books), indent=1))
+        making.replace(self._file)
+
+    def _tell(self, left: float) -> None:
+        live = sys.stderr.isatty()
+        if not live and time.monotonic() - self._told < _TELL_S:
+            return
+        self._told = time.monotonic()
+        rounds = ", ".join(f"{name} {one.rounds}" for name, one in self.books.tallies.items())
+        line = f"{left / 60:.0f} min left; rounds: {rounds}; {len(self.books.findings)} findings"
+        print(f"\r{line}\033[K" if live else line, end="" if live else "\n", file=sys.stderr)
+        sys.stderr.flush()
+
+
+def _in_process(scenario: Scenario, round: Round) -> Result:
+    """Play a round in a child: one that dies or hangs is a finding, and leaves nothing behind."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if not child:
+        _be_the_child(scenario, round, write_end)
+    os.close(write_end)
+    said, hangs = b"", False
+    try:
+        said, hangs = _listen(read_end, scenario.limit_s)
+    finally:
+        os.close(read_end)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # with all that it has started
+        _, status = os.waitpid(child, 0)
+    if said:
+        return msgspec.json.decode(said, type=Result)
+    why = "hangs" if hangs else f"died: status {status}"
+    return Result({}, [f"the round {why}"])
+
+
+def _listen(pipe: int, seconds: float) -> tuple[bytes, bool]:
+    """What a child says until it ends, and whether it took longer than that."""
+    said, end = b"", time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if select.select([pipe], [], [], left)[0]:
+            if not (chunk := os.read(pipe, 1 << 16)):
+                return said, False
+            said += chunk
+    return said, True
+
+
+def _be_the_child(scenario: Scenario, round: Round, pipe: int) -> None:
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    logging.getLogger().addHandler(logging.NullHandler())  # what is damaged is warned of
+    try:
+        scenario.play(round)
+    except BaseException:  # a child must never return into its parent's stack
+        round.found(traceback.format_exc())
+    os.write(pipe, msgspec.json.encode(round.result))
+    os._exit(0)
+
+
+def _versions() -> str:
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+    ).stdout.strip()
+    return (
+        f"kvtier {__version__} ({commit or 'no repository'}), Python "
+        f"{platform.python_version()}, Linux {platform.release()}"
+    )

@@ -1,0 +1,94 @@
+"""A real engine with aborts, preemptions, resets and adapters: what it holds does not grow."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import campaign
+from campaign.round import Round, Scenario
+
+_PYTHON = Path(campaign.__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+_REQUESTS = 800
+"""An engine takes some hundred requests to have all the memory that it will use again."""
+_FLAT = {
+    "pins": 0.0,
+    "slots in flight": 0.0,
+    "known requests": 0.0,
+    "descriptors": 10.0,
+    "threads": 10.0,
+    "memory": 32 << 20,
+    "mover's memory": 8 << 20,
+    "shared memory": 4 << 20,
+}
+"""What a thousand requests may add, beyond what their error explains."""
+_ERRORS = 4.0
+
+
+class Serving(Scenario):
+    name = "serving"
+    about = (
+        "A real vLLM engine on the CPU platform, with its mover in a process: requests, aborts, "
+        "preemptions, resets and changing adapters. At rest no slot is pinned or in flight, and no "
+        "request known; descriptors, threads, memory and shared memory do not grow: a regression "
+        "line over the second half of each life, with its error."
+    )
+    share = 0.7
+    limit_s = 900.0
+
+    def play(self, round: Round) -> None:
+        if not _PYTHON.exists():
+            round.counts["no vLLM here: make venv-vllm"] += 1
+            return
+        looks = self._looks(round)
+        round.counts["requests, aborts and resets"] += looks[-1]["requests"] if looks else 0
+        round.counts["looks at rest"] += len(looks)
+        round.check(len(looks) >= 8, f"only {len(looks)} looks: the engine died")
+        for each in looks:
+            for what in ("pins", "slots in flight", "known requests", "mistakes"):
+                round.check(not each[what], f"{each[what]} {what} at rest: {each}")
+            round.check(each["at rest"], f"not at rest: {each}")
+        for what, most in _FLAT.items():
+            pairs = [(each["requests"] / 1000, float(each[what])) for each in looks]
+            more, error = slope(pairs[len(pairs) // 2 :])
+            round.notes.append(f"{what}: {more:+.3g} ± {error:.2g} in 1000 requests")
+            grows = more > most and more > _ERRORS * error
+            round.check(not grows, f"{what} grows by {more:.3g} ± {error:.2g} in 1000 requests")
+
+    def _looks(self, round: Round) -> list[dict[str, Any]]:
+        """In a process group of its own: it starts several."""
+        here = Path(campaign.__file__).parents[1]
+        path = os.pathsep.join(str(here / each) for each in ("", "tests"))
+        command = [str(_PYTHON), "-m", "campaign.serving_life", str(round.folder)]
+        log = round.folder / "said"
+        with log.open("wb") as said:
+            life = subprocess.Popen(
+                [*command, str(round.dice.randrange(1 << 20)), str(_REQUESTS)],
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+                env=os.environ | {"PYTHONPATH": path},
+            )
+            out, _ = life.communicate()
+        if life.returncode:
+            round.found(f"ended with {life.returncode}: {log.read_text(errors='replace')[-3000:]}")
+        if life.returncode == -signal.SIGKILL:
+            round.counts["killed from outside"] += 1
+        return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+
+def slope(pairs: list[tuple[float, float]]) -> tuple[float, float]:
+    """By least squares, with its standard error."""
+    if len(pairs) < 3:
+        return 0.0, math.inf
+    middle = sum(x for x, _ in pairs) / len(pairs)
+    level = sum(y for _, y in pairs) / len(pairs)
+    spread = sum((x - middle) ** 2 for x, _ in pairs)
+    found = sum((x - middle) * (y - level) for x, y in pairs) / spread
+    left = sum((y - level - found * (x - middle)) ** 2 for x, y in pairs)
+    return found, math.sqrt(left / (len(pairs) - 2) / spread)

@@ -1,0 +1,172 @@
+"""Several engines on one folder and one store, with commands beside them; budgets from outside."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import yaml
+
+from campaign.children import Child, Say
+from campaign.round import Round, Scenario
+from campaign.stacks import SLOT, described, payloads, wrong_in
+from kvtier import Stack
+from kvtier.cli import app
+from kvtier.testing.records import NAMESPACE, make_keys
+
+_ENGINES = 8
+_SECONDS = 12.0
+_LOOK_S = 0.02
+_PAUSE_S = 0.06
+"""Between two requests of an engine: eight without any would be all that the machine does."""
+_STORE_BLOCKS = 160
+_NVME_BYTES = 4 << 20
+_THREADS = 4
+_KEYS = 600
+"""All engines serve the same prompts, far more than there is room for."""
+_COMMANDS = (
+    "prewarm",
+    "gc",
+    "verify --tier nvme --json",
+    "snapshot --to {backup}",
+    "ls",
+    "du",
+    "verify --repair --json",
+    "prewarm --hottest --size 1MiB",
+)
+_FINE = ("0", "1")
+"""1: something was found, as a block that an engine has just evicted."""
+
+
+class Shared(Scenario):
+    name = "shared"
+    about = (
+        f"{_ENGINES} engines store and load the same blocks through one folder and one store, both "
+        "far too small; commands run beside them, and engines are killed and come back. Sizes are "
+        "looked at from outside all the time: neither budget is ever exceeded. (A server that is "
+        "killed in the middle of PUTs leaves one object a thread beyond all accounts.)"
+    )
+    limit_s = 180.0
+
+    def play(self, round: Round) -> None:
+        configs = [self._config(round.folder, number) for number in range(_ENGINES)]
+        command = round.folder / "stack.yaml"
+        command.write_text(yaml.safe_dump(configs[0] | {"name": "commands"}))
+        engines = [self._start(round, config) for config in configs]
+        looks = _Looks(round, round.folder)
+        end = time.monotonic() + _SECONDS
+        running: Child | None = None
+        while time.monotonic() < end:
+            looks.look()
+            if running is None or not running.listen(0.0 if running.ended else 0.001):
+                _judge(round, running)
+                running = _command(round, command)
+            if round.dice.random() < 0.004:
+                number = round.dice.randrange(_ENGINES)
+                self._end(round, engines[number])
+                looks.killed += 1
+                engines[number] = self._start(round, configs[number])
+            time.sleep(_LOOK_S)
+        _judge(round, running)
+        for engine in engines:
+            self._end(round, engine)
+            looks.killed += 1
+        looks.look()
+
+    def _config(self, folder: Path, number: int) -> dict[str, Any]:
+        config = described(folder, host=f"host{number}", blocks=48, refresh="100ms")
+        config["name"] = f"engine{number}"
+        config["tiers"][1]["capacity"] = _NVME_BYTES
+        config["tiers"][2] |= {"capacity": _STORE_BLOCKS * SLOT, "threads": _THREADS}
+        return config
+
+    def _start(self, round: Round, config: dict[str, Any]) -> Child:
+        seed = round.dice.randrange(1 << 30)
+        return Child(lambda say: _serve(say, config, seed))
+
+    def _end(self, round: Round, engine: Child) -> None:
+        engine.kill()
+        engine.wait()
+        round.counts["engines killed"] += 1
+        for said in engine.told("raised") + engine.told("wrong"):
+            round.found(f"an engine: {said}")
+        for line in engine.told("did"):
+            stored, loaded = map(int, line.split())
+            round.counts["blocks stored"] += stored
+            round.counts["blocks loaded and proved"] += loaded
+
+
+def _serve(say: Say, config: dict[str, Any], seed: int) -> None:
+    """Ask for what others may have stored, and store what is not there."""
+    dice = Random(seed)
+    keys = make_keys(_KEYS)
+    with Stack.open(config, NAMESPACE) as stack:
+        while True:
+            start = int(dice.paretovariate(0.6) * 8) % _KEYS
+            some = keys[start : start + 8]
+            found = stack.load(some, 5.0)
+            if wrong := wrong_in(found):
+                say(f"wrong bytes for {wrong}")
+            stored = stack.store(payloads([key for key in some if key not in found]))
+            say(f"did {len(stored)} {len(found)}")
+            time.sleep(dice.uniform(0, _PAUSE_S))
+
+
+class _Looks:
+    """Sizes, as anybody sees them."""
+
+    def __init__(self, round: Round, folder: Path) -> None:
+        self._round = round
+        self._folder = folder
+        self.killed = 0
+
+    def look(self) -> None:
+        nvme = sum(size for path, size in _sizes(self._folder / "nvme") if "owners" not in path)
+        blocks = sum(size for path, size in _sizes(self._folder / "store") if "/blocks/" in path)
+        allowed = (_STORE_BLOCKS + self.killed * _THREADS) * SLOT
+        self._round.counts["looks at both budgets"] += 1
+        self._round.check(nvme <= _NVME_BYTES, f"the folder has {nvme} bytes of {_NVME_BYTES}")
+        text = f"the store has {blocks} bytes of {allowed}, {self.killed} engines were killed"
+        self._round.check(blocks <= allowed, text)
+
+
+def _sizes(root: Path) -> Iterator[tuple[str, int]]:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with suppress(FileNotFoundError):
+                yield f"{folder}/{name}", os.lstat(f"{folder}/{name}").st_size
+
+
+def _command(round: Round, stack: Path) -> Child:
+    text = round.dice.choice(_COMMANDS).format(backup=f"file://{stack.parent}/backup")
+
+    def work(say: Say) -> None:
+        out = os.open(stack.with_name("said"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        say(f"command {text}")
+        code = app.run([*text.split(), "-c", str(stack)])
+        said = stack.with_name("said").read_text(errors="replace")[:2000].replace("\n", " ")
+        say(f"ended {code} {said if code else ''}")
+
+    return Child(work)
+
+
+def _judge(round: Round, child: Child | None) -> None:
+    if child is None:
+        return
+    child.wait()
+    (command,), ended = child.told("command"), child.told("ended")
+    round.counts[f"run beside: {command.partition(' --to')[0]}"] += 1
+    fine = bool(ended) and ended[0].split()[0] in _FINE and "Traceback" not in ended[0]
+    round.check(fine, f"{command} ended with {ended} {child.told('raised')}")
+    bad = re.search(r'"bad": [1-9]', ended[0]) if ended else None
+    round.check(bad is None, f"{command} found bad records: {ended}")
+    if fine and ended[0].split()[0] == "1":
+        round.counts["found or could not read something"] += 1

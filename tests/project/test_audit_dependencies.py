@@ -1,0 +1,21 @@
+"""What is installed is what is pinned."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
+from audit_dependencies import differences, plain
+
+PINNED = {"numpy": "2.1", "types-pyyaml": "6"}
+
+
+def test_what_differs_is_said() -> None:
+    assert differences(PINNED, PINNED | {"pip": "26"}) == []
+    assert differences(PINNED, {"numpy": "2.2", "types-pyyaml": "6", "odd": "1"}) == [
+        "numpy 2.2: 2.1 is pinned",
+        "odd 1: nobody has asked for it",
+    ]
+    assert differences(PINNED, {"numpy": "2.1"}) == ["types-pyyaml is missing: 6 is pinned"]
+    assert plain("types_PyYAML") == "types-pyyaml"
