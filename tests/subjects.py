@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvtier.backends.cpu import BACKEND as CPU_BACKEND
-from kvtier.backends.cpu import CpuSettings, CpuTier
+from kvtier.backends.cpu import CpuSettings
 from kvtier.backends.memory import BACKEND as MEMORY_BACKEND
 from kvtier.backends.memory import MemorySettings
 from kvtier.backends.nvme import BACKEND as NVME_BACKEND
@@ -53,7 +53,7 @@ class CpuSubject(Subject):
         table = TABLE_AT + 4096 + blocks * ENTRY_BYTES
         return CpuSettings(path=str(folder), capacity=capacity(blocks * record_bytes + table))
 
-    def open_tier(self, settings: TierSettings, context: TierContext, disk: Disk) -> CpuTier:
+    def open_tier(self, settings: TierSettings, context: TierContext, disk: Disk) -> Tier:
         assert isinstance(settings, CpuSettings)
         return CPU_BACKEND.open_tier(settings, context, disk)
 

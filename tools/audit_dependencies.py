@@ -1,4 +1,6 @@
-"""Whether this environment has what constraints.txt says, and nothing else: no network is asked.
+"""Whether what is installed here is as constraints.txt pins it: no network is asked.
+
+Packages that are not pinned, or pinned for another Python, are no fault.
 
 For known holes, with network: `pip-audit -r constraints.txt --no-deps --disable-pip`.
 """
@@ -10,8 +12,6 @@ import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
-_TOOLS = {"pip", "setuptools", "kvtier"}
-
 
 def plain(name: str) -> str:
     """A package's name as the registry compares it."""
@@ -20,13 +20,11 @@ def plain(name: str) -> str:
 
 def differences(pinned: dict[str, str], installed: dict[str, str]) -> list[str]:
     """What is not as it is pinned, a sentence each."""
-    found = [
-        f"{name} {installed.get(name, 'is missing')}: {version} is pinned"
+    return [
+        f"{name} {installed[name]}: {version} is pinned"
         for name, version in sorted(pinned.items())
-        if installed.get(name) != version
+        if installed.get(name, version) != version
     ]
-    more = sorted(installed.keys() - pinned.keys() - _TOOLS)
-    return found + [f"{name} {installed[name]}: nobody has asked for it" for name in more]
 
 
 def main() -> int:

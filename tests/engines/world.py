@@ -29,9 +29,9 @@ class World:
 
     def engine(self, model: Path, **arguments: Any) -> Engine:
         """An engine that is killed with the test at the latest."""
-        arguments = {"max_model_len": 4096, "dtype": "float32"} | arguments
+        named: dict[str, Any] = {"max_model_len": 4096, "dtype": "float32"} | arguments
         number = len(self._engines)
-        engine = Engine(self.folder / f"engine-{number}.log", model=str(model), **arguments)
+        engine = Engine(self.folder / f"engine-{number}.log", model=str(model), **named)
         self._engines.append(engine)
         return engine
 

@@ -13,9 +13,7 @@ PINNED = {"numpy": "2.1", "types-pyyaml": "6"}
 
 def test_what_differs_is_said() -> None:
     assert differences(PINNED, PINNED | {"pip": "26"}) == []
-    assert differences(PINNED, {"numpy": "2.2", "types-pyyaml": "6", "odd": "1"}) == [
-        "numpy 2.2: 2.1 is pinned",
-        "odd 1: nobody has asked for it",
-    ]
-    assert differences(PINNED, {"numpy": "2.1"}) == ["types-pyyaml is missing: 6 is pinned"]
+    installed = {"numpy": "2.2", "types-pyyaml": "6", "odd": "1"}
+    assert differences(PINNED, installed) == ["numpy 2.2: 2.1 is pinned"]
+    assert differences(PINNED, {"numpy": "2.1"}) == [], "another Python may not need it"
     assert plain("types_PyYAML") == "types-pyyaml"
