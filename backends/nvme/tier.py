@@ -168,7 +168,7 @@ class NvmeTier(SerializedTier):
         valid = valid[np.argsort(used[valid], kind="stable")]
         keys = layout.keys_of(entries[valid])
         copies = self._adopt((valid + base).tolist(), keys, array("d", used[valid].tobytes()))
-        self._survivors.add(valid + base, used[valid], entries["uses"][valid])
+        self._survived(valid + base, used[valid], entries["uses"][valid])
         held[valid] = True
         held[bad] = True
         self._quarantine.extend((bad + base).tolist())

@@ -50,6 +50,7 @@ class Hello(msgspec.Struct, tag=True):
     tiers: list[TierOpening]
     staging_bytes: int
     log_level: int
+    prefetch_share: float = 0.5
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -77,6 +78,7 @@ class Submit(msgspec.Struct, tag=True):
     source_spec: msgspec.Raw
     target_spec: msgspec.Raw
     deadline: float
+    prefetch: bool
 
     @classmethod
     def of(cls, transfer: Transfer) -> Self:
@@ -90,6 +92,7 @@ class Submit(msgspec.Struct, tag=True):
             msgspec.Raw(_encoder.encode(transfer.source_spec)),
             msgspec.Raw(_encoder.encode(transfer.target_spec)),
             transfer.deadline,
+            transfer.prefetch,
         )
 
     def read(self, specs: Sequence[msgspec.msgpack.Decoder[LoadStoreSpec]]) -> Transfer:
@@ -103,11 +106,18 @@ class Submit(msgspec.Struct, tag=True):
             source_spec=specs[self.source].decode(self.source_spec),
             target_spec=specs[self.target].decode(self.target_spec),
             deadline=self.deadline,
+            prefetch=self.prefetch,
         )
 
 
 class Cancel(msgspec.Struct, tag=True):
     """Stop caring about these transfers."""
+
+    ids: list[int]
+
+
+class Hasten(msgspec.Struct, tag=True):
+    """Somebody waits for these prefetches now."""
 
     ids: list[int]
 
@@ -118,7 +128,7 @@ class Ended(msgspec.Struct, tag=True):
     results: list[TransferResult]
 
 
-Request = Hello | Submit | Cancel
+Request = Hello | Submit | Cancel | Hasten
 Answer = Ready | Failed | Ended
 
 requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

@@ -33,6 +33,8 @@ class Transfer(msgspec.Struct, kw_only=True):
     source_spec: LoadStoreSpec
     target_spec: LoadStoreSpec
     deadline: float
+    prefetch: bool = False
+    """A load that nobody waits for yet, until `Mover.hasten` says otherwise."""
 
 
 class TransferResult(msgspec.Struct, kw_only=True):
@@ -72,6 +74,8 @@ class Mover(ABC):
       block by block as they land (`HostHandler.landed`), not only at the end.
     - A transfer past its deadline ends with TIMEOUT for the blocks not moved yet.
     - `cancel` ends what has not started with CANCELLED and lets the rest finish.
+    - A prefetch starts only where no load waits, holds a bounded share of the threads of its tier,
+      and is counted beside the loads, so that it never crowds one out.
     - A mover owns its handlers and closes them; results can still be polled after `close`.
     """
 
@@ -100,6 +104,9 @@ class Mover(ABC):
     @abstractmethod
     def cancel(self, ids: Sequence[int]) -> None:
         """Stop caring about these transfers."""
+
+    def hasten(self, ids: Sequence[int]) -> None:  # noqa: B027 - one that has a single queue
+        """Somebody waits for these prefetches now: they are loads like others from here on."""
 
     @abstractmethod
     def stats(self) -> MoverStats:
